@@ -69,6 +69,7 @@ from autoshard.runtime.micro_batches import batch_size, parts_of
 from autoshard.runtime.optimizer_state import named_optimizer, rebind_optimizer, state_bytes_per_parameter_byte
 from autoshard.runtime.sharded_module import MAX_PROGRAMS, Request, ShardedModule
 from autoshard.runtime.stage_engines import make_engines
+from autoshard.runtime.staged_forward import StagedForward
 from autoshard.runtime.step_agreement import Check
 from autoshard.runtime.traced_optimizer import update_of
 from autoshard.runtime.train_step import TrainStep
@@ -222,7 +223,12 @@ def compile(
     lengths = None if dynamic_lengths is None else Lengths(model, dynamic_lengths)
     compiler = planner if pipeline is None else StagePlanner(planner, pipeline, messages.rank if messages else None)
     sharded = ShardedModule(
-        model, engine, compiler, max_programs=max_programs, lengths=lengths, check=Check(check), outputs=handed_out
+        *(model, engine, compiler),
+        max_programs=max_programs,
+        lengths=lengths,
+        check=Check(check),
+        outputs=handed_out,
+        staged=None if messages is None else StagedForward(messages),
     )
     if optimizer is not None:
         rebind_optimizer(optimizer, before, dict(sharded.named_parameters()))

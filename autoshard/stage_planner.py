@@ -1,4 +1,4 @@
-"""The runtime's compiler for a mesh with a pipeline axis: training steps run in stages."""
+"""The runtime's compiler for a mesh with a pipeline axis: stages run training steps, and calls without gradients."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from autoshard.errors import NotAvailableError
 from autoshard.ir.fingerprint import fingerprint
 from autoshard.ir.initialisation import Initialisation
 from autoshard.ir.lowered import LocalSlot, LoweredProgram, PhasedProgram
+from autoshard.ir.outputs import Outputs
 from autoshard.ir.program import InputKind, OutputKind, Program
 from autoshard.ir.staged import StagedProgram
 from autoshard.pipelines import Pipeline
@@ -39,7 +40,7 @@ class StagePlanner:
     """The runtime's `Compiler` for a mesh with a pipeline axis.
 
     Args:
-        planner: plans and lowers a stage, and any call that is no training step.
+        planner: plans and lowers a stage, and any call that is not cut into stages.
         pipeline: what was asked for.
         rank: this process's in the pipeline, or None where one process simulates all.
         homes: the stage that holds each parameter, by name, once a program said so.
@@ -54,7 +55,7 @@ class StagePlanner:
         """See `Compiler`. The first rank plans for all."""
         from passes.verification.weigh_loss import weigh_step
 
-        if request.update is None:
+        if request.update is None and request.grad:
             return self._compile_whole(request, engine)
         of_gradients = replace(request, update=None)
         program = make_together(
@@ -65,7 +66,7 @@ class StagePlanner:
         if known is not None:
             return replace(known, python=program.python)
         check_stays(program)
-        plans, lowered = StagePlans(self.planner, self.pipeline), list[PhasedProgram]()
+        plans, lowered = self._plans_for(request), list[PhasedProgram]()
         plan = engine.share(lambda: self._plan_for(plans, program, request, lowered))
         staged = make_together(
             engine,
@@ -74,19 +75,30 @@ class StagePlanner:
             lambda made: {"stages": made.digest()},
         )
         self.homes.update(staged.stage_of_parameters())
-        weigh = self.planner.micro_batches > 1
+        weigh = request.update is not None and self.planner.micro_batches > 1
         weights = weigh_step(program, replace(self.planner, traced=None).trace, of_gradients) if weigh else None
         own = tuple(number for number, rank in enumerate(staged.order.stage_ranks) if self.rank in (None, rank))
         _LOGGER.info("compiled %s in %d stages for %s", request.signature, len(plan.stages), plan.mesh)
-        whole = _whole(program, staged, own)
-        return CompiledProgram(whole, plan, frozenset(), request.update, found, program.python, weights, staged, own)
+        whole, sharded = _whole(program, staged, own), plans.sharded_outputs(program)
+        return CompiledProgram(whole, plan, sharded, request.update, found, program.python, weights, staged, own)
+
+    def _plans_for(self, request: Request) -> StagePlans:
+        """What plans a call: a step in micro-batches, or a whole batch without gradients."""
+        if request.update is not None:
+            return StagePlans(self.planner, self.pipeline)
+        gather = request.outputs is Outputs.WHOLE or self.planner.gather_outputs
+        planner = replace(self.planner, micro_batches=1, gather_outputs=gather)
+        return StagePlans(planner, replace(self.pipeline, micro_batches=1))
 
     def _plan_for(self, plans: StagePlans, program: Program, request: Request, lowered: list[PhasedProgram]) -> Plan:
-        """The plan of a step: the one that is given, or one that is made; `lowered` is then filled with its stages."""
-        if self.planner.fixed is not None:
-            check_fits(self.planner.fixed, program, self.pipeline)
-            return self.planner.fixed
-        plan, lowered[:] = plans.plan(program, request, self.homes)
+        """The plan of a call: that of steps which is given, or one that is made; `lowered` then gets its stages."""
+        homes, fixed = self.homes, self.planner.fixed
+        if fixed is not None and request.update is not None:
+            check_fits(fixed, program, self.pipeline)
+            return fixed
+        if fixed is not None:
+            homes = {name: number for number, stage in enumerate(fixed.stages) for name in stage.parameters}
+        plan, lowered[:] = plans.plan(program, request, homes)
         return plan
 
     def trace(self, request: Request) -> Program:
@@ -102,37 +114,41 @@ class StagePlanner:
         return self.planner.guards_hold(program, inputs, state)
 
     def _compile_whole(self, request: Request, engine: Engine) -> CompiledProgram:
-        """A call that is no training step: where one process simulates all ranks, it holds all parameters."""
+        """A call whose gradients autograd takes: where one process simulates all ranks, it holds all parameters."""
         if self.rank is not None:
             raise NotAvailableError(
-                "With a process per rank, a model on a mesh with an axis 'pipeline' runs training steps only: each "
-                "rank holds the parameters of its own stage. Call the step, not step.sharded; to evaluate, compile "
-                "for a mesh without the axis 'pipeline'."
+                "A call of step.sharded wants gradients, and with a process per rank each rank holds the parameters "
+                "of its own stages of the axis 'pipeline'. To train, call the step; to evaluate, call step.sharded "
+                "under torch.no_grad(); for gradients by loss.backward(), compile for a mesh without that axis."
             )
         return self.planner(request, engine)
 
     def _trace(self, request: Request) -> Program:
         program = self.planner.trace(request)
-        check_has_loss(program)
+        if request.grad:
+            check_has_loss(program)
         return program
 
 
 def _whole(program: Program, staged: StagedProgram, own: Sequence[int]) -> PhasedProgram:
-    """What the runtime asks of a program, of all stages: inputs, and the updates of its own stages; it runs nothing."""
+    """What the runtime asks of a program: inputs and results of all stages, updates of its own; it runs nothing."""
     found: dict[tuple[str, str], LocalSlot] = {}
     for stage in staged.stages:
         for slot in stage.phased.lowered.inputs:
             if slot.slot.kind in (*_OF_FORWARD, InputKind.STATE) and slot.slot.name not in _crossing_names(staged):
                 found.setdefault((slot.slot.kind, slot.slot.name), slot)
     inputs = tuple(found.values())
-    outputs = tuple(slot for n in own for slot in staged.stages[n].phased.lowered.outputs if slot.slot.kind in _UPDATES)
+    results = tuple(staged.made(name, number, is_forward=True) for name, number in staged.results.items())
+    updates = [slot for n in own for slot in staged.stages[n].phased.lowered.outputs if slot.slot.kind in _UPDATES]
+    outputs, count = (*results, *updates), len(results)
     mesh, graph_module = staged.stages[0].phased.lowered.mesh, program.graph_module
     lowered = LoweredProgram(program, mesh, graph_module, inputs, outputs)
     takes = tuple(index for index, slot in enumerate(inputs) if slot.slot.kind in _OF_FORWARD)
-    updated = {slot.slot.name for slot in outputs}
+    updated = {slot.slot.name for slot in updates}
     read = tuple(index for index, slot in enumerate(inputs) if slot.slot.name in updated)
     return PhasedProgram(
-        *(lowered, graph_module, graph_module, takes, (), (), (), ()), graph_module, read, tuple(range(len(outputs)))
+        *(lowered, graph_module, graph_module, takes, tuple(range(count)), (), (), ()),
+        *(graph_module, read, tuple(range(count, len(outputs)))),
     )
 
 

@@ -32,7 +32,7 @@ from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.staged import PIPELINE_AXIS, CutProgram, StagedProgram, StageProgram
 from autoshard.ir.text import format_bytes
 from autoshard.pipelines import Asked, Pipeline, pipeline_of
-from autoshard.planner import Planner
+from autoshard.planner import Planner, updates
 from autoshard.runtime.sharded_module import Request
 from autoshard.runtime.stage_messages import find_slot
 from autoshard.tracing.update import append_update
@@ -42,6 +42,11 @@ if TYPE_CHECKING:
     from passes.prediction.predict_pipeline import PipelinePrediction
 
 _LOGGER = logging.getLogger(__name__)
+
+FORWARD = "forward"
+"""The name of the order of a call without gradients."""
+
+_OF_MODEL = "output:"
 
 _TRIES = 8
 """Searches of a stage, each within a lower limit, before its pipeline does not fit."""
@@ -62,10 +67,10 @@ class StagePlans:
     def plan(
         self, program: Program, request: Request, homes: Mapping[str, int] | None = None
     ) -> tuple[Plan, Sequence[PhasedProgram]]:
-        """The plan of a traced step, and its lowered stages.
+        """The plan of a traced step, or of a call without gradients, and its lowered stages.
 
         Args:
-            program: forward and backward.
+            program: forward and backward, or a forward alone.
             request: what it is a trace of; its update is planned with each stage.
             homes: the stage that holds each parameter already, by name.
 
@@ -74,8 +79,8 @@ class StagePlans:
         """
         start = time.perf_counter()
         cut = self._cut(program, request, homes=homes)
-        _check_constraints(self.planner.constraints, cut)
-        order = self.order()
+        self._check_constraints(program, cut)
+        order = self.order(request)
         stages, predicted = self._fitting(cut, order, program, request)
         found = self._whole(program, cut, order, stages, predicted)
         return replace(found, search_time_s=time.perf_counter() - start), [stage.phased for stage in stages]
@@ -94,7 +99,7 @@ class StagePlans:
         assert plan.order is not None, "it is a plan of stages"
         cut = self._cut(program, request, cuts=plan.cuts)
         if self.planner.verify:
-            _verify_order(plan.order)
+            _verify_order(plan.order, trains=request.update is not None)
         try:
             phased = lowered or [self._lower(*pair) for pair in zip(cut.stages, plan.stages, strict=True)]
         except PlanMismatchError as error:
@@ -104,11 +109,13 @@ class StagePlans:
             _verify_halves(stages)
         return _staged(cut, plan.order, stages, program)
 
-    def order(self) -> PipelineOrder:
+    def order(self, request: Request) -> PipelineOrder:
         """Order of tasks on each rank."""
-        from passes.lowering.order_pipeline import order_pipeline
+        from passes.lowering.order_pipeline import order_forward, order_pipeline
 
         pipeline = self.pipeline
+        if request.update is None:
+            return order_forward(pipeline.schedule, pipeline.ranks, pipeline.virtual_stages)
         return order_pipeline(pipeline.schedule, pipeline.ranks, pipeline.micro_batches, pipeline.virtual_stages)
 
     def _cut(
@@ -122,11 +129,35 @@ class StagePlans:
         from passes.preparation.split_stages import SplitStages
         from passes.strategies.price_nodes import NodePrices
 
-        assert request.update is not None, "a training step updates"
         mesh = self.pipeline.stage_mesh
         prices = NodePrices(self.planner.cluster_for(mesh), mesh)
         cut = SplitStages(self.pipeline.stages, prices.computed_s, cuts, homes or {})(program)
+        if request.update is None:
+            return cut
         return replace(cut, stages=tuple(append_update(stage, request.update, of_stage=True) for stage in cut.stages))
+
+    def _check_constraints(self, program: Program, cut: CutProgram) -> None:
+        from passes.planning.constraints import constraints_on
+
+        asked = constraints_on(program, self.planner.constraints, without_state=not any(map(updates, cut.stages)))
+        for pattern in asked:
+            if not any(pattern in _constraints_of(stage, asked) for stage in cut.stages):
+                raise InvalidSpecError(
+                    f"constraints[{pattern!r}] matches no parameter, buffer, input or state of any stage."
+                )
+
+    def sharded_outputs(self, program: Program) -> frozenset[str]:
+        """Names of the outputs that are handed out as they lie."""
+        from passes.planning.constraints import split_outputs
+
+        return split_outputs(program, self.planner.constraints, gather=self.planner.gather_outputs)
+
+    def _whole_outputs(self, stage: Program) -> dict[str, PartitionSpec]:
+        """The model's outputs that every rank is to have whole."""
+        from passes.planning.constraints import whole_outputs
+
+        found = whole_outputs(stage, self.planner.constraints, gather=self.planner.gather_outputs)
+        return {name: PartitionSpec() for name in found if name.startswith(_OF_MODEL)}
 
     def _fitting(
         self, cut: CutProgram, order: PipelineOrder, program: Program, request: Request
@@ -170,7 +201,8 @@ class StagePlans:
         share = replace(
             self.planner,
             fixed=None,
-            constraints=_constraints_of(stage, self.planner.constraints),
+            gather_outputs=False,  # what crosses stages is no output of the model
+            constraints={**_constraints_of(stage, self.planner.constraints), **self._whole_outputs(stage)},
             memory_budget=limit if limit is None else int(limit),
             time_budget_s=self.planner.time_budget_s / self.pipeline.stages,
         )
@@ -238,7 +270,7 @@ class StagePlans:
             stages=plans,
             micro_batches=order.micro_batches,
             order=order,
-            schedule=self.pipeline.schedule,
+            schedule=self.pipeline.schedule if order.trains else FORWARD,
             cuts=cut.cuts,
         )
 
@@ -346,10 +378,10 @@ def check_stays(program: Program) -> None:
         )
 
 
-def _verify_order(order: PipelineOrder) -> None:
+def _verify_order(order: PipelineOrder, *, trains: bool) -> None:
     from passes.verification.verify_schedule import verify_schedule
 
-    verify_schedule(order)
+    verify_schedule(order, trains=trains)
 
 
 def _verify_halves(stages: Sequence[StageProgram]) -> None:
@@ -371,23 +403,16 @@ def _in_flight(order: PipelineOrder, rank: int) -> int:
 
 def _staged(cut: CutProgram, order: PipelineOrder, stages: Sequence[StageProgram], program: Program) -> StagedProgram:
     outputs = program.outputs_of(OutputKind.OUTPUT)
-    values = {slot.name: program.nodes_by_name()[slot.node].meta["val"] for slot in outputs}
-    loss = loss_among(
-        [Output(name, tuple(value.shape), value.dtype) for name, value in values.items()],
-        {slot.name for slot in program.inputs_of(InputKind.TANGENT)},
-    ).name
-    at = next(n for n, stage in enumerate(cut.stages) if any(slot.name == loss for slot in stage.outputs))
-    staged = StagedProgram(tuple(stages), cut.crossings, order, loss, at)
+    results = [slot.name for slot in outputs]
+    if order.trains:
+        values = {slot.name: program.nodes_by_name()[slot.node].meta["val"] for slot in outputs}
+        tangents = {slot.name for slot in program.inputs_of(InputKind.TANGENT)}
+        shapes = [Output(name, tuple(value.shape), value.dtype) for name, value in values.items()]
+        results = [loss_among(shapes, tangents).name]
+    made = {slot.name: number for number, stage in enumerate(cut.stages) for slot in stage.outputs}
+    staged = StagedProgram(tuple(stages), cut.crossings, order, {name: made[name] for name in results})
     _check_crossings(staged)
     return staged
-
-
-def _check_constraints(constraints: Mapping[str, PartitionSpec], cut: CutProgram) -> None:
-    for pattern in constraints:
-        if not any(pattern in _constraints_of(stage, constraints) for stage in cut.stages):
-            raise InvalidSpecError(
-                f"constraints[{pattern!r}] matches no parameter, buffer, input or state of any stage."
-            )
 
 
 def _constraints_of(stage: Program, constraints: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:

@@ -125,6 +125,16 @@ class PipelineOrder:
         return cls(found.stage_ranks, found.micro_batches, ranks)
 
     @property
+    def trains(self) -> bool:
+        """Whether it has backwards."""
+        return any(
+            task.work is not Work.FORWARD and not task.work.is_transfer
+            for slots in self.ranks
+            for slot in slots
+            for task in slot
+        )
+
+    @property
     def cuts_backwards(self) -> bool:
         """Whether a backward is cut in two."""
         return any(task.work is Work.BACKWARD_INPUT for slots in self.ranks for slot in slots for task in slot)

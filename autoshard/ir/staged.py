@@ -1,4 +1,4 @@
-"""Training steps cut into the stages of a pipeline, as data.
+"""Training steps, and calls without gradients, cut into the stages of a pipeline, as data.
 
 Each stage has a program of its own, on the mesh of the axes that the pipeline leaves. Values that cross stages are
 results of one program and inputs of others, under one name; they go from the rank that makes them to the rank with the
@@ -71,21 +71,19 @@ class StageProgram:
 
 @dataclass(frozen=True, slots=True)
 class StagedProgram:
-    """A training step that stages run together.
+    """A training step, or a call without gradients, that stages run together.
 
     Args:
         stages: in the order of the forward.
         crossings: the values that cross stages.
         order: what each pipeline rank does in a step.
-        loss: name of the loss among the results of its stage ("output:0").
-        loss_stage: the stage that computes the loss.
+        results: what is handed out ("output:0"), of a step the loss alone, and the stage that computes each.
     """
 
     stages: tuple[StageProgram, ...]
     crossings: tuple[Crossing, ...]
     order: PipelineOrder
-    loss: str
-    loss_stage: int
+    results: Mapping[str, int]
 
     def digest(self) -> str:
         """A short hash of the text of all stages and of their order, which is the same on all ranks."""

@@ -46,6 +46,7 @@ from autoshard.runtime.parameters import lent_parameters, outlined_parameters, r
 from autoshard.runtime.results import Results
 from autoshard.runtime.seeds import SeedSequence
 from autoshard.runtime.signature import FlatCall, describe_call, key_of
+from autoshard.runtime.staged_forward import StagedForward
 from autoshard.runtime.state import extra_state_of, lay_out_state, may_draw, take_seeds, write_seeds
 from autoshard.runtime.step_agreement import Check, StepAgreement, facts_to_compile
 from autoshard.runtime.weights import Weights
@@ -75,6 +76,7 @@ class ShardedModule(nn.Module, HasWeights):
         lengths: Lengths | None = None,
         check: Check = Check.ALWAYS,
         outputs: Outputs = Outputs.AS_PLANNED,
+        staged: StagedForward | None = None,
     ) -> None:
         super().__init__()
         engine.adopt(model)
@@ -84,6 +86,7 @@ class ShardedModule(nn.Module, HasWeights):
         self._known = KnownPrograms(max_programs)
         self._lengths = lengths
         self._outputs = outputs
+        self._staged = staged
         self._placed: dict[str, PartitionSpec] = {}
         self._last: Executable | None = None
         self._members: Members | None = None
@@ -231,8 +234,12 @@ class ShardedModule(nn.Module, HasWeights):
     def _run(self, call: FlatCall) -> Any:
         executable, call = self._find(call, self.members())
         tensors = self.gather_inputs(executable, call)
-        seed = _seed_among(executable, tensors)
-        result = self.results.hand_out(executable, run(self._call_of(executable, call, seed), tensors))
+        if executable.compiled.staged is not None:
+            assert self._staged is not None, "only a compiler for a pipeline cuts a program into stages"
+            outputs = self._staged.run(executable, tensors)
+        else:
+            outputs = run(self._call_of(executable, call, _seed_among(executable, tensors)), tensors)
+        result = self.results.hand_out(executable, outputs)
         return find_loss(result) if call.outputs is Outputs.LOSS else result
 
     def _call_of(

@@ -14,21 +14,24 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.ir.lowered import LocalSlot
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.pipeline_order import Work
 from autoshard.ir.program import OutputKind
+from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.staged import PIPELINE_AXIS, Crossing, StagedProgram
 from autoshard.runtime.distributed import reshard_program
 from autoshard.runtime.engine import LocalValue
+from autoshard.runtime.layouts import storage_spec
 from autoshard.runtime.lost_ranks import naming_lost_ranks
 from autoshard.runtime.process_groups import ProcessGroups, group_of
 
 
 class StageMessages(Protocol):
-    """The messages of a module's steps. All ranks call `connect`, `sum_over_stages` and `share_loss` together."""
+    """The messages of a module's steps. All ranks call `connect`, `sum_over_stages` and `share` together."""
 
     @property
     def rank(self) -> int | None:
@@ -67,8 +70,10 @@ class StageMessages(Protocol):
         """The sum of a scalar of each stage, in the order of stages."""
         ...
 
-    def share_loss(self, loss: torch.Tensor | None, staged: StagedProgram) -> torch.Tensor:
-        """The loss, which the process has that runs its stage, on all."""
+    def share(
+        self, value: LocalValue | None, shape: Sequence[int], dtype: torch.dtype, stage: int, staged: StagedProgram
+    ) -> LocalValue:
+        """A local value of this shape and type, which the processes have that run its stage, on all."""
         ...
 
 
@@ -145,15 +150,18 @@ class MessagesInProcess:
 
     def end(self) -> None:
         """See `StageMessages`."""
+        self._table = None
 
     def sum_over_stages(self, addends: Mapping[int, torch.Tensor | None], stages: int) -> torch.Tensor:
         """See `StageMessages`."""
         return _in_order([addends.get(number) for number in range(stages)])
 
-    def share_loss(self, loss: torch.Tensor | None, staged: StagedProgram) -> torch.Tensor:
+    def share(
+        self, value: LocalValue | None, shape: Sequence[int], dtype: torch.dtype, stage: int, staged: StagedProgram
+    ) -> LocalValue:
         """See `StageMessages`."""
-        assert loss is not None, "the process runs the stage of the loss"
-        return loss
+        assert value is not None, "the process runs all stages"
+        return value
 
 
 def _in_order(addends: Sequence[torch.Tensor | None]) -> torch.Tensor:
@@ -325,22 +333,20 @@ class MessagesBetweenRanks:
             dist.all_reduce(row, group=self._pipeline)
         return _in_order(list(row))
 
-    def share_loss(self, loss: torch.Tensor | None, staged: StagedProgram) -> torch.Tensor:
-        """See `StageMessages`."""
-        slots = staged.stages[staged.loss_stage].phased.lowered.outputs
-        slot = next(slot for slot in slots if slot.slot.name == staged.loss)
-        given = torch.zeros((), dtype=slot.dtype, device=self._device) if loss is None else loss.clone()
-        source = {**self._mine, PIPELINE_AXIS: self._of_stage(staged.loss_stage, staged)}
+    def share(
+        self, value: LocalValue | None, shape: Sequence[int], dtype: torch.dtype, stage: int, staged: StagedProgram
+    ) -> LocalValue:
+        """See `StageMessages`: what each rank has goes to those with its coordinates on the other axes."""
+        given = torch.empty(tuple(shape), dtype=dtype, device=self._device) if value is None else value.contiguous()
+        source = {**self._mine, PIPELINE_AXIS: staged.order.stage_ranks[stage]}
         with naming_lost_ranks():
             dist.broadcast(given, self._ranks[self._mesh.rank_at(source)], self._pipeline)
         return given
 
-    def _of_stage(self, stage: int, staged: StagedProgram | None = None) -> int:
+    def _of_stage(self, stage: int) -> int:
         """The pipeline rank that runs a stage."""
-        if staged is None:
-            assert self._table is not None, "a step began"
-            staged = self._table.staged
-        return staged.order.stage_ranks[stage]
+        assert self._table is not None, "a step began"
+        return self._table.staged.order.stage_ranks[stage]
 
 
 def _groups_of(staged: StagedProgram) -> Iterator[str]:
@@ -353,8 +359,18 @@ def _groups_of(staged: StagedProgram) -> Iterator[str]:
         if made.spec != taken.spec:
             mesh = staged.stages[crossing.reader].phased.lowered.mesh
             graphs.append(reshard_program(made.spec, taken.spec, made.shape, made.dtype, mesh))
+    for stage in staged.stages:
+        for slot in stage.phased.lowered.outputs:
+            if slot.slot.name in staged.results or slot.slot.kind == OutputKind.SQUARES:
+                graphs += _handing_out(slot, stage.phased.lowered.mesh)
     for graph_module in graphs:
         yield from filter(None, map(group_of, graph_module.graph.nodes))
+
+
+def _handing_out(slot: LocalSlot, mesh: Mesh) -> Iterator[fx.GraphModule]:
+    """What is run to hand a result out, whole or as it lies."""
+    for target in {PartitionSpec(), storage_spec(slot.spec, mesh)} - {slot.spec}:
+        yield reshard_program(slot.spec, target, slot.shape, slot.dtype, mesh)
 
 
 def find_slot(slots: Sequence[LocalSlot], name: str) -> LocalSlot:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -43,7 +43,7 @@ class Weights:
             self.engine.place(self.model, specs, self.holders)
 
     def share_out(self, staged: StagedProgram) -> None:
-        """Say which place of a pipeline holds each parameter; the first one what no stage reads.
+        """Say which place of a pipeline holds each parameter; the first one what no stage has read so far.
 
         Raises:
             NotAvailableError: an earlier program has one at another place.
@@ -51,7 +51,7 @@ class Weights:
         ranks, stages = staged.order.stage_ranks, staged.stage_of_parameters()
         firsts = {id(item): name for name, item in self.model.named_parameters()}
         every = self.model.named_parameters(remove_duplicate=False)
-        found = {name: ranks[stages.get(firsts[id(item)], 0)] for name, item in every}
+        found = {name: self._holder_of(name, stages.get(firsts[id(item)]), ranks) for name, item in every}
         moved = [name for name, holder in self.holders.items() if found.get(name, holder) != holder]
         if moved:
             raise NotAvailableError(
@@ -60,6 +60,9 @@ class Weights:
                 "are. Give calls the shapes that the first one had (pad them), or compile the model anew."
             )
         self.holders = found
+
+    def _holder_of(self, name: str, stage: int | None, ranks: Sequence[int]) -> int:
+        return self.holders.get(name, 0) if stage is None else ranks[stage]
 
     def check_are_placed(self, what: str) -> None:
         """Raise `NotAvailableError` where `what` would write weights that have no memory yet."""

@@ -36,13 +36,27 @@ def order_pipeline(schedule: str, ranks: int, micro_batches: int, virtual_stages
         rank 1: 1RECV_F0 1F0 1B0 1SEND_B0
     """
     orders = rank_orders(schedule, ranks, micro_batches, virtual_stages)
-    inserting = _Inserting(
-        PipelineOrder(stage_ranks(schedule, ranks, virtual_stages), micro_batches, ()),
-        left=[deque(map(_tasks, order)) for order in orders],
-        slots=[[] for _ in orders],
-        there=[set() for _ in orders],
-    )
-    return inserting.run()
+    shape = PipelineOrder(stage_ranks(schedule, ranks, virtual_stages), micro_batches, ())
+    return _with_transfers(shape, [deque(map(_tasks, order)) for order in orders])
+
+
+def order_forward(schedule: str, ranks: int, virtual_stages: int = 1) -> PipelineOrder:
+    """What each rank does for a forward of one batch, with stages where a schedule has them; see `order_pipeline`.
+
+    Example:
+        >>> print(order_forward("1F1B", 2))
+        rank 0: 0F0 0SEND_F0
+        rank 1: 1RECV_F0 1F0
+    """
+    places = stage_ranks(schedule, ranks, virtual_stages)
+    left = [deque[Slot]() for _ in range(ranks)]
+    for stage, rank in enumerate(places):
+        left[rank].append((StageTask(Work.FORWARD, stage, 0),))
+    return _with_transfers(PipelineOrder(places, 1, ()), left)
+
+
+def _with_transfers(shape: PipelineOrder, left: list[deque[Slot]]) -> PipelineOrder:
+    return _Inserting(shape, left, slots=[[] for _ in left], there=[set() for _ in left]).run()
 
 
 def _tasks(slot: PricedSlot) -> Slot:

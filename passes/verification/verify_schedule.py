@@ -24,8 +24,8 @@ from autoshard.errors import VerificationError
 from autoshard.ir.pipeline_order import Message, PipelineOrder, Slot, StageTask, Work
 
 
-def verify_schedule(order: PipelineOrder) -> None:
-    """Prove that a pipeline's step does all of its work, and ends.
+def verify_schedule(order: PipelineOrder, *, trains: bool = True) -> None:
+    """Prove that a pipeline's step does all of its work, and ends; `trains`: backwards are part of that.
 
     Raises:
         VerificationError: it does not; the message names the rank and the task.
@@ -45,8 +45,8 @@ def verify_schedule(order: PipelineOrder) -> None:
         for slot in slots:
             _check_places(order, rank, slot)
     for stage in range(len(order.stage_ranks)):
-        _check_work(order, stage)
-    _check_transfers(order)
+        _check_work(order, stage, trains=trains)
+    _check_transfers(order, trains=trains)
     _Run(order).to_the_end()
 
 
@@ -65,7 +65,7 @@ def _is_of_a_stage(order: PipelineOrder, task: StageTask) -> bool:
     return 0 <= task.message.stage < len(order.stage_ranks)
 
 
-def _check_work(order: PipelineOrder, stage: int) -> None:
+def _check_work(order: PipelineOrder, stage: int, *, trains: bool) -> None:
     """A stage computes each micro-batch once, forwards in the order of the batch."""
     slots = order.ranks[order.stage_ranks[stage]]
     tasks = [task for slot in slots for task in slot if task.stage == stage]
@@ -77,19 +77,20 @@ def _check_work(order: PipelineOrder, stage: int) -> None:
         Counter(task.micro_batch for task in tasks if task.work is work)
         for work in (Work.BACKWARD, Work.BACKWARD_INPUT, Work.BACKWARD_WEIGHT)
     )
-    if whole + inputs != Counter(expected) or inputs != weights:
+    due = expected if trains else []
+    if whole + inputs != Counter(due) or inputs != weights:
         raise VerificationError(
             f"stage {stage} runs backward {sorted(whole.elements())} whole, {sorted(inputs.elements())} for its input "
-            f"and {sorted(weights.elements())} for its weights; each of micro-batches {expected} is due once."
+            f"and {sorted(weights.elements())} for its weights; each of micro-batches {due} is due once."
         )
 
 
-def _check_transfers(order: PipelineOrder) -> None:
+def _check_transfers(order: PipelineOrder, *, trains: bool) -> None:
     """Every message between two ranks has one send and one receive."""
     tasks = [task for slots in order.ranks for slot in slots for task in slot if task.work.is_transfer]
     sent = Counter(task.message for task in tasks if task.work.is_send)
     received = Counter(task.message for task in tasks if not task.work.is_send)
-    for message in dict.fromkeys((*_messages(order), *sent, *received)):
+    for message in dict.fromkeys((*_messages(order, trains=trains), *sent, *received)):
         if (sent[message], received[message]) != (1, 1):
             raise VerificationError(
                 f"{message} is sent {_times(sent[message])} and received {_times(received[message])} between rank "
@@ -97,10 +98,10 @@ def _check_transfers(order: PipelineOrder) -> None:
             )
 
 
-def _messages(order: PipelineOrder) -> Iterator[Message]:
+def _messages(order: PipelineOrder, *, trains: bool) -> Iterator[Message]:
     """All that neighbouring stages on two ranks have to tell each other."""
     for stage in range(len(order.stage_ranks)):
-        for is_forward in (True, False):
+        for is_forward in (True, False) if trains else (True,):
             for number in range(order.micro_batches):
                 if order.crosses_ranks(message := Message(stage, is_forward, number)):
                     yield message

@@ -17,7 +17,7 @@ from autoshard.errors import VerificationError
 from autoshard.ir.pipeline_order import PipelineOrder, Slot, StageTask, Work
 from autoshard.testing import schedules
 from cost_models.schedule_orders import SCHEDULES, stage_ranks
-from passes.lowering.order_pipeline import order_pipeline
+from passes.lowering.order_pipeline import order_forward, order_pipeline
 from passes.verification.verify_schedule import verify_schedule
 from tests.passes.pipeline_numbers import compute
 from tests.passes.schedule_mutations import SCHEDULE_MUTATIONS
@@ -170,3 +170,18 @@ def parse(text: str) -> StageTask:
     assert found is not None
     stage, work, number, tag = found.groups()
     return StageTask(Work(work), int(stage), int(number), int(tag or number))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_forward_alone_is_that_of_a_schedules_stages(schedule: str) -> None:
+    """A call without gradients ends under the stages of any schedule; as a step it lacks its backwards."""
+    virtual_stages = 1 if schedule in ("GPipe", "1F1B") else 2
+    order = order_forward(schedule, 3, virtual_stages)
+    assert order.stage_ranks == stage_ranks(schedule, 3, virtual_stages)
+    verify_schedule(order, trains=False)
+    with pytest.raises(VerificationError, match="stage 0 runs backward"):
+        verify_schedule(order)
+    with pytest.raises(VerificationError, match="stage 0's output of micro-batch 0 is sent once and received 0 times"):
+        verify_schedule(replace(order, ranks=(order.ranks[0], order.ranks[1][1:], order.ranks[2])), trains=False)
+    with pytest.raises(VerificationError, match="each of micro-batches"):
+        verify_schedule(order_pipeline(schedule, 3, 6, virtual_stages), trains=False)

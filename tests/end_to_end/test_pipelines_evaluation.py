@@ -1,0 +1,208 @@
+"""Calls without gradients run through the stages of a pipeline: outputs on every rank are those of one device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn import functional as F
+
+import autoshard
+from autoshard import Mesh, NotAvailableError, P
+from tests.end_to_end.models import t5
+from tests.end_to_end.test_pipelines import adamw, compiled
+from tests.runtime.processes import report, run_checks
+
+
+class Heads(nn.Module):
+    """A classifier, two of whose results are computed before the last layer; one head is of training alone."""
+
+    def __init__(self, layers: int = 4, width: int = 8) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.auxiliary = nn.Linear(width, 16)
+        self.head = nn.Linear(width, 16)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        hidden, early = self.embed(tokens), 0.0
+        first = hidden
+        for number, layer in enumerate(self.layers):
+            hidden = F.dropout(torch.tanh(layer(hidden)), 0.5 if self.training else 0.0) + hidden
+            if number == 1 and self.training:
+                early = F.cross_entropy(self.auxiliary(hidden).flatten(0, 1), targets.flatten())
+            first = hidden if number == 0 else first
+        logits = self.head(hidden)
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten()) + early
+        return {"loss": loss, "first": first, "logits": logits, "mask": tokens > 2}
+
+
+def heads() -> tuple[nn.Module, dict[str, Tensor]]:
+    torch.manual_seed(0)
+    tokens = torch.randint(0, 16, (8, 4), generator=torch.Generator().manual_seed(1))
+    return Heads(), {"tokens": tokens, "targets": tokens.roll(1, 1)}
+
+
+def in_stages(axes: dict[str, int], **options: Any) -> tuple[Any, nn.Module, dict[str, Tensor]]:
+    model, inputs = heads()
+    settings = {"micro_batches": 4, "max_grad_norm": 0.3, "time_budget_s": 5.0, **options}
+    return autoshard.compile(model, Mesh(axes), optimizer=adamw(model), **settings), model, inputs
+
+
+def whole(value: Tensor) -> Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def trained(steps: int) -> tuple[nn.Module, dict[str, Tensor]]:
+    """The model on one device, without dropout, after some steps."""
+    model, inputs = heads()
+    optimizer = adamw(model)
+    for _ in range(steps):
+        loss = model.eval()(**inputs)["loss"]
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model.eval(), inputs
+
+
+def assert_evaluates(step: Any, reference: nn.Module, inputs: dict[str, Tensor], mode: Callable[..., Any]) -> None:
+    with mode():
+        found, expected = step.sharded(**inputs), reference(**inputs)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert found[name].requires_grad is False
+        torch.testing.assert_close(whole(found[name]), value, rtol=1e-5, atol=1e-6, msg=f"{name} differs")
+
+
+def evaluates_between_steps(axes: dict[str, int], **options: Any) -> None:
+    """Before a step, which then trains the parameters where they are, and after two; another batch, too."""
+    step, _, inputs = in_stages(axes, **options)
+    step.sharded.eval()
+    assert_evaluates(step, trained(0)[0], inputs, torch.no_grad)
+    assert step.plan.schedule == "forward"
+    for _ in range(2):
+        step(**inputs)
+    assert step.plan.schedule != "forward"
+    reference, _ = trained(2)
+    assert_evaluates(step, reference, inputs, torch.inference_mode)
+    assert_evaluates(step, reference, {name: value[:3] for name, value in inputs.items()}, torch.no_grad)
+
+
+@pytest.mark.parametrize(
+    ("axes", "options"),
+    [
+        ({"pipeline": 2, "data": 2}, {"constraints": {"*weight": P("data"), "*:*weight": P("data")}}),
+        ({"pipeline": 2}, {"schedule": "ZBVZeroBubble"}),
+        ({"data": 2, "pipeline": 2}, {"virtual_stages": 2, "gather_outputs": True}),
+    ],
+    ids=["ZeRO-3", "V", "virtual stages"],
+)
+def test_simulated_stages_evaluate(axes: dict[str, int], options: dict[str, Any]) -> None:
+    """All outputs, wherever in the pipeline they are computed, before and after steps, for any batch."""
+    evaluates_between_steps(axes, **options)
+
+
+def test_an_encoder_decoder_evaluates() -> None:
+    """Outputs of T5 in three stages: the loss, logits, and what the encoder gave."""
+    step, model, inputs = compiled("t5", Mesh({"pipeline": 3}))
+    with torch.no_grad():
+        found, expected = step.sharded(**inputs), model(**inputs)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5, msg=f"{name} differs")
+
+
+def test_evaluation_keeps_to_the_stages_of_a_given_plan() -> None:
+    """A call before the first step puts parameters where the plan of steps has them."""
+    model, inputs = heads()
+    step, _, _ = in_stages({"pipeline": 4})
+    step.sharded.eval()
+    plan = step.compile_for(**inputs)
+    again = autoshard.compile(model.eval(), Mesh({"pipeline": 4}), optimizer=adamw(model), plan=plan, max_grad_norm=0.3)
+    assert_evaluates(again, trained(0)[0], inputs, torch.no_grad)
+    assert float(again(**inputs)) == pytest.approx(trained(0)[0](**inputs)["loss"].item(), rel=1e-5)
+    assert again.plan == plan
+
+
+def test_random_numbers_of_a_call_without_gradients() -> None:
+    """A model left in training draws what it draws without stages, and takes the head of training alone along."""
+    found = []
+    for axes in ({"pipeline": 2}, {"data": 1}):
+        step, _, inputs = in_stages(axes)
+        torch.manual_seed(3)
+        with torch.no_grad():
+            found.append([step.sharded(**inputs)["loss"] for _ in range(2)])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-6)
+    assert found[0][0] != found[0][1]
+
+
+def test_a_buffer_that_a_call_changes_is_refused() -> None:
+    """Without gradients, too, statistics of a batch norm in training change."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    step = autoshard.compile(model, Mesh({"pipeline": 2}), optimizer=adamw(model), loss_fn=F.mse_loss)
+    x, target = torch.randn(8, 4), torch.randn(8, 1)
+    with torch.no_grad(), pytest.raises(NotAvailableError, match="changes buffer"):
+        step.sharded(x, target)
+    expected = F.mse_loss(copy.deepcopy(model).eval()(x), target)
+    with torch.no_grad():
+        torch.testing.assert_close(step.sharded.eval()(x, target), expected, rtol=1e-5, atol=1e-6)
+
+
+def _gradients_are_refused() -> None:
+    step, _, inputs = in_stages({"pipeline": 2})
+    with pytest.raises(NotAvailableError, match=r"wants gradients.*under torch.no_grad\(\)"):
+        step.sharded.eval()(**inputs)
+    assert_evaluates(step, trained(0)[0], inputs, torch.no_grad)
+
+
+def _evaluates_t5() -> None:
+    model, inputs = t5()
+    step = autoshard.compile(model, Mesh({"pipeline": 2, "model": 2}), optimizer=adamw(model), time_budget_s=5.0)
+    with torch.no_grad():
+        found, expected = step.sharded(**inputs), t5()[0](**inputs)
+    for name, value in expected.items():
+        torch.testing.assert_close(whole(found[name]), value, rtol=1e-5, atol=1e-5, msg=f"{name} differs")
+
+
+CHECKS_OF_TWO = {
+    "V": partial(evaluates_between_steps, {"pipeline": 2}, schedule="ZBVZeroBubble"),
+    "gradients": _gradients_are_refused,
+}
+CHECKS_OF_FOUR = {
+    "ZeRO-3": partial(
+        evaluates_between_steps, {"pipeline": 2, "data": 2}, constraints={"*weight": P("data"), "*:*weight": P("data")}
+    ),
+    "whole outputs": partial(
+        evaluates_between_steps, {"data": 2, "pipeline": 2}, virtual_stages=2, gather_outputs=True
+    ),
+    "t5": _evaluates_t5,
+}
+
+
+@pytest.fixture(scope="module")
+def outcomes_of_two() -> dict[str, str]:
+    return run_checks(CHECKS_OF_TWO, ranks=2)
+
+
+@pytest.fixture(scope="module")
+def outcomes_of_four() -> dict[str, str]:
+    return run_checks(CHECKS_OF_FOUR, ranks=4)
+
+
+@pytest.mark.parametrize("name", CHECKS_OF_TWO)
+def test_two_processes(name: str, outcomes_of_two: dict[str, str]) -> None:
+    """Two Gloo processes, a stage or two each: every rank has every output."""
+    report(outcomes_of_two, name)
+
+
+@pytest.mark.parametrize("name", CHECKS_OF_FOUR)
+def test_four_processes(name: str, outcomes_of_four: dict[str, str]) -> None:
+    """Four Gloo processes, two to a stage: every rank has its part of every output."""
+    report(outcomes_of_four, name)
