@@ -209,7 +209,7 @@ def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, option
 
 def _is_faster(plan: Prediction, other: Prediction, gain: float, cluster: Cluster) -> bool:
     """Whether a step is faster by a part of it; on CPUs of one machine, of two as fast, the one that launches less."""
-    if overlap_of(cluster) is None and abs(plan.step_time_s / other.step_time_s - 1) < _SURE:
+    if overlap_of(cluster) is None and abs(plan.step_time_s - other.step_time_s) <= _SURE * other.step_time_s:
         return plan.launches < other.launches
     return plan.step_time_s < (1 - gain) * other.step_time_s
 

@@ -193,6 +193,29 @@ def test_a_stage_without_gradients(schedule: str) -> None:
     torch.testing.assert_close(dict(model.named_parameters()), dict(alone.named_parameters()), rtol=1e-5, atol=1e-6)
 
 
+class Views(nn.Module):
+    """Calls few enough that some stages have nothing but views, which take no time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.shift = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = x * self.scale + self.shift
+        return F.relu(hidden.permute(2, 0, 1)).permute(1, 2, 0).mean()
+
+
+def test_stages_that_take_no_time() -> None:
+    """A stage of views alone, found by drawing: plans of it are as fast as each other."""
+    torch.manual_seed(0)
+    model, x = Views(), torch.randn(16, 8, 8)
+    expected = model(x).item()
+    options = {"micro_batches": 4, "schedule": "InterleavedZeroBubble", "virtual_stages": 2, "time_budget_s": 2.0}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    step = autoshard.compile(model, Mesh({"pipeline": 3, "data": 2, "model": 2}), optimizer=optimizer, **options)
+    assert float(step(x)) == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
