@@ -120,6 +120,7 @@ def test_memory_is_named_where_it_is_what_keeps_a_feature_out(tight: Plan) -> No
         assert item.smallest_bytes is not None
         assert item.smallest_bytes > less
     assert "no plan with it fits in memory" in str(answer)
+    assert "does use zero-2" in str(tight.why_not("zero-2"))
 
 
 def test_limits_are_those_of_planning_with_more(tight: Plan) -> None:
