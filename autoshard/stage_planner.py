@@ -83,7 +83,7 @@ class StagePlanner:
         return CompiledProgram(whole, plan, sharded, request.update, found, program.python, weights, staged, own)
 
     def _plans_for(self, request: Request) -> StagePlans:
-        """What plans a call: a step in micro-batches, or a whole batch without gradients."""
+        """The planner of a call: of a step in micro-batches, or of a whole batch without gradients."""
         if request.update is not None:
             return StagePlans(self.planner, self.pipeline)
         gather = request.outputs is Outputs.WHOLE or self.planner.gather_outputs
@@ -131,7 +131,7 @@ class StagePlanner:
 
 
 def _whole(program: Program, staged: StagedProgram, own: Sequence[int]) -> PhasedProgram:
-    """What the runtime asks of a program: inputs and results of all stages, updates of its own; it runs nothing."""
+    """Inputs and results of all stages, and updates of this process's own, as one program that never runs."""
     found: dict[tuple[str, str], LocalSlot] = {}
     for stage in staged.stages:
         for slot in stage.phased.lowered.inputs:

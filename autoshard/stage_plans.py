@@ -1,4 +1,4 @@
-"""Plans a training step for a pipeline: cuts it into stages, searches each one's specs, predicts the step in its order.
+"""Plans steps, and calls without gradients, for a pipeline: cuts into stages, searches their specs, predicts the order.
 
 A stage is searched with what one of its micro-batches takes. Where a rank then exceeds its memory, as its order has
 several micro-batches in flight, the limits of its stages are lowered until it does not: each byte that a stage saves
@@ -32,7 +32,7 @@ from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.staged import PIPELINE_AXIS, CutProgram, StagedProgram, StageProgram
 from autoshard.ir.text import format_bytes
 from autoshard.pipelines import Asked, Pipeline, pipeline_of
-from autoshard.planner import Planner, updates
+from autoshard.planner import Planner
 from autoshard.runtime.sharded_module import Request
 from autoshard.runtime.stage_messages import find_slot
 from autoshard.tracing.update import append_update
@@ -54,7 +54,7 @@ _TRIES = 8
 
 @dataclass(frozen=True, slots=True)
 class StagePlans:
-    """Planner of training steps in stages.
+    """Planner of training steps, and of calls without gradients, in stages.
 
     Args:
         planner: plans and lowers a stage.
@@ -79,7 +79,7 @@ class StagePlans:
         """
         start = time.perf_counter()
         cut = self._cut(program, request, homes=homes)
-        self._check_constraints(program, cut)
+        self._check_constraints(program, cut, request)
         order = self.order(request)
         stages, predicted = self._fitting(cut, order, program, request)
         found = self._whole(program, cut, order, stages, predicted)
@@ -91,7 +91,7 @@ class StagePlans:
         """The stages of a plan, lowered and proven.
 
         Args:
-            program: forward and backward, as `plan` took it.
+            program: as `plan` took it.
             plan: its plan.
             request: as `plan` took it.
             lowered: what `plan` gave, if it was made in this process.
@@ -136,10 +136,10 @@ class StagePlans:
             return cut
         return replace(cut, stages=tuple(append_update(stage, request.update, of_stage=True) for stage in cut.stages))
 
-    def _check_constraints(self, program: Program, cut: CutProgram) -> None:
+    def _check_constraints(self, program: Program, cut: CutProgram, request: Request) -> None:
         from passes.planning.constraints import constraints_on
 
-        asked = constraints_on(program, self.planner.constraints, without_state=not any(map(updates, cut.stages)))
+        asked = constraints_on(program, self.planner.constraints, without_state=request.update is None)
         for pattern in asked:
             if not any(pattern in _constraints_of(stage, asked) for stage in cut.stages):
                 raise InvalidSpecError(

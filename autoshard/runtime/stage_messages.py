@@ -70,10 +70,8 @@ class StageMessages(Protocol):
         """The sum of a scalar of each stage, in the order of stages."""
         ...
 
-    def share(
-        self, value: LocalValue | None, shape: Sequence[int], dtype: torch.dtype, stage: int, staged: StagedProgram
-    ) -> LocalValue:
-        """A local value of this shape and type, which the processes have that run its stage, on all."""
+    def share(self, value: LocalValue | None, name: str, staged: StagedProgram) -> LocalValue:
+        """The local value of a result, on all processes; those that run its stage give it."""
         ...
 
 
@@ -156,9 +154,7 @@ class MessagesInProcess:
         """See `StageMessages`."""
         return _in_order([addends.get(number) for number in range(stages)])
 
-    def share(
-        self, value: LocalValue | None, shape: Sequence[int], dtype: torch.dtype, stage: int, staged: StagedProgram
-    ) -> LocalValue:
+    def share(self, value: LocalValue | None, name: str, staged: StagedProgram) -> LocalValue:
         """See `StageMessages`."""
         assert value is not None, "the process runs all stages"
         return value
@@ -268,12 +264,16 @@ class MessagesBetweenRanks:
                 key = waiting.popleft()
                 slot = self._table.slot(key.name, is_forward=key.is_forward)
                 mesh = self._table.staged.stages[key.reader].phased.lowered.mesh
-                buffer = torch.empty(slot.spec.local_shape(slot.shape, mesh), dtype=slot.dtype, device=self._device)
+                buffer = self._empty(slot, mesh)
                 with naming_lost_ranks():
                     work = dist.irecv(buffer, maker, group)
                 assert work is not None, "this process is in the group"
                 self._posted[key] = work, buffer
             return
+
+    def _empty(self, slot: LocalSlot, mesh: Mesh) -> torch.Tensor:
+        """Memory for a rank's part of a value."""
+        return torch.empty(slot.spec.local_shape(slot.shape, mesh), dtype=slot.dtype, device=self._device)
 
     @property
     def _device(self) -> torch.device:
@@ -333,11 +333,11 @@ class MessagesBetweenRanks:
             dist.all_reduce(row, group=self._pipeline)
         return _in_order(list(row))
 
-    def share(
-        self, value: LocalValue | None, shape: Sequence[int], dtype: torch.dtype, stage: int, staged: StagedProgram
-    ) -> LocalValue:
+    def share(self, value: LocalValue | None, name: str, staged: StagedProgram) -> LocalValue:
         """See `StageMessages`: what each rank has goes to those with its coordinates on the other axes."""
-        given = torch.empty(tuple(shape), dtype=dtype, device=self._device) if value is None else value.contiguous()
+        stage = staged.results[name]
+        slot, mesh = staged.made(name, stage, is_forward=True), staged.stages[stage].phased.lowered.mesh
+        given = self._empty(slot, mesh) if value is None else value.contiguous()
         source = {**self._mine, PIPELINE_AXIS: staged.order.stage_ranks[stage]}
         with naming_lost_ranks():
             dist.broadcast(given, self._ranks[self._mesh.rank_at(source)], self._pipeline)
@@ -368,7 +368,7 @@ def _groups_of(staged: StagedProgram) -> Iterator[str]:
 
 
 def _handing_out(slot: LocalSlot, mesh: Mesh) -> Iterator[fx.GraphModule]:
-    """What is run to hand a result out, whole or as it lies."""
+    """Programs that reshard a result to hand it out, whole or as it lies."""
     for target in {PartitionSpec(), storage_spec(slot.spec, mesh)} - {slot.spec}:
         yield reshard_program(slot.spec, target, slot.shape, slot.dtype, mesh)
 

@@ -47,9 +47,5 @@ class StagedForward:
 
     def _output(self, slot: LocalSlot, run: StagedRun, executable: Executable) -> torch.Tensor:
         """An output: ranks of other stages get the part of the rank with their own coordinates on the other axes."""
-        name = slot.slot.name
-        stage = run.staged.results[name]
-        mesh = run.staged.stages[stage].phased.lowered.mesh
-        found: LocalValue | None = run.results.pop((0, name), None)
-        shape = slot.spec.local_shape(slot.shape, mesh)
-        return executable.write_output(self._messages.share(found, shape, slot.dtype, stage, run.staged), slot)
+        found: LocalValue | None = run.results.pop((0, slot.slot.name), None)
+        return executable.write_output(self._messages.share(found, slot.slot.name, run.staged), slot)

@@ -22,10 +22,10 @@ from autoshard.runtime.owned_results import owned_results
 from autoshard.runtime.stage_messages import StageMessages
 
 Given = Mapping[tuple[InputKind, str], torch.Tensor]
-"""What the micro-batch's call passes, and the model's own tensors, by kind and name."""
+"""Tensors that a micro-batch's call passes, and the model's own, by kind and name."""
 
 Take = Callable[[LocalSlot, LocalValue], Any]
-"""What is kept of a result that is handed out."""
+"""Keeps a result that is handed out, or a part of it."""
 
 
 @dataclass(slots=True)
@@ -198,7 +198,7 @@ class StagedRun:
         return saved + [self._tangent(slot, stage, micro_batch, weight) for slot in stage.program.tangents]
 
     def _tangent(self, slot: LocalSlot, stage: Stage, micro_batch: int, weight: float) -> LocalValue:
-        """What a backward takes: the micro-batch's share as the gradient of its loss, or what a later stage sent."""
+        """A gradient that a backward takes: of the loss, the micro-batch's share; else what a later stage sent."""
         if slot.slot.name in map(_tangent_of, self.staged.results):
             engine = stage.program.engine
             return engine.read(torch.full((), weight, dtype=slot.dtype, device=engine.device), slot)

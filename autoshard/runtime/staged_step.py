@@ -88,12 +88,12 @@ class StagedStep:
     def _loss(self, run: StagedRun) -> torch.Tensor:
         """The sum of the micro-batches' shares, on all ranks."""
         ((name, stage),) = run.staged.results.items()
-        slot, found = run.staged.made(name, stage, is_forward=True), None
+        found = None
         if stage in run.stages:
             pairs = ((run.results[number, name], weight) for number, weight in enumerate(run.weights))
             shares = [loss * weight if weight else torch.zeros_like(loss) for loss, weight in pairs]
             found = shares[0] if len(shares) == 1 else torch.stack(shares).sum()
-        return self._messages.share(found, slot.shape, slot.dtype, stage, run.staged)
+        return self._messages.share(found, name, run.staged)
 
     def _given(self, executable: Executable, part: Part, members: Members, update: Any) -> Given:
         found, call = self._sharded.find_step(*part, update, members)

@@ -41,7 +41,7 @@ def order_pipeline(schedule: str, ranks: int, micro_batches: int, virtual_stages
 
 
 def order_forward(schedule: str, ranks: int, virtual_stages: int = 1) -> PipelineOrder:
-    """What each rank does for a forward of one batch, with stages where a schedule has them; see `order_pipeline`.
+    """Order the forward of one batch, with stages where a schedule has them; see `order_pipeline`.
 
     Example:
         >>> print(order_forward("1F1B", 2))

@@ -109,7 +109,7 @@ def _shapes(program: Program) -> list[tuple[str, list[tuple[int, ...]]]]:
 
 @pytest.mark.filterwarnings("ignore")  # of other people's models
 @pytest.mark.parametrize(
-    "name", [name for name in CASES if name != "mamba"] + [pytest.param("mamba", marks=pytest.mark.slow)]
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "mamba" else name for name in CASES]
 )
 def test_sizes_follow_from_two_and_three_sequences(name: str) -> None:
     """What is found for five is what a trace of five has, in every call; one sequence alone is refused."""
