@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import autoshard
 from autoshard import Mesh, P
 from tests.end_to_end.training import assert_close, whole
-from tests.runtime.processes import report, run_checks
+from tests.runtime.processes import checked_once, report
 
 PAIR = Mesh({"data": 2})
 SPLIT = {"up.weight": P("data"), "down.weight": P(None, "data")}
@@ -294,9 +294,7 @@ def test_on_the_simulator(name: str) -> None:
     CHECKS[name]()
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return run_checks(CHECKS, ranks=2, deadline_s=200)
+outcomes = checked_once(CHECKS, ranks=2, deadline_s=200)
 
 
 @pytest.mark.parametrize("name", CHECKS)

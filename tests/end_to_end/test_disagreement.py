@@ -20,7 +20,7 @@ from autoshard import DoesNotFitError, LostRankError, Mesh, P, RankMismatchError
 from autoshard.runtime import step_agreement
 from autoshard.runtime.control_channel import ControlChannel
 from autoshard.runtime.vector_exchange import VectorExchange
-from tests.runtime.processes import report, run_checks
+from tests.runtime.processes import checked_once, report
 
 PAIR = Mesh({"data": 2})
 TIMEOUT_S = 3.0
@@ -288,9 +288,7 @@ def check_a_long_compile_is_life() -> None:
 CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")}
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return run_checks(CHECKS, ranks=2, deadline_s=120)
+outcomes = checked_once(CHECKS, ranks=2, deadline_s=120)
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import autoshard
 from autoshard import Mesh, NotAvailableError, P, TraceError
 from autoshard.runtime import distributed
-from tests.runtime.processes import report, run_checks
+from tests.runtime.processes import checked_once, report
 
 PAIR = Mesh({"data": 2})
 
@@ -131,9 +131,7 @@ def check_gather() -> None:
 CHECKS = {"gather": check_gather, "training": check_training, "refusal": check_refusal, "shards": check_shards}
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return run_checks(CHECKS, ranks=2)
+outcomes = checked_once(CHECKS, ranks=2)
 
 
 @pytest.mark.parametrize("name", CHECKS)

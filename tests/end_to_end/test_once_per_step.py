@@ -22,7 +22,7 @@ from autoshard.runtime.train_step import TrainStep
 from passes.memory.lowered_memory import peak_bytes
 from tests.benchmarks.live_memory import peak_bytes_of
 from tests.end_to_end.training import whole
-from tests.runtime.processes import report, run_checks
+from tests.runtime.processes import checked_once, report
 
 LINE = Mesh({"data": 2})
 SHARDED = {"*weight": P("data"), "*:*weight": P("data"), "input:*": P("data")}
@@ -188,9 +188,7 @@ CHECKS = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return run_checks(CHECKS, ranks=2)
+outcomes = checked_once(CHECKS, ranks=2)
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -24,7 +24,7 @@ from transformers import (
 
 import autoshard
 from tests.runtime.dispatch import RecordDispatch
-from tests.runtime.processes import report, run_checks
+from tests.runtime.processes import checked_once, report
 
 LAYERS, WIDTH, HEADS, WORDS = 2, 32, 4, 64
 Options = dict[str, Any]
@@ -126,9 +126,7 @@ def check(name: str) -> None:
 CHECKS = {name: partial(check, name) for name in MODELS}
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return run_checks(CHECKS, ranks=1)
+outcomes = checked_once(CHECKS, ranks=1)
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -16,7 +16,7 @@ from autoshard import DoesNotFitError, Mesh, Plan, PlanMismatchError
 from autoshard.runtime.digests import table_on
 from tests.benchmarks.live_memory import LiveMemory
 from tests.end_to_end.test_pipelines import MICRO_BATCHES, NORM, adamw, check_equal, compiled, skips
-from tests.runtime.processes import report, run_checks
+from tests.runtime.processes import checked_once, report
 
 MESH = {"pipeline": 2, "data": 2}
 
@@ -157,9 +157,7 @@ CHECKS = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return run_checks(CHECKS, ranks=2)
+outcomes = checked_once(CHECKS, ranks=2)
 
 
 @pytest.mark.parametrize("name", CHECKS)

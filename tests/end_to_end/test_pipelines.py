@@ -18,7 +18,7 @@ from autoshard import Mesh, MeshError, NotAvailableError, P
 from autoshard.errors import InvalidSpecError
 from autoshard.runtime.stage_meshes import is_elsewhere
 from tests.end_to_end.models import gpt2, llama, t5, vit
-from tests.runtime.processes import report, run_checks
+from tests.runtime.processes import checked_once, report
 
 STEPS, MICRO_BATCHES, NORM = 5, 4, 0.3
 
@@ -296,14 +296,10 @@ CHECKS_OF_FOUR = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes_of_two() -> dict[str, str]:
-    return run_checks(CHECKS_OF_TWO, ranks=2)
+outcomes_of_two = checked_once(CHECKS_OF_TWO, ranks=2)
 
 
-@pytest.fixture(scope="module")
-def outcomes_of_four() -> dict[str, str]:
-    return run_checks(CHECKS_OF_FOUR, ranks=4)
+outcomes_of_four = checked_once(CHECKS_OF_FOUR, ranks=4)
 
 
 @pytest.mark.parametrize("name", CHECKS_OF_TWO)

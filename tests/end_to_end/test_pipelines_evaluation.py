@@ -17,7 +17,7 @@ import autoshard
 from autoshard import Mesh, NotAvailableError, P
 from tests.end_to_end.models import t5
 from tests.end_to_end.test_pipelines import adamw, compiled
-from tests.runtime.processes import report, run_checks
+from tests.runtime.processes import checked_once, report
 
 
 class Heads(nn.Module):
@@ -186,14 +186,10 @@ CHECKS_OF_FOUR = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes_of_two() -> dict[str, str]:
-    return run_checks(CHECKS_OF_TWO, ranks=2)
+outcomes_of_two = checked_once(CHECKS_OF_TWO, ranks=2)
 
 
-@pytest.fixture(scope="module")
-def outcomes_of_four() -> dict[str, str]:
-    return run_checks(CHECKS_OF_FOUR, ranks=4)
+outcomes_of_four = checked_once(CHECKS_OF_FOUR, ranks=4)
 
 
 @pytest.mark.parametrize("name", CHECKS_OF_TWO)

@@ -23,7 +23,7 @@ from autoshard.testing import check_plan, plans, programs
 from autoshard.tracing.precision import run_in_precision
 from tests.end_to_end.models import MODELS
 from tests.end_to_end.training import whole
-from tests.runtime.processes import report, run_checks
+from tests.runtime.processes import checked_once, report
 
 BF16 = torch.bfloat16
 PAIR, LINE, SQUARE = Mesh({"data": 2}), Mesh({"data": 4}), Mesh({"data": 2, "model": 2})
@@ -296,9 +296,7 @@ CHECKS = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return run_checks(CHECKS)
+outcomes = checked_once(CHECKS)
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -20,7 +20,7 @@ from tests.end_to_end.layouts import layouts
 from tests.end_to_end.models import MODELS, Inputs, odd
 from tests.end_to_end.training import assert_close, assert_equal, train, whole
 from tests.runtime.dispatch import RecordDispatch
-from tests.runtime.processes import report, run_checks
+from tests.runtime.processes import checked_once, report
 
 SQUARE = Mesh({"data": 2, "model": 2})
 
@@ -222,9 +222,7 @@ CHECKS = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return run_checks(CHECKS, deadline_s=500)
+outcomes = checked_once(CHECKS, deadline_s=500)
 
 
 @pytest.mark.parametrize("name", CHECKS)

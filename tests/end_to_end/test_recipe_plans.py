@@ -24,7 +24,7 @@ from passes.recomputation.plan_before import solution_of
 from passes.strategies.price_nodes import NodePrices
 from tests.end_to_end.test_chosen_plans import LLAMA, decoder
 from tests.end_to_end.training import assert_close, whole
-from tests.runtime.processes import report, run_checks
+from tests.runtime.processes import checked_once, report
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-3)
 """With an epsilon above the rounding of small gradients, which updates would show otherwise."""
@@ -204,9 +204,7 @@ def check_on_gloo(recipe: Recipe) -> None:
 CHECKS = {recipe.words: partial(check_on_gloo, recipe) for recipe in GLOO}
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return run_checks(CHECKS)
+outcomes = checked_once(CHECKS)
 
 
 @pytest.mark.parametrize("name", CHECKS)

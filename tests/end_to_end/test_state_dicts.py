@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard import Mesh, P
-from tests.runtime.processes import report, run_checks
+from tests.runtime.processes import checked_once, report
 
 PAIR = Mesh({"data": 2})
 ROWS = {"embed.weight": P("data"), "linear.*": P("data"), "input:0": P("data")}
@@ -200,9 +200,7 @@ for _kind in (TRACED, OWN):
     CHECKS[f"{_kind.__name__}: from one device"] = partial(check_what_one_device_had_is_loaded, _kind)
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return run_checks(CHECKS, ranks=2)
+outcomes = checked_once(CHECKS, ranks=2)
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import autoshard
 from autoshard import Mesh
 from tests.end_to_end.training import assert_close, whole
-from tests.runtime.processes import report, run_checks
+from tests.runtime.processes import checked_once, report
 
 PAIR = Mesh({"data": 2})
 
@@ -139,10 +139,7 @@ def test_in_one_process(name: str) -> None:
     CHECKS[name]()
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    """What became of each check on two processes."""
-    return run_checks(CHECKS, ranks=2)
+outcomes = checked_once(CHECKS, ranks=2)
 
 
 @pytest.mark.parametrize("name", CHECKS)

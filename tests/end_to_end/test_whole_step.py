@@ -28,7 +28,7 @@ from autoshard.tracing import trace
 from passes.lowering.bucket_updates import bucket_updates
 from tests.benchmarks.live_memory import peak_bytes_of
 from tests.end_to_end.training import whole
-from tests.runtime.processes import report, run_checks
+from tests.runtime.processes import checked_once, report, run_checks
 
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -393,9 +393,7 @@ CHECKS = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return run_checks(CHECKS, deadline_s=500)
+outcomes = checked_once(CHECKS, deadline_s=500)
 
 
 @pytest.mark.parametrize("name", CHECKS)

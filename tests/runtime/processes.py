@@ -46,6 +46,11 @@ def run_checks(checks: Mapping[str, Check], ranks: int = 4, deadline_s: float = 
         return {name: _outcome(Path(folder), name, ranks) for name in checks}
 
 
+def checked_once(checks: Mapping[str, Check], **options: Any) -> Any:
+    """A module's fixture: the outcomes of checks, which run when the first test asks for one; see `run_checks`."""
+    return pytest.fixture(scope="module")(lambda: run_checks(checks, **options))
+
+
 def report(outcomes: Mapping[str, str], name: str) -> None:
     """Fail if the check did."""
     if outcomes[name]:

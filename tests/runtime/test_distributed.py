@@ -29,7 +29,7 @@ from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep
 from tests.runtime.dispatch import RecordDispatch
 from tests.runtime.handmade import WIDTH, HandCompiler, TwoLayers
-from tests.runtime.processes import report, run_checks
+from tests.runtime.processes import checked_once, report
 
 funcol = torch.ops._c10d_functional
 
@@ -288,9 +288,7 @@ def check_an_error_of_the_first_rank_reaches_all() -> None:
 CHECKS = {name.removeprefix("check_"): item for name, item in globals().items() if name.startswith("check_")}
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return run_checks(CHECKS)
+outcomes = checked_once(CHECKS)
 
 
 @pytest.mark.parametrize("name", CHECKS)

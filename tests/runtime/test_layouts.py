@@ -20,7 +20,7 @@ import autoshard
 from autoshard import P
 from autoshard.ir.mesh import Mesh
 from autoshard.runtime.layouts import Layouts
-from tests.runtime.processes import report, run_checks
+from tests.runtime.processes import checked_once, report
 
 FEW, MANY = 4, 10
 CALLS_OF_A_STEP, CALLS_OF_A_CALL = 20, 50
@@ -147,9 +147,7 @@ CHECKS = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return run_checks(CHECKS, ranks=1)
+outcomes = checked_once(CHECKS, ranks=1)
 
 
 @pytest.mark.parametrize("name", CHECKS)

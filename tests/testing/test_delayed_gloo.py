@@ -18,7 +18,7 @@ from autoshard.runtime.distributed import DistributedEngine
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.testing import Link, Transfer, delayed_mesh, record_transfers
 from tests.runtime.handmade import WIDTH, HandCompiler, TwoLayers
-from tests.runtime.processes import report, run_checks
+from tests.runtime.processes import checked_once, report
 
 _c10d = torch.ops._c10d_functional
 
@@ -135,9 +135,7 @@ CHECKS = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return run_checks(CHECKS)
+outcomes = checked_once(CHECKS)
 
 
 @pytest.mark.parametrize("name", CHECKS)
