@@ -1,0 +1,170 @@
+"""Stages of a pipeline with every other axis equal one device: losses, gradients, parameters after steps of AdamW.
+
+The gradients are those of the first step, clipped, as AdamW's first moments have them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard import Mesh, P
+from tests.end_to_end.models import gpt2, llama, t5, vit
+from tests.end_to_end.training import Training, assert_equal, whole
+from tests.zoo.table import ARCHITECTURES
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's models
+
+STEPS, MICRO_BATCHES, NORM = 5, 4, 0.3
+Build = Callable[[], tuple[nn.Module, dict[str, Any]]]
+Constraints = Mapping[str, P]
+
+
+def mixture(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A mixture of experts of the zoo, with a batch that micro-batches cut."""
+    model, _ = ARCHITECTURES[name].build()
+    tokens = torch.randint(0, 64, (8, 8), generator=torch.Generator().manual_seed(1))
+    return model, {"input_ids": tokens, "labels": tokens}
+
+
+MODELS: dict[str, Build] = {
+    "gpt2": partial(gpt2, 2),
+    "llama": partial(llama, 2),
+    "t5": t5,
+    "vit": partial(vit, 2),
+    "mixtral": partial(mixture, "mixtral"),
+    "deepseek_v3": partial(mixture, "deepseek_v3"),
+}
+
+ROWS, COLUMNS = P("model"), P(None, "model")
+TENSOR: dict[str, Constraints] = {
+    "gpt2": {
+        "*c_attn.weight": COLUMNS,
+        "*attn.c_proj.weight": ROWS,
+        "*c_fc.weight": COLUMNS,
+        "*mlp.c_proj.weight": ROWS,
+    },
+    "llama": {
+        "*.[qkv]_proj.weight": ROWS,
+        "*.o_proj.weight": COLUMNS,
+        "*.up_proj.weight": ROWS,
+        "*.down_proj.weight": COLUMNS,
+    },
+    "t5": {
+        "*Attention.[qkv].weight": ROWS,
+        "*Attention.o.weight": COLUMNS,
+        "*.wi.weight": ROWS,
+        "*.wo.weight": COLUMNS,
+    },
+    "vit": {"*.[qkv]_proj.weight": ROWS, "*.o_proj.weight": COLUMNS, "*.fc1.weight": ROWS, "*.fc2.weight": COLUMNS},
+    "mixtral": {"*.[qkv]_proj.weight": ROWS, "*.o_proj.weight": COLUMNS},
+    "deepseek_v3": {"*.kv_b_proj.weight": ROWS, "*.o_proj.weight": COLUMNS, "*_experts.up_proj.weight": ROWS},
+}
+"""Weights that tensor parallelism splits."""
+
+EXPERTS: Constraints = {"*.experts.gate_up_proj": P("expert"), "*.experts.down_proj": P("expert")}
+ZERO: tuple[Constraints, ...] = (
+    {"*weight": P(), "*:*weight": P()},
+    {"*weight": P(), "*:*weight": P("data")},
+    {"*weight": P("data"), "*:*weight": P("data")},
+)
+"""Weights and their state whole, state split (ZeRO 1 and 2), both split (ZeRO-3)."""
+
+
+def adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)
+
+
+def trained(model: nn.Module, step: Callable[[], torch.Tensor], optimizer: torch.optim.Optimizer) -> Training:
+    """What steps make of a model; an optimizer's first moments are a tenth of its first gradients."""
+    losses, gradients = [], {}
+    for number in range(STEPS):
+        losses.append(step())
+        if number == 0:
+            moments = {name: optimizer.state[item].get("exp_avg") for name, item in model.named_parameters()}
+            gradients = {name: whole(item) * 10 for name, item in moments.items() if item is not None}
+    return Training(losses, gradients, {name: whole(item) for name, item in model.named_parameters()})
+
+
+@cache
+def on_one_device(name: str) -> Training:
+    model, inputs = MODELS[name]()
+    optimizer = adamw(model)
+
+    def step() -> torch.Tensor:
+        loss = model(**inputs)["loss"]
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), NORM)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return trained(model, step, optimizer)
+
+
+def in_stages(name: str, axes: Mapping[str, int], constraints: Constraints, **options: Any) -> Training:
+    model, inputs = MODELS[name]()
+    optimizer = adamw(model)
+    settings = {"micro_batches": MICRO_BATCHES, "max_grad_norm": NORM, "time_budget_s": 4.0, **options}
+    step = autoshard.compile(model, Mesh(axes), optimizer=optimizer, constraints=constraints, **settings)
+    return trained(model, lambda: step(**inputs), optimizer)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A model on a mesh, what lies where, and how its step runs."""
+
+    name: str
+    axes: Mapping[str, int]
+    constraints: Constraints = field(default_factory=dict)
+    schedule: str = "1F1B"
+    virtual_stages: int | None = None
+
+    def __str__(self) -> str:
+        axes = " x ".join(f"{axis} {size}" for axis, size in self.axes.items())
+        return f"{self.name}, {axes}, {self.schedule}"
+
+
+CUBE, FOUR_AXES = {"pipeline": 2, "data": 2, "model": 2}, {"pipeline": 2, "data": 2, "model": 2, "expert": 2}
+WITH_DATA = {"pipeline": 2, "data": 2}
+CHEAP = Case("mixtral", {"pipeline": 2, "data": 2, "expert": 2}, EXPERTS, "InterleavedZeroBubble")
+CASES = [
+    Case("llama", CUBE, {**TENSOR["llama"], "*:*weight": P("data")}),
+    *(Case(name, WITH_DATA, ZERO[2]) for name in MODELS),
+    *(Case(name, {"pipeline": 2, "model": 2}, TENSOR[name], "InterleavedZeroBubble") for name in MODELS),
+    *(Case(name, CUBE, TENSOR[name], "ZBVZeroBubble") for name in MODELS),
+    Case("gpt2", WITH_DATA, ZERO[0], "LoopedBFS", 2),
+    Case("llama", WITH_DATA, ZERO[1], "DualPipeV"),
+    Case("t5", {"data": 2, "pipeline": 4}, ZERO[1], "GPipe"),
+    Case("vit", {"pipeline": 3, "data": 2}, ZERO[0]),
+    Case("llama", {"pipeline": 2, "replica": 2, "data": 2, "model": 2}, {**TENSOR["llama"], "*:*weight": P("data")}),
+    *(Case(name, {"pipeline": 2, "expert": 2}, EXPERTS) for name in ("mixtral", "deepseek_v3")),
+    *(Case(name, FOUR_AXES, {**TENSOR[name], **EXPERTS}) for name in ("mixtral", "deepseek_v3")),
+]
+"""Every model with each other axis, under all schedules, ZeRO 0 to 3, and four axes on 16 ranks."""
+
+
+def check(case: Case) -> None:
+    found = in_stages(
+        *(case.name, case.axes, case.constraints), schedule=case.schedule, virtual_stages=case.virtual_stages
+    )
+    assert_equal(found, on_one_device(case.name))
+
+
+def test_stages_with_data_and_experts() -> None:
+    """Three axes, under a schedule that cuts backwards."""
+    check(CHEAP)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_stages_with_any_other_axes(case: Case) -> None:
+    """On up to 16 simulated ranks."""
+    check(case)
