@@ -6,6 +6,7 @@ of the whole, so that the page needs no script.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,6 +26,10 @@ WIDTH = 1000.0
 
 _NARROWEST = 0.5
 """Spans of the timeline narrower than this are drawn together with their neighbours."""
+
+_TASK = re.compile(r"\d+([FBIW])\d+")
+_WORKS = {"F": "forward", "B": "backward", "I": "backward, of inputs", "W": "backward, of weights"}
+"""What a stage of a pipeline does in a span named "1F0", by its letter; see `autoshard.ir.pipeline_order.Work`."""
 
 _MOST_OPERATORS = 50
 """Rows of the table of operators: the most expensive ones."""
@@ -60,6 +65,7 @@ def render_page(plan: Plan) -> str:
         time=_bar(predicted.breakdown, format_time),
         memory=_bar(predicted.memory_breakdown, format_bytes),
         lanes=[] if predicted.timeline is None else lanes(predicted.timeline),
+        works=[] if predicted.timeline is None else works(predicted.timeline),
         figures=[*((name, format_time(seconds)) for name, seconds in predicted.hidden.items()), *figure_rows(plan)],
         baselines=_baselines(plan),
         parameters=parameter_rows(plan.parameters),
@@ -108,37 +114,60 @@ def lanes(trace: Trace) -> tuple[Lane, ...]:
     streams: dict[tuple[int, str], list[TraceSpan]] = {}
     for span in trace.spans:
         streams.setdefault((span.process, span.stream), []).append(span)
-    colours = {stream: number for number, stream in enumerate(dict.fromkeys(span.stream for span in trace.spans))}
+    colours = _colours(trace)
     return tuple(
-        Lane(f"{trace.processes[process]}: {stream}", tuple(_pieces(spans, end, colours[stream])))
+        Lane(f"{trace.processes[process]}: {stream}", tuple(_pieces(spans, end, colours)))
         for (process, stream), spans in streams.items()
     )
 
 
-def _pieces(spans: Sequence[TraceSpan], end: int, colour: int) -> Iterable[Piece]:
+def works(trace: Trace) -> tuple[Piece, ...]:
+    """The colours by which lanes of a pipeline tell forwards, backwards and their halves apart; none of other plans.
+
+    Example:
+        >>> trace = Trace.of(["rank 0"], [(0, "compute", "0F0", 0.0, 1.0), (0, "compute", "0B0", 1.0, 3.0)])
+        >>> [(piece.name, piece.colour) for piece in works(trace)]
+        [('forward', 0), ('backward', 1)]
+    """
+    return tuple(Piece(0, 0, kind, "", colour) for kind, colour in _colours(trace).items() if kind in _WORKS.values())
+
+
+def _colours(trace: Trace) -> dict[str, int]:
+    return {kind: number for number, kind in enumerate(dict.fromkeys(map(_kind, trace.spans)))}
+
+
+def _kind(span: TraceSpan) -> str:
+    """What the colour of a span says: what a stage does in it, else its stream."""
+    found = _TASK.fullmatch(span.name)
+    return span.stream if found is None else _WORKS[found[1]]
+
+
+def _pieces(spans: Sequence[TraceSpan], end: int, colours: Mapping[str, int]) -> Iterable[Piece]:
     """The spans of a stream in order; runs of narrow ones as one piece, up to the width of one that can be seen."""
     narrow: list[TraceSpan] = []
     for span in sorted(spans, key=lambda item: item.start_ns):
         is_narrow = WIDTH * span.duration_ns / end < _NARROWEST
         if narrow and not (is_narrow and WIDTH * (span.start_ns - narrow[0].start_ns) / end < _NARROWEST):
-            yield _piece(narrow, end, colour)
+            yield _piece(narrow, end, colours)
             narrow = []
         if is_narrow:
             narrow.append(span)
         else:
-            yield _piece([span], end, colour)
+            yield _piece([span], end, colours)
     if narrow:
-        yield _piece(narrow, end, colour)
+        yield _piece(narrow, end, colours)
 
 
-def _piece(spans: Sequence[TraceSpan], end: int, colour: int) -> Piece:
-    """Spans that follow each other, as one piece."""
+def _piece(spans: Sequence[TraceSpan], end: int, colours: Mapping[str, int]) -> Piece:
+    """Spans that follow each other, as one piece, in the colour of the first."""
     start = spans[0].start_ns
     busy = sum(span.duration_ns for span in spans)
     last = spans[-1].start_ns + spans[-1].duration_ns
     name = spans[0].name if len(spans) == 1 else f"{len(spans)} operators from {spans[0].name}"
     text = f"{format_time(busy / 1e9)} from {format_time(start / 1e9)}"
-    return Piece(round(WIDTH * start / end, 3), round(WIDTH * (last - start) / end, 3), name, text, colour)
+    return Piece(
+        round(WIDTH * start / end, 3), round(WIDTH * (last - start) / end, 3), name, text, colours[_kind(spans[0])]
+    )
 
 
 def _baselines(plan: Plan) -> list[tuple[str, str, str]]:

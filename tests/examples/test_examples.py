@@ -53,6 +53,20 @@ def test_train_gpt_equals_one_device(launcher: tuple[str, ...], tmp_path: Path) 
     assert (tmp_path / "plan.json").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [(), (*_ON_RANKS, "8")], ids=["simulator", "torchrun"])
+def test_pretraining_along_four_axes_equals_one_device(launcher: tuple[str, ...], tmp_path: Path) -> None:
+    """Stages, data, tensors and experts on eight ranks: losses of steps and of evaluation; the page has a picture."""
+    text = _run(*launcher, _example("pretrain_4d.py"), "--steps", "3", folder=tmp_path)
+    difference = re.search(r"Largest relative difference of a loss to one device: (\S+)", text)
+    assert difference is not None, text
+    assert float(difference[1]) < 1e-5
+    assert len(re.findall(r"step \d+: loss|held out: loss", text)) == 4
+    page = (tmp_path / "plan_4d.html").read_text()
+    for drawn in ("<h2>Stages</h2>", "pipeline rank 1: compute", "<title>0F0: ", "<title>1B3: "):
+        assert drawn in page
+
+
 def test_plan_llama_prints_a_plan(tmp_path: Path) -> None:
     """A plan for 64 devices, without any."""
     text = _run(_example("plan_llama.py"), "--layers", "2", folder=tmp_path)

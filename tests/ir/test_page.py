@@ -113,6 +113,20 @@ def _count(name: str) -> int:
     return int(name.split()[0]) if " operators from " in name else 1
 
 
+def test_a_schedule_is_drawn_in_the_colours_of_its_work() -> None:
+    """Forwards, backwards and halves of them are told apart, and a legend says how; other timelines have none."""
+    names = ("0F0", "1F0", "1I0", "1W0", "0B0")
+    spans = [(0, "compute", name, number * 1e-3, (number + 1) * 1e-3) for number, name in enumerate(names)]
+    trace = Trace.of(["pipeline rank 0"], [*spans, (0, "compute", "update", 5e-3, 6e-3)])
+    colours = [piece.colour for piece in lanes(trace)[0].pieces]
+    assert colours[0] == colours[1]
+    assert len(set(colours[1:])) == 5
+    page = render_page(replace(PLAN, predicted=replace(PLAN.predicted, timeline=trace)))
+    for work in ("forward", "backward, of inputs", "backward, of weights", "backward"):
+        assert f"</i>{work} <b>" in page
+    assert "</i>forward <b>" not in render_page(PLAN)
+
+
 def test_a_bar_leaves_out_what_is_nothing() -> None:
     """Parts of no time are not in the legend."""
     parts: Mapping[str, float] = {"forward compute": 1e-3, "copies": 0.0}
