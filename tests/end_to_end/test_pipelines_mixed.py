@@ -5,7 +5,7 @@ The gradients are those of the first step, clipped, as AdamW's first moments hav
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
 from typing import Any
@@ -16,8 +16,10 @@ from torch import nn
 
 import autoshard
 from autoshard import Mesh, P
+from autoshard.runtime.stage_meshes import is_elsewhere
 from tests.end_to_end.models import gpt2, llama, t5, vit
 from tests.end_to_end.training import Training, assert_equal, whole
+from tests.runtime.processes import report, run_checks
 from tests.zoo.table import ARCHITECTURES
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's models
@@ -89,8 +91,12 @@ def trained(model: nn.Module, step: Callable[[], torch.Tensor], optimizer: torch
         losses.append(step())
         if number == 0:
             moments = {name: optimizer.state[item].get("exp_avg") for name, item in model.named_parameters()}
-            gradients = {name: whole(item) * 10 for name, item in moments.items() if item is not None}
-    return Training(losses, gradients, {name: whole(item) for name, item in model.named_parameters()})
+            gradients = {name: whole(item) * 10 for name, item in moments.items() if _is_here(item)}
+    return Training(losses, gradients, {name: whole(item) for name, item in model.named_parameters() if _is_here(item)})
+
+
+def _is_here(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and not is_elsewhere(tensor)
 
 
 @cache
@@ -168,3 +174,47 @@ def test_stages_with_data_and_experts() -> None:
 def test_stages_with_any_other_axes(case: Case) -> None:
     """On up to 16 simulated ranks."""
     check(case)
+
+
+ON_PROCESSES: Mapping[int, Sequence[Case]] = {
+    2: [
+        Case("t5", {"pipeline": 2}, schedule="GPipe"),
+        Case("llama", {"pipeline": 2}, schedule="LoopedBFS", virtual_stages=2),
+        Case("mixtral", {"pipeline": 2}, schedule="DualPipeV"),
+    ],
+    4: [
+        Case("gpt2", WITH_DATA, ZERO[2], "ZBVZeroBubble"),
+        Case("llama", {"pipeline": 2, "model": 2}, TENSOR["llama"], "InterleavedZeroBubble", 2),
+        Case("mixtral", {"pipeline": 2, "expert": 2}, EXPERTS),
+        Case("vit", {"pipeline": 4}, schedule="InterleavedZeroBubble"),
+    ],
+    8: [
+        Case("deepseek_v3", {"pipeline": 2, "data": 2, "expert": 2}, {**ZERO[1], **EXPERTS}),
+        Case("llama", CUBE, TENSOR["llama"], "ZBVZeroBubble"),
+        Case("gpt2", {"data": 2, "pipeline": 4}, ZERO[1], "GPipe"),
+    ],
+}
+"""By number of processes."""
+
+
+def check_held(case: Case) -> None:
+    """As `check`, of what this rank's stages hold."""
+    found = in_stages(
+        *(case.name, case.axes, case.constraints), schedule=case.schedule, virtual_stages=case.virtual_stages
+    )
+    expected = on_one_device(case.name)
+    assert 0 < len(found.parameters) < len(expected.parameters)
+    gradients = {name: expected.gradients[name] for name in found.gradients}
+    assert_equal(
+        found, Training(expected.losses, gradients, {name: expected.parameters[name] for name in found.parameters})
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", ON_PROCESSES)
+def test_processes(ranks: int) -> None:
+    """Gloo processes, under a sample of the schedules: each rank has its stages' part of one device's training."""
+    checks = {str(case): partial(check_held, case) for case in ON_PROCESSES[ranks]}
+    outcomes = run_checks(checks, ranks=ranks, deadline_s=540)
+    for name in checks:
+        report(outcomes, name)
