@@ -59,7 +59,7 @@ from autoshard.planner import (
     refuse_scaling,
 )
 from autoshard.pricing import price
-from autoshard.recipe_plans import asked_by, batch_of, meshes_for, plan_recipe
+from autoshard.recipe_plans import Planned, asked_by, batch_of, meshes_for, plan_recipe
 from autoshard.recipe_search import RecipeForecast, optimizer_name, search_plan
 from autoshard.runtime.control_channel import TIMEOUT_S
 from autoshard.runtime.engine import SimulatorEngine
@@ -293,7 +293,8 @@ def plan(
             expert parallelism, micro-batches and recomputation included, see docs/recipes.md. How large the batch of
             `example_inputs` is does not matter then. Without, specs are searched on meshes, for that batch.
         recipe: plan within this `Recipe`; fields that are None are searched. On a mesh its axes are "data", "context"
-            and "model" (tensor), and with `zero_group` "replica" before these. `compile(plan=)` runs the plan.
+            and "model" (tensor); "pipeline", "replica" (with `zero_group`) and "expert" too where it has such fields.
+            `compile(plan=)` runs the plan.
             `global_batch` is cut into micro-batches of `micro_batch` sequences on each replica. See docs/recipes.md.
         runtime: of a recipe: what executes it. "autoshard": `compile` does. "megatron", "fsdp2", "deepspeed", or a
             `Runtime`: nothing is searched, the plan is the price of the recipe there, see `price`.
@@ -398,10 +399,15 @@ def plan(
         if pipeline_of(meshes[0], schedule, asked.virtual_stages, micro_batches) is not None:
             check_pipeline(update, optimizer, planner, backend, None)
             return search_stages(planner, meshes[0], asked, batch_size(args, kwargs), request_of)
-        program, found = planner.plan_call(request, meshes)
+        planned = Planned(planner, request, *planner.plan_call(request, meshes))
     else:
+        if recipe.pipeline > 1:
+            check_pipeline(update, optimizer, planner, backend, None)
         batch, meshes = batch_of(recipe, global_batch, args, kwargs), meshes_for(recipe, mesh_or_cluster, mesh)
-        planner, request, program, found = plan_recipe(planner, request, meshes, recipe, batch)
+        planned = plan_recipe(planner, request, meshes, recipe, batch)
+    planner, request, program, found = planned.planner, planned.request, planned.program, planned.plan
+    if program is None:
+        return found
     check_traced(program, planner.constraints, optimizer)
     formulas = PlanFormulas(planner.trace, request, planner.cluster_for, planner.state_ratio)
     cluster = planner.cluster_for(found.mesh)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,26 +16,46 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from autoshard.ir.recipe import Recipe
+from autoshard.pipelines import pipeline_of
 from autoshard.planner import Planner
 from autoshard.runtime.micro_batches import batch_size
 from autoshard.runtime.sharded_module import Request
+from autoshard.stage_plans import counts_to_try, plan_stages
 from cost_models.hardware import Cluster
 
 _LOGGER = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, and what made it.
+
+    Args:
+        planner: as it was made with.
+        request: the call of a micro-batch.
+        program: what it is a plan of; None: of stages.
+        plan: the plan.
+    """
+
+    planner: Planner
+    request: Request
+    program: Program | None
+    plan: Plan
+
+
 def plan_recipe(
     planner: Planner, request: Request, meshes: Sequence[Mesh], recipe: Recipe, global_batch: int
-) -> tuple[Planner, Request, Program, Plan]:
-    """The fastest plan within a recipe, the program that it is of, and what planned and traced that.
+) -> Planned:
+    """The fastest plan within a recipe.
 
-    Where the number of micro-batches is free, it rises until a plan fits with nothing computed again or offloaded.
+    Where the number of micro-batches is free, it rises until a plan fits with nothing computed again or offloaded. A
+    pipeline takes the fastest of a few numbers, multiples of its ranks if possible.
 
     Args:
         planner: with all else that was asked for.
         request: a call with any batch.
         meshes: on which the recipe may lie.
-        recipe: complete or not, without stages.
+        recipe: complete or not.
         global_batch: sequences of a step.
 
     Raises:
@@ -43,24 +63,63 @@ def plan_recipe(
         DoesNotFitError: no plan within it fits.
     """
     planner = replace(planner, recipe=replace(recipe, global_batch=global_batch))
-    found: list[tuple[Planner, Request, Program, Plan]] = []
+    counts = _by_micro_batches(meshes, recipe, global_batch)
+    if recipe.pipeline > 1:
+        chosen = counts_to_try(counts, recipe.pipeline)
+        counts = {parts: counts[parts] for parts in chosen}
+        planner = replace(planner, time_budget_s=planner.time_budget_s / len(chosen))
+    found: list[Planned] = []
     failure: AutoshardError | None = None
-    for parts, places in _by_micro_batches(meshes, recipe, global_batch).items():
-        if recipe.micro_batch is None and any(_is_plain(plan) for *_, plan in found):
+    for parts, places in counts.items():
+        if recipe.micro_batch is None and recipe.pipeline == 1 and any(_is_plain(item.plan) for item in found):
             break
         each = replace(planner, micro_batches=parts)
-        call = _with_batch(request, global_batch // parts)
         try:
-            program, plan = each.plan_call(call, places)
+            found.append(_plan_on(each, _with_batch(request, global_batch // parts), places))
         except (DoesNotFitError, RecipeError) as error:
             _LOGGER.debug("%d micro-batches: %s", parts, error)
             failure = error
-            continue
-        found.append((each, call, program, plan))
     if not found:
         assert failure is not None, "something was tried"
         raise failure
-    return min(found, key=lambda item: item[-1].predicted.step_time_s)
+    return min(found, key=_step_time)
+
+
+def _plan_on(planner: Planner, request: Request, meshes: Sequence[Mesh]) -> Planned:
+    """The fastest plan of a call on any of some meshes, in stages or not."""
+    recipe = planner.recipe
+    assert recipe is not None, "it is planned within one"
+    if recipe.pipeline == 1:
+        return Planned(planner, request, *planner.plan_call(request, meshes))
+    planner = replace(planner, time_budget_s=planner.time_budget_s / len(meshes))
+    plans, failure = [], None
+    for mesh in meshes:
+        pipeline = pipeline_of(mesh, _SCHEDULES[recipe.schedule], recipe.virtual_stages, planner.micro_batches)
+        assert pipeline is not None, "an axis carries stages"
+        try:
+            plans.append(Planned(planner, request, None, plan_stages(planner, pipeline, request)))
+        except DoesNotFitError as error:
+            failure = error
+    if not plans:
+        assert failure is not None, "there is a mesh"
+        raise failure
+    return min(plans, key=_step_time)
+
+
+_SCHEDULES: Mapping[str | None, str | None] = {
+    None: None,
+    "gpipe": "GPipe",
+    "1f1b": None,
+    "interleaved-1f1b": "Interleaved1F1B",
+    "zero-bubble": "InterleavedZeroBubble",
+    "zbv": "ZBVZeroBubble",
+    "dualpipev": "DualPipeV",
+}
+"""Names of schedules of recipes to those of `compile`; None: 1F1B, or interleaved where ranks have several stages."""
+
+
+def _step_time(found: Planned) -> float:
+    return found.plan.predicted.step_time_s
 
 
 def asked_by(
@@ -85,7 +144,7 @@ def asked_by(
 
 def meshes_for(recipe: Recipe, target: object, mesh: Mesh | None) -> list[Mesh]:
     """The meshes on which a recipe may lie: the one that is given, or those that a cluster's devices make."""
-    from passes.planning.restrictions import meshes_of_recipe, roles_of
+    from passes.planning.recipe_meshes import check_mesh, meshes_of_recipe
 
     if isinstance(target, DeviceMesh):
         target = Mesh.from_device_mesh(target)
@@ -96,7 +155,7 @@ def meshes_for(recipe: Recipe, target: object, mesh: Mesh | None) -> list[Mesh]:
     else:
         meshes = [given]
     for each in meshes:
-        roles_of(recipe, each)
+        check_mesh(recipe, each)
     return meshes
 
 
@@ -124,10 +183,10 @@ def _by_micro_batches(meshes: Sequence[Mesh], recipe: Recipe, global_batch: int)
 
 
 def _micro_batches(mesh: Mesh, recipe: Recipe, global_batch: int) -> Iterator[int]:
-    from passes.planning.restrictions import DATA, REPLICA
+    from passes.planning.recipe_meshes import DATA, EXPERT, REPLICA
 
     sizes = dict(mesh.axes)
-    each, rest = divmod(global_batch, sizes.get(REPLICA, 1) * sizes.get(DATA, 1))
+    each, rest = divmod(global_batch, sizes.get(REPLICA, 1) * sizes.get(DATA, 1) * sizes.get(EXPERT, 1))
     if rest:
         return
     if recipe.micro_batch is None:

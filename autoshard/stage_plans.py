@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
@@ -131,7 +131,8 @@ class StagePlans:
 
         mesh = self.pipeline.stage_mesh
         prices = NodePrices(self.planner.cluster_for(mesh), mesh)
-        cut = SplitStages(self.pipeline.stages, prices.computed_s, cuts, homes or {})(program)
+        blocks = None if self.planner.recipe is None else self.planner.recipe.stage_blocks
+        cut = SplitStages(self.pipeline.stages, prices.computed_s, cuts, homes or {}, blocks)(program)
         if request.update is None:
             return cut
         return replace(cut, stages=tuple(append_update(stage, request.update, of_stage=True) for stage in cut.stages))
@@ -203,6 +204,7 @@ class StagePlans:
             fixed=None,
             gather_outputs=False,  # what crosses stages is no output of the model
             constraints={**_constraints_of(stage, self.planner.constraints), **self._whole_outputs(stage)},
+            recipe=self.planner.recipe and self.planner.recipe.of_stage,
             memory_budget=limit if limit is None else int(limit),
             time_budget_s=self.planner.time_budget_s / self.pipeline.stages,
         )
@@ -264,6 +266,7 @@ class StagePlans:
             hardware=self.planner.cluster_for(self.pipeline.mesh).name,
             memory_budget=None if given is None else int(given),
             precision=self.planner.precision,
+            recipe=self.planner.recipe,
             replicated_operators=tuple(dict.fromkeys(item for plan in plans for item in plan.replicated_operators)),
             operators=tuple(item for plan in plans for item in plan.operators),
             was_interrupted=any(plan.was_interrupted for plan in plans),
@@ -294,17 +297,9 @@ def search_stages(
     pipelines = _pipelines(mesh, asked, batch)
     best, failure = None, None
     for pipeline in pipelines:
-        part = replace(
-            planner,
-            micro_batches=pipeline.micro_batches,
-            time_budget_s=planner.time_budget_s / len(pipelines),
-        )
-        request = request_of(pipeline.micro_batches)
-        program = part.trace(replace(request, update=None))
-        check_has_loss(program)
-        check_stays(program)
+        part = replace(planner, time_budget_s=planner.time_budget_s / len(pipelines))
         try:
-            found, _ = StagePlans(part, pipeline).plan(program, request)
+            found = plan_stages(part, pipeline, request_of(pipeline.micro_batches))
         except DoesNotFitError as error:
             failure = error
             continue
@@ -316,14 +311,28 @@ def search_stages(
     return best
 
 
+def plan_stages(planner: Planner, pipeline: Pipeline, request: Request) -> Plan:
+    """The plan of a step in the stages of a pipeline.
+
+    Args:
+        planner: plans stages.
+        pipeline: schedule and micro-batches.
+        request: the call of a micro-batch.
+    """
+    planner = replace(planner, micro_batches=pipeline.micro_batches)
+    program = planner.trace(replace(request, update=None))
+    check_has_loss(program)
+    check_stays(program)
+    return StagePlans(planner, pipeline).plan(program, request)[0]
+
+
 def _pipelines(mesh: Mesh, asked: Asked, batch: int | None) -> list[Pipeline]:
     """Pipelines to try: the one asked for, or several numbers of micro-batches, multiples of the ranks if possible."""
     if asked.micro_batches is not None:
         counts = [asked.micro_batches]
     else:
-        ranks = mesh.axis_size(PIPELINE_AXIS)
-        counts = [n for n in range(1, (batch or 1) + 1) if (batch or 1) % n == 0]
-        counts = [n for n in counts if n % ranks == 0][:_MOST_COUNTS] or counts[-1:]
+        divisors = [n for n in range(1, (batch or 1) + 1) if (batch or 1) % n == 0]
+        counts = counts_to_try(divisors, mesh.axis_size(PIPELINE_AXIS))
     found, failure = [], None
     for count in counts:
         try:
@@ -337,6 +346,12 @@ def _pipelines(mesh: Mesh, asked: Asked, batch: int | None) -> list[Pipeline]:
         assert failure is not None, "at least one number was tried"
         raise failure
     return found
+
+
+def counts_to_try(counts: Iterable[int], ranks: int) -> list[int]:
+    """The first few numbers of micro-batches, of those that a step may have, that a pipeline's ranks divide."""
+    counts = list(counts)
+    return [n for n in counts if n % ranks == 0][:_MOST_COUNTS] or counts[-1:]
 
 
 def check_fits(plan: Plan, program: Program, pipeline: Pipeline) -> None:

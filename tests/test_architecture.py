@@ -63,7 +63,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *("autoshard.fixed_plan", "autoshard.progress"),
     ),
     "autoshard.pipelines": (*_IR, "autoshard.planner", "cost_models"),
-    "autoshard.recipe_plans": (*_LEAVES, *_PASSES, "autoshard.planner"),
+    "autoshard.recipe_plans": (
+        *(*_LEAVES, *_PASSES, "autoshard.pipelines", "autoshard.planner", "autoshard.stage_plans"),
+    ),
     "autoshard.stage_plans": (
         *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.pipelines", "autoshard.planner"),
     ),

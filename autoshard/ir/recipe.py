@@ -8,7 +8,7 @@ restriction of its search, `autoshard.price` into constraints on a traced progra
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from operator import attrgetter
 from typing import TYPE_CHECKING
@@ -167,6 +167,11 @@ class Recipe:
     def is_complete(self) -> bool:
         """Whether no field is free."""
         return None not in _searched_of(self)
+
+    @property
+    def of_stage(self) -> Recipe:
+        """The recipe of each stage, on the axes that the pipeline leaves."""
+        return replace(self, pipeline=1, schedule=None, virtual_stages=1, stage_blocks=None, split_ends=False)
 
     @property
     def devices(self) -> int:

@@ -22,6 +22,23 @@ PIPELINE_AXIS = "pipeline"
 ALONE = "data"
 """The axis, of one rank, of a stage that has no other."""
 
+_CROSSING, _WEIGHTS = "<", "<weights "
+
+
+def crossing_name(node: str, *, is_of_weights: bool) -> str:
+    """The name of the slots of a value that crosses stages, by its node."""
+    return f"{_WEIGHTS if is_of_weights else _CROSSING}{node}>"
+
+
+def crosses_stages(name: str) -> bool:
+    """Whether a slot's name is that of a value that crosses stages."""
+    return name.startswith(_CROSSING)
+
+
+def is_of_weights(name: str) -> bool:
+    """Whether a slot's name is that of a value that crosses stages and is computed from parameters alone."""
+    return name.startswith(_WEIGHTS)
+
 
 @dataclass(frozen=True, slots=True)
 class Crossing:

@@ -13,33 +13,37 @@ forward read counts as used, behind views and hubs. Inputs are split along the b
 sequence. A restriction leaves out what no option of a value can do: a dim that does not divide, a value without such a
 dim.
 
-The axes of a recipe are "replica" (copies of groups of ZeRO), "data", "context" and "model", the outermost first.
-"model" does as Megatron-LM's tensor parallelism: it splits matrices where they are used, inputs are whole over it, and
-what normalisations give lies along the sequence with sequence parallelism, and does not without (Korthikanti et al.,
-"Reducing activation recomputation in large transformer models", 2022).
+The axes of a recipe are "pipeline" (stages, each with a program of its own), "replica" (copies of groups of ZeRO),
+"data", "expert", "context" and "model", the outermost first. "expert" shares out experts among ranks of data
+parallelism, and is one of its axes for all else. "model" does as Megatron-LM's tensor parallelism: it splits matrices
+where they are used, inputs are whole over it, and what normalisations give lies along the sequence with sequence
+parallelism, and does not without (Korthikanti et al., "Reducing activation recomputation in large transformer models",
+2022).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import product
+from enum import StrEnum
 
 import numpy as np
 
-from autoshard.errors import NotAvailableError, RecipeError
+from autoshard.errors import RecipeError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import InputKind, InputSlot
 from autoshard.ir.recipe import Recipe
+from autoshard.ir.staged import PIPELINE_AXIS, crosses_stages, is_of_weights
+from autoshard.ir.update import parameter_of
+from autoshard.kernels import experts as experts_operator
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.parameter_uses import gradient_of, uses_of
+from passes.planning.recipe_meshes import CONTEXT, DATA, EXPERT, MODEL, REPLICA, check_mesh
+from passes.strategies.enumerate_strategies import Link
 
 Masks = dict[int, np.ndarray]
 Roles = Mapping[str, "Role"]
-
-REPLICA, DATA, CONTEXT, MODEL = AXES = ("replica", "data", "context", "model")
-"""The axes of a recipe's mesh, the outermost first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +60,7 @@ class Role:
         results: what the forward computes from inputs.
         between: what the forward computes with vectors alone (norms), along the sequence, its last dim but one.
         dim: of inputs: 0, the batch, or 1, the sequence.
+        experts: of matrices of experts, which the fields above then do not mean; None: they do.
     """
 
     parameters: bool | None = None
@@ -67,6 +72,20 @@ class Role:
     results: bool | None = True
     between: bool | None = None
     dim: int = 0
+    experts: Experts | None = None
+
+
+class Experts(StrEnum):
+    """What an axis does with the matrices of experts."""
+
+    SHARED_OUT = "shared out"
+    SPLIT = "split"
+    WHOLE = "whole"
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a rank has a part of them."""
+        return self is not Experts.WHOLE
 
 
 ROLES: Roles = {
@@ -92,19 +111,21 @@ def roles_of(recipe: Recipe, mesh: Mesh) -> Roles:
         RecipeError: the mesh is not that of the recipe.
         NotAvailableError: the recipe does what no restriction of specs is.
     """
-    _check(recipe, mesh)
+    check_mesh(recipe, mesh)
     sharded = _OF_ZERO[recipe.zero]
+    of_experts = {EXPERT: Experts.SHARED_OUT, MODEL: Experts.WHOLE if recipe.expert_tensor == 1 else Experts.SPLIT}
     roles = {
         REPLICA: ROLES["data"],
         DATA: sharded,
+        EXPERT: replace(sharded, experts=of_experts[EXPERT]),
         CONTEXT: replace(sharded, dim=1),
-        MODEL: replace(MEGATRON, between=recipe.sequence_parallel),
+        MODEL: replace(MEGATRON, between=recipe.sequence_parallel, experts=of_experts[MODEL]),
     }
-    return {axis: roles[axis] for axis, size in mesh.axes if size > 1}
+    return {axis: roles[axis] for axis, size in mesh.axes if size > 1 and axis != PIPELINE_AXIS}
 
 
 def restricted(planning: PlanningProblem, recipe: Recipe) -> Masks:
-    """The options that a recipe leaves.
+    """The options that a recipe leaves. A stage of a pipeline may have nothing of what an axis splits.
 
     Raises:
         RecipeError, NotAvailableError: see `roles_of`; or the program has nothing that an axis could split as asked.
@@ -112,8 +133,11 @@ def restricted(planning: PlanningProblem, recipe: Recipe) -> Masks:
     roles = roles_of(recipe, planning.space.mesh)
     masks: Masks = {}
     has_state = bool(planning.space.program.inputs_of(InputKind.STATE))
+    slots = (*planning.space.program.inputs, *planning.space.program.outputs)
+    is_stage = any(crosses_stages(slot.name) for slot in slots)
     for axis, role in roles.items():
-        found = restrict(planning, role if has_state else replace(role, state=None), axis, masks)
+        role = role if has_state else replace(role, state=None)
+        found = restrict(planning, role, axis, masks, of_stage=is_stage)
         if found is None:
             raise RecipeError(
                 f"{recipe.words}: nothing in the model can be split over axis {axis!r} of {planning.space.mesh} as "
@@ -132,20 +156,29 @@ def restrict_all(planning: PlanningProblem, roles: Roles) -> Masks | None:
 
 
 def restrict(
-    planning: PlanningProblem, role: Role, axis: str, within: Mapping[int, np.ndarray] | None = None
+    planning: PlanningProblem,
+    role: Role,
+    axis: str,
+    within: Mapping[int, np.ndarray] | None = None,
+    *,
+    of_stage: bool = False,
 ) -> Masks | None:
     """The options under which an axis has a role; None if the program has nothing that could be split so.
 
-    `within`: the options that other axes leave.
+    Args:
+        within: the options that other axes leave.
+        of_stage: let the program have none of what is to be split.
     """
     masks: Masks = dict(within or {})
     has_state = bool(planning.space.program.inputs_of(InputKind.STATE))
+    experts = frozenset[str]() if role.experts is None else matrices_of_experts(planning)
     wanted = (
-        (_at_rest(planning, InputKind.PARAMETER, axis), role.parameters),
-        (_matrices_at_rest(planning, axis), role.matrices),
-        (_at_rest(planning, InputKind.STATE, axis), role.state if has_state or not role.parameters else None),
-        (_in_use(planning, axis), role.uses),
-        (_gradients(planning, axis), role.gradients),
+        (_at_rest(planning, InputKind.PARAMETER, axis, experts), role.parameters),
+        (_matrices_at_rest(planning, axis, experts), role.matrices),
+        (_at_rest(planning, InputKind.STATE, axis, experts), role.state if has_state or not role.parameters else None),
+        (_in_use(planning, axis, experts), role.uses),
+        (_gradients(planning, axis, experts), role.gradients),
+        (_experts(planning, axis, role.experts, experts), None if role.experts is None else role.experts.is_split),
         (_inputs(planning, axis, role.dim if role.inputs else None), role.inputs),
         (_results(planning, axis, role.dim), role.results),
         (_between(planning, axis), role.between),
@@ -154,7 +187,7 @@ def restrict(
         if split is None:
             continue
         is_there = [_keep(planning, masks, site, options, split) for site, options in splits]
-        if split and not any(is_there):
+        if split and not any(is_there) and not (of_stage and not is_there):
             return None
     return masks
 
@@ -163,41 +196,83 @@ _Splits = Iterator[tuple[str, list[bool]]]
 """Sites, each with whether an axis splits a value there, for each of its strategies."""
 
 
-def _at_rest(planning: PlanningProblem, kind: InputKind, axis: str) -> _Splits:
+def _at_rest(planning: PlanningProblem, kind: InputKind, axis: str, without: Collection[str]) -> _Splits:
     for slot in planning.space.program.inputs_of(kind):
-        strategies = planning.space.sites[slot.node].strategies
-        yield slot.node, [axis in strategy.outputs[0].sharded_axes for strategy in strategies]
+        parameter = parameter_of(slot.name) if kind is InputKind.STATE else slot.name
+        if parameter not in without:
+            strategies = planning.space.sites[slot.node].strategies
+            yield slot.node, [axis in strategy.outputs[0].sharded_axes for strategy in strategies]
 
 
-def _matrices_at_rest(planning: PlanningProblem, axis: str) -> _Splits:
+def _matrices_at_rest(planning: PlanningProblem, axis: str, without: Collection[str]) -> _Splits:
     nodes = {slot.node for slot in matrices(planning)}
-    return (pair for pair in _at_rest(planning, InputKind.PARAMETER, axis) if pair[0] in nodes)
+    return (pair for pair in _at_rest(planning, InputKind.PARAMETER, axis, without) if pair[0] in nodes)
 
 
-def _in_use(planning: PlanningProblem, axis: str) -> _Splits:
+def _in_use(planning: PlanningProblem, axis: str, without: Collection[str]) -> _Splits:
     for slot in matrices(planning):
-        for link in uses_of(planning, slot.node):
+        for link in uses_of(planning, slot.node) if slot.name not in without else ():
             strategies = planning.space.sites[link.head].strategies
             yield link.head, [axis in strategy.inputs[link.operand].sharded_axes for strategy in strategies]
 
 
-def _gradients(planning: PlanningProblem, axis: str) -> _Splits:
+def _gradients(planning: PlanningProblem, axis: str, without: Collection[str]) -> _Splits:
     nodes = planning.space.program.nodes_by_name()
     for slot in matrices(planning):
         made = gradient_of(nodes[slot.node])
-        if made is not None:
+        if made is not None and slot.name not in without:
             strategies = planning.space.sites[made[0].name].strategies
             yield made[0].name, [axis in strategy.outputs[made[1]].sharded_axes for strategy in strategies]
 
 
 def _inputs(planning: PlanningProblem, axis: str, dim: int | None) -> _Splits:
     """Inputs, split along a dim; None: along any."""
-    for slot in planning.space.program.inputs_of(InputKind.INPUT):
+    for slot in _batch_inputs(planning):
         specs = [strategy.outputs[0] for strategy in planning.space.sites[slot.node].strategies]
         if dim is None:
             yield slot.node, [axis in spec.sharded_axes for spec in specs]
         elif dim < len(planning.space.sites[slot.node].results[0].shape):
             yield slot.node, [axis in spec.axes_of(dim) for spec in specs]
+
+
+def _experts(planning: PlanningProblem, axis: str, experts: Experts | None, names: Collection[str]) -> _Splits:
+    """Matrices of experts where they are used, split along experts or not; shared out they are so at rest too."""
+    for slot in planning.space.program.inputs_of(InputKind.PARAMETER):
+        if experts is None or slot.name not in names:
+            continue
+        if experts is Experts.SHARED_OUT:
+            strategies = planning.space.sites[slot.node].strategies
+            yield slot.node, [axis in strategy.outputs[0].axes_of(0) for strategy in strategies]
+        for link in uses_of(planning, slot.node):
+            specs = [strategy.inputs[link.operand] for strategy in planning.space.sites[link.head].strategies]
+            split = [axis in spec.sharded_axes for spec in specs]
+            along = [axis in spec.axes_of(0) for spec in specs]
+            inner = [one and not other for one, other in zip(split, along, strict=True)]
+            yield link.head, {Experts.WHOLE: split, Experts.SHARED_OUT: along, Experts.SPLIT: inner}[experts]
+
+
+def matrices_of_experts(planning: PlanningProblem) -> frozenset[str]:
+    """The names of the parameters that are matrices of experts."""
+    return frozenset(
+        slot.name
+        for slot in planning.space.program.inputs_of(InputKind.PARAMETER)
+        for link in uses_of(planning, slot.node)
+        if _is_of_experts(planning, link)
+    )
+
+
+def _is_of_experts(planning: PlanningProblem, link: Link) -> bool:
+    node = planning.space.sites[link.head].node
+    return node is not None and node.target is experts_operator and link.operand >= _FIRST_MATRIX
+
+
+_FIRST_MATRIX = 3
+"""Of the operands of a layer of experts, behind tokens, their experts and the weights of these."""
+
+
+def _batch_inputs(planning: PlanningProblem) -> list[InputSlot]:
+    """Inputs, and values of them that stages before give."""
+    return [slot for slot in planning.space.program.inputs_of(InputKind.INPUT) if not is_of_weights(slot.name)]
 
 
 def _results(planning: PlanningProblem, axis: str, dim: int) -> _Splits:
@@ -214,7 +289,7 @@ def _results(planning: PlanningProblem, axis: str, dim: int) -> _Splits:
 def _from_inputs(planning: PlanningProblem) -> list[str]:
     """The calls of the forward whose results depend on inputs."""
     space = planning.space
-    found = {slot.node for slot in space.program.inputs_of(InputKind.INPUT)}
+    found = {slot.node for slot in _batch_inputs(planning)}
     operands: dict[str, list[str]] = defaultdict(list)
     for link in space.links:
         operands[link.head].append(link.tail)
@@ -261,82 +336,3 @@ def matrices(planning: PlanningProblem) -> list[InputSlot]:
 
 def _ndim(planning: PlanningProblem, slot: InputSlot) -> int:
     return len(planning.space.sites[slot.node].results[0].shape)
-
-
-def meshes_of_recipe(recipe: Recipe, devices: int, per_node: int) -> list[Mesh]:
-    """The meshes of so many devices on which a recipe may lie: one, or those of every size of an axis that is free.
-
-    Raises:
-        RecipeError: no sizes of the free axes make so many devices.
-        NotAvailableError: see `roles_of`.
-    """
-    _refuse_without_program(recipe)
-    free = [size for size in range(1, per_node + 1) if per_node % size == 0]
-    tensors = free if recipe.tensor is None else [recipe.tensor]
-    contexts = free if recipe.context is None else [recipe.context]
-    found = []
-    for tensor, context in product(tensors, contexts):
-        data, rest = divmod(devices, tensor * context)
-        if not rest and data and recipe.data in (None, data):
-            found.append(_mesh(recipe, data, context, tensor))
-    if not found:
-        asked = {"data": recipe.data, "context": recipe.context, "tensor": recipe.tensor}
-        said = " x ".join(f"{name}={size}" for name, size in asked.items() if size is not None)
-        raise RecipeError(f"{said} does not make {devices} devices; give axes that do, or leave one free (None).")
-    return found
-
-
-def _mesh(recipe: Recipe, data: int, context: int, tensor: int) -> Mesh:
-    """The mesh of axes of some sizes, without those of one rank."""
-    group = data if recipe.zero_group is None else recipe.zero_group
-    if data % group:
-        raise RecipeError(f"zero_group={group} must divide data={data}.")
-    sizes = {REPLICA: data // group, DATA: group, CONTEXT: context, MODEL: tensor}
-    return Mesh({axis: size for axis, size in sizes.items() if size > 1} or {DATA: 1})
-
-
-def _refuse_without_program(recipe: Recipe) -> None:
-    """Refuse a recipe that is no restriction of specs on any mesh."""
-    refused = {
-        f"pipeline={recipe.pipeline}": recipe.pipeline > 1,
-        f"expert={recipe.expert}": recipe.expert > 1,
-        f"islands={recipe.islands}": recipe.islands is not None,
-        f"recompute={recipe.recompute!r}": recipe.recompute == "selective",
-        f"offload={recipe.offload!r}": recipe.offload in ("optimizer", "parameters"),
-        f"precision={recipe.precision!r}": recipe.precision == "f8",
-        "offload='activations' with recompute=None": recipe.offload == "activations" and recipe.recompute is None,
-        f"zero_group={recipe.zero_group} with context={recipe.context}": recipe.zero_group is not None
-        and recipe.context not in (None, 1),
-    }
-    for said, is_asked in refused.items():
-        if is_asked:
-            raise NotAvailableError(
-                f"{said} has no program yet that compile runs. Leave the field out, or price the recipe as another "
-                "runtime would execute it, with runtime='megatron', 'fsdp2' or 'deepspeed'."
-            )
-
-
-def _check(recipe: Recipe, mesh: Mesh) -> None:
-    """Refuse a recipe that is no restriction of specs on a mesh."""
-    _refuse_without_program(recipe)
-    sizes = dict(mesh.axes)
-    unknown = [axis for axis, size in sizes.items() if axis not in AXES and size > 1]
-    if unknown:
-        raise RecipeError(
-            f"A recipe has the axes {', '.join(map(repr, AXES))}, and {mesh} has {unknown[0]!r}. Name the mesh's "
-            "axes so."
-        )
-    replicas, group = sizes.get(REPLICA, 1), sizes.get(DATA, 1)
-    if (recipe.zero_group or replicas * group) != (group if replicas > 1 else replicas * group):
-        raise RecipeError(
-            f"zero_group={recipe.zero_group} takes an axis 'data' of that size, and copies of it over an axis "
-            f"'replica'; the mesh is {mesh}."
-        )
-    for name, asked, found in (
-        ("data", recipe.data, replicas * group),
-        ("context", recipe.context, sizes.get(CONTEXT, 1)),
-        ("tensor", recipe.tensor, sizes.get(MODEL, 1)),
-    ):
-        if asked not in (None, found):
-            axis = MODEL if name == "tensor" else name
-            raise RecipeError(f"{name}={asked}, but the mesh {mesh} has {found} ranks along {axis!r}.")

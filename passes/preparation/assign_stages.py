@@ -16,12 +16,13 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from types import MappingProxyType
 
 import torch
 from torch import fx
 
-from autoshard.errors import NotAvailableError, PlanMismatchError
+from autoshard.errors import NotAvailableError, PlanMismatchError, RecipeError
 from autoshard.ir.program import InputKind, OutputKind, Program
 
 NodeSeconds = Callable[[fx.Node], float]
@@ -38,12 +39,14 @@ class Assignment:
     Args:
         stages: how many there are.
         stage: of each node that belongs to one, and of each parameter.
+        derived: parameters, and the calls that are computed from them alone.
         repeated: the calls that each stage computes which reads them.
         cuts: names of the calls that the second stage and those behind it begin with.
     """
 
     stages: int
     stage: Mapping[fx.Node, int]
+    derived: frozenset[fx.Node]
     repeated: frozenset[fx.Node]
     cuts: tuple[str, ...]
 
@@ -54,6 +57,7 @@ def assign_stages(
     seconds: NodeSeconds,
     cuts: Sequence[str] = (),
     homes: Mapping[str, int] = MappingProxyType({}),
+    blocks: Sequence[int] | None = None,
 ) -> Assignment:
     """The stage of each node.
 
@@ -63,13 +67,15 @@ def assign_stages(
         seconds: of a node, which stages are balanced by.
         cuts: see `Assignment`: where stages begin; none: searched for.
         homes: the stage that holds each parameter already, by name.
+        blocks: how many blocks (modules with a number in their path) each stage has; None: as balances them.
 
     Raises:
+        RecipeError: the model has not as many blocks.
         NotAvailableError: the forward has fewer calls than there are stages, a gradient belongs to a stage before
             that of its parameter, or parameters lie otherwise than the forward reads them.
         PlanMismatchError: the program has none of the calls that `cuts` names.
     """
-    return _Assigning(program, stages, seconds, cuts, homes).run()
+    return _Assigning(program, stages, seconds, cuts, homes, blocks).run()
 
 
 @dataclass(slots=True)
@@ -79,6 +85,7 @@ class _Assigning:
     seconds: NodeSeconds
     cuts: Sequence[str]
     homes: Mapping[str, int]
+    blocks: Sequence[int] | None
     stage: dict[fx.Node, int] = field(default_factory=dict)
     repeated: set[fx.Node] = field(default_factory=set)
     derived: set[fx.Node] = field(default_factory=set)
@@ -110,7 +117,8 @@ class _Assigning:
                 self._know(node)
         self._place_backward()
         self._place_results()
-        return Assignment(self.stages, self.stage, frozenset(self.repeated), tuple(self.cuts))
+        derived, repeated = frozenset(self.derived), frozenset(self.repeated)
+        return Assignment(self.stages, self.stage, derived, repeated, tuple(self.cuts))
 
     def _know(self, node: fx.Node) -> None:
         """A stage has what it makes, and what its forward reads."""
@@ -132,6 +140,8 @@ class _Assigning:
 
     def _ends(self, forward: Sequence[fx.Node]) -> list[int]:
         """Where the runs of all stages but the last end."""
+        if not self.cuts and self.blocks is not None:
+            return _ends_of_blocks(forward, self.blocks)
         if not self.cuts:
             windows = self._windows(forward) if self.homes else None
             return cut_forward(forward, self.stages, self.seconds, windows)
@@ -317,6 +327,15 @@ def _bytes(node: fx.Node) -> int:
 
 def _candidates(forward: Sequence[fx.Node], stages: int, crossing: Sequence[int]) -> list[int]:
     """Where the forward may be cut: between blocks, or anywhere where there are too few of them."""
+    places = _between_blocks(forward, crossing)
+    if len(places) >= stages - 1:
+        return places
+    least = sorted(range(1, len(forward)), key=lambda index: (crossing[index], index))
+    return sorted(place for place in least[:_MOST] if crossing[place] < _NOT_SENT)
+
+
+def _between_blocks(forward: Sequence[fx.Node], crossing: Sequence[int]) -> list[int]:
+    """Where one block ends and another begins, with the fewest bytes across."""
     keys = [_block_of(node) for node in forward]
     places, last = [], None
     for index, key in enumerate(keys):
@@ -325,10 +344,18 @@ def _candidates(forward: Sequence[fx.Node], stages: int, crossing: Sequence[int]
         if last is not None and key != keys[last]:
             places.append(min(range(last + 1, index + 1), key=crossing.__getitem__))
         last = index
-    if len(places) >= stages - 1:
-        return places
-    least = sorted(range(1, len(forward)), key=lambda index: (crossing[index], index))
-    return sorted(place for place in least[:_MOST] if crossing[place] < _NOT_SENT)
+    return places
+
+
+def _ends_of_blocks(forward: Sequence[fx.Node], blocks: Sequence[int]) -> list[int]:
+    """Where the runs of all stages but the last end if each has so many blocks."""
+    places = _between_blocks(forward, _crossing_bytes(forward))
+    if sum(blocks) != len(places) + 1 or 0 in blocks:
+        raise RecipeError(
+            f"stage_blocks={tuple(blocks)!r} shares out {sum(blocks)} blocks, and the model's forward passes "
+            f"{len(places) + 1}; each stage takes one or more. Give numbers that add up to that, or leave it out."
+        )
+    return [places[end - 1] for end in accumulate(blocks[:-1])]
 
 
 _MOST = 64

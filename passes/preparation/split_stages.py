@@ -8,7 +8,7 @@ appended to each stage afterwards, for its own parameters.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,7 @@ from torch import fx
 
 from autoshard.errors import NotAvailableError
 from autoshard.ir.program import InputKind, InputSlot, OutputKind, OutputSlot, Program
-from autoshard.ir.staged import Crossing, CutProgram
+from autoshard.ir.staged import Crossing, CutProgram, crossing_name
 from autoshard.tracing.copy_node import copy_node
 from autoshard.tracing.lazy_module import lazy_module
 from passes.preparation.assign_stages import Assignment, NodeSeconds, assign_stages
@@ -29,13 +29,15 @@ class SplitStages:
     Args:
         stages: how many; at least 2.
         seconds: of a node of the traced program; stages are balanced by it.
-        cuts, homes: where stages begin, and which holds a parameter, if that is known; see `assign_stages`.
+        cuts, homes, blocks: where stages begin, which holds a parameter, and how many blocks each has, if that is
+            known; see `assign_stages`.
     """
 
     stages: int
     seconds: NodeSeconds
     cuts: tuple[str, ...] = ()
     homes: Mapping[str, int] = field(default_factory=dict)
+    blocks: Sequence[int] | None = None
 
     def __call__(self, program: Program) -> CutProgram:
         """The stages of a program of forward and backward, or of a forward alone, without an update.
@@ -43,7 +45,7 @@ class SplitStages:
         Raises:
             NotAvailableError: the program cannot be cut; see `assign_stages`.
         """
-        assignment = assign_stages(program, self.stages, self.seconds, self.cuts, self.homes)
+        assignment = assign_stages(program, self.stages, self.seconds, self.cuts, self.homes, self.blocks)
         building = [_Stage(program, assignment, number) for number in range(self.stages)]
         for stage in building:
             stage.find()
@@ -71,13 +73,9 @@ def _crossings(assignment: Assignment, building: list[_Stage]) -> dict[_Key, Cro
                     f"Node {node.name!r} ({node.meta.get('source') or 'an unknown line'}) of the backward, in stage "
                     f"{maker}, would have to go up the pipeline to stage {stage.number}. Use a smaller axis 'pipeline'."
                 )
-            found[node, stage.number] = Crossing(slot_name(node), maker, stage.number, maker < stage.number)
+            name = crossing_name(node.name, is_of_weights=node in assignment.derived)
+            found[node, stage.number] = Crossing(name, maker, stage.number, maker < stage.number)
     return found
-
-
-def slot_name(node: fx.Node) -> str:
-    """The name of the slots of a value that crosses stages."""
-    return f"<{node.name}>"
 
 
 @dataclass(slots=True)
@@ -134,12 +132,12 @@ class _Stage:
                 copies[node] = _copy(graph, node, copies)
                 inputs.append(InputSlot(copies[node].name, slot.kind, slot.name, slot.aliases))
         for node in sorted(self.received, key=order.__getitem__):
-            is_forward = crossings[node, self.number].is_forward
+            crossing = crossings[node, self.number]
             copies[node] = graph.placeholder(f"received_{node.name}")
-            phase = "forward" if is_forward else "backward"
+            phase = "forward" if crossing.is_forward else "backward"
             copies[node].meta = {"val": node.meta["val"], "phase": phase, "module": "", "source": node.meta["source"]}
-            kind = InputKind.INPUT if is_forward else InputKind.TANGENT
-            inputs.append(InputSlot(copies[node].name, kind, slot_name(node)))
+            kind = InputKind.INPUT if crossing.is_forward else InputKind.TANGENT
+            inputs.append(InputSlot(copies[node].name, kind, crossing.name))
         for node in self.program.graph.nodes:
             if node in self.members and node.op not in ("placeholder", "output"):
                 copies[node] = _copy(graph, node, copies)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
 from autoshard import Cluster, Mesh, NotAvailableError, Plan, PlanMismatchError, Recipe, RecipeError
+from autoshard.runtime.stage_meshes import is_elsewhere
 from cost_models.streams import overlap_of, simulate_streams
 from passes.memory.lowered_memory import peak_bytes
 from passes.pipeline import lower_program, plan_of_choice, planning_problem
@@ -25,6 +27,7 @@ from passes.strategies.price_nodes import NodePrices
 from tests.end_to_end.test_chosen_plans import LLAMA, decoder
 from tests.end_to_end.training import assert_close, whole
 from tests.runtime.processes import checked_once, report
+from tests.zoo.table import ARCHITECTURES
 
 ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-3)
 """With an epsilon above the rounding of small gradients, which updates would show otherwise."""
@@ -33,11 +36,11 @@ BATCH = 8
 SHAPE = replace(LLAMA, layers=1)
 GLOO = (
     Recipe(data=4, zero=3, zero_group=2, micro_batch=1, recompute="full"),
-    Recipe(data=2, zero=1, tensor=2, sequence_parallel=True, micro_batch=4),
+    Recipe(pipeline=2, data=2, zero=1, micro_batch=1),
 )
 REFUSED = (
-    (Recipe(pipeline=2, data=2), "pipeline=2 has no program yet that compile runs"),
-    (Recipe(data=4, expert=4), "expert=4 has no program yet"),
+    (Recipe(data=2, tensor=2, expert=4), "expert=4 with data=2 has no program yet that compile runs"),
+    (Recipe(data=4, expert=2, zero_group=2), "expert=2 with zero_group=2 has no program yet"),
     (Recipe(data=4, recompute="selective"), "recompute='selective' has no program yet"),
     (Recipe(data=4, zero=1, offload="optimizer"), "offload='optimizer' has no program yet"),
 )
@@ -72,6 +75,28 @@ def recipes(draw: st.DrawFn) -> Recipe:
         micro_batch=draw(st.sampled_from([BATCH // data, BATCH // data // 2])),
         recompute=draw(st.sampled_from(["none", "full"])),
         offload=draw(st.sampled_from(["none", "activations"])),
+    )
+
+
+@st.composite
+def staged_recipes(draw: st.DrawFn) -> Recipe:
+    """Complete recipes of two pipeline ranks, for two blocks or four."""
+    data, context, tensor = draw(st.sampled_from([(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)]))
+    schedule, virtual_stages = draw(
+        st.sampled_from([("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("zero-bubble", 1), ("zbv", 2)])
+    )
+    return Recipe(
+        data=data,
+        context=context,
+        tensor=tensor,
+        zero=draw(st.integers(0, 3)),
+        sequence_parallel=tensor > 1 and draw(st.booleans()),
+        pipeline=2,
+        schedule=schedule,
+        virtual_stages=virtual_stages,
+        stage_blocks=(1, 3) if virtual_stages == 1 and draw(st.booleans()) else None,
+        micro_batch=BATCH // data // draw(st.sampled_from([2, 4])),
+        recompute=draw(st.sampled_from(["none", "full"])),
     )
 
 
@@ -116,9 +141,10 @@ def check_runs(plan: Plan, mesh: Any, layers: int = 1) -> None:
     losses, parameters = trained_alone(layers)
     for number, loss in enumerate(losses):
         assert_close(whole(step(**inputs)), loss, f"loss of step {number}")
-    held = dict(model.named_parameters())
-    for name, parameter in parameters.items():
-        assert_close(whole(held[name]), parameter, name)
+    held = {name: item for name, item in model.named_parameters() if not is_elsewhere(item)}
+    assert held, "a rank holds the parameters of its stage"
+    for name, parameter in held.items():
+        assert_close(whole(parameter), parameters[name], name)
 
 
 EXAMPLES = 20 if settings.default is None else settings.default.max_examples
@@ -134,6 +160,70 @@ def test_one_price_and_it_runs(recipe: Recipe) -> None:
     assert plan.micro_batches == BATCH // recipe.data // recipe.micro_batch
     check_price(plan, cluster)
     check_runs(plan, plan.mesh)
+
+
+@settings(max_examples=max(1, EXAMPLES // 10))
+@given(recipe=staged_recipes())
+def test_recipes_with_stages_run(recipe: Recipe) -> None:
+    """Each stage is planned within the recipe; the step is cut as it says, and three steps equal one device."""
+    layers = 4 if recipe.virtual_stages > 1 or recipe.stage_blocks else 2
+    plan = plan_of(recipe, cluster_of(recipe.devices), layers=layers)
+    assert (plan.runs, plan.recipe) == (True, replace(recipe, global_batch=BATCH))
+    assert len(plan.stages) == recipe.stages
+    assert plan.micro_batches == BATCH // recipe.data // recipe.micro_batch
+    blocks = [len({name.split(".")[1] for name in stage.parameters if "layers" in name}) for stage in plan.stages]
+    assert recipe.stage_blocks in (None, tuple(blocks))
+    assert any(stage.recompute.nodes for stage in plan.stages) == (recipe.recompute == "full")
+    matrices = [item for item in plan.parameters.values() if len(item.shape) > 1]
+    axes = {
+        name for name, size in (("data", recipe.data), ("context", recipe.context)) if size > 1 and recipe.zero == 3
+    }
+    assert all(axes <= set(item.spec.sharded_axes) for item in matrices)
+    check_runs(plan, plan.mesh, layers=layers)
+
+
+def test_blocks_that_a_model_has_not_are_refused() -> None:
+    """With their number."""
+    with pytest.raises(RecipeError, match=r"stage_blocks=\(1, 2\) shares out 3 blocks, .* passes 2"):
+        plan_of(Recipe(pipeline=2, stage_blocks=(1, 2), micro_batch=4), cluster_of(2), layers=2)
+
+
+@pytest.mark.filterwarnings("ignore")  # of other people's models
+@pytest.mark.parametrize(
+    ("recipe", "split", "within"),
+    [
+        (Recipe(data=2, expert=2, zero=3, pipeline=2, micro_batch=1), {"expert"}, set()),
+        pytest.param(
+            Recipe(data=2, expert=2, tensor=2, expert_tensor=2, micro_batch=2),
+            {"expert"},
+            {"model"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(Recipe(data=2, expert=2, tensor=2, micro_batch=2), {"expert"}, set(), marks=pytest.mark.slow),
+    ],
+)
+def test_recipes_with_experts_run(recipe: Recipe, split: set[str], within: set[str]) -> None:
+    """An axis "expert" has experts shared out, "model" splits each of them or none; a step equals one device."""
+    model, inputs = ARCHITECTURES["mixtral"].build()
+    inputs = {name: torch.cat([value] * 2) for name, value in inputs.items()}
+    alone = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    asked = {"example_inputs": inputs, "optimizer": optimizer, "precision": None, "recipe": recipe}
+    plan = autoshard.plan(model, cluster_of(recipe.devices), **asked)
+    matrices = {name: item for name, item in plan.parameters.items() if "experts.down" in name}
+    assert {axis for item in matrices.values() for axis in item.spec.axes_of(0)} == split
+    nodes = [
+        each for part in plan.stages or [plan] for name, each in part.nodes.items() if name in ("experts", "experts_1")
+    ]
+    assert {axis for each in nodes for axis in each.inputs[-1].sharded_axes} == split | within
+    step = autoshard.compile(model, plan.mesh, optimizer=optimizer, plan=plan)
+    loss = alone(**inputs).loss
+    loss.backward()
+    torch.optim.SGD(alone.parameters(), lr=0.1).step()
+    assert_close(whole(step(**inputs)), loss.detach(), "loss")
+    held = dict(model.named_parameters())
+    for name, parameter in alone.named_parameters():
+        assert_close(whole(held[name]), parameter.detach(), name)
 
 
 def test_what_a_recipe_says_is_what_the_plan_does(tmp_path) -> None:
@@ -196,9 +286,10 @@ def test_a_step_has_the_micro_batches_of_its_plan() -> None:
 
 def check_on_gloo(recipe: Recipe) -> None:
     """With a process per rank."""
-    plan = plan_of(recipe, cluster_of(4))
+    layers = recipe.pipeline
+    plan = plan_of(recipe, cluster_of(4), layers=layers)
     sizes, names = zip(*((size, name) for name, size in plan.mesh.axes), strict=True)
-    check_runs(plan, init_device_mesh("cpu", sizes, mesh_dim_names=names))
+    check_runs(plan, init_device_mesh("cpu", sizes, mesh_dim_names=names), layers=layers)
 
 
 CHECKS = {recipe.words: partial(check_on_gloo, recipe) for recipe in GLOO}
