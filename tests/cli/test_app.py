@@ -221,12 +221,12 @@ def test_the_package_runs_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: p
 
 def test_explain(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """Every spec that a parameter could have; as a table and as data; a name that is none is one sentence."""
-    arguments = ("--cluster", "h100_sxm:1x4", "--mesh", "data=2,model=2", "--batch", "8", "--seq", "16")
+    arguments = ("--cluster", "h100_sxm:1x2", "--mesh", "data=2", "--batch", "8", "--seq", "16")
     assert _run(monkeypatch, "explain", model, "up.weight", *arguments) == 0
     assert "chosen" in capsys.readouterr().out
     assert _run(monkeypatch, "explain", model, "up.weight", *arguments, "--json") == 0
     data = json.loads(capsys.readouterr().out)
-    assert len(data["others"]) >= 4
+    assert len(data["others"]) >= 2
     assert _run(monkeypatch, "explain", model, "middle.weight", *arguments) == 1
     assert "there are up.weight" in capsys.readouterr().err
 

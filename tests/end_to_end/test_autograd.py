@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import autoshard
 from autoshard import Mesh, P
 from tests.end_to_end.training import assert_close, whole
-from tests.runtime.processes import checked_once, report
+from tests.runtime.processes import checked_once, named, report
 
 PAIR = Mesh({"data": 2})
 SPLIT = {"up.weight": P("data"), "down.weight": P(None, "data")}
@@ -324,7 +324,16 @@ def test_on_the_simulator(name: str) -> None:
 outcomes = checked_once(CHECKS, ranks=2, deadline_s=200)
 
 
-@pytest.mark.parametrize("name", CHECKS)
+_SLOW = [
+    "backward_of_some",
+    "gradients_from_before",
+    "gradient_penalty_with_loss_fn",
+    "third_derivative",
+    "changed_inputs",
+]
+
+
+@pytest.mark.parametrize("name", named(CHECKS, slow=_SLOW))
 def test_on_two_processes(outcomes: dict[str, str], name: str) -> None:
     """The check passes on every rank."""
     report(outcomes, name)

@@ -22,7 +22,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 import autoshard
 from autoshard import Mesh, P
 from tests.end_to_end.training import assert_close, whole
-from tests.runtime.processes import checked_once, report
+from tests.runtime.processes import checked_once, named, report
 
 PAIR = Mesh({"data": 2})
 SPLIT = {"up.weight": P("data"), "down.weight": P(None, "data")}
@@ -297,7 +297,10 @@ def test_on_the_simulator(name: str) -> None:
 outcomes = checked_once(CHECKS, ranks=2, deadline_s=200)
 
 
-@pytest.mark.parametrize("name", CHECKS)
+_SLOW = ["deepcopy_of_a_training_step", "averaged_model", "what_does_not_fit", "names_of_a_state", "own_extra_state"]
+
+
+@pytest.mark.parametrize("name", named(CHECKS, slow=_SLOW))
 def test_on_two_processes(outcomes: dict[str, str], name: str) -> None:
     """The check passes on every rank."""
     report(outcomes, name)

@@ -22,7 +22,7 @@ from autoshard.runtime.train_step import TrainStep
 from passes.memory.lowered_memory import peak_bytes
 from tests.benchmarks.live_memory import peak_bytes_of
 from tests.end_to_end.training import whole
-from tests.runtime.processes import checked_once, report
+from tests.runtime.processes import checked_once, named, report
 
 LINE = Mesh({"data": 2})
 SHARDED = {"*weight": P("data"), "*:*weight": P("data"), "input:*": P("data")}
@@ -191,7 +191,7 @@ CHECKS = {
 outcomes = checked_once(CHECKS, ranks=2)
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize("name", named(CHECKS, slow=["trains alike in little memory", "memory"]))
 def test_on_two_processes(outcomes: dict[str, str], name: str) -> None:
     """The check passes on both ranks."""
     report(outcomes, name)

@@ -18,7 +18,7 @@ from autoshard import Mesh, MeshError, NotAvailableError, P
 from autoshard.errors import InvalidSpecError
 from autoshard.runtime.stage_meshes import is_elsewhere
 from tests.end_to_end.models import gpt2, llama, t5, vit
-from tests.runtime.processes import checked_once, report
+from tests.runtime.processes import checked_once, named, report
 
 STEPS, MICRO_BATCHES, NORM = 5, 4, 0.3
 
@@ -302,13 +302,13 @@ outcomes_of_two = checked_once(CHECKS_OF_TWO, ranks=2)
 outcomes_of_four = checked_once(CHECKS_OF_FOUR, ranks=4)
 
 
-@pytest.mark.parametrize("name", CHECKS_OF_TWO)
+@pytest.mark.parametrize("name", named(CHECKS_OF_TWO, slow=["V", "interleaved"]))
 def test_two_processes(name: str, outcomes_of_two: dict[str, str]) -> None:
     """Two Gloo processes, a stage or two each."""
     report(outcomes_of_two, name)
 
 
-@pytest.mark.parametrize("name", CHECKS_OF_FOUR)
+@pytest.mark.parametrize("name", named(CHECKS_OF_FOUR, slow=["four stages", "with model"]))
 def test_four_processes(name: str, outcomes_of_four: dict[str, str]) -> None:
     """Four Gloo processes, alone in a stage or two to a stage."""
     report(outcomes_of_four, name)

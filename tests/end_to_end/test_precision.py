@@ -146,7 +146,7 @@ def test_models_equal_one_device(name: str, mesh: Mesh) -> None:
 
 
 @given(st.data())
-@settings(max_examples=8)
+@settings(max_examples=3)
 def test_any_legal_plan_equals_one_device(data: st.DataObject) -> None:
     """Every strategy of every node, casts among them, of any drawn program."""
     mesh = data.draw(st.sampled_from([PAIR, SQUARE, Mesh({"data": 3})]))

@@ -20,7 +20,7 @@ from tests.end_to_end.layouts import layouts
 from tests.end_to_end.models import MODELS, Inputs, odd
 from tests.end_to_end.training import assert_close, assert_equal, train, whole
 from tests.runtime.dispatch import RecordDispatch
-from tests.runtime.processes import checked_once, report
+from tests.runtime.processes import checked_once, named, report
 
 SQUARE = Mesh({"data": 2, "model": 2})
 
@@ -225,7 +225,12 @@ CHECKS = {
 outcomes = checked_once(CHECKS, deadline_s=500)
 
 
-@pytest.mark.parametrize("name", CHECKS)
+@pytest.mark.parametrize(
+    "name",
+    named(
+        CHECKS, slow=["gpt2 data and tensor", "bert data and tensor", "llama fully sharded", "uneven", "same program"]
+    ),
+)
 def test_on_four_processes(outcomes: dict[str, str], name: str) -> None:
     """The check passes on every rank."""
     report(outcomes, name)

@@ -39,8 +39,11 @@ def _drawn(family: str, mesh: Mesh, spec: PartitionSpec, shape: tuple[int, int])
 
 @pytest.mark.parametrize(
     ("mesh", "spec", "shape"),
-    [(PAIR, P("data"), (8, 6)), (SQUARE, P("data", "model"), (4, 6)), (THREE, P(None, "a"), (4, 5))],
-    ids=["rows", "rows and columns", "unevenly"],
+    [
+        pytest.param(PAIR, P("data"), (8, 6), id="rows"),
+        pytest.param(SQUARE, P("data", "model"), (4, 6), id="rows and columns", marks=pytest.mark.slow),
+        pytest.param(THREE, P(None, "a"), (4, 5), id="unevenly"),
+    ],
 )
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_operator_draws_what_one_rank_draws(

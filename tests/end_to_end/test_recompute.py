@@ -27,7 +27,7 @@ def tight_plan(name: str, share: float, *, dropout: float = 0.0, **asked: object
     return plan
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def test_training_equals_one_device(name: str) -> None:
     """Loss, gradients, and parameters after 3 steps of AdamW."""
     plan = tight_plan(name, 0.7)
@@ -36,6 +36,7 @@ def test_training_equals_one_device(name: str) -> None:
     assert_equal(train(autoshard.compile(model, PAIR, plan=plan, example_inputs=inputs), inputs), expected)
 
 
+@pytest.mark.slow
 def test_dropout_draws_the_same_mask_again() -> None:
     """With a seed, recomputed dropout equals a mesh of one, which keeps its masks."""
     plan = tight_plan("gpt2", 0.55, dropout=0.2)

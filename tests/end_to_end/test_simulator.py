@@ -11,7 +11,11 @@ from tests.end_to_end.layouts import layouts
 from tests.end_to_end.models import MODELS
 from tests.end_to_end.training import FLOOR, RELATIVE, Training, assert_equal, train
 
-MESHES = [Mesh({"model": 4}), Mesh({"data": 2, "model": 2}), Mesh({"data": 2, "context": 2, "model": 2})]
+MESHES = [
+    Mesh({"model": 4}),
+    pytest.param(Mesh({"data": 2, "model": 2}), marks=pytest.mark.slow),
+    Mesh({"data": 2, "context": 2, "model": 2}),
+]
 SQUARE = Mesh({"data": 2, "model": 2})
 LAYERS = 2
 
@@ -31,7 +35,10 @@ def test_training_equals_one_device(reference: tuple[str, Training], mesh: Mesh)
     assert_equal(train(autoshard.compile(model, mesh), inputs), expected)
 
 
-@pytest.mark.parametrize("layout", ["data", "tensor", "data and tensor", "fully sharded"])
+_ALONE = [pytest.param(name, marks=pytest.mark.slow) for name in ("data", "tensor")]
+
+
+@pytest.mark.parametrize("layout", ["data and tensor", "fully sharded", *_ALONE])
 def test_experts_layouts_equal_one_device(reference: tuple[str, Training], layout: str) -> None:
     """Under constraints that bring about data, tensor and fully sharded parallelism, and mixes."""
     name, expected = reference

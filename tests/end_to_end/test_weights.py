@@ -33,7 +33,7 @@ from autoshard.runtime.load_weights import load_weights, together
 from autoshard.runtime.safetensors_writer import SafetensorsWriter
 from tests.end_to_end.models import gpt2, llama
 from tests.runtime.architectures import BUILDERS, build, logits
-from tests.runtime.processes import report, run_checks
+from tests.runtime.processes import checked_once, named, report
 
 FOUR, PAIR, SQUARE = {"data": 4}, {"data": 2}, {"data": 2, "model": 2}
 
@@ -363,8 +363,9 @@ def _pairs() -> dict[str, Callable[[], None]]:
     return {f"{name}: {layout}": partial(check_both_ways, name, layout) for name, layout in pairs}
 
 
+PAIRS = _pairs()
 ON_FOUR = {
-    **_pairs(),
+    **PAIRS,
     "slices": check_each_rank_reads_its_slices,
     "gathered": check_one_block_at_a_time_is_gathered,
     "types": check_types,
@@ -380,15 +381,20 @@ ON_TWO = {
 }
 
 
-@pytest.fixture(scope="module")
-def outcomes() -> dict[str, str]:
-    return {**run_checks(ON_FOUR, ranks=4), **run_checks(ON_TWO, ranks=2)}
+outcomes_of_two = checked_once(ON_TWO, ranks=2)
+outcomes_of_four = checked_once(ON_FOUR, ranks=4)
 
 
-@pytest.mark.parametrize("name", [*ON_FOUR, *ON_TWO])
-def test_with_a_process_per_rank(outcomes: dict[str, str], name: str) -> None:
-    """On four ranks and on two."""
-    report(outcomes, name)
+@pytest.mark.parametrize("name", ON_TWO)
+def test_with_two_processes(outcomes_of_two: dict[str, str], name: str) -> None:
+    """The check passes on both ranks."""
+    report(outcomes_of_two, name)
+
+
+@pytest.mark.parametrize("name", named(ON_FOUR, slow=list(PAIRS)[2:]))
+def test_with_four_processes(outcomes_of_four: dict[str, str], name: str) -> None:
+    """The check passes on every rank."""
+    report(outcomes_of_four, name)
 
 
 @pytest.mark.parametrize("with_optimizer", [False, True], ids=["module", "step"])

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 ROOT = Path(__file__).parents[2]
 _SMALL = ("--steps", "3", "--layers", "1", "--width", "32", "--heads", "4", "--length", "16")
 _ON_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-_TORCHRUN = (*_ON_RANKS, "4")
+_TORCHRUN = (*_ON_RANKS, "2")
 
 
 def _run(*arguments: str, folder: Path) -> str:

@@ -77,7 +77,7 @@ class Written(nn.Module):
         return normal.sum() / count, gate, scale, kept.abs().exp(), torch.cat([kept, -kept]).square(), 1.0 / count
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(numbers=st.lists(st.sampled_from(NUMBERS) | st.floats(width=32), min_size=8, max_size=8), seed=st.integers(0, 9))
 def test_no_value_lies_outside_of_its_range(numbers: list[float], seed: int) -> None:
     """Whatever the inputs are, infinities and zeros too."""
@@ -88,7 +88,7 @@ def test_no_value_lies_outside_of_its_range(numbers: list[float], seed: int) -> 
     assert watch(Written(), (x, mask), (values, mask)) == []
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(program=programs(max_blocks=2))
 def test_no_value_of_a_drawn_program_lies_outside_of_its_range(program: DrawnProgram) -> None:
     """Forward and backward."""

@@ -6,7 +6,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,23 @@ def run_checks(checks: Mapping[str, Check], ranks: int = 4, deadline_s: float = 
 
 
 def checked_once(checks: Mapping[str, Check], **options: Any) -> Any:
-    """A module's fixture: the outcomes of checks, which run when the first test asks for one; see `run_checks`."""
-    return pytest.fixture(scope="module")(lambda: run_checks(checks, **options))
+    """A module's fixture: the outcomes of checks, which run when the first test asks for one; see `run_checks`.
+
+    Only those run that a test of this session asks for, by a parameter `name`.
+    """
+
+    def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
+        tests = [item for item in request.session.items if request.fixturename in getattr(item, "fixturenames", ())]
+        asked = {test.callspec.params["name"] for test in tests if test.path == request.path}  # type: ignore[attr-defined]
+        return run_checks({name: check for name, check in checks.items() if name in asked}, **options)
+
+    return pytest.fixture(scope="module")(outcomes)
+
+
+def named(checks: Iterable[str], *, slow: Collection[str]) -> list[Any]:
+    """The names of checks as parameters of a test; some are slow: those that a quick one has much in common with."""
+    assert set(slow) <= set(checks), f"no check is called {sorted(set(slow) - set(checks))}"
+    return [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in checks]
 
 
 def report(outcomes: Mapping[str, str], name: str) -> None:

@@ -34,7 +34,7 @@ QUICK: dict[str, dict[str, Any]] = {
 }
 """What is run here, and what makes it smaller than in the table."""
 
-_MARKS = dict.fromkeys(("falcon_mamba", "patchtst", "wav2vec2"), pytest.mark.slow)
+_MARKS = dict.fromkeys(("falcon_mamba", "gpt_bigcode", "patchtst", "phi", "wav2vec2"), pytest.mark.slow)
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_MARKS.get(name, ())) for name in QUICK])

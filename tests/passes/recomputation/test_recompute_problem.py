@@ -199,7 +199,7 @@ def assert_optimal(problem: RecomputeProblem, limit: float) -> Again | None:
     return problem.again(found.choice)
 
 
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(chains(), st.sampled_from([0.6, 0.7, 0.8]))
 def test_the_search_equals_trying_every_recomputation(program: Program, share: float) -> None:
     """The least cost over all sets of recomputed values, and so does the search that planning calls."""

@@ -199,6 +199,7 @@ def test_a_plan_before_that_does_not_fit_or_is_not_of_the_program_is_left() -> N
     assert solution_of(before, problem_of(program(), Mesh({"x": 4})), {}) is None
 
 
+@pytest.mark.slow
 def test_what_cannot_fit_is_said() -> None:
     """With the smallest budget that would do, all recomputation that there is considered."""
     with pytest.raises(DoesNotFitError) as caught:

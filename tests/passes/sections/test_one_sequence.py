@@ -107,10 +107,11 @@ def _shapes(program: Program) -> list[tuple[str, list[tuple[int, ...]]]]:
     ]
 
 
+_CASES = [pytest.param(name, marks=pytest.mark.slow) if name == "mamba" else name for name in CASES]
+
+
 @pytest.mark.filterwarnings("ignore")  # of other people's models
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "mamba" else name for name in CASES]
-)
+@pytest.mark.parametrize("name", _CASES)
 def test_sizes_follow_from_two_and_three_sequences(name: str) -> None:
     """What is found for five is what a trace of five has, in every call; one sequence alone is refused."""
     case = CASES[name]()
@@ -126,7 +127,7 @@ def test_sizes_follow_from_two_and_three_sequences(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")  # of other people's models
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", _CASES)
 def test_such_models_are_priced_and_planned(name: str) -> None:
     """A recipe has a price, whatever the example's batch, and a search finds one at most as dear."""
     case = CASES[name]()
