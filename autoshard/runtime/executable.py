@@ -64,9 +64,11 @@ def check_state(state: PythonGuards, *, was_training: bool, is_training: bool) -
         )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Executable:
     """A compiled program that an engine has loaded; runs on what users hold: global tensors and DTensors.
+
+    Each is equal to itself alone, so that `PerProgram` finds what was made for it.
 
     Args:
         compiled: the program.

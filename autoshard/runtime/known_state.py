@@ -12,9 +12,7 @@ import torch
 from autoshard.ir.update import Update, UpdateRule
 from autoshard.runtime.executable import Executable
 from autoshard.runtime.members import Members
-
-_MOST = 64
-"""Programs of which it is known what they take."""
+from autoshard.runtime.per_program import PerProgram
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +20,10 @@ class Held:
     """What the update of a program takes.
 
     Args:
-        executable: the program.
         tensors: parameters and state, in its order; of options, those of an earlier step.
         are_counted_together: whether the parameters that it updates, and no other, were those counted last.
     """
 
-    executable: Executable
     tensors: list[torch.Tensor]
     are_counted_together: bool
 
@@ -52,7 +48,7 @@ class KnownState:
     _state: Any = field(init=False)
     _entries: list[Any] = field(init=False)
     _tensors: list[Any] = field(init=False)
-    _held: dict[int, Held] = field(default_factory=dict)
+    _held: PerProgram[Held] = field(default_factory=PerProgram)
 
     def __post_init__(self) -> None:
         self._groups = [*self.optimizer.param_groups]
@@ -80,13 +76,11 @@ class KnownState:
 
     def held_by(self, executable: Executable) -> Held | None:
         """What the update of a program takes, if it is known."""
-        return self._held.get(id(executable))
+        return self._held.get(executable)
 
-    def remember(self, held: Held) -> None:
+    def remember(self, executable: Executable, held: Held) -> None:
         """Know what the update of a program takes: objects that the optimizer and the model hold."""
-        if len(self._held) >= _MOST:
-            self._held.clear()
-        self._held[id(held.executable)] = held
+        self._held.keep(executable, held)
 
 
 _parameters_in = itemgetter("params")

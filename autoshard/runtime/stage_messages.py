@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import permutations
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.ir.lowered import LocalSlot
 from autoshard.ir.mesh import Mesh
-from autoshard.ir.pipeline_order import Work
 from autoshard.ir.program import OutputKind
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.staged import PIPELINE_AXIS, Crossing, StagedProgram
+from autoshard.runtime.crossing_table import CrossingTable, Message
 from autoshard.runtime.distributed import reshard_program
 from autoshard.runtime.engine import LocalValue
 from autoshard.runtime.layouts import storage_spec
@@ -38,11 +38,11 @@ class StageMessages(Protocol):
         """This process's place in the pipeline; None where it runs all stages."""
         ...
 
-    def connect(self, staged: StagedProgram) -> None:
-        """Make what is needed to serve a program."""
+    def connect(self, staged: StagedProgram) -> CrossingTable:
+        """Make what is needed to serve a program: the table with which its steps begin."""
         ...
 
-    def begin(self, staged: StagedProgram, weights: Sequence[float]) -> None:
+    def begin(self, table: CrossingTable, weights: Sequence[float]) -> None:
         """A step of a connected program begins; micro-batches of no weight have no backward."""
         ...
 
@@ -75,62 +75,30 @@ class StageMessages(Protocol):
         ...
 
 
-class _Key(NamedTuple):
-    name: str
-    reader: int
-    is_forward: bool
-    micro_batch: int
-
-
-class _Table:
-    """What a program's stages hand each other, by reader."""
-
-    def __init__(self, staged: StagedProgram) -> None:
-        self.staged = staged
-        self.read: dict[tuple[int, bool], list[Crossing]] = {}
-        self.places = staged.order.places()
-        self.makers = {(item.name, item.is_forward): item.maker for item in staged.crossings}
-        self._slots: dict[tuple[str, bool], LocalSlot] = {}
-        for crossing in staged.crossings:
-            self.read.setdefault((crossing.reader, crossing.is_forward), []).append(crossing)
-            kind = OutputKind.OUTPUT if crossing.is_forward else OutputKind.SENT_GRADIENT
-            for slot in staged.stages[crossing.maker].phased.lowered.outputs:
-                if (slot.slot.kind, slot.slot.name) == (kind, crossing.name):
-                    self._slots[crossing.name, crossing.is_forward] = slot
-
-    def slot(self, name: str, *, is_forward: bool) -> LocalSlot:
-        """The slot that a value is made for."""
-        return self._slots[name, is_forward]
-
-    def keys(self, stage: int, micro_batch: int, *, is_forward: bool) -> list[_Key]:
-        """What a stage reads."""
-        found = self.read.get((stage, is_forward), ())
-        return [_Key(item.name, stage, is_forward, micro_batch) for item in found]
-
-
 class MessagesInProcess:
     """All stages run in this process."""
 
     def __init__(self) -> None:
-        self._there: dict[_Key, LocalValue] = {}
-        self._table: _Table | None = None
+        self._there: dict[Message, LocalValue] = {}
+        self._table: CrossingTable | None = None
 
     @property
     def rank(self) -> None:
         """See `StageMessages`."""
         return None
 
-    def connect(self, staged: StagedProgram) -> None:
+    def connect(self, staged: StagedProgram) -> CrossingTable:
         """See `StageMessages`."""
+        return CrossingTable(staged)
 
-    def begin(self, staged: StagedProgram, weights: Sequence[float]) -> None:
+    def begin(self, table: CrossingTable, weights: Sequence[float]) -> None:
         """See `StageMessages`."""
-        self._table = _Table(staged)
+        self._table = table
         self._there.clear()
 
     def send(self, crossing: Crossing, micro_batch: int, value: LocalValue) -> None:
         """See `StageMessages`."""
-        self._there[_Key(crossing.name, crossing.reader, crossing.is_forward, micro_batch)] = value
+        self._there[Message(crossing.name, crossing.reader, crossing.is_forward, micro_batch)] = value
 
     def expect(self, stage: int, micro_batch: int, *, is_forward: bool) -> None:
         """See `StageMessages`."""
@@ -138,12 +106,12 @@ class MessagesInProcess:
     def has_all(self, stage: int, micro_batch: int, *, is_forward: bool) -> bool:
         """See `StageMessages`."""
         assert self._table is not None, "a step began"
-        return all(key in self._there for key in self._table.keys(stage, micro_batch, is_forward=is_forward))
+        return all(key in self._there for key in self._table.messages(stage, micro_batch, is_forward=is_forward))
 
     def take(self, name: str, stage: int, micro_batch: int, *, is_forward: bool) -> tuple[LocalValue, LocalSlot]:
         """See `StageMessages`."""
         assert self._table is not None, "a step began"
-        value = self._there.pop(_Key(name, stage, is_forward, micro_batch))
+        value = self._there.pop(Message(name, stage, is_forward, micro_batch))
         return value, self._table.slot(name, is_forward=is_forward)
 
     def end(self) -> None:
@@ -184,33 +152,28 @@ class MessagesBetweenRanks:
         self._device_mesh = device_mesh
         self._mine = self._mesh.coordinates(self._ranks.index(dist.get_rank()))
         self._ways: dict[tuple[int, int], Any] = {}
-        self._tables: dict[int, tuple[_Table, dict[tuple[int, int], list[_Key]]]] = {}
-        self._table: _Table | None = None
-        self._waiting: dict[tuple[int, int], deque[_Key]] = {}
-        self._there: dict[_Key, LocalValue] = {}
-        self._posted: dict[_Key, tuple[dist.Work, torch.Tensor]] = {}
-        self._sent: dict[int, deque[tuple[_Key, dist.Work, torch.Tensor]]] = {}
+        self._table: CrossingTable | None = None
+        self._waiting: dict[tuple[int, int], deque[Message]] = {}
+        self._there: dict[Message, LocalValue] = {}
+        self._posted: dict[Message, tuple[dist.Work, torch.Tensor]] = {}
+        self._sent: dict[int, deque[tuple[Message, dist.Work, torch.Tensor]]] = {}
 
     @property
     def rank(self) -> int:
         """This process's place in the pipeline."""
         return self._mine[PIPELINE_AXIS]
 
-    def connect(self, staged: StagedProgram) -> None:
+    def connect(self, staged: StagedProgram) -> CrossingTable:
         """See `StageMessages`: groups are made by all processes, in one order.
 
         Every pair of ranks gets its own, whether it sends or not: torch names groups by how many a process has, so all
         processes must have equally many.
         """
-        if id(staged) in self._tables:
-            return
         self._groups.prepare(_groups_of(staged))
-        table, places = _Table(staged), staged.order.stage_ranks
-        pairs = sorted({(places[item.maker], places[item.reader]) for item in staged.crossings})
         if not self._ways:
             every = permutations(range(self._mesh.axis_size(PIPELINE_AXIS)), 2)
             self._ways = {pair: self._new_groups(*pair) for pair in every}
-        self._tables[id(staged)] = table, {pair: list(_sent_over(table, pair)) for pair in pairs}
+        return CrossingTable(staged)
 
     def _new_groups(self, maker: int, reader: int) -> Any:
         """The group of this process's coordinates for messages from one pipeline rank to another."""
@@ -222,20 +185,20 @@ class MessagesBetweenRanks:
                 mine = group, *ranks
         return mine
 
-    def begin(self, staged: StagedProgram, weights: Sequence[float]) -> None:
+    def begin(self, table: CrossingTable, weights: Sequence[float]) -> None:
         """See `StageMessages`."""
-        self._table, orders = self._tables[id(staged)]
+        self._table = table
         self._there.clear()
         self._posted.clear()
         self._waiting = {
             pair: deque(key for key in keys if key.is_forward or weights[key.micro_batch])
-            for pair, keys in orders.items()
+            for pair, keys in table.orders.items()
             if pair[1] == self.rank and pair[0] != self.rank
         }
 
     def send(self, crossing: Crossing, micro_batch: int, value: LocalValue) -> None:
         """See `StageMessages`."""
-        key = _Key(crossing.name, crossing.reader, crossing.is_forward, micro_batch)
+        key = Message(crossing.name, crossing.reader, crossing.is_forward, micro_batch)
         there = self._of_stage(crossing.reader)
         if there == self.rank:
             self._there[key] = value
@@ -250,10 +213,10 @@ class MessagesBetweenRanks:
     def expect(self, stage: int, micro_batch: int, *, is_forward: bool) -> None:
         """See `StageMessages`."""
         assert self._table is not None, "a step began"
-        for key in self._table.keys(stage, micro_batch, is_forward=is_forward):
+        for key in self._table.messages(stage, micro_batch, is_forward=is_forward):
             self._post(key)
 
-    def _post(self, wanted: _Key) -> None:
+    def _post(self, wanted: Message) -> None:
         """Begin to receive a value, and all that its sender sends before."""
         assert self._table is not None, "a step began"
         for pair, waiting in self._waiting.items():
@@ -285,7 +248,7 @@ class MessagesBetweenRanks:
         assert self._table is not None, "a step began"
         places = self._table.staged.order.stage_ranks
         own = [
-            _Key(item.name, stage, is_forward, micro_batch)
+            Message(item.name, stage, is_forward, micro_batch)
             for item in self._table.read.get((stage, is_forward), ())
             if places[item.maker] == self.rank
         ]
@@ -294,7 +257,7 @@ class MessagesBetweenRanks:
     def take(self, name: str, stage: int, micro_batch: int, *, is_forward: bool) -> tuple[LocalValue, LocalSlot]:
         """See `StageMessages`."""
         assert self._table is not None, "a step began"
-        key = _Key(name, stage, is_forward, micro_batch)
+        key = Message(name, stage, is_forward, micro_batch)
         slot = self._table.slot(name, is_forward=is_forward)
         if key in self._there:
             return self._there.pop(key), slot
@@ -305,7 +268,7 @@ class MessagesBetweenRanks:
         self._let_go(key)
         return buffer, slot
 
-    def _let_go(self, came: _Key) -> None:
+    def _let_go(self, came: Message) -> None:
         """Give up what the maker of a message had read when it made that; waiting for it then takes no time."""
         assert self._table is not None, "a step began"
         maker, places = self._table.makers[came.name, came.is_forward], self._table.places
@@ -321,6 +284,7 @@ class MessagesBetweenRanks:
             for _, work, _ in (entry for sent in self._sent.values() for entry in sent):
                 work.wait()
         self._sent.clear()
+        self._table = None
 
     def sum_over_stages(self, addends: Mapping[int, torch.Tensor | None], stages: int) -> torch.Tensor:
         """See `StageMessages`: zeros stand for what other processes have."""
@@ -376,17 +340,3 @@ def _handing_out(slot: LocalSlot, mesh: Mesh) -> Iterator[fx.GraphModule]:
 def find_slot(slots: Sequence[LocalSlot], name: str) -> LocalSlot:
     """The slot of a name."""
     return next(slot for slot in slots if slot.slot.name == name)
-
-
-_MAKERS = (Work.FORWARD, Work.BACKWARD, Work.BACKWARD_INPUT)
-
-
-def _sent_over(table: _Table, pair: tuple[int, int]) -> Iterator[_Key]:
-    """What goes from one pipeline rank to another, in the sender's order."""
-    staged, (maker, reader) = table.staged, pair
-    places = staged.order.stage_ranks
-    for task in (task for slot in staged.order.ranks[maker] for task in slot):
-        for item in staged.crossings if task.work in _MAKERS else ():
-            is_its = item.maker == task.stage and item.is_forward == (task.work is Work.FORWARD)
-            if is_its and places[item.reader] == reader:
-                yield _Key(item.name, item.reader, item.is_forward, task.micro_batch)

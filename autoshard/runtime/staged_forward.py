@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from autoshard.ir.lowered import LocalSlot
+from autoshard.runtime.crossing_table import CrossingTable
 from autoshard.runtime.engine import LocalValue
 from autoshard.runtime.executable import Executable
+from autoshard.runtime.per_program import PerProgram
 from autoshard.runtime.stage_messages import StageMessages
 from autoshard.runtime.staged_run import StagedRun, load_stages
 
@@ -23,6 +25,7 @@ class StagedForward:
 
     def __init__(self, messages: StageMessages) -> None:
         self._messages = messages
+        self._tables = PerProgram[CrossingTable]()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StagedForward:
         """Itself: copies of a model run on the same ranks."""
@@ -38,10 +41,10 @@ class StagedForward:
         """
         staged = executable.compiled.staged
         assert staged is not None, "the program is cut into stages"
-        self._messages.connect(staged)
+        table = self._tables.get_or_make(executable, lambda: self._messages.connect(staged))
         given = dict(zip(executable.input_names, tensors, strict=True))
         stages = {stage.number: stage for stage in load_stages(executable)}
-        run = StagedRun(staged, stages, self._messages, [given], [1.0], take=lambda slot, value: value)
+        run = StagedRun(table, stages, self._messages, [given], [1.0], take=lambda slot, value: value)
         run.run()
         return [self._output(slot, run, executable) for slot in executable.outputs]
 

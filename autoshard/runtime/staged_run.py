@@ -16,6 +16,7 @@ from autoshard.ir.lowered import CutBackward, LocalSlot
 from autoshard.ir.pipeline_order import Slot, StageTask, Work
 from autoshard.ir.program import InputKind
 from autoshard.ir.staged import Crossing, StagedProgram
+from autoshard.runtime.crossing_table import CrossingTable
 from autoshard.runtime.engine import Engine, Loaded, LocalValue
 from autoshard.runtime.executable import Executable
 from autoshard.runtime.owned_results import owned_results
@@ -99,7 +100,7 @@ class StagedRun:
     """Forwards and backwards of a call.
 
     Args:
-        staged: the program.
+        table: what the program's stages hand each other.
         stages: those that run here, by number.
         messages: between stages.
         given: for each micro-batch, what its call passes.
@@ -108,7 +109,7 @@ class StagedRun:
         results: those of stages that run here, by micro-batch and name.
     """
 
-    staged: StagedProgram
+    table: CrossingTable
     stages: Mapping[int, Stage]
     messages: StageMessages
     given: Sequence[Given]
@@ -116,9 +117,14 @@ class StagedRun:
     take: Take
     results: dict[tuple[int, str], Any] = field(default_factory=dict)
 
+    @property
+    def staged(self) -> StagedProgram:
+        """The program."""
+        return self.table.staged
+
     def run(self) -> None:
         """Run the order of each rank of the pipeline that runs here; several take turns."""
-        self.messages.begin(self.staged, self.weights)
+        self.messages.begin(self.table, self.weights)
         ranks = sorted({self.staged.order.stage_ranks[number] for number in self.stages})
         left = {rank: list(reversed(self.staged.order.ranks[rank])) for rank in ranks}
         while any(left.values()):

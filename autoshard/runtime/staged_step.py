@@ -12,8 +12,10 @@ from autoshard.errors import NotAvailableError
 from autoshard.ir.plan import Plan
 from autoshard.ir.staged import StagedProgram
 from autoshard.ir.step_order import one_after_another
+from autoshard.runtime.crossing_table import CrossingTable
 from autoshard.runtime.executable import Executable
 from autoshard.runtime.members import Members
+from autoshard.runtime.per_program import PerProgram
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.stage_messages import StageMessages
 from autoshard.runtime.stage_update import StageUpdate
@@ -29,6 +31,14 @@ class _Trained:
     stage: Stage
     update: StageUpdate
     state: TracedState
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    """A program ready to run: what its stages hand each other, and the stages that this process trains."""
+
+    table: CrossingTable
+    trained: Sequence[_Trained]
 
 
 class StagedStep:
@@ -56,14 +66,14 @@ class StagedStep:
         self._order = one_after_another(micro_batches)
         self._messages = messages
         self._state = TracedState(optimizer, sharded.engine, max_grad_norm)
-        self._loaded: dict[int, tuple[Executable, list[_Trained]]] = {}
+        self._loaded = PerProgram[_Loaded]()
         sharded.agreement.watches_members = messages.rank is None
 
     def compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan | None:
         """Compile the stages for a call now; returns the first one's plan."""
         members = self._sharded.members()
         executable, _ = self._sharded.find_step(args, kwargs, self._state.update(members), members, runs=False)
-        self._stages_of(executable)
+        self._load(executable)
         return executable.compiled.plan
 
     @torch.no_grad()
@@ -71,18 +81,17 @@ class StagedStep:
         """One step on micro-batches, with the model's members as they are now; the sum of their shares of the loss."""
         update = self._state.update(members)
         executable, _ = self._sharded.find_step(*parts[0], update, members)
-        trained = self._stages_of(executable)
+        loaded = self._load(executable)
         whole = len(parts) == 1
         weights = [1.0] if whole else weights_of(self._sharded, executable.compiled, parts, self._order)
         given = [self._given(executable, part, members, update) for part in parts]
-        staged = executable.compiled.staged
-        assert staged is not None, "the program is cut into stages"
+        stages = {item.stage.number: item.stage for item in loaded.trained}
         run = StagedRun(
-            *(staged, {item.stage.number: item.stage for item in trained}, self._messages, given, weights),
+            *(loaded.table, stages, self._messages, given, weights),
             take=lambda slot, value: self._sharded.engine.write(value, slot).clone(),  # it may view what is far larger
         )
         run.run()
-        self._update(trained, members, staged, counts=any(weights))
+        self._update(loaded.trained, members, run.staged, counts=any(weights))
         return self._loss(run)
 
     def _loss(self, run: StagedRun) -> torch.Tensor:
@@ -130,13 +139,14 @@ class StagedStep:
             self._state.keep_elsewhere([item.phased.lowered for n, item in enumerate(staged.stages) if n not in own])
         self._optimizer.step()  # no parameter has a gradient, so it only tells its schedulers
 
-    def _stages_of(self, executable: Executable) -> list[_Trained]:
+    def _load(self, executable: Executable) -> _Loaded:
         """The stages that this process runs, loaded once, by all ranks in one order."""
-        if id(executable) not in self._loaded:
-            assert executable.compiled.staged is not None, "the program is cut into stages"
-            self._messages.connect(executable.compiled.staged)
-            self._loaded[id(executable)] = executable, [*map(self._trained, load_stages(executable))]
-        return self._loaded[id(executable)][1]
+        return self._loaded.get_or_make(executable, lambda: self._load_anew(executable))
+
+    def _load_anew(self, executable: Executable) -> _Loaded:
+        assert executable.compiled.staged is not None, "the program is cut into stages"
+        table = self._messages.connect(executable.compiled.staged)
+        return _Loaded(table, [*map(self._trained, load_stages(executable))])
 
     def _trained(self, stage: Stage) -> _Trained:
         update = StageUpdate(stage.program)

@@ -209,7 +209,7 @@ class TracedState:
                     tensors.append(_NO_OPTIONS)
         if are_all_held:
             updated = [parameters[name] for name in executable.updated_parameters]
-            known.remember(Held(executable, tensors, self._steps_taken.are_counted_together(updated)))
+            known.remember(executable, Held(tensors, self._steps_taken.are_counted_together(updated)))
         return tensors
 
     def _hyper(self, executable: Executable, number: int) -> torch.Tensor:

@@ -18,6 +18,7 @@ from autoshard import Mesh, NotAvailableError, P
 from tests.end_to_end.models import t5
 from tests.end_to_end.test_pipelines import adamw, compiled
 from tests.runtime.processes import checked_once, report
+from tests.runtime.test_known_programs import check_freed
 
 
 class Heads(nn.Module):
@@ -174,6 +175,7 @@ def _evaluates_t5() -> None:
 CHECKS_OF_TWO = {
     "V": partial(evaluates_between_steps, {"pipeline": 2}, schedule="ZBVZeroBubble"),
     "gradients": _gradients_are_refused,
+    "forgotten": partial(check_freed, {"pipeline": 2}),
 }
 CHECKS_OF_FOUR = {
     "ZeRO-3": partial(

@@ -1,0 +1,68 @@
+"""What the stages of a program hand each other, by who reads it and by what way it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+from autoshard.ir.lowered import LocalSlot
+from autoshard.ir.pipeline_order import Work
+from autoshard.ir.program import OutputKind
+from autoshard.ir.staged import Crossing, StagedProgram
+
+_MAKERS = (Work.FORWARD, Work.BACKWARD, Work.BACKWARD_INPUT)
+
+
+class Message(NamedTuple):
+    """A value that crosses stages, of one micro-batch."""
+
+    name: str
+    reader: int
+    is_forward: bool
+    micro_batch: int
+
+
+class CrossingTable:
+    """The values that cross stages of a program, looked up.
+
+    Args:
+        staged: the program.
+    """
+
+    def __init__(self, staged: StagedProgram) -> None:
+        self.staged = staged
+        self.read: dict[tuple[int, bool], list[Crossing]] = {}
+        self.places = staged.order.places()
+        self.makers = {(item.name, item.is_forward): item.maker for item in staged.crossings}
+        self._slots: dict[tuple[str, bool], LocalSlot] = {}
+        for crossing in staged.crossings:
+            self.read.setdefault((crossing.reader, crossing.is_forward), []).append(crossing)
+            kind = OutputKind.OUTPUT if crossing.is_forward else OutputKind.SENT_GRADIENT
+            for slot in staged.stages[crossing.maker].phased.lowered.outputs:
+                if (slot.slot.kind, slot.slot.name) == (kind, crossing.name):
+                    self._slots[crossing.name, crossing.is_forward] = slot
+
+    def slot(self, name: str, *, is_forward: bool) -> LocalSlot:
+        """The slot that a value is made for."""
+        return self._slots[name, is_forward]
+
+    def messages(self, stage: int, micro_batch: int, *, is_forward: bool) -> list[Message]:
+        """What a stage reads."""
+        found = self.read.get((stage, is_forward), ())
+        return [Message(item.name, stage, is_forward, micro_batch) for item in found]
+
+    @cached_property
+    def orders(self) -> Mapping[tuple[int, int], Sequence[Message]]:
+        """What goes from one pipeline rank to another, in the sender's order, by both."""
+        ranks = self.staged.order.stage_ranks
+        pairs = sorted({(ranks[item.maker], ranks[item.reader]) for item in self.staged.crossings})
+        return {pair: list(self._sent_over(pair)) for pair in pairs}
+
+    def _sent_over(self, pair: tuple[int, int]) -> Iterator[Message]:
+        order, (maker, reader) = self.staged.order, pair
+        for task in (task for slot in order.ranks[maker] for task in slot):
+            for item in self.staged.crossings if task.work in _MAKERS else ():
+                is_its = item.maker == task.stage and item.is_forward == (task.work is Work.FORWARD)
+                if is_its and order.stage_ranks[item.reader] == reader:
+                    yield Message(item.name, item.reader, item.is_forward, task.micro_batch)
