@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,7 @@ from autoshard.planner import (
 )
 from autoshard.pricing import price
 from autoshard.recipe_plans import Planned, asked_by, batch_of, meshes_for, plan_recipe
-from autoshard.recipe_search import RecipeForecast, optimizer_name, search_plan
+from autoshard.recipe_search import RecipeForecast, optimizer_name, recipe_search
 from autoshard.runtime.control_channel import TIMEOUT_S
 from autoshard.runtime.engine import SimulatorEngine
 from autoshard.runtime.launch import world_size
@@ -73,6 +74,7 @@ from autoshard.runtime.staged_forward import StagedForward
 from autoshard.runtime.step_agreement import Check
 from autoshard.runtime.traced_optimizer import update_of
 from autoshard.runtime.train_step import TrainStep
+from autoshard.searched_plans import plan_searched
 from autoshard.stage_planner import StagePlanner
 from autoshard.stage_plans import search_stages
 from cost_models.hardware import Cluster
@@ -289,15 +291,16 @@ def plan(
         optimizer: a name in torch.optim ("adamw"), or an optimizer over the model's parameters. The update of SGD,
             Adam and AdamW is planned with the step (ZeRO); of others only the state counts, as memory.
         max_grad_norm: with an optimizer: clip gradients to this norm.
-        global_batch: sequences of a step: the fastest `Recipe` for so many on the whole cluster, pipelines, context and
+        global_batch: sequences of a step: the fastest plan for so many on the whole cluster, pipelines, context and
             expert parallelism, micro-batches and recomputation included, see docs/recipes.md. How large the batch of
             `example_inputs` is does not matter then. Without, specs are searched on meshes, for that batch.
+            Where `compile` cannot run the plan, as searching its specs takes too long, say, `forecast` says why.
         recipe: plan within this `Recipe`; fields that are None are searched. On a mesh its axes are "data", "context"
             and "model" (tensor); "pipeline", "replica" (with `zero_group`) and "expert" too where it has such fields.
             `compile(plan=)` runs the plan.
             `global_batch` is cut into micro-batches of `micro_batch` sequences on each replica. See docs/recipes.md.
-        runtime: of a recipe: what executes it. "autoshard": `compile` does. "megatron", "fsdp2", "deepspeed", or a
-            `Runtime`: nothing is searched, the plan is the price of the recipe there, see `price`.
+        runtime: what executes a recipe. "autoshard": `compile` does. "megatron", "fsdp2", "deepspeed", or a `Runtime`:
+            the plan is a price of the recipe there, or of the fastest one for `global_batch`; see `price`.
         previous: a plan of this model for another cluster, batch or budget, where the search begins: what is found is
             no slower than it would be here, where it fits. With `global_batch`, one of a recipe, or else the best that
             cuts a micro-batch as it does; without, one of specs: for another mesh, without what it recomputes.
@@ -344,9 +347,10 @@ def plan(
             recipe = replace(recipe, kernels=TRITON)
         priced = price(model, cluster, recipe, example_inputs=example_inputs, loss_fn=loss_fn, runtime=profile)
         return _within(priced, memory_budget)
+    search = None
     if recipe is None and global_batch is not None:
         cluster = checked_cluster(mesh_or_cluster, mesh)
-        return search_plan(
+        search = recipe_search(
             model,
             cluster,
             example_inputs=example_inputs,
@@ -357,10 +361,15 @@ def plan(
             memory_budget=memory_budget,
             precision=precision,
             with_kernels=has_kernels(backend, device_of_plans(cluster)),
+            runtime=profile,
             previous=previous,
             time_budget_s=time_budget_s,
             progress=progress,
         )
+        if profile is not None or search.forecast:
+            search, found, kinds = search.run()
+            return search.price(found, kinds)
+        constraints = previous = None
     check_target(mesh_or_cluster, mesh)
     mesh_or_cluster = one_kind(mesh_or_cluster)
     if recipe is not None:
@@ -394,15 +403,18 @@ def plan(
         return Request(model, tuple(part_args), part_kwargs, grad, update=update, outputs=handed_out)
 
     request = request_of(micro_batches or 1)
-    if recipe is None:
+    check_stages = partial(check_pipeline, update, optimizer, planner, backend, None)
+    if search is not None:
+        planned = plan_searched(planner, request, search, check_stages)
+    elif recipe is None:
         meshes, asked = meshes_of(mesh_or_cluster, mesh), Asked(micro_batches, schedule, virtual_stages or 1)
         if pipeline_of(meshes[0], schedule, asked.virtual_stages, micro_batches) is not None:
-            check_pipeline(update, optimizer, planner, backend, None)
+            check_stages()
             return search_stages(planner, meshes[0], asked, batch_size(args, kwargs), request_of)
         planned = Planned(planner, request, *planner.plan_call(request, meshes))
     else:
         if recipe.pipeline > 1:
-            check_pipeline(update, optimizer, planner, backend, None)
+            check_stages()
         batch, meshes = batch_of(recipe, global_batch, args, kwargs), meshes_for(recipe, mesh_or_cluster, mesh)
         planned = plan_recipe(planner, request, meshes, recipe, batch)
     planner, request, program, found = planned.planner, planned.request, planned.program, planned.plan

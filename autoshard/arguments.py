@@ -75,7 +75,7 @@ def check_previous(previous: Any, model: nn.Module, *, of_recipes: bool, is_pric
         raise NotAvailableError("previous= is where a search begins, and recipe= is priced as it is: leave one out.")
     if not isinstance(previous, Plan):
         raise NotAvailableError(f"previous= is a {type(previous).__name__}; pass a plan that autoshard.plan gave.")
-    if of_recipes and previous.runs:
+    if of_recipes and previous.recipe is None:
         raise NotAvailableError("previous= has no recipe; with global_batch=, pass a plan that was made with it.")
     if not of_recipes and not previous.runs:
         raise NotAvailableError("previous= is of a recipe; pass global_batch= to search those, or a plan of specs.")
@@ -117,12 +117,13 @@ def check_recipes(recipe: Any, runtime: Any, global_batch: Any, **given: Any) ->
         recipe, runtime, global_batch: as given; `runtime` None for our own.
         given: arguments of steps without recipes, by name; None for those that are left out.
     """
-    if recipe is None and runtime is not None:
-        raise NotAvailableError(
-            f"runtime={runtime!r} is what executes a recipe. Pass recipe=Recipe(...) too, or leave runtime= out."
-        )
     if recipe is None and global_batch is None:
-        return
+        if runtime is None:
+            return
+        raise NotAvailableError(
+            f"runtime={runtime!r} is what executes a recipe. Pass recipe=Recipe(...), or global_batch= to search one, "
+            "too; or leave runtime= out."
+        )
     beside = "global_batch=" if recipe is None else "recipe="
     for name, value in given.items():
         if value is not None:

@@ -28,10 +28,11 @@ def of_specs(plan: Plan) -> Plan:
     """A plan that can be lowered; a price says where values lie for one block of each kind, of one sequence."""
     if not plan.runs:
         words = "" if plan.recipe is None else f" ({plan.recipe.words})"
+        why = f" ({plan.forecast})" if plan.forecast else ""
         raise PlanMismatchError(
-            f"The plan prices a recipe{words} under runtime={plan.runtime!r}, and is for reading and comparing. Plan "
-            "with autoshard.plan(model, mesh, recipe=...): that plan runs. Or leave plan= out: print(plan) says on "
-            "which mesh compile searches the specs itself."
+            f"The plan prices a recipe{words} under runtime={plan.runtime!r}, and is for reading and comparing{why}. "
+            "Plan with autoshard.plan(model, cluster, recipe=...): that plan runs. Or leave plan= out: compile then "
+            "searches the specs itself."
         )
     return plan
 

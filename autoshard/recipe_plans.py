@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -41,6 +42,11 @@ class Planned:
     request: Request
     program: Program | None
     plan: Plan
+
+    @property
+    def step_time_s(self) -> float:
+        """What the plan predicts."""
+        return self.plan.predicted.step_time_s
 
 
 def plan_recipe(
@@ -82,7 +88,7 @@ def plan_recipe(
     if not found:
         assert failure is not None, "something was tried"
         raise failure
-    return min(found, key=_step_time)
+    return min(found, key=attrgetter("step_time_s"))
 
 
 def _plan_on(planner: Planner, request: Request, meshes: Sequence[Mesh]) -> Planned:
@@ -103,7 +109,7 @@ def _plan_on(planner: Planner, request: Request, meshes: Sequence[Mesh]) -> Plan
     if not plans:
         assert failure is not None, "there is a mesh"
         raise failure
-    return min(plans, key=_step_time)
+    return min(plans, key=attrgetter("step_time_s"))
 
 
 _SCHEDULES: Mapping[str | None, str | None] = {
@@ -116,10 +122,6 @@ _SCHEDULES: Mapping[str | None, str | None] = {
     "dualpipev": "DualPipeV",
 }
 """Names of schedules of recipes to those of `compile`; None: 1F1B, or interleaved where ranks have several stages."""
-
-
-def _step_time(found: Planned) -> float:
-    return found.plan.predicted.step_time_s
 
 
 def asked_by(

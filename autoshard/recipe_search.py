@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,9 +12,10 @@ from torch.utils import _pytree as pytree
 
 from autoshard.arguments import ExampleInputs, check_trains
 from autoshard.errors import NotAvailableError, RecipeError
-from autoshard.ir.explanation import WhyNot
+from autoshard.ir.explanation import Explanation, Limits, WhyNot
 from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import OPTIMIZERS, TRITON, Recipe
+from autoshard.ir.runtime import Runtime
 from autoshard.pricing import narrow_dtype, price, priced_model
 from autoshard.progress import Show, search_bar
 from cost_models.hardware import Cluster
@@ -24,11 +25,125 @@ if TYPE_CHECKING:
     from passes.recipe_search.joined_problem import JoinedProblem
     from passes.recipe_search.recipe_problem import RecipeProblem
     from passes.recipe_search.recipe_space import Only
-    from passes.recipe_search.search_recipes import Watch
-    from passes.sections.price_model import CountedModel
+    from passes.recipe_search.search_recipes import FoundRecipe, Watch
+    from passes.sections.price_model import CountedModel, PricedModel
 
 
-def search_plan(
+@dataclass(frozen=True, slots=True)
+class RecipeSearch:
+    """A search for the fastest recipe of a whole training step.
+
+    Args:
+        model, example_inputs, loss_fn: as of `autoshard.plan`.
+        problem: what is searched.
+        priced: the model, as recipes are priced.
+        runtime: of another framework, whose run recipes describe; None: recipes are for `compile`.
+        forecast: why the plan of any recipe of the problem would be a price alone; "": `compile` runs it.
+        before: the recipe where the search begins, if any.
+        time_budget_s, progress: see `autoshard.plan`.
+    """
+
+    model: nn.Module
+    example_inputs: ExampleInputs
+    loss_fn: Callable[..., torch.Tensor] | None
+    problem: RecipeProblem | JoinedProblem
+    priced: PricedModel
+    runtime: Runtime | None
+    forecast: str
+    before: Recipe | None
+    time_budget_s: float
+    progress: bool | None
+
+    def run(self) -> tuple[RecipeSearch, FoundRecipe, Mapping[str, FoundRecipe]]:
+        """The fastest recipe that fits, those of the known kinds, and the search that found them.
+
+        That is one among all recipes, where none fits of those that `compile` runs.
+
+        Raises:
+            DoesNotFitError: no recipe fits; carries the least memory that one takes.
+            NotAvailableError: time ran out before any was priced.
+        """
+        from passes.recipe_search.recipe_problem import RecipeProblem
+        from passes.recipe_search.recipe_shortage import shortage
+        from passes.recipe_search.warm_start import known_recipe
+
+        with search_bar(self.time_budget_s, self.progress) as show:
+            watch = None if show is None else _watching(show)
+            known = None if self.before is None else known_recipe(self.problem, self.before, self.time_budget_s)
+            found, kinds = self.problem.best_of_all(time_budget_s=self.time_budget_s, known=known, watch=watch)
+        if found.recipe is not None:
+            return self, found, kinds
+        if not found.is_complete:
+            raise NotAvailableError(
+                f"time_budget_s={self.time_budget_s:g} ended before any recipe was priced; give the search more time."
+            )
+        if isinstance(self.problem, RecipeProblem) and self.problem.runs:
+            why = "of the recipes that fit and keep the constraints, none has a program yet that compile runs"
+            return replace(self, problem=replace(self.problem, runs=False), forecast=why).run()
+        raise shortage(self.problem, self.time_budget_s)
+
+    def price(self, found: FoundRecipe, kinds: Mapping[str, FoundRecipe], forecast: str = "") -> Plan:
+        """The plan that is the price of the recipe found.
+
+        Args:
+            found, kinds: of `run`.
+            forecast: why it is a price, where that of the search is not.
+        """
+        from passes.recipe_search.joined_problem import JoinedProblem
+        from passes.recipe_search.recipe_alternatives import RecipeAlternatives
+
+        assert found.recipe is not None, "a recipe was found"
+        problem = self.problem
+        chosen = price(
+            self.model, problem.cluster, found.recipe, example_inputs=self.example_inputs, loss_fn=self.loss_fn
+        )
+        limit = problem.limit_of(found.recipe) if isinstance(problem, JoinedProblem) else problem.memory_limit
+        return replace(
+            chosen,
+            runtime=chosen.runtime if self.runtime is None else self.runtime.name,
+            objective=found.objective,
+            lower_bound=found.lower_bound,
+            search_time_s=found.search_time_s,
+            was_interrupted=found.was_interrupted,
+            memory_budget=int(limit),
+            baselines={
+                name: each.objective if each.recipe else None
+                for name, each in kinds.items()
+                if each.recipe or each.is_complete
+            },
+            alternatives=RecipeAlternatives(problem, self.priced, self.time_budget_s),
+            forecast=self.forecast or forecast,
+        )
+
+    def answers(self, found: FoundRecipe) -> RecipeAnswers:
+        """What answers questions about a plan in stages that was planned from a recipe."""
+        return RecipeAnswers(self.price(found, {}))
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeAnswers:
+    """Answers questions about a plan in stages by the price of its recipe, beside other recipes.
+
+    Args:
+        priced: the price.
+    """
+
+    priced: Plan
+
+    def why_not(self, plan: Plan, feature: str) -> WhyNot:
+        """See `Plan.why_not`."""
+        return self.priced.why_not(feature)
+
+    def limits(self, plan: Plan) -> Limits:
+        """See `Plan.limits`."""
+        return self.priced.limits()
+
+    def explain(self, plan: Plan, name: str) -> Explanation:
+        """See `Plan.explain`."""
+        return self.priced.explain(name)
+
+
+def recipe_search(
     model: nn.Module,
     cluster: Cluster | JoinedCluster,
     *,
@@ -40,58 +155,51 @@ def search_plan(
     memory_budget: int | None = None,
     precision: str | None = None,
     with_kernels: bool = False,
+    runtime: Runtime | None = None,
     previous: Plan | None = None,
     time_budget_s: float = 60.0,
     progress: bool | None = None,
-) -> Plan:
-    """The plan of the fastest recipe that fits; see `autoshard.plan` for the arguments.
+) -> RecipeSearch:
+    """The search for the fastest recipe; see `autoshard.plan` for the arguments.
 
-    `with_kernels`: recipes run our own kernels, see `Recipe.kernels`.
+    `with_kernels`: recipes run our own kernels, see `Recipe.kernels`; `runtime`: None for our own.
 
     Raises:
-        DoesNotFitError: no recipe fits; carries the least memory that one takes.
         RecipeError: a constraint that names no field of recipes, or no value of one.
-        NotAvailableError: an optimizer or precision that recipes do not have, a constraint on a value's spec, or time
-            ran out before any was priced.
+        NotAvailableError: an optimizer or precision that recipes do not have, or a constraint on a value's spec.
     """
-    from passes.recipe_search.joined_problem import JoinedProblem
-    from passes.recipe_search.recipe_alternatives import RecipeAlternatives
     from passes.recipe_search.recipe_constraints import pin
-    from passes.recipe_search.recipe_shortage import shortage
-    from passes.recipe_search.warm_start import known_recipe
 
     check_trains(model, optimizer)
     base = base_recipe(model, optimizer, precision, global_batch)
-    base, pinned = pin(replace(base, kernels=TRITON) if with_kernels else base, constraints or {})
-    priced = priced_model(model, example_inputs, loss_fn, base.precision)
-    problem = problem_of(priced.counted, cluster, base, memory_budget, pinned)
-    with search_bar(time_budget_s, progress) as show:
-        watch = None if show is None else _watching(show)
-        before = None if previous is None else previous.recipe
-        known = None if before is None else known_recipe(problem, before, time_budget_s)
-        found, baselines = problem.best_of_all(time_budget_s=time_budget_s, known=known, watch=watch)
-    if found.recipe is None:
-        if not found.is_complete:
-            raise NotAvailableError(
-                f"time_budget_s={time_budget_s:g} ended before any recipe was priced; give the search more time."
-            )
-        raise shortage(problem, time_budget_s)
-    chosen = price(model, cluster, found.recipe, example_inputs=example_inputs, loss_fn=loss_fn)
-    limit = problem.limit_of(found.recipe) if isinstance(problem, JoinedProblem) else problem.memory_limit
-    return replace(
-        chosen,
-        objective=found.objective,
-        lower_bound=found.lower_bound,
-        search_time_s=found.search_time_s,
-        was_interrupted=found.was_interrupted,
-        memory_budget=int(limit),
-        baselines={
-            name: each.objective if each.recipe else None
-            for name, each in baselines.items()
-            if each.recipe or each.is_complete
-        },
-        alternatives=RecipeAlternatives(problem, priced, time_budget_s),
+    base = base if runtime is None else runtime.executes(base)
+    base = replace(base, kernels=TRITON) if with_kernels else base
+    asked, pinned = pin(base, constraints or {})
+    forecast = "" if runtime is not None else _only_priced(cluster, optimizer, base, asked)
+    priced = priced_model(model, example_inputs, loss_fn, asked.precision)
+    problem = problem_of(priced.counted, cluster, asked, memory_budget, pinned)
+    if isinstance(cluster, Cluster) and runtime is None and not forecast:
+        problem = replace(problem, runs=True)
+    before = None if previous is None else previous.recipe
+    return RecipeSearch(
+        *(model, example_inputs, loss_fn, problem, priced, runtime, forecast, before, time_budget_s, progress)
     )
+
+
+def _only_priced(
+    cluster: Cluster | JoinedCluster, optimizer: str | torch.optim.Optimizer | None, base: Recipe, asked: Recipe
+) -> str:
+    """Why no recipe of a search could have a plan that `compile` runs; "" where recipes may."""
+    if isinstance(cluster, JoinedCluster):
+        return "its stages may lie on islands of several kinds, and specs are planned for devices of one kind"
+    if asked.without_program:
+        return f"{asked.without_program} has no program yet that compile runs"
+    if optimizer == "sgd_momentum":
+        return "optimizer='sgd_momentum' has no learning rate to plan with; pass torch.optim.SGD(..., momentum=0.9)"
+    own = [item.name for item in fields(Recipe) if getattr(asked, item.name) != getattr(base, item.name)]
+    if own:
+        return f"constraints[{own[0]!r}] says what another runtime does; compile runs what its own program says"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,6 +39,8 @@ _PASSES: dict[str, tuple[str, ...]] = {
     "passes.counting": (*_PROGRAMS[:3], "passes.recomputation", "passes.lowering", "passes"),
     "passes.sections": (*_PROGRAMS[:3], "passes.verification", "passes.lowering", "passes"),
     "passes.recipes": (*_PROGRAMS[:3], "passes.sections", "passes.counting"),
+    "passes.questions": ("passes.planning", "passes"),
+    "passes.recipe_search": ("passes.solver", "passes.sections", "passes.recipes", "passes.questions"),
 }
 
 # What each part may import of us, besides itself.
@@ -66,6 +68,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "autoshard.recipe_plans": (
         *(*_LEAVES, *_PASSES, "autoshard.pipelines", "autoshard.planner", "autoshard.stage_plans"),
     ),
+    "autoshard.searched_plans": (
+        *(*_LEAVES, *_PASSES, "autoshard.planner", "autoshard.recipe_plans", "autoshard.recipe_search"),
+    ),
     "autoshard.stage_plans": (
         *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.pipelines", "autoshard.planner"),
     ),
@@ -77,6 +82,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.cluster", "autoshard.planner"),
         *("autoshard.backends", "autoshard.fixed_plan", "autoshard.pricing", "autoshard.recipe_search"),
         *("autoshard.pipelines", "autoshard.recipe_plans", "autoshard.stage_planner", "autoshard.stage_plans"),
+        "autoshard.searched_plans",
     ),
     "autoshard.backends": (*_LEAVES, "passes", *_PASSES),
     "autoshard.fixed_plan": (*_IR, "autoshard.runtime"),
@@ -246,5 +252,6 @@ def test_test_files_mirror_modules(path: Path) -> None:
 def test_every_part_is_named() -> None:
     """Each folder and top module of the packages has its place in the order of imports."""
     tops = [path for path in (ROOT / "autoshard").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
+    tops += [path.parent for path in (ROOT / "passes").glob("*/__init__.py")]
     unplaced = [_name(path) for path in tops if path.stem != "__init__" and _name(path) not in MAY_IMPORT]
     assert not unplaced

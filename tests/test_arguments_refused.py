@@ -212,7 +212,7 @@ def test_price(model: nn.Module, options: dict[str, Any], words: str) -> None:
         ({"global_batch": 8, "micro_batches": 2}, "micro_batches=2 does not go with global_batch="),
         ({"recipe": RECIPE, "schedule": "GPipe"}, "schedule='GPipe' does not go with recipe="),
         ({"recipe": RECIPE, "virtual_stages": 2, "runtime": "fsdp2"}, "virtual_stages=2 does not go with recipe="),
-        ({"runtime": "fsdp2"}, "runtime='fsdp2' is what executes a recipe. Pass recipe=Recipe(...) too"),
+        ({"runtime": "fsdp2"}, "runtime='fsdp2' is what executes a recipe. Pass recipe=Recipe(...), or global_batch="),
     ],
 )
 def test_plan(model: nn.Module, options: dict[str, Any], words: str) -> None:

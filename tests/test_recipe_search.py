@@ -12,18 +12,18 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoshard
-from autoshard import Cluster, DoesNotFitError, Mesh, P, Plan, Recipe, Runtime
+from autoshard import Cluster, DoesNotFitError, Mesh, P, Plan, Recipe
 from autoshard.errors import InvalidSpecError, NotAvailableError, RecipeError
-from tests.passes.decoders import dense, tokens
+from tests.passes.decoders import PRICED, dense, tokens
 
 MODEL = dense(4)
 CLUSTER = Cluster("h100_sxm", 1, 4)
-OTHER = Runtime(name="as recipes say by default")
 
 
 def _plan(cluster: Cluster = CLUSTER, **arguments) -> Plan:
-    runtime = OTHER if "recipe" in arguments else "autoshard"
-    given = {"optimizer": "adamw", "global_batch": 16, "example_inputs": tokens(), "runtime": runtime, **arguments}
+    given = {"optimizer": "adamw", "global_batch": 16, "example_inputs": tokens(), **arguments}
+    if given["global_batch"] or "recipe" in given:
+        given = {"runtime": PRICED, **given}
     return autoshard.plan(given.pop("model", MODEL), cluster, **given)
 
 
@@ -90,11 +90,10 @@ def test_print_says_in_words_what_it_is() -> None:
     """Stages, schedule, micro-batches; and what compile does not run, or on which mesh it does."""
     piped = _plan(recipe=Recipe(pipeline=2, data=2, micro_batch=2, global_batch=16, recompute="full"))
     assert "Recipe: data 2, pipeline 2 (1f1b); 4 micro-batches of 2; blocks computed again." in str(piped)
-    assert "A forecast: compile does not run pipeline stages yet." in str(piped)
-    again = _plan(recipe=Recipe(data=4, global_batch=16, recompute="full"))
-    assert "searches the specs, and what is computed again, itself" in str(again)
+    assert f"price of a run under runtime={PRICED.name!r}. For compile, plan with recipe=plan.recipe." in str(piped)
+    again = _plan(recipe=Recipe(data=4, global_batch=16, recompute="selective"))
+    assert "A forecast, which compile does not run: recompute='selective'." in str(again)
     flat = _plan(recipe=Recipe(tensor=2, data=2, global_batch=16))
-    assert "compile(model, Mesh({'data': 2, 'model': 2}), micro_batches=8) runs on that mesh" in str(flat)
     assert "until then" in str(dataclasses.replace(flat, was_interrupted=True))
 
 
@@ -288,7 +287,7 @@ def test_a_model_in_float32_keeps_what_is_frozen() -> None:
     """Adapters are planned as they are of the model in 16 bits; frozen weights were planned as if they were trained."""
     model = dense(2).float().requires_grad_(False)
     model.last.requires_grad_(True)
-    options: dict[str, Any] = {"example_inputs": tokens(), "optimizer": "adamw", "global_batch": 8}
+    options: dict[str, Any] = {"example_inputs": tokens(), "optimizer": "adamw", "global_batch": 8, "runtime": PRICED}
     found, cast = (
         autoshard.plan(each, Cluster("h100_sxm", 1, 2), **options) for each in (model, copy.deepcopy(model).bfloat16())
     )

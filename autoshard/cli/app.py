@@ -55,7 +55,11 @@ _Batch = Annotated[int, typer.Option(min=1, help="Sequences per step over the wh
 _Seq = Annotated[int, typer.Option(min=1, help="Tokens per sequence.")]
 _GlobalBatch = Annotated[
     int | None,
-    typer.Option(help="Sequences per step: search recipes (pipelines, micro-batches, recomputation) instead of specs."),
+    typer.Option(help="Sequences per step: search pipelines, micro-batches and recomputation too, on all devices."),
+]
+_Runtime = Annotated[
+    str,
+    typer.Option(help="With --global-batch: autoshard, whose plans compile runs; or megatron, fsdp2, deepspeed."),
 ]
 _Backend = Annotated[str, typer.Option(help="triton: price the program, or recipes, with our Triton kernels.")]
 _TimeBudget = Annotated[float, typer.Option(help="Seconds that the search may take.")]
@@ -111,6 +115,7 @@ def plan(
     optimizer: _Optimizer = "adamw",
     memory_gib: _MemoryGib = None,
     global_batch: _GlobalBatch = None,
+    runtime: _Runtime = "autoshard",
     constrain: _Constrain = None,
     backend: _Backend = "auto",
     time_budget_s: _TimeBudget = 60.0,
@@ -126,8 +131,8 @@ def plan(
     _check_folder(out)
     result = _plan(
         model, cluster, mesh, batch, seq, precision, optimizer, memory_gib,
-        global_batch=global_batch, constrain=constrain, backend=backend, time_budget_s=time_budget_s,
-        trust_remote_code=trust_remote_code,
+        global_batch=global_batch, runtime=runtime, constrain=constrain, backend=backend,
+        time_budget_s=time_budget_s, trust_remote_code=trust_remote_code,
         previous=None if previous is None else Plan.load(_existing(str(previous))),
     )  # fmt: skip
     if out is not None:
@@ -147,6 +152,7 @@ def explain(
     optimizer: _Optimizer = "adamw",
     memory_gib: _MemoryGib = None,
     global_batch: _GlobalBatch = None,
+    runtime: _Runtime = "autoshard",
     constrain: _Constrain = None,
     backend: _Backend = "auto",
     time_budget_s: _TimeBudget = 60.0,
@@ -156,8 +162,8 @@ def explain(
     """Plan as plan does, and say where else a value could lie and what the best plan with it there would cost."""
     result = _plan(
         model, cluster, mesh, batch, seq, precision, optimizer, memory_gib,
-        global_batch=global_batch, constrain=constrain, backend=backend, time_budget_s=time_budget_s,
-        trust_remote_code=trust_remote_code,
+        global_batch=global_batch, runtime=runtime, constrain=constrain, backend=backend,
+        time_budget_s=time_budget_s, trust_remote_code=trust_remote_code,
     )  # fmt: skip
     found = result.explain(name)
     _show(found.to_json() if as_json else str(found))
@@ -174,6 +180,7 @@ def _plan(
     memory_gib: float | None,
     *,
     global_batch: int | None = None,
+    runtime: str = "autoshard",
     constrain: list[str] | None = None,
     backend: str = "auto",
     time_budget_s: float = 60.0,
@@ -192,6 +199,7 @@ def _plan(
         precision=precision,
         memory_budget=_bytes(memory_gib),
         global_batch=global_batch,
+        runtime=runtime,
         constraints=parse_constraints(constrain or ()),
         backend=backend,
         time_budget_s=time_budget_s,
@@ -211,6 +219,7 @@ def report(
     optimizer: _Optimizer = "adamw",
     memory_gib: _MemoryGib = None,
     global_batch: _GlobalBatch = None,
+    runtime: _Runtime = "autoshard",
     constrain: _Constrain = None,
     backend: _Backend = "auto",
     time_budget_s: _TimeBudget = 60.0,
@@ -226,8 +235,8 @@ def report(
     else:
         found = _plan(
             source, cluster, mesh, batch, seq, precision, optimizer, memory_gib,
-            global_batch=global_batch, constrain=constrain, backend=backend, time_budget_s=time_budget_s,
-            trust_remote_code=trust_remote_code,
+            global_batch=global_batch, runtime=runtime, constrain=constrain, backend=backend,
+            time_budget_s=time_budget_s, trust_remote_code=trust_remote_code,
         )  # fmt: skip
     _write(out, found.report)
     _show({"page": str(out), "step_time_s": found.predicted.step_time_s} if as_json else f"wrote {out}")

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 7
 """Version 2 adds the timeline, the interval, and what overlaps, to `predicted`; version 3 precision and `repeats`;
 version 4 the recipe, and recomputation; version 5 offload; version 6 the kernels of `predicted`; version 7 stages,
-the order that they run in, the runtime, and micro-batches."""
+the order that they run in, the runtime, micro-batches, and why a plan is a forecast."""
 
 _READABLE_VERSIONS = (1, 2, 3, 4, 5, 6, 7)
 
@@ -115,6 +115,7 @@ class Plan:
             model. The plan's program is the one without these blocks.
         recipe: the recipe within which it was searched, or that it prices; None: all specs were searched.
         runtime: what runs it: "autoshard", that is `compile`; otherwise the plan is a price, see `autoshard.Runtime`.
+        forecast: why it is a price alone, where `autoshard.plan` was asked for a plan that `compile` runs; else "".
         micro_batches: how many a step has; `inputs` and `nodes` are of one.
         was_interrupted: whether Ctrl-C ended the search: it is the best until then.
         stages: of a mesh with an axis "pipeline", the plan of each stage, on the mesh of the other axes. The figures
@@ -147,6 +148,7 @@ class Plan:
     repeats: tuple[Repeat, ...] = ()
     recipe: Recipe | None = None
     runtime: str = AUTOSHARD
+    forecast: str = ""
     micro_batches: int = 1
     was_interrupted: bool = False
     stages: tuple[Plan, ...] = ()
@@ -377,6 +379,7 @@ class Plan:
             "baselines": dict(self.baselines),
             "recipe": None if self.recipe is None else asdict(self.recipe),
             "runtime": self.runtime,
+            "forecast": self.forecast,
             "micro_batches": self.micro_batches,
             "was_interrupted": self.was_interrupted,
             "schedule": self.schedule,

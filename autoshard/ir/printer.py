@@ -63,17 +63,12 @@ def recipe_lines(plan: Plan) -> list[str]:
     if plan.offload.host_bytes:
         size, time = format_bytes(plan.offload.host_bytes), format_time(plan.offload.time_s)
         lines.append(f"Offload: {size} on the host for each device, at most; {time} of a step's copies are waited for.")
-    if plan.recipe.forecasts:
-        lines.append(f"A forecast: compile does not run {', '.join(plan.recipe.forecasts)} yet.")
-    else:
-        axes = {"data": plan.recipe.data, "model": plan.recipe.tensor}
-        mesh = {name: size for name, size in axes.items() if size > 1} or {"data": 1}
-        searched = "the specs" if plan.recipe.recompute == "none" else "the specs, and what is computed again,"
-        lines.append(
-            f"compile(model, Mesh({mesh}), micro_batches={plan.recipe.micro_batches}) runs on that mesh, and searches "
-            f"{searched} itself."
-        )
-    return lines
+    if why := plan.forecast or plan.recipe.without_program:
+        return [*lines, f"A forecast, which compile does not run: {why}."]
+    return [
+        *lines,
+        f"The price of a run under runtime={plan.runtime!r}. For compile, plan with recipe=plan.recipe.",
+    ]
 
 
 def _schedule(plan: Plan) -> str:

@@ -26,6 +26,9 @@ LIBRARY, TRITON = KERNELS = ("library", "triton")
 GRADIENT_DTYPES = ("bf16", "f16", "f32")
 SEARCHED = ("data", "zero", "tensor", "sequence_parallel", "context", "micro_batch", "recompute", "offload")
 """Fields that may be left free."""
+_OF_EXPERTS_AND_STAGES = (
+    *("zero_group", "expert", "expert_tensor", "pipeline", "schedule", "virtual_stages", "stage_blocks"),
+)
 
 if TYPE_CHECKING:  # what reads a field has a complete recipe
     Count = int
@@ -243,24 +246,32 @@ class Recipe:
     def _partial_words(self) -> str:
         """The fields that are given and not those that are free."""
         given = ((name, getattr(self, name)) for name in SEARCHED)
+        more = ((name, getattr(self, name)) for name in _OF_EXPERTS_AND_STAGES)
+        said = [f"{name}={value!r}" for name, value in given if value is not None]
+        said += [f"{name}={value!r}" for name, value in more if value not in (None, 1)]
         free = ", ".join(name for name in SEARCHED if getattr(self, name) is None)
-        return f"{', '.join(f'{name}={value!r}' for name, value in given if value is not None)}; searched: {free}"
+        return f"{', '.join(said)}; searched: {free}"
 
     def _sharding_words(self) -> str:
         group = "" if self.zero_group in (None, self.replicas) else f" in groups of {self.zero_group}"
         return f" (ZeRO-{self.zero}{group})" if self.zero else ""
 
     @property
-    def forecasts(self) -> tuple[str, ...]:
-        """What of it `autoshard.compile` does not run yet; it recomputes what its own search chooses."""
-        parts = {
-            "pipeline stages": self.pipeline > 1,
-            "context parallelism": self.context > 1,
-            "expert parallelism": self.expert > 1,
-            "products in 8 bits": self.precision == "f8",
-            "copies to the host beside computation": self.offload == "activations",
+    def without_program(self) -> str:
+        """What of it has no program yet that `compile` runs, "recompute='selective'"; "" where all of it has one."""
+        has_experts, has_groups = self.expert > 1, self.zero_group is not None
+        refused = {
+            f"expert={self.expert} with data={self.data}": has_experts and (self.data or 0) % self.expert != 0,
+            f"expert={self.expert} with zero_group={self.zero_group}": has_experts and has_groups,
+            f"expert_tensor={self.expert_tensor} with tensor={self.tensor}": self.expert_tensor not in (1, self.tensor),
+            f"islands={self.islands}": self.islands is not None,
+            f"recompute={self.recompute!r}": self.recompute == "selective",
+            f"offload={self.offload!r}": self.offload in ("optimizer", "parameters"),
+            f"precision={self.precision!r}": self.precision == "f8",
+            "offload='activations' with recompute=None": self.offload == "activations" and self.recompute is None,
+            f"zero_group={self.zero_group} with context={self.context}": has_groups and self.context not in (None, 1),
         }
-        return tuple(name for name, is_there in parts.items() if is_there)
+        return next((words for words, is_asked in refused.items() if is_asked), "")
 
     def _check_batch(self) -> None:
         each = self.micro_batch * self.data

@@ -60,26 +60,11 @@ def _mesh(recipe: Recipe, data: int, context: int, tensor: int) -> Mesh:
 
 def _refuse_without_program(recipe: Recipe) -> None:
     """Refuse a recipe that is no restriction of specs on any mesh."""
-    has_experts = recipe.expert > 1
-    refused = {
-        f"expert={recipe.expert} with data={recipe.data}": has_experts and (recipe.data or 0) % recipe.expert != 0,
-        f"expert={recipe.expert} with zero_group={recipe.zero_group}": has_experts and recipe.zero_group is not None,
-        f"expert_tensor={recipe.expert_tensor} with tensor={recipe.tensor}": recipe.expert_tensor
-        not in (1, recipe.tensor),
-        f"islands={recipe.islands}": recipe.islands is not None,
-        f"recompute={recipe.recompute!r}": recipe.recompute == "selective",
-        f"offload={recipe.offload!r}": recipe.offload in ("optimizer", "parameters"),
-        f"precision={recipe.precision!r}": recipe.precision == "f8",
-        "offload='activations' with recompute=None": recipe.offload == "activations" and recipe.recompute is None,
-        f"zero_group={recipe.zero_group} with context={recipe.context}": recipe.zero_group is not None
-        and recipe.context not in (None, 1),
-    }
-    for said, is_asked in refused.items():
-        if is_asked:
-            raise NotAvailableError(
-                f"{said} has no program yet that compile runs. Leave the field out, or price the recipe as another "
-                "runtime would execute it, with runtime='megatron', 'fsdp2' or 'deepspeed'."
-            )
+    if said := recipe.without_program:
+        raise NotAvailableError(
+            f"{said} has no program yet that compile runs. Leave the field out, or price the recipe as another "
+            "runtime would execute it, with runtime='megatron', 'fsdp2' or 'deepspeed'."
+        )
 
 
 def check_mesh(recipe: Recipe, mesh: Mesh) -> None:

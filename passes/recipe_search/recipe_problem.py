@@ -34,6 +34,7 @@ class RecipeProblem:
         model: of the step; default: the fitted one.
         pinned: searched fields to the values that they may have in every search, see `recipe_constraints`. Where the
             tensor or context ranks are pinned, neither the node nor `least_tokens` limits them.
+        runs: see `RecipeSpace`.
     """
 
     counted: CountedModel
@@ -43,6 +44,7 @@ class RecipeProblem:
     least_tokens: int = 128
     model: StepModel = field(default_factory=fitted)
     pinned: Only = field(default_factory=dict)
+    runs: bool = False
 
     @cached_property
     def pricer(self) -> RecipePricer:
@@ -117,7 +119,8 @@ class RecipeProblem:
 
     def admits(self, recipe: Recipe) -> bool:
         """Whether a recipe fits, and keeps the constraints. Raises RecipeError for one of another number of devices."""
-        return keeps(recipe, self.pinned) and self.pricer.fits(recipe, self.memory_limit)
+        runs = not (self.runs and recipe.without_program)
+        return runs and keeps(recipe, self.pinned) and self.pricer.fits(recipe, self.memory_limit)
 
     def best_of_all(
         self, *, time_budget_s: float = math.inf, known: Recipe | None = None, watch: Watch | None = None
@@ -158,6 +161,7 @@ class RecipeProblem:
             offloads=self.cluster.device.host_link is not None,
             only={**(only or {}), **single},
             pinned=self.pinned,
+            runs=self.runs,
         )
 
 

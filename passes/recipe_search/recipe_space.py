@@ -112,6 +112,7 @@ class RecipeSpace:
         offloads: whether activations may go to the host.
         only, pinned: each restricts fields to some values. A group of all replicas is `zero_group=None`; `pinned` are
             the user's, who may name it by its size too.
+        runs: whether only recipes are searched that have a program which `compile` runs.
 
     Raises:
         RecipeError: a field that is restricted is not searched, or `base` has no global batch.
@@ -126,6 +127,7 @@ class RecipeSpace:
     islands: tuple[int, ...] = ()
     only: Only = field(default_factory=dict)
     pinned: Only = field(default_factory=dict)
+    runs: bool = False
     _allowed: dict[PipeSet, PipeSet] = field(default_factory=dict, init=False, repr=False, compare=False)
     _by_replicas: dict[int, tuple[Sharding, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
@@ -198,6 +200,7 @@ class RecipeSpace:
             for keeping in known
             if self._allows("recompute", keeping.recompute)
             and self._allows("offload", keeping.offload)
+            and self.admits(Recipe(recompute=keeping.recompute, offload=keeping.offload))
             and (self.offloads or keeping.offload == "none")
             and not (names_none and keeping.recompute == "selective")
         ]
@@ -337,7 +340,13 @@ class RecipeSpace:
                     known = (pipe for share in shares for pipe in self.pipes(layout, ranks, share))
                     pipes = (each for pipe in known for each in self.closed(pipe))
                     for pipe, sharding in product(pipes, self.shardings(layout, ranks)):
-                        yield self.recipe(layout, keeping, pipe, sharding)
+                        recipe = self.recipe(layout, keeping, pipe, sharding)
+                        if self.admits(recipe):
+                            yield recipe
+
+    def admits(self, recipe: Recipe) -> bool:
+        """Whether a recipe is of those that are asked for: all, or those that `compile` runs."""
+        return not (self.runs and recipe.without_program)
 
 
 @lru_cache(maxsize=16)

@@ -354,8 +354,9 @@ class _Search:
             self._push(max(bound, float(bounds[pipe.stage_blocks[-1]])), node, pipe=pipe)
 
     def _split_shardings(self, bound: float, node: _Node, pipe: Pipe) -> None:
-        children = self._sharded(node)
-        recipes = [self._recipe(child) for child in children]
+        known = [(child, self._recipe(child)) for child in self._sharded(node)]
+        children = [child for child, recipe in known if node.branch.space.admits(recipe)]
+        recipes = [recipe for _, recipe in known if node.branch.space.admits(recipe)]
         bounds = node.branch.objective.recipes(recipes, pipe, enough=self._enough)
         for child, least in zip(children, bounds, strict=True):
             self._push(max(bound, least), child)

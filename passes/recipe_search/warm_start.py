@@ -33,4 +33,5 @@ def known_recipe(problem: RecipeProblem | JoinedProblem, before: Recipe, time_bu
 def _on_base(problem: RecipeProblem | JoinedProblem, before: Recipe) -> Recipe:
     """A recipe with the problem's own batch, precision, and all else that is not searched."""
     names = (*SEARCHED, "islands") if isinstance(problem, JoinedProblem) and problem.base.islands is None else SEARCHED
-    return replace(problem.base, **{name: getattr(before, name) for name in names})
+    given = {name: getattr(before, name) for name in names}
+    return replace(problem.base, **{name: value for name, value in given.items() if value is not None})

@@ -92,7 +92,7 @@ def time_task(name: str, task: Task, budget_s: float, backend: str) -> Timed:
     inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
     plan = autoshard.plan(
         model, cluster, example_inputs=inputs, optimizer="adamw", global_batch=task.batch, time_budget_s=budget_s,
-        backend=backend,
+        backend=backend, runtime="megatron",
     )  # fmt: skip
     assert plan.recipe is not None
     assert plan.gap is not None

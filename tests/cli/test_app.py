@@ -62,17 +62,19 @@ def test_plan_prints_a_table(model: str, monkeypatch: pytest.MonkeyPatch, capsys
 def test_plan_searches_recipes_for_a_global_batch(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    """The recipe is part of the JSON."""
+    """The recipe is part of the JSON; compile runs the plan, unless another runtime is named."""
     arguments = ("--cluster", "h100_sxm:1x4", "--global-batch", "8", "--seq", "16", "--json")
-    assert _run(monkeypatch, "plan", model, *arguments) == 0
-    assert json.loads(capsys.readouterr().out)["recipe"]["global_batch"] == 8
+    for runtime in ("autoshard", "megatron"):
+        assert _run(monkeypatch, "plan", model, *arguments, "--runtime", runtime) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert (found["recipe"]["global_batch"], found["runtime"], found["forecast"]) == (8, runtime, "")
 
 
 def test_plan_begins_with_the_recipe_of_another_plan(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
     """`--previous`: a file that `--out` wrote, for another cluster; what is found is the same."""
-    arguments = ("--global-batch", "8", "--seq", "16", "--json")
+    arguments = ("--global-batch", "8", "--runtime", "megatron", "--seq", "16", "--json")
     old, found = str(tmp_path / "old.json"), []
     assert _run(monkeypatch, "plan", model, "--cluster", "h100_sxm:1x2", *arguments, "--out", old) == 0
     for previous in ((), ("--previous", old)):
@@ -87,7 +89,7 @@ def test_plan_searches_recipes_with_our_own_kernels(
 ) -> None:
     """And price says the same of the recipe that is found, given in words; a page tells it."""
     cluster, page = ("--cluster", "h100_sxm:1x4", "--seq", "16"), tmp_path / "plan.html"
-    arguments = (*cluster, "--global-batch", "8", "--backend", "triton")
+    arguments = (*cluster, "--global-batch", "8", "--runtime", "megatron", "--backend", "triton")
     assert _run(monkeypatch, "plan", model, *arguments, "--json") == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["recipe"]["kernels"] == "triton"
@@ -104,7 +106,22 @@ def test_price_confirms_a_plan_in_any_precision(
 ) -> None:
     """The model is priced in the type of the recipe's products: it was in bfloat16 whatever these were."""
     cluster = ("--cluster", "h100_sxm:1x4", "--seq", "16")
-    assert _run(monkeypatch, "plan", model, *cluster, "--global-batch", "8", "--precision", precision, "--json") == 0
+    assert (
+        _run(
+            monkeypatch,
+            "plan",
+            model,
+            *cluster,
+            "--global-batch",
+            "8",
+            "--runtime",
+            "megatron",
+            "--precision",
+            precision,
+            "--json",
+        )
+        == 0
+    )
     plan = json.loads(capsys.readouterr().out)
     assert plan["recipe"]["precision"] == precision
     (tmp_path / "recipe.json").write_text(json.dumps(plan["recipe"]))
@@ -233,7 +250,18 @@ def test_explain(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 def test_explain_of_recipes(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """With the constraints that are given; one that is no field is one sentence."""
-    arguments = ("--cluster", "h100_sxm:1x4", "--global-batch", "8", "--seq", "16", "--constrain", "tensor=1,2")
+    arguments = (
+        "--cluster",
+        "h100_sxm:1x4",
+        "--global-batch",
+        "8",
+        "--runtime",
+        "megatron",
+        "--seq",
+        "16",
+        "--constrain",
+        "tensor=1,2",
+    )
     assert _run(monkeypatch, "explain", model, "up.weight", *arguments, "--json") == 0
     data = json.loads(capsys.readouterr().out)
     assert {item["recipe"]["tensor"] for item in data["others"]} == {1, 2}

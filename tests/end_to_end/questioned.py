@@ -15,6 +15,7 @@ from autoshard import Cluster, Mesh, Plan, Recipe
 from autoshard.cluster import JoinedCluster
 from cost_models.hardware import Cluster as PricedCluster
 from cost_models.hardware import node_type
+from tests.passes.decoders import PRICED
 from tests.passes.islands import slower
 from tests.zoo.table import ARCHITECTURES
 
@@ -111,7 +112,13 @@ def plan_of_recipe(name: str, place: str, share: float | None = None) -> Plan:
     model, inputs = built(name)
     budget = None if share is None else int(share * plan_of_recipe(name, place).predicted.peak_memory_bytes)
     return autoshard.plan(
-        model, CLUSTERS[place], example_inputs=inputs, optimizer="adamw", global_batch=8, memory_budget=budget
+        model,
+        CLUSTERS[place],
+        example_inputs=inputs,
+        optimizer="adamw",
+        runtime=PRICED,
+        global_batch=8,
+        memory_budget=budget,
     )
 
 

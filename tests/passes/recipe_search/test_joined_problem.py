@@ -17,7 +17,7 @@ from cost_models.hardware import node_type
 from passes.recipe_search.joined_problem import JoinedProblem
 from passes.recipe_search.recipe_space import Only, RecipeSpace
 from passes.recipe_search.search_recipes import FoundRecipe
-from tests.passes.decoders import dense, priced_dense, tokens
+from tests.passes.decoders import PRICED, dense, priced_dense, tokens
 from tests.passes.islands import JOINED, THREE, slower
 
 MODEL = dense(6)
@@ -68,7 +68,7 @@ def test_a_constraint_names_the_islands() -> None:
     """In their order; the others are idle."""
     options = {"example_inputs": tokens(), "optimizer": "adamw", "global_batch": 8}
     found = autoshard.plan(MODEL, JOINED, constraints={"islands": (1,)}, **options)
-    alone = autoshard.plan(MODEL, JOINED.islands[1], **options)
+    alone = autoshard.plan(MODEL, JOINED.islands[1], runtime=PRICED, **options)
     assert found.recipe is not None
     assert found.recipe.islands == (1,)
     assert found.objective == alone.objective
@@ -82,7 +82,7 @@ def test_islands_of_one_name_are_all_searched() -> None:
     slow, fast = (Cluster(kind.with_network(bytes_per_s_per_device=speed), 2, 1) for speed in (1e8, 2e10))
     joined = Cluster.join(slow, fast)
     found = autoshard.plan(MODEL, joined, example_inputs=tokens(), optimizer="adamw", global_batch=4)
-    alone = autoshard.plan(MODEL, fast, example_inputs=tokens(), optimizer="adamw", global_batch=4)
+    alone = autoshard.plan(MODEL, fast, example_inputs=tokens(), optimizer="adamw", runtime=PRICED, global_batch=4)
     assert len(found.baselines) == 2
     assert found.objective <= alone.objective
 

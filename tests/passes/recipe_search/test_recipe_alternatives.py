@@ -18,7 +18,7 @@ from passes.recipe_search.explain_recipe import find_value, spec_of
 from passes.recipe_search.recipe_alternatives import FEATURES, RecipeAlternatives
 from passes.recipe_search.recipe_problem import RecipeProblem
 from passes.recipe_search.recipe_space import keeps
-from tests.passes.decoders import dense, sparse, tokens
+from tests.passes.decoders import PRICED, dense, sparse, tokens
 
 CLUSTER = Cluster("h100_sxm", 1, 4)
 MODELS = {"dense": dense(4), "sparse": sparse()}
@@ -28,7 +28,13 @@ MODELS = {"dense": dense(4), "sparse": sparse()}
 def make_plan(name: str, memory_budget: int | None = None) -> Plan:
     """The fastest recipe of a small model."""
     return autoshard.plan(
-        MODELS[name], CLUSTER, example_inputs=tokens(), optimizer="adamw", global_batch=4, memory_budget=memory_budget
+        MODELS[name],
+        CLUSTER,
+        example_inputs=tokens(),
+        optimizer="adamw",
+        runtime=PRICED,
+        global_batch=4,
+        memory_budget=memory_budget,
     )
 
 
@@ -96,7 +102,13 @@ def test_memory_is_named_where_it_keeps_a_feature_out() -> None:
 def test_hybrid_sharding_is_over_less_than_all_replicas() -> None:
     """A plan that does it is compared with the best that shards over all of them, or gathers nothing."""
     constraints = {"tensor": 1, "context": 1, "pipeline": 1, "zero": (0, 3), "zero_group": (2, None)}
-    options = {"example_inputs": tokens(), "optimizer": "adamw", "global_batch": 4, "memory_budget": 10**9}
+    options = {
+        "example_inputs": tokens(),
+        "optimizer": "adamw",
+        "runtime": PRICED,
+        "global_batch": 4,
+        "memory_budget": 10**9,
+    }
     pinned = {**constraints, "zero": 3, "zero_group": 2}
     hybrid = autoshard.plan(MODELS["dense"], CLUSTER, constraints=pinned, **options)
     assert hybrid.recipe is not None
@@ -136,7 +148,7 @@ def test_limits_are_those_of_planning_with_more(name: str) -> None:
     faster = replace(unit, peak_flops={dtype: 1.1 * peak for dtype, peak in unit.peak_flops.items()})
     cluster = PricedCluster(CLUSTER.node.with_device(faster), 1, 4)
     again = autoshard.plan(
-        MODELS[name], cluster, example_inputs=tokens(), optimizer="adamw", global_batch=4,
+        MODELS[name], cluster, example_inputs=tokens(), optimizer="adamw", runtime=PRICED, global_batch=4,
         memory_budget=plan.memory_budget,
     )  # fmt: skip
     assert stated["10 % faster matrix products"] == again.objective

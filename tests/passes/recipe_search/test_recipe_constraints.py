@@ -15,7 +15,7 @@ from autoshard.ir.recipe import RECOMPUTE
 from passes.recipe_search.recipe_constraints import pin
 from passes.recipe_search.recipe_problem import RecipeProblem
 from passes.recipes.recipe_plan import predict_recipe
-from tests.passes.decoders import dense, priced_dense, tokens
+from tests.passes.decoders import PRICED, dense, priced_dense, tokens
 
 MODEL, CLUSTER = dense(4), Cluster("h100_sxm", 1, 4)
 COUNTED = priced_dense(4).counted
@@ -79,8 +79,8 @@ def test_a_recipe_that_is_pinned_whole_is_the_plan(data: st.DataObject) -> None:
     names = ("data", "tensor", "sequence_parallel", "context", "pipeline", "schedule", "virtual_stages", "split_ends",
              "stage_blocks", "micro_batch", "recompute", "offload", "zero", "zero_group")  # fmt: skip
     plan = autoshard.plan(
-        MODEL, CLUSTER, example_inputs=tokens(), optimizer="adamw", global_batch=4, memory_budget=memory,
-        constraints={name: getattr(recipe, name) for name in names},
+        MODEL, CLUSTER, example_inputs=tokens(), optimizer="adamw", runtime=PRICED, global_batch=4,
+        memory_budget=memory, constraints={name: getattr(recipe, name) for name in names},
     )  # fmt: skip
     assert plan.recipe == recipe
     assert (plan.objective, plan.predicted.peak_memory_bytes, plan.gap) == (time, memory, 0.0)
@@ -88,7 +88,7 @@ def test_a_recipe_that_is_pinned_whole_is_the_plan(data: st.DataObject) -> None:
 
 def test_what_is_not_searched_takes_one_value() -> None:
     """In place of the default; the plan's other questions keep it, too."""
-    arguments = {"example_inputs": tokens(), "optimizer": "adamw", "global_batch": 4}
+    arguments = {"example_inputs": tokens(), "optimizer": "adamw", "runtime": PRICED, "global_batch": 4}
     plan = autoshard.plan(MODEL, CLUSTER, constraints={"fused": False, "tensor": (1, 2)}, **arguments)
     assert plan.recipe is not None
     assert not plan.recipe.fused
@@ -102,7 +102,13 @@ def test_tensor_ranks_may_span_nodes_where_they_are_pinned() -> None:
     """Otherwise they stay within one."""
     cluster = Cluster("h100_sxm", 2, 2)
     plan = autoshard.plan(
-        MODEL, cluster, example_inputs=tokens(), optimizer="adamw", global_batch=4, constraints={"tensor": 4}
+        MODEL,
+        cluster,
+        example_inputs=tokens(),
+        optimizer="adamw",
+        runtime=PRICED,
+        global_batch=4,
+        constraints={"tensor": 4},
     )
     assert plan.recipe is not None
     assert plan.recipe.tensor == 4
@@ -145,13 +151,19 @@ def test_constraints_that_no_recipe_keeps_are_named(constraints: dict[str, objec
     """And which of them would have to go."""
     with pytest.raises(DoesNotFitError, match=sentence):
         autoshard.plan(
-            MODEL, CLUSTER, example_inputs=tokens(), optimizer="adamw", global_batch=4, constraints=constraints
+            MODEL,
+            CLUSTER,
+            example_inputs=tokens(),
+            optimizer="adamw",
+            runtime=PRICED,
+            global_batch=4,
+            constraints=constraints,
         )
 
 
 def test_constraints_that_do_not_fit_are_named() -> None:
     """All state whole on each rank takes more than the least of all recipes."""
-    arguments = {"example_inputs": tokens(), "optimizer": "adamw", "global_batch": 4}
+    arguments = {"example_inputs": tokens(), "optimizer": "adamw", "runtime": PRICED, "global_batch": 4}
     least = min(memory for _, memory, _ in every_recipe())
     sentence = r"with constraints=.*'zero': \(0,\).* Without constraints .* would do"
     with pytest.raises(DoesNotFitError, match=sentence) as raised:

@@ -18,12 +18,12 @@ from passes.recipe_search.joined_problem import JoinedProblem
 from passes.recipe_search.recipe_problem import RecipeProblem
 from passes.recipe_search.recipe_space import Only, RecipeSpace
 from passes.recipe_search.warm_start import known_recipe
-from tests.passes.decoders import dense, priced_dense, tokens
+from tests.passes.decoders import PRICED, dense, priced_dense, tokens
 from tests.passes.islands import JOINED
 
 MODEL, COUNTED = dense(4), priced_dense(4).counted
 FOUR, EIGHT = Cluster("h100_sxm", 1, 4), Cluster("h100_sxm", 1, 8)
-OPTIONS = {"optimizer": "adamw", "global_batch": 8, "constraints": {"micro_batch": (1, 2)}}
+OPTIONS = {"optimizer": "adamw", "runtime": PRICED, "global_batch": 8, "constraints": {"micro_batch": (1, 2)}}
 CLUSTERS = {"uniform": FOUR, "joined": JOINED}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -17,7 +17,7 @@ from autoshard.ir.program import Program, tensor_values
 from passes.sections.fold_program import fold_program, is_layout
 from passes.sections.one_sequence import program_of_one
 from passes.sections.price_model import PricedModel, RecipeKind
-from tests.passes.decoders import dense, sparse, tokens
+from tests.passes.decoders import PRICED, dense, sparse, tokens
 from tests.zoo.table import ARCHITECTURES
 
 RECIPES = {
@@ -141,7 +141,7 @@ def test_such_models_are_priced_and_planned(name: str) -> None:
     assert times[0] == times[1] > 0
     found = autoshard.plan(
         case.model, cluster, example_inputs=case.inputs(4), loss_fn=case.loss_fn, optimizer="adamw", global_batch=8,
-        precision="f32",
+        precision="f32", runtime=replace(PRICED, master_weights=False),
     )  # fmt: skip
     assert found.objective is not None
     assert found.objective <= times[0] * (1 + 1e-9)

@@ -1,0 +1,155 @@
+"""`plan(global_batch=)`: what it finds, `compile` runs, and it equals one device; what is a price alone says why."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import autoshard
+from autoshard import Cluster, Plan, PlanMismatchError
+from cost_models.hardware import node_type
+from tests.end_to_end.test_chosen_plans import decoder
+from tests.end_to_end.test_recipe_plans import ADAMW, BATCH, EXAMPLES, SHAPE, check_runs
+from tests.end_to_end.training import assert_close, whole
+from tests.zoo.table import ARCHITECTURES
+
+LAYERS = 4
+
+
+def searched(target: Cluster, **options: Any) -> Plan:
+    """The plan of a small Llama for a batch."""
+    model, inputs = decoder(replace(SHAPE, layers=LAYERS))
+    asked = {"optimizer": ADAMW(model.parameters()), "precision": None, "global_batch": BATCH, **options}
+    return autoshard.plan(model, target, example_inputs=inputs, **asked)
+
+
+@st.composite
+def clusters(draw: st.DrawFn) -> Cluster:
+    """Two to eight devices in one box or two, as fast as they are or as much slower as the model is smaller."""
+    nodes, each = draw(st.sampled_from([(1, 2), (1, 4), (2, 1), (2, 2), (1, 8), (2, 4)]))
+    node, slower = node_type("h100_sxm"), draw(st.sampled_from([1.0, 1e4]))
+    peaks = {name: peak / slower for name, peak in node.device.peak_flops.items()}
+    bandwidth = node.device.memory_bandwidth_bytes_per_s / slower
+    device = replace(node.device, peak_flops=peaks, memory_bandwidth_bytes_per_s=bandwidth)
+    return Cluster(node.with_device(device), nodes, each)
+
+
+CONSTRAINTS = (
+    {},
+    {"pipeline": 1},
+    {"pipeline": 2, "virtual_stages": (1, 2)},
+    {"tensor": 2, "pipeline": (1, 2)},
+    {"zero": 3, "recompute": "full"},
+    {"context": 2, "pipeline": 1},
+    {"micro_batch": 1, "zero": (1, 2)},
+)
+"""Constraints that a cluster of two devices can keep."""
+
+
+@settings(max_examples=max(1, EXAMPLES // 8))
+@given(target=clusters(), constraints=st.sampled_from(CONSTRAINTS))
+def test_what_is_found_runs(target: Cluster, constraints: dict[str, Any]) -> None:
+    """On all devices, within the constraints; three steps equal one device."""
+    plan = searched(target, constraints=constraints)
+    assert (plan.runs, plan.forecast) == (True, "")
+    assert plan.mesh.size == target.size
+    assert plan.recipe is not None
+    for name, value in constraints.items():
+        assert getattr(plan.recipe, name) in (value if isinstance(value, tuple) else (value,))
+    sequences = [text for text in plan.inputs.values() if text.startswith("i64")]
+    replicas = BATCH // plan.micro_batches
+    assert all(text.startswith(f"i64[{replicas},") for text in sequences)
+    check_runs(plan, plan.mesh, layers=LAYERS)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # of other people's models
+def test_experts_that_are_found_run() -> None:
+    """A Mixtral whose experts are shared out, as asked."""
+    model, inputs = ARCHITECTURES["mixtral"].build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = autoshard.plan(
+        model, Cluster("h100_sxm", 1, 4), example_inputs=inputs, optimizer=optimizer, global_batch=4, precision=None,
+        constraints={"expert": 2},
+    )  # fmt: skip
+    assert plan.runs
+    assert "expert" in plan.mesh.axis_names
+    batch = {name: torch.cat([value] * 4)[:4] for name, value in inputs.items()}
+    alone, _ = ARCHITECTURES["mixtral"].build()
+    alone.load_state_dict(model.state_dict())
+    loss = alone(**batch).loss
+    step = autoshard.compile(model, plan.mesh, optimizer=optimizer, plan=plan)
+    assert_close(whole(step(**batch)), loss.detach(), "loss")
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"precision": "f8"}, "precision='f8' has no program yet that compile runs"),
+        ({"optimizer": "sgd_momentum"}, "optimizer='sgd_momentum' has no learning rate to plan with"),
+        ({"constraints": {"overlap_expert": True}}, r"constraints\['overlap_expert'\] says what another runtime does"),
+        ({"constraints": {"recompute": "selective"}}, "none has a program yet that compile runs"),
+        (
+            {"constraints": {"pipeline": 4}, "time_budget_s": 5.0},
+            r"search for the specs .* time_budget_s=5;",
+        ),
+    ],
+)
+def test_a_price_alone_says_why(options: dict[str, Any], why: str, tmp_path: Any) -> None:
+    """In the plan, on paper, in a file, and when it is compiled; never silently."""
+    model, inputs = decoder(replace(SHAPE, layers=LAYERS))
+    model, asked = model.bfloat16(), {"optimizer": "adamw", "global_batch": BATCH, **options}
+    plan = autoshard.plan(model, Cluster("h100_sxm", 1, 4), example_inputs=inputs, **asked)
+    assert not plan.runs
+    with pytest.raises(PlanMismatchError, match=why) as raised:
+        autoshard.compile(model, plan.mesh, optimizer=ADAMW(model.parameters()), plan=plan)
+    assert plan.forecast in str(raised.value)
+    assert f"A forecast, which compile does not run: {plan.forecast}." in " ".join(str(plan).split())
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").forecast == plan.forecast
+
+
+class Normalised(nn.Module):
+    """Blocks with batch normalisation, whose buffers change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 64)) for _ in range(4)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def test_where_the_fastest_recipe_has_no_plan_the_next_has() -> None:
+    """Stages do not share buffers that change: a pipeline is the fastest recipe, and a mesh without one is planned."""
+    model, inputs = Normalised(), (torch.randn(8, 64),)
+    asked: dict[str, Any] = {"optimizer": "sgd", "precision": "f32", "global_batch": 8, "example_inputs": inputs}
+    cluster = Cluster("h100_sxm", 1, 4)
+    priced = autoshard.plan(model, cluster, runtime="megatron", **asked)
+    assert priced.recipe is not None
+    assert priced.recipe.pipeline > 1
+    plan = autoshard.plan(model, cluster, **asked)
+    assert plan.runs
+    assert not plan.stages
+
+
+@pytest.mark.slow
+def test_a_plan_in_stages_is_asked_questions() -> None:
+    """By the price of its recipe, beside other recipes; a search begins with its recipe again."""
+    cluster = Cluster("h100_sxm", 1, 2)
+    plan = searched(cluster, constraints={"pipeline": 2})
+    answer = plan.why_not("fsdp")
+    assert answer.chosen.recipe is not None
+    assert answer.chosen.recipe.pipeline == 2
+    assert plan.limits().variants
+    assert searched(cluster, previous=plan).runs
