@@ -12,7 +12,7 @@ from autoshard import data
 from autoshard.api import compile, plan
 from autoshard.calibration import calibrate
 from autoshard.checkpoints import Checkpoints
-from autoshard.cluster import Cluster, JoinedCluster
+from autoshard.cluster import Cluster
 from autoshard.errors import (
     AutoshardError,
     ChangedInPlaceError,
@@ -58,7 +58,6 @@ __all__ = [
     "DoesNotFitError",
     "FormulaError",
     "InvalidSpecError",
-    "JoinedCluster",
     "LostRankError",
     "Mesh",
     "MeshError",

@@ -41,7 +41,7 @@ from autoshard.arguments import (
     split_inputs,
 )
 from autoshard.backends import bucketing_of, check_in_place, has_kernels, wrap_of
-from autoshard.cluster import device_of_plans, meshes_of, one_kind
+from autoshard.cluster import device_of_plans, meshes_of
 from autoshard.errors import DoesNotFitError, NotAvailableError
 from autoshard.fixed_plan import micro_batches_of, precision_of, read_plan, update_for
 from autoshard.ir.mesh import Mesh
@@ -78,7 +78,6 @@ from autoshard.searched_plans import plan_searched
 from autoshard.stage_planner import StagePlanner
 from autoshard.stage_plans import search_stages
 from cost_models.hardware import Cluster
-from cost_models.joined import JoinedCluster
 
 
 def compile(
@@ -181,7 +180,6 @@ def compile(
     check_limits(time_budget_s=time_budget_s)
     check_agreement(check=check, timeout_s=timeout_s)
     check_programs(dynamic_lengths=dynamic_lengths, max_programs=max_programs)
-    mesh = one_kind(mesh)
     fixed = read_plan(plan)
     asked = asked_of(fixed, mesh, micro_batches, schedule, virtual_stages)
     check_optimizer(optimizer, micro_batches=asked.micro_batches, max_grad_norm=max_grad_norm)
@@ -255,7 +253,7 @@ def compile(
 
 def plan(
     model: nn.Module,
-    mesh_or_cluster: DeviceMesh | Mesh | Cluster | JoinedCluster,
+    mesh_or_cluster: DeviceMesh | Mesh | Cluster,
     *,
     example_inputs: ExampleInputs,
     mesh: Mesh | None = None,
@@ -371,7 +369,6 @@ def plan(
             return search.price(found, kinds)
         constraints = previous = None
     check_target(mesh_or_cluster, mesh)
-    mesh_or_cluster = one_kind(mesh_or_cluster)
     if recipe is not None:
         optimizer, precision = asked_by(recipe, optimizer, precision)
     check_trains(model, optimizer)

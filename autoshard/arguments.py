@@ -26,7 +26,6 @@ from autoshard.ir.program import InputKind, OutputKind, Program
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
-from cost_models.joined import JoinedCluster
 
 ExampleInputs = Sequence[Any] | Mapping[str, Any]
 
@@ -337,7 +336,7 @@ def check_traced(program: Program, constraints: Mapping[str, PartitionSpec], opt
 
 def check_target(target: Any, mesh: Any) -> None:
     """Raise `MeshError` unless plans can be made for `target`, with the axes of `mesh` if it is a cluster's."""
-    if not isinstance(target, DeviceMesh | Mesh | Cluster | JoinedCluster):
+    if not isinstance(target, DeviceMesh | Mesh | Cluster):
         raise MeshError(
             f"mesh_or_cluster={target!r} is a {type(target).__name__}; pass an autoshard.Cluster('h100_sxm', nodes=8), "
             "an autoshard.Mesh({'data': 2}), or a torch DeviceMesh with names."
@@ -346,7 +345,7 @@ def check_target(target: Any, mesh: Any) -> None:
         return
     if not isinstance(mesh, Mesh):
         raise MeshError(f"mesh={mesh!r} is a {type(mesh).__name__}; pass autoshard.Mesh({{'data': 2}}).")
-    if not isinstance(target, Cluster | JoinedCluster):
+    if not isinstance(target, Cluster):
         raise MeshError(f"mesh={mesh} names the axes of a cluster, and {target} has its own. Pass one of them.")
     if mesh.size != target.size:
         raise MeshError(
@@ -375,13 +374,13 @@ def checked_hardware(cluster: Any, mesh: Any) -> Cluster | None:
     return cluster
 
 
-def checked_cluster(target: Any, mesh: Any) -> Cluster | JoinedCluster:
+def checked_cluster(target: Any, mesh: Any) -> Cluster:
     """What recipes are planned for; they choose the axes.
 
     Raises:
         NotAvailableError: it is no cluster, or axes are given.
     """
-    if not isinstance(target, Cluster | JoinedCluster):
+    if not isinstance(target, Cluster):
         raise NotAvailableError(
             f"global_batch= and recipe= choose the axes themselves, but were given {target!r}: pass a Cluster, "
             "Cluster('h100_sxm', nodes=8), or plan on the mesh without them."

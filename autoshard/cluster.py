@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,13 +15,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.errors import NotAvailableError, UnknownHardwareError
 from autoshard.ir.mesh import Mesh
 from autoshard.runtime.launch import world_size
-from cost_models import constants
 from cost_models.device import Device
 from cost_models.errors import CostModelError
 from cost_models.hardware import Cluster as PricedCluster
 from cost_models.hardware import NodeParts, NodeType, node_type
-from cost_models.joined import JoinedCluster as PricedJoinedCluster
-from cost_models.topology import Link
 
 # Parts of the name that the driver gives a device, the more specific first, and the node type it is found in.
 _NODES_BY_DEVICE = {
@@ -112,76 +109,10 @@ class Cluster(PricedCluster):
             found = PricedCluster.load(path)
         return cls(found.node, found.nodes, found.devices_per_node)
 
-    @staticmethod
-    def join(*islands: PricedCluster, network: str | Link | None = None) -> JoinedCluster:
-        """One cluster of several, of different devices or links; see `JoinedCluster`.
-
-        Example:
-            >>> Cluster.join(Cluster("h100_sxm", nodes=2), Cluster("a100_sxm_80gb", nodes=4)).size
-            48
-        """
-        return JoinedCluster(islands, network=network)
-
-
-@dataclass(frozen=True, slots=True, init=False)
-class JoinedCluster(PricedJoinedCluster):
-    """Islands of different devices or links, joined by a network: pipeline stages of a recipe may lie on each.
-
-    Like islands on a network of their own are one. `Cluster.join` makes it, `load` reads it, `--cluster` of the command
-    line takes "h100_sxm:2x8+a100_sxm_80gb:4x8".
-
-    Args:
-        islands: clusters, each of one kind of nodes.
-        network: that joins them: a network's name ("infiniband_ndr400"), or a `Link`, as one device sees it; None:
-            between two islands the slower of their own.
-
-    Raises:
-        UnknownHardwareError: no such network, none given and an island without one, no island, or no cluster.
-    """
-
-    def __init__(self, islands: Sequence[PricedCluster], *, network: str | Link | None = None) -> None:
-        with _errors_of_ours():
-            PricedJoinedCluster.__init__(self, islands, network=network)
-
-    @classmethod
-    def load(cls, path: str | Path) -> Self:
-        """Read a file of islands, see `cost_models.joined.JoinedCluster.load`; `UnknownHardwareError` if it is none."""
-        with _errors_of_ours():
-            found = PricedJoinedCluster.load(path)
-        return cls(found.islands, network=found.network)
-
-
-def load_cluster(path: str | Path) -> Cluster | JoinedCluster:
-    """Read a file of one cluster, or of islands; `UnknownHardwareError` if it is neither."""
-    with _errors_of_ours():
-        has_islands = "islands" in constants.read(constants.check_file(path)).texts
-    return JoinedCluster.load(path) if has_islands else Cluster.load(path)
-
-
-def one_kind(target: Any) -> Any:
-    """What specs are planned for: a mesh over devices of one kind; anything but a joined cluster as it is.
-
-    Raises:
-        NotAvailableError: a joined cluster of several kinds.
-    """
-    if not isinstance(target, PricedJoinedCluster):
-        return target
-    if target.uniform is None:
-        raise NotAvailableError(
-            f"{target.name}: a mesh lies on devices of one kind, and these are of {len(target.islands)}. Pass one of "
-            "them, cluster.islands[0]; or plan recipes, whose pipeline stages may lie on different islands, with "
-            "plan(cluster, global_batch=) or price(recipe=)."
-        )
-    return target.uniform
-
 
 def device_of_plans(target: Any) -> torch.device:
     """The kind of device that plans are for: a cluster has GPUs, unless it is this machine without any."""
-    if isinstance(target, PricedCluster | PricedJoinedCluster):
-        islands = target.islands if isinstance(target, PricedJoinedCluster) else (target,)
-        has_gpu = all(bool(island.device.dispatch_s) for island in islands)
-    else:
-        has_gpu = torch.cuda.is_available()
+    has_gpu = bool(target.device.dispatch_s) if isinstance(target, PricedCluster) else torch.cuda.is_available()
     return torch.device("cuda" if has_gpu else "cpu")
 
 

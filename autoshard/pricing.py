@@ -31,7 +31,6 @@ from autoshard.ir.program import Program
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.runtime import MEGATRON, Runtime, runtime_named
 from cost_models.hardware import Cluster
-from cost_models.joined import JoinedCluster
 from cost_models.step import StepModel
 
 if TYPE_CHECKING:
@@ -44,7 +43,7 @@ _TRACED: weakref.WeakKeyDictionary[nn.Module, dict[object, PricedModel]] = weakr
 
 def price(
     model: nn.Module,
-    cluster: Cluster | JoinedCluster,
+    cluster: Cluster,
     recipe: Recipe,
     *,
     example_inputs: ExampleInputs,
@@ -60,7 +59,7 @@ def price(
     Args:
         model: any module; it may be on meta. One in float32 is priced in the dtype of the recipe's products, as `plan`
             plans it. Its blocks are the entries of its module lists.
-        cluster: as many devices as the recipe needs; of a joined one, those of the islands that it passes.
+        cluster: as many devices as the recipe needs.
         recipe: the expert's plan.
         example_inputs: positional (a tuple) or keyword (a dict) arguments. The first dim of every input is the batch;
             how large it is does not matter, the recipe says how many sequences are run.

@@ -20,7 +20,7 @@ from autoshard.arguments import (
     checked_outputs,
     split_inputs,
 )
-from autoshard.cluster import meshes_of, one_kind
+from autoshard.cluster import meshes_of
 from autoshard.errors import TraceError
 from autoshard.fixed_plan import of_specs, update_for
 from autoshard.ir.mesh import Mesh
@@ -32,7 +32,6 @@ from autoshard.runtime.optimizer_state import named_optimizer, state_bytes_per_p
 from autoshard.runtime.sharded_module import Request, ShardedModule
 from autoshard.runtime.train_step import TrainStep
 from cost_models.hardware import Cluster
-from cost_models.joined import JoinedCluster
 
 if TYPE_CHECKING:
     from passes.verification.verify_program import VerificationReport
@@ -73,7 +72,7 @@ def verify(compiled: ShardedModule | TrainStep) -> VerificationReport:
 
 def prove(
     model: nn.Module,
-    target: DeviceMesh | Mesh | Cluster | JoinedCluster | Plan,
+    target: DeviceMesh | Mesh | Cluster | Plan,
     *,
     example_inputs: ExampleInputs,
     mesh: Mesh | None = None,
@@ -104,7 +103,6 @@ def prove(
     handed_out = checked_outputs(outputs, gather_outputs=gather_outputs)
     if not isinstance(target, Plan):
         check_target(target, mesh)
-    target = one_kind(target)
     fixed = of_specs(target) if isinstance(target, Plan) else None
     if isinstance(optimizer, str):
         optimizer = named_optimizer(optimizer, model.parameters())

@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard.arguments import ExampleInputs, check_trains
-from autoshard.errors import NotAvailableError, RecipeError
+from autoshard.errors import NotAvailableError
 from autoshard.ir.explanation import Explanation, Limits, WhyNot
 from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import OPTIMIZERS, TRITON, Recipe
@@ -19,10 +19,8 @@ from autoshard.ir.runtime import Runtime
 from autoshard.pricing import narrow_dtype, price, priced_model
 from autoshard.progress import Show, search_bar
 from cost_models.hardware import Cluster
-from cost_models.joined import JoinedCluster
 
 if TYPE_CHECKING:
-    from passes.recipe_search.joined_problem import JoinedProblem
     from passes.recipe_search.recipe_problem import RecipeProblem
     from passes.recipe_search.recipe_space import Only
     from passes.recipe_search.search_recipes import FoundRecipe, Watch
@@ -46,7 +44,7 @@ class RecipeSearch:
     model: nn.Module
     example_inputs: ExampleInputs
     loss_fn: Callable[..., torch.Tensor] | None
-    problem: RecipeProblem | JoinedProblem
+    problem: RecipeProblem
     priced: PricedModel
     runtime: Runtime | None
     forecast: str
@@ -63,7 +61,6 @@ class RecipeSearch:
             DoesNotFitError: no recipe fits; carries the least memory that one takes.
             NotAvailableError: time ran out before any was priced.
         """
-        from passes.recipe_search.recipe_problem import RecipeProblem
         from passes.recipe_search.recipe_shortage import shortage
         from passes.recipe_search.warm_start import known_recipe
 
@@ -77,7 +74,7 @@ class RecipeSearch:
             raise NotAvailableError(
                 f"time_budget_s={self.time_budget_s:g} ended before any recipe was priced; give the search more time."
             )
-        if isinstance(self.problem, RecipeProblem) and self.problem.runs:
+        if self.problem.runs:
             why = "of the recipes that fit and keep the constraints, none has a program yet that compile runs"
             return replace(self, problem=replace(self.problem, runs=False), forecast=why).run()
         raise shortage(self.problem, self.time_budget_s)
@@ -89,7 +86,6 @@ class RecipeSearch:
             found, kinds: of `run`.
             forecast: why it is a price, where that of the search is not.
         """
-        from passes.recipe_search.joined_problem import JoinedProblem
         from passes.recipe_search.recipe_alternatives import RecipeAlternatives
 
         assert found.recipe is not None, "a recipe was found"
@@ -97,7 +93,6 @@ class RecipeSearch:
         chosen = price(
             self.model, problem.cluster, found.recipe, example_inputs=self.example_inputs, loss_fn=self.loss_fn
         )
-        limit = problem.limit_of(found.recipe) if isinstance(problem, JoinedProblem) else problem.memory_limit
         return replace(
             chosen,
             runtime=chosen.runtime if self.runtime is None else self.runtime.name,
@@ -105,7 +100,7 @@ class RecipeSearch:
             lower_bound=found.lower_bound,
             search_time_s=found.search_time_s,
             was_interrupted=found.was_interrupted,
-            memory_budget=int(limit),
+            memory_budget=int(problem.memory_limit),
             baselines={
                 name: each.objective if each.recipe else None
                 for name, each in kinds.items()
@@ -145,7 +140,7 @@ class RecipeAnswers:
 
 def recipe_search(
     model: nn.Module,
-    cluster: Cluster | JoinedCluster,
+    cluster: Cluster,
     *,
     example_inputs: ExampleInputs,
     optimizer: str | torch.optim.Optimizer | None,
@@ -175,23 +170,18 @@ def recipe_search(
     base = base if runtime is None else runtime.executes(base)
     base = replace(base, kernels=TRITON) if with_kernels else base
     asked, pinned = pin(base, constraints or {})
-    forecast = "" if runtime is not None else _only_priced(cluster, optimizer, base, asked)
+    forecast = "" if runtime is not None else _only_priced(optimizer, base, asked)
     priced = priced_model(model, example_inputs, loss_fn, asked.precision)
     problem = problem_of(priced.counted, cluster, asked, memory_budget, pinned)
-    if isinstance(cluster, Cluster) and runtime is None and not forecast:
-        problem = replace(problem, runs=True)
+    problem = replace(problem, runs=runtime is None and not forecast)
     before = None if previous is None else previous.recipe
     return RecipeSearch(
         *(model, example_inputs, loss_fn, problem, priced, runtime, forecast, before, time_budget_s, progress)
     )
 
 
-def _only_priced(
-    cluster: Cluster | JoinedCluster, optimizer: str | torch.optim.Optimizer | None, base: Recipe, asked: Recipe
-) -> str:
+def _only_priced(optimizer: str | torch.optim.Optimizer | None, base: Recipe, asked: Recipe) -> str:
     """Why no recipe of a search could have a plan that `compile` runs; "" where recipes may."""
-    if isinstance(cluster, JoinedCluster):
-        return "its stages may lie on islands of several kinds, and specs are planned for devices of one kind"
     if asked.without_program:
         return f"{asked.without_program} has no program yet that compile runs"
     if optimizer == "sgd_momentum":
@@ -264,22 +254,11 @@ def _batch_of(example_inputs: ExampleInputs, question: str) -> int:
 
 
 def problem_of(
-    counted: CountedModel, cluster: Cluster | JoinedCluster, base: Recipe, memory_budget: int | None, pinned: Only
-) -> RecipeProblem | JoinedProblem:
-    """The search for a model's recipe, within so many bytes of each device; None: its own.
-
-    Raises:
-        RecipeError: islands are constrained, and the cluster is of one kind.
-    """
-    from passes.recipe_search.joined_problem import JoinedProblem
+    counted: CountedModel, cluster: Cluster, base: Recipe, memory_budget: int | None, pinned: Only
+) -> RecipeProblem:
+    """The search for a model's recipe, within so many bytes of each device; None: its own."""
     from passes.recipe_search.recipe_problem import RecipeProblem
 
-    if isinstance(cluster, JoinedCluster):
-        islands = cluster.islands
-        limits = tuple(island.device.memory_bytes if memory_budget is None else memory_budget for island in islands)
-        return JoinedProblem(counted, cluster, base, limits, pinned=pinned)
-    if base.islands is not None:
-        raise RecipeError(f"constraints['islands']={base.islands!r}, but {cluster.name} is no joined cluster.")
     limit = cluster.device.memory_bytes if memory_budget is None else memory_budget
     return RecipeProblem(counted, cluster, base, limit, pinned=pinned)
 

@@ -270,8 +270,6 @@ class Cluster:
     def load(cls, path: str | Path) -> Self:
         """Read a cluster file, as written by `save` or by calibration. Raises HardwareFileError."""
         file = constants.read(constants.check_file(path))
-        if "islands" in file.texts:
-            raise HardwareFileError(f"{path}: it has several islands; read it with JoinedCluster.load.")
         return cls.of_file(file)
 
     @classmethod

@@ -14,7 +14,6 @@ import autoshard
 from autoshard import (
     AutoshardError,
     Cluster,
-    JoinedCluster,
     Mesh,
     P,
     PartitionSpec,
@@ -88,7 +87,6 @@ def test_operators(call: Callable[[], Any], words: str) -> None:
         (lambda: P(partial="data"), "partial='data'; write partial={'data': 'sum'}"),
         (lambda: P(partial=["data"]), "partial=['data']; write partial={"),
         (lambda: PartitionSpec.parse("P('data'"), "cannot be read; write it as P('data', None)"),
-        (lambda: Recipe(islands=3), "islands=3 is a int; pass a tuple"),
         (lambda: Recipe(stage_blocks=3), "stage_blocks=3 is a int; pass a tuple"),
     ],
 )
@@ -116,11 +114,9 @@ def test_specs_and_recipes(call: Callable[[], Any], words: str) -> None:
         (lambda: Cluster.of(3, 8, devices_per_node=8), "unit=3 is a int; pass the name of a device"),
         (lambda: Cluster.of("a100_sxm_40gb", 8, devices_per_node=8, fabric=3), "fabric=3 is a int"),
         (lambda: Cluster.of("a100_sxm_40gb", 8, devices_per_node=8, network=3), "network=3 is a int"),
-        (lambda: Cluster.join(CLUSTER, CLUSTER, network=3), "network=3 is a int"),
         (lambda: Cluster.load(3), "path=3 is a int"),
-        (lambda: JoinedCluster.load("/no/such.toml"), "no file /no/such.toml"),
-        (lambda: JoinedCluster.load("/"), "no file /"),
-        (lambda: JoinedCluster.load(None), "path=None is a NoneType"),
+        (lambda: Cluster.load("/no/such.toml"), "no file /no/such.toml"),
+        (lambda: Cluster.load("/"), "no file /"),
     ],
 )
 def test_clusters(call: Callable[[], Any], words: str) -> None:

@@ -26,7 +26,7 @@ from autoshard.cli.coverage import coverage_json, coverage_rows, coverage_summar
 from autoshard.cli.doctor import Finding, diagnose
 from autoshard.cli.models import load_model
 from autoshard.cli.recipes import is_whole, named_twice, parse_constraints, parse_recipe
-from autoshard.cluster import Cluster, JoinedCluster, load_cluster
+from autoshard.cluster import Cluster
 from autoshard.errors import AutoshardError, MeshError, NotAvailableError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
@@ -47,9 +47,7 @@ _PRODUCTS = {"f32": torch.float32, "f16": torch.float16}
 _INTERRUPTED = 130
 """What typer makes of a KeyboardInterrupt, and shells of a process that SIGINT ended."""
 
-_Cluster = Annotated[
-    str, typer.Option(help="NODE_TYPE:NODESxDEVICES, e.g. h100_sxm:8x8; islands of several kinds joined by +.")
-]
+_Cluster = Annotated[str, typer.Option(help="NODE_TYPE:NODESxDEVICES, e.g. h100_sxm:8x8, or a .toml file.")]
 _Axes = Annotated[str | None, typer.Option(help="Axes, e.g. data=8,model=8; else the planner picks them.")]
 _Batch = Annotated[int, typer.Option(min=1, help="Sequences per step over the whole cluster.")]
 _Seq = Annotated[int, typer.Option(min=1, help="Tokens per sequence.")]
@@ -395,25 +393,16 @@ def _examine_machine(as_json: bool) -> None:
         raise AutoshardError(f"this machine is not ready: {', '.join(bad)} (see above).")
 
 
-def parse_cluster(text: str) -> Cluster | JoinedCluster:
+def parse_cluster(text: str) -> Cluster:
     """The cluster that `NODE_TYPE:NODESxDEVICES` names (`NODE_TYPE` alone is one whole node), or that of a .toml file.
-
-    Several, with a + between them, are the islands of one.
 
     Raises:
         MeshError: the text is not of this form.
 
     Example:
-        >>> parse_cluster("h100_sxm:2x4").size, parse_cluster("h100_sxm:2x8+a100_sxm_80gb:4x8").size
-        (8, 48)
+        >>> parse_cluster("h100_sxm:2x4").size
+        8
     """
-    if "+" in text:
-        return JoinedCluster([_parse_island(part.strip(), text) for part in text.split("+")])
-    return load_cluster(text) if text.endswith(".toml") else _parse_island(text, text)
-
-
-def _parse_island(text: str, whole: str) -> Cluster:
-    """The cluster of one kind that a part of the text names."""
     if text.endswith(".toml"):
         return Cluster.load(text)
     name, _, shape = text.partition(":")
@@ -421,7 +410,7 @@ def _parse_island(text: str, whole: str) -> Cluster:
         return Cluster(name)
     sizes = shape.split("x")
     if len(sizes) != 2 or not all(map(is_whole, sizes)):
-        raise MeshError(f"--cluster {whole!r} must read NODE_TYPE:NODESxDEVICES, e.g. h100_sxm:8x8, or several with +.")
+        raise MeshError(f"--cluster {text!r} must read NODE_TYPE:NODESxDEVICES, e.g. h100_sxm:8x8.")
     return Cluster(name, nodes=int(sizes[0]), devices_per_node=int(sizes[1]))
 
 

@@ -99,7 +99,7 @@ def _value(name: str, text: str) -> object:
     if name not in _TEXTS and text.lower() in _WORDS:
         return _WORDS[text.lower()]
     if is_whole(text):
-        return (int(text),) if name == "islands" else int(text)
+        return int(text)
     if "+" in text and all(map(is_whole, text.split("+"))):
         return tuple(int(part) for part in text.split("+"))
     return text

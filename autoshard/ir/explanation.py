@@ -66,7 +66,6 @@ class ValueCost:
         size_bytes: what is moved each time: a rank's part of the value before it is shared out over `axis`.
         times: how often in a step.
         time_s: seconds of all of it in a step, alone: what runs beside computation is not taken off.
-        island: of a joined cluster, by its place: on which it is so; None in others.
     """
 
     what: str
@@ -74,7 +73,6 @@ class ValueCost:
     size_bytes: int
     times: int
     time_s: float
-    island: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +146,7 @@ class Explanation:
             table = Table("what the step does with it", "over", "bytes", "times", "alone")
             for item in self.costs:
                 size, time = format_bytes(item.size_bytes), format_time(item.time_s)
-                where = "" if item.island is None else f", on island {item.island}"
-                table.add_row(f"{item.what}{where}", item.axis, size, str(item.times), time)
+                table.add_row(item.what, item.axis, size, str(item.times), time)
             parts.append(table)
         return parts
 
@@ -220,7 +217,7 @@ class Limits:
         variants: each change ("10 % more memory") with the best plan under it, in a fixed order.
         memory_budget: bytes per device, or None.
         memory_worth_s_per_byte: by how much a step is shorter for each byte more, in the mean of a tenth more memory
-            (its shadow price); None without a limit, and where islands of a joined cluster have different ones.
+            (its shadow price); None without a limit.
     """
 
     chosen: Outcome

@@ -59,8 +59,6 @@ class Recipe:
             "interleaved-1f1b", "zero-bubble", "zbv" or "dualpipev"; None: "1f1b".
         virtual_stages: model chunks on each pipeline rank.
         stage_blocks: blocks on each stage (of `pipeline` x `virtual_stages`); None: as even as can be.
-        islands: of a joined cluster, by their places in it, in the order in which the pipeline passes them; the others
-            are left idle. None: all, in their order.
         split_ends: the embedding and the head each count as a block when blocks are shared out.
         micro_batch: sequences of one replica's forward.
         global_batch: sequences of a step, over all replicas; None: one micro-batch for each.
@@ -121,7 +119,6 @@ class Recipe:
     schedule: str | None = None
     virtual_stages: int = 1
     stage_blocks: Sequence[int] | None = None
-    islands: Sequence[int] | None = None
     split_ends: bool = False
     micro_batch: Count = 1
     global_batch: int | None = None
@@ -162,7 +159,6 @@ class Recipe:
         if self.is_complete:
             self._check_batch()
             self._check_axes()
-        self._check_islands()
         self._check_stages()
         self._check_kernels()
 
@@ -234,8 +230,6 @@ class Recipe:
             if self.stage_blocks is not None:
                 ends = f", of {'+'.join(map(str, self.stage_blocks))} blocks"
             axes.append(f"pipeline {self.pipeline} ({self.schedule or '1f1b'}{stages}{ends})")
-        if self.islands is not None:
-            axes.append(f"island{'s' * (len(self.islands) > 1)} {' then '.join(map(str, self.islands))}")
         some = self.recompute_modules or "attention's core"
         again = {"none": "", "selective": f"; {some} computed again", "full": "; blocks computed again"}
         batches = f"{self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)} of {self.micro_batch}"
@@ -264,7 +258,6 @@ class Recipe:
             f"expert={self.expert} with data={self.data}": has_experts and (self.data or 0) % self.expert != 0,
             f"expert={self.expert} with zero_group={self.zero_group}": has_experts and has_groups,
             f"expert_tensor={self.expert_tensor} with tensor={self.tensor}": self.expert_tensor not in (1, self.tensor),
-            f"islands={self.islands}": self.islands is not None,
             f"recompute={self.recompute!r}": self.recompute == "selective",
             f"offload={self.offload!r}": self.offload in ("optimizer", "parameters"),
             f"precision={self.precision!r}": self.precision == "f8",
@@ -301,15 +294,6 @@ class Recipe:
             )
         if self.offload in ("optimizer", "parameters") and self.zero == 0:
             raise RecipeError(f"offload={self.offload!r} needs zero of at least 1: what is offloaded is ZeRO's shard.")
-
-    def _check_islands(self) -> None:
-        if self.islands is None:
-            return
-        object.__setattr__(self, "islands", _entries("islands", self.islands))
-        if not self.islands or not all(isinstance(place, int) and place >= 0 for place in self.islands):
-            raise RecipeError(f"islands={self.islands!r} must be places of islands in their cluster, from 0 on.")
-        if len(set(self.islands)) < len(self.islands):
-            raise RecipeError(f"islands={self.islands!r} passes an island twice; a pipeline passes each once.")
 
     def _check_kernels(self) -> None:
         if self.kernels == TRITON and (self.unfused or not self.fused):

@@ -7,8 +7,6 @@
 * Of the other specs that the value may have, each belongs to some recipes: `spec_families` gives them as restrictions
   of the searched fields, so that the fastest of each can be searched for.
 
-On a joined cluster all this is of the island that the value lies on; a value of every block may lie on several.
-
 Seconds are those of a step on one rank that has the value, of the collective alone: what of it runs beside computation
 is not taken off, as that is decided for all values of a section together.
 """
@@ -28,12 +26,10 @@ from autoshard.ir.program import InputKind, tensor_values
 from autoshard.ir.recipe import TRITON, Recipe
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
-from cost_models.joined import JoinedCluster
 from cost_models.schedule_orders import stage_ranks
 from cost_models.step import StepModel
 from passes.recipe_search.recipe_space import Only
 from passes.recipes.pipeline_stages import rank_sections, schedule_name, share_out
-from passes.recipes.place_islands import chosen_islands, place_islands
 from passes.recipes.price_ends import GRADIENT_BYTES, EndWork, end_work, update_bytes
 from passes.recipes.price_memory import state_bytes
 from passes.recipes.price_recipe import sharded_time
@@ -137,44 +133,21 @@ class Place:
     """Devices that a value lies on.
 
     Args:
-        cluster: theirs; of a joined cluster, their island.
+        cluster: theirs.
         groups: of them.
-        island: the island's place in a joined cluster; None in others.
     """
 
     cluster: Cluster
     groups: Groups
-    island: int | None = None
-
-
-def value_places(
-    priced: PricedModel, value: Value, recipe: Recipe, cluster: Cluster | JoinedCluster
-) -> tuple[Place, ...]:
-    """Where a value lies: on several islands where these have blocks that it is a value of; inputs on the first."""
-    if isinstance(cluster, Cluster):
-        return (Place(cluster, recipe_groups(recipe, cluster)),)
-    placement, places = place_islands(recipe, cluster), chosen_islands(recipe, cluster)
-    ranks = [0]
-    if value.parameter:
-        ranks = [_rank_of(priced.folded, value, recipe)]
-    elif value.section:
-        held = rank_sections(share_out(priced.folded.blocks, recipe), recipe)
-        ranks = [rank for rank, counts in enumerate(held) if value.section in counts]
-    numbers = dict.fromkeys(placement.of_ranks[rank] for rank in ranks)
-    islands = ((placement.islands[number], places[number]) for number in numbers)
-    return tuple(Place(island.cluster, island.groups, place) for island, place in islands)
 
 
 def value_costs(
-    priced: PricedModel, value: Value, recipe: Recipe, cluster: Cluster | JoinedCluster, model: StepModel
+    priced: PricedModel, value: Value, recipe: Recipe, cluster: Cluster, model: StepModel
 ) -> tuple[ValueCost, ...]:
     """The collectives that a value takes part in, and the update of a parameter."""
-    found: list[ValueCost] = []
-    for place in value_places(priced, value, recipe, cluster):
-        moves = _moves(priced, value, recipe, place, model)
-        own = _parameter_costs(priced, value, recipe, place, model) if value.parameter else ()
-        found += [replace(item, island=place.island) for item in (*own, *moves)]
-    return tuple(found)
+    place = Place(cluster, recipe_groups(recipe, cluster))
+    own = _parameter_costs(priced, value, recipe, place, model) if value.parameter else ()
+    return (*own, *_moves(priced, value, recipe, place, model))
 
 
 def _moves(priced: PricedModel, value: Value, recipe: Recipe, place: Place, model: StepModel) -> tuple[ValueCost, ...]:
@@ -279,13 +252,12 @@ def _block_of(folded: FoldedProgram, name: str) -> int:
     raise AssertionError(f"{name} lies in no block")
 
 
-def value_memory(priced: PricedModel, value: Value, recipe: Recipe, cluster: Cluster | JoinedCluster) -> dict[str, int]:
+def value_memory(priced: PricedModel, value: Value, recipe: Recipe, cluster: Cluster) -> dict[str, int]:
     """Bytes of a parameter, its gradient and its state on each device; nothing for other values."""
     if not value.parameter:
         return {}
-    (place,) = value_places(priced, value, recipe, cluster)
     elements, is_expert = _elements(priced, value, recipe)
-    groups = place.groups
+    groups = recipe_groups(recipe, cluster)
     shards = (groups.expert_replicas if is_expert else groups.zero).size
     return {name: int(size) for name, size in state_bytes(elements, shards, recipe).items() if size}
 

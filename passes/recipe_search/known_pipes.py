@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 from functools import cached_property, lru_cache
-from itertools import combinations_with_replacement, compress, pairwise
+from itertools import compress
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cost_models.schedule_orders import admits, stage_ranks
-from passes.recipes.pipeline_stages import even_blocks, island_blocks, name_of_schedule
+from cost_models.schedule_orders import admits
+from passes.recipes.pipeline_stages import even_blocks, name_of_schedule
 
 _MOST_WAYS = 1000
 """Where there are more ways to share blocks out over stages, they are shared out evenly."""
-
-Share = tuple[int, ...]
-"""How many blocks each island has."""
 
 
 class Pipe(NamedTuple):
@@ -104,50 +101,6 @@ def schedules(most: int) -> list[tuple[str, int]]:
     shapes = [("gpipe", 1), ("1f1b", 1), ("zbv", 2), ("dualpipev", 2)]
     shapes += [("interleaved-1f1b", virtual) for virtual in range(2, most + 1)]
     return shapes + [("zero-bubble", virtual) for virtual in range(1, most + 1)]
-
-
-@lru_cache(maxsize=256)
-def island_shares(blocks: int, ranks: tuple[int, ...]) -> tuple[Share, ...]:
-    """All ways to share blocks out over islands with so many pipeline ranks, of which all but the ends have one."""
-    last = len(ranks) - 1
-    least = [count - (place in (0, last)) for place, count in enumerate(ranks)]
-    free = blocks - sum(least)
-    if free < 0:
-        return ()
-    cuts = (
-        pairwise((0, *inner, free)) for inner in combinations_with_replacement(range(free + 1), last)
-    )  # what each has over its least
-    return tuple(tuple(low + after - before for low, (before, after) in zip(least, cut, strict=True)) for cut in cuts)
-
-
-@lru_cache(maxsize=4096)
-def island_pipes(ranks: tuple[int, ...], micro_batches: int, share: Share) -> PipeSet:
-    """Pipelines over islands with so many ranks, whose schedule admits so many micro-batches, by the islands' blocks.
-
-    Names for the same thing are left out.
-    """
-    total, blocks = sum(ranks), sum(share)
-    of_ranks = [place for place, count in enumerate(ranks) for _ in range(count)]
-    found: dict[Pipe, None] = {}
-    for split_ends in (False, True):
-        for schedule, virtual in schedules((blocks + 2) // total):
-            name = name_of_schedule(schedule, virtual)
-            if not admits(name, total, micro_batches, virtual):
-                continue
-            owners = [of_ranks[rank] for rank in stage_ranks(name, total, virtual)]
-            counts = island_blocks(owners, share, split_ends=split_ends)
-            if all(counts[1:-1]) and min(counts) >= 0:
-                found[_named(schedule, total, virtual, counts)] = None
-    return PipeSet(found)
-
-
-def _named(schedule: str, ranks: int, virtual: int, counts: tuple[int, ...]) -> Pipe:
-    """The pipeline whose stages have so many blocks."""
-    blocks, stages = sum(counts), ranks * virtual
-    for split_ends in (False, True):
-        if stages <= blocks + 2 * split_ends and counts == even_blocks(blocks, stages, split_ends=split_ends):
-            return Pipe(ranks, schedule, virtual, split_ends)
-    return Pipe(ranks, schedule, virtual, uneven=True, stage_blocks=counts)
 
 
 def may_be_uneven(blocks: int, ranks: int) -> bool:

@@ -26,10 +26,9 @@ from passes.recipe_search.explain_recipe import (
     value_costs,
     value_memory,
 )
-from passes.recipe_search.joined_problem import JoinedProblem
 from passes.recipe_search.recipe_problem import RecipeProblem
 from passes.recipe_search.recipe_space import Only
-from passes.recipe_search.richer_problems import even_limit, richer_problems
+from passes.recipe_search.richer_problems import richer_problems
 from passes.recipes.recipe_plan import predict_recipe
 from passes.sections.price_model import PricedModel
 
@@ -108,7 +107,7 @@ class RecipeAlternatives:
         time_budget_s: seconds of each search.
     """
 
-    problem: RecipeProblem | JoinedProblem
+    problem: RecipeProblem
     priced: PricedModel
     time_budget_s: float
 
@@ -196,10 +195,10 @@ class RecipeAlternatives:
         Raises:
             NotAvailableError: time ran out before anything was priced.
         """
-        chosen, limit = outcome_of(plan), even_limit(self.problem)
+        chosen = outcome_of(plan)
         found = {name: self._variant(name, other, known=plan.recipe) for name, other in richer_problems(self.problem)}
         more = found[MORE_MEMORY]
-        worth = None if more is None or limit is None else memory_worth(chosen, more, limit)
+        worth = None if more is None else memory_worth(chosen, more, self.problem.memory_limit)
         return Limits(chosen, tuple(item for item in found.values() if item is not None), plan.memory_budget, worth)
 
     def _missing(self, feature: str) -> str:
@@ -213,14 +212,12 @@ class RecipeAlternatives:
             return "the model has no list of blocks, which are what stages are made of, recomputed and offloaded"
         if feature != "offload":
             return ""
-        islands = problem.cluster.islands if isinstance(problem, JoinedProblem) else (problem.cluster,)
-        has_link = any(island.device.host_link is not None for island in islands)
-        return "" if has_link else "the device's data have no host link"
+        return "" if problem.cluster.device.host_link is not None else "the device's data have no host link"
 
     def _variant(
         self,
         name: str,
-        problem: RecipeProblem | JoinedProblem | None = None,
+        problem: RecipeProblem | None = None,
         *,
         only: Only | None = None,
         known: Recipe | None = None,
@@ -234,7 +231,7 @@ class RecipeAlternatives:
     def _best(
         self,
         name: str,
-        problem: RecipeProblem | JoinedProblem,
+        problem: RecipeProblem,
         *,
         only: Only | None = None,
         known: Recipe | None = None,

@@ -74,8 +74,6 @@ def _values(name: str, given: object) -> tuple[object, ...]:
         raise RecipeError(f"constraints[{name!r}]: a recipe has no such field; there are {', '.join(_FIELDS)}.")
     if name in _ELSEWHERE and (name, given) != ("stage_blocks", None):
         raise RecipeError(f"constraints[{name!r}]={given!r}: constraints do not decide it; {_ELSEWHERE[name]}.")
-    if name == "islands" and isinstance(given, Collection):
-        return (tuple(given),)
     values = (given,) if isinstance(given, str) or not isinstance(given, Collection) else tuple(given)
     if not values:
         raise RecipeError(f"constraints[{name!r}]={given!r} leaves no value; leave it out, or name one.")

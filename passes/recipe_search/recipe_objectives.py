@@ -13,15 +13,12 @@ import numpy as np
 
 from autoshard.ir.recipe import Recipe
 from passes.recipe_search.bound_boundaries import Boundaries
-from passes.recipe_search.known_pipes import Pipe, PipeSet, Share
+from passes.recipe_search.known_pipes import Pipe, PipeSet
 from passes.recipe_search.recipe_pricer import Kind, RecipePricer
 from passes.recipe_search.recipe_space import Keeping
 
 Bound = Callable[[], float]
 """A bound that is found when it is asked for."""
-
-PipesOf = Callable[[Share], PipeSet]
-"""The pipelines that recipes may have whose islands have such shares of the blocks."""
 
 
 class Objective(Protocol):
@@ -42,18 +39,12 @@ class Objective(Protocol):
         """
         ...
 
-    def ranks(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
-        """Those of its pipeline ranks, whatever each micro-batch exchanges, by the islands' blocks.
-
-        The recipe exchanges nothing.
-        """
+    def ranks(self, recipe: Recipe) -> float:
+        """That of its pipeline ranks, whatever each micro-batch exchanges; the recipe exchanges nothing."""
         ...
 
-    def pipelines(self, kinds: Sequence[Kind], shares: Sequence[Share], pipes_of: PipesOf) -> Sequence[Sequence[float]]:
-        """Those of some pipeline ranks that also exchange shards as one kind or another, or do not.
-
-        Each by the islands' blocks, with which they may have such pipelines.
-        """
+    def pipelines(self, kinds: Sequence[Kind], pipes: PipeSet) -> Sequence[float]:
+        """Those of some pipeline ranks that also exchange shards as one kind or another, or do not."""
         ...
 
     def schedules(self, recipe: Recipe, shardings: Iterable[Recipe], pipes: PipeSet) -> Sequence[float]:
@@ -116,20 +107,17 @@ class Fastest:
         kind = replace(first, recompute=keeping.recompute, offload=keeping.offload)
         return self.pricer.layout_floor(kind, most) if fits else math.inf
 
-    def ranks(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
+    def ranks(self, recipe: Recipe) -> float:
         """See `Objective`."""
-        return [self.pricer.ranks_floor(recipe)]
+        return self.pricer.ranks_floor(recipe)
 
-    def pipelines(self, kinds: Sequence[Kind], shares: Sequence[Share], pipes_of: PipesOf) -> Sequence[Sequence[float]]:
+    def pipelines(self, kinds: Sequence[Kind], pipes: PipeSet) -> Sequence[float]:
         """See `Objective`."""
-        recipes = [recipe for recipe, _ in kinds]
-        bounds = np.full((len(kinds), len(shares)), math.inf)
-        for column, share in zip(bounds.T, shares, strict=True):
-            pipes = pipes_of(share)
-            fits = self.pricer.memory_floors(recipes, pipes) <= self.memory_limit
-            some = np.asarray(fits.any(axis=1))
-            if some.any():
-                column[some] = self.pricer.mean_floors(list(compress(kinds, some)), pipes, fits[some])
+        bounds = np.full(len(kinds), math.inf)
+        fits = self.pricer.memory_floors([recipe for recipe, _ in kinds], pipes) <= self.memory_limit
+        some = np.asarray(fits.any(axis=1))
+        if some.any():
+            bounds[some] = self.pricer.mean_floors(list(compress(kinds, some)), pipes, fits[some])
         return bounds.tolist()
 
     def schedules(self, recipe: Recipe, shardings: Iterable[Recipe], pipes: PipeSet) -> Sequence[float]:
@@ -184,15 +172,14 @@ class Smallest:
         floors = self.pricer.layout_memory_floors(first, most, keepings, zero=zero, uneven=self.has_uneven)
         return [partial(float, floor) for floor in floors]
 
-    def ranks(self, recipe: Recipe, shares: Sequence[Share]) -> Sequence[float]:
+    def ranks(self, recipe: Recipe) -> float:
         """See `Objective`."""
-        return [0.0]
+        return 0.0
 
-    def pipelines(self, kinds: Sequence[Kind], shares: Sequence[Share], pipes_of: PipesOf) -> Sequence[Sequence[float]]:
+    def pipelines(self, kinds: Sequence[Kind], pipes: PipeSet) -> Sequence[float]:
         """See `Objective`."""
-        recipes = [recipe for recipe, _ in kinds]
-        floors = [self.pricer.memory_floors(recipes, pipes_of(share)) for share in shares]
-        return np.transpose([each.min(axis=1, initial=math.inf) for each in floors]).tolist()
+        floors = self.pricer.memory_floors([recipe for recipe, _ in kinds], pipes)
+        return floors.min(axis=1, initial=math.inf).tolist()
 
     def schedules(self, recipe: Recipe, shardings: Iterable[Recipe], pipes: PipeSet) -> Sequence[float]:
         """See `Objective`."""

@@ -10,8 +10,6 @@ from autoshard.errors import DoesNotFitError
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.text import format_bytes
 from cost_models.hardware import Cluster
-from cost_models.joined import JoinedCluster
-from passes.recipe_search.joined_problem import JoinedProblem
 from passes.recipe_search.recipe_problem import RecipeProblem
 from passes.recipes.recipe_plan import predict_recipe
 
@@ -19,7 +17,7 @@ _MORE_NODES = (2, 4, 8)
 """How many times as many nodes are tried."""
 
 
-def shortage(problem: RecipeProblem | JoinedProblem, time_budget_s: float) -> DoesNotFitError:
+def shortage(problem: RecipeProblem, time_budget_s: float) -> DoesNotFitError:
     """The error that says what the least memory is, of what, and what would help.
 
     Args:
@@ -31,17 +29,16 @@ def shortage(problem: RecipeProblem | JoinedProblem, time_budget_s: float) -> Do
     if least.recipe is None:
         return DoesNotFitError(_no_recipe(problem), smallest_bytes=0)
     parts = predict_recipe(problem.counted, least.recipe, problem.cluster, problem.model).memory_breakdown
-    limit = problem.tightest(least.recipe)[1] if isinstance(problem, JoinedProblem) else problem.memory_limit
     remedies = _without_constraints(problem, end), _with_more_nodes(problem, end)
     return DoesNotFitError(
-        f"No recipe{_constraints(problem)} fits in {format_bytes(limit)} per device: the smallest needs "
+        f"No recipe{_constraints(problem)} fits in {format_bytes(problem.memory_limit)} per device: the smallest needs "
         f"{format_bytes(least.objective)}, {_words(parts)} ({least.recipe.words}). "
         f"{' '.join(filter(None, remedies)) or 'Use more devices, or devices with more memory.'}",
         smallest_bytes=int(least.objective),
     )
 
 
-def _no_recipe(problem: RecipeProblem | JoinedProblem) -> str:
+def _no_recipe(problem: RecipeProblem) -> str:
     """Why there is no recipe at all."""
     batch, devices = problem.base.batch, problem.cluster.size
     if not problem.pinned or not _has_recipes(replace(problem, pinned={})):
@@ -59,12 +56,11 @@ def _no_recipe(problem: RecipeProblem | JoinedProblem) -> str:
     )  # fmt: skip
 
 
-def _has_recipes(problem: RecipeProblem | JoinedProblem) -> bool:
-    spaces = map(problem.space, problem.routes) if isinstance(problem, JoinedProblem) else [problem.space()]
-    return any(next(space.recipes(), None) is not None for space in spaces)
+def _has_recipes(problem: RecipeProblem) -> bool:
+    return next(problem.space().recipes(), None) is not None
 
 
-def _constraints(problem: RecipeProblem | JoinedProblem) -> str:
+def _constraints(problem: RecipeProblem) -> str:
     return f" with constraints={dict(problem.pinned)!r}" if problem.pinned else ""
 
 
@@ -74,14 +70,14 @@ def _words(parts: Mapping[str, int]) -> str:
     return ", ".join(f"{format_bytes(size)} of {name}" for name, size in largest)
 
 
-def _without_constraints(problem: RecipeProblem | JoinedProblem, end: float) -> str:
+def _without_constraints(problem: RecipeProblem, end: float) -> str:
     found = _that_fits(replace(problem, pinned={}), end) if problem.pinned else None
     if found is None:
         return ""
     return f"Without constraints {format_bytes(found.needed_bytes)} would do ({found.recipe.words})."
 
 
-def _with_more_nodes(problem: RecipeProblem | JoinedProblem, end: float) -> str:
+def _with_more_nodes(problem: RecipeProblem, end: float) -> str:
     for factor in _MORE_NODES:
         larger, words = _larger(problem, factor)
         found = None if larger is None else _that_fits(larger, end)
@@ -90,17 +86,13 @@ def _with_more_nodes(problem: RecipeProblem | JoinedProblem, end: float) -> str:
     return ""
 
 
-def _larger(problem: RecipeProblem | JoinedProblem, factor: int) -> tuple[RecipeProblem | JoinedProblem | None, str]:
+def _larger(problem: RecipeProblem, factor: int) -> tuple[RecipeProblem | None, str]:
     """The problem on so many times as many nodes, in words; None where nodes have no network."""
     cluster = problem.cluster
-    islands = cluster.islands if isinstance(cluster, JoinedCluster) else (cluster,)
-    if any(island.node.inter is None for island in islands):
+    if cluster.node.inter is None:
         return None, ""
-    more = [Cluster(each.node, factor * each.nodes, each.devices_per_node) for each in islands]
-    if isinstance(problem, JoinedProblem):
-        joined = JoinedCluster(more, network=problem.cluster.network)
-        return replace(problem, cluster=joined), f"{factor} times as many nodes on each island"
-    return replace(problem, cluster=more[0]), f"{more[0].nodes} nodes in place of {problem.cluster.nodes}"
+    more = Cluster(cluster.node, factor * cluster.nodes, cluster.devices_per_node)
+    return replace(problem, cluster=more), f"{more.nodes} nodes in place of {cluster.nodes}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,12 +101,9 @@ class _Fitting:
     needed_bytes: float
 
 
-def _that_fits(problem: RecipeProblem | JoinedProblem, end: float) -> _Fitting | None:
+def _that_fits(problem: RecipeProblem, end: float) -> _Fitting | None:
     """The recipe with the least memory that was found in time, if it fits."""
     found = problem.smallest(time_budget_s=max(0.0, end - time.monotonic()))
-    if found.recipe is None:
-        return None
-    limit = problem.tightest(found.recipe)[1] if isinstance(problem, JoinedProblem) else problem.memory_limit
-    if found.objective > limit:
+    if found.recipe is None or found.objective > problem.memory_limit:
         return None
     return _Fitting(found.recipe, found.objective)

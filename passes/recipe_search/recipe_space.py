@@ -41,10 +41,7 @@ from autoshard.ir.recipe import RECOMPUTE, Recipe
 from passes.recipe_search.known_pipes import (
     Pipe,
     PipeSet,
-    Share,
     even_ways,
-    island_pipes,
-    island_shares,
     known_pipes,
 )
 from passes.sections.price_model import CountedModel, RecipeKind
@@ -104,8 +101,6 @@ class RecipeSpace:
     Args:
         counted: the model.
         devices: of the cluster.
-        islands: devices of each island that the pipeline passes, in a joined cluster; none in others. Blocks are then
-            shared out over islands in every way, and evenly over the stages of each.
         base: the fields that are not searched; those that are do not count, but for `global_batch`.
         most_tensor: tensor ranks at most; None: any number.
         least_tokens: tokens of a sequence on each context rank at least, where inputs are tokens.
@@ -124,7 +119,6 @@ class RecipeSpace:
     most_tensor: int | None = None
     least_tokens: int = 1
     offloads: bool = False
-    islands: tuple[int, ...] = ()
     only: Only = field(default_factory=dict)
     pinned: Only = field(default_factory=dict)
     runs: bool = False
@@ -187,7 +181,6 @@ class RecipeSpace:
             stage_ranks = data * layout.ranks // layout.expert_tensor
             allowed = self._allows("pipeline", ranks) and self._allows("data", data)
             fits = self.batch % (layout.micro_batch * data) == 0 and stage_ranks % layout.expert == 0
-            fits = fits and not any(size % (self.devices // ranks) for size in self.islands)
             if allowed and fits and (ranks == 1 or 0 < ranks <= len(self.counted.blocks) + 2):
                 yield ranks
 
@@ -205,27 +198,10 @@ class RecipeSpace:
             and not (names_none and keeping.recompute == "selective")
         ]
 
-    def shares(self, ranks: int) -> tuple[Share, ...]:
-        """How many blocks each island may have, in a pipeline of so many ranks; an empty one without islands."""
-        if not self.islands:
-            return ((),)
-        shares = island_shares(len(self.counted.blocks), self._island_ranks(ranks))
-        return shares if self.has_uneven else tuple(share for share in shares if self._is_even(share, ranks))
-
-    def _is_even(self, share: Share, ranks: int) -> bool:
-        """Whether some pipeline with stages of as many blocks gives islands these shares."""
-        pipes = (
-            pipe for count in divisors(self.batch) for pipe in island_pipes(self._island_ranks(ranks), count, share)
-        )
-        return any(not pipe.uneven for pipe in pipes)
-
-    def _island_ranks(self, ranks: int) -> tuple[int, ...]:
-        return tuple(size * ranks // self.devices for size in self.islands)
-
-    def pipes(self, layout: Layout, ranks: int, share: Share = ()) -> PipeSet:
-        """Pipelines of so many ranks, whose islands have such shares of the blocks."""
+    def pipes(self, layout: Layout, ranks: int) -> PipeSet:
+        """Pipelines of so many ranks."""
         micro_batches = self.batch * ranks * layout.ranks // (layout.micro_batch * self.devices)
-        known = self._known_pipes(ranks, micro_batches, share)
+        known = known_pipes(ranks, micro_batches, len(self.counted.blocks))
         if known not in self._allowed:
             self._allowed[known] = self._allowed_of(known)
         return self._allowed[known]
@@ -244,11 +220,6 @@ class RecipeSpace:
             for pipe in known
         ]
         return known if all(is_allowed) else PipeSet(compress(known, is_allowed))
-
-    def _known_pipes(self, ranks: int, micro_batches: int, share: Share) -> PipeSet:
-        if self.islands:
-            return island_pipes(self._island_ranks(ranks), micro_batches, share)
-        return known_pipes(ranks, micro_batches, len(self.counted.blocks))
 
     @property
     def has_uneven(self) -> bool:
@@ -336,9 +307,7 @@ class RecipeSpace:
         for layouts in self.layouts():
             for layout in layouts:
                 for keeping, ranks in product(self.keepings(layout), self.pipelines(layout)):
-                    shares = self.shares(ranks)
-                    known = (pipe for share in shares for pipe in self.pipes(layout, ranks, share))
-                    pipes = (each for pipe in known for each in self.closed(pipe))
+                    pipes = (each for pipe in self.pipes(layout, ranks) for each in self.closed(pipe))
                     for pipe, sharding in product(pipes, self.shardings(layout, ranks)):
                         recipe = self.recipe(layout, keeping, pipe, sharding)
                         if self.admits(recipe):

@@ -37,13 +37,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 from typing import Any
 
 from autoshard.ir.recipe import RECOMPUTE, Recipe
 from passes.recipe_search.bound_boundaries import Boundaries
-from passes.recipe_search.known_pipes import Pipe, Share
+from passes.recipe_search.known_pipes import Pipe
 from passes.recipe_search.recipe_objectives import Objective
 from passes.recipe_search.recipe_space import KEEPINGS, Keeping, Layout, RecipeSpace, Sharding
 from passes.solver.one_thread import one_blas_thread
@@ -124,8 +123,7 @@ class _Node:
     """A set of recipes: as much of the choice as is made.
 
     `exchanges`: ZeRO-2 or -3, None where it is neither; that which shards most of `kind`, over groups of one size or
-    another; `share`: blocks of each island; `others`: shares that are no better, by rising bound, opened when this one
-    is split; `boundaries`: of an open pipeline, once they are bounded.
+    another; `boundaries`: of an open pipeline, once they are bounded.
     """
 
     branch: Branch
@@ -134,16 +132,14 @@ class _Node:
     ranks: int = 0
     exchanges: Sharding | None = None
     kind: tuple[Sharding, ...] = ()
-    share: Share = ()
-    others: tuple[tuple[float, Share], ...] = ()
     pipe: Pipe | None = None
     sharding: Sharding | None = None
     boundaries: Boundaries | None = None
 
     @property
     def is_uneven(self) -> bool:
-        """Whether it is of pipelines over ranks that are alike, whose blocks are not shared out evenly."""
-        return self.pipe is not None and self.pipe.uneven and not self.share
+        """Whether it is of pipelines whose blocks are not shared out evenly."""
+        return self.pipe is not None and self.pipe.uneven
 
     @property
     def depth(self) -> int:
@@ -281,8 +277,7 @@ class _Search:
         elif len(node.kind) > 1:
             self._split_kind(node)
         elif node.pipe is None:
-            self._open_share(node, node.others)
-            self._split_pipeline(bound, replace(node, others=()))
+            self._split_pipeline(bound, node)
         elif node.pipe.is_open:
             self._split_boundaries(bound, node, node.pipe)
         elif node.sharding is None:
@@ -293,43 +288,27 @@ class _Search:
     def _split_layout(self, node: _Node) -> None:
         space = node.branch.space
         for ranks in space.pipelines(node.layout):
-            shares = self._promising_shares(replace(node, ranks=ranks))
-            shardings = space.shardings(node.layout, ranks) if shares else []
-            self._open_kinds(replace(node, ranks=ranks), _kinds(shardings, apart=bool(space.islands)), shares)
+            some = replace(node, ranks=ranks)
+            if self.best is None or node.branch.objective.ranks(self._recipe(some)) <= self.best[0]:
+                self._open_kinds(some, _kinds(space.shardings(node.layout, ranks)))
 
     def _split_kind(self, node: _Node) -> None:
         """Open each of the ways to exchange shards that a node leaves open."""
-        self._open_share(node, node.others)
-        self._open_kinds(replace(node, others=()), [(sharding,) for sharding in node.kind], [node.share])
+        self._open_kinds(node, [(sharding,) for sharding in node.kind])
 
-    def _open_kinds(self, node: _Node, kinds: Sequence[tuple[Sharding, ...]], shares: Sequence[Share]) -> None:
+    def _open_kinds(self, node: _Node, kinds: Sequence[tuple[Sharding, ...]]) -> None:
         """Open a node with each kind of exchanges: as one or another of some shardings, or, without any, none."""
-        if not (kinds and shares):
+        if not kinds:
             return
         children = [replace(node, kind=kind, exchanges=_most_sharded(kind) if kind else None) for kind in kinds]
         asked = [(self._recipe(child), tuple(item.group or None for item in child.kind)) for child in children]
-        pipes_of = partial(node.branch.space.pipes, node.layout, node.ranks)
-        known = node.branch.objective.pipelines(asked, shares, pipes_of)
-        for child, bounds in zip(children, known, strict=True):
-            self._open_share(child, sorted(zip(bounds, shares, strict=True)))
-
-    def _promising_shares(self, node: _Node) -> list[Share]:
-        """Shares of the blocks with which a node's pipeline ranks may be no worse than the best recipe."""
-        shares = node.branch.space.shares(node.ranks)
-        if self.best is None:
-            return list(shares)
-        bounds = node.branch.objective.ranks(self._recipe(node), shares)
-        return [share for share, bound in zip(shares, bounds, strict=True) if bound <= self.best[0]]
-
-    def _open_share(self, node: _Node, shares: Sequence[tuple[float, Share]]) -> None:
-        """Open a node with the first of some shares of the blocks, by rising bound."""
-        if shares:
-            bound, share = shares[0]
-            self._push(bound, replace(node, share=share, others=tuple(shares[1:])))
+        pipes = node.branch.space.pipes(node.layout, node.ranks)
+        for child, bound in zip(children, node.branch.objective.pipelines(asked, pipes), strict=True):
+            self._push(bound, child)
 
     def _split_pipeline(self, bound: float, node: _Node) -> None:
         objective, recipe = node.branch.objective, self._recipe(node)
-        pipes = node.branch.space.pipes(node.layout, node.ranks, node.share)
+        pipes = node.branch.space.pipes(node.layout, node.ranks)
         closed = pipes.closed
         if closed:
             shardings = (self._recipe(child) for child in self._sharded(node))
@@ -415,15 +394,11 @@ def _exchanges(sharding: Sharding) -> Sharding | None:
     return sharding if sharding.zero >= 2 else None
 
 
-def _kinds(shardings: Sequence[Sharding], *, apart: bool) -> list[tuple[Sharding, ...]]:
-    """Shardings that exchange for each micro-batch, by their ZeRO stage, or `apart`; an empty kind where others do not.
-
-    Over islands they are apart: what each exchanges counts there, and bounds of several do not know it.
-    """
-    kinds: dict[object, tuple[Sharding, ...]] = {}
+def _kinds(shardings: Sequence[Sharding]) -> list[tuple[Sharding, ...]]:
+    """Shardings that exchange for each micro-batch, by their ZeRO stage; an empty kind where others do not."""
+    kinds: dict[int, tuple[Sharding, ...]] = {}
     for item in filter(_exchanges, shardings):
-        key = item if apart else item.zero
-        kinds[key] = (*kinds.get(key, ()), item)
+        kinds[item.zero] = (*kinds.get(item.zero, ()), item)
     silent = [()] if any(_exchanges(item) is None for item in shardings) else []
     return [*silent, *kinds.values()]
 

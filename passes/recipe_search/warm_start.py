@@ -7,18 +7,17 @@ from dataclasses import replace
 from autoshard.errors import RecipeError
 from autoshard.ir.recipe import Recipe
 from cost_models.errors import CostModelError
-from passes.recipe_search.joined_problem import JoinedProblem, alike
 from passes.recipe_search.recipe_problem import RecipeProblem
-from passes.recipe_search.recipe_space import SEARCHED
+from passes.recipe_search.recipe_space import SEARCHED, Only
 
 _SHARE = 0.2
 """Part of the time budget that recipes like another plan's may take."""
 
 
-def known_recipe(problem: RecipeProblem | JoinedProblem, before: Recipe, time_budget_s: float) -> Recipe | None:
+def known_recipe(problem: RecipeProblem, before: Recipe, time_budget_s: float) -> Recipe | None:
     """A recipe of a problem: that of another plan, if it fits and keeps the constraints; else the fastest like it.
 
-    Like it are recipes that cut a micro-batch as it does (`joined_problem.alike`): on another number of devices these
+    Like it are recipes that cut a micro-batch as it does (`alike`): on another number of devices these
     have other replicas or pipeline ranks. None where there is none of these either, or time runs out first.
     """
     try:
@@ -30,8 +29,18 @@ def known_recipe(problem: RecipeProblem | JoinedProblem, before: Recipe, time_bu
     return problem.best(only=alike(before), time_budget_s=_SHARE * time_budget_s).recipe
 
 
-def _on_base(problem: RecipeProblem | JoinedProblem, before: Recipe) -> Recipe:
+def _on_base(problem: RecipeProblem, before: Recipe) -> Recipe:
     """A recipe with the problem's own batch, precision, and all else that is not searched."""
-    names = (*SEARCHED, "islands") if isinstance(problem, JoinedProblem) and problem.base.islands is None else SEARCHED
-    given = {name: getattr(before, name) for name in names}
+    given = {name: getattr(before, name) for name in SEARCHED}
     return replace(problem.base, **{name: value for name, value in given.items() if value is not None})
+
+
+_ALIKE = (
+    "tensor", "sequence_parallel", "context", "expert", "expert_tensor", "micro_batch", "recompute", "offload", "zero",
+)  # fmt: skip
+"""The fields by which a recipe cuts a micro-batch, and keeps and shards what it makes."""
+
+
+def alike(recipe: Recipe) -> Only:
+    """The recipes that have these fields as one has."""
+    return {name: (getattr(recipe, name),) for name in _ALIKE if getattr(recipe, name) is not None}

@@ -84,32 +84,6 @@ def even_blocks(blocks: int, stages: int, *, split_ends: bool) -> tuple[int, ...
     return tuple(counts)
 
 
-def island_blocks(owners: Sequence[int], share: Sequence[int], *, split_ends: bool) -> tuple[int, ...]:
-    """Blocks on each stage where each island shares its own out over its stages, as even as can be.
-
-    Args:
-        owners: by stage, its island.
-        share: by island, its blocks.
-        split_ends: the ends count as blocks of their islands.
-
-    Example:
-        >>> island_blocks([0, 0, 1, 1], (7, 3), split_ends=False), island_blocks([0, 1, 0, 1], (7, 3), split_ends=True)
-        ((4, 3, 2, 1), (3, 2, 4, 1))
-    """
-    counts = [0] * len(owners)
-    last = len(owners) - 1
-    for island, blocks in enumerate(share):
-        stages = [stage for stage, owner in enumerate(owners) if owner == island]
-        ends = [split_ends and end in stages for end in (0, last)]
-        slots = blocks + sum(ends)
-        bounds = [round(index * slots / len(stages)) for index in range(len(stages) + 1)]
-        for stage, (before, after) in zip(stages, pairwise(bounds), strict=True):
-            counts[stage] = after - before
-        counts[0] -= ends[0]
-        counts[last] -= ends[1]
-    return tuple(counts)
-
-
 def rank_sections(stages: Sequence[Stage], recipe: Recipe) -> list[dict[str, int]]:
     """By pipeline rank, how often it has each section, as its schedule lays the stages out."""
     held: list[dict[str, int]] = [{} for _ in range(recipe.pipeline)]

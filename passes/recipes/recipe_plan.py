@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
-from statistics import fmean
 
 from autoshard.errors import RecipeError
 from autoshard.ir.mesh import Mesh
@@ -19,12 +18,9 @@ from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.text import format_bytes
 from cost_models.hardware import Cluster
 from cost_models.intervals import EIGHT_BITS, RECIPES, step_time_uncertainty
-from cost_models.joined import JoinedCluster
 from cost_models.step import StepModel, fitted
 from passes.recipes.pipeline_stages import in_flight, share_out
-from passes.recipes.place_islands import place_islands
 from passes.recipes.price_ends import WEIGHT_BYTES
-from passes.recipes.price_islands import PlacedStep
 from passes.recipes.price_memory import MemoryPrice, host_bytes, memory_price
 from passes.recipes.price_recipe import HOST, StepPrice, model_flops, step_price
 from passes.recipes.recipe_groups import recipe_groups
@@ -36,7 +32,7 @@ from passes.sections.propagate_axis import AxisLayout
 def recipe_plan(
     priced: PricedModel,
     recipe: Recipe,
-    cluster: Cluster | JoinedCluster,
+    cluster: Cluster,
     model: StepModel | None = None,
 ) -> Plan:
     """The plan of a recipe.
@@ -80,14 +76,11 @@ def recipe_plan(
 
 
 def predict_recipe(
-    priced: CountedModel, recipe: Recipe, cluster: Cluster | JoinedCluster, model: StepModel | None = None
+    priced: CountedModel, recipe: Recipe, cluster: Cluster, model: StepModel | None = None
 ) -> Prediction:
     """What a step takes under a recipe, on the fullest rank. See `recipe_plan`."""
     model = fitted() if model is None else model
-    if isinstance(cluster, JoinedCluster):
-        step, memory, least_s = _on_islands(priced, recipe, cluster, model)
-    else:
-        step, memory, least_s = _on_cluster(priced, recipe, cluster, model)
+    step, memory, least_s = _step_of(priced, recipe, cluster, model)
     uncertainty = step_time_uncertainty(EIGHT_BITS if recipe.precision == "f8" else RECIPES)
     return Prediction(
         step_time_s=step.time_s,
@@ -102,22 +95,14 @@ def predict_recipe(
     )
 
 
-def _host_bytes(priced: CountedModel, recipe: Recipe, cluster: Cluster | JoinedCluster) -> int:
+def _host_bytes(priced: CountedModel, recipe: Recipe, cluster: Cluster) -> int:
     """What lies in the host's memory for each device. Raises RecipeError where it does not hold that."""
     if recipe.offload != "activations":
         return 0
-    if isinstance(cluster, JoinedCluster):
-        return _held_by_hosts(recipe, _placed_step(priced, recipe, cluster))
     size = host_bytes(
         priced.section_sizes(recipe, cluster), share_out(priced.blocks, recipe), recipe, in_flight(recipe)
     )
     return _held_by_host(recipe, cluster, size)
-
-
-def _held_by_hosts(recipe: Recipe, placed: PlacedStep) -> int:
-    """The most of any island; likewise."""
-    islands = zip(placed.placement.islands, placed.host_bytes(in_flight(recipe)), strict=True)
-    return max(_held_by_host(recipe, island.cluster, size) for island, size in islands)
 
 
 def _held_by_host(recipe: Recipe, cluster: Cluster, size: int) -> int:
@@ -131,18 +116,10 @@ def _held_by_host(recipe: Recipe, cluster: Cluster, size: int) -> int:
     return size
 
 
-def _placed_step(priced: CountedModel, recipe: Recipe, cluster: JoinedCluster) -> PlacedStep:
-    placement = place_islands(recipe, cluster)
-    prices = [priced.section_prices(recipe, island.cluster) for island in placement.islands]
-    return PlacedStep(placement, prices, share_out(priced.blocks, recipe), recipe)
-
-
-def _on_cluster(
+def _step_of(
     priced: CountedModel, recipe: Recipe, cluster: Cluster, model: StepModel
 ) -> tuple[StepPrice, MemoryPrice, float]:
     """The step, its memory, and the seconds that its FLOPs take at the peak."""
-    if recipe.islands is not None:
-        raise RecipeError(f"islands={recipe.islands!r}, but {cluster.name} is no joined cluster; leave them out.")
     groups = recipe_groups(recipe, cluster)
     stages = share_out(priced.blocks, recipe)
     sections = priced.section_prices(recipe, cluster)
@@ -150,19 +127,6 @@ def _on_cluster(
     memory = memory_price(sections, stages, recipe, groups, step.in_flight)
     _host_bytes(priced, recipe, cluster)
     return step, memory, model_flops(sections, priced.blocks, recipe) / _peak(recipe, cluster)
-
-
-def _on_islands(
-    priced: CountedModel, recipe: Recipe, cluster: JoinedCluster, model: StepModel
-) -> tuple[StepPrice, MemoryPrice, float]:
-    """The same, at the mean of the peaks of pipeline ranks."""
-    placed = _placed_step(priced, recipe, cluster)
-    step, placement = placed.price(model), placed.placement
-    memory = max(placed.memory(step.in_flight), key=lambda each: each.total)
-    if recipe.offload == "activations":
-        _held_by_hosts(recipe, placed)
-    peak = fmean(_peak(recipe, placement.islands[number].cluster) for number in placement.of_ranks)
-    return step, memory, model_flops(placed.prices[0], priced.blocks, recipe) / peak
 
 
 def _peak(recipe: Recipe, cluster: Cluster) -> float:

@@ -25,7 +25,6 @@ from torch import nn
 
 import autoshard
 from autoshard import Cluster
-from autoshard.cluster import JoinedCluster
 
 
 def llama(hidden: int, ffn: int, layers: int, heads: int) -> nn.Module:
@@ -39,19 +38,17 @@ def llama(hidden: int, ffn: int, layers: int, heads: int) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A model, tokens of a sequence, nodes of eight devices, and sequences of a step; the nodes are of these kinds."""
+    """A model, tokens of a sequence, nodes of eight H100s, and sequences of a step."""
 
     build: Callable[[], nn.Module]
     tokens: int
     nodes: int
     batch: int
-    kinds: tuple[str, ...] = ("h100_sxm",)
 
     @property
-    def cluster(self) -> Cluster | JoinedCluster:
-        """As many nodes of each kind, each kind an island."""
-        islands = [Cluster(kind, self.nodes // len(self.kinds), 8) for kind in self.kinds]
-        return islands[0] if len(islands) == 1 else Cluster.join(*islands)
+    def cluster(self) -> Cluster:
+        """Its nodes."""
+        return Cluster("h100_sxm", self.nodes, 8)
 
 
 TASKS = {
@@ -60,9 +57,6 @@ TASKS = {
     "Llama-3 405B": Task(lambda: llama(16384, 53248, 126, 128), 8192, 2048, 2048),
     "DeepSeek-V3 671B": Task(
         lambda: transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config()), 4096, 256, 7680
-    ),
-    "Llama-3 70B, H100 + A100": Task(
-        lambda: llama(8192, 28672, 80, 64), 8192, 128, 2048, ("h100_sxm", "a100_sxm_80gb")
     ),
 }
 

@@ -12,11 +12,9 @@ from torch import nn
 
 import autoshard
 from autoshard import Cluster, Mesh, Plan, Recipe
-from autoshard.cluster import JoinedCluster
 from cost_models.hardware import Cluster as PricedCluster
 from cost_models.hardware import node_type
 from tests.passes.decoders import PRICED
-from tests.passes.islands import slower
 from tests.zoo.table import ARCHITECTURES
 
 Built = tuple[nn.Module, Any]
@@ -95,14 +93,6 @@ UNIFORM: Mapping[str, Cluster] = {
     "two nodes": Cluster("a100_sxm_80gb", 2, 2),
     "slow devices": _slowed(),
 }
-JOINED: Mapping[str, JoinedCluster] = {
-    "two kinds": Cluster.join(Cluster("h100_sxm", 1, 2), Cluster("a100_sxm_80gb", 1, 2)),
-    "one half as fast": Cluster.join(Cluster("l4", 1, 1), slower(2.0)),
-}
-MESHES: Mapping[str, Mesh] = {"square": Mesh({"data": 2, "model": 2}), "line": Mesh({"data": 4})}
-
-
-CLUSTERS: Mapping[str, Cluster | JoinedCluster] = {**UNIFORM, **JOINED}
 MESHES: Mapping[str, Mesh] = {"square": Mesh({"data": 2, "model": 2}), "line": Mesh({"data": 4})}
 
 
@@ -113,7 +103,7 @@ def plan_of_recipe(name: str, place: str, share: float | None = None) -> Plan:
     budget = None if share is None else int(share * plan_of_recipe(name, place).predicted.peak_memory_bytes)
     return autoshard.plan(
         model,
-        CLUSTERS[place],
+        UNIFORM[place],
         example_inputs=inputs,
         optimizer="adamw",
         runtime=PRICED,
@@ -122,7 +112,7 @@ def plan_of_recipe(name: str, place: str, share: float | None = None) -> Plan:
     )
 
 
-def price(name: str, cluster: PricedCluster | JoinedCluster, recipe: Recipe) -> Plan:
+def price(name: str, cluster: PricedCluster, recipe: Recipe) -> Plan:
     """Of a recipe that is stated, as a user would confirm it."""
     model, inputs = built(name)
     return autoshard.price(model, cluster, recipe, example_inputs=inputs)

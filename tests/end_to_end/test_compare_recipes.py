@@ -1,4 +1,4 @@
-"""`Plan.compare` states what `price` says of two recipes, whichever field differs, on joined clusters too."""
+"""`Plan.compare` states what `price` says of two recipes, whichever field differs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from tests.passes.decoders import priced_sparse, sparse, tokens
 MODEL = sparse()
 CLUSTERS = {
     "uniform": Cluster("h100_sxm", 1, 4),
-    "joined": Cluster.join(Cluster("h100_sxm", 1, 2), Cluster("a100_sxm_80gb", 1, 2)),
 }
 BASE = Recipe(data=2, zero=1, pipeline=2, global_batch=8)
 
@@ -37,7 +36,6 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
     "schedule": ({"schedule": "gpipe"}, {"schedule": "zero-bubble"}, {"schedule": "1f1b"}),
     "virtual_stages": ({"virtual_stages": 2}, {"virtual_stages": 3, "schedule": "zero-bubble"}),
     "stage_blocks": ({"stage_blocks": (2, 4)}, {"stage_blocks": (5, 1)}),
-    "islands": ({"islands": (0, 1)}, {"islands": (1, 0)}, {"islands": (1,), "pipeline": 1}),
     "split_ends": ({"split_ends": True},),
     "micro_batch": ({"micro_batch": 2}, {"micro_batch": 4}),
     "global_batch": ({"global_batch": 16}, {"global_batch": 4}),
@@ -131,15 +129,11 @@ def test_every_field_has_changes() -> None:
 @pytest.mark.parametrize("name", CLUSTERS)
 @pytest.mark.parametrize("field", CHANGES)
 def test_a_changed_field_makes_the_difference_that_pricing_both_makes(field: str, name: str) -> None:
-    """Each change of it; clusters of one kind have no islands."""
+    """Each change of it."""
     for change in CHANGES[field]:
-        if (field, name) == ("islands", "uniform"):
-            with pytest.raises(RecipeError, match="no joined cluster"):
-                plan_of(name, replace(BASE, **change))
-        else:
-            other = replace(BASE, **change)
-            assert getattr(other, field) != getattr(BASE, field)
-            check(name, BASE, other)
+        other = replace(BASE, **change)
+        assert getattr(other, field) != getattr(BASE, field)
+        check(name, BASE, other)
 
 
 @settings(max_examples=12)
@@ -148,7 +142,6 @@ def test_it_does_so_whatever_the_other_fields_are(
     name: str, field: str, data: st.DataObject, others: dict[str, Any]
 ) -> None:
     """Those that are drawn are the same in both recipes, but for what the change takes."""
-    assume((field, name) != ("islands", "uniform"))
     change = data.draw(st.sampled_from(CHANGES[field]))
     try:
         one = replace(BASE, **others)

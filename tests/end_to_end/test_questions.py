@@ -11,7 +11,6 @@ from hypothesis import example, given, reject, settings
 from hypothesis import strategies as st
 
 from autoshard import DoesNotFitError, Plan
-from autoshard.cluster import JoinedCluster
 from autoshard.errors import NotAvailableError
 from autoshard.ir.explanation import Outcome, WhyNot
 from cost_models.hardware import Cluster as PricedCluster
@@ -24,7 +23,6 @@ from passes.recipe_search.recipe_alternatives import FEATURES, RecipeAlternative
 from passes.recipe_search.richer_problems import richer_problems
 from passes.solver.assignment import Solution
 from tests.end_to_end.questioned import (
-    CLUSTERS,
     MESHES,
     OTHERS,
     OWN,
@@ -34,13 +32,11 @@ from tests.end_to_end.questioned import (
     price,
 )
 
-AnyCluster = PricedCluster | JoinedCluster
-
 SHARES = (None, 0.95, 0.6)
 """Of the memory that the fastest recipe takes; None: all of the device's."""
 
 
-def confirm(name: str, cluster: AnyCluster, item: Outcome) -> Plan:
+def confirm(name: str, cluster: PricedCluster, item: Outcome) -> Plan:
     """A recipe that is stated has the price that is stated."""
     assert item.recipe is not None
     again = price(name, cluster, item.recipe)
@@ -89,7 +85,7 @@ def check_why_not(name: str, place: str, plan: Plan, feature: str) -> int:
         assert item.recipe is not None
         assert asked.is_used(item.recipe) != bool(answer.used)
         assert not item.fits or item.objective >= plan.objective * (1 - 1e-12)
-        confirm_compared(plan, item, confirm(name, CLUSTERS[place], item))
+        confirm_compared(plan, item, confirm(name, UNIFORM[place], item))
     return len(answer.variants)
 
 
@@ -101,7 +97,7 @@ def check_explain(name: str, place: str, plan: Plan, value: str) -> int:
     specs = [item.spec for item in (found.chosen, *found.others)]
     assert found.chosen.recipe == plan.recipe
     for item in (found.chosen, *found.others):
-        again = confirm(name, CLUSTERS[place], item)
+        again = confirm(name, UNIFORM[place], item)
         assert again.parameters[value].spec == item.spec
         assert not item.fits or item.objective >= plan.objective * (1 - 1e-12)
         confirm_compared(plan, item, again)
@@ -142,7 +138,7 @@ ANY_NUMBER = st.integers(0, 999)
 
 
 @settings(max_examples=10)
-@given(st.sampled_from(list(OWN)), st.sampled_from(list(CLUSTERS)), st.sampled_from(SHARES), QUESTIONS, ANY_NUMBER)
+@given(st.sampled_from(list(OWN)), st.sampled_from(list(UNIFORM)), st.sampled_from(SHARES), QUESTIONS, ANY_NUMBER)
 def test_pricing_confirms_what_plans_of_recipes_answer(
     name: str, place: str, share: float | None, question: str, number: int
 ) -> None:
@@ -156,7 +152,7 @@ def test_pricing_confirms_what_plans_of_recipes_answer(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of other people's models
-@pytest.mark.parametrize("place", CLUSTERS)
+@pytest.mark.parametrize("place", UNIFORM)
 @pytest.mark.parametrize("name", OTHERS)
 def test_pricing_confirms_what_plans_of_other_peoples_models_answer(name: str, place: str) -> None:
     """Every feature, a parameter of every tenth, and limits; with plenty of memory, and with little."""

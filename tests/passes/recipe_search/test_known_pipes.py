@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import product
-
 import pytest
 
-from cost_models.schedule_orders import admits, stage_ranks
+from cost_models.schedule_orders import admits
 from passes.recipe_search.known_pipes import (
     Pipe,
     even_ways,
-    island_pipes,
-    island_shares,
     known_pipes,
     may_be_uneven,
     schedule_of,
@@ -22,41 +18,6 @@ def _stages(pipe: Pipe, blocks: int) -> tuple[int, ...]:
     """The blocks of each stage, even or not."""
     ways = even_ways(blocks, pipe.pipeline * pipe.virtual_stages)
     return pipe.stage_blocks if pipe.uneven else ways[-1 if pipe.split_ends else 0]
-
-
-@pytest.mark.parametrize(("ranks", "share"), [((1, 1), (2, 2)), ((1, 1), (3, 2)), ((2, 1), (2, 3)), ((1, 1), (4, 4))])
-def test_islands_have_their_blocks_and_even_pipelines_keep_their_name(
-    ranks: tuple[int, ...], share: tuple[int, ...]
-) -> None:
-    """Stages of an island hold its share; a list of blocks stands only for what no even pipeline is."""
-    total, blocks = sum(ranks), sum(share)
-    islands = [island for island, count in enumerate(ranks) for _ in range(count)]
-    found = island_pipes(ranks, 8, share)
-    assert found
-    for pipe in found:
-        counts = _stages(pipe, blocks)
-        owners = stage_ranks(schedule_of(pipe), total, pipe.virtual_stages)
-        held = [0] * len(ranks)
-        for owner, count in zip(owners, counts, strict=True):
-            held[islands[owner]] += count
-        assert tuple(held) == share
-        assert pipe.uneven == (counts not in even_ways(blocks, total * pipe.virtual_stages))
-    assert len(found) == len({(schedule_of(pipe), _stages(pipe, blocks)) for pipe in found})
-
-
-@pytest.mark.parametrize(("blocks", "ranks"), [(3, (1, 1)), (5, (2, 1, 1)), (4, (2, 3)), (1, (2, 2)), (0, (1, 1))])
-def test_shares_are_all_ways(blocks: int, ranks: tuple[int, ...]) -> None:
-    """Each stage but the first and the last has a block; so that an island at an end needs one fewer."""
-    last = len(ranks) - 1
-    least = [count - (place in (0, last)) for place, count in enumerate(ranks)]
-    every = {
-        ways
-        for ways in product(range(blocks + 1), repeat=len(ranks))
-        if sum(ways) == blocks and all(map(int.__ge__, ways, least))
-    }
-    found = island_shares(blocks, ranks)
-    assert len(found) == len(every)
-    assert set(found) == every
 
 
 @pytest.mark.parametrize(("blocks", "ranks"), [(1, 2), (4, 2), (4, 4), (6, 4)])

@@ -12,50 +12,42 @@ from hypothesis import strategies as st
 
 import autoshard
 from autoshard import Cluster, NotAvailableError, Plan, Recipe
-from autoshard.cluster import JoinedCluster
 from autoshard.recipe_search import problem_of
-from passes.recipe_search.joined_problem import JoinedProblem
 from passes.recipe_search.recipe_problem import RecipeProblem
 from passes.recipe_search.recipe_space import Only, RecipeSpace
 from passes.recipe_search.warm_start import known_recipe
 from tests.passes.decoders import PRICED, dense, priced_dense, tokens
-from tests.passes.islands import JOINED
 
 MODEL, COUNTED = dense(4), priced_dense(4).counted
 FOUR, EIGHT = Cluster("h100_sxm", 1, 4), Cluster("h100_sxm", 1, 8)
 OPTIONS = {"optimizer": "adamw", "runtime": PRICED, "global_batch": 8, "constraints": {"micro_batch": (1, 2)}}
-CLUSTERS = {"uniform": FOUR, "joined": JOINED}
 
 
 @cache
-def plan(name: str) -> Plan:
+def plan() -> Plan:
     """Found without any other."""
-    return autoshard.plan(MODEL, CLUSTERS[name], example_inputs=tokens(), **OPTIONS)
+    return autoshard.plan(MODEL, FOUR, example_inputs=tokens(), **OPTIONS)
 
 
-def problem(
-    cluster: Cluster | JoinedCluster, *, batch: int = 8, limit: float = 80e9, pinned: Only | None = None
-) -> RecipeProblem | JoinedProblem:
+def problem(cluster: Cluster, *, batch: int = 8, limit: float = 80e9, pinned: Only | None = None) -> RecipeProblem:
     """The search of `plan`, on any cluster."""
     return problem_of(
         COUNTED, cluster, Recipe(global_batch=batch), int(limit), {"micro_batch": (1, 2), **(pinned or {})}
     )
 
 
-@pytest.mark.parametrize("name", CLUSTERS)
-def test_the_same_recipe_is_found(name: str) -> None:
+def test_the_same_recipe_is_found() -> None:
     """On the cluster that it was found for, with a proof."""
-    again = autoshard.plan(MODEL, CLUSTERS[name], example_inputs=tokens(), previous=plan(name), **OPTIONS)
-    assert (again.recipe, again.objective, again.gap) == (plan(name).recipe, plan(name).objective, 0.0)
-    assert again.baselines == plan(name).baselines
+    again = autoshard.plan(MODEL, FOUR, example_inputs=tokens(), previous=plan(), **OPTIONS)
+    assert (again.recipe, again.objective, again.gap) == (plan().recipe, plan().objective, 0.0)
+    assert again.baselines == plan().baselines
 
 
-@pytest.mark.parametrize("name", CLUSTERS)
-def test_a_recipe_that_will_do_is_the_first(name: str) -> None:
+def test_a_recipe_that_will_do_is_the_first() -> None:
     """For another batch it has that; the fastest there is found all the same."""
-    before = plan(name).recipe
+    before = plan().recipe
     assert before is not None
-    other = problem(CLUSTERS[name], batch=16)
+    other = problem(FOUR, batch=16)
     known = known_recipe(other, before, math.inf)
     assert known is not None
     assert (known.batch, known.words.partition(";")[0]) == (16, before.words.partition(";")[0])
@@ -64,10 +56,8 @@ def test_a_recipe_that_will_do_is_the_first(name: str) -> None:
 
 
 @settings(max_examples=8)
-@given(st.data(), st.sampled_from([FOUR, EIGHT, JOINED]))
-def test_a_recipe_of_eight_devices_is_where_any_search_begins(
-    data: st.DataObject, cluster: Cluster | JoinedCluster
-) -> None:
+@given(st.data(), st.sampled_from([FOUR, EIGHT]))
+def test_a_recipe_of_eight_devices_is_where_any_search_begins(data: st.DataObject, cluster: Cluster) -> None:
     """As it is where it will do; else with one like it, or with none; what it begins with fits."""
     recipes = list(RecipeSpace(COUNTED, 8, Recipe(global_batch=8), only={"stage_blocks": (None,)}).recipes())
     before, limit = data.draw(st.sampled_from(recipes)), data.draw(st.sampled_from([80e9, 3e6, 1.0]))
@@ -80,32 +70,19 @@ def test_a_recipe_of_eight_devices_is_where_any_search_begins(
     assert known == before or cluster is not EIGHT or not here.admits(before)
 
 
-@pytest.mark.parametrize("cluster", [FOUR, JOINED], ids=["uniform", "joined"])
-def test_a_faster_recipe_from_elsewhere_is_kept(cluster: Cluster | JoinedCluster) -> None:
+def test_a_faster_recipe_from_elsewhere_is_kept() -> None:
     """One that the search does not look at; no bound is above it."""
-    whole = problem_of(COUNTED, cluster, Recipe(global_batch=8), int(80e9), {}).best()
+    whole = problem_of(COUNTED, FOUR, Recipe(global_batch=8), int(80e9), {}).best()
     slow = {"recompute": ("full",)}
-    found, _ = problem(cluster, pinned=slow).best_of_all(known=whole.recipe)
+    found, _ = problem(FOUR, pinned=slow).best_of_all(known=whole.recipe)
     assert (found.recipe, found.objective, found.lower_bound) == (whole.recipe, whole.objective, whole.objective)
-    assert problem(cluster, pinned=slow).best().objective > whole.objective
+    assert problem(FOUR, pinned=slow).best().objective > whole.objective
 
 
-def test_an_island_begins_with_a_recipe_that_lies_on_it() -> None:
-    """Where no time is left to search, that is what its baseline is; the other island has none."""
-    here = problem(JOINED)
-    assert isinstance(here, JoinedProblem)
-    known = here.best(routes=[(1,)]).recipe
-    recipes = [found.recipe for found in here.baselines(0.0, known=known).values()]
-    assert recipes == [None, known]
-
-
-@pytest.mark.parametrize("name", CLUSTERS)
-def test_known_recipes_that_time_ran_out_for_are_no_baselines(name: str) -> None:
+def test_known_recipes_that_time_ran_out_for_are_no_baselines() -> None:
     """None says that nothing of a kind fits, and of these nothing is known; the plan before is what is found."""
-    before = plan(name)
-    again = autoshard.plan(
-        MODEL, CLUSTERS[name], example_inputs=tokens(), previous=before, time_budget_s=0.0, **OPTIONS
-    )
+    before = plan()
+    again = autoshard.plan(MODEL, FOUR, example_inputs=tokens(), previous=before, time_budget_s=0.0, **OPTIONS)
     assert again.recipe == before.recipe
     assert None not in again.baselines.values()
     assert len(again.baselines) < len(before.baselines)
@@ -133,4 +110,4 @@ def test_what_a_search_cannot_begin_with_is_refused() -> None:
         ),
     ):
         with pytest.raises(NotAvailableError, match=message):
-            autoshard.plan(MODEL, FOUR, example_inputs=tokens(), previous=plan("uniform"), **other)
+            autoshard.plan(MODEL, FOUR, example_inputs=tokens(), previous=plan(), **other)
