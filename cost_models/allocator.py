@@ -74,11 +74,6 @@ class AllocatorPeak:
     allocated: int
     reserved: int
 
-    @property
-    def fragmentation(self) -> float:
-        """Share of what is reserved that blocks never filled."""
-        return 1 - self.allocated / self.reserved if self.reserved else 0.0
-
 
 def replay(events: Iterable[tuple[int, int, int]], rules: AllocatorRules | None = None) -> AllocatorPeak:
     """Run the allocator over values that live from birth to death.

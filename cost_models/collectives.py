@@ -67,17 +67,6 @@ def all_reduce_algorithms(operand_bytes: float, group: GroupLinks) -> dict[str, 
     return found
 
 
-def hierarchical_all_reduce_time(operand_bytes: float, group: GroupLinks) -> float:
-    """Seconds of an all-reduce in three collectives, one after the other, as frameworks do it themselves (HSDP).
-
-    A reduce-scatter in each node, an all-reduce of a share of 1/per_node over the network, an all-gather in each node.
-    """
-    inside = GroupLinks(group.per_node, group.per_node, 1, group.intra, None)
-    outside = replace(group, size=group.nodes, per_node=1, intra=None)
-    around = reduce_scatter_time(operand_bytes, inside) + all_gather_time(operand_bytes, inside)
-    return around + all_reduce_time(operand_bytes / group.per_node, outside)
-
-
 def all_to_all_time(local_bytes: float, group: GroupLinks) -> float:
     """Seconds of an all-to-all; `local_bytes` is each rank's operand, of which 1/n goes to each rank.
 

@@ -79,10 +79,6 @@ class HardwareFile:
         keys = [path for path in self.constants if path.startswith(prefix + ".")]
         return {path[len(prefix) + 1 :]: self.number(path, unit) for path in keys}
 
-    def uncertain(self) -> dict[str, Constant]:
-        """The constants that are given with an interval, by dotted path."""
-        return {path: constant for path, constant in self.constants.items() if constant.interval is not None}
-
     def overlay(self, other: HardwareFile, prefix: str = "") -> HardwareFile:
         """This file with what `other` adds (constants below `prefix`, "intra."); what both have is taken from this."""
         below = {prefix + path: constant for path, constant in other.constants.items()}

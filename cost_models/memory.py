@@ -1,4 +1,4 @@
-"""Memory in bytes: peak by liveness, optimizer state, and what lies on a device beside the program's values.
+"""Memory in bytes: peak by liveness, and what lies on a device beside the program's values.
 
 The classes of a run's memory, and which measurement holds them:
 
@@ -14,9 +14,8 @@ The classes of a run's memory, and which measurement holds them:
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
 
-from cost_models.allocator import AllocatorPeak, allocator_rules, replay
+from cost_models.allocator import allocator_rules
 from cost_models.constants import load
 from cost_models.errors import CostArgumentError, UnknownHardwareError
 
@@ -37,7 +36,6 @@ MOMENTS: Mapping[str, int] = {
     "lion": 1,
     "muon": 1,
 }
-_STEPLESS = frozenset({"sgd", "sgd_momentum", "lion", "muon"})
 
 
 def round_block(tensor_bytes: int) -> int:
@@ -48,45 +46,6 @@ def round_block(tensor_bytes: int) -> int:
 def round_segment(block_bytes: int) -> int:
     """Bytes that the allocator asks of the driver for one block: 2 MiB, 20 MiB, or the next multiple of 2 MiB."""
     return allocator_rules().round_segment(block_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceMemory:
-    """Bytes on one device by class (see the module), at the peak.
-
-    Args:
-        parameters: local weights, in the dtype that is kept.
-        gradients: local gradients.
-        optimizer_state: moments, steps and float32 master weights.
-        activations: values saved for backward, and those alive at the peak.
-        collective_buffers: tensors that collectives read and write (gathered weights, buckets).
-        workspace: of the matrix library.
-        communicators: NCCL's own buffers.
-        context: the CUDA context and loaded kernels.
-    """
-
-    parameters: int = 0
-    gradients: int = 0
-    optimizer_state: int = 0
-    activations: int = 0
-    collective_buffers: int = 0
-    workspace: int = 0
-    communicators: int = 0
-    context: int = 0
-
-    @property
-    def allocated_bytes(self) -> int:
-        """What max_memory_allocated() counts, but for rounding."""
-        return self.total_bytes - self.communicators - self.context
-
-    @property
-    def total_bytes(self) -> int:
-        """All of it: must fit in the device's memory."""
-        return sum(getattr(self, each.name) for each in fields(self))
-
-    def device_bytes(self, peak: AllocatorPeak) -> int:
-        """What nvidia-smi shows when the allocator came to `peak`: reserved segments, communicators and context."""
-        return peak.reserved + self.communicators + self.context
 
 
 def workspace_bytes(architecture: str, handles: int | None = None) -> int:
@@ -129,14 +88,6 @@ def context_bytes() -> int:
     return int(load("software", "cuda_context").number("context", "B"))
 
 
-def allocator_peak(events: Iterable[tuple[int, int, int]], workspace: int = 0) -> AllocatorPeak:
-    """The allocator's peak over (birth, death, bytes), see `peak`, with workspaces that are there from the start."""
-    values = list(events)
-    last = max((death for _, death, _ in values), default=0) + 1
-    first = min((birth for birth, _, _ in values), default=0) - 1
-    return replay([(first, last, workspace), *values])
-
-
 def peak(events: Iterable[tuple[int, int, int]]) -> int:
     """Largest sum of bytes alive at once.
 
@@ -164,24 +115,6 @@ def usage(events: Iterable[tuple[int, int, int]]) -> list[tuple[int, int]]:
         alive += changes[time]
         points.append((time, alive))
     return points
-
-
-def optimizer_state_bytes(elements: int, optimizer: str, itemsize: int, *, master_weights: bool = False) -> int:
-    """Bytes of optimizer state for one parameter tensor of `elements` elements.
-
-        moments[optimizer] * elements * itemsize + 4 (the step, float32, but for SGD, Lion and Muon)
-        + 4 * elements with float32 master weights
-
-    Raises:
-        CostArgumentError: an unknown optimizer; names those known.
-    """
-    if optimizer not in MOMENTS:
-        raise CostArgumentError(
-            f"Unknown optimizer {optimizer!r}. Known: {', '.join(MOMENTS)}; add it to memory.MOMENTS."
-        )
-    step = 0 if optimizer in _STEPLESS else 4
-    master = 4 * elements if master_weights else 0
-    return MOMENTS[optimizer] * _checked(elements) * itemsize + step + master
 
 
 def _checked(size: int) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import lru_cache
@@ -218,25 +218,6 @@ class GroupLinks:
     def links(self) -> tuple[Link, ...]:
         """The links that are used, innermost first."""
         return tuple(link for link in (self.intra, self.inter, self.spine) if link is not None)
-
-
-def share_links(groups: Mapping[str, GroupLinks]) -> dict[str, GroupLinks]:
-    """The same groups when all communicate at once: those that use a level split its bandwidth evenly."""
-    users = {
-        level: max(1, sum(getattr(group, level) is not None for group in groups.values()))
-        for level in ("intra", "inter", "spine")
-    }
-    return {
-        name: replace(
-            group,
-            **{
-                level: link.scaled(1 / users[level])
-                for level in users
-                if (link := getattr(group, level)) is not None and users[level] > 1
-            },
-        )
-        for name, group in groups.items()
-    }
 
 
 @lru_cache(maxsize=4096)

@@ -228,7 +228,3 @@ def _link_table(space: SearchSpace, prices: Prices, link: Link, terms: Mapping[_
         if taken is not None:
             table = table - number * copies_table(tail, head, link, taken, times, prices)
     return table
-
-
-def _accumulate(into: dict[Any, Floats], key: Any, sizes: Floats) -> None:
-    into[key] = into[key] + sizes if key in into else sizes

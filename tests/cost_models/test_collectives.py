@@ -13,7 +13,6 @@ from cost_models.collectives import (
     all_to_all_time,
     broadcast_time,
     dispatch_time,
-    hierarchical_all_reduce_time,
     point_to_point_time,
     reduce_scatter_time,
 )
@@ -24,7 +23,7 @@ from tests.benchmarks.collective_accuracy import counted, errors, leave_one_out,
 
 TIMES = [
     *(all_reduce_time, all_gather_time, reduce_scatter_time),
-    *(all_to_all_time, broadcast_time, hierarchical_all_reduce_time),
+    *(all_to_all_time, broadcast_time),
 ]
 PROTOCOLS = st.builds(
     Protocol,

@@ -51,13 +51,6 @@ def test_an_interval_around_another_value_is_refused():
         constants.parse({"memory_bytes": table}, "mine.toml")
 
 
-def test_uncertain_constants_are_listed():
-    """The rate of an L4 in fp8 is not measured in our sources, that in bf16 is."""
-    uncertain = constants.load("devices", "l4").uncertain()
-    assert "matmul.efficiency.f8" in uncertain
-    assert "matmul.efficiency.bf16" not in uncertain
-
-
 def test_another_attention_kernel_can_be_used():
     """FlashAttention-3 is faster than 2 on an H100; an A100 has only the latter."""
     shape = AttentionShape(16, 8192, 8192, 128, 128, causal=True)

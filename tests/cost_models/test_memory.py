@@ -4,15 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_models.allocator import AllocatorPeak
 from cost_models.constants import load
-from cost_models.errors import CostArgumentError, UnknownHardwareError
+from cost_models.errors import UnknownHardwareError
 from cost_models.memory import (
-    DeviceMemory,
-    allocator_peak,
     communicator_bytes,
-    context_bytes,
-    optimizer_state_bytes,
     peak,
     round_block,
     round_segment,
@@ -67,19 +62,6 @@ def test_everything_is_freed_at_the_end(events):
     assert not points or points[-1][1] == 0
 
 
-@pytest.mark.parametrize(("optimizer", "size"), [("sgd", 0), ("sgd_momentum", 400), ("adam", 804), ("adamw", 804)])
-def test_optimizer_state(optimizer, size):
-    """100 float32 elements; Adam's step is one more scalar."""
-    assert optimizer_state_bytes(100, optimizer, 4) == size
-    assert optimizer_state_bytes(100, optimizer, 4, master_weights=True) == size + 400
-
-
-def test_unknown_optimizer_raises():
-    """The known ones are named."""
-    with pytest.raises(CostArgumentError, match=r"'shampoo'.*adamw"):
-        optimizer_state_bytes(1, "shampoo", 4)
-
-
 def test_workspaces_are_those_of_the_architecture():
     """8 MiB and 128 KiB on Ampere, 32 MiB on Hopper, for each of two threads."""
     assert workspace_bytes("ampere") == 2 * (8 * MIB + 128 * KIB)
@@ -93,21 +75,6 @@ def test_communicators_hold_a_buffer_of_each_protocol():
     assert communicator_bytes(1, channels=1, connections=1) == 4 * MIB + 512 * KIB + 120 * 640 * 8 * 8
     assert communicator_bytes(3) == 3 * communicator_bytes(1)
     assert communicator_bytes(0) == 0
-
-
-def test_device_memory_by_class():
-    """The allocator sees all but communicators and context."""
-    memory = DeviceMemory(parameters=100, gradients=50, optimizer_state=25, communicators=7, context=3)
-    assert (memory.allocated_bytes, memory.total_bytes) == (175, 185)
-    assert memory.device_bytes(AllocatorPeak(requested=175, allocated=1024, reserved=2 * MIB)) == 2 * MIB + 10
-    assert context_bytes() > 100 * MIB
-
-
-def test_a_workspace_is_there_from_the_start():
-    """It adds to the peak of the values."""
-    events = [(0, 2, 30 * MIB), (1, 3, 30 * MIB)]
-    assert allocator_peak(events, workspace=64 * MIB).allocated == 124 * MIB
-    assert allocator_peak(events).allocated == 60 * MIB
 
 
 def test_unknown_software_says_how_to_add_it():

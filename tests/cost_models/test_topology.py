@@ -14,7 +14,7 @@ from cost_models.collectives import all_gather_time, all_reduce_time, all_to_all
 from cost_models.errors import TopologyError, UnknownHardwareError
 from cost_models.graph import ring_bandwidth
 from cost_models.hardware import Cluster, node_type
-from cost_models.topology import Layout, direct_links, share_links, wired_share
+from cost_models.topology import Layout, direct_links, wired_share
 
 MESHES = st.lists(st.sampled_from([1, 2, 3, 4, 8]), min_size=1, max_size=3).filter(lambda sizes: prod(sizes) <= 64)
 
@@ -109,14 +109,6 @@ def test_a_ring_across_pods_feels_the_spine():
     full, narrow = cluster(8, 8), cluster(8, 8, nodes_per_pod=4, oversubscription=4.0)
     links, narrowed = (machine.group_links({"a": 2, "b": 32}, ("a",)) for machine in (full, narrow))
     assert all_gather_time(1e9, narrowed) > 3 * all_gather_time(1e9, links)
-
-
-def test_axes_that_share_a_link_share_its_bandwidth():
-    """Two axes on the network at once have half of it each; the one inside the node keeps its own."""
-    links = cluster(4, 8).axis_links({"pipeline": 2, "data": 2, "model": 8})
-    shared = share_links(links)
-    assert shared["data"].inter.bandwidth_bytes_per_s == links["data"].inter.bandwidth_bytes_per_s / 2
-    assert shared["model"] == links["model"]
 
 
 @given(st.sampled_from(["inter", "intra"]), st.floats(1, 10), st.sampled_from([8, 16, 32]), st.floats(1, 1e10))
