@@ -28,7 +28,7 @@ from autoshard.tracing import trace
 from passes.lowering.bucket_updates import bucket_updates
 from tests.benchmarks.live_memory import peak_bytes_of
 from tests.end_to_end.training import whole
-from tests.runtime.processes import checked_once, named, report, run_checks
+from tests.runtime.processes import checked_once, report, run_checks
 
 MakeOptimizer = Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -396,10 +396,7 @@ CHECKS = {
 outcomes = checked_once(CHECKS, deadline_s=500)
 
 
-_SLOW = [*(f"{kind}, chosen" for kind in OPTIMIZERS if kind != "adamw"), "adam, ZeRO-3", "adamw, ZeRO-1, 1 parts"]
-
-
-@pytest.mark.parametrize("name", named(CHECKS, slow=_SLOW))
+@pytest.mark.parametrize("name", CHECKS)
 def test_on_four_processes(outcomes: dict[str, str], name: str) -> None:
     """The check passes on every rank."""
     report(outcomes, name)

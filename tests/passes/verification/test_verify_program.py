@@ -47,7 +47,7 @@ from tests.passes.mutations import (
 )
 
 MESH = Mesh({"data": 2, "model": 2})
-SEEDS = 60 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 2
+SEEDS = 60 if os.environ.get("HYPOTHESIS_PROFILE") == "nightly" else 3
 """Mutations of each kind and layout."""
 VOCABULARY, WIDTH, BATCH, LENGTH = 16, 8, 4, 4
 
