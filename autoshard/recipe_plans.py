@@ -45,7 +45,7 @@ class Planned:
 
     @property
     def step_time_s(self) -> float:
-        """What the plan predicts."""
+        """Predicted seconds of a step."""
         return self.plan.predicted.step_time_s
 
 
@@ -93,6 +93,8 @@ def plan_recipe(
 
 def _plan_on(planner: Planner, request: Request, meshes: Sequence[Mesh]) -> Planned:
     """The fastest plan of a call on any of some meshes, in stages or not."""
+    from passes.recipes.pipeline_stages import schedule_name
+
     recipe = planner.recipe
     assert recipe is not None, "it is planned within one"
     if recipe.pipeline == 1:
@@ -100,7 +102,7 @@ def _plan_on(planner: Planner, request: Request, meshes: Sequence[Mesh]) -> Plan
     planner = replace(planner, time_budget_s=planner.time_budget_s / len(meshes))
     plans, failure = [], None
     for mesh in meshes:
-        pipeline = pipeline_of(mesh, _SCHEDULES[recipe.schedule], recipe.virtual_stages, planner.micro_batches)
+        pipeline = pipeline_of(mesh, schedule_name(recipe), recipe.virtual_stages, planner.micro_batches)
         assert pipeline is not None, "an axis carries stages"
         try:
             plans.append(Planned(planner, request, None, plan_stages(planner, pipeline, request)))
@@ -110,18 +112,6 @@ def _plan_on(planner: Planner, request: Request, meshes: Sequence[Mesh]) -> Plan
         assert failure is not None, "there is a mesh"
         raise failure
     return min(plans, key=attrgetter("step_time_s"))
-
-
-_SCHEDULES: Mapping[str | None, str | None] = {
-    None: None,
-    "gpipe": "GPipe",
-    "1f1b": None,
-    "interleaved-1f1b": "Interleaved1F1B",
-    "zero-bubble": "InterleavedZeroBubble",
-    "zbv": "ZBVZeroBubble",
-    "dualpipev": "DualPipeV",
-}
-"""Names of schedules of recipes to those of `compile`; None: 1F1B, or interleaved where ranks have several stages."""
 
 
 def asked_by(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -110,20 +111,23 @@ class RecipeSearch:
             forecast=self.forecast or forecast,
         )
 
-    def answers(self, found: FoundRecipe) -> RecipeAnswers:
-        """What answers questions about a plan in stages that was planned from a recipe."""
-        return RecipeAnswers(self.price(found, {}))
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class RecipeAnswers:
-    """Answers questions about a plan in stages by the price of its recipe, beside other recipes.
+    """Answers questions about a plan in stages by the price of its recipe. Prices nothing until it is asked.
 
     Args:
-        priced: the price.
+        search: for recipes.
+        found: the recipe that the plan was planned from.
     """
 
-    priced: Plan
+    search: RecipeSearch
+    found: FoundRecipe
+
+    @cached_property
+    def priced(self) -> Plan:
+        """The price of the recipe, which stands beside other recipes."""
+        return self.search.price(self.found, {})
 
     def why_not(self, plan: Plan, feature: str) -> WhyNot:
         """See `Plan.why_not`."""
@@ -200,7 +204,7 @@ class RecipeForecast:
         model, example_inputs, loss_fn, optimizer: of the plan.
         cluster: whose devices it is for.
         constrained: whether it keeps constraints on specs, which no recipe does.
-        with_kernels: see `search_plan`.
+        with_kernels: see `recipe_search`.
         time_budget_s: seconds of each search.
     """
 

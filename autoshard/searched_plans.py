@@ -19,7 +19,7 @@ from autoshard.errors import AutoshardError, DoesNotFitError, NotAvailableError,
 from autoshard.ir.recipe import Recipe
 from autoshard.planner import Planner
 from autoshard.recipe_plans import Planned, meshes_for, plan_recipe
-from autoshard.recipe_search import RecipeSearch
+from autoshard.recipe_search import RecipeAnswers, RecipeSearch
 from autoshard.runtime.sharded_module import Request
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ def _fastest(
             _LOGGER.debug("%s: %s", shape.words, error)
             failure = failure or error
             continue
-        answers = search.answers(found) if planned.program is None else None
+        answers = RecipeAnswers(search, found) if planned.program is None else None
         plans.append(replace(planned, plan=replace(planned.plan, alternatives=answers)))
         if planned.plan.was_interrupted:
             break

@@ -30,7 +30,7 @@ LAYOUT = {
     "*:*.experts.*": P("data"),  # and the optimizer's state
 }
 TOLERANCE = 1e-5
-"""What the loss may differ by, relative to one device's, once steps have added rounding up."""
+"""Largest relative difference to the loss of one device that rounding explains, over all steps."""
 
 
 def build() -> MixtralForCausalLM:

@@ -29,7 +29,7 @@ _NARROWEST = 0.5
 
 _TASK = re.compile(r"\d+([FBIW])\d+")
 _WORKS = {"F": "forward", "B": "backward", "I": "backward, of inputs", "W": "backward, of weights"}
-"""What a stage of a pipeline does in a span named "1F0", by its letter; see `autoshard.ir.pipeline_order.Work`."""
+"""Work of a stage in a span named "1F0", by its letter; see `autoshard.ir.pipeline_order.Work`."""
 
 _MOST_OPERATORS = 50
 """Rows of the table of operators: the most expensive ones."""
@@ -137,7 +137,7 @@ def _colours(trace: Trace) -> dict[str, int]:
 
 
 def _kind(span: TraceSpan) -> str:
-    """What the colour of a span says: what a stage does in it, else its stream."""
+    """The kind of a span, which its colour shows: the work of a stage, else the stream."""
     found = _TASK.fullmatch(span.name)
     return span.stream if found is None else _WORKS[found[1]]
 

@@ -252,7 +252,7 @@ class Recipe:
 
     @property
     def without_program(self) -> str:
-        """What of it has no program yet that `compile` runs, "recompute='selective'"; "" where all of it has one."""
+        """The field that no program of `compile` has yet, "recompute='selective'" say; "" where each has one."""
         has_experts, has_groups = self.expert > 1, self.zero_group is not None
         refused = {
             f"expert={self.expert} with data={self.data}": has_experts and (self.data or 0) % self.expert != 0,

@@ -1,4 +1,4 @@
-"""What the stages of a program hand each other, by who reads it and by what way it goes."""
+"""Values that the stages of a program hand each other, by reader and by pair of ranks."""
 
 from __future__ import annotations
 
@@ -48,13 +48,13 @@ class CrossingTable:
         return self._slots[name, is_forward]
 
     def messages(self, stage: int, micro_batch: int, *, is_forward: bool) -> list[Message]:
-        """What a stage reads."""
+        """The values that a stage reads."""
         found = self.read.get((stage, is_forward), ())
         return [Message(item.name, stage, is_forward, micro_batch) for item in found]
 
     @cached_property
     def orders(self) -> Mapping[tuple[int, int], Sequence[Message]]:
-        """What goes from one pipeline rank to another, in the sender's order, by both."""
+        """By pair of pipeline ranks, the messages from the first to the second, in the sender's order."""
         ranks = self.staged.order.stage_ranks
         pairs = sorted({(ranks[item.maker], ranks[item.reader]) for item in self.staged.crossings})
         return {pair: list(self._sent_over(pair)) for pair in pairs}

@@ -1,4 +1,4 @@
-"""What is made once for each program that runs, and given back with it."""
+"""Things made once for each program that runs, and given back with the program."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class PerProgram(Generic[Made]):
         self._made: WeakKeyDictionary[Executable, Made] = WeakKeyDictionary()
 
     def get(self, executable: Executable) -> Made | None:
-        """What was made for a program; None if nothing was."""
+        """The thing made for a program; None if there is none."""
         return self._made.get(executable)
 
     def get_or_make(self, executable: Executable, make: Callable[[], Made]) -> Made:
-        """What was made for a program; made now if nothing was."""
+        """The thing made for a program; made now if there is none."""
         found = self._made.get(executable)
         if found is None:
             found = self._made[executable] = make()

@@ -76,7 +76,7 @@ class Role:
 
 
 class Experts(StrEnum):
-    """What an axis does with the matrices of experts."""
+    """The use of an axis for the matrices of experts."""
 
     SHARED_OUT = "shared out"
     SPLIT = "split"
@@ -267,7 +267,7 @@ def _is_of_experts(planning: PlanningProblem, link: Link) -> bool:
 
 
 _FIRST_MATRIX = 3
-"""Of the operands of a layer of experts, behind tokens, their experts and the weights of these."""
+"""Index of the first matrix among the operands of a layer of experts; tokens, experts and router weights come first."""
 
 
 def _batch_inputs(planning: PlanningProblem) -> list[InputSlot]:

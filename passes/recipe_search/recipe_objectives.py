@@ -40,11 +40,11 @@ class Objective(Protocol):
         ...
 
     def ranks(self, recipe: Recipe) -> float:
-        """That of its pipeline ranks, whatever each micro-batch exchanges; the recipe exchanges nothing."""
+        """Bound of all recipes with the pipeline ranks of one that exchanges nothing for each micro-batch."""
         ...
 
     def pipelines(self, kinds: Sequence[Kind], pipes: PipeSet) -> Sequence[float]:
-        """Those of some pipeline ranks that also exchange shards as one kind or another, or do not."""
+        """Bounds of recipes with some pipelines, one for each kind of exchange of shards, none included."""
         ...
 
     def schedules(self, recipe: Recipe, shardings: Iterable[Recipe], pipes: PipeSet) -> Sequence[float]:

@@ -1,4 +1,4 @@
-"""What `limits` searches: the problem of a plan with more memory, or on hardware of which one part is faster."""
+"""Problems that `limits` searches: that of a plan with more memory, or on hardware of which one part is faster."""
 
 from __future__ import annotations
 

@@ -334,10 +334,9 @@ class _Search:
 
     def _split_shardings(self, bound: float, node: _Node, pipe: Pipe) -> None:
         known = [(child, self._recipe(child)) for child in self._sharded(node)]
-        children = [child for child, recipe in known if node.branch.space.admits(recipe)]
-        recipes = [recipe for _, recipe in known if node.branch.space.admits(recipe)]
-        bounds = node.branch.objective.recipes(recipes, pipe, enough=self._enough)
-        for child, least in zip(children, bounds, strict=True):
+        asked = [(child, recipe) for child, recipe in known if node.branch.space.admits(recipe)]
+        bounds = node.branch.objective.recipes([recipe for _, recipe in asked], pipe, enough=self._enough)
+        for (child, _), least in zip(asked, bounds, strict=True):
             self._push(max(bound, least), child)
 
     def _sharded(self, node: _Node) -> list[_Node]:

@@ -51,7 +51,7 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What a rank had in use in a step, and what was predicted, bytes."""
+    """Bytes in use on a rank in a step, measured and predicted."""
 
     rank: int
     predicted_peak: int

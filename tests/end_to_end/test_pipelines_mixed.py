@@ -85,7 +85,7 @@ def adamw(model: nn.Module) -> torch.optim.AdamW:
 
 
 def trained(model: nn.Module, step: Callable[[], torch.Tensor], optimizer: torch.optim.Optimizer) -> Training:
-    """What steps make of a model; an optimizer's first moments are a tenth of its first gradients."""
+    """State of a model after steps; an optimizer's first moments are a tenth of its first gradients."""
     losses, gradients = [], {}
     for number in range(STEPS):
         losses.append(step())

@@ -51,7 +51,7 @@ class _Layers(nn.Module):
 
 
 def check_freed(axes: dict[str, int]) -> None:
-    """Of six programs, steps and evaluations of three lengths, all but the last are freed, and equal one device."""
+    """Steps and evaluations of three lengths equal one device, and free all of their six programs but the last."""
     torch.manual_seed(0)
     model, reference = _Layers(), _Layers()
     reference.load_state_dict(model.state_dict())
