@@ -225,12 +225,27 @@ def convolution_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments
     return _products(inputs, outputs, (product,) * wanted)
 
 
-def _attention(inputs: Tensors, outputs: Tensors, operands: Tensors, causal: bool, backward: bool) -> Work:
+def _attention(
+    inputs: Tensors, outputs: Tensors, operands: Tensors, causal: bool, backward: bool, arguments: tuple[object, ...]
+) -> Work:
+    """Of causal pieces of queries, that of the rank with the last piece, for which all others wait.
+
+    It sees all keys but half of as many as its queries are.
+    """
     q, k, v = operands
     *batch, queries, depth = q.shape
-    shape = AttentionShape(prod(batch), queries, k.shape[-2], depth, v.shape[-1], causal, backward)
+    keys = k.shape[-2]
+    if causal and _is_placed_by_rank(arguments):
+        keys, causal = keys - queries // 2, False
+    shape = AttentionShape(prod(batch), queries, keys, depth, v.shape[-1], causal, backward)
     read, written = size_bytes(inputs), size_bytes(outputs)
     return Work(shape.flops, read, written, Kind.ATTENTION, compute_dtype(inputs), attention=shape)
+
+
+def _is_placed_by_rank(arguments: tuple[object, ...]) -> bool:
+    """Whether a call of ours begins with a query that is another one on each rank: its `offset` is no number."""
+    offset = arguments[-2] if len(arguments) > 2 else None
+    return isinstance(offset, Sequence) and len(offset) == 4 and offset[2] is None
 
 
 FORWARD = {  # operator: position of is_causal among the arguments
@@ -278,7 +293,7 @@ def _packed_attention(inputs: Tensors, outputs: Tensors, first: int, causal: boo
 def _register_attention(name: str, position: int, *, backward: bool) -> None:
     def count(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
         causal = bool(arguments[position]) if len(arguments) > position else False
-        return _attention(inputs, outputs, inputs[backward : backward + 3], causal, backward)
+        return _attention(inputs, outputs, inputs[backward : backward + 3], causal, backward, arguments)
 
     operator_cost(name)(count)
 

@@ -103,6 +103,15 @@ def test_attention_counts_both_products_halved_when_causal():
     assert attention("autoshard.attention_backward.default", True, grad, 9) == 1.25 * full
 
 
+def test_causal_attention_of_pieces_is_that_of_the_last_rank():
+    """Of 32 keys, the last 16 queries see 24 in the mean."""
+    q, k = tensor(2, 4, 16, 8), tensor(2, 2, 32, 8)
+    for row, share in ((0, 1 / 2), (None, 3 / 4)):
+        arguments = (*[None] * 5, 0.0, True, 1.0, 0, [0, 0, row, 0], [2, 4, 32, 32])
+        found = work("autoshard.attention.default", [q, k, k], [q], arguments)
+        assert found.flops == share * 4 * 2 * 4 * 16 * 32 * 8
+
+
 def test_packed_attention_counts_equally_long_sequences():
     """Three sequences of 10 queries and 20 keys among them: 4 and 7 each, rounded up; half where causal."""
     q, k, starts = tensor(10, 4, 8), tensor(20, 2, 8), tensor(4)
