@@ -76,6 +76,17 @@ def all_to_all_time(local_bytes: float, group: GroupLinks) -> float:
     return _measured("all_to_all", local_bytes, group) or _fastest(_all_to_all, local_bytes, group)
 
 
+def shift_time(message_bytes: float, group: GroupLinks) -> float:
+    """Seconds for every member to send `message_bytes` to the next one around a ring, all at the same time.
+
+    Start, latency and bytes / bandwidth of the slowest link: one message leaves each node, and each pod. An all-gather
+    around the ring is size - 1 of these: where that was measured, its share of it.
+    """
+    if measured := _measured("all_gather", group.size * message_bytes, group):
+        return measured / (group.size - 1)
+    return _fastest(_shift, message_bytes, group)
+
+
 def dispatch_time(local_bytes: float, copies: float, group: GroupLinks) -> float:
     """Seconds of sending rows to the experts that they are for, or the sums of what these make of them back.
 
@@ -189,6 +200,11 @@ def _all_to_all(local_bytes: float, group: GroupLinks) -> float:
     outside = _direct((group.nodes - 1) / group.nodes * local_bytes, group.inter)
     beyond = _direct((group.pods - 1) / group.pods * local_bytes, group.spine)
     return _starts(group) + max(inside, outside, beyond)
+
+
+def _shift(message_bytes: float, group: GroupLinks) -> float:
+    moving = max(_direct(message_bytes, link) for link in group.links)
+    return _start(group) + max(link.latency_s for link in group.links) + moving
 
 
 def _starts(group: GroupLinks) -> float:

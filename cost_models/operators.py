@@ -17,6 +17,7 @@ from cost_models import contractions as contractions
 from cost_models import experts as experts
 from cost_models import factorisations as factorisations
 from cost_models import recurrent as recurrent
+from cost_models import ring as ring
 from cost_models.counting import FREE, TABLE, compute_dtype, memory_bound, numel, operator_cost, size_bytes
 from cost_models.errors import UnknownOperatorError
 from cost_models.work import Kind, TensorInfo, Work

@@ -10,7 +10,8 @@ from autoshard.kernels.attention import attention, attention_backward, attention
 from autoshard.kernels.cross_entropy import cross_entropy, cross_entropy_backward
 from autoshard.kernels.ctc_loss import ctc_loss, ctc_loss_backward
 from autoshard.kernels.dropout import dropout
-from autoshard.kernels.exchanged_experts import EXCHANGING, exchanged_experts, exchanged_experts_backward
+from autoshard.kernels.exchange import EXCHANGING
+from autoshard.kernels.exchanged_experts import exchanged_experts, exchanged_experts_backward
 from autoshard.kernels.experts import experts, experts_backward
 from autoshard.kernels.optimizers import adam_update, amsgrad_update, momentum_update, sgd_update, sum_of_squares
 from autoshard.kernels.packed_attention import packed_attention, packed_attention_backward
@@ -19,6 +20,7 @@ from autoshard.kernels.quantise import dequantise_sum, quantisation_error, quant
 from autoshard.kernels.random_numbers import random
 from autoshard.kernels.recurrent import gru, gru_backward, lstm, lstm_backward, rnn, rnn_backward
 from autoshard.kernels.rejection import binomial, gamma, poisson
+from autoshard.kernels.ring_attention import ring_attention, ring_attention_backward
 from autoshard.kernels.rms_norm import rms_norm_backward_reference
 
 __all__ = [
@@ -54,6 +56,8 @@ __all__ = [
     "quantise",
     "random",
     "random_words",
+    "ring_attention",
+    "ring_attention_backward",
     "rms_norm_backward_reference",
     "rnn",
     "rnn_backward",

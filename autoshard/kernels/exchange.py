@@ -1,18 +1,22 @@
-"""Operators of ours that exchange rows between ranks while they run: how many is known only then.
+"""Operators of ours that exchange rows between ranks while they run: to which rank how many go may be known only then.
 
 Such an operator is written down once, as *steps*: a generator that yields each `Exchange` and gets what arrived. With a
 process per rank an all-to-all answers it (`run_steps`); the simulator answers all ranks of a group together
-(`run_together`). Operands and results have static shapes, what travels in between has not.
+(`run_together`). Operands and results have static shapes, what travels in between need not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
+
+from autoshard.kernels.library import define
 
 _c10d = torch.ops._c10d_functional
 
@@ -25,15 +29,41 @@ class Exchange:
         tensors: each has the rows for the first rank first, on dim 0.
         sent: how many rows of each tensor are for which rank.
         received: how many come from which.
+        is_awaited: else the answer is still on its way, until it is asked for by `arrived`.
     """
 
     tensors: Sequence[Tensor]
     sent: Sequence[int]
     received: Sequence[int]
+    is_awaited: bool = True
 
 
 Steps = Generator[Exchange, Sequence[Tensor], Any]
 """Yields exchanges, gets for each tensor what came, the first rank's rows first; returns the operator's results."""
+
+
+_STEPS: dict[OpOverload, Callable[..., Steps]] = {}
+
+EXCHANGING: Mapping[OpOverload, Callable[..., Steps]] = MappingProxyType(_STEPS)
+"""Operators that communicate within, and their steps; the last argument of a call is the group, which steps lack."""
+
+
+def define_exchanging(
+    name: str, schema: str, steps_of: Callable[..., Steps], fake: Callable[..., object]
+) -> OpOverload:
+    """Define an operator by its steps, as `define` does by a function; the last argument of `schema` is the group."""
+
+    def run(*args: Any) -> Any:
+        return run_steps(steps_of(*args[:-1]), args[-1])
+
+    operator = define(name, schema, run, fake)
+    _STEPS[operator] = steps_of
+    return operator
+
+
+def arrived(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """What was on its way; tensors that are there already stay as they are."""
+    return [_c10d.wait_tensor(tensor) for tensor in tensors]
 
 
 def run_steps(steps: Steps, group: str) -> Any:
@@ -49,7 +79,7 @@ def run_steps(steps: Steps, group: str) -> Any:
 def _all_to_all(exchange: Exchange, group: str) -> list[Tensor]:
     sizes = list(exchange.received), list(exchange.sent)
     started = [_c10d.all_to_all_single(tensor.contiguous(), *sizes, group) for tensor in exchange.tensors]
-    return [_c10d.wait_tensor(pending) for pending in started]
+    return arrived(started) if exchange.is_awaited else started
 
 
 def run_together(ranks: Sequence[Steps]) -> list[Any]:

@@ -10,16 +10,14 @@ over the whole group, of which there are `experts`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 
-from autoshard.kernels.exchange import Exchange, Steps, run_steps
+from autoshard.kernels.exchange import Exchange, Steps, define_exchanging
 from autoshard.kernels.experts import (
     CONSTANTS,
     GRADIENTS,
@@ -33,7 +31,6 @@ from autoshard.kernels.experts import (
     group_by_expert,
     spread,
 )
-from autoshard.kernels.library import define
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,26 +99,12 @@ def backward_steps(
     return add_up(d_rows, route.order, index), spread(d_weights, route.order, index), *others
 
 
-def _over_group(steps_of: Callable[..., Steps]) -> Callable[..., Any]:
-    """Function of an operator with a process per rank: its last argument is the group."""
-
-    def run(*args: Any) -> Any:
-        return run_steps(steps_of(*args[:-1]), args[-1])
-
-    return run
-
-
-exchanged_experts = define(
-    "exchanged_experts", f"({OPERANDS}, {CONSTANTS}, str group) -> Tensor", _over_group(forward_steps), fake_experts
+exchanged_experts = define_exchanging(
+    "exchanged_experts", f"({OPERANDS}, {CONSTANTS}, str group) -> Tensor", forward_steps, fake_experts
 )
-exchanged_experts_backward = define(
+exchanged_experts_backward = define_exchanging(
     "exchanged_experts_backward",
     f"(Tensor grad_out, {OPERANDS}, {CONSTANTS}, str group) -> {GRADIENTS}",
-    _over_group(backward_steps),
+    backward_steps,
     fake_experts_backward,
 )
-
-EXCHANGING: Mapping[OpOverload, Callable[..., Steps]] = MappingProxyType(
-    {exchanged_experts: forward_steps, exchanged_experts_backward: backward_steps}
-)
-"""Operators that communicate within, and their steps; the last argument of a call is the group, which steps lack."""

@@ -2,16 +2,18 @@
 
 Batch, heads and query rows are independent. A group of query heads shares a key head, so a split of heads
 is a split of key heads first. The masks of dropout and causality follow the global index, so that a piece
-needs its offset in the matrix of probabilities.
+needs its offset in the matrix of probabilities. Rows of queries are split with all keys on each rank (gathered), or by
+the same axis as keys are, which then go round its ranks (`autoshard.kernels.ring_attention`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-import autoshard.kernels  # noqa: F401  (defines the operators)
+import autoshard.kernels as kernels
 from autoshard.rules.dims import broadcast_dims
 from autoshard.rules.local import LocalContext, shifted
 from autoshard.rules.notation import Dims, Rule, parse
@@ -20,11 +22,13 @@ from autoshard.rules.registry import sharding_rule
 aten = torch.ops.aten
 autoshard_ops = torch.ops.autoshard
 
-# b batch, h key heads, g query heads per key head, s queries, t keys, d head size, e value size.
+# b batch, h key heads, g query heads per key head, s queries, t keys, d head size, e value size; m columns of a mask,
+# which are not split.
 _Q, _K, _V, _OUT, _LSE, _PROBABILITIES = parse(
-    "b (h g) s d, b h t d, b h t e, b (h g) s e, b (h g) s, b (h g) s t -> scalar"
+    "b (h g) s d, b h t d, b h t e, b (h g) s e, b (h g) s, b (h g) s m -> scalar"
 )[0]
-_BLOCKED = ("t", "d", "e")
+_BLOCKED = ("t", "m", "d", "e")
+_RING = (("s", "t"),)
 
 
 @sharding_rule(autoshard_ops.attention.default)
@@ -37,7 +41,10 @@ def attention(
     *_: Any,
 ) -> Rule:
     operands = (_Q, _K, _V, *_optional(mask, seed))
-    return Rule((operands, (_OUT, _LSE)), sizes=_head_sizes(q, k), blocked=_BLOCKED, local=_local_attention, padding={})
+    return Rule(
+        (operands, (_OUT, _LSE)), sizes=_head_sizes(q, k), blocked=_BLOCKED, together=_RING, whole={"t": (0, 1)},
+        local=_local_attention, padding={"t": None},
+    )  # fmt: skip
 
 
 @sharding_rule(autoshard_ops.attention_backward.default)
@@ -49,7 +56,7 @@ def attention_backward(
     operands = (_OUT, _Q, _K, _V, *_optional(mask, None), _OUT, _LSE, *_optional(None, seed))
     return Rule(
         (operands, (_Q, _K, _V)), sizes=_head_sizes(q, k), reduce={"s": "sum", "g": "sum"}, linear=[(0,)],
-        blocked=_BLOCKED, local=_local_attention, padding={},
+        blocked=_BLOCKED, together=_RING, whole={"t": (0,)}, local=_local_backward, padding={"t": None},
     )  # fmt: skip
 
 
@@ -89,11 +96,34 @@ def _head_sizes(q: torch.Tensor, k: torch.Tensor) -> dict[str, int]:
     return {"h": k.shape[1], "g": q.shape[1] // k.shape[1]}
 
 
-def _local_attention(context: LocalContext, *args: Any) -> Any:
-    """The last two arguments place the piece in the global matrix of probabilities."""
-    *others, offset, global_shape = args
+def _local_attention(context: LocalContext, q: Any, k: Any, v: Any, mask: Any, *rest: Any) -> Any:
+    return _call(context, kernels.ring_attention, (q, k, v, mask), rest, mask is None)
+
+
+def _local_backward(context: LocalContext, grad_out: Any, q: Any, k: Any, v: Any, mask: Any, *rest: Any) -> Any:
+    return _call(context, kernels.ring_attention_backward, (grad_out, q, k, v, mask), rest, mask is None)
+
+
+def _call(context: LocalContext, ring: Any, operands: Sequence[Any], rest: Sequence[Any], is_unmasked: bool) -> Any:
+    """The call on a rank's piece; the last two arguments place it in the global matrix of probabilities."""
+    *others, offset, global_shape = rest
     batch, heads, queries, _ = context.input_offset(0)  # of q, or of the gradient in its shape
-    return context.default(*others, shifted(offset, [batch, heads, queries, 0]), global_shape)
+    placed = shifted(offset, [batch, heads, queries, 0])
+    group = context.group("s", "t")
+    if group is None:
+        return context.default(*operands, *others, placed, global_shape)
+    starts, lengths = map(list, zip(*context.pieces("t"), strict=True))
+    is_paired = is_unmasked and _may_pair(context, others, offset)
+    place = (context.index("t"), starts, lengths, is_paired, group)
+    return context.call(ring, *operands, *others, placed, global_shape, *place)
+
+
+def _may_pair(context: LocalContext, others: Sequence[Any], offset: Sequence[int]) -> bool:
+    """Whether ranks of a causal ring can have an early and a late block each: of queries those of their keys."""
+    *_, dropout_p, is_causal, _, _ = others
+    ranks, length = context.shards("t"), context.global_size("t")
+    is_square = (ranks, length) == (context.shards("s"), context.global_size("s")) and not any(offset[2:])
+    return is_causal and is_square and not dropout_p and length % (2 * ranks) == 0
 
 
 @sharding_rule(aten._scaled_dot_product_flash_attention_for_cpu.default)

@@ -165,6 +165,13 @@ class FxLocalContext:
             size = self.call(min, size, local)
         return size
 
+    def pieces(self, factor: str) -> list[tuple[int, int]]:
+        found = [(0, self.global_size(factor))]
+        for axis, size in self._levels(factor):
+            places = range(self.mesh.axis_size(axis))
+            found = [(start + p * size, max(0, min(size, held - p * size))) for start, held in found for p in places]
+        return found
+
     def _is_even(self, factor: str) -> bool:
         return self.global_size(factor) % self.shards(factor) == 0
 

@@ -49,6 +49,10 @@ class LocalContext(Protocol):
         """The number of elements of `factor` over all ranks."""
         ...
 
+    def pieces(self, factor: str) -> list[tuple[int, int]]:
+        """Of each rank's piece of `factor`, in order: the global index of its first element, and its `real_size`."""
+        ...
+
     def input_shape(self, operand: int) -> list[int]:
         """The local shape of a tensor operand."""
         ...

@@ -93,7 +93,7 @@ class Rule:
         together: groups of factors that one axis may split at once, as operands that do not share a factor cannot
             otherwise: tokens and experts. The rewrite then communicates along the axis (`context.group`), and no result
             awaits a reduction over it.
-        blocked: factors that may not be split.
+        blocked: factors that may not be split, but `together` with others.
         sizes: sizes of factors that shapes leave open (all but one factor of a product).
         local: rewrite that emits the local form of the call when some factor is split; None runs the operator as it
             is on the local operands.

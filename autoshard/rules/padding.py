@@ -49,7 +49,7 @@ def padding_of(
         return {}
     even = set(rule.even)
     found: dict[str, tuple[Fill, ...]] = {}
-    for factor in bound.splittable:
+    for factor in dict.fromkeys((*bound.splittable, *(factor for group in bound.together for factor in group))):
         if "*" in even or factor in even or not _stands_alone(bound, factor):
             continue
         stated = factor in (rule.padding or {})

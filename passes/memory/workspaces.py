@@ -1,7 +1,7 @@
 """Memory that an operator takes while it runs, beside operands and results, where that is much.
 
-Layers of experts sort rows by expert and keep what is between their products. Other operators are counted by their
-operands and results alone.
+Layers of experts sort rows by expert and keep what is between their products; a ring of attention has keys and values
+of other ranks. Other operators are counted by their operands and results alone.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from cost_models.experts import WORKSPACE_BYTES
+from cost_models.exchanges import WORKSPACE_BYTES
 from passes.strategies.tensor_infos import operand_infos
 
 

@@ -14,7 +14,7 @@ from autoshard.ir.communicators import group_axes
 from autoshard.ir.mesh import Mesh
 from cost_models.collectives import all_gather_time, all_reduce_time, all_to_all_time, reduce_scatter_time
 from cost_models.errors import UnknownOperatorError
-from cost_models.experts import EXCHANGED_BYTES
+from cost_models.exchanges import EXCHANGES, Exchanged
 from cost_models.hardware import Cluster
 from cost_models.topology import GroupLinks
 from passes.strategies.enumerate_strategies import operands_of
@@ -53,9 +53,9 @@ def collective_of(node: fx.Node, mesh: Mesh) -> Collective:
         UnknownOperatorError: there is no formula for a collective of this kind.
     """
     if exchanges(node):
-        whole = round(sum(_exchanged_bytes(node, mesh)))
-        axes = group_axes(str(node.args[-1]))
-        return Collective("all_to_all_single", axes, whole, (1 - 1 / mesh.shards(axes)) * whole)
+        sent, axes = exchanged(node), group_axes(str(node.args[-1]))
+        whole, ranks = sum(each.size_bytes for each in sent), mesh.shards(axes)
+        return Collective("all_to_all_single", axes, round(whole), sum(each.sent_bytes(ranks) for each in sent))
     target: Any = node.target
     kind = target._schema.name.partition("::")[2].removesuffix("_").removesuffix("_coalesced")
     if kind not in _TIMES:
@@ -69,7 +69,12 @@ def collective_of(node: fx.Node, mesh: Mesh) -> Collective:
 
 def exchanges(node: fx.Node) -> bool:
     """Whether a call exchanges rows between ranks while it runs (`autoshard.kernels.exchange`)."""
-    return str(node.target) in EXCHANGED_BYTES
+    return str(node.target) in EXCHANGES
+
+
+def exchanged(node: fx.Node) -> list[Exchanged]:
+    """What such a call exchanges, in order."""
+    return EXCHANGES[str(node.target)](operand_infos(node), tuple(fx.map_arg(node.args, lambda argument: None)))
 
 
 def communicates(node: fx.Node) -> bool:
@@ -78,14 +83,6 @@ def communicates(node: fx.Node) -> bool:
 
 
 def collective_time(node: fx.Node, mesh: Mesh, cluster: Cluster) -> float:
-    """Seconds that a node's collective takes, or those that rows travel within its call; see `collective_of`."""
+    """Seconds that a node's collective takes; see `collective_of`."""
     sent = collective_of(node, mesh)
-    links = cluster.group_links(dict(mesh.axes), sent.axes)
-    if exchanges(node):
-        return sum(all_to_all_time(size, links) for size in _exchanged_bytes(node, mesh))
-    return _TIMES[sent.kind](sent.whole_bytes, links)
-
-
-def _exchanged_bytes(node: fx.Node, mesh: Mesh) -> list[float]:
-    """Bytes of each all-to-all within a call."""
-    return EXCHANGED_BYTES[str(node.target)](operand_infos(node), mesh.shards(group_axes(str(node.args[-1]))))
+    return _TIMES[sent.kind](sent.whole_bytes, cluster.group_links(dict(mesh.axes), sent.axes))

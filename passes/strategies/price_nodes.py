@@ -3,7 +3,7 @@
 * A call takes what `cost_models.operators` says of its local operands and results.
 * A collective takes what `cost_models.collectives` says, on the links of its group.
 * A bucket that is reduced takes what is copied of it; other members are computed into it (`fill_buckets`).
-* A call that exchanges rows within takes besides what they travel.
+* A call that exchanges rows within takes besides what it waits for them.
 * A reshard copies what is there before and after each of its steps, once (`StepPrice`); the calls by which a step is
   written out (`autoshard.ir.emit`) count as that, not one by one.
 """
@@ -19,6 +19,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from autoshard.ir.collectives import is_collective, is_wait
+from autoshard.ir.communicators import group_axes
 from autoshard.ir.mesh import Mesh
 from autoshard.kernels.native import SEMANTIC
 from autoshard.kernels.offload import TRANSFERS, to_host
@@ -26,7 +27,8 @@ from autoshard.runtime.fill_buckets import members_of
 from cost_models.compute import memory_time, work_time
 from cost_models.hardware import Cluster
 from cost_models.operators import work
-from passes.strategies.collective_nodes import collective_time, communicates
+from cost_models.streams import overlap_of
+from passes.strategies.collective_nodes import collective_time, exchanged, exchanges
 from passes.strategies.enumerate_strategies import operands_of
 from passes.strategies.local_tracer import IS_RESHARD
 from passes.strategies.tensor_infos import operand_infos, tensor_info
@@ -44,8 +46,12 @@ class NodePrices:
     _calls: dict[Any, float] = field(default_factory=dict, repr=False)
 
     def sent_s(self, node: fx.Node) -> float:
-        """Seconds of what a node sends: of the collective that it starts, or of the rows that its call exchanges."""
-        return collective_time(node, self.mesh, self.cluster) if communicates(node) else 0.0
+        """Seconds of the collective that a node starts, or that a call waits for the rows which it exchanges."""
+        if exchanges(node):
+            links = self.cluster.group_links(dict(self.mesh.axes), group_axes(str(node.args[-1])))
+            computed_s, overlap = self.computed_s(node), overlap_of(self.cluster)
+            return sum(each.waited_s(links, computed_s, overlap) for each in exchanged(node))
+        return collective_time(node, self.mesh, self.cluster) if is_collective(node) else 0.0
 
     def computed_s(self, node: fx.Node) -> float:
         """Seconds of a rank's own work at a node; of a reshard's collective, those of the copies around it."""

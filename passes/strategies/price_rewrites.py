@@ -11,7 +11,7 @@ from torch import fx
 from autoshard.ir.mesh import Mesh
 from autoshard.rules.enumeration import Strategy
 from cost_models.hardware import Cluster
-from passes.strategies.collective_nodes import collective_of, collective_time, communicates
+from passes.strategies.collective_nodes import collective_of, communicates
 from passes.strategies.enumerate_strategies import Site
 from passes.strategies.price_nodes import NodePrices
 from passes.strategies.scratch import emitted_call
@@ -35,8 +35,8 @@ def rewrite_time(site: Site, strategy: Strategy, mesh: Mesh, cluster: Cluster) -
 
 def rewrite_collectives(site: Site, strategy: Strategy, mesh: Mesh, cluster: Cluster) -> tuple[tuple[str, float], ...]:
     """Mesh axis and seconds of each collective of a call's local rewrite, in order; see `rewrite_time`."""
-    nodes = emitted_collectives(site, strategy, mesh)
-    return tuple((collective_of(node, mesh).axes[0], collective_time(node, mesh, cluster)) for node in nodes)
+    nodes, prices = emitted_collectives(site, strategy, mesh), NodePrices(cluster, mesh)
+    return tuple((collective_of(node, mesh).axes[0], prices.sent_s(node)) for node in nodes)
 
 
 def emitted_collectives(site: Site, strategy: Strategy, mesh: Mesh) -> list[fx.Node]:

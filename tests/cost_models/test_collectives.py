@@ -15,6 +15,7 @@ from cost_models.collectives import (
     dispatch_time,
     point_to_point_time,
     reduce_scatter_time,
+    shift_time,
 )
 from cost_models.errors import CostArgumentError
 from cost_models.hardware import node_type
@@ -23,7 +24,7 @@ from tests.benchmarks.collective_accuracy import counted, errors, leave_one_out,
 
 TIMES = [
     *(all_reduce_time, all_gather_time, reduce_scatter_time),
-    *(all_to_all_time, broadcast_time),
+    *(all_to_all_time, broadcast_time, shift_time),
 ]
 PROTOCOLS = st.builds(
     Protocol,

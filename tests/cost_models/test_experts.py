@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_models.experts import EXCHANGED_BYTES, WORKSPACE_BYTES, busiest_rows
+from cost_models.exchanges import EXCHANGES, WORKSPACE_BYTES
+from cost_models.experts import busiest_rows
 from cost_models.operators import work
 from cost_models.work import TensorInfo
 
@@ -63,11 +64,18 @@ def test_rows_travel_there_and_back() -> None:
     """Twice in the forward; in the backward gradients go along, with weights, and come back with both."""
     inputs = operands(TOKENS // 4, held=2)
     rows = busiest_rows(TOKENS * CHOSEN, 4)
-    counts, there, back = EXCHANGED_BYTES["autoshard.exchanged_experts.default"](inputs, 4)
+    counts, there, back = sent("exchanged_experts", (None,) * 6, inputs)
     assert counts == 8 * EXPERTS
     assert there == back == rows * HIDDEN * 2
-    sent = EXCHANGED_BYTES["autoshard.exchanged_experts_backward.default"]([inputs[0], *inputs], 4)
-    assert sum(sent) == pytest.approx(counts + 3 * there + 2 * rows * 2)
+    backward = sent("exchanged_experts_backward", (None,) * 7, [inputs[0], *inputs])
+    assert sum(backward) == pytest.approx(counts + 3 * there + 2 * rows * 2)
+
+
+def sent(name: str, before: tuple[None, ...], inputs: list[TensorInfo]) -> list[float]:
+    """Bytes of each exchange of a call; none of them runs beside what it computes."""
+    found = EXCHANGES[f"autoshard.{name}.default"](inputs, (*before, *CONSTANTS, "expert"))
+    assert {(each.is_shift, each.beside) for each in found} == {(False, 0.0)}
+    return [each.size_bytes for each in found]
 
 
 def test_the_workspace_grows_with_rows() -> None:

@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from autoshard import P
 from autoshard.ir.mesh import Mesh
 from autoshard.rules import strategies
+from autoshard.rules.enumeration import enumerate_strategies
+from autoshard.rules.registry import bound_rule
+from autoshard.testing.run_strategy import check_strategy, results_of
 from tests.rules.recording import MESHES, check_recorded, check_splits
 
 ops = torch.ops.autoshard
@@ -75,6 +79,54 @@ def test_grouped_heads(g: int, group: int, s: int, pair: Sequence[Mesh]) -> None
     args = _attention_args(2, g, g * group, s, 4, p=0.25, is_causal=True)
     check_splits(ops.attention.default, *args, meshes=pair)
     check_splits(ops.attention_backward.default, *_backward_args(args), meshes=pair)
+
+
+@settings(max_examples=30)
+@given(
+    lengths=st.tuples(st.integers(2, 9), st.integers(2, 9)),
+    is_square=st.booleans(),
+    mask=st.sampled_from([None, None, "bool", "bias", "heads"]),
+    p=st.sampled_from([0.0, 0.0, 0.5]),
+    is_causal=st.booleans(),
+    mesh=st.sampled_from([*_MESHES, Mesh({"a": 5})]),
+)
+@example(lengths=(8, 8), is_square=True, mask=None, p=0.0, is_causal=True, mesh=Mesh({"a": 4}))
+@example(lengths=(9, 9), is_square=True, mask=None, p=0.0, is_causal=True, mesh=Mesh({"a": 2, "b": 2}))
+def test_keys_go_round_a_ring(
+    lengths: tuple[int, int], is_square: bool, mask: str | None, p: float, is_causal: bool, mesh: Mesh
+) -> None:
+    """Queries and keys of any lengths are split by the same axes: masks, dropout and causality are those of the whole.
+
+    Where causality is all that masks, and lengths allow it, ranks compute on an early and a late block each.
+    """
+    queries, keys = (lengths[0], lengths[0]) if is_square else lengths
+    args = _attention_args(2, 2, 4, queries, keys, mask=mask, p=p, is_causal=is_causal)
+    for operator, call in ((ops.attention, args), (ops.attention_backward, _backward_args(args))):
+        expected = results_of(operator.default, call, {})
+        rule = bound_rule(operator.default, call, {}, expected)
+        assert rule is not None
+        rings = [found for found in enumerate_strategies(rule, mesh) if "t" in found.splits(mesh)]
+        assert rings or min(queries, keys) < max(size for _, size in mesh.axes) + 1
+        for strategy in rings:
+            check_strategy(operator.default, call, {}, rule, strategy, mesh, expected=expected)
+
+
+def test_what_a_ring_splits() -> None:
+    """Queries and keys by one axis, masks by their rows alone; gradients of keys lie as keys do, and await no sum."""
+    args, one = _attention_args(2, 2, 4, 8, 8, mask="bool"), Mesh({"a": 2})
+    sequence, rows, whole = P(None, None, "a"), P("a"), P()
+    forward = _specs(ops.attention.default, args, one)
+    assert ((sequence, sequence, sequence, rows), (sequence, sequence)) in forward
+    assert ((sequence, whole, whole, rows), (sequence, sequence)) in forward
+    assert not [inputs for inputs, _ in forward if inputs[1] == sequence != inputs[0]]
+    backward = _specs(ops.attention_backward.default, _backward_args(args), one)
+    assert ((sequence,) * 4 + (rows, sequence, sequence), (sequence,) * 3) in backward
+
+
+def _specs(operator: Any, args: tuple[Any, ...], mesh: Mesh) -> list[tuple[Any, Any]]:
+    rule = bound_rule(operator, args, {}, results_of(operator, args, {}))
+    assert rule is not None
+    return [(item.inputs, item.outputs) for item in enumerate_strategies(rule, mesh)]
 
 
 def test_heads_can_be_split() -> None:

@@ -1,0 +1,264 @@
+"""`autoshard::ring_attention` and its backward: attention of one sequence on several ranks, round which its keys go.
+
+Liu, Zaharia, Abbeel, "Ring attention with blockwise transformers for near-infinite context" (2023), section 3. Each
+rank of the group has a piece of the queries and one of the keys and values. At hop r of n it computes its queries on
+the piece of the rank r places before it, while it sends that piece on to the next rank, so that it never holds more
+than two pieces that are not its own.
+
+* Forward: results of the hops are merged by their log-sum-exp (Dao et al. 2022, section 3.1), in the accumulation type:
+  lse = log(exp(lse_A) + exp(lse_B)), out = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B.
+* Backward: the merged result and log-sum-exp give each hop's share of the gradients. Gradients of keys and values go
+  round one hop behind these, each rank adding its share, and are home after n hops.
+
+A hop of which causality masks everything computes nothing. So in a causal ring all ranks wait for the last one, which
+skips none. `is_paired`: pieces are relaid before and behind the ring, so that rank r of n has the blocks r and
+2 n - 1 - r of 2 n, an early and a late one, and each rank has as much to do at each hop: all its queries on the early
+keys of ranks before it, its late queries on all keys of ranks behind it (Grattafiori et al., "The Llama 3 herd of
+models" (2024), section 3.3.2).
+
+Operands and results are as of `autoshard::attention`, of a rank's own pieces; the mask has its rows of queries, and all
+columns. Lengths of pieces need not be the same: what is behind `lengths` in one is padding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from autoshard.kernels.attention import (
+    ARGUMENTS,
+    BACKWARD_ARGUMENTS,
+    by_rows,
+    empty_by_rows,
+    empty_results,
+    fake_attention,
+    fake_attention_backward,
+    lying_as,
+)
+from autoshard.kernels.exchange import Exchange, Steps, arrived, define_exchanging
+from autoshard.kernels.library import accumulation_dtype
+from autoshard.kernels.native_attention import native_attention, native_attention_backward
+
+Travelling = Generator[Exchange, Sequence[Tensor], list[Tensor]]
+"""Steps that return the tensors that came."""
+
+
+class _Part(NamedTuple):
+    """Some of a rank's queries on some of the keys that visit it; `columns` are these among the keys of all ranks."""
+
+    rows: slice
+    keys: slice
+    columns: slice
+    is_causal: bool
+    offset: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """A rank's place in the ring, and what the call says.
+
+    Args:
+        dropout_p, is_causal, scale, site, offset, global_shape: of `autoshard::attention`; `offset` is that of the
+            rank's queries and of the first key of all.
+        index: the rank's number.
+        starts, lengths: of each rank's keys.
+        is_paired: each rank computes on an early and a late block.
+    """
+
+    dropout_p: float
+    is_causal: bool
+    scale: float
+    site: int
+    offset: Sequence[int]
+    global_shape: Sequence[int]
+    index: int
+    starts: Sequence[int]
+    lengths: Sequence[int]
+    is_paired: bool
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return len(self.starts)
+
+    def send_on(self, *tensors: Tensor) -> Generator[Exchange, Sequence[Tensor], Sequence[Tensor]]:
+        """Pieces [B, H, T, ...] on their way from the rank before, as this one's go to the next; see `came`."""
+        if not tensors:
+            return ()
+        rows = tensors[0].shape[0]
+        sent, received = (self._all_at(self.index + step, rows) for step in (1, -1))
+        return (yield Exchange([tensor.transpose(1, 2) for tensor in tensors], sent, received, is_awaited=False))
+
+    def _all_at(self, rank: int, rows: int) -> list[int]:
+        return [rows if number == rank % self.ranks else 0 for number in range(self.ranks)]
+
+    def parts(self, hop: int, queries: int) -> Iterator[_Part]:
+        """What is computed at a hop; nothing where causality masks everything."""
+        visitor = (self.index - hop) % self.ranks
+        start, length = self.starts[visitor], self.lengths[visitor]
+        batch, head, row, column = self.offset
+        rows, keys = slice(0, queries), slice(0, length)
+        if not self.is_paired:
+            columns, place = slice(start, start + length), [batch, head, row, column + start]
+            if length and not (self.is_causal and row + queries <= column + start):
+                yield _Part(rows, keys, columns, self.is_causal, place)
+        elif visitor == self.index:
+            yield _Part(rows, keys, keys, True, [batch, head, 0, 0])
+        elif visitor < self.index:
+            yield _Part(rows, slice(0, length // 2), keys, False, self.offset)
+        else:
+            yield _Part(slice(queries // 2, queries), keys, keys, False, self.offset)
+
+    def attend(self, part: _Part, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None) -> Any:
+        """Result and log-sum-exp of a part."""
+        operands = (q[:, :, part.rows], k[:, :, part.keys], v[:, :, part.keys], _columns(mask, part))
+        return native_attention(*operands, seed, *self._constants(part))
+
+    def gradients(
+        self, part: _Part, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor,
+        lse: Tensor, seed: Tensor | None,
+    ) -> Any:  # fmt: skip
+        """Share of a part in the gradients of q, k and v, where `out` and `lse` are of all keys."""
+        grad_out, q, out, lse = (tensor[:, :, part.rows] for tensor in (grad_out, q, out, lse))
+        operands = (grad_out, q, k[:, :, part.keys], v[:, :, part.keys], _columns(mask, part), out, lse)
+        return native_attention_backward(*operands, seed, *self._constants(part))
+
+    def _constants(self, part: _Part) -> tuple[Any, ...]:
+        return self.dropout_p, part.is_causal, self.scale, self.site, part.offset, self.global_shape
+
+    def to_pairs(self, *tensors: Tensor) -> Travelling:
+        """Pieces [B, H, S, ...] relaid, so that each rank has an early and a late block of the sequence."""
+        return self._relaid(tensors, self._neighbours, self._pair)
+
+    def from_pairs(self, *tensors: Tensor) -> Travelling:
+        """The way back of `to_pairs`."""
+        return self._relaid(tensors, self._pair, self._neighbours)
+
+    @staticmethod
+    def _neighbours(rank: int) -> tuple[int, int]:
+        """The two blocks of the piece of a rank."""
+        return 2 * rank, 2 * rank + 1
+
+    def _pair(self, rank: int) -> tuple[int, int]:
+        """The early and the late block of a rank."""
+        return rank, 2 * self.ranks - 1 - rank
+
+    def _relaid(
+        self, tensors: Sequence[Tensor], before: Callable[[int], Sequence[int]], after: Callable[[int], Sequence[int]]
+    ) -> Travelling:
+        """Halves of pieces, whose blocks are `before` of the rank, sent to where they are `after` of a rank."""
+        ranks = range(self.ranks)
+        target, source = ({block: rank for rank in ranks for block in of(rank)} for of in (after, before))
+        going, coming = before(self.index), after(self.index)
+        sent = [sum(target[block] == rank for block in going) for rank in ranks]
+        received = [sum(source[block] == rank for block in coming) for rank in ranks]
+        leaving = sorted((target[block], block, half) for half, block in enumerate(going))
+        coming_in = [block for _, block in sorted((source[block], block) for block in coming)]
+        order = [coming_in.index(block) for block in coming]
+        relaid = []
+        for tensor in tensors:
+            halves = tensor.transpose(1, 2).unflatten(1, (2, -1)).movedim(1, 0)
+            (rows,) = yield Exchange([halves[[half for *_, half in leaving]]], sent, received)
+            relaid.append(rows[order].movedim(0, 1).flatten(1, 2).transpose(1, 2))
+        return relaid
+
+
+def came(pending: Sequence[Tensor]) -> list[Tensor]:
+    """The pieces [B, H, T, ...] that `Ring.send_on` has on their way."""
+    return [rows.transpose(1, 2) for rows in arrived(pending)]
+
+
+def forward_steps(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, *constants: Any) -> Steps:
+    """The steps of `ring_attention`, on one rank."""
+    ring, dtype = Ring(*constants), q.dtype
+    out, lse = empty_results(q, v)
+    out, lse = out.to(accumulation_dtype(dtype)).zero_(), lse.fill_(-math.inf)
+    if ring.is_paired:
+        q, k, v = yield from ring.to_pairs(q, k, v)
+    for hop in range(ring.ranks):
+        is_last = hop == ring.ranks - 1
+        pending = yield from ring.send_on(*(() if is_last else (k, v)))
+        for part in ring.parts(hop, q.shape[2]):
+            _merge_into(out[:, :, part.rows], lse[:, :, part.rows], *ring.attend(part, q, k, v, mask, seed))
+        if not is_last:
+            k, v = came(pending)
+    if not ring.is_paired:
+        return out.to(dtype), lse
+    found = yield from ring.from_pairs(out.to(dtype), lse)
+    return tuple(lying_as(like, x) for like, x in zip((out, lse), found, strict=True))
+
+
+def backward_steps(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse: Tensor,
+    seed: Tensor | None, *constants: Any,
+) -> Steps:  # fmt: skip
+    """The steps of `ring_attention_backward`, on one rank."""
+    ring = Ring(*constants)
+    if ring.is_paired:
+        grad_out, q, k, v, out, lse = yield from ring.to_pairs(grad_out, q, k, v, out, lse)
+    dtypes = (q.dtype, k.dtype, v.dtype)
+    dq, sums = _zeros(q), list[Tensor]()
+    for hop in range(ring.ranks):
+        is_last = hop == ring.ranks - 1
+        pending = yield from ring.send_on(*(() if is_last else (k, v)), *sums)
+        shares = [_zeros(k), _zeros(v)]
+        for part in ring.parts(hop, q.shape[2]):
+            gradients = ring.gradients(part, grad_out, q, k, v, mask, out, lse, seed)
+            _add((dq, *shares), (part.rows, part.keys, part.keys), gradients)
+            del gradients
+        arriving = came(pending)
+        if not is_last:
+            k, v = arriving[:2]
+        sums = [total.add_(share) for total, share in zip(arriving[-2:], shares, strict=True)] if sums else shares
+    sums = came((yield from ring.send_on(*sums)))
+    grads = [total.to(dtype) for total, dtype in zip((dq, *sums), dtypes, strict=True)]
+    if ring.is_paired:
+        grads = yield from ring.from_pairs(*grads)
+    return tuple(map(by_rows, grads))
+
+
+def _add(totals: Sequence[Tensor], places: Sequence[slice], shares: Sequence[Tensor]) -> None:
+    for total, place, share in zip(totals, places, shares, strict=True):
+        total[:, :, place].add_(share)
+
+
+def _zeros(x: Tensor) -> Tensor:
+    return empty_by_rows(x, dtype=accumulation_dtype(x.dtype)).zero_()
+
+
+def _columns(mask: Tensor | None, part: _Part) -> Tensor | None:
+    """The columns of a mask for the keys of a part, as [B or 1, H or 1, S or 1, T or 1]."""
+    if mask is None:
+        return None
+    mask = mask[(None,) * (4 - mask.dim())]
+    return mask if mask.shape[3] == 1 else mask[..., part.columns]
+
+
+def _merge_into(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
+    """Add to a result [B, H, S, E] and its log-sum-exp [B, H, S] those of the same queries over other keys."""
+    total = torch.logaddexp(lse, other_lse)
+    finite = total.masked_fill(total == -math.inf, 0.0)
+    out.mul_(torch.exp(lse - finite).unsqueeze(-1))
+    out.addcmul_(other.to(out.dtype), torch.exp(other_lse - finite).unsqueeze(-1))
+    lse.copy_(total)
+
+
+_PLACE = ", SymInt index, int[] starts, int[] lengths, bool is_paired, str group)"
+
+ring_attention = define_exchanging(
+    "ring_attention",
+    ARGUMENTS.replace(") ->", f"{_PLACE} ->"),
+    forward_steps,
+    lambda *args: fake_attention(*args[:11]),
+)
+ring_attention_backward = define_exchanging(
+    "ring_attention_backward",
+    BACKWARD_ARGUMENTS.replace(") ->", f"{_PLACE} ->"),
+    backward_steps,
+    lambda *args: fake_attention_backward(*args[:4]),
+)

@@ -1,0 +1,185 @@
+"""Long context: transformers whose attention is split over the sequence train as on one device, in each of its ways."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch.distributed.device_mesh import init_device_mesh
+
+import autoshard
+import autoshard.kernels as kernels
+from autoshard import Cluster, Mesh, P, Plan
+from autoshard.errors import VerificationError
+from autoshard.ir.lowered import PhasedProgram
+from autoshard.rules.enumeration import Strategy
+from autoshard.testing import check_plan
+from autoshard.testing.decided_plans import greedy_plan
+from autoshard.tracing import trace
+from passes.pipeline import lower_program
+from passes.strategies.enumerate_strategies import Site
+from passes.verification.verify_program import verify_program
+from tests.end_to_end.training import assert_equal, train
+from tests.runtime.processes import report, run_checks
+from tests.zoo.table import ARCHITECTURES
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's models
+
+PAIR, SQUARE = Mesh({"context": 2}), Mesh({"data": 2, "context": 2})
+ATTENTION = (kernels.attention, kernels.attention_backward)
+
+Splits = Mapping[str, tuple[str, ...]]
+HEADS: Splits = {"h": ("context",)}
+RING: Splits = {"s": ("context",), "t": ("context",)}
+"""Factors of attention that the axis splits which splits tokens elsewhere."""
+
+
+def built(name: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A model of one layer, and its batch without padding."""
+    architecture = ARCHITECTURES[name]
+    layers = "n_layer" if name == "gpt2" else "num_hidden_layers"
+    model, inputs = replace(architecture, config={**architecture.config, layers: 1}).build()
+    inputs.pop("attention_mask", None)
+    return model, inputs
+
+
+def plan_with(splits: Splits, model: nn.Module, inputs: dict[str, Any], mesh: Mesh) -> Plan:
+    """A plan that splits tokens wherever it can, and attention as it is told to; batches by the axis "data"."""
+    batch = {"b": ("data",)} if "data" in mesh.axis_names else {}
+    wanted = {**batch, **splits}
+
+    def score(site: Site, strategy: Strategy) -> float:
+        if site.node is not None and site.node.target in ATTENTION:
+            return float(strategy.splits(mesh) == wanted)
+        along = sum(
+            "context" in spec.axes_of(1) for spec in (*strategy.inputs, *strategy.outputs) if len(spec.dims) > 1
+        )
+        return along - 10.0 * sum(bool(spec.partial) for spec in strategy.outputs)
+
+    program = trace(model, (), inputs)
+    plan = greedy_plan(program, mesh, score)
+    layers = [plan.nodes[node.name].inputs for node in program.graph.nodes if node.target is kernels.attention]
+    assert layers
+    for q, k, *_ in layers:
+        found = {"h": q.axes_of(1), "s": q.axes_of(2), "t": k.axes_of(2)}
+        assert {factor: axes for factor, axes in found.items() if axes} == dict(splits)
+    return plan
+
+
+@pytest.mark.parametrize(("name", "splits"), [("gpt2", HEADS), ("gpt2", RING), ("llama", RING)])
+def test_sequences_that_are_split_equal_one_device(name: str, splits: Splits) -> None:
+    """Proven and run: loss, gradients and parameters after three steps; Llama has grouped heads."""
+    model, inputs = built(name)
+    plan = plan_with(splits, model, inputs, SQUARE)
+    check_plan(model, SQUARE, inputs, plan=plan, steps=3, precise=torch.float64).raise_if_different()
+
+
+@pytest.mark.parametrize("name", ["mistral", "llama-odd"])
+def test_windows_and_odd_lengths_go_round_a_ring(name: str) -> None:
+    """A sliding window, which is a mask, and 15 tokens on two ranks."""
+    model, inputs = built(name)
+    plan = plan_with(RING, model, inputs, PAIR)
+    check_plan(model, PAIR, inputs, plan=plan, steps=2, precise=torch.float64).raise_if_different()
+
+
+class Attention(nn.Module):
+    """Causal attention between two projections, of heads of 64 features."""
+
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.heads, width = heads, 64 * heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2)).square().mean()
+
+
+@pytest.mark.parametrize(
+    ("heads", "tokens", "split"),
+    [(1, 512, P()), (1, 65536, P(None, None, "context")), (4, 65536, P(None, "context"))],
+)
+def test_the_way_is_chosen_by_its_price(heads: int, tokens: int, split: P) -> None:
+    """Of a sequence that lies split: short, it is gathered; long, keys go round, or all-to-alls split heads instead.
+
+    One head cannot be split. Nothing hides the way of gathered keys, and the last rank computes on all of them.
+    """
+    with torch.device("meta"):
+        model, x = Attention(heads), torch.empty(1, tokens, 64 * heads)
+    mesh, cluster = Mesh({"context": 4}), Cluster("h100_sxm", nodes=1, devices_per_node=4)
+    plan = autoshard.plan(model, cluster, mesh=mesh, example_inputs=(x,), constraints={"input:0": P(None, "context")})
+    layers = [node for name, node in plan.nodes.items() if name.startswith("attention")]
+    assert len(layers) == 2
+    assert {spec for node in layers for spec in (*node.inputs, *node.outputs)} == {split}
+
+
+DAMAGES: Mapping[str, Callable[[list[Any]], None]] = {
+    "another rank's place in the ring": lambda args: args.__setitem__(-5, 0),
+    "keys that begin elsewhere": lambda args: args.__setitem__(-4, [0, 0]),
+    "a key less": lambda args: args.__setitem__(-3, [args[-3][0], args[-3][1] - 1]),
+    "contiguous pieces taken as pairs": lambda args: args.__setitem__(-2, not args[-2]),
+    "another axis": lambda args: args.__setitem__(-1, "data"),
+    "queries that begin elsewhere": lambda args: args.__setitem__(-7, [0] * 4),
+}
+
+
+@cache
+def ring_program() -> PhasedProgram:
+    """Attention of a ring, lowered."""
+    model, x = Attention(2), torch.randn(2, 9, 128)
+    program = trace(model, (x,))
+    plan = plan_with(RING, model, {"x": x}, SQUARE)
+    return lower_program(program, plan, Cluster("cpu_laptop", nodes=1, devices_per_node=4))
+
+
+@pytest.mark.parametrize("operator", [kernels.ring_attention, kernels.ring_attention_backward])
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_ring_is_not_proven(damage: str, operator: OpOverload) -> None:
+    """Whatever argument of the call is another one; the undamaged program is proven."""
+    lowered = ring_program().lowered
+    verify_program(lowered.traced, lowered)
+    (node,) = (node for node in lowered.graph_module.graph.nodes if node.target is operator)
+    sound = node.args
+    args = list(sound)
+    DAMAGES[damage](args)
+    node.args = tuple(args)
+    try:
+        with pytest.raises(VerificationError):
+            verify_program(lowered.traced, lowered)
+    finally:
+        node.args = sound
+
+
+# On processes.
+
+
+def check_ring() -> None:
+    """Loss, gradients, and parameters after three steps of AdamW."""
+    model, inputs = built("gpt2")
+    plan = plan_with(RING, model, inputs, PAIR)
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("context",))
+    sharded: Any = autoshard.compile(model, mesh, plan=plan)
+    assert_equal(train(sharded, inputs), train(built("gpt2")[0], inputs))
+
+
+CHECKS = {"ring": check_ring}
+
+
+@cache
+def outcomes() -> dict[str, str]:
+    """Outcomes of all checks, on two processes."""
+    return run_checks(CHECKS, ranks=2)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_on_two_processes(name: str) -> None:
+    """Keys and values go round between Gloo processes."""
+    report(outcomes(), name)
