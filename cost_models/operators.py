@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from math import log2, prod
 from types import MappingProxyType
 
-# Each fills its part of the table.
+# Each fills its part of the tables.
 from cost_models import contractions as contractions
 from cost_models import experts as experts
 from cost_models import factorisations as factorisations
@@ -20,6 +20,8 @@ from cost_models import recurrent as recurrent
 from cost_models import ring as ring
 from cost_models.counting import FREE, TABLE, compute_dtype, memory_bound, numel, operator_cost, size_bytes
 from cost_models.errors import UnknownOperatorError
+from cost_models.exchanges import EXCHANGES as EXCHANGES
+from cost_models.exchanges import WORKSPACE_BYTES as WORKSPACE_BYTES
 from cost_models.work import Kind, TensorInfo, Work
 
 _CONTRACTING_WORDS = re.compile(

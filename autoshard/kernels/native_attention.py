@@ -281,13 +281,30 @@ def _nothing(q: Tensor, v: Tensor) -> Result:
 
 
 def _merge(results: Sequence[Result]) -> Result:
-    """Attention over all keys from that over one or two parts of them, each with a key that each row sees."""
-    if len(results) == 1:
-        return results[0]
-    (first, first_lse), (second, second_lse) = results
-    lse = torch.logaddexp(first_lse, second_lse)
-    out = first * torch.exp(first_lse - lse).unsqueeze(-1) + second * torch.exp(second_lse - lse).unsqueeze(-1)
+    """Attention over all keys from that over one or two parts of them."""
+    (first, lse), *others = results
+    out = first if not others else first.to(lse.dtype)
+    for other, other_lse in others:
+        lse = merge_into(out, lse, other, other_lse)
     return out.to(first.dtype), lse
+
+
+def merge_into(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
+    """Add to attention over some keys that of the same queries over others.
+
+    Args:
+        out: [B, H, S, E] in the accumulation type; becomes the result over all these keys.
+        lse: its log-sum-exp [B, H, S].
+        other, other_lse: result and log-sum-exp over other keys; -inf where a row sees none of them.
+
+    Returns:
+        The log-sum-exp over all these keys.
+    """
+    total = torch.logaddexp(lse, other_lse)
+    finite = total.masked_fill(total == -math.inf, 0.0)
+    out.mul_(torch.exp(lse - finite).unsqueeze(-1))
+    out.addcmul_(other.to(out.dtype), torch.exp(other_lse - finite).unsqueeze(-1))
+    return total
 
 
 def _without_dead_rows(lse: Tensor) -> Tensor:

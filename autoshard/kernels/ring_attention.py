@@ -27,7 +27,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from autoshard.kernels.attention import (
@@ -42,7 +41,7 @@ from autoshard.kernels.attention import (
 )
 from autoshard.kernels.exchange import Exchange, Steps, arrived, define_exchanging
 from autoshard.kernels.library import accumulation_dtype
-from autoshard.kernels.native_attention import native_attention, native_attention_backward
+from autoshard.kernels.native_attention import merge_into, native_attention, native_attention_backward
 
 Travelling = Generator[Exchange, Sequence[Tensor], list[Tensor]]
 """Steps that return the tensors that came."""
@@ -184,7 +183,9 @@ def forward_steps(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Te
         is_last = hop == ring.ranks - 1
         pending = yield from ring.send_on(*(() if is_last else (k, v)))
         for part in ring.parts(hop, q.shape[2]):
-            _merge_into(out[:, :, part.rows], lse[:, :, part.rows], *ring.attend(part, q, k, v, mask, seed))
+            found = ring.attend(part, q, k, v, mask, seed)
+            lse[:, :, part.rows] = merge_into(out[:, :, part.rows], lse[:, :, part.rows], *found)
+            del found
         if not is_last:
             k, v = came(pending)
     if not ring.is_paired:
@@ -237,15 +238,6 @@ def _columns(mask: Tensor | None, part: _Part) -> Tensor | None:
         return None
     mask = mask[(None,) * (4 - mask.dim())]
     return mask if mask.shape[3] == 1 else mask[..., part.columns]
-
-
-def _merge_into(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> None:
-    """Add to a result [B, H, S, E] and its log-sum-exp [B, H, S] those of the same queries over other keys."""
-    total = torch.logaddexp(lse, other_lse)
-    finite = total.masked_fill(total == -math.inf, 0.0)
-    out.mul_(torch.exp(lse - finite).unsqueeze(-1))
-    out.addcmul_(other.to(out.dtype), torch.exp(other_lse - finite).unsqueeze(-1))
-    lse.copy_(total)
 
 
 _PLACE = ", SymInt index, int[] starts, int[] lengths, bool is_paired, str group)"

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import fx
 
-from cost_models.exchanges import WORKSPACE_BYTES
+from cost_models.operators import WORKSPACE_BYTES
 from passes.strategies.tensor_infos import operand_infos
 
 

@@ -14,8 +14,9 @@ from autoshard.ir.communicators import group_axes
 from autoshard.ir.mesh import Mesh
 from cost_models.collectives import all_gather_time, all_reduce_time, all_to_all_time, reduce_scatter_time
 from cost_models.errors import UnknownOperatorError
-from cost_models.exchanges import EXCHANGES, Exchanged
+from cost_models.exchanges import Exchanged
 from cost_models.hardware import Cluster
+from cost_models.operators import EXCHANGES
 from cost_models.topology import GroupLinks
 from passes.strategies.enumerate_strategies import operands_of
 from passes.strategies.tensor_infos import operand_infos
