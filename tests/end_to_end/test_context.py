@@ -27,7 +27,7 @@ from passes.pipeline import lower_program
 from passes.strategies.enumerate_strategies import Site
 from passes.verification.verify_program import verify_program
 from tests.end_to_end.training import assert_equal, train
-from tests.runtime.processes import report, run_checks
+from tests.runtime.processes import checked_once, report
 from tests.zoo.table import ARCHITECTURES
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's models
@@ -36,17 +36,23 @@ PAIR, SQUARE = Mesh({"context": 2}), Mesh({"data": 2, "context": 2})
 ATTENTION = (kernels.attention, kernels.attention_backward)
 
 Splits = Mapping[str, tuple[str, ...]]
+GATHERED: Splits = {"s": ("context",)}
 HEADS: Splits = {"h": ("context",)}
 RING: Splits = {"s": ("context",), "t": ("context",)}
 """Factors of attention that the axis splits which splits tokens elsewhere."""
 
 
-def built(name: str) -> tuple[nn.Module, dict[str, Any]]:
-    """A model of one layer, and its batch without padding."""
+def built(name: str, *, is_packed: bool = False) -> tuple[nn.Module, dict[str, Any]]:
+    """A model of one layer, and its batch without padding; packed, two sequences a row."""
     architecture = ARCHITECTURES[name]
     layers = "n_layer" if name == "gpt2" else "num_hidden_layers"
-    model, inputs = replace(architecture, config={**architecture.config, layers: 1}).build()
+    config = {**architecture.config, layers: 1, "use_cache": not is_packed}
+    model, inputs = replace(architecture, config=config).build()
     inputs.pop("attention_mask", None)
+    if is_packed:
+        rows, length = inputs["input_ids"].shape
+        places, begins = torch.arange(length), 2 + torch.arange(rows).unsqueeze(1)
+        inputs["position_ids"] = torch.where(places < begins, places, places - begins)
     return model, inputs
 
 
@@ -73,19 +79,27 @@ def plan_with(splits: Splits, model: nn.Module, inputs: dict[str, Any], mesh: Me
     return plan
 
 
-@pytest.mark.parametrize(("name", "splits"), [("gpt2", HEADS), ("gpt2", RING), ("llama", RING)])
-def test_sequences_that_are_split_equal_one_device(name: str, splits: Splits) -> None:
-    """Proven and run: loss, gradients and parameters after three steps; Llama has grouped heads."""
-    model, inputs = built(name)
+@pytest.mark.parametrize("splits", [GATHERED, HEADS, RING])
+def test_sequences_that_are_split_equal_one_device(splits: Splits) -> None:
+    """Proven and run: loss of shifted labels, gradients and parameters after three steps; Llama has grouped heads."""
+    model, inputs = built("llama")
     plan = plan_with(splits, model, inputs, SQUARE)
     check_plan(model, SQUARE, inputs, plan=plan, steps=3, precise=torch.float64).raise_if_different()
 
 
-@pytest.mark.parametrize("name", ["mistral", "llama-odd"])
-def test_windows_and_odd_lengths_go_round_a_ring(name: str) -> None:
-    """A sliding window, which is a mask, and 15 tokens on two ranks."""
-    model, inputs = built(name)
-    plan = plan_with(RING, model, inputs, PAIR)
+@pytest.mark.parametrize(
+    ("name", "splits", "is_packed"),
+    [
+        ("mistral", RING, True),
+        ("llama-odd", RING, True),
+        *(pytest.param("mistral", splits, True, marks=pytest.mark.slow) for splits in (GATHERED, HEADS)),
+        *(pytest.param("mistral", splits, False, marks=pytest.mark.slow) for splits in (GATHERED, HEADS, RING)),
+    ],
+)
+def test_windows_and_packed_sequences_equal_one_device(name: str, splits: Splits, is_packed: bool) -> None:
+    """Windows and sequences reach over pieces, and masks are those of the whole; of 15 tokens on two ranks too."""
+    model, inputs = built(name, is_packed=is_packed)
+    plan = plan_with(splits, model, inputs, PAIR)
     check_plan(model, PAIR, inputs, plan=plan, steps=2, precise=torch.float64).raise_if_different()
 
 
@@ -173,13 +187,10 @@ def check_ring() -> None:
 CHECKS = {"ring": check_ring}
 
 
-@cache
-def outcomes() -> dict[str, str]:
-    """Outcomes of all checks, on two processes."""
-    return run_checks(CHECKS, ranks=2)
+outcomes = checked_once(CHECKS, ranks=2)
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_on_two_processes(name: str) -> None:
+def test_on_two_processes(name: str, outcomes: Mapping[str, str]) -> None:
     """Keys and values go round between Gloo processes."""
-    report(outcomes(), name)
+    report(outcomes, name)
