@@ -54,6 +54,7 @@ from passes.prediction.segment_step import repeated_step
 from passes.prediction.walk_program import WalkedStep, walk_program
 from passes.preparation.canonicalize import Canonicalize
 from passes.preparation.insert_hubs import InsertHubs
+from passes.preparation.join_gelu import JoinGelu
 from passes.recomputation.fitting import JointSolution
 from passes.recomputation.plan_before import solution_of
 from passes.recomputation.recompute import InsertRecompute
@@ -71,7 +72,7 @@ from passes.strategies.price_nodes import NodePrices
 
 logger = logging.getLogger(__name__)
 
-PREPARATION: Sequence[Callable[[Program], Program]] = (Canonicalize(), InsertHubs())
+PREPARATION: Sequence[Callable[[Program], Program]] = (Canonicalize(), JoinGelu(), InsertHubs())
 """What brings a traced program into the form that is planned and lowered, in order."""
 
 _NEAR = 0.1

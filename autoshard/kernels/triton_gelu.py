@@ -18,6 +18,7 @@ from torch import Tensor
 from autoshard.kernels.kernel import SPECIMEN_COLUMNS, Form, FusedKernel, specimen
 from autoshard.kernels.launch import as_rows, launch, over_pieces, refuse_dtypes, require
 from autoshard.kernels.library import define
+from autoshard.kernels.tanh_gelu import written_out, written_out_backward
 from autoshard.kernels.triton_activations import activate, piece, piece_tile, refuse_activation, slope
 
 _aten = torch.ops.aten
@@ -155,24 +156,6 @@ def _same(like: Tensor, x: Any, bias: Any) -> Any:
     return _aten.add.Tensor(x, bias)
 
 
-def _written_out(z: Any) -> tuple[Any, Any, Any]:
-    """The tanh form in small operators, as transformers' NewGELU has it: the result, tanh u, and 1 + tanh u."""
-    cubed = _aten.mul.Tensor(_aten.pow.Tensor_Scalar(z, 3.0), 0.044715)
-    tanh = _aten.tanh.default(_aten.mul.Tensor(_aten.add.Tensor(z, cubed), 0.7978845608028654))
-    shifted = _aten.add.Tensor(tanh, 1.0)
-    return _aten.mul.Tensor(_aten.mul.Tensor(z, 0.5), shifted), tanh, shifted
-
-
-def _written_out_backward(grad_out: Any, z: Any) -> Any:
-    _, tanh, shifted = _written_out(z)
-    inner = _aten.tanh_backward.default(_aten.mul.Tensor(grad_out, _aten.mul.Tensor(z, 0.5)), tanh)
-    inner = _aten.mul.Tensor(inner, 0.7978845608028654)
-    cubed = _aten.mul.Scalar(_aten.pow.Tensor_Scalar(z, 2.0), 3.0)
-    cubed = _aten.mul.Tensor(_aten.mul.Tensor(inner, 0.044715), cubed)
-    straight = _aten.mul.Tensor(_aten.mul.Tensor(grad_out, shifted), 0.5)
-    return _aten.add.Tensor(_aten.add.Tensor(inner, cubed), straight)
-
-
 def _add_of(rank_changes: bool) -> Any:
     return _rows if rank_changes else _same
 
@@ -184,7 +167,7 @@ def _forward_form(rank_changes: bool, activation: str) -> Form:
     def compose(like: Tensor, x: Any, bias: Any) -> Any:
         z = add(like, x, bias)
         if activation == "written_out":
-            return _written_out(z)[0]
+            return written_out(z)[0]
         return _aten.gelu.default(z, **_APPROXIMATE[activation])
 
     return Form(compose, lambda like: {"shape": list(like.shape), "activation": _name(activation)})
@@ -196,7 +179,7 @@ def _backward_form(rank_changes: bool, activation: str) -> Form:
     def compose(like: Tensor, grad_out: Any, x: Any, bias: Any) -> Any:
         z = add(like, x, bias)
         if activation == "written_out":
-            return _written_out_backward(grad_out, z)
+            return written_out_backward(grad_out, z)
         return _aten.gelu_backward.default(grad_out, z, **_APPROXIMATE[activation])
 
     return Form(compose, lambda like: {"activation": _name(activation)})

@@ -70,7 +70,7 @@ class Numbering:
             return self.add(node, constant_key(graph_module, node))
         if node.target is hub or node.target in TRANSFERS:
             (operand,) = node.all_input_nodes
-            self.numbers[node] = self._number_for(operand, node)
+            self.numbers[node] = self.number_for(operand, node)
             return self.numbers[node]
         key = self.structure(node)
         other = mirrored_key(key) if commuted and key not in self.keys else None
@@ -78,9 +78,10 @@ class Numbering:
 
     def structure(self, node: fx.Node) -> Key:
         """The structure of a call whose operands have numbers; `VerificationError` if one has none."""
-        return call_key(node.op, node.target, node.args, node.kwargs, lambda operand: self._number_for(operand, node))
+        return call_key(node.op, node.target, node.args, node.kwargs, lambda operand: self.number_for(operand, node))
 
-    def _number_for(self, operand: fx.Node, reader: fx.Node) -> int:
+    def number_for(self, operand: fx.Node, reader: fx.Node) -> int:
+        """The number of what a call reads; `VerificationError` if it has none."""
         if operand not in self.numbers:
             raise VerificationError(f"{reader.format_node()} reads {operand.name!r} before it is computed.")
         return self.numbers[operand]

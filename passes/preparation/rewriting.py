@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import fx
@@ -82,14 +83,15 @@ def insert_call(
     *,
     like: fx.Node,
     name: str | None = None,
+    kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> fx.Node:
     """Add a call at the graph's insertion point; its value is computed on the operands' fake values.
 
     Phase, module and source line are those of `like`.
     """
-    node = graph.create_node("call_function", target, args, name=name)
+    node = graph.create_node("call_function", target, args, dict(kwargs), name=name)
     node.meta = {key: like.meta[key] for key in _INHERITED if key in like.meta}
-    node.meta["val"] = target(*fx.map_arg(args, lambda argument: argument.meta["val"]))
+    node.meta["val"] = target(*fx.map_arg(args, lambda argument: argument.meta["val"]), **kwargs)
     return node
 
 

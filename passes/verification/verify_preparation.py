@@ -1,7 +1,8 @@
 """Verify that the form of a program that is planned and lowered computes what the trace computes.
 
 Both graphs are numbered in one table (`passes.preparation.number_values`), in which a hub has its operand's number and
-`addmm(bias, a, b)` that of `mm(a, b) + bias`. Results with equal numbers are equal values.
+`addmm(bias, a, b)` that of `mm(a, b) + bias`, and the tanh form of gelu that of the calls that write it out. Results
+with equal numbers are equal values.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from torch import fx
 
 from autoshard.errors import VerificationError
 from autoshard.ir.program import Program
+from passes.preparation.join_gelu import number_written_out
 from passes.preparation.number_values import OPERAND, Numbering
 from passes.verification.verify_offload import verify_offload
 
@@ -37,7 +39,7 @@ def verify_preparation(traced: Program, prepared: Program) -> None:
             raise VerificationError(
                 f"{slot.kind.value} {slot.name!r} is {node.format_node()} once the program is prepared, another value "
                 f"than in the trace; it comes from {node.meta.get('source') or 'an unknown line'}. Written by "
-                "passes.preparation.canonicalize or passes.preparation.insert_hubs."
+                "passes.preparation.canonicalize, join_gelu or insert_hubs."
             )
 
 
@@ -50,7 +52,7 @@ def _check_results(program: Program) -> None:
         raise VerificationError(
             f"the prepared program returns {len(returned)} values, {[pair[0] for pair in wrong]} where its slots name "
             f"{[pair[1] for pair in wrong]} of {len(named)}. Written by "
-            "passes.preparation.canonicalize or passes.preparation.insert_hubs."
+            "passes.preparation.canonicalize, join_gelu or insert_hubs."
         )
 
 
@@ -65,6 +67,8 @@ def _result_numbers(numbering: Numbering, program: Program) -> list[int]:
     for node in program.graph.nodes:
         if node.target is _aten.addmm.default and not node.kwargs:
             _add_split(numbering, node)
+        elif number_written_out(node, numbering):
+            continue
         elif node.op not in ("placeholder", "output"):
             numbering.add_node(node, program.graph_module)
     nodes = program.nodes_by_name()

