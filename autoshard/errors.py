@@ -47,17 +47,15 @@ class DoesNotFitError(AutoshardError):
 
     Args:
         smallest_bytes: the smallest limit that is known to do; 0 where none is.
-        is_proven: whether it is proven that none smaller would.
     """
 
-    def __init__(self, message: str, *, smallest_bytes: int, is_proven: bool = False) -> None:
+    def __init__(self, message: str, *, smallest_bytes: int) -> None:
         super().__init__(message)
         self.smallest_bytes = smallest_bytes
-        self.is_proven = is_proven
 
     def __reduce__(self) -> tuple[Any, ...]:
         """How to send it to another process."""
-        return partial(DoesNotFitError, smallest_bytes=self.smallest_bytes, is_proven=self.is_proven), self.args
+        return partial(DoesNotFitError, smallest_bytes=self.smallest_bytes), self.args
 
 
 class RecipeError(AutoshardError):

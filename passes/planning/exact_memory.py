@@ -60,12 +60,8 @@ class ExactMemory:
 
 def exact_memory(planning: PlanningProblem, choice: Sequence[int]) -> ExactMemory:
     """What is in memory under a choice of one option per variable."""
-    return memory_of(walk_through(planning, choice))
-
-
-def memory_of(walk: Walk) -> ExactMemory:
-    """What is in memory as a walk found."""
-    return ExactMemory(walk.planning.liveness.points, tuple(_stored(walk.planning, walk)))
+    walk = walk_through(planning, choice)
+    return ExactMemory(planning.liveness.points, tuple(_stored(planning, walk)))
 
 
 def exact_peak(planning: PlanningProblem, choice: Sequence[int]) -> float:

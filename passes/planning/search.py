@@ -208,29 +208,23 @@ class Search:
                     return [found, *known]
         return known
 
-    def does_not_fit(
-        self, planning: Searchable, least: float | None = None, *, is_proven: bool = False
-    ) -> DoesNotFitError:
+    def does_not_fit(self, planning: Searchable, least: float | None = None) -> DoesNotFitError:
         """The error of a search that found nothing within its limit.
 
         Args:
             planning: the problem.
             least: bytes that would do; None where nothing is known that would.
-            is_proven: whether no fewer would.
         """
         limit = self.memory_limit_bytes or 0
-        none = f"no plan {'fits' if is_proven else 'was found that fits'}"
         if least is None:
             would_do = "What would do is not known."
-        elif is_proven:
-            would_do = f"The smallest that would do is {least:.0f} bytes ({format_bytes(least)})."
         else:
             would_do = f"{least:.0f} bytes ({format_bytes(least)}) would do; whether fewer would is not known."
         return DoesNotFitError(
-            f"{none} for {planning.space.mesh} in memory_budget={limit:.0f} bytes ({format_bytes(limit)}) per device. "
+            f"no plan was found that fits for {planning.space.mesh} in memory_budget={limit:.0f} bytes "
+            f"({format_bytes(limit)}) per device. "
             f"{would_do} {_largest(planning)} Use more devices, a smaller batch, or fewer constraints.",
             smallest_bytes=0 if least is None else int(np.ceil(least)),
-            is_proven=is_proven,
         )
 
 

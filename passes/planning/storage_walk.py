@@ -1,8 +1,4 @@
-"""What makes storages, gives views of them and uses them, in the order of a program, under one choice.
-
-Each storage knows its uses, and by which views these came to it: so it can be told of which other choices it is true
-(`exact_rows`).
-"""
+"""What makes storages, gives views of them and uses them, in the order of a program, under one choice."""
 
 from __future__ import annotations
 
@@ -29,33 +25,19 @@ from passes.strategies.price import local_bytes
 _PART_OF = {InputKind.PARAMETER: "parameters", InputKind.STATE: "optimizer state"}
 
 
-@dataclass(frozen=True, slots=True)
-class Use:
-    """A use of a storage, up to a point, by what the link of an index carries.
-
-    `path`: the links by which views led there, none of which reshards.
-    """
-
-    point: int
-    link: int
-    path: tuple[int, ...]
-
-
 @dataclass(slots=True, eq=False)
 class Storage:
-    """Memory that values lie in: what made it, and its uses and the last one so far."""
+    """Memory that values lie in, from what made it to its last use so far."""
 
     key: Key
     part: str
     size: int
     birth: int
     death: int
-    uses: list[Use] = field(default_factory=list)
 
-    def use(self, use: Use) -> None:
+    def use(self, point: int) -> None:
         """Note a use."""
-        self.uses.append(use)
-        self.death = max(self.death, use.point)
+        self.death = max(self.death, point)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,27 +47,19 @@ class Local:
     Args:
         storage: its memory.
         is_strided: its dims lie in memory in another order than they come.
-        path: the links by which views led from what made the storage here.
     """
 
     storage: Storage
     is_strided: bool = False
-    path: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Reshard:
-    """A reshard of a value on the link of an index."""
+    """A reshard of a value that lies in a storage."""
 
     point: int
-    link: int
-    value: Local
+    storage: Storage
     moved: Moved
-
-    @property
-    def storage(self) -> Storage:
-        """What is resharded lies there."""
-        return self.value.storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +144,7 @@ class Walk:
         reads = [True] * len(operands) if form is None else form.reads
         for index, operand, is_read in zip(self.into[site.name], operands, reads, strict=True):
             if is_read or operand.storage.key == (index, "copy"):
-                operand.storage.use(Use(point, index, operand.path))
+                operand.storage.use(point)
         if form is not None:
             self.rewritten.append(Rewritten(site, form, point, tuple(operands)))
             made = {number: self._made(site, number, size) for number, size in form.made.items()}
@@ -186,12 +160,8 @@ class Walk:
             if number is None:
                 continue
             is_strided = self._is_strided(site, result, operands)
-            if number in made:
-                local = Local(made[number], is_strided)
-            else:
-                path = (*operands[number].path, self.into[site.name][number])
-                local = Local(operands[number].storage, is_strided, path)
-            self.values[site.name, result] = local
+            storage = made[number] if number in made else operands[number].storage
+            self.values[site.name, result] = Local(storage, is_strided)
         if is_gradient_hub(site.node):
             _mark_gradient(self.values[site.name, 0].storage)
 
@@ -221,8 +191,8 @@ class Walk:
             return None
         value = self.values[link.tail, link.result]
         moved = Moved(traced_of(self.planning, index), source, target, value.is_strided, value.storage.size)
-        reshard = Reshard(self.planning.liveness.reshards[index], index, value, moved)
-        value.storage.use(Use(reshard.point, index, value.path))
+        reshard = Reshard(self.planning.liveness.reshards[index], value.storage, moved)
+        value.storage.use(reshard.point)
         self.reshards.append(reshard)
         return reshard
 
@@ -248,11 +218,11 @@ class Walk:
         value = self._arriving(index)
         if self.planning.space.sites[link.head].node is None:
             end = self.planning.liveness.forward_end if self.is_step else self.planning.liveness.points - 1
-            value.storage.use(Use(end, index, value.path))
+            value.storage.use(end)
         elif self.kinds[link.head] is InputKind.BUFFER:
-            value.storage.use(Use(self.planning.liveness.forward_end, index, value.path))
+            value.storage.use(self.planning.liveness.forward_end)
         else:
-            value.storage.use(Use(self.planning.liveness.points - 1, index, value.path))
+            value.storage.use(self.planning.liveness.points - 1)
             _mark_gradient(value.storage)
 
     def _local_bytes(self, site: Site, result: int) -> int:

@@ -5,9 +5,8 @@ twice, and copies to and from the host. So a choice of strategies that is optima
 fits as it is, is optimal with them too; only where it does not fit is the larger problem built (`solve_jointly`). That
 a choice be optimal among those that fit would not be enough: one of cheaper strategies may fit with recomputation.
 
-What fits is decided by the exact count of the program that will run. Small problems are searched by that count, to the
-optimum of all that fits (`search_exactly`); large ones, programs that leave blocks out, and small ones for which the
-time was too short, until what is found fits (`fitting`). Of the last the bound is still that of all that fits.
+What fits is decided by the exact count of the program that will run: tables are searched until what is found fits
+(`fitting`). They count no less than there is, so the bound where memory binds is of the plans that fit as they count.
 
 With offload the problem is larger still, and contains that without. Where its solution may be far from the best, or
 holds more in the host's memory than there is, the search is repeated without offload, and the cheaper of what fits is
@@ -20,7 +19,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 
 import numpy as np
@@ -28,23 +26,13 @@ import numpy as np
 from autoshard.errors import DoesNotFitError
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.search import Search, Searchable, restrict
-from passes.planning.search_exactly import (
-    ExactlyCounted,
-    ExactPlanning,
-    cheapest_that_fits,
-    is_refused_exactly,
-    is_searched_exactly,
-    refuse,
-)
-from passes.recomputation.exact_recompute import ExactRecompute
 from passes.recomputation.fitting import JointSolution, bounded, fitting
-from passes.recomputation.prove_plan import ProvePlan, joint
-from passes.recomputation.recompute_options import find_options
-from passes.recomputation.recompute_problem import build_recompute_problem
+from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, find_options
+from passes.recomputation.recompute_problem import RecomputeProblem, build_recompute_problem
+from passes.recomputation.with_again import host_bytes, with_again
 from passes.solver.assignment import Solution
 from passes.solver.dual_search import DualSearch
 from passes.solver.search_control import SearchStopped
-from passes.solver.smallest_peak import choice_of_smallest_peak
 
 
 def solve_jointly(
@@ -97,31 +85,19 @@ def _solve_jointly(
 ) -> JointSolution:
     """See `solve_jointly`, which knows another solution."""
     end = time.monotonic() + search.time_budget_s
-    prove = ProvePlan(planning, search, allowed, recompute, offload, end)
     if not recompute:
-        return _proven(prove, partial(_alone, planning, search, allowed, start, end))
+        return _alone(planning, search, allowed, start, end)
     share = 1.0 if search.memory_limit_bytes is None else _SHARE_FREE
     unlimited = dataclasses.replace(
         search, memory_limit_bytes=None, time_budget_s=share * search.time_budget_s, fineness=_FINENESS
     )
     free = JointSolution(planning, unlimited(planning, allowed, start))
     if search.memory_limit_bytes is None or free.peak_bytes() <= search.memory_limit_bytes:
-        return prove.without_keepings(free)
-    found = _proven(prove, partial(_where_memory_binds, planning, search, allowed, start, end, offload=offload))
+        return free
+    coarse = dataclasses.replace(search, tolerance=_TOLERANCE)
+    found = _where_memory_binds(planning, coarse, allowed, start, end, offload=offload)
     # neither strategies nor keepings cost less where memory is short
     return bounded(found, max(found.solution.lower_bound, free.solution.lower_bound))
-
-
-def _proven(prove: ProvePlan, find: Callable[[], JointSolution]) -> JointSolution:
-    """What is found, made cheaper by the exact count, or proven, in the time that is left."""
-    try:
-        found = find()
-    except DoesNotFitError as error:
-        first = None if error.is_proven else prove.first()
-        if first is None:
-            raise
-        return first
-    return prove(found)
 
 
 _SHARE_FREE = 0.7
@@ -142,27 +118,27 @@ def _where_memory_binds(
         # the bound of the search without recomputation holds for no other
         return bounded(_alone(planning, search, allowed, start, end), 0.0)
     if not offload or planning.prices.cluster.device.host_link is None:
-        return bounded(*_solve(planning, search, allowed, start, end, offload=False))
+        return _solve(planning, search, allowed, start, end, offload=False)
     most = end - _SHARE_WITHOUT * search.time_budget_s
     room = planning.prices.cluster.host_bytes_per_device
     try:
-        found, bound = _solve(planning, search, allowed, start, most, offload=True)
+        found = _solve(planning, search, allowed, start, most, offload=True)
     except DoesNotFitError:
         if room is None or _most_host_bytes(planning) <= room:
             raise
-        return bounded(*_solve(planning, search, allowed, start, end, offload=False))
+        return _solve(planning, search, allowed, start, end, offload=False)
     has_room = room is None or found.host_bytes <= room
     is_near = found.solution.cost * (1 - _FAR) <= found.solution.lower_bound
     if has_room and (is_near or search.control.is_stopped or time.monotonic() >= end):
-        return bounded(found, bound)
+        return found
     try:
-        other, _ = _solve(planning, search, allowed, start, end, offload=False)
+        other = _solve(planning, search, allowed, start, end, offload=False)
     except DoesNotFitError:
         if has_room:
-            return bounded(found, bound)
+            return found
         raise
     is_better = not has_room or other.solution.cost < found.solution.cost
-    return bounded(other if is_better else found, bound)
+    return bounded(other if is_better else found, found.solution.lower_bound)
 
 
 def _most_host_bytes(planning: PlanningProblem) -> int:
@@ -187,75 +163,49 @@ def _solve(
     deadline: float,
     *,
     offload: bool,
-) -> tuple[JointSolution, float]:
-    """See `solve_jointly`, where memory binds; the host's memory has no limit.
-
-    Also a bound of all choices that fit, if they were searched exactly; else that of the solution.
-    """
+) -> JointSolution:
+    """See `solve_jointly`, where memory binds; the host's memory has no limit."""
     assert search.memory_limit_bytes is not None, "without a limit nothing is recomputed"
 
     options = find_options(planning.space, planning.classes, offload=offload)
     if not options.keepings:
-        return _bound_of(_alone(planning, search, allowed, start, deadline))
+        return _alone(planning, search, allowed, start, deadline)
     try:
         with search.control.building():
             problem = build_recompute_problem(planning, options, deadline=deadline if start else math.inf)
     except SearchStopped:
-        return _alone(planning, search, allowed, start, deadline), 0.0
+        return bounded(_alone(planning, search, allowed, start, deadline), 0.0)
 
     wide = problem.widen(allowed)
-    exact = _exactly(ExactRecompute(problem), search, wide, deadline)
-    if exact is not None and exact.is_optimal:
-        return joint(problem, exact), exact.lower_bound
     start = [*start, *_without(planning, _by(deadline, search), allowed, start)]
 
     def attempt(limit: float, until: float) -> JointSolution:
         """The cheapest choice that fits in a limit by the problem's count."""
-        finely = dataclasses.replace(_within(limit, until, search), fineness=_FINENESS)
-        return joint(problem, finely(problem, wide, start))
+        return _joint(problem, _within(limit, until, search)(problem, wide, start))
 
-    frugal = partial(_frugal, problem, search, wide, partial(joint, problem))
+    frugal = partial(_frugal, problem, search, wide, partial(_joint, problem))
     found, least = fitting(attempt, frugal, search.memory_limit_bytes, deadline)
     bound = 0.0 if found is None else found.solution.lower_bound
-    if exact is not None:
-        found, bound = _cheaper(found, joint(problem, exact)), exact.lower_bound
     for solution in start:  # the last attempt may have been within less, where these do not fit
         found = _cheaper(found, JointSolution(planning, solution))
     if found is None:
         raise search.does_not_fit(planning, least)
-    return found, bound
+    return bounded(found, bound)
 
 
-def _bound_of(found: JointSolution) -> tuple[JointSolution, float]:
-    return found, found.solution.lower_bound
-
-
-def _exactly(
-    exact: ExactlyCounted, search: Search, allowed: Mapping[int, np.ndarray], deadline: float
-) -> Solution | None:
-    """What is found by the exact count, with a bound of all that fits; None where tables are to be asked.
-
-    Raises:
-        DoesNotFitError: it is proven that no choice fits.
-    """
-    if search.control.is_stopped or time.monotonic() >= deadline:
-        return None
-    with suppress(TimeoutError):
-        if is_searched_exactly(exact.assignment):
-            return cheapest_that_fits(exact, search, allowed, deadline)
-        if is_refused_exactly(exact.assignment) and _is_hopeless(exact.tables, search, allowed, deadline):
-            refuse(exact, search, allowed, deadline)
-    return None
-
-
-def _is_hopeless(problem: Searchable, search: Search, allowed: Mapping[int, np.ndarray], deadline: float) -> bool:
-    """Whether no choice is found in time that fits as the problem counts."""
-    limit = float(search.memory_limit_bytes or 0)
-    free = restrict(problem.assignment, allowed)
-    found = choice_of_smallest_peak(
-        free, problem.usage, problem.memory_row, limit, limit, control=search.control, deadline=deadline
+def _joint(problem: RecomputeProblem, found: Solution) -> JointSolution:
+    """What a choice of a problem with recomputation stands for."""
+    again, choice = problem.again(found.choice), problem.without_keepings(found.choice)
+    running = with_again(problem.planning, again)
+    return JointSolution(
+        running,
+        Solution(choice, found.cost, found.lower_bound),
+        again,
+        problem.options.candidates(RECOMPUTED),
+        problem.options.candidates(OFFLOADED),
+        host_bytes(running, choice),
+        float(problem.usage(found.choice).max()),
     )
-    return not found or float(problem.usage(found).max()) > limit
 
 
 def _cheaper(found: JointSolution | None, other: JointSolution) -> JointSolution:
@@ -273,17 +223,12 @@ def _alone(
     """The cheapest choice that fits as it is."""
     if search.memory_limit_bytes is None:
         return JointSolution(planning, search(planning, allowed, start))
-    exact = None if planning.elided.sites else _exactly(ExactPlanning(planning), search, allowed, deadline)
-    if exact is not None and exact.is_optimal:
-        return JointSolution(planning, exact)
 
     def attempt(limit: float, until: float) -> JointSolution:
         return JointSolution(planning, _within(limit, until, search)(planning, allowed, start))
 
     frugal = partial(_frugal, planning, search, allowed, partial(JointSolution, planning))
     found, least = fitting(attempt, frugal, search.memory_limit_bytes, deadline)
-    if exact is not None:
-        return bounded(_cheaper(found, JointSolution(planning, exact)), exact.lower_bound)
     if found is None:
         raise search.does_not_fit(planning, least)
     return found
@@ -328,7 +273,10 @@ def _by(deadline: float, search: Search) -> Search:
 
 
 _FINENESS = 0.1
-"""What is recomputed costs little: plans that differ by tens of kilobytes are within the tolerance of each other."""
+"""Where memory is no object a finer search takes little longer."""
+
+_TOLERANCE = 0.01
+"""Gap at which the search is content where memory binds: no finer than prices are, and soon reached."""
 
 _ROUNDS = 12
 """Rounds of quick searches: for a solution without recomputation to start from, and for a cheap one that is frugal."""

@@ -6,7 +6,6 @@ they agree on is mostly right; where they differ, a mixed-integer program decide
 1. Of each variable keep the options that any choice seen has, and forbid the others.
 2. Solve the rest with memory rows as they are needed (`row_search`), for what is cheaper than a target not far above
    the bound; where nothing is found, than ones farther above, and at last than the incumbent.
-3. Add the options that cost least more by what messages say (`slacks_under`), a few for each variable, and solve again.
 
 That a tour which is best among the edges of some good ones is better than each is known of the travelling salesman
 (Cook and Seymour, "Tour Merging via Branch-Decomposition", 2003), and of mixed-integer programs, where most of what
@@ -25,15 +24,11 @@ import numpy as np
 
 from passes.solver.assignment import Floats, MemoryRow
 from passes.solver.dual_state import DualState
-from passes.solver.narrow_assignment import slacks_under
 from passes.solver.row_search import RowSearch
 from passes.solver.solve_milp import Effort
 
 _NODES = 50
 """Nodes of the solver's tree in which the rest is solved."""
-
-_NEAR = 4
-"""Options for each variable, on average, that are added by what messages say."""
 
 
 def merge(state: DualState, tolerance: float, deadline: float) -> None:
@@ -47,8 +42,6 @@ def merge(state: DualState, tolerance: float, deadline: float) -> None:
     if not state.cuts or state.is_over(deadline):
         return
     _solve(state, _seen(state), tolerance, deadline)
-    if state.gap() > tolerance and not state.is_over(deadline):
-        _solve(state, [mask | near for mask, near in zip(_seen(state), _near(state), strict=True)], tolerance, deadline)
 
 
 def _seen(state: DualState) -> list[np.ndarray]:
@@ -58,17 +51,6 @@ def _seen(state: DualState) -> list[np.ndarray]:
         for mask, option in zip(masks, choice, strict=True):
             mask[option] = True
     return masks
-
-
-def _near(state: DualState) -> list[np.ndarray]:
-    """The options that cost least more than the best, as messages know."""
-    problem = dataclasses.replace(state.problem, rows=tuple(row.known() for row in state.rows.values()))
-    slacks = slacks_under(problem, state.found_multipliers())
-    if not slacks:
-        return [np.zeros(len(cost), dtype=bool) for cost in problem.costs]
-    known = np.sort(np.concatenate(slacks))
-    most = known[min(_NEAR * len(slacks), len(known)) - 1]
-    return [slack <= most for slack in slacks]
 
 
 def _solve(state: DualState, masks: Sequence[np.ndarray], tolerance: float, deadline: float) -> None:

@@ -79,11 +79,6 @@ def narrow_by(problem: Assignment, multipliers: Multipliers, below: float) -> As
     return dataclasses.replace(problem, costs=tuple(costs), edges=tuple(edges))
 
 
-def slacks_under(problem: Assignment, multipliers: Multipliers) -> Sequence[Floats]:
-    """Of each variable, by option, how many seconds more choices with it cost at least than choices do, as is known."""
-    return _slacks(problem, multipliers).options
-
-
 def _options(problem: Assignment) -> int:
     return sum(int(np.isfinite(cost).sum()) for cost in problem.costs)
 
