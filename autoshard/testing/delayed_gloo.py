@@ -1,4 +1,4 @@
-"""A mesh of Gloo processes whose collectives take the time of a given network.
+"""A mesh of Gloo processes whose collectives and messages take the time of a given network.
 
 Whether a program hides its communication shows only on a network that is slower than the loopback of one machine.
 `delayed_mesh` makes process groups that send through Gloo as ever, and whose `wait` returns no sooner than a link of a
@@ -8,18 +8,21 @@ The model of time (Hockney 1994: a message of b bytes takes latency + b / bandwi
 axis. A collective takes the link of its axis from when it is issued, or from when the link is free; it occupies it for
 bytes / bandwidth, and is done a latency later. All groups along an axis share its link. Bytes are those that a rank
 sends with ring algorithms (Thakur, Rabenseifner, Gropp 2005, section 4). A collective along several axes takes all
-their links, at the least bandwidth and the longest latency. Messages between pairs and barriers are not delayed.
+their links, at the least bandwidth and the longest latency. Barriers are not delayed.
+
+A message to one rank takes its sender's link. The sender may write to the tensor again when the link has sent it; the
+receiver has it a latency later, by the sender's clock: the message takes that moment with it.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -54,7 +57,7 @@ class Link:
 
 
 class Clock(Protocol):
-    """The time by which links are delayed."""
+    """The time by which links are delayed. Processes that send each other messages start theirs at one moment."""
 
     def now_s(self) -> float:
         """Seconds since some moment."""
@@ -80,13 +83,14 @@ _MACHINE = _MachineClock()
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A collective that was waited for.
+    """A collective or message that was waited for.
 
     Args:
-        operation: of the process group, e.g. "allreduce".
+        operation: of the process group, e.g. "allreduce", "send", "recv".
         axes: the axes along which it went.
-        sent_bytes: that this rank sent.
-        issued_s, done_s: when it was issued, and when the links had done it, by the mesh's clock.
+        sent_bytes: that this rank sent; of a message, its sender.
+        issued_s, done_s: when it was issued (a message, by its sender), and when the links had done it, by the mesh's
+            clock.
         duration_s: of it on links that are free.
         waited_s: how long this rank stood still for it: what of it was not hidden.
     """
@@ -109,27 +113,25 @@ class _Links:
         self._free_at_s = dict.fromkeys(links, 0.0)
         self.listeners: list[list[Transfer]] = []
 
-    def duration_s(self, axes: Sequence[str], sent_bytes: int) -> float:
-        """The time of a collective on links that are free."""
-        return self._occupied_s(axes, sent_bytes) + self._latency_s(axes)
-
     def occupy(self, axes: Sequence[str], sent_bytes: int, now_s: float) -> float:
-        """Take the links of `axes` for a collective; when it is done."""
-        end_s = max([now_s, *(self._free_at_s[axis] for axis in axes)]) + self._occupied_s(axes, sent_bytes)
+        """Take the links of `axes` to send; when they have."""
+        end_s = max([now_s, *(self._free_at_s[axis] for axis in axes)]) + self.occupied_s(axes, sent_bytes)
         self._free_at_s.update(dict.fromkeys(axes, end_s))
-        return end_s + self._latency_s(axes)
+        return end_s
 
-    def _occupied_s(self, axes: Sequence[str], sent_bytes: int) -> float:
+    def occupied_s(self, axes: Sequence[str], sent_bytes: int) -> float:
+        """How long it takes to send over links that are free."""
         return max((sent_bytes / self._links[axis].bandwidth_bytes_per_s for axis in axes), default=0.0)
 
-    def _latency_s(self, axes: Sequence[str]) -> float:
+    def latency_s(self, axes: Sequence[str]) -> float:
+        """From the end of sending to the end of receiving."""
         return max((self._links[axis].latency_s for axis in axes), default=0.0)
 
 
 class _DelayedWork(dist.Work):
-    """What Gloo does, and the time at which the links have done it."""
+    """What Gloo does, and the time at which the links have done it, which is known when Gloo is done."""
 
-    def __init__(self, works: Sequence[Any], links: _Links, transfer: Transfer) -> None:
+    def __init__(self, works: Sequence[Any], links: _Links, transfer: Callable[[], Transfer]) -> None:
         super().__init__()
         self._works = works
         self._links = links
@@ -142,26 +144,20 @@ class _DelayedWork(dist.Work):
         start_s = clock.now_s()
         for work in self._works:
             work.wait() if timeout is None else work.wait(timeout)
-        while (left_s := self._transfer.done_s - clock.now_s()) > 0:
+        transfer = self._transfer()
+        while (left_s := transfer.done_s - clock.now_s()) > 0:
             clock.sleep(left_s)
         if not self._has_waited:
             self._has_waited = True
-            self._tell(clock.now_s() - start_s)
+            told = replace(transfer, waited_s=clock.now_s() - start_s)
+            for listener in self._links.listeners:
+                listener.append(told)
         return True
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
-        return all(work.is_completed() for work in self._works) and self._links.clock.now_s() >= self._transfer.done_s
-
-    def _tell(self, waited_s: float) -> None:
-        found = self._transfer
-        told = Transfer(
-            *(found.operation, found.axes, found.sent_bytes, found.issued_s, found.done_s),
-            duration_s=found.duration_s,
-            waited_s=waited_s,
-        )
-        for listener in self._links.listeners:
-            listener.append(told)
+        has_come = all(work.is_completed() for work in self._works)
+        return has_come and self._links.clock.now_s() >= self._transfer().done_s
 
 
 class DelayedGloo(dist.ProcessGroup):
@@ -252,20 +248,48 @@ class DelayedGloo(dist.ProcessGroup):
         sent = _bytes_of(inputs) - _bytes_of([inputs[self.rank()]])
         return self._delayed("alltoall", sent, self._gloo.alltoall(outputs, inputs, *options))
 
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> dist.Work:
+        """Delayed; a second message says when the first was issued, and when it is there."""
+        sent, latency_s = self._issued("send", _bytes_of(tensors)), self.links.latency_s(self._axes)
+        times = torch.tensor([sent.issued_s, sent.done_s + latency_s], dtype=torch.float64)
+        works = [self._gloo.send(tensors, to, tag), self._gloo.send([times], to, tag | _TIMES_TAG)]
+        return _DelayedWork(works, self.links, lambda: sent)
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> dist.Work:
+        """Delayed."""
+        times, size_bytes = torch.empty(2, dtype=torch.float64), _bytes_of(tensors)
+        works = [self._gloo.recv(tensors, source, tag), self._gloo.recv([times], source, tag | _TIMES_TAG)]
+        duration_s = self.links.occupied_s(self._axes, size_bytes) + self.links.latency_s(self._axes)
+
+        def came() -> Transfer:
+            issued_s, done_s = times.tolist()
+            return Transfer("recv", self._axes, size_bytes, issued_s, done_s, duration_s, 0.0)
+
+        return _DelayedWork(works, self.links, came)
+
+    def recv_anysource(self, *_: Any) -> NoReturn:
+        """Refused: the time of a message comes behind it, from a rank that must be known."""
+        raise MeshError("recv of any rank has no delayed form on a delayed_mesh; name the sender: recv(tensor, src=1).")
+
     def _others(self, size_bytes: int) -> int:
         """What of a tensor's bytes goes to other ranks."""
         return size_bytes * (self.size() - 1) // self.size()
 
     def _delayed(self, operation: str, sent_bytes: int, *works: Any) -> dist.Work:
+        sent, latency_s = self._issued(operation, sent_bytes), self.links.latency_s(self._axes)
+        done = replace(sent, done_s=sent.done_s + latency_s, duration_s=sent.duration_s + latency_s)
+        return _DelayedWork(works, self.links, lambda: done)
+
+    def _issued(self, operation: str, sent_bytes: int) -> Transfer:
+        """What takes this rank's links from now on, until it is sent."""
         now_s = self.links.clock.now_s()
         done_s = self.links.occupy(self._axes, sent_bytes, now_s)
-        duration_s = self.links.duration_s(self._axes, sent_bytes)
-        transfer = Transfer(operation, self._axes, sent_bytes, now_s, done_s, duration_s, 0.0)
-        return _DelayedWork(works, self.links, transfer)
+        duration_s = self.links.occupied_s(self._axes, sent_bytes)
+        return Transfer(operation, self._axes, sent_bytes, now_s, done_s, duration_s, 0.0)
 
 
 def delayed_mesh(axes: Mapping[str, int], links: Mapping[str, Link], *, clock: Clock = _MACHINE) -> DeviceMesh:
-    """Make a mesh of CPU processes whose collectives take the time of given links; see the module.
+    """Make a mesh of CPU processes whose collectives and messages take the time of given links; see the module.
 
     Called by all processes together, behind `torch.distributed.init_process_group`. All groups that
     `autoshard.compile` makes of the mesh are delayed, those of several axes too.
@@ -312,7 +336,7 @@ def delayed_mesh(axes: Mapping[str, int], links: Mapping[str, Link], *, clock: C
 
 @contextmanager
 def record_transfers(device_mesh: DeviceMesh) -> Iterator[list[Transfer]]:
-    """Collect the collectives over the links of a `delayed_mesh` that this rank waits for meanwhile, in order.
+    """Collect the collectives and messages over the links of a `delayed_mesh` that this rank waits for, in order.
 
     Raises:
         MeshError: the mesh is not from `delayed_mesh`.
@@ -337,6 +361,9 @@ def record_transfers(device_mesh: DeviceMesh) -> Iterator[list[Transfer]]:
 
 _NUMBERS = count()
 """Torch keeps a backend under its name for ever; each mesh has its own."""
+
+_TIMES_TAG = 2**30
+"""Of a message that says when the one before it is there."""
 
 
 def _crossed(mesh: Mesh, ranks: Sequence[int]) -> tuple[str, ...]:

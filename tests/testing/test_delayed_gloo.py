@@ -1,4 +1,4 @@
-"""Gloo processes whose collectives take the time of a given network."""
+"""Gloo processes whose collectives and messages take the time of a given network."""
 
 from __future__ import annotations
 
@@ -83,6 +83,36 @@ def check_axes_have_links_of_their_own_and_groups_of_an_axis_share_it() -> None:
     assert_queued(both, second)
 
 
+def check_messages_take_the_time_of_their_senders_link() -> None:
+    """Ranks 0 and 1 send each other two messages each, over groups of a direction, as the stages of a pipeline do."""
+    mesh = delayed_mesh({"pipeline": 4}, {"pipeline": SLOW})
+    backend, rank = dist.get_backend(mesh.get_group()), dist.get_rank()
+    there: Any = dist.new_group([0, 1], backend=backend)
+    back: Any = dist.new_group([0, 1], backend=backend)
+    if rank > 1:
+        return
+    out, into = (there, back) if rank == 0 else (back, there)
+    for group in (there, back):
+        dist.barrier(group)  # connects; barriers are not delayed
+    received = [torch.empty(100) for _ in range(2)]
+    with record_transfers(mesh) as transfers:
+        comes = [dist.irecv(tensor, 1 - rank, into) for tensor in received]
+        sends = [dist.isend(torch.full((100,), 10.0 * rank + number), 1 - rank, out) for number in range(2)]
+        for work in (*sends, *comes):
+            assert work is not None
+            work.wait()
+    assert [tensor.unique().tolist() for tensor in received] == [[10.0 * (1 - rank) + number] for number in range(2)]
+    assert [(item.operation, item.sent_bytes) for item in transfers] == [("send", 400)] * 2 + [("recv", 400)] * 2
+    occupied_s = 400 / SLOW.bandwidth_bytes_per_s
+    for (first, second), latency_s in ((transfers[:2], 0.0), (transfers[2:], SLOW.latency_s)):
+        assert first.done_s - first.issued_s == pytest.approx(occupied_s + latency_s)
+        assert second.done_s - first.done_s == pytest.approx(occupied_s)
+        assert first.duration_s == pytest.approx(occupied_s + latency_s)
+        assert second.done_s <= time.perf_counter()
+    with pytest.raises(MeshError, match="name the sender"):
+        dist.recv(received[0], group=into)
+
+
 def check_what_a_rank_works_meanwhile_is_hidden() -> None:
     mesh = delayed_mesh({"data": 4}, {"data": Link(latency_s=0.3)})
     work: Any = dist.all_reduce(torch.ones(4), group=mesh.get_group(), async_op=True)
@@ -128,6 +158,7 @@ CHECKS = {
     for check in (
         check_each_functional_collective_is_right_and_takes_its_time,
         check_axes_have_links_of_their_own_and_groups_of_an_axis_share_it,
+        check_messages_take_the_time_of_their_senders_link,
         check_what_a_rank_works_meanwhile_is_hidden,
         check_dtensors_and_compiled_models_run_on_it,
         check_wrong_use_is_refused,
