@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -31,8 +32,7 @@ def make_engines(
 ) -> tuple[Engine, StageMessages | None]:
     """`make_engine` of a mesh; of one with a pipeline, that of a stage, and the messages between stages."""
     options = (wrap, check_in_place, finish_in_place, timeout_s)
-    if isinstance(mesh, Mesh) and PIPELINE_AXIS in mesh.axis_names and len(mesh.axes) == 1:
-        mesh = Mesh({**dict(mesh.axes), ALONE: 1})
+    mesh = _with_an_axis_for_stages(mesh)
     engine = make_engine(mesh, device, *options)
     if PIPELINE_AXIS not in engine.mesh.axis_names:
         return engine, None
@@ -45,3 +45,15 @@ def make_engines(
     control = ControlGroup(whole.mesh.flatten().tolist(), timeout_s)
     groups = ProcessGroups(whole, timeout_s)
     return DistributedEngine(stages.own, *options, control, groups, stages), MessagesBetweenRanks(whole, groups)
+
+
+def _with_an_axis_for_stages(mesh: DeviceMesh | Mesh) -> DeviceMesh | Mesh:
+    """A mesh of a pipeline alone gets an axis of size 1, which its stages run on."""
+    if isinstance(mesh, Mesh):
+        return Mesh({PIPELINE_AXIS: mesh.size, ALONE: 1}) if mesh.axis_names == (PIPELINE_AXIS,) else mesh
+    if mesh.mesh_dim_names != (PIPELINE_AXIS,):
+        return mesh
+    group, ranks = mesh.get_group(), mesh.mesh[:, None]
+    alone: Any
+    alone, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), backend=dist.get_backend(group))
+    return DeviceMesh.from_group([group, alone], mesh.device_type, ranks, mesh_dim_names=(PIPELINE_AXIS, ALONE))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
@@ -17,6 +18,7 @@ import autoshard
 from autoshard import Mesh, MeshError, NotAvailableError, P
 from autoshard.errors import InvalidSpecError
 from autoshard.runtime.stage_meshes import is_elsewhere
+from autoshard.testing import Link, delayed_mesh
 from tests.end_to_end.models import gpt2, llama, t5, vit
 from tests.runtime.processes import checked_once, named, report
 
@@ -79,13 +81,13 @@ def on_one_device(name: str) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {key: value.detach().clone() for key, value in model.named_parameters()}
 
 
-def compiled(name: str, mesh: Mesh, **options: Any) -> tuple[Any, nn.Module, dict[str, Any]]:
+def compiled(name: str, mesh: Mesh | DeviceMesh, **options: Any) -> tuple[Any, nn.Module, dict[str, Any]]:
     model, inputs = MODELS[name]()
     settings = {"micro_batches": MICRO_BATCHES, "max_grad_norm": NORM, "time_budget_s": 5.0, **options}
     return autoshard.compile(model, mesh, optimizer=adamw(model), **settings), model, inputs
 
 
-def check_equal(name: str, mesh: Mesh, **options: Any) -> Any:
+def check_equal(name: str, mesh: Mesh | DeviceMesh, **options: Any) -> Any:
     step, model, inputs = compiled(name, mesh, **options)
     losses, parameters = on_one_device(name)
     found = [float(step(**inputs)) for _ in range(STEPS)]
@@ -266,6 +268,11 @@ def test_changing_buffers_are_refused() -> None:
         step(torch.randn(8, 4), torch.randn(8, 1))
 
 
+def _trains_behind_slow_links() -> None:
+    links = {"pipeline": Link(latency_s=1e-3, bandwidth_bytes_per_s=1e6)}
+    check_equal("skips", delayed_mesh({"pipeline": 2}, links))
+
+
 def _trains(name: str, axes: dict[str, int], **options: Any) -> None:
     check_equal(name, Mesh(axes), **options)
 
@@ -287,6 +294,7 @@ CHECKS_OF_TWO = {
     "zero bubble": partial(_trains, "gpt2", {"pipeline": 2}, schedule="InterleavedZeroBubble"),
     "V": partial(_trains, "skips", {"pipeline": 2}, schedule="ZBVZeroBubble"),
     "interleaved": partial(_trains, "skips", {"pipeline": 2}, virtual_stages=2),
+    "a DeviceMesh of a pipeline alone": _trains_behind_slow_links,
     "holds": _holds_its_stage,
 }
 CHECKS_OF_FOUR = {
