@@ -26,7 +26,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -68,7 +68,7 @@ def measure(case: Case, comparison: Comparison, empty: Sequence[Row], options: _
         figures = [fill(row, comparison, found, peaks) for row in empty]
     except WorkerError as error:
         figures = [{"error": str(error)} for _ in empty]
-    source = {"versions": _versions(), "commit": _commit(), "date": _date(), "load": load}
+    source = {"versions": versions(), "commit": commit(), "date": date(), "load": load}
     return [replace(row, **found, **source) for row, found in zip(empty, figures, strict=True)]
 
 
@@ -85,11 +85,26 @@ def _run(
     case: Case, comparison: Comparison, contenders: Sequence[str], options: _Options, memory: bool = False
 ) -> dict[str, Any]:
     """What the ranks found of some contenders; `WorkerError` where one failed."""
+    asked = {"case": as_json(case), "contenders": list(contenders), "rounds": options.rounds, "memory": memory}
+    return run_order(_WORKER, {**asked, "profiles": options.profiles}, comparison.ranks, options.hosts, memory=memory)
+
+
+def run_order(
+    worker: Sequence[str], asked: Mapping[str, Any], ranks: int, hosts: TwoHosts | None, *, memory: bool = False
+) -> dict[str, Any]:
+    """What the first rank of a worker found; `WorkerError` where a rank failed.
+
+    Args:
+        worker: arguments of Python; the worker serves orders by `tests.benchmarks.step_worker.serve`.
+        asked: the order, as plain data.
+        ranks: how many processes.
+        hosts: where they run; None: here.
+        memory: whether large allocations are to be counted.
+    """
     with tempfile.TemporaryDirectory() as folder:
         order = Path(folder) / "order.json"
-        asked = {"case": as_json(case), "contenders": list(contenders), "rounds": options.rounds, "memory": memory}
-        order.write_text(json.dumps({**asked, "profiles": options.profiles}))
-        _launch([*_WORKER, str(order)], comparison.ranks, options.hosts, memory)
+        order.write_text(json.dumps(asked))
+        _launch([*worker, str(order)], ranks, hosts, memory)
         found = order.with_suffix(".found")
         if found.exists():
             return json.loads(found.read_text())
@@ -111,16 +126,19 @@ def _launch(arguments: Sequence[str], ranks: int, hosts: TwoHosts | None, memory
             os.environ.pop(name, None)
 
 
-def _versions() -> str:
+def versions() -> str:
+    """Of what runs."""
     return f"torch {torch.__version__}, transformers {transformers.__version__}, Python {sys.version.split()[0]}"
 
 
-def _commit() -> str:
+def commit() -> str:
+    """The checkout's, or "unknown"."""
     asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=False, capture_output=True, text=True)
     return asked.stdout.strip() or "unknown"
 
 
-def _date() -> str:
+def date() -> str:
+    """Now, in UTC."""
     return datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
 
 

@@ -20,6 +20,7 @@ import sys
 import time
 import traceback
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -167,12 +168,12 @@ def _write_profile(folder: Path, name: str, case: Any, step: Any, batch: Any) ->
         profiler.export_chrome_trace(str(folder / f"{stem}.json"))
 
 
-def main() -> None:
-    """Run an order (a file) and write what the first rank found, or the error of any rank, beside it."""
+def serve(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Run an order (a file) on this rank's core; beside it goes what the first rank found, or the error of any rank."""
     path = Path(sys.argv[1])
     _pin()
     try:
-        found = _run(json.loads(path.read_text()))
+        found = run(json.loads(path.read_text()))
     except Exception:
         path.with_suffix(f".error{os.environ['RANK']}").write_text(traceback.format_exc())
         raise
@@ -185,4 +186,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve(_run)
