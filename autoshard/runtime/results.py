@@ -26,7 +26,7 @@ class Results:
         executable.set_attributes()
         leaves = dict(program.output_constants)
         for slot, output in zip(executable.outputs, outputs, strict=True):
-            if slot.slot.kind == OutputKind.BUFFER_UPDATE:
+            if slot.slot.kind is OutputKind.BUFFER_UPDATE:
                 self.update_buffer(slot.slot.name, output)
             else:
                 leaves[int(slot.slot.name.removeprefix("output:"))] = output

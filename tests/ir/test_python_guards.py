@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from autoshard.ir.python_guards import PythonUse, are_alike
+from autoshard.ir.python_guards import PythonUse, are_alike, is_record
 
 NAN = float("nan")
 
@@ -54,3 +54,37 @@ def test_what_a_record_holds_is_guarded_in_depth() -> None:
     holder.hooks["new"] = print
     holder.none = None
     assert guards.changes() == ("model.none", "model.hooks", "model.table")
+
+
+class Settings:
+    """Holds what it is given; one of its own is a setting."""
+
+    kind = "settings"
+
+    def __init__(self, **held: Any) -> None:
+        self.__dict__.update(held)
+
+
+def _with_attributes() -> None:
+    """A function that holds a setting."""
+
+
+_with_attributes.size = 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("value", "holds_settings"),
+    [
+        (Settings(size=1, inner=Settings(names=["a"])), True),
+        (Settings(size=1, data=object()), False),
+        (Settings(), False),
+        (Settings(inner=Settings()), False),
+        (Settings, False),
+        (torch.nn.Identity(), False),
+        (_with_attributes, False),
+        (3, False),
+    ],
+)
+def test_records_hold_settings_alone(value: Any, holds_settings: bool) -> None:
+    """Types, functions and modules hold other things too, and an object that holds nothing may be anything."""
+    assert is_record(value) is holds_settings

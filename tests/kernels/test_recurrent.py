@@ -228,6 +228,7 @@ def test_half_precision_rounds_at_steps(kind: str, dtype: torch.dtype) -> None:
         (lambda x: gru(x[..., :3], x[:2, 0, :1], x[0, :3, :1], None, None, False), "gru takes inputs"),
         (lambda x: rnn(x, x[:, 0], x[0], None, False, False), r"rnn takes.*w_hh=\(4, 5\)"),
         (lambda x: lstm(x[..., :4], x[:, 0, :1], x[:, 0, :1], x[0, :, :1], x[0, :2, :1], None, False), "w_hr"),
+        (lambda x: lstm(x[..., :4], x[:, 0, :2], x[:, 0, :1], x[0, :, :2], None, None, False), r"\(3, 2\), \(3, 1\)"),
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(call: Callable[[Tensor], Any], message: str) -> None:

@@ -2,7 +2,9 @@
 
 1. The file's own doctests, and the tests that mirror it (`tests/passes/test_a.py`, `test_a_more.py` of `passes/a.py`).
 2. Tests that import its module.
-3. Tests that mirror or import what imports its module, or, where there are none, what imports that, and so on.
+3. Tests that mirror or import what imports its module, or, where these are few, what imports that, and so on.
+
+Of many, tests that share a word with the file's name come first.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from pathlib import Path
 
 PACKAGES = ("autoshard", "passes", "cost_models")
 MOST_FILES = 8
-"""Files of each step, those of fewest imports first: they are about little else."""
+"""Files of each step. Behind those that share a word come those of fewest imports: they are about little else."""
 
 
 def near_tests(root: Path, path: str) -> tuple[Sequence[str], Sequence[str], Sequence[str]]:
@@ -25,7 +27,7 @@ def near_tests(root: Path, path: str) -> tuple[Sequence[str], Sequence[str], Seq
     sources = [name for name in importers.get(module, ()) if not name.startswith("tests/")]
     far: list[str] = []
     known = {path}
-    while sources and not far:
+    while sources and len(set(far)) < MOST_FILES:
         known.update(sources)
         far = [test for source in sources for test in _mirrored(root, source)]
         users = [user for source in sources for user in importers.get(_module(source), ())]
@@ -33,15 +35,20 @@ def near_tests(root: Path, path: str) -> tuple[Sequence[str], Sequence[str], Seq
         sources = [user for user in dict.fromkeys(users) if not user.startswith("tests/") and user not in known]
     own = [path] if ">>>" in (root / path).read_text(encoding="utf-8") else []
     first = [*own, *mirrored]
-    second = [test for test in _narrow(root, direct) if test not in first]
-    third = [test for test in _narrow(root, far, 3 * MOST_FILES) if test not in (*first, *second)]
+    second = [test for test in _narrow(root, path, direct) if test not in first]
+    third = [test for test in _narrow(root, path, far, 3 * MOST_FILES) if test not in (*first, *second)]
     return first, second, third[:MOST_FILES]
 
 
-def _narrow(root: Path, tests: Sequence[str], most: int = MOST_FILES) -> list[str]:
-    """Test files alone, those with the fewest imports first."""
-    unique = [test for test in dict.fromkeys(tests) if Path(test).name.startswith("test_")]
-    return sorted(unique, key=lambda test: (len(_imports(root, test)), test))[:most]
+def _narrow(root: Path, path: str, tests: Sequence[str], most: int = MOST_FILES) -> list[str]:
+    """Test files alone, the nearest to a file first."""
+    unique, words = [test for test in dict.fromkeys(tests) if Path(test).name.startswith("test_")], _words(path)
+    return sorted(unique, key=lambda test: (-len(words & _words(test)), len(_imports(root, test)), test))[:most]
+
+
+def _words(path: str) -> frozenset[str]:
+    """The words of a file's name, in the singular."""
+    return frozenset(word.removesuffix("s") for word in Path(path).stem.split("_"))
 
 
 def _mirrored(root: Path, path: str) -> list[str]:

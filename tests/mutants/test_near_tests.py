@@ -27,6 +27,12 @@ def test_what_nothing_imports_directly_is_met_by_way_of_its_users() -> None:
     assert any(near_tests(ROOT, "passes/recipe_search/bound_ranks.py"))
 
 
+def test_of_many_those_that_share_a_word_come_first() -> None:
+    """What half of the package imports by way of others is met by tests of its subject."""
+    _, _, third = near_tests(ROOT, "passes/memory/pipeline_memory.py")
+    assert all("pipeline" in test or "memory" in test for test in third[:4])
+
+
 def test_every_file_has_tests() -> None:
     """Of what is no package's face, all but a few are near some test."""
     files = [path for name in ("autoshard", "passes", "cost_models") for path in (ROOT / name).rglob("*.py")]

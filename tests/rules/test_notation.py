@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from autoshard.errors import InvalidSpecError
@@ -45,3 +47,13 @@ def test_a_rule_that_does_not_fit_raises(
     """The message names the notation and what was found."""
     with pytest.raises(InvalidSpecError, match=message):
         bind(rule, inputs, outputs)
+
+
+@pytest.mark.parametrize(
+    ("options", "communicates"),
+    [({}, False), ({"whole": {"a": {0}}}, True), ({"exchanged": {"a": 4}}, True), ({"together": [("a", "b")]}, True)],
+)
+def test_each_way_to_exchange_within_a_call_counts(options: dict[str, Any], communicates: bool) -> None:
+    """A result that is whole, a factor whose ranks exchange, or two factors that one axis splits."""
+    rule = bind(Rule("a b -> a b", local=lambda *_: None, **options), [(4, 2)], [(4, 2)])
+    assert rule.communicates is communicates

@@ -38,7 +38,9 @@ def test_some_rank_takes_as_long_as_the_floor_of_whole_blocks(
     assert floor <= (pipe_shapes(NAMES, tuple(blocks), (pipe,)).counts[0] @ seconds).max()
     alike, cuts = ("a",) * len(blocks), combinations_with_replacement(range(len(blocks) + 1), pipe.pipeline - 1)
     ways = (np.diff([0, *cut, len(alike)]) * seconds[1] + seconds[3] * np.eye(pipe.pipeline)[-1] for cut in cuts)
-    assert whole_blocks(NAMES, alike, pipe.pipeline).floor(np.array(seconds)) == min(way.max() for way in ways)
+    whole = whole_blocks(NAMES, alike, pipe.pipeline)
+    assert whole.floor(np.array(seconds)) == min(way.max() for way in ways)
+    assert (whole.with_end.min(), whole.with_end.max()) == (0, len(alike))
 
 
 RECIPES = st.builds(

@@ -10,7 +10,6 @@ import pytest
 import sympy
 import torch
 
-import autoshard
 from autoshard import Cluster, FormulaError, Mesh, P, Plan, Recipe
 from autoshard.tracing import trace
 from passes.pipeline import PlanOptions, lower_program, plan_program
@@ -18,6 +17,7 @@ from passes.recipes.price_recipe import model_flops
 from passes.sections.price_model import PricedModel
 from tests.passes.counting import numeric_counts
 from tests.passes.decoders import Decoder, dense, sparse
+from tests.passes.recipes.formula_values import price_of, value_of
 
 RECIPES = (
     Recipe(data=2, tensor=2, sequence_parallel=True, micro_batch=2, global_batch=16, gradient_dtype="bf16"),
@@ -30,40 +30,28 @@ SIZES = ((1, 16, 3), (3, 24, 5), (2, 32, 8))
 """Micro-batch, sequence and layers."""
 
 
-def _price(recipe: Recipe, length: int, model: Decoder) -> Plan:
-    one = torch.zeros(1, length, dtype=torch.int64, device="meta")
-    return autoshard.price(model, Cluster("h100_sxm", 1, recipe.devices), recipe, example_inputs=(one, one))
-
-
-def _value(plan: Plan, name: str, **sizes: int) -> sympy.Expr:
-    formula = plan.formula(name)
-    value = formula.subs({symbol: sizes[str(symbol)] for symbol in formula.free_symbols})
-    assert not value.free_symbols
-    return value
-
-
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: f"zero{recipe.zero}-{recipe.recompute}")
 def test_substituted_equals_priced(recipe: Recipe) -> None:
     """A formula made once, at other sizes, is what pricing those sizes counts."""
-    plan = _price(recipe, 16, dense(4))
+    plan = price_of(recipe, 16, dense(4))
     for micro_batch, length, depth in SIZES:
         batch = 2 * micro_batch * recipe.data
         other = dataclasses.replace(recipe, micro_batch=micro_batch, global_batch=batch)
         model = dense(depth)
-        memory = _price(other, length, model).predicted.memory_breakdown
+        memory = price_of(other, length, model).predicted.memory_breakdown
         sizes = {"batch": batch, "micro_batch": micro_batch, "sequence": length, "layers": depth}
         sizes |= {"data": recipe.data, "tensor": recipe.tensor, "context": recipe.context}
         parts = {"parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "optimizer state"}
         for name, part in parts.items():
-            assert int(_value(plan, name, **sizes)) == memory[part]
+            assert int(value_of(plan, name, **sizes)) == memory[part]
         if "activations" in memory:
-            assert int(_value(plan, "activation_bytes", **sizes)) == memory["activations"]
+            assert int(value_of(plan, "activation_bytes", **sizes)) == memory["activations"]
         priced: Any = _priced(model, length)
         cluster = Cluster("h100_sxm", 1, other.devices)
         wanted = model_flops(priced.section_prices(other, cluster), priced.folded.blocks, other)
-        assert float(_value(plan, "rank_flops", **sizes)) == pytest.approx(wanted, rel=1e-12)
-        assert _value(plan, "parameters", **sizes) == sum(item.numel() for item in model.parameters())
-        assert _value(plan, "tokens", **sizes) == batch * length
+        assert float(value_of(plan, "rank_flops", **sizes)) == pytest.approx(wanted, rel=1e-12)
+        assert value_of(plan, "parameters", **sizes) == sum(item.numel() for item in model.parameters())
+        assert value_of(plan, "tokens", **sizes) == batch * length
 
 
 def _priced(model: Decoder, length: int) -> PricedModel:
@@ -75,7 +63,7 @@ def _priced(model: Decoder, length: int) -> PricedModel:
 
 def test_data_parallel_gradients_travel_as_an_all_reduce() -> None:
     """Twice (n - 1) / n of the gradients' bytes; nothing for one replica."""
-    plan = _price(Recipe(data=4), 16, dense(4))
+    plan = price_of(Recipe(data=4), 16, dense(4))
     data = sympy.Symbol("data")
     wanted = 2 * plan.formula("gradient_bytes") * (data - 1) / data
     assert sympy.simplify(plan.formula("communication_bytes") - wanted) == 0
@@ -93,44 +81,29 @@ def test_data_parallel_gradients_are_what_the_program_of_the_layout_sends() -> N
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     recipe = Recipe(data=4, micro_batch=batch // 4, gradient_dtype="bf16")
     sizes = {"batch": batch, "micro_batch": batch // 4, "sequence": 16, "layers": 4, "data": 4, "tensor": 1}
-    assert float(_value(_price(recipe, 16, model), "communication_bytes", **sizes)) == pytest.approx(sent, rel=0.01)
+    assert float(value_of(price_of(recipe, 16, model), "communication_bytes", **sizes)) == pytest.approx(sent, rel=0.01)
 
 
 def test_sharded_gradients_travel_for_every_micro_batch() -> None:
     """Under ZeRO-2 they are reduced and scattered as often as there are micro-batches, parameters gathered once."""
     model = dense(4)
-    often, once = (_price(Recipe(data=4, zero=2, global_batch=batch), 16, model) for batch in (12, 4))
+    often, once = (price_of(Recipe(data=4, zero=2, global_batch=batch), 16, model) for batch in (12, 4))
     sizes = {"data": 4, "micro_batch": 1, "sequence": 16, "layers": 4}
-    sent = [_value(plan, "communication_bytes", batch=batch, **sizes) for plan, batch in ((often, 12), (once, 4))]
+    sent = [value_of(plan, "communication_bytes", batch=batch, **sizes) for plan, batch in ((often, 12), (once, 4))]
     gradients = 4 * sum(item.numel() for item in model.parameters())
     assert sent[0] - sent[1] == 2 * gradients * sympy.Rational(3, 4)
 
 
-def test_stages_hand_on_parts_and_gather_those_that_are_no_whole_sequence() -> None:
-    """A stage sends 1/tensor of a hand-over, forward and backward, and gathers it unless its sequence stays split."""
-    model, length, micro_batches, tensor, stages = dense(2), 16, 3, 2, 2
-    handed_on = 2 * micro_batches * 2 * length * 64 * (stages - 1) // stages  # in bfloat16
-    sizes = {"batch": micro_batches, "micro_batch": 1, "sequence": length, "layers": 2, "data": 1, "tensor": tensor}
-    for is_split in (False, True):
-        base = Recipe(tensor=tensor, sequence_parallel=is_split, global_batch=micro_batches)
-        whole = _price(base, length, model)
-        piped = _price(dataclasses.replace(base, pipeline=stages, schedule="1f1b"), length, model)
-        assert _value(piped, "communication_bytes_pipeline", pipeline=stages, **sizes) == handed_on // tensor
-        name, gathered = "communication_bytes_tensor", 0 if is_split else handed_on * (tensor - 1) // tensor
-        within = _value(whole, name, pipeline=1, **sizes) / stages
-        assert _value(piped, name, pipeline=stages, **sizes) == within + gathered
-
-
 def test_kinds_of_blocks_have_symbols_of_their_own() -> None:
     """A model of dense and sparse blocks."""
-    plan = _price(Recipe(data=4, expert=2), 16, sparse())
+    plan = price_of(Recipe(data=4, expert=2), 16, sparse())
     symbols = {str(symbol) for symbol in plan.formula("parameters").free_symbols}
     assert symbols == {"layers_0", "layers_1"}
 
 
 def test_names_that_do_not_exist_are_refused_with_those_that_do() -> None:
     """Formulas, and symbols to hold fixed."""
-    plan = _price(Recipe(data=2), 16, dense(4))
+    plan = price_of(Recipe(data=2), 16, dense(4))
     with pytest.raises(FormulaError, match=r"no formula 'flops'\. There are step_flops, .*communication_bytes_data"):
         plan.formula("flops")
     with pytest.raises(FormulaError, match=r"names 'depth'; the symbols are batch, micro_batch, sequence, layers"):
@@ -139,7 +112,7 @@ def test_names_that_do_not_exist_are_refused_with_those_that_do() -> None:
 
 def test_plans_without_a_model_say_so(tmp_path: Any) -> None:
     """From a file, or from another process."""
-    plan = _price(Recipe(data=2), 16, dense(4))
+    plan = price_of(Recipe(data=2), 16, dense(4))
     plan.save(tmp_path / "plan.json")
     for other in (Plan.load(tmp_path / "plan.json"), pickle.loads(pickle.dumps(plan))):
         with pytest.raises(FormulaError, match="no model at hand"):
@@ -148,6 +121,6 @@ def test_plans_without_a_model_say_so(tmp_path: Any) -> None:
 
 def test_bytes_of_a_merged_dispatch_are_refused() -> None:
     """They are an expectation over routings, not a count."""
-    plan = _price(Recipe(data=4, expert=4, merged_dispatch=True), 16, sparse())
+    plan = price_of(Recipe(data=4, expert=4, merged_dispatch=True), 16, sparse())
     with pytest.raises(FormulaError, match="merged_dispatch=False"):
         plan.formula("communication_bytes_expert")

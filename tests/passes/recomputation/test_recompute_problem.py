@@ -345,3 +345,25 @@ def test_small_values_are_left_alone() -> None:
     few = find_options(planning.space, planning.classes, least_share=0.2).keepings
     every = find_options(planning.space, planning.classes, least_share=0.0).keepings
     assert 0 < len(few) < len(every)
+
+
+class TwoSizes(nn.Module):
+    """A few rows and many rows: of each an exponential that the backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.few, self.many = nn.Parameter(torch.zeros(64)), nn.Parameter(torch.zeros(64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.few.exp().sin().sum() + (x * self.many).exp().sin().sum()
+
+
+@pytest.mark.parametrize(("rows", "is_small"), [(128, False), (4096, True)])
+def test_unless_asked_values_below_a_thousandth_are_left_alone(rows: int, is_small: bool) -> None:
+    """64 numbers beside 128 or 4,096 rows of 64, of which the backward reads some values."""
+    with torch.device("meta"):
+        planning = problem_of(trace(TwoSizes(), (torch.zeros(rows, 64),), {}), LINE)
+    found = find_options(planning.space, planning.classes).anchors
+    nodes = [site.node for name, site in planning.space.sites.items() if name in found]
+    again = {tuple(node.meta["val"].shape) for node in nodes if node is not None and "exp" in str(node.target)}
+    assert again == ({(rows, 64)} if is_small else {(64,), (rows, 64)})

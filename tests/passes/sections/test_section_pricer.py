@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,6 +11,8 @@ from hypothesis import strategies as st
 
 from autoshard import Recipe
 from cost_models.hardware import Cluster
+from passes.sections import section_pricer
+from passes.sections.count_sections import Kernel
 from passes.sections.fold_program import AFTER, BEFORE
 from passes.sections.price_model import RecipeKind
 from passes.sections.price_sections import Busy, Setting, price_kernel
@@ -42,6 +45,25 @@ def test_a_pricer_that_was_used_gives_the_prices_of_a_new_one(
                 total += price_kernel(kernel, setting, sizes, "bf16" if is_block else "")
             assert asdict(found.busy) == pytest.approx(asdict(total))
             assert len(found.traffic) == len(phase.sent)
+
+
+def test_what_a_batch_does_not_change_is_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of another batch only kernels that have its sequences are priced anew; of one that was met, none."""
+    priced: list[str] = []
+
+    def counted(kernel: Kernel, *others: Any) -> Busy:
+        priced.append(kernel.name)
+        return price_kernel(kernel, *others)
+
+    monkeypatch.setattr(section_pricer, "price_kernel", counted)
+    pricer, sizes = SectionPricer(DEVICE, "bf16", separate_experts=False), {"tensor": 1, "context": 1, "expert": 1}
+    section = MODEL.count(RecipeKind(False, False, False, False, False, fused=True))[BEFORE]
+    counts = []
+    for batch in (1, 2, 1):
+        priced.clear()
+        pricer.price(BEFORE, section, batch, sizes, is_block=False)
+        counts.append(len(priced))
+    assert counts[0] > counts[1] > counts[2] == 0
 
 
 def test_products_with_weights_are_faster_in_8_bits_and_those_of_attention_are_not() -> None:

@@ -1,0 +1,23 @@
+"""The parts of a plan as JSON data."""
+
+from __future__ import annotations
+
+from autoshard import P
+from autoshard.ir.plan_parts import ParameterPlan
+
+WHOLE, SPLIT = P(), P("data")
+
+
+def test_a_parameters_layout_is_text_that_says_all_of_it() -> None:
+    """With an update: its gradient, which may be unknown, and the state of its optimizer."""
+    plan = ParameterPlan(WHOLE, (4, 2), 32, SPLIT, {"exp_avg": SPLIT}, "ZeRO-2 over data")
+    assert plan.to_json() == {
+        "spec": "P()", "shape": [4, 2], "local_bytes": 32,
+        "gradient": "P('data')", "state": {"exp_avg": "P('data')"}, "layout": "ZeRO-2 over data",
+    }  # fmt: skip
+    assert ParameterPlan(WHOLE, (4, 2), 32, layout="whole").to_json()["gradient"] is None
+
+
+def test_without_an_update_there_is_only_where_it_lies() -> None:
+    """The file of a plan of a call has no empty fields."""
+    assert ParameterPlan(SPLIT, (4,), 8).to_json() == {"spec": "P('data')", "shape": [4], "local_bytes": 8}
