@@ -1,0 +1,118 @@
+"""What `plan(global_batch=)` finds for eight tiny clusters: each way to split is chosen by price alone, and runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard import Cluster, Plan
+from cost_models.hardware import Link, node_type
+from tests.end_to_end.test_chosen_plans import LLAMA, decoder
+from tests.end_to_end.test_recipe_plans import ADAMW
+from tests.end_to_end.training import assert_close, whole
+from tests.zoo.table import ARCHITECTURES
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of other people's models
+
+Built = tuple[nn.Module, dict[str, torch.Tensor]]
+
+
+def llama(layers: int = 4, sequence: int = LLAMA.sequence) -> Built:
+    """A small Llama with its own loss."""
+    return decoder(replace(LLAMA, layers=layers, sequence=sequence))
+
+
+def mixtral() -> Built:
+    """A small Mixtral."""
+    return ARCHITECTURES["mixtral"].build()
+
+
+@dataclass(frozen=True)
+class Tiny:
+    """A model, and devices ten thousand times slower than an H100, as the model is smaller than what those train.
+
+    Args:
+        build: model and inputs.
+        nodes, devices: boxes, and devices in each.
+        slower: how many times links inside and between boxes are slower than those of an H100's.
+        memory_bytes: of each device; None: an H100's.
+        batch: sequences of a step.
+    """
+
+    build: Callable[[], Built]
+    nodes: int
+    devices: int
+    slower: tuple[float, float] = (1.0, 1.0)
+    memory_bytes: int | None = None
+    batch: int = 8
+
+    def cluster(self) -> Cluster:
+        """The devices, and what joins them."""
+        node = node_type("h100_sxm")
+        peaks = {name: peak / 1e4 for name, peak in node.device.peak_flops.items()}
+        bandwidth = node.device.memory_bandwidth_bytes_per_s / 1e4
+        memory = self.memory_bytes or node.device.memory_bytes
+        device = replace(node.device, peak_flops=peaks, memory_bandwidth_bytes_per_s=bandwidth, memory_bytes=memory)
+        assert node.inter is not None, "boxes are joined"
+        intra, inter = _slower(node.intra, self.slower[0]), _slower(node.inter, self.slower[1])
+        return Cluster(replace(node.with_device(device), intra=intra, inter=inter), self.nodes, self.devices)
+
+
+def _slower(link: Link, factor: float) -> Link:
+    return replace(link, bandwidth_bytes_per_s=link.bandwidth_bytes_per_s / factor)
+
+
+TINY = {
+    "two boxes": Tiny(llama, 2, 1),
+    "two boxes, slow link": Tiny(llama, 2, 1, (1.0, 1e5)),
+    "two boxes of two": Tiny(llama, 2, 2, (1.0, 1e3)),
+    "four, long sequences": Tiny(lambda: llama(2, 512), 1, 4, batch=2),
+    "two, one long sequence": Tiny(lambda: llama(2, 512), 1, 2, batch=1),
+    "experts": Tiny(mixtral, 1, 2),
+    "experts, slow link": Tiny(mixtral, 1, 2, (1e5, 1.0)),
+    "experts in two boxes of two": Tiny(mixtral, 2, 2, (1.0, 1e3)),
+}
+"""Clusters of which each way to split is the fastest somewhere."""
+
+
+@cache
+def planned(name: str) -> Plan:
+    """What is found, within no constraint."""
+    tiny = TINY[name]
+    model, inputs = tiny.build()
+    asked: dict[str, Any] = {"example_inputs": inputs, "precision": None, "global_batch": tiny.batch}
+    return autoshard.plan(model, tiny.cluster(), optimizer=ADAMW(model.parameters()), **asked)
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_what_is_found_trains_as_one_device(name: str) -> None:
+    """Losses of three steps of AdamW."""
+    plan, tiny = planned(name), TINY[name]
+    assert (plan.runs, plan.forecast) == (True, "")
+    model, inputs = tiny.build()
+    inputs = {key: torch.cat([value] * tiny.batch)[: tiny.batch] for key, value in inputs.items()}
+    alone, _ = tiny.build()
+    alone.load_state_dict(model.state_dict())
+    optimizer = ADAMW(alone.parameters())
+    step = autoshard.compile(model, plan.mesh, optimizer=ADAMW(model.parameters()), plan=plan)
+    for number in range(3):
+        found = alone(**inputs)
+        loss = found if isinstance(found, torch.Tensor) else found.loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert_close(whole(step(**inputs)), loss.detach(), f"loss of step {number}")
+
+
+def test_each_way_to_split_is_chosen_somewhere() -> None:
+    """By price alone: nothing is pinned."""
+    recipes = [planned(name).recipe for name in TINY]
+    for way in ("data", "tensor", "context", "expert", "pipeline"):
+        assert any(recipe is not None and (getattr(recipe, way) or 1) > 1 for recipe in recipes), way
