@@ -158,6 +158,10 @@ class Plan:
     formulas: Formulas | None = field(default=None, repr=False, compare=False)
     alternatives: Alternatives | None = field(default=None, repr=False, compare=False)
 
+    def __getstate__(self) -> list[Any]:
+        """What is pickled: not the model, which `formulas` and `alternatives` hold."""
+        return [None if item.name in _NOT_IN_FILES else getattr(self, item.name) for item in fields(self)]
+
     @property
     def coverage(self) -> Mapping[str, tuple[OperatorCoverage, ...]]:
         """The program's operators by what the plan does with them, the most expensive first.

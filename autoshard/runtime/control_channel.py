@@ -9,6 +9,7 @@ written once: "all came", or who did not.
 from __future__ import annotations
 
 import hashlib
+import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -24,6 +25,10 @@ TIMEOUT_S = 60.0
 _ALL_CAME = "all"
 _SLICE_S = 0.25
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02
+_LARGEST_PART = 4 * 2**20
+"""Bytes of a message that go into one key: the store that `torchrun` makes ends where a value has more than 8 MiB."""
+_COUNT = struct.Struct("<I")
+"""Before the first part: how many there are."""
 
 
 class ControlChannel:
@@ -42,6 +47,7 @@ class ControlChannel:
         self._store = _store_of(self.ranks, self.rank)
         self._turn = 0
         self._before = "nothing"
+        self._parts: dict[int, int] = {}
 
     def say(self, value: bytes) -> None:
         """Take part in the next turn without waiting for what other ranks say."""
@@ -64,7 +70,8 @@ class ControlChannel:
             verdict = self._wait_for_verdict(turn, what, self.timeout_s if timeout_s is None else timeout_s)
             if verdict != _ALL_CAME:
                 raise LostRankError(verdict)
-            everyone = self._store.multi_get([f"{turn}/{rank}" for rank in self.ranks])
+            firsts = self._store.multi_get([f"{turn}/{rank}" for rank in self.ranks])
+            everyone = [self._whole(turn, rank, first) for rank, first in zip(self.ranks, firsts, strict=True)]
             self._forget(turn - 1)
         self._before = what
         return everyone
@@ -83,10 +90,21 @@ class ControlChannel:
 
     def _say(self, value: bytes) -> int:
         turn, self._turn = self._turn, self._turn + 1
-        self._store.set(f"{turn}/{self.rank}", value)  # type: ignore[arg-type]  (torch takes bytes too)
+        parts = [value[start : start + _LARGEST_PART] for start in range(0, len(value), _LARGEST_PART)] or [b""]
+        if len(parts) > 1:
+            self._parts[turn] = len(parts)
+        for number, part in enumerate(parts[1:], start=1):
+            self._store.set(f"{turn}/{self.rank}/{number}", part)  # type: ignore[arg-type]  (torch takes bytes too)
+        self._store.set(f"{turn}/{self.rank}", _COUNT.pack(len(parts)) + parts[0])  # type: ignore[arg-type]
         if self._store.add(f"{turn}/count", 1) == len(self.ranks):
             self._store.compare_set(f"{turn}/verdict", "", _ALL_CAME)
         return turn
+
+    def _whole(self, turn: int, rank: int, first: bytes) -> bytes:
+        """What a rank said, of its first part, which says how many there are."""
+        (count,) = _COUNT.unpack_from(first)
+        others = (self._store.get(f"{turn}/{rank}/{number}") for number in range(1, count))
+        return b"".join((first[_COUNT.size :], *others))
 
     def _wait_for_verdict(self, turn: int, what: str, timeout_s: float) -> str:
         key, start = f"{turn}/verdict", time.monotonic()
@@ -137,8 +155,11 @@ class ControlChannel:
 
     def _forget(self, turn: int) -> None:
         """Delete this rank's word of a turn that all have heard."""
-        if turn >= 0:
-            self._store.delete_key(f"{turn}/{self.rank}")
+        if turn < 0:
+            return
+        self._store.delete_key(f"{turn}/{self.rank}")
+        for number in range(1, self._parts.pop(turn, 1)):
+            self._store.delete_key(f"{turn}/{self.rank}/{number}")
 
 
 def _store_of(ranks: tuple[int, ...], rank: int) -> dist.Store:

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from autoshard.kernels.gates import CLAMPED_SILU, NAMES, Gate
 
 _MODULE = "transformers.integrations.moe"
-_ALIKE = ("eager", "grouped_mm", "batched_mm")
-"""Implementations that compute the same."""
+_ALIKE = ("eager", "grouped_mm", "batched_mm", None)
+"""Implementations that compute the same; None: of a layer by itself, outside of transformers' models."""
 
 
 @contextlib.contextmanager
@@ -35,7 +35,7 @@ def keep_experts_whole() -> Iterator[None]:
         return
     saved = interface.get_interface
 
-    def get_interface(self: Any, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+    def get_interface(self: Any, name: str | None, default: Callable[..., Any]) -> Callable[..., Any]:
         found = saved(self, name, default)
         return _keeping(found) if name in _ALIKE else found
 

@@ -315,3 +315,16 @@ def test_a_copy_of_a_model_is_not_planned_anew(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.INFO, logger="autoshard.planner"):
         train(other)
     assert not [record for record in caplog.records if "predicted" in record.getMessage()]
+
+
+def test_a_pickled_plan_leaves_the_model_behind() -> None:
+    """So that ranks which compile it need not tell each other all weights."""
+    model = nn.Linear(512, 512)
+    plan = autoshard.plan(model, PAIR, example_inputs=(torch.zeros(4, 512),), loss_fn=lambda y: y.square().mean())
+    assert plan.explain("weight")
+    sent = pickle.dumps(plan)
+    assert len(sent) < 512 * 512
+    found = pickle.loads(sent)
+    assert found == plan
+    with pytest.raises(autoshard.NotAvailableError, match="no model at hand"):
+        found.explain("weight")

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from torch import nn
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 import autoshard.kernels as kernels
 from autoshard.ir.program import Program
@@ -49,6 +52,13 @@ def test_other_implementations_are_too(implementation: str) -> None:
     """A loop over experts, and a product for each token."""
     _, program = traced("mixtral", implementation)
     assert calls(program, kernels.experts) == 2
+
+
+def test_a_layer_by_itself_is_too() -> None:
+    """Transformers' layer of experts in a model of one's own, whose config names no implementation."""
+    config = MixtralConfig(hidden_size=16, intermediate_size=32, num_local_experts=4, num_experts_per_tok=2)
+    program = trace(nn.Sequential(MixtralSparseMoeBlock(config)), (torch.zeros(2, 8, 16),), {})
+    assert calls(program, kernels.experts) == 1
 
 
 def test_an_unknown_gate_is_left_as_it_is() -> None:

@@ -1,0 +1,27 @@
+"""Messages over the store of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from autoshard.runtime.control_channel import ControlChannel
+
+
+@pytest.fixture
+def channel() -> Iterator[ControlChannel]:
+    """A channel of one rank over such a store as `torchrun` makes."""
+    store = dist.TCPStore("localhost", 0, 1, is_master=True)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield ControlChannel([0])
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("size", [0, 1, 4 * 2**20, 4 * 2**20 + 1, 20 * 2**20])
+def test_a_message_has_any_size(channel: ControlChannel, size: int) -> None:
+    """Also one that the store would not take in one piece; each turn has its own."""
+    for turn in range(3):
+        value = bytes([turn]) * size
+        assert channel.exchange(value, "say much") == [value]
