@@ -68,9 +68,15 @@ class Row:
         return self.cpu_s[0] / self.cpu_s[1]
 
 
-def row_of(link: str, schedule: str, micro_batches: int, found: Mapping[str, Mapping[str, Any]]) -> Row:
+def row_of(
+    link: str,
+    schedule: str,
+    micro_batches: int,
+    found: Mapping[str, Mapping[str, Any]],
+    contenders: tuple[str, str] = (OURS, TORCH),
+) -> Row:
     """The figures of a case, of what its ranks found."""
-    ours, rival = found[OURS], found[TORCH]
+    ours, rival = (found[name] for name in contenders)
     ratios = [mine / theirs for mine, theirs in zip(ours["times_s"], rival["times_s"], strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4)
     losses = zip(ours["losses"], rival["losses"], strict=True)

@@ -37,7 +37,7 @@ def _run(order: dict[str, Any]) -> dict[str, Any]:
             step(batches[index % BATCHES])
     for index in range(order["rounds"]):
         for name in list(steps) if index % 2 else list(steps)[::-1]:
-            seconds, worked = _times(steps[name], batches[index % BATCHES])
+            seconds, worked = times_of(steps[name], batches[index % BATCHES])
             found[name]["times_s"].append(seconds)
             found[name]["cpu_s"].append(worked)
     if order["profiles"]:
@@ -47,7 +47,7 @@ def _run(order: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _times(step: Any, batch: Any) -> tuple[float, list[float]]:
+def times_of(step: Any, batch: Any) -> tuple[float, list[float]]:
     """Seconds of a step on the slowest rank, and what the processor of each rank worked."""
     import torch
     import torch.distributed as dist

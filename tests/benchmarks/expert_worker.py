@@ -1,0 +1,164 @@
+"""One rank of `tests.benchmarks.expert_time`: our layer of experts and one by hand take turns. Started by it.
+
+Both are Mixtral's layer of experts with the same weights: each rank has its tokens and its experts. By hand is what a
+user of `torch.distributed` would write at best: rows sorted by expert, counts and rows by all-to-all, one product for
+all experts of a rank where torch has it (`grouped_mm`), gradients of what all have reduced, fused AdamW.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tests.benchmarks.pipeline_worker import WARM_UP, times_of
+from tests.benchmarks.step_worker import serve
+
+SEQUENCES, TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN, BATCHES, LOSSES = 16, 128, 256, 512, 8, 2, 4, 3
+LATENCY_S, BANDWIDTH_BYTES_PER_S = 5e-4, 125e6
+OURS, BY_HAND = "autoshard", "by hand"
+
+
+def _run(order: dict[str, Any]) -> dict[str, Any]:
+    """What `order` asks for, on this rank: by contender, times, processor times and first losses."""
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    mesh = _mesh(is_delayed=order["is_delayed"])
+    batches = [
+        torch.randn(SEQUENCES, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(n)) for n in range(BATCHES)
+    ]
+    steps = {OURS: _ours(mesh, batches[0]), BY_HAND: _by_hand(mesh)}
+    found: dict[str, Any] = {name: {"times_s": [], "cpu_s": []} for name in steps}
+    for name, step in steps.items():
+        found[name]["losses"] = [step(batches[index % BATCHES]).item() for index in range(LOSSES)]
+        for index in range(WARM_UP):
+            step(batches[index % BATCHES])
+    for index in range(order["rounds"]):
+        for name in list(steps) if index % 2 else list(steps)[::-1]:
+            seconds, worked = times_of(steps[name], batches[index % BATCHES])
+            found[name]["times_s"].append(seconds)
+            found[name]["cpu_s"].append(worked)
+    return found
+
+
+def _mesh(*, is_delayed: bool) -> Any:
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from autoshard.testing import Link, delayed_mesh
+
+    ranks = dist.get_world_size()
+    if is_delayed:
+        return delayed_mesh({"expert": ranks}, {"expert": Link(LATENCY_S, BANDWIDTH_BYTES_PER_S)})
+    return init_device_mesh("cpu", (ranks,), mesh_dim_names=("expert",))
+
+
+def _layer() -> Any:
+    from tests.benchmarks.expert_layer import Layer
+
+    return Layer(
+        hidden_size=HIDDEN, intermediate_size=INTERMEDIATE, num_local_experts=EXPERTS, num_experts_per_tok=CHOSEN
+    ).train()
+
+
+def _ours(mesh: Any, x: Any) -> Callable[[Any], Any]:
+    """The compiled step, whose tokens go to the ranks of their experts."""
+    import torch
+
+    import autoshard
+    from autoshard import Mesh, Recipe
+
+    layer = _layer()
+    optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-3, fused=True)
+    plan = autoshard.plan(
+        *(layer, Mesh({"expert": mesh.size()})),
+        example_inputs=(x,),
+        optimizer=optimizer,
+        recipe=Recipe(
+            data=mesh.size(), expert=mesh.size(), zero=0, micro_batch=SEQUENCES // mesh.size(), precision="f32"
+        ),
+        global_batch=SEQUENCES,
+    )
+    calls = [node.inputs for name, node in plan.nodes.items() if name == "experts"]
+    assert calls, "the layer is one operator"
+    assert all((tokens.axes_of(0), down.axes_of(0)) == (("expert",), ("expert",)) for tokens, *_, down in calls)
+    step = autoshard.compile(layer, mesh, optimizer=optimizer, plan=plan, example_inputs=(x,))
+    return lambda batch: step(batch)
+
+
+def _by_hand(mesh: Any) -> Callable[[Any], Any]:
+    """The same step by torch's collectives."""
+    import torch
+    import torch.distributed as dist
+    from torch import Tensor, nn
+    from torch.nn import functional
+
+    group, rank, ranks = mesh.get_group(), dist.get_rank(), dist.get_world_size()
+    whole, held = _layer(), EXPERTS // ranks
+    before, layer = whole.before, whole.block
+    mine = slice(rank * held, (rank + 1) * held)
+    router = nn.Parameter(layer.gate.weight.detach().clone())
+    wide = nn.Parameter(layer.experts.gate_up_proj.detach()[mine].clone())
+    narrow = nn.Parameter(layer.experts.down_proj.detach()[mine].clone())
+    optimizer = torch.optim.AdamW([before.weight, router, wide, narrow], lr=1e-3, fused=True)
+
+    class Exchange(torch.autograd.Function):
+        """Rows to the ranks that want them; gradients go back."""
+
+        @staticmethod
+        def forward(ctx: Any, rows: Tensor, sent: list[int], received: list[int]) -> Tensor:
+            ctx.sizes = sent, received
+            found = rows.new_empty(sum(received), rows.shape[1])
+            dist.all_to_all_single(found, rows, received, sent, group=group)
+            return found
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            sent, received = ctx.sizes
+            found = gradient.new_empty(sum(sent), gradient.shape[1])
+            dist.all_to_all_single(found, gradient.contiguous(), sent, received, group=group)
+            return found, None, None
+
+    def experts(rows: Tensor, counts: Tensor) -> Tensor:
+        """Each rank's rows, those of one expert behind another."""
+        ends = counts.cumsum(0).to(torch.int32)
+        gate, up = functional.grouped_mm(rows, wide.transpose(1, 2), offs=ends).chunk(2, -1)
+        return functional.grouped_mm(functional.silu(gate) * up, narrow.transpose(1, 2), offs=ends)
+
+    def forward(x: Tensor) -> Tensor:
+        tokens = before(x.reshape(-1, HIDDEN))
+        weights, chosen = functional.softmax(tokens @ router.t(), -1).topk(CHOSEN, -1)
+        weights = weights / weights.sum(-1, keepdim=True)
+        order = chosen.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen.flatten(), minlength=EXPERTS)
+        theirs = torch.empty_like(counts)
+        dist.all_to_all_single(theirs, counts, group=group)
+        sent = counts.view(ranks, held).sum(1).tolist()
+        received = theirs.view(ranks, held).sum(1).tolist()
+        rows = Exchange.apply(tokens[order // CHOSEN], sent, received)
+        by_expert = torch.arange(held).repeat(ranks).repeat_interleave(theirs).argsort(stable=True)
+        done = torch.empty_like(rows).index_copy(
+            0, by_expert, experts(rows[by_expert], theirs.view(ranks, held).sum(0))
+        )
+        back = Exchange.apply(done, received, sent) * weights.flatten()[order, None]
+        return torch.zeros_like(tokens).index_add(0, order // CHOSEN, back).square().mean() / ranks
+
+    def step(batch: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        share = len(batch) // ranks
+        loss = forward(batch[rank * share : (rank + 1) * share])
+        loss.backward()
+        for parameter in (before.weight, router):
+            dist.all_reduce(parameter.grad, group=group)
+        optimizer.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    return step
+
+
+if __name__ == "__main__":
+    serve(_run)
