@@ -79,8 +79,13 @@ def _outcome(folder: Path, name: str, ranks: int) -> str:
         text = path.read_text() if path.exists() else "did not finish"
         if text:
             found.append(f"rank {rank}: {text}")
-    # A rank that failed by itself says more than those that waited for it.
-    return min(found, key=lambda text: ("did not finish" in text, "RankMismatchError" in text, text), default="")
+    return min(found, key=_tells_less, default="")
+
+
+def _tells_less(outcome: str) -> tuple[bool, bool, str]:
+    """A rank that failed by itself says more than those that waited for it."""
+    waited = any(name in outcome for name in ("RankMismatchError", "LostRankError"))
+    return "did not finish" in outcome, waited, outcome
 
 
 def _work(rank: int, ranks: int, folder: str, checks: dict[str, Check]) -> None:
