@@ -51,8 +51,8 @@ def _with_an_axis_for_stages(mesh: DeviceMesh | Mesh) -> DeviceMesh | Mesh:
     """A mesh of a pipeline alone gets an axis of size 1, which its stages run on."""
     if isinstance(mesh, Mesh):
         return Mesh({PIPELINE_AXIS: mesh.size, ALONE: 1}) if mesh.axis_names == (PIPELINE_AXIS,) else mesh
-    if mesh.mesh_dim_names != (PIPELINE_AXIS,):
-        return mesh
+    if not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names != (PIPELINE_AXIS,):
+        return mesh  # what is no mesh is refused where it is looked at
     group, ranks = mesh.get_group(), mesh.mesh[:, None]
     alone: Any
     alone, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), backend=dist.get_backend(group))
