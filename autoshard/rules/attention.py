@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import autoshard.kernels as kernels
+from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.dims import broadcast_dims
 from autoshard.rules.local import LocalContext, shifted
 from autoshard.rules.notation import Dims, Rule, parse
@@ -29,6 +30,10 @@ _Q, _K, _V, _OUT, _LSE, _PROBABILITIES = parse(
 )[0]
 _BLOCKED = ("t", "m", "d", "e")
 _RING = (("s", "t"),)
+_QUERIES = {kernels.attention: 0, kernels.attention_backward: 1}
+"""Which operand has the queries; keys are the next one."""
+_ROWS = 2
+"""The dim of keys and queries that attention is over."""
 
 
 @sharding_rule(autoshard_ops.attention.default)
@@ -116,6 +121,18 @@ def _call(context: LocalContext, ring: Any, operands: Sequence[Any], rest: Seque
     is_paired = is_unmasked and _may_pair(context, others, offset)
     place = (context.index("t"), starts, lengths, is_paired, group)
     return context.call(ring, *operands, *others, placed, global_shape, *place)
+
+
+def is_ring(target: Any, inputs: Sequence[PartitionSpec]) -> bool:
+    """Whether an operator with operands of these specs is attention whose keys go round the ranks."""
+    query = _QUERIES.get(target)
+    return query is not None and bool(inputs[query + 1].axes_of(_ROWS))
+
+
+def splits_queries(target: Any, inputs: Sequence[PartitionSpec]) -> bool:
+    """Whether an operator with operands of these specs is attention of which each rank has some of the queries."""
+    query = _QUERIES.get(target)
+    return query is not None and bool(inputs[query].axes_of(_ROWS))
 
 
 def _may_pair(context: LocalContext, others: Sequence[Any], offset: Sequence[int]) -> bool:

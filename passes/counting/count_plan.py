@@ -19,6 +19,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.program import OWNERS, InputKind, OutputKind, tensor_values
 from autoshard.ir.reshard import ReshardKind, ReshardStep, plan_reshard
 from autoshard.ir.spec import PartitionSpec
+from autoshard.rules.attention import is_ring, splits_queries
 from autoshard.rules.enumeration import Strategy
 from autoshard.rules.hub import hub
 from cost_models.formulas import Size, ceil_div, product_of, size_symbol, value_at
@@ -95,9 +96,20 @@ class PlanCounting:
                 continue
             if node.target is not hub and operands_of(node) and self._contracts(node):
                 node_plan = self.plan.nodes[node.name]
+                if is_local and is_ring(node.target, node_plan.inputs):
+                    raise FormulaError(
+                        f"What a rank computes of {node.target} ({node.meta.get('source') or 'unknown line'}) depends "
+                        "on how blocks of keys that go round its ranks are paired: that is no formula in sizes. "
+                        "formula('step_flops') is of all ranks together; plan.predicted has the time."
+                    )
                 inputs = self._operand_infos(node, node_plan.inputs if is_local else None)
                 outputs = self._result_infos(node, node_plan.outputs if is_local else None)
-                yield self._place(node), self._flops_of(node, inputs, outputs)
+                arguments = self.symbolic.arguments[node.name]
+                if is_local and splits_queries(node.target, node_plan.inputs):
+                    *others, offset, global_shape = arguments
+                    placed = (*offset[:2], None, *offset[3:])  # each rank has its own first query
+                    arguments = (*others, placed, global_shape)
+                yield self._place(node), self._flops_of(node, inputs, outputs, arguments)
 
     def _contracts(self, node: fx.Node) -> bool:
         values = [operand.meta["val"] for operand in operands_of(node)]
@@ -108,8 +120,13 @@ class PlanCounting:
         done = work(operator_name(node), infos, outputs, arguments)
         return bool(done.products) or done.kind is Kind.ATTENTION
 
-    def _flops_of(self, node: fx.Node, inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo]) -> Size:
-        arguments = self.symbolic.arguments[node.name]
+    def _flops_of(
+        self,
+        node: fx.Node,
+        inputs: Sequence[TensorInfo],
+        outputs: Sequence[TensorInfo],
+        arguments: tuple[Any, ...],
+    ) -> Size:
         key = (operator_name(node), tuple(inputs), tuple(outputs), repr(arguments))
         if key not in self._flops:
             try:

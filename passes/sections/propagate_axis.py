@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
@@ -30,6 +30,7 @@ from torch import fx
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import InputKind, Program
 from autoshard.ir.spec import PartitionSpec
+from autoshard.rules.attention import is_ring
 from autoshard.rules.enumeration import Strategy
 from passes.strategies.enumerate_strategies import EnumerateStrategies, Link, SearchSpace, Site
 
@@ -105,8 +106,16 @@ class Policy:
 
 
 def axis_space(program: Program) -> SearchSpace:
-    """The strategies of every call of a canonical program on one axis."""
-    return EnumerateStrategies(MESH)(program)
+    """The strategies of every call of a canonical program on one axis; no rings, which have no price here."""
+    space = EnumerateStrategies(MESH)(program)
+    return replace(space, sites={name: _without_rings(site) for name, site in space.sites.items()})
+
+
+def _without_rings(site: Site) -> Site:
+    if site.node is None:
+        return site
+    target = site.node.target
+    return replace(site, strategies=tuple(item for item in site.strategies if not is_ring(target, item.inputs)))
 
 
 def propagate_axis(space: SearchSpace, policy: Policy) -> AxisLayout:

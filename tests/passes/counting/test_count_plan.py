@@ -14,6 +14,7 @@ from autoshard import FormulaError, P, PlanMismatchError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
+from autoshard.rules.attention import is_ring
 from autoshard.rules.enumeration import Strategy
 from autoshard.runtime.sharded_module import Request
 from autoshard.testing.decided_plans import greedy_plan, most_recomputed_plan, most_split_plan
@@ -64,9 +65,21 @@ def _steps(plan: Plan, program: Program) -> list[list[str]]:
 
 @lru_cache
 def _any_plan(seed: int) -> Plan:
-    """A legal plan: of each call any strategy."""
+    """A legal plan: of each call any strategy, but for rings, of which there are no formulas."""
     random = Random(seed)
-    return greedy_plan(PROGRAM, MESH, lambda _, __: random.random())
+    return greedy_plan(PROGRAM, MESH, lambda site, strategy: -_has_ring(site, strategy) or random.random())
+
+
+def _has_ring(site: Site, strategy: Strategy) -> bool:
+    return site.node is not None and is_ring(site.node.target, strategy.inputs)
+
+
+def test_of_rings_there_is_no_formula() -> None:
+    """Of what a rank computes; that of all together is the model's."""
+    plan = replace(greedy_plan(PROGRAM, MESH, lambda *call: float(_has_ring(*call))), formulas=FORMULAS)
+    with pytest.raises(FormulaError, match="blocks of keys that go round"):
+        plan.formula("rank_flops")
+    assert plan.formula("step_flops")
 
 
 def _value(plan: Plan, name: str, sizes: dict[str, int], **options: object) -> float:

@@ -124,16 +124,19 @@ def test_memory_is_named_where_it_is_what_keeps_a_feature_out(tight: Plan) -> No
 
 
 def test_limits_are_those_of_planning_with_more(tight: Plan) -> None:
-    """More memory, and a faster network: what planning for them gives; nothing that is more makes a plan slower."""
+    """More memory, and a faster network: what planning for them gives; nothing that is more makes a plan slower.
+
+    Each search is content within 1 %.
+    """
     found = limits_of(tight)
     stated = {item.name: item for item in found.variants}
     more = make_plan(blocks=1, memory_budget=int(1.1 * TIGHT))
-    assert stated["10 % more memory"].objective == pytest.approx(more.objective, rel=2e-3)
+    assert stated["10 % more memory"].objective == pytest.approx(more.objective, rel=1e-2)
     inter = CLUSTER.node.inter
     assert inter is not None
     faster = PricedCluster(replace(CLUSTER.node, inter=inter.scaled(1.1)), nodes=2, devices_per_node=2)
     again = make_plan(faster, blocks=1, memory_budget=TIGHT)
-    assert stated["10 % faster network"].objective == pytest.approx(again.objective, rel=2e-3)
+    assert stated["10 % faster network"].objective == pytest.approx(again.objective, rel=1e-2)
     for item in found.variants:
         assert item.lower_bound is not None
         assert item.lower_bound <= tight.objective
