@@ -228,9 +228,9 @@ def convolution_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments
 def _attention(
     inputs: Tensors, outputs: Tensors, operands: Tensors, causal: bool, backward: bool, arguments: tuple[object, ...]
 ) -> Work:
-    """Of causal pieces of queries, that of the rank with the last piece, for which all others wait.
+    """The work of attention; where pieces of queries are causal, that of the rank with the last piece.
 
-    It sees all keys but half of as many as its queries are.
+    All others wait for it, which sees all keys but half of as many as its queries are.
     """
     q, k, v = operands
     *batch, queries, depth = q.shape

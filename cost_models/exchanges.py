@@ -1,4 +1,4 @@
-"""What calls exchange between ranks while they run, and the memory that they take meanwhile, by operator.
+"""Exchanges between ranks within calls, and the memory that they take meanwhile, by operator.
 
 Such an operator (`autoshard.kernels.exchange`) is one call of a program, with collectives within.
 """

@@ -159,7 +159,7 @@ class Plan:
     alternatives: Alternatives | None = field(default=None, repr=False, compare=False)
 
     def __getstate__(self) -> list[Any]:
-        """What is pickled: not the model, which `formulas` and `alternatives` hold."""
+        """The fields as they are pickled: without the model, which `formulas` and `alternatives` hold."""
         return [None if item.name in _NOT_IN_FILES else getattr(self, item.name) for item in fields(self)]
 
     @property

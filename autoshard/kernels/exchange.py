@@ -62,7 +62,7 @@ def define_exchanging(
 
 
 def arrived(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """What was on its way; tensors that are there already stay as they are."""
+    """Wait for tensors that are on their way; those that are there already stay as they are."""
     return [_c10d.wait_tensor(tensor) for tensor in tensors]
 
 

@@ -97,7 +97,7 @@ class Ring:
         return [rows if number == rank % self.ranks else 0 for number in range(self.ranks)]
 
     def parts(self, hop: int, queries: int) -> Iterator[_Part]:
-        """What is computed at a hop; nothing where causality masks everything."""
+        """The parts that are computed at a hop; none where causality masks everything."""
         visitor = (self.index - hop) % self.ranks
         start, length = self.starts[visitor], self.lengths[visitor]
         batch, head, row, column = self.offset

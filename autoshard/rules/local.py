@@ -50,7 +50,7 @@ class LocalContext(Protocol):
         ...
 
     def pieces(self, factor: str) -> list[tuple[int, int]]:
-        """Of each rank's piece of `factor`, in order: the global index of its first element, and its `real_size`."""
+        """The global index of the first element and the `real_size` of each rank's piece of `factor`, in order."""
         ...
 
     def input_shape(self, operand: int) -> list[int]:

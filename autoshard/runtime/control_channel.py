@@ -101,7 +101,7 @@ class ControlChannel:
         return turn
 
     def _whole(self, turn: int, rank: int, first: bytes) -> bytes:
-        """What a rank said, of its first part, which says how many there are."""
+        """The message of a rank, of its first part, which says how many there are."""
         (count,) = _COUNT.unpack_from(first)
         others = (self._store.get(f"{turn}/{rank}/{number}") for number in range(1, count))
         return b"".join((first[_COUNT.size :], *others))

@@ -129,7 +129,7 @@ class _Links:
 
 
 class _DelayedWork(dist.Work):
-    """What Gloo does, and the time at which the links have done it, which is known when Gloo is done."""
+    """Work of Gloo, and the time at which the links have done it, which is known when Gloo is done."""
 
     def __init__(self, works: Sequence[Any], links: _Links, transfer: Callable[[], Transfer]) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ class DelayedGloo(dist.ProcessGroup):
         return _DelayedWork(works, self.links, lambda: done)
 
     def _issued(self, operation: str, sent_bytes: int) -> Transfer:
-        """What takes this rank's links from now on, until it is sent."""
+        """A transfer that takes this rank's links from now on, until it is sent."""
         now_s = self.links.clock.now_s()
         done_s = self.links.occupy(self._axes, sent_bytes, now_s)
         duration_s = self.links.occupied_s(self._axes, sent_bytes)
@@ -363,7 +363,7 @@ _NUMBERS = count()
 """Torch keeps a backend under its name for ever; each mesh has its own."""
 
 _TIMES_TAG = 2**30
-"""Of a message that says when the one before it is there."""
+"""The tag of a message that says when the one before it is there."""
 
 
 def _crossed(mesh: Mesh, ranks: Sequence[int]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""What makes storages, gives views of them and uses them, in the order of a program, under one choice."""
+"""Storages of a program under one choice: what makes them, gives views of them and uses them, in its order."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class _Joining:
 
 @cache
 def _form(*, is_backward: bool) -> fx.Graph:
-    """What is written out, as a graph of gradient, where it takes one, and value."""
+    """The written-out form, as a graph of gradient, where it takes one, and value."""
     graph = fx.Graph()
     tracer = GraphAppendingTracer(graph)
     names = ("grad_out", "z") if is_backward else ("z",)

@@ -194,7 +194,7 @@ def _solve(
 
 
 def _joint(problem: RecomputeProblem, found: Solution) -> JointSolution:
-    """What a choice of a problem with recomputation stands for."""
+    """The plan that a choice of a problem with recomputation stands for."""
     again, choice = problem.again(found.choice), problem.without_keepings(found.choice)
     running = with_again(problem.planning, again)
     return JointSolution(

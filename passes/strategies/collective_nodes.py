@@ -74,7 +74,7 @@ def exchanges(node: fx.Node) -> bool:
 
 
 def exchanged(node: fx.Node) -> list[Exchanged]:
-    """What such a call exchanges, in order."""
+    """The exchanges of such a call, in order."""
     return EXCHANGES[str(node.target)](operand_infos(node), tuple(fx.map_arg(node.args, lambda argument: None)))
 
 

@@ -10,49 +10,25 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tests.benchmarks.pipeline_worker import WARM_UP, times_of
+from tests.benchmarks.pipeline_worker import BATCHES, OURS, mesh_along, take_turns
 from tests.benchmarks.step_worker import serve
 
-SEQUENCES, TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN, BATCHES, LOSSES = 16, 128, 256, 512, 8, 2, 4, 3
-LATENCY_S, BANDWIDTH_BYTES_PER_S = 5e-4, 125e6
-OURS, BY_HAND = "autoshard", "by hand"
+SEQUENCES, TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN = 16, 128, 256, 512, 8, 2
+BY_HAND = "by hand"
 
 
 def _run(order: dict[str, Any]) -> dict[str, Any]:
-    """What `order` asks for, on this rank: by contender, times, processor times and first losses."""
+    """Run `order` on this rank: see `take_turns`."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    mesh = _mesh(is_delayed=order["is_delayed"])
-    batches = [
-        torch.randn(SEQUENCES, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(n)) for n in range(BATCHES)
-    ]
+    mesh = mesh_along("expert", is_delayed=order["is_delayed"])
+    generator = torch.Generator().manual_seed(1)
+    batches = [torch.randn(SEQUENCES, TOKENS, HIDDEN, generator=generator) for _ in range(BATCHES)]
     steps = {OURS: _ours(mesh, batches[0]), BY_HAND: _by_hand(mesh)}
-    found: dict[str, Any] = {name: {"times_s": [], "cpu_s": []} for name in steps}
-    for name, step in steps.items():
-        found[name]["losses"] = [step(batches[index % BATCHES]).item() for index in range(LOSSES)]
-        for index in range(WARM_UP):
-            step(batches[index % BATCHES])
-    for index in range(order["rounds"]):
-        for name in list(steps) if index % 2 else list(steps)[::-1]:
-            seconds, worked = times_of(steps[name], batches[index % BATCHES])
-            found[name]["times_s"].append(seconds)
-            found[name]["cpu_s"].append(worked)
-    return found
-
-
-def _mesh(*, is_delayed: bool) -> Any:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from autoshard.testing import Link, delayed_mesh
-
-    ranks = dist.get_world_size()
-    if is_delayed:
-        return delayed_mesh({"expert": ranks}, {"expert": Link(LATENCY_S, BANDWIDTH_BYTES_PER_S)})
-    return init_device_mesh("cpu", (ranks,), mesh_dim_names=("expert",))
+    return take_turns(steps, batches, order["rounds"], lambda loss: loss.item())
 
 
 def _layer() -> Any:

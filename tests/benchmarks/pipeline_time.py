@@ -18,9 +18,10 @@ import os
 import signal
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ SCHEDULES: Mapping[str, tuple[str, int]] = {"1F1B": ("1F1B", 1), "interleaved": 
 """Our name of a schedule, and the stages of a rank."""
 LOSS_TOLERANCE = 1e-4
 _WORKER = ("-m", "tests.benchmarks.pipeline_worker")
-_RANKS = 2
+RANKS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,16 @@ class Row:
     def cpu_ratio(self) -> float:
         """Ours over torch's."""
         return self.cpu_s[0] / self.cpu_s[1]
+
+    def cells(self, digits: int) -> list[str]:
+        """Milliseconds with so many digits, ratios and losses, in Markdown."""
+        return [
+            " / ".join(f"{seconds * 1e3:.{digits}f}" for seconds in self.step_s),
+            f"{self.ratio:.2f} ({self.quartiles[0]:.2f} to {self.quartiles[1]:.2f})",
+            " / ".join(f"{seconds * 1e3:.{digits}f}" for seconds in self.cpu_s),
+            f"{self.cpu_ratio:.2f}",
+            f"{self.loss_error:.0e}",
+        ]
 
 
 def row_of(
@@ -95,14 +106,61 @@ def _least(of_rounds: Sequence[Sequence[float]]) -> float:
     return sum(min(of_rank) for of_rank in zip(*of_rounds, strict=True))
 
 
-def page(rows: Sequence[Row], command: str) -> str:
-    """All cases, in Markdown."""
-    lines = [
+SETTING = f"{RANKS} Gloo ranks of one thread, each pinned to a core"
+LINKS = f"`{DELAYED}`: links of {LATENCY_S * 1e3:g} ms and {BANDWIDTH_BYTES_PER_S * 8 / 1e9:g} Gbit/s."
+
+
+def run_on(link: str, worker: Sequence[str], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """The findings of a worker's ranks that are joined by a link."""
+    with nullcontext() if link in (LOOPBACK, DELAYED) else TwoHosts(link) as hosts:
+        return run_order(worker, {**asked, "is_delayed": link == DELAYED}, RANKS, hosts)
+
+
+def line_of(cells: Iterable[str]) -> str:
+    """A line of a table in Markdown."""
+    return f"| {' | '.join(cells)} |"
+
+
+def parser_of(description: str | None, rounds: int) -> argparse.ArgumentParser:
+    """The options that benchmarks on links have in common."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--links", nargs="+", default=[LOOPBACK, DELAYED], help="loopback, delayed, 1gbit, ...")
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--markdown", type=Path, help="write the page there too")
+    return parser
+
+
+def report(
+    rows: Iterable[Row], line: Callable[[Row], str], head: Callable[[str], Sequence[str]], name: str, page: Path | None
+) -> int:
+    """Measure and print rows, write the page if asked for; 1 if the losses of a case differ.
+
+    Args:
+        rows: measured as they are asked for.
+        line: of a row.
+        head: the page before its rows, of the command.
+        name: of the benchmark.
+        page: where the page goes.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that emulated hosts are taken down
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # emulated hosts set theirs
+    measured = []
+    for row in rows:
+        measured.append(row)
+        sys.stdout.write(line(row) + "\n")
+        sys.stdout.flush()
+    if page is not None:
+        command = " ".join([f"python -m tests.benchmarks.{name}", *sys.argv[1:]])
+        page.write_text("\n".join([*head(command), *map(line, measured)]) + "\n")
+    return int(max(row.loss_error for row in measured) > LOSS_TOLERANCE)
+
+
+def _head(command: str) -> list[str]:
+    return [
         "# Step time of pipelines beside torch.distributed.pipelining",
         "",
-        f"`{command}`, {date()}, commit {commit()}, {versions()}, {_RANKS} Gloo ranks of one thread, each pinned to a "
-        f"core. A Llama of {LAYERS} layers of 256 ({VOCABULARY} words) on {SEQUENCES} x {TOKENS} tokens, float32, "
-        f"fused AdamW. `{DELAYED}`: links of {LATENCY_S * 1e3:g} ms and {BANDWIDTH_BYTES_PER_S * 8 / 1e9:g} Gbit/s.",
+        f"`{command}`, {date()}, commit {commit()}, {versions()}, {SETTING}. A Llama of {LAYERS} layers of 256 "
+        f"({VOCABULARY} words) on {SEQUENCES} x {TOKENS} tokens, float32, fused AdamW. {LINKS}",
         "",
         "ms: median of the slowest rank, ours / torch's. ratio: median of paired ratios, its quartiles behind it. CPU "
         "ms: minimum of each rank, added: other processes disturb it least. Losses: the largest relative difference "
@@ -111,19 +169,10 @@ def page(rows: Sequence[Row], command: str) -> str:
         "| link | schedule | micro-batches | ms | ratio | CPU ms | CPU ratio | losses |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    return "\n".join([*lines, *map(_line, rows)]) + "\n"
 
 
 def _line(row: Row) -> str:
-    cells = [
-        *(row.link, row.schedule, str(row.micro_batches)),
-        " / ".join(f"{seconds * 1e3:.0f}" for seconds in row.step_s),
-        f"{row.ratio:.2f} ({row.quartiles[0]:.2f} to {row.quartiles[1]:.2f})",
-        " / ".join(f"{seconds * 1e3:.0f}" for seconds in row.cpu_s),
-        f"{row.cpu_ratio:.2f}",
-        f"{row.loss_error:.0e}",
-    ]
-    return f"| {' | '.join(cells)} |"
+    return line_of([row.link, row.schedule, str(row.micro_batches), *row.cells(digits=0)])
 
 
 def measure(link: str, schedule: str, micro_batches: int, rounds: int, profiles: str) -> Row:
@@ -133,38 +182,23 @@ def measure(link: str, schedule: str, micro_batches: int, rounds: int, profiles:
         "schedule": name,
         "virtual_stages": virtual_stages,
         "micro_batches": micro_batches,
-        "is_delayed": link == DELAYED,
         "rounds": rounds,
         "profiles": profiles,
     }
-    with nullcontext() if link in (LOOPBACK, DELAYED) else TwoHosts(link) as hosts:
-        return row_of(link, schedule, micro_batches, run_order(_WORKER, asked, _RANKS, hosts))
+    return row_of(link, schedule, micro_batches, run_on(link, _WORKER, asked))
 
 
 def main() -> int:
     """Measure, print; 1 if the losses of a case differ."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--links", nargs="+", default=[LOOPBACK, DELAYED], help="loopback, delayed, 1gbit, ...")
+    parser = parser_of(__doc__, rounds=12)
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--markdown", type=Path, help="write the page there too")
     parser.add_argument("--profiles", default="", metavar="FOLDER", help="write a profile of each rank there")
     asked = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that emulated hosts are taken down
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"  # emulated hosts set theirs
     profiles = asked.profiles and str(Path(asked.profiles).resolve())
-    rows = []
-    for link in asked.links:
-        for schedule in asked.schedules:
-            for micro_batches in asked.micro_batches:
-                rows.append(measure(link, schedule, micro_batches, asked.rounds, profiles))
-                sys.stdout.write(_line(rows[-1]) + "\n")
-                sys.stdout.flush()
-    command = " ".join(["python -m tests.benchmarks.pipeline_time", *sys.argv[1:]])
-    if asked.markdown is not None:
-        asked.markdown.write_text(page(rows, command))
-    return int(max(row.loss_error for row in rows) > LOSS_TOLERANCE)
+    cases = product(asked.links, asked.schedules, asked.micro_batches)
+    rows = (measure(*case, asked.rounds, profiles) for case in cases)
+    return report(rows, _line, _head, "pipeline_time", asked.markdown)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ OURS, TORCH = "autoshard", "torch.distributed.pipelining"
 
 
 def _run(order: dict[str, Any]) -> dict[str, Any]:
-    """What `order` asks for, on this rank: by contender, times, processor times and first losses."""
+    """Run `order` on this rank: see `take_turns`."""
     import torch
     import torch.distributed as dist
 
@@ -30,16 +31,7 @@ def _run(order: dict[str, Any]) -> dict[str, Any]:
     batches = _batches()
     ours, stages = _ours(order)
     steps = {OURS: ours, TORCH: _torch(order, stages)}
-    found: dict[str, Any] = {name: {"times_s": [], "cpu_s": []} for name in steps}
-    for name, step in steps.items():
-        found[name]["losses"] = [_of_last_rank(step(batches[index % BATCHES])) for index in range(LOSSES)]
-        for index in range(WARM_UP):
-            step(batches[index % BATCHES])
-    for index in range(order["rounds"]):
-        for name in list(steps) if index % 2 else list(steps)[::-1]:
-            seconds, worked = times_of(steps[name], batches[index % BATCHES])
-            found[name]["times_s"].append(seconds)
-            found[name]["cpu_s"].append(worked)
+    found = take_turns(steps, batches, order["rounds"], _of_last_rank)
     if order["profiles"]:
         for name, step in steps.items():
             _profile(Path(order["profiles"]), f"{name} {order['schedule']} {order['micro_batches']}", step, batches[0])
@@ -47,7 +39,24 @@ def _run(order: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def times_of(step: Any, batch: Any) -> tuple[float, list[float]]:
+def take_turns(
+    steps: Mapping[str, Callable[[Any], Any]], batches: Sequence[Any], rounds: int, loss_of: Callable[[Any], float]
+) -> dict[str, Any]:
+    """Times, processor times and first losses of contenders, whose order changes with each round."""
+    found: dict[str, Any] = {name: {"times_s": [], "cpu_s": []} for name in steps}
+    for name, step in steps.items():
+        found[name]["losses"] = [loss_of(step(batch)) for batch in islice(cycle(batches), LOSSES)]
+        for batch in islice(cycle(batches), WARM_UP):
+            step(batch)
+    for index, batch in enumerate(islice(cycle(batches), rounds)):
+        for name in list(steps) if index % 2 else list(steps)[::-1]:
+            seconds, worked = _times(steps[name], batch)
+            found[name]["times_s"].append(seconds)
+            found[name]["cpu_s"].append(worked)
+    return found
+
+
+def _times(step: Any, batch: Any) -> tuple[float, list[float]]:
     """Seconds of a step on the slowest rank, and what the processor of each rank worked."""
     import torch
     import torch.distributed as dist
@@ -91,16 +100,17 @@ def _model() -> Any:
     return LlamaForCausalLM(config).train()
 
 
-def _mesh(order: Mapping[str, Any]) -> Any:
+def mesh_along(axis: str, *, is_delayed: bool) -> Any:
+    """All ranks along one axis, whose links are delayed or not."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
     from autoshard.testing import Link, delayed_mesh
 
     ranks = dist.get_world_size()
-    if order["is_delayed"]:
-        return delayed_mesh({"pipeline": ranks}, {"pipeline": Link(LATENCY_S, BANDWIDTH_BYTES_PER_S)})
-    return init_device_mesh("cpu", (ranks,), mesh_dim_names=("pipeline",))
+    if is_delayed:
+        return delayed_mesh({axis: ranks}, {axis: Link(LATENCY_S, BANDWIDTH_BYTES_PER_S)})
+    return init_device_mesh("cpu", (ranks,), mesh_dim_names=(axis,))
 
 
 def _ours(order: Mapping[str, Any]) -> tuple[Callable[[Any], Any], Mapping[str, int]]:
@@ -111,7 +121,7 @@ def _ours(order: Mapping[str, Any]) -> tuple[Callable[[Any], Any], Mapping[str, 
 
     model = _model()
     step = autoshard.compile(
-        *(model, _mesh(order)),
+        *(model, mesh_along("pipeline", is_delayed=order["is_delayed"])),
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True),
         micro_batches=order["micro_batches"],
         schedule=order["schedule"],
@@ -135,7 +145,11 @@ def _torch(order: Mapping[str, Any], stages: Mapping[str, int]) -> Callable[[Any
 
     count, rank, ranks = max(stages.values()) + 1, dist.get_rank(), dist.get_world_size()
     micro_batches, cpu = order["micro_batches"], torch.device("cpu")
-    rows, model, group = SEQUENCES // micro_batches, _model(), _mesh(order).get_group()
+    rows, model, group = (
+        SEQUENCES // micro_batches,
+        _model(),
+        mesh_along("pipeline", is_delayed=order["is_delayed"]).get_group(),
+    )
     parts = {number: _part(model, stages, number) for number in range(rank, count, ranks)}
 
     def value(number: int) -> Tensor:
@@ -189,7 +203,7 @@ def _part(model: Any, stages: Mapping[str, int], number: int) -> Any:
     tables = inner.rotary_emb(torch.empty(0), positions)
 
     class Part(nn.Module):
-        """What a user writes for each stage."""
+        """The modules that a user gives a stage by hand."""
 
         def __init__(self) -> None:
             super().__init__()

@@ -92,7 +92,7 @@ def _run(
 def run_order(
     worker: Sequence[str], asked: Mapping[str, Any], ranks: int, hosts: TwoHosts | None, *, memory: bool = False
 ) -> dict[str, Any]:
-    """What the first rank of a worker found; `WorkerError` where a rank failed.
+    """The findings of a worker's first rank; `WorkerError` where a rank failed.
 
     Args:
         worker: arguments of Python; the worker serves orders by `tests.benchmarks.step_worker.serve`.
@@ -127,7 +127,7 @@ def _launch(arguments: Sequence[str], ranks: int, hosts: TwoHosts | None, memory
 
 
 def versions() -> str:
-    """Of what runs."""
+    """Versions of what runs."""
     return f"torch {torch.__version__}, transformers {transformers.__version__}, Python {sys.version.split()[0]}"
 
 

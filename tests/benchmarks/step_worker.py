@@ -93,7 +93,7 @@ def _peak_bytes(step: Any, batch: Any) -> int:
 
 
 def _run(order: dict[str, Any]) -> dict[str, Any]:
-    """What `order` asks for, on this rank."""
+    """Run `order` on this rank."""
     import torch
     import torch.distributed as dist
 

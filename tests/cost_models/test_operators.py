@@ -104,7 +104,7 @@ def test_attention_counts_both_products_halved_when_causal():
 
 
 def test_causal_attention_of_pieces_is_that_of_the_last_rank():
-    """Of 32 keys, the last 16 queries see 24 in the mean."""
+    """The last 16 queries see 24 of 32 keys in the mean."""
     q, k = tensor(2, 4, 16, 8), tensor(2, 2, 32, 8)
     for row, share in ((0, 1 / 2), (None, 3 / 4)):
         arguments = (*[None] * 5, 0.0, True, 1.0, 0, [0, 0, row, 0], [2, 4, 32, 32])

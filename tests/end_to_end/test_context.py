@@ -122,7 +122,7 @@ class Attention(nn.Module):
     [(1, 512, P()), (1, 65536, P(None, None, "context")), (4, 65536, P(None, "context"))],
 )
 def test_the_way_is_chosen_by_its_price(heads: int, tokens: int, split: P) -> None:
-    """Of a sequence that lies split: short, it is gathered; long, keys go round, or all-to-alls split heads instead.
+    """A short sequence that lies split is gathered; in a long one keys go round, or all-to-alls split heads instead.
 
     One head cannot be split. Nothing hides the way of gathered keys, and the last rank computes on all of them.
     """
@@ -157,7 +157,7 @@ def ring_program() -> PhasedProgram:
 @pytest.mark.parametrize("operator", [kernels.ring_attention, kernels.ring_attention_backward])
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_a_damaged_ring_is_not_proven(damage: str, operator: OpOverload) -> None:
-    """Whatever argument of the call is another one; the undamaged program is proven."""
+    """The undamaged program is proven; none is of which an argument of the call is another one."""
     lowered = ring_program().lowered
     verify_program(lowered.traced, lowered)
     (node,) = (node for node in lowered.graph_module.graph.nodes if node.target is operator)

@@ -1,4 +1,4 @@
-"""What `plan(global_batch=)` finds for eight tiny clusters: each way to split is chosen by price alone, and runs."""
+"""Eight tiny clusters: `plan(global_batch=)` chooses each way to split by price alone somewhere, and all plans run."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ TINY = {
 
 @cache
 def planned(name: str) -> Plan:
-    """What is found, within no constraint."""
+    """The plan that is found, within no constraint."""
     tiny = TINY[name]
     model, inputs = tiny.build()
     asked: dict[str, Any] = {"example_inputs": inputs, "precision": None, "global_batch": tiny.batch}

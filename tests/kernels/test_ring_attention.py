@@ -21,7 +21,7 @@ NAMES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 
 
 def place(rank: int, ranks: int, is_paired: bool) -> tuple[Any, ...]:
-    """What a causal call of equal pieces says behind its operands."""
+    """The arguments of a causal call of equal pieces, behind its operands."""
     shape = [BATCH, HEADS, ranks * PIECE, ranks * PIECE]
     called = (0.0, True, 0.125, 0, [0, 0, rank * PIECE, 0], shape)
     return (*called, rank, [PIECE * number for number in range(ranks)], [PIECE] * ranks, is_paired)
