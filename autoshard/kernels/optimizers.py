@@ -15,7 +15,7 @@ Hyper-parameters come in a vector, float64 [k] on the CPU, so that schedulers ch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
@@ -32,6 +32,14 @@ Tensors = list[Tensor]
 
 SGD_HYPER = ("lr", "weight_decay", "momentum", "dampening", "first")
 ADAM_HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "step")
+
+_SGD_ON_CPUS = (torch.float32, torch.float64)
+"""What torch's fused SGD takes on CPUs. Of narrower types torch 2.13's updates only the last few elements, which do not
+fill a vector, and its momentum is wrong (pytorch#191763)."""
+
+_ADAM_ON_CPUS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""What torch's fused Adam takes on CPUs. It computes in float32 and rounds narrower types once. The plain loop rounds
+after each of a dozen operators; its bfloat16 is up to 4 units in the last place from the exact update."""
 
 _SCALED_AT_ONCE = 1 << 26
 """Bytes of parameters whose gradients are scaled at once, if there is more than one of them."""
@@ -115,7 +123,7 @@ def _run_sgd(
     if buffers is None:
         options |= {"momentum": 0.0, "dampening": 0.0}
     groups = [params, grads] if buffers is None else [params, grads, buffers]
-    for fused, (some, their_grads, *rest) in _calls(groups, scale, may_fuse=not is_first):
+    for fused, (some, their_grads, *rest) in _calls(groups, scale, _SGD_ON_CPUS, may_fuse=not is_first):
         held: list[Tensor | None] = list(rest[0]) if rest and not is_first else [None] * len(some)
         run_sgd(some, their_grads, held, foreach=False, fused=fused, nesterov=nesterov, maximize=maximize, **options)
         if is_first:
@@ -129,7 +137,7 @@ def _run_adam(
 ) -> None:
     options = _values(ADAM_HYPER, hyper)
     taken = options.pop("step")
-    for fused, (params, grads, exp_avgs, exp_avg_sqs, *rest) in _calls(groups, scale):
+    for fused, (params, grads, exp_avgs, exp_avg_sqs, *rest) in _calls(groups, scale, _ADAM_ON_CPUS):
         steps = torch.full((len(params),), taken, dtype=torch.float32, device=params[0].device if fused else "cpu")
         run_adam(
             *(params, grads, exp_avgs, exp_avg_sqs),
@@ -149,14 +157,14 @@ def _values(names: Sequence[str], hyper: Tensor) -> dict[str, Any]:
 
 
 def _calls(
-    groups: Sequence[Tensors], scale: Tensor | None, *, may_fuse: bool = True
+    groups: Sequence[Tensors], scale: Tensor | None, on_cpus: Collection[torch.dtype], *, may_fuse: bool = True
 ) -> Iterator[tuple[bool, list[Tensors]]]:
     """The calls that update parameters, fused or not: of each group the members that a call takes.
 
     Gradients, the second group, come scaled and in order; scaled ones are copies, so that a call takes few of them.
     """
     members = list(zip(*groups, strict=True))
-    fused = [may_fuse and _may_fuse(*member) for member in members]
+    fused = [may_fuse and _may_fuse(on_cpus, *member) for member in members]
     for is_fused in (True, False):
         chosen = [member for member, flag in zip(members, fused, strict=True) if flag is is_fused]
         for part in _parts(chosen) if scale is not None else [chosen] if chosen else []:
@@ -182,12 +190,12 @@ def _scaled(grad: Tensor, scale: Tensor | None) -> Tensor:
     return grad.contiguous() if scale is None else (grad * scale).contiguous()
 
 
-def _may_fuse(param: Tensor, grad: Tensor, *state: Tensor) -> bool:
+def _may_fuse(on_cpus: Collection[torch.dtype], param: Tensor, grad: Tensor, *state: Tensor) -> bool:
     """Whether torch's fused kernels take these: they read memory in order, and know CPUs and CUDA.
 
-    The gradient is put in order for them.
+    The gradient is put in order for them. `on_cpus` has the types that they take on a CPU.
     """
-    if param.device.type not in ("cpu", "cuda") or (param.is_cpu and param.dtype not in (torch.float32, torch.float64)):
+    if param.device.type not in ("cpu", "cuda") or (param.is_cpu and param.dtype not in on_cpus):
         return False
     return all(tensor.is_contiguous() and tensor.is_floating_point() for tensor in (param, *state))
 
