@@ -150,7 +150,7 @@ class Walk:
             made = {number: self._made(site, number, size) for number, size in form.made.items()}
             where = form.results
         elif site.is_alias:
-            made, where = {}, viewed_operands(site)
+            made, where = {}, _viewed_operands(site)
         else:
             made = {
                 n + len(operands): self._made(site, n, self._local_bytes(site, n)) for n in range(len(site.results))
@@ -169,7 +169,7 @@ class Walk:
         """Whether a result lies strided: a view does as in the trace; others where an operand does that did there."""
         if traced_value(site, result).is_contiguous():
             return False
-        traced = [traced_of(self.planning, index).is_contiguous() for index in self.into[site.name]]
+        traced = [_traced_of(self.planning, index).is_contiguous() for index in self.into[site.name]]
         is_view = site.is_alias and site.node is not None and site.node.target is not hub
         return is_view or all(traced) or any(operand.is_strided for operand in operands)
 
@@ -190,7 +190,7 @@ class Walk:
         if not self._differs(source, target):
             return None
         value = self.values[link.tail, link.result]
-        moved = Moved(traced_of(self.planning, index), source, target, value.is_strided, value.storage.size)
+        moved = Moved(_traced_of(self.planning, index), source, target, value.is_strided, value.storage.size)
         reshard = Reshard(self.planning.liveness.reshards[index], value.storage, moved)
         value.storage.use(reshard.point)
         self.reshards.append(reshard)
@@ -243,7 +243,7 @@ def walk_through(planning: PlanningProblem, choice: Sequence[int]) -> Walk:
     return walk
 
 
-def viewed_operands(site: Site) -> tuple[int, ...]:
+def _viewed_operands(site: Site) -> tuple[int, ...]:
     """The operand that each result of a view, or of an update in place, shares its memory with."""
     assert site.node is not None, "results of the program are no calls"
     if site.node.target in IN_PLACE:
@@ -256,7 +256,7 @@ def _mark_gradient(storage: Storage) -> None:
         storage.part = "gradients"
 
 
-def traced_of(planning: PlanningProblem, index: int) -> torch.Tensor:
+def _traced_of(planning: PlanningProblem, index: int) -> torch.Tensor:
     """The value that a link carries, as the trace has it."""
     link = planning.space.links[index]
     return traced_value(planning.space.sites[link.tail], link.result)
