@@ -14,7 +14,8 @@
 #   make campaigns             wrong programs beside the verifier, by a seed: 5,000 of what compiling makes, 2,000 of buckets,
 #                              late waits and updates in place, 6,000 of orders of pipelines; fails where one that computes
 #                              another number, or hangs, is accepted; goes on where the last run stopped (build/*_campaign)
-#   make gpu-bench             each Triton kernel and a block beside torch.compile, Liger-Kernel and eager, on a GPU
+#   make gpu-bench             on a GPU: each Triton kernel and a block, then training steps of three models, beside
+#                              torch.compile, eager and Liger-Kernel
 #   make kernel-table          registers, shared memory and spills of each Triton kernel, compiled without a GPU
 #   make lint | make format    check the style | put it right
 #   make test PYTHON=python3   use this interpreter and what is installed there (a GPU machine): no .venv
@@ -98,6 +99,7 @@ campaigns: $(READY)
 
 gpu-bench: $(READY)
 	$(PYTHON) -m tests.benchmarks.gpu_kernels
+	$(PYTHON) -m tests.benchmarks.gpu_training
 
 kernel-table: $(READY)
 	$(PYTHON) -m tests.benchmarks.kernel_resources

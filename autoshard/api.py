@@ -138,7 +138,8 @@ def compile(
         max_grad_norm: with an optimizer: clip gradients to this norm.
         strict: refuse operators without a sharding rule, instead of running them on every rank, and optimizers whose
             update is not traced.
-        backend: "auto": every operator on the kernel that torch has for the device; "reference": semantic operators
+        backend: "auto": every operator on the kernel that torch has for the device, cross-entropy on a GPU on ours, as
+            torch has none that is fused; "reference": semantic operators
             (attention) by their definitions in plain PyTorch, for tests; "triton": fused kernels, hand-written and
             generated, which on a CPU stand back for their references unless Triton's interpreter is asked for
             (TRITON_INTERPRET=1); "inductor" (with processes): Inductor compiles forward and backward.

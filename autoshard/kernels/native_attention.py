@@ -6,6 +6,7 @@ Which kernel runs depends on the device, the types and the shapes alone:
 |---|---|
 | CPU | `aten._scaled_dot_product_flash_attention_for_cpu` |
 | CUDA, 16 bits, no mask, not causal unless square | `aten._scaled_dot_product_flash_attention` |
+| the same, where torch prefers cuDNN (`_prefers_cudnn`) | `aten._scaled_dot_product_cudnn_attention` |
 | CUDA, others | `aten._scaled_dot_product_efficient_attention` |
 | dropout; heads that no kernel takes | the definition, a block of queries at a time |
 
@@ -27,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -52,6 +54,8 @@ _BLOCK_ELEMENTS = 1 << 22
 """Scores, or numbers of a mask, of a block of queries: 16 MiB of float32."""
 _LARGEST_FLASH_HEAD = 256
 """Largest head size of the flash kernels for CUDA (Dao 2023, FlashAttention-2)."""
+_LARGEST_CUDNN_HEAD, _FIRST_CUDNN = 128, 91500
+"""Largest head size of cuDNN's kernels, backward included, and the version from which torch prefers them."""
 _HEAD_STEP, _ROW_STEP, _MASK_STEP = 8, 32, 16
 """Steps of the memory-efficient kernel: for head sizes, rows of log-sum-exp, and columns of masks."""
 
@@ -199,8 +203,20 @@ def _kernel_of(q: Tensor, part: _Part) -> _Kernel:
     if q.device.type == "cpu":
         return _CPU
     is_square = not part.is_causal or len(part.rows) == len(part.keys)
-    is_flash = q.dtype != torch.float32 and part.bias is None and is_square and q.shape[-1] <= _LARGEST_FLASH_HEAD
-    return _FLASH if is_flash else _EFFICIENT
+    if q.dtype == torch.float32 or part.bias is not None or not is_square or q.shape[-1] > _LARGEST_FLASH_HEAD:
+        return _EFFICIENT
+    is_large = min(len(part.rows), len(part.keys)) > 1 and q.shape[-1] <= _LARGEST_CUDNN_HEAD
+    return _CUDNN if is_large and _prefers_cudnn(q.device) else _FLASH
+
+
+@cache
+def _prefers_cudnn(device: torch.device) -> bool:
+    """Whether torch's own attention would ask cuDNN first: on Hopper and Blackwell, with cuDNN 9.15 or later."""
+    if not torch.cuda.is_available() or torch.version.hip or not torch.backends.cuda.cudnn_sdp_enabled():
+        return False
+    version = torch.backends.cudnn.version()
+    has_kernels = torch.cuda.get_device_capability(device) in ((9, 0), (10, 0))
+    return has_kernels and version is not None and version >= _FIRST_CUDNN
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, part: _Part, scale: float) -> Result:
@@ -341,6 +357,23 @@ def _flash_backward(
     return by_rows(dq), by_rows(dk), by_rows(dv)  # the kernel has them lie as q, k and v, which lie so in most models
 
 
+def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, bias: None, is_causal: bool, scale: float) -> Result:
+    out, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, is_causal, scale=scale)[:2]
+    return claimed(q, out), lse.view(q.shape[:3])
+
+
+def _cudnn_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: None, out: Tensor, lse: Tensor, is_causal: bool,
+    scale: float,
+) -> Gradients:  # fmt: skip
+    state = q.new_empty((1,), dtype=torch.int64)  # of a generator that nothing draws from
+    dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
+        grad_out, q, k, v, out, lse.unsqueeze(-1), state, state, None, None, None, q.shape[2], k.shape[2], 0.0,
+        is_causal, scale=scale,
+    )  # fmt: skip
+    return by_rows(dq), by_rows(dk), by_rows(dv)
+
+
 def _efficient_forward(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, is_causal: bool, scale: float) -> Result:
     out, lse, _, _ = aten._scaled_dot_product_efficient_attention(
         q, k, v, _aligned(bias, q), True, 0.0, is_causal, scale=scale
@@ -356,6 +389,8 @@ def _efficient_backward(
     state = q.new_empty((), dtype=torch.int64)
     lse = torch.nn.functional.pad(_without_dead_rows(lse), (0, -lse.shape[2] % _ROW_STEP), value=math.inf)
     wanted = [True, True, True, False]
+    # Of 16 bits the kernel takes rows of the result to be all heads wide, whatever their stride is (`o_strideM`).
+    out = out if out.stride(2) == out.shape[1] * out.shape[3] else by_rows(out)
     return aten._scaled_dot_product_efficient_attention_backward(
         grad_out, q, k, v, _aligned(bias, q), out, lse, state, state, 0.0, wanted, is_causal, scale=scale
     )[:3]
@@ -372,6 +407,7 @@ def _aligned(bias: Tensor | None, q: Tensor) -> Tensor | None:
 
 _CPU = _Kernel(_cpu_forward, _cpu_backward)
 _FLASH = _Kernel(_flash_forward, _flash_backward)
+_CUDNN = _Kernel(_cudnn_forward, _cudnn_backward)
 _EFFICIENT = _Kernel(_efficient_forward, _efficient_backward)
 
 native = define("native_attention", ARGUMENTS, native_attention, fake_attention)

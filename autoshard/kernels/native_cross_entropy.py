@@ -1,4 +1,8 @@
-"""Cross-entropy on torch's fused softmax kernels: `autoshard::cross_entropy` and its backward, in blocks of rows.
+"""Cross-entropy on fused kernels: `autoshard::cross_entropy` and its backward.
+
+On a GPU that is our Triton kernel (`triton_cross_entropy.py`), which reads the logits once and, in the backward, writes
+them once: torch has none that is fused. Elsewhere, and for types that it does not take, torch's softmax kernels run, in
+blocks of rows.
 
 Forward: `aten._log_softmax` gives the loss; the log-sum-exp is what it took from the greatest logit of a row. Backward:
 with a target distribution q of rows (1 - e at the target, e / C everywhere) and their gradients g,
@@ -15,6 +19,12 @@ from torch import Tensor
 
 from autoshard.kernels.cross_entropy import ARGUMENTS, BACKWARD_ARGUMENTS, fake_backward, fake_loss
 from autoshard.kernels.library import define
+from autoshard.kernels.triton_cross_entropy import (
+    triton_cross_entropy,
+    triton_cross_entropy_backward,
+    why_not_cross_entropy,
+    why_not_cross_entropy_backward,
+)
 
 aten = torch.ops.aten
 
@@ -26,6 +36,9 @@ def native_cross_entropy(
     logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
     """Loss and log-sum-exp of each row; arguments and results are those of `cross_entropy_reference`."""
+    given = (logits, target, ignore_index, label_smoothing)
+    if logits.is_cuda and why_not_cross_entropy(*given) is None:
+        return triton_cross_entropy(*given)
     is_left_out = target == ignore_index
     safe = target.masked_fill(is_left_out, 0).unsqueeze(1)  # [N, 1]
     loss, lse = fake_loss(logits, target, ignore_index, label_smoothing)
@@ -49,18 +62,21 @@ def native_cross_entropy_backward(
     grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
 ) -> Tensor:
     """The gradient of the logits; arguments and result are those of `cross_entropy_backward_reference`."""
+    given = (grad_loss, logits, target, lse, ignore_index, label_smoothing)
+    if logits.is_cuda and why_not_cross_entropy_backward(*given) is None:
+        return triton_cross_entropy_backward(*given)
     is_left_out = target == ignore_index
     safe = target.masked_fill(is_left_out, 0).unsqueeze(1)  # [N, 1]
     grads = grad_loss.to(lse.dtype).masked_fill(is_left_out, 0.0).neg_().unsqueeze(1)  # [N, 1]
     result = logits.new_empty(logits.shape)
     for x, chosen, grad, its_lse, out in _blocks(logits, safe, grads, lse, result):
         log_p = x.to(lse.dtype) - its_lse.unsqueeze(1)
-        given = (grad * (label_smoothing / logits.shape[1])).repeat(1, logits.shape[1])
-        given.scatter_add_(1, chosen, grad * (1.0 - label_smoothing))
+        expected = (grad * (label_smoothing / logits.shape[1])).repeat(1, logits.shape[1])
+        expected.scatter_add_(1, chosen, grad * (1.0 - label_smoothing))
         if out.dtype == lse.dtype:
-            aten._log_softmax_backward_data.out(given, log_p, 1, log_p.dtype, out=out)
+            aten._log_softmax_backward_data.out(expected, log_p, 1, log_p.dtype, out=out)
         else:
-            aten.copy_.default(out, aten._log_softmax_backward_data.default(given, log_p, 1, log_p.dtype))
+            aten.copy_.default(out, aten._log_softmax_backward_data.default(expected, log_p, 1, log_p.dtype))
     return _without_rows(result, is_left_out)
 
 

@@ -75,7 +75,9 @@ def quantise_reference(x: Tensor, dtype: torch.dtype, block: int) -> tuple[Tenso
         return x.to(dtype).clone(memory_format=torch.contiguous_format), x.new_empty(0, dtype=torch.float32)
     wide = _in_blocks(x.float().reshape(1, -1), block)[0]  # [blocks, block]
     finite = torch.where(wide.isfinite(), wide, 0.0)
-    scales = (finite.abs().amax(1) / TOPS[dtype]).clamp(min=SMALLEST_SCALE)
+    largest = finite.abs().amax(1)
+    top = torch.full_like(largest, TOPS[dtype])  # a tensor: by a number, CUDA multiplies with its rounded reciprocal
+    scales = (largest / top).clamp(min=SMALLEST_SCALE)
     scaled = (finite / scales[:, None]).clamp(-TOPS[dtype], TOPS[dtype])
     codes = scaled.round() if dtype == torch.int8 else scaled
     scales = torch.where(wide.isfinite().all(1), scales, torch.nan)

@@ -137,7 +137,7 @@ def attention_keys_kernel(
     batch = (tl.program_id(1) // key_heads).to(tl.int64)
     key_head = (tl.program_id(1) % key_heads).to(tl.int64)
     block = tl.program_id(0)
-    all_rows, first_query = queries.to(tl.int64), 0
+    all_rows, first_query = tl.cast(queries, tl.int64), 0  # one query is a constant, which has no `to`
     target = (batch * keys * key_heads + key_head) * SIZE
     if key_starts_ptr is not None:
         sequence, block, exists = find_sequence(key_starts_ptr, sequences, block, BLOCK_N)

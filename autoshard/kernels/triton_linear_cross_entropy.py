@@ -6,9 +6,9 @@ here a chunk is one product of the device's own library. For x [N, K], w [C, K] 
     forward:   z = x w_c^T,  lse' = log(exp(lse) + sum_c exp(z)),  worth' = worth + (1 - e) z_t + (e / C) sum_c z
     backward:  z = x w_c^T,  dz = dloss (exp(z - lse) - (1 - e) [c = t] - e / C),  dx += dz w_c,  dw_c = dz^T x
 
-A chunk has as many classes as x has features, so that its logits take the memory of x. Chunks of classes, not of rows,
-leave each row of dw to one chunk: only dx is summed, in float32. The backward makes the logits again: of the products
-there are four in place of three.
+A chunk has as many classes as x has features, and `LEAST_CLASSES` at least: where x is wide, its logits take the memory
+of x. Chunks of classes, not of rows, leave each row of dw to one chunk: only dx is summed, in float32. The backward
+makes the logits again: of the products there are four in place of three.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from autoshard.kernels.triton_cross_entropy import (
 )
 
 _aten = torch.ops.aten
-LEAST_CLASSES = 1024
-"""A chunk has at least so many classes: with fewer, products of matrices do not fill a device."""
+LEAST_CLASSES = 4096
+"""A chunk has at least so many classes: fewer make more launches than a host keeps up with (GPT-2: 50 chunks)."""
 
 
 def chunk_classes(depth: int) -> int:

@@ -284,13 +284,14 @@ def _written_out(call: fx.Node) -> fx.Graph:
     copy_node(graph, call, operands.__getitem__)
     expanded = expand_kernels(lazy_module({}, graph)).graph
     mode: Any = next(node.meta["val"].fake_mode for node in call.all_input_nodes)
+    values = iter([node.meta["val"] for node in operands])  # in order: a copied graph may name placeholders anew
     for node in expanded.nodes:
         if node.op == "call_function":
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda operand: operand.meta["val"])
             with mode:
                 node.meta["val"] = node.target(*args, **kwargs)
         elif node.op == "placeholder":
-            node.meta["val"] = next(item.meta["val"] for item in operands if item.name == node.name)
+            node.meta["val"] = next(values)
     return expanded
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.kernels.registry import FUSED, KERNELS
 from cost_models.device import device
-from tests.benchmarks import gpu_kernels, gpu_liger
+from tests.benchmarks import gpu_kernels, gpu_liger, gpu_training
 from tests.benchmarks.gpu_block import Sizes, compile_ours, make_block, step_of
 from tests.benchmarks.gpu_case import Case, Kind
 from tests.benchmarks.gpu_cases import cases
@@ -177,3 +178,13 @@ def test_what_fails_is_noted() -> None:
     bench = gpu_kernels.Bench(H200, lambda function, grad_to_none: function() or 1.0, lambda plain: plain)
     row = bench.measure(Case("case", fail, lambda: None, 1))
     assert (row.ours_ms, row.eager_ms, row.notes) == (None, 1.0, ("ours: RuntimeError: out of memory",))
+
+
+def test_training_is_raced(tmp_path: Path) -> None:
+    """The benchmark of training steps, on a small model and a CPU: both sides lose the same, and are on the page."""
+    page_of = tmp_path / "page.md"
+    options = ["--tiny", "--models", "llama", "--contenders", "eager;ours", "--rounds", "2", "--output", str(page_of)]
+    gpu_training.main(options)
+    rows = [line.split("|") for line in page_of.read_text().splitlines() if line.startswith(("| eager", "| ours"))]
+    assert [row[1].strip() for row in rows] == ["eager", "ours"]
+    assert float(rows[0][-2]) == pytest.approx(float(rows[1][-2]), rel=1e-2)

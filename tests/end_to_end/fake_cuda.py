@@ -61,7 +61,7 @@ class DeviceUse(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func.namespace == NAMESPACE:
+        if func.namespace == NAMESPACE and not str(func).startswith("autoshard.triton_"):
             with self:
                 return implementation_of(func)(*args, **kwargs)
         name = str(func)

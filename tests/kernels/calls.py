@@ -68,7 +68,7 @@ def _cross_entropy(rows: int, columns: int) -> Any:
 
 def _linear_cross_entropy(rows: int, columns: int) -> Any:
     """Of three chunks of classes, whose kernels carry sums from one to the next and write over the logits."""
-    hidden, weight, target = draw(rows, 8), draw(2100, 8), _indices(rows, 2100)
+    hidden, weight, target = draw(rows, 8), draw(8200, 8), _indices(rows, 8200)
     loss, lse = linear_cross_entropy(hidden, weight, target, _IGNORED, 0.1)
     return loss, lse, *linear_cross_entropy_backward(loss, hidden, weight, target, lse, _IGNORED, 0.1)
 

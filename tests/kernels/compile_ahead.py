@@ -2,7 +2,8 @@
 
     python tests/kernels/compile_ahead.py sm_80,sm_90,gfx942 typical
 
-compiles the specimens of the usual sizes ("all" takes every one) for these architectures.
+compiles the specimens of the usual sizes ("all" takes every one) for these architectures; "ones" takes one of each
+kernel, every size and stride of which is 1: Triton makes these constants, which a kernel must not take for tensors.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import sys
 
 from autoshard.kernels.ahead import compile_ahead
-from autoshard.kernels.kernel import TYPICAL_SIZES
+from autoshard.kernels.kernel import TYPICAL_SIZES, Specimen
 from autoshard.kernels.registry import specimens
 
 
@@ -21,11 +22,23 @@ def main(architectures: str, sizes: str) -> None:
     rows = []
     for architecture in architectures.split(","):
         for specimen in specimens(architecture):
-            if sizes != "all" and specimen.size not in TYPICAL_SIZES:
+            if sizes == "ones":
+                if specimen.name in {row["kernel"] for row in rows}:
+                    continue
+                specimen = _of_ones(specimen)
+            elif sizes != "all" and specimen.size not in TYPICAL_SIZES:
                 continue
             resources = dataclasses.asdict(compile_ahead(specimen, architecture))
             rows.append({"kernel": specimen.name, "size": specimen.size, "architecture": architecture} | resources)
     json.dump(rows, sys.stdout)
+
+
+def _of_ones(specimen: Specimen) -> Specimen:
+    integers = [name for name, kind in specimen.signature.items() if kind in ("i32", "i64")]
+    signature = {**specimen.signature, **dict.fromkeys(integers, "constexpr")}
+    return dataclasses.replace(
+        specimen, signature=signature, constants={**specimen.constants, **dict.fromkeys(integers, 1)}
+    )
 
 
 if __name__ == "__main__":

@@ -56,6 +56,13 @@ def test_compiles_almost_without_spills(architecture: str, record_property: Call
 
 
 @pytest.mark.slow
+def test_sizes_of_one_compile() -> None:
+    """A call may have one row, one query, one class: every kernel compiles with these as constants."""
+    compiled = {row["kernel"] for row in _compile("sm_90", "ones")}
+    assert compiled == {specimen.name for specimen in specimens("sm_90")}
+
+
+@pytest.mark.slow
 def test_compiles_at_every_size(record_property: Callable[[str, object], None]) -> None:
     """Every kernel compiles for short and the longest rows too; its resources are recorded."""
     every = ",".join(ARCHITECTURES)

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoshard.kernels import native_attention as module
 from autoshard.kernels.attention import (
@@ -120,6 +121,19 @@ def test_memory_is_linear(options: dict[str, Any], monkeypatch: pytest.MonkeyPat
     assert mode.elements <= 4 * size * 2 * 8 + (1 << 14)
 
 
+class _Rows(TorchDispatchMode):
+    """The strides of rows of the result that the memory-efficient backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strides: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._scaled_dot_product_efficient_attention_backward.default:
+            self.strides.append(args[5].stride(2))
+        return func(*args, **(kwargs or {}))
+
+
 CUDA_KERNELS = [
     (torch.bfloat16, {}, "flash"),
     (torch.float16, {}, "flash"),
@@ -128,13 +142,20 @@ CUDA_KERNELS = [
     (torch.float32, {}, "efficient"),
     (torch.bfloat16, {"masked": True}, "efficient"),
     (torch.bfloat16, {"head": 512}, "efficient"),
+    (torch.bfloat16, {"prefers": True}, "cudnn"),
+    (torch.float16, {"prefers": True, "shift": 32}, "cudnn"),
+    (torch.bfloat16, {"prefers": True, "head": 256}, "flash"),
+    (torch.float32, {"prefers": True}, "efficient"),
 ]
 
 
 @pytest.mark.parametrize("kind", ["heads", "rows", "packed"])
 @pytest.mark.parametrize(("dtype", "options", "kernel"), CUDA_KERNELS)
-def test_kernels_on_cuda(dtype: torch.dtype, options: dict[str, Any], kernel: str, kind: str) -> None:
+def test_kernels_on_cuda(
+    dtype: torch.dtype, options: dict[str, Any], kernel: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On fake CUDA tensors the operators that run are torch's fused kernels; results lie as a trace takes them to."""
+    monkeypatch.setattr(module, "_prefers_cudnn", lambda device: options.get("prefers", False))
     size, head, shift = 64, options.get("head", 32), options.get("shift", 0)
     keys = options.get("keys", size)
     with FakeTensorMode() as fakes:
@@ -146,7 +167,7 @@ def test_kernels_on_cuda(dtype: torch.dtype, options: dict[str, Any], kernel: st
         q, k, v = (_lying(kind, x) for x in by_heads)
         mask = on_cuda(2, 1, size, size, dtype=torch.bool) if options.get("masked") else None
         constants = (None, 0.0, True, 0.3, 0, [0, 0, shift, 0], [2, 4, size + shift, size])
-        with Observed() as mode:
+        with Observed() as mode, _Rows() as rows:
             out, lse = native_attention(q, k, v, mask, *constants)
             assert (out.shape, lse.shape) == ((2, 4, size, head), (2, 4, size))
             gradients = native_attention_backward(torch.empty_like(out), q, k, v, mask, out, lse, *constants)
@@ -154,6 +175,37 @@ def test_kernels_on_cuda(dtype: torch.dtype, options: dict[str, Any], kernel: st
         assert _strides((out, lse)) == _strides(made)
         assert _strides(gradients) == _strides(fake_attention_backward(out, q, k, v))
     assert [gradient.shape for gradient in gradients] == [q.shape, k.shape, v.shape]
+    assert set(rows.strides) <= {4 * head}
     name = f"_scaled_dot_product_{kernel}_attention"
     assert {name, f"{name}_backward"} <= mode.operators
     assert not mode.operators & {"bmm", "matmul", "_softmax", "_local_scalar_dense"}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["heads", "rows", "packed"])
+@pytest.mark.parametrize("head", [64, 128, 256])
+@pytest.mark.parametrize(("shift", "is_causal", "masked"), [(0, True, False), (0, False, False), (96, True, False),
+                                                           (-32, True, False), (0, False, True)])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_on_a_gpu(dtype: torch.dtype, shift: int, is_causal: bool, masked: bool, head: int, kind: str) -> None:
+    """Whichever kernel runs, cuDNN's too: results and gradients are those of the definition in float64."""
+    torch.manual_seed(0)
+    queries, keys = 160, 160 + max(shift, 0)
+    q, k, v, grad = (
+        _lying(kind, torch.randn(2, heads, rows, head, device="cuda").to(dtype))
+        for heads, rows in ((4, queries), (2, keys), (2, keys), (4, queries))
+    )
+    mask = torch.rand(2, 1, queries, keys, device="cuda") > 0.3 if masked else None
+    offset = [0, 0, max(shift, 0), max(-shift, 0)]
+    constants = (None, 0.0, is_causal, head**-0.5, 0, offset, [2, 4, queries + offset[2], keys + offset[3]])
+    out, lse = native_attention(q, k, v, mask, *constants)
+    found = (out, lse, *native_attention_backward(grad, q, k, v, mask, out, lse, *constants))
+    wide = (q.double(), k.double(), v.double())
+    expected, norm = attention_reference(*wide, mask, *constants)
+    gradients = attention_backward_reference(grad.double(), *wide, mask, expected, norm, *constants)
+    bound = 3e-2 if dtype == torch.bfloat16 else 1e-3  # of float32, products on tensor cores
+    for name, mine, theirs in zip(("out", "lse", "dq", "dk", "dv"), found, (expected, norm, *gradients), strict=True):
+        finite = theirs.isfinite()
+        assert torch.equal(finite, mine.isfinite()), name
+        error = (mine.double() - theirs)[finite].norm() / theirs[finite].norm()
+        assert error <= bound, (name, float(error))

@@ -35,7 +35,8 @@ def test_equals_torch(
     padding = min(padding, rows - 1)
     assert torch.equal(embedding(weight, indices.int(), padding), weight[indices])
     grad = draw(*shape, columns, dtype=dtype)
-    expected = aten.embedding_dense_backward(wide(grad), indices, rows, padding, by_frequency)
+    counts = by_frequency and indices.numel() > 0  # torch's own kernel fails on CUDA where it counts nothing
+    expected = aten.embedding_dense_backward(wide(grad), indices, rows, padding, counts)
     actual = embedding_backward(grad, indices, rows, padding, by_frequency)
     assert_results(actual, (expected,), dtype, scale=max(1, indices.numel()) ** 0.5)
 

@@ -99,8 +99,10 @@ def test_strided_operands() -> None:
     hidden, weight, target = _case((2, 7), 50, 6, torch.float32)
     _check(hidden.transpose(0, 1).contiguous().transpose(0, 1), weight.t().contiguous().t(), target, 0.0)
     _, lse = linear_cross_entropy(hidden, weight, target, IGNORE, 0.0)
-    whole = linear_cross_entropy_backward(torch.ones(14), hidden, weight, target, lse, IGNORE, 0.0)
-    expanded = linear_cross_entropy_backward(torch.ones(()).expand(14), hidden, weight, target, lse, IGNORE, 0.0)
+    whole = linear_cross_entropy_backward(torch.ones(14, device=DEVICE), hidden, weight, target, lse, IGNORE, 0.0)
+    expanded = linear_cross_entropy_backward(
+        torch.ones((), device=DEVICE).expand(14), hidden, weight, target, lse, IGNORE, 0.0
+    )
     assert all(torch.equal(*pair) for pair in zip(whole, expanded, strict=True))
 
 
@@ -110,7 +112,7 @@ def test_a_target_that_is_no_class_gives_nan() -> None:
     target = torch.tensor([1, 33, -1], device=DEVICE)
     loss, lse = linear_cross_entropy(hidden, weight, target, IGNORE, 0.0)
     assert loss.isnan().tolist() == [False, True, True]
-    grad, _ = linear_cross_entropy_backward(torch.ones(3), hidden, weight, target, lse, IGNORE, 0.0)
+    grad, _ = linear_cross_entropy_backward(torch.ones(3, device=DEVICE), hidden, weight, target, lse, IGNORE, 0.0)
     assert grad.isnan().all(1).tolist() == [False, True, True]
 
 
@@ -132,7 +134,7 @@ def test_the_logits_are_never_held() -> None:
     hidden, weight, target = _case((300,), 160, 4, torch.float32)
     with _Largest() as largest:
         _, lse = triton_linear_cross_entropy._linear_cross_entropy(hidden, weight, target, IGNORE, 0.0)
-        arguments = (torch.ones(300), hidden, weight, target, lse, IGNORE, 0.0)
+        arguments = (torch.ones(300, device=DEVICE), hidden, weight, target, lse, IGNORE, 0.0)
         triton_linear_cross_entropy._linear_cross_entropy_backward(*arguments)
     assert largest.memory_bytes == 300 * 16 * 4
 

@@ -43,7 +43,9 @@ def test_what_comes_back_is_near(
         bound += quantisation_error(row, scales, code_dtype, block)
     stacked = torch.stack([codes for codes, _ in made]), torch.stack([scales for _, scales in made])
     total = triton_dequantise_sum(*stacked, torch.float32, block)
-    assert torch.equal(total, dequantise_sum(*stacked, torch.float32, block))
+    fused = 0.0 if DEVICE.type == "cpu" else 2e-7 * ranks  # a GPU rounds a product and its sum once
+    expected = dequantise_sum(*stacked, torch.float32, block)
+    assert bool(((total - expected).abs() <= fused * x.float().abs().sum(0)).all())
     slack = x.double().abs().sum(0) * (ULP if code_dtype == torch.bfloat16 else 0.0) + 2e-38
     rounding = 2.0**-22 * ranks * x.double().abs().sum(0)
     assert bool(((total.double() - x.double().sum(0)).abs() <= bound * (1 + 1e-6) + slack + rounding).all())

@@ -46,16 +46,16 @@ def test_partial_sums_of_norms_count() -> None:
 
 
 def test_chunks_of_a_loss_count() -> None:
-    """A head of 2,048 classes over 64 features goes in two chunks: two launches each forward, five each backward."""
+    """A head of 8,192 classes over 64 features goes in two chunks: two launches each forward, five each backward."""
     graph, ops = fx.Graph(), torch.ops.autoshard
-    shapes = {"hidden": (10, 64), "weight": (2048, 64), "rows": (10,)}
+    shapes = {"hidden": (10, 64), "weight": (8192, 64), "rows": (10,)}
     hidden, weight, rows = (graph.placeholder(name) for name in shapes)
     for node, shape in zip((hidden, weight, rows), shapes.values(), strict=True):
         node.meta["val"] = torch.empty(shape, device="meta")
     forward = graph.call_function(ops.triton_linear_cross_entropy.default, (hidden, weight, rows, -100, 0.0))
     arguments = (rows, hidden, weight, rows, rows, -100, 0.0)
     backward = graph.call_function(ops.triton_linear_cross_entropy_backward.default, arguments)
-    floats = {"hidden": 640, "weight": 131_072, "logits": 20_480}
+    floats = {"hidden": 640, "weight": 524_288, "logits": 81_920}
     assert chunk_steps(forward) == Traffic(3, 4 * (2 * floats["logits"] + floats["hidden"]))
     moved = 5 * floats["logits"] + 13 * floats["hidden"] + floats["weight"]
     assert chunk_steps(backward) == Traffic(11, 4 * moved)

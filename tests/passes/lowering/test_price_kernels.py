@@ -53,6 +53,17 @@ class Head(nn.Module):
         return nn.functional.cross_entropy(self.head(hidden), targets)
 
 
+class PostNorm(nn.Module):
+    """A layer whose norm reads what was added, with members named as BERT's are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dense, self.LayerNorm = nn.Linear(64, 64), nn.LayerNorm(64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.LayerNorm(self.dense(x) + x).square().mean()
+
+
 def _launches(planning: PlanningProblem, choice: Any, kernels: Kernels = NO_KERNELS) -> int:
     """What the prediction takes the host to launch of computation."""
     ops = [op for segment in segment_step(planning, choice, kernels, shares=False) for op in segment.ops]
@@ -151,13 +162,13 @@ def test_explanations_compare_plans_with_their_kernels() -> None:
 
 def test_products_within_kernels_are_priced() -> None:
     """The kernels of a head and its loss take no less than their products of matrices: one, and three behind."""
-    head, hidden = nn.Linear(256, 4096, bias=False), torch.randn(512, 256, requires_grad=True)
-    targets = torch.randint(0, 4096, (512,))
+    head, hidden = nn.Linear(256, 8192, bias=False), torch.randn(512, 256, requires_grad=True)
+    targets = torch.randint(0, 8192, (512,))
     model = Head(head)
     cluster = Cluster("h100_sxm", nodes=1, devices_per_node=1)
     plan = autoshard.plan(model, cluster, mesh=Mesh({"x": 1}), example_inputs=(hidden, targets), backend="triton")
     times = {use.name: use.time_s for use in plan.predicted.kernels.uses}
-    one = matmul_time(512, 4096, 256, 1, "bf16", H100) - H100.launch_latency_s
+    one = matmul_time(512, 8192, 256, 1, "bf16", H100) - H100.launch_latency_s
     assert times["triton_linear_cross_entropy"] > one
     assert times["triton_linear_cross_entropy_backward"] > 3 * one
 
@@ -188,3 +199,10 @@ def test_groups_are_shown() -> None:
 def test_products_are_in_no_group() -> None:
     """Nothing is generated for a table that is only looked up."""
     assert make_plan().explain("table.weight").kernels == ()
+
+
+def test_members_named_in_capitals() -> None:
+    """A kernel that takes parameters with capitals in their names is priced, as any is: fx names placeholders anew."""
+    inputs = (torch.randn(8, 64),)
+    plan = autoshard.plan(PostNorm(), Cluster.of(H100, 1, devices_per_node=1), example_inputs=inputs, backend="triton")
+    assert "triton_bias_add_layer_norm" in {use.name for use in plan.predicted.kernels.uses}

@@ -1,0 +1,290 @@
+"""Training steps on one GPU: compiled by autoshard, by hand in PyTorch, and under `torch.compile`, side by side.
+
+    python -m tests.benchmarks.gpu_training                     (make gpu-bench runs it too)
+    python -m tests.benchmarks.gpu_training --models llama --contenders 'eager,ours' --output page.md
+
+Models of transformers with random weights in bfloat16, a fused AdamW on all sides. Contenders take turns in one
+process: in each round every one runs a few steps, of which the time is read once the device is done. Beside the
+medians stand the peak of allocated memory of a step (a contender's own state and what the step takes), the loss after
+the last round, which must be the same on all sides but for rounding, the seconds until the second step, compilation
+included, and what the plan predicted. `--tiny` runs small models on a CPU, as a test of the benchmark.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+import triton
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+
+import autoshard
+
+_RESULTS = Path(__file__).with_name("results")
+_STEPS, _BATCHES = 4, 4
+
+Step = Callable[[Mapping[str, Tensor]], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """A model and the batch of a step.
+
+    Args:
+        make: the model, on the default device.
+        vocabulary: of the batch's words.
+        batch, tokens: sequences of a step, and their length.
+    """
+
+    make: Callable[[], nn.Module]
+    vocabulary: int
+    batch: int
+    tokens: int
+
+
+@dataclass(slots=True)
+class Found:
+    """Of one contender.
+
+    Args:
+        ready_s: until its second step was done.
+        times_ms: of a step, one per round.
+        peak_bytes: of its state and a step.
+        loss: of its last step.
+        predicted_ms: of ours.
+        error: why it did not run.
+    """
+
+    ready_s: float = 0.0
+    times_ms: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    loss: float = float("nan")
+    predicted_ms: float | None = None
+    error: str = ""
+
+
+def _gpt2(layers: int = 12, hidden: int = 768, heads: int = 12, words: int = 50304) -> nn.Module:
+    dropout: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    config = GPT2Config(n_layer=layers, n_embd=hidden, n_head=heads, vocab_size=words, use_cache=False, **dropout)
+    return GPT2LMHeadModel(config)
+
+
+def _llama(layers: int = 8, hidden: int = 2048, heads: int = 16, words: int = 32000) -> nn.Module:
+    config = LlamaConfig(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
+        intermediate_size=11 * hidden // 4,
+        vocab_size=words,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
+
+
+def _bert(layers: int = 12, hidden: int = 768, heads: int = 12, words: int = 30528) -> nn.Module:
+    dropout: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = BertConfig(
+        num_hidden_layers=layers,
+        hidden_size=hidden,
+        num_attention_heads=heads,
+        intermediate_size=4 * hidden,
+        vocab_size=words,
+        **dropout,
+    )
+    return BertForMaskedLM(config)
+
+
+TRAININGS: Mapping[str, Training] = {
+    "gpt2": Training(_gpt2, 50304, 16, 1024),
+    "llama": Training(_llama, 32000, 4, 2048),
+    "bert": Training(_bert, 30528, 8, 128),
+}
+"""GPT-2 of 124 million parameters, eight layers of a Llama of 1B's width, and BERT on a batch that launches bound."""
+
+TINY: Mapping[str, Training] = {
+    "gpt2": Training(lambda: _gpt2(2, 64, 4, 128), 128, 2, 16),
+    "llama": Training(lambda: _llama(2, 64, 4, 128), 128, 2, 16),
+    "bert": Training(lambda: _bert(2, 64, 4, 128), 128, 2, 16),
+}
+
+
+def _adamw(model: nn.Module) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+
+
+def _by_hand(model: nn.Module, forward: Callable[..., Any]) -> Step:
+    optimizer = _adamw(model)
+
+    def step(batch: Mapping[str, Tensor]) -> Tensor:
+        optimizer.zero_grad()
+        loss = forward(**batch).loss
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return step
+
+
+@dataclass(frozen=True, slots=True)
+class _Compiled:
+    """Our step, called as the others are."""
+
+    step: Any
+
+    def __call__(self, batch: Mapping[str, Tensor]) -> Tensor:
+        return self.step(**batch)
+
+
+def _ours(model: nn.Module, backend: str) -> Step:
+    device = next(model.parameters()).device.type
+    mesh = init_device_mesh(device, (1,), mesh_dim_names=("data",))
+    step = autoshard.compile(model, mesh, optimizer=_adamw(model), backend=backend, outputs="loss")
+    return _Compiled(step)
+
+
+CONTENDERS: Mapping[str, Callable[[nn.Module], Step]] = {
+    "eager": lambda model: _by_hand(model, model),
+    "torch.compile": lambda model: _by_hand(model, torch.compile(model, dynamic=False)),
+    "ours": lambda model: _ours(model, "auto"),
+    "ours, triton": lambda model: _ours(model, "triton"),
+    "ours, inductor": lambda model: _ours(model, "inductor"),
+}
+
+
+class Race:
+    """Contenders on one model, in turns.
+
+    Args:
+        training: the model and its batches.
+        device: "cuda", or "cpu" to try the benchmark.
+    """
+
+    def __init__(self, training: Training, device: str) -> None:
+        self._training, self._device = training, device
+        with torch.device(device):
+            torch.manual_seed(1)
+            words = [torch.randint(0, training.vocabulary, (training.batch, training.tokens)) for _ in range(_BATCHES)]
+        self._batches = [{"input_ids": each, "labels": each} for each in words]
+        self._steps: dict[str, Step] = {}
+        self.found: dict[str, Found] = {}
+
+    def enter(self, name: str) -> None:
+        """Make a contender, run two steps, and measure the memory of a third."""
+        found = self.found[name] = Found()
+        gc.collect()
+        start, before = time.perf_counter(), self._allocated()
+        try:
+            torch.manual_seed(0)
+            with torch.device(self._device):
+                model = self._training.make()
+            step = CONTENDERS[name](model.to(torch.bfloat16).train())
+            for batch in self._batches[:2]:
+                step(batch)
+            self._wait()
+            found.ready_s = time.perf_counter() - start
+            if self._device == "cuda":
+                torch.cuda.reset_peak_memory_stats()
+                step(self._batches[2])
+                found.peak_bytes = torch.cuda.max_memory_allocated() - before
+        except (RuntimeError, TypeError, ValueError, autoshard.AutoshardError) as error:
+            found.error = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+            return
+        self._steps[name] = step
+        if isinstance(step, _Compiled):
+            found.predicted_ms = 1e3 * step.step.plan.predicted.step_time_s
+
+    def round(self, index: int) -> None:
+        """Every contender runs a few steps; each second round in the other order."""
+        names = list(self._steps)
+        for name in names if index % 2 else names[::-1]:
+            self._wait()
+            start = time.perf_counter()
+            for batch in self._batches[:_STEPS]:
+                loss = self._steps[name](batch)
+            self._wait()
+            self.found[name].times_ms.append(1e3 * (time.perf_counter() - start) / _STEPS)
+            self.found[name].loss = float(loss)
+
+    def _wait(self) -> None:
+        if self._device == "cuda":
+            torch.cuda.synchronize()
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated() if self._device == "cuda" else 0
+
+
+def table(name: str, training: Training, found: Mapping[str, Found]) -> list[str]:
+    """One model's contenders, as Markdown."""
+    lines = [
+        f"## {name}: {training.batch} x {training.tokens} tokens",
+        "",
+        "| contender | step ms | of eager | tokens/s | peak GiB | predicted ms | ready s | loss |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    medians = {each: statistics.median(result.times_ms) for each, result in found.items() if result.times_ms}
+    for each, result in found.items():
+        if result.error or each not in medians:
+            lines.append(f"| {each} | {result.error} |  |  |  |  |  |  |")
+            continue
+        ratio = f"{medians[each] / medians['eager']:.3f}" if "eager" in medians else ""
+        predicted = "" if result.predicted_ms is None else f"{result.predicted_ms:.2f}"
+        tokens = training.batch * training.tokens / (medians[each] / 1e3)
+        shown = (f"{medians[each]:.2f}", ratio, f"{tokens:,.0f}", f"{result.peak_bytes / 2**30:.2f}", predicted)
+        lines.append(f"| {' | '.join((each, *shown, f'{result.ready_s:.0f}', f'{result.loss:.4f}'))} |")
+    return [*lines, ""]
+
+
+def main(arguments: list[str]) -> None:
+    """Race, and write the page anew after each contender."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    day = time.strftime("%Y-%m-%d")
+    parser.add_argument("--output", type=Path, default=_RESULTS / f"gpu_training_{day}.md", help="the page")
+    parser.add_argument("--models", default=",".join(TRAININGS), help="which of them, by commas")
+    parser.add_argument("--contenders", default=";".join(CONTENDERS), help="which of them, by semicolons")
+    parser.add_argument("--rounds", type=int, default=12, help="of each model")
+    parser.add_argument("--tiny", action="store_true", help="small models on a CPU")
+    options = parser.parse_args(arguments)
+    device = "cpu" if options.tiny else "cuda"
+    if device == "cuda" and not torch.cuda.is_available():
+        sys.exit("gpu_training trains on a GPU, and this machine has none that torch sees; --tiny runs on the CPU.")
+    dist.init_process_group("gloo" if options.tiny else "nccl", store=dist.HashStore(), rank=0, world_size=1)
+    where = "CPU" if options.tiny else torch.cuda.get_device_name()
+    versions = f"torch {torch.__version__}, triton {triton.__version__}, transformers {transformers.__version__}"
+    lines = [
+        "# Training on one GPU",
+        "",
+        f"By `make gpu-bench` on {day}: {where}, {versions}; bfloat16, fused AdamW.",
+        "",
+    ]
+    for name in options.models.split(","):
+        training = (TINY if options.tiny else TRAININGS)[name]
+        race = Race(training, device)
+        for contender in options.contenders.split(";"):
+            race.enter(contender)
+            race.round(0)  # a GPU's time is dear: where it ends early, there is a page all the same
+            options.output.write_text("\n".join([*lines, *table(name, training, race.found)]), encoding="utf-8")
+        for index in range(1, options.rounds):
+            race.round(index)
+        lines += table(name, training, race.found)
+        options.output.write_text("\n".join(lines), encoding="utf-8")
+        sys.stdout.write("\n".join(table(name, training, race.found)))
+        del race
+        torch.compiler.reset()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
