@@ -29,6 +29,7 @@ from autoshard.ir.spec import PartitionSpec
 from autoshard.runtime.agreement import ControlGroup, Facts
 from autoshard.runtime.boundary import pad_local, unpad_local
 from autoshard.runtime.control_channel import TIMEOUT_S
+from autoshard.runtime.direct_calls import call_directly
 from autoshard.runtime.engine import NO_HOLDERS, NOTHING, Loaded
 from autoshard.runtime.fill_buckets import fill_buckets
 from autoshard.runtime.fold_views import fold_views
@@ -129,6 +130,8 @@ class DistributedEngine:
             reduce_in_place(bound)
         if wrap is None and not written:
             fold_views(bound)
+        if wrap is None:
+            call_directly(bound)
         run_bound = taking_from_a_list(bound) if wrap is None else _spread(wrap(bound))
         coordinates = self.groups.coordinates
 

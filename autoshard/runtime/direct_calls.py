@@ -1,0 +1,78 @@
+"""Call torch's own functions for operators in a graph that runs as it is: they reach the same kernels sooner.
+
+Before → after: `torch.ops.aten.mm.default(x, y)` → `torch.mm(x, y)`; `torch.ops.aten.view.default(x, shape)` →
+`x.view(shape)`. An operator that is called by its name matches its arguments to a schema and puts them on a stack;
+torch's functions read them in generated code. Between large kernels, which empty the caches, a call costs some
+microseconds less. The tables have the operators that steps call most, where both take the same arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import fx
+
+_aten = torch.ops.aten
+
+METHODS: Mapping[Any, str] = MappingProxyType(
+    {
+        _aten.contiguous.default: "contiguous",
+        _aten.copy_.default: "copy_",
+        _aten.expand.default: "expand",
+        _aten.new_empty.default: "new_empty",
+        _aten.permute.default: "permute",
+        _aten.reshape.default: "reshape",
+        _aten.view.default: "view",
+    }
+)
+"""Operators that are methods of a tensor, which is their first argument."""
+
+FUNCTIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+    {
+        _aten.add.Tensor: torch.add,
+        _aten.add.out: torch.add,
+        _aten.addmm.default: torch.addmm,
+        _aten.amax.default: torch.amax,
+        _aten.bmm.default: torch.bmm,
+        _aten.cat.default: torch.cat,
+        _aten.clone.default: torch.clone,
+        _aten.cos.default: torch.cos,
+        _aten.div.Scalar: torch.div,
+        _aten.div.Tensor: torch.div,
+        _aten.exp.default: torch.exp,
+        _aten.mean.dim: torch.mean,
+        _aten.mm.default: torch.mm,
+        _aten.mm.out: torch.mm,
+        _aten.mul.Scalar: torch.mul,
+        _aten.mul.Tensor: torch.mul,
+        _aten.native_layer_norm.default: torch.native_layer_norm,
+        _aten.neg.default: torch.neg,
+        _aten.pow.Tensor_Scalar: torch.pow,
+        _aten.rsqrt.default: torch.rsqrt,
+        _aten.sin.default: torch.sin,
+        _aten.split_with_sizes.default: torch.split_with_sizes,
+        _aten.sub.Tensor: torch.sub,
+        _aten.sum.IntList_out: torch.sum,
+        _aten.sum.dim_IntList: torch.sum,
+        _aten.t.default: torch.t,
+        _aten.tanh.default: torch.tanh,
+        _aten.transpose.int: torch.transpose,
+        _aten.unsqueeze.default: torch.unsqueeze,
+    }
+)
+"""Operators that are functions of torch."""
+
+
+def call_directly(graph_module: fx.GraphModule) -> None:
+    """Call what the module's docstring says; the graph is changed."""
+    for node in graph_module.graph.nodes:
+        if not node.args or isinstance(node.args[0], int | float):
+            continue  # operators take a number for a tensor
+        if node.target in METHODS:
+            node.op, node.target = "call_method", METHODS[node.target]
+        elif node.target in FUNCTIONS:
+            node.target = FUNCTIONS[node.target]
+    graph_module.recompile()
