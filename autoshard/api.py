@@ -128,7 +128,8 @@ def compile(
         plan: a plan, or a path to a saved one, for calls that train: no search. If it is for another mesh, the search
             starts from it, and finds nothing that is slower than it would be here.
         constraints: glob of qualified names, "input:0" or "output:0" to the spec it must have.
-        memory_budget: bytes per device; default: the device's own memory.
+        memory_budget: bytes of values per device. None: the device's memory; of a GPU, less what the CUDA context, NCCL
+            and cuBLAS take, and what the allocator loses to fragmentation (`cost_models.memory.room_bytes`).
         precision: "bf16", "f16" (without gradients) or "f32": compute in this type where parameters and inputs are
             wider. Parameters, gradients and optimizer state keep the model's types (master weights); see
             docs/precision.md. None: the model's own types, or the precision of `plan`.
@@ -291,13 +292,13 @@ def plan(
             Adam and AdamW is planned with the step (ZeRO); of others only the state counts, as memory.
         max_grad_norm: with an optimizer: clip gradients to this norm.
         global_batch: sequences of a step: the fastest plan for so many on the whole cluster, pipelines, context and
-            expert parallelism, micro-batches and recomputation included, see docs/recipes.md. How large the batch of
+            expert parallelism, micro-batches and recomputation included, see docs/plans.md. How large the batch of
             `example_inputs` is does not matter then. Without, specs are searched on meshes, for that batch.
             Where `compile` cannot run the plan, as searching its specs takes too long, say, `forecast` says why.
         recipe: plan within this `Recipe`; fields that are None are searched. On a mesh its axes are "data", "context"
             and "model" (tensor); "pipeline", "replica" (with `zero_group`) and "expert" too where it has such fields.
             `compile(plan=)` runs the plan.
-            `global_batch` is cut into micro-batches of `micro_batch` sequences on each replica. See docs/recipes.md.
+            `global_batch` is cut into micro-batches of `micro_batch` sequences on each replica. See docs/plans.md.
         runtime: what executes a recipe. "autoshard": `compile` does. "megatron", "fsdp2", "deepspeed", or a `Runtime`:
             the plan is a price of the recipe there, or of the fastest one for `global_batch`; see `price`.
         previous: a plan of this model for another cluster, batch or budget, where the search begins: what is found is

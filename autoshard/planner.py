@@ -49,6 +49,7 @@ from autoshard.runtime.executable import CompiledProgram
 from autoshard.runtime.launch import share_among_processes, world_size
 from autoshard.runtime.sharded_module import Request
 from cost_models.hardware import Cluster
+from cost_models.memory import room_bytes
 
 if TYPE_CHECKING:
     from passes.pipeline import PlanOptions
@@ -282,7 +283,9 @@ class Planner:
         constraints = constraints_on(program, self.constraints, without_state=self.has_update and not updates(program))
         whole = whole_outputs(program, self.constraints, gather=self.gather_outputs)
         constraints |= dict.fromkeys(whole, PartitionSpec())
-        budget = self.memory_budget if self.memory_budget is not None else self.cluster_for(mesh).device.memory_bytes
+        budget = self.memory_budget
+        if budget is None:
+            budget = room_bytes(self.cluster_for(mesh).device, sum(size > 1 for size in mesh.shape))
         return PlanOptions(
             constraints={**constraints, **_within(program, placed)},
             memory_budget=budget,

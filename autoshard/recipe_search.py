@@ -20,12 +20,16 @@ from autoshard.ir.runtime import Runtime
 from autoshard.pricing import narrow_dtype, price, priced_model
 from autoshard.progress import Show, search_bar
 from cost_models.hardware import Cluster
+from cost_models.memory import room_bytes
 
 if TYPE_CHECKING:
     from passes.recipe_search.recipe_problem import RecipeProblem
     from passes.recipe_search.recipe_space import Only
     from passes.recipe_search.search_recipes import FoundRecipe, Watch
     from passes.sections.price_model import CountedModel, PricedModel
+
+_AXES = 3
+"""Axes of more than one device that a recipe is taken to have, by which its communicators are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +267,7 @@ def problem_of(
     """The search for a model's recipe, within so many bytes of each device; None: its own."""
     from passes.recipe_search.recipe_problem import RecipeProblem
 
-    limit = cluster.device.memory_bytes if memory_budget is None else memory_budget
+    limit = room_bytes(cluster.device, _AXES if cluster.size > 1 else 0) if memory_budget is None else memory_budget
     return RecipeProblem(counted, cluster, base, limit, pinned=pinned)
 
 

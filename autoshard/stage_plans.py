@@ -36,6 +36,7 @@ from autoshard.planner import Planner
 from autoshard.runtime.sharded_module import Request
 from autoshard.runtime.stage_messages import find_slot
 from autoshard.tracing.update import append_update
+from cost_models.memory import room_bytes
 
 if TYPE_CHECKING:
     from autoshard.ir.lowered import PhasedProgram
@@ -168,7 +169,8 @@ class StagePlans:
 
         cluster = self.planner.cluster_for(self.pipeline.mesh)
         given = self.planner.memory_budget
-        budget = cluster.device.memory_bytes if given is None else given
+        axes = sum(size > 1 for size in self.pipeline.mesh.shape)
+        budget = room_bytes(cluster.device, axes) if given is None else given
         limits: list[float | None] = [budget] * len(cut.stages)
         made: list[StageProgram | None] = [None] * len(cut.stages)
         clips = request.update is not None and request.update.max_grad_norm is not None

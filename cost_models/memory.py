@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping
 
 from cost_models.allocator import allocator_rules
 from cost_models.constants import load
+from cost_models.device import Device
 from cost_models.errors import CostArgumentError, UnknownHardwareError
 
 # Values that an optimizer keeps per parameter's element (torch.optim and common others); `step` is one float32 scalar.
@@ -115,6 +116,25 @@ def usage(events: Iterable[tuple[int, int, int]]) -> list[tuple[int, int]]:
         alive += changes[time]
         points.append((time, alive))
     return points
+
+
+def room_bytes(device: Device, axes: int) -> int:
+    """Bytes that a plan's values may take on a device, where the user names no limit.
+
+        (memory - context - communicators - cuBLAS workspaces) / fragmentation
+
+    On a CPU it is the memory that `Device` has. On a GPU each axis of the mesh has two communicators: of values, and of
+    gradients or parameters. Fragmentation is what the allocator has from the driver, over what its tensors ask for.
+
+    Args:
+        device: where the values lie.
+        axes: of the mesh, those of more than one device.
+    """
+    if not device.dispatch_s:
+        return device.memory_bytes
+    beside = context_bytes() + communicator_bytes(2 * axes) + workspace_bytes("hopper")  # the largest of NVIDIA's
+    fragmentation = load("software", "torch_cuda_allocator").number("fragmentation", "1")
+    return max(0, int((device.memory_bytes - beside) / fragmentation))
 
 
 def _checked(size: int) -> int:

@@ -5,10 +5,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models.constants import load
+from cost_models.device import device
 from cost_models.errors import UnknownHardwareError
 from cost_models.memory import (
     communicator_bytes,
+    context_bytes,
     peak,
+    room_bytes,
     round_block,
     round_segment,
     usage,
@@ -75,6 +78,15 @@ def test_communicators_hold_a_buffer_of_each_protocol():
     assert communicator_bytes(1, channels=1, connections=1) == 4 * MIB + 512 * KIB + 120 * 640 * 8 * 8
     assert communicator_bytes(3) == 3 * communicator_bytes(1)
     assert communicator_bytes(0) == 0
+
+
+def test_room_is_what_a_device_has_less_what_lies_beside() -> None:
+    """An H100 keeps 3.1 GiB back on three axes, and a fifteenth for fragmentation; a CPU has what its file says."""
+    h100, cpu = device("h100_sxm"), device("cpu_laptop")
+    beside = context_bytes() + communicator_bytes(6) + workspace_bytes("hopper")
+    assert room_bytes(h100, 3) == int((h100.memory_bytes - beside) / 1.07)
+    assert room_bytes(h100, 0) > room_bytes(h100, 1) > room_bytes(h100, 3) > 0.85 * h100.memory_bytes
+    assert room_bytes(cpu, 3) == cpu.memory_bytes
 
 
 def test_unknown_software_says_how_to_add_it():
