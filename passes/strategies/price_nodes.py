@@ -2,7 +2,8 @@
 
 * A call takes what `cost_models.operators` says of its local operands and results.
 * A collective takes what `cost_models.collectives` says, on the links of its group.
-* A bucket that is reduced takes what is copied of it; other members are computed into it (`fill_buckets`).
+* A bucket that is reduced takes what is copied of it; other members are computed into it (`fill_buckets`). A member
+  that is cut or joined along another dim than the first is copied once more, before it is packed or behind.
 * A call that exchanges rows within takes besides what it waits for them.
 * A reshard copies what is there before and after each of its steps, once (`StepPrice`); the calls by which a step is
   written out (`autoshard.ir.emit`) count as that, not one by one.
@@ -10,6 +11,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,6 +34,8 @@ from passes.strategies.collective_nodes import collective_time, exchanged, excha
 from passes.strategies.enumerate_strategies import operands_of
 from passes.strategies.local_tracer import IS_RESHARD
 from passes.strategies.tensor_infos import operand_infos, tensor_info
+
+_aten = torch.ops.aten
 
 STRIDED_COPY = "aten.clone.default"
 """The kernel that reshards copy with."""
@@ -71,7 +75,9 @@ class NodePrices:
         return self._called_s(node, str(target))
 
     def _copied_s(self, node: fx.Node) -> float:
-        if not (is_collective(node) or _is_slice(node) or node.target is torch.ops.aten.where.ScalarOther):
+        if _is_copied_for_bucket(node):
+            return memory_time(2 * _bytes(node.meta["val"]), self.cluster.device, STRIDED_COPY)
+        if not (is_collective(node) or _is_slice(node) or node.target is _aten.where.ScalarOther):
             return 0.0
         before = max(_bytes(operand.meta["val"]) for operand in operands_of(node))
         return memory_time(before + _bytes(node.meta["val"]), self.cluster.device, STRIDED_COPY)
@@ -88,7 +94,21 @@ class NodePrices:
 
 def _is_slice(node: fx.Node) -> bool:
     """Whether a node takes a rank's piece."""
-    return node.target is torch.ops.aten.narrow.default and isinstance(node.args[2], fx.Node)
+    return node.target is _aten.narrow.default and isinstance(node.args[2], fx.Node)
+
+
+def _is_copied_for_bucket(node: fx.Node) -> bool:
+    """Whether a reshard copies a value into the order in which a bucket has it, or out of it."""
+    if node.target is not _aten.contiguous.default or operands_of(node)[0].meta["val"].is_contiguous():
+        return False
+    made, (given,) = node, node.all_input_nodes
+    while len(made.users) == 1 and next(iter(made.users)).target is _aten.view.default:
+        (made,) = made.users
+    while given.target in (_aten.view.default, _aten.permute.default, operator.getitem):
+        given = given.all_input_nodes[0]
+    return given.target is _aten.split_with_sizes_copy.default or any(
+        user.target is _aten.cat.default for user in made.users
+    )
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

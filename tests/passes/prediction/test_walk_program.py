@@ -16,15 +16,19 @@ from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import P
 from autoshard.testing.programs import programs
+from cost_models.compute import memory_time
 from cost_models.streams import Overlap, overlap_of, simulate_streams
+from passes.lowering.bucket_collectives import MIB, BucketCollectives
 from passes.lowering.rewrite_phases import rewrite_phases
+from passes.lowering.start_ahead import StartAhead
+from passes.lowering.wait_late import WaitLate
 from passes.memory.lowered_memory import peak_bytes
 from passes.pipeline import PlanOptions, lower_prepared, plan_of_choice
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import allowed_options
 from passes.planning.search import Search
 from passes.prediction.segment_step import segment_step
-from passes.prediction.walk_program import WalkedStep, walk_program
+from passes.prediction.walk_program import COPIES, WalkedStep, walk_program
 from passes.strategies.price_nodes import NodePrices
 from passes.verification.expand_biases import expand_biases
 from tests.passes.blocks import blocks_program, h100s, problem_of, two_nodes
@@ -126,6 +130,23 @@ def test_what_a_pass_moves_is_priced_where_it_stands() -> None:
     assert late.compute_s == pytest.approx(early.compute_s)
     assert late.exposed_s["x"] < 0.5 * early.exposed_s["x"]
     assert late.total_s == pytest.approx(sum(late.compute_s.values()) + late.exposed_s["x"])
+
+
+def test_members_of_buckets_are_copied_into_order() -> None:
+    """Weights that are split along columns are copied before they are packed and behind; those along rows are not."""
+    copied_s, moved_s = {}, {}
+    for name, spec in {"rows": P("x"), "columns": P(None, "x")}.items():
+        planning = problem_of(blocks_program(batch=2**18, length=1, hidden=1024, count=3), LINE)
+        allowed = allowed_options(planning, {"*.up.weight": spec, "*.down.weight": spec, "input:0": P("x")})
+        phased = phased_of(planning, list(Search(None, 30.0)(planning, allowed).choice))
+        for rewrite in (WaitLate(), StartAhead(by=None), BucketCollectives(None, 64 * MIB, 64 * MIB)):
+            phased = rewrite(phased)
+        walked = walk(planning, phased)
+        copied_s[name] = simulate_streams(walked.segments).compute_s[COPIES]
+        whole_bytes = walked.sent_bytes["x"] * 4 / 3  # of four ranks each sends three quarters
+        moved_s[name] = memory_time(2 * whole_bytes, planning.prices.cluster.device)
+    assert copied_s["rows"] < 1e-6 * moved_s["rows"]
+    assert copied_s["columns"] == pytest.approx(moved_s["columns"], rel=0.01)
 
 
 def test_micro_batches_repeat_forward_and_backward() -> None:
