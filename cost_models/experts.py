@@ -79,7 +79,12 @@ def _work(inputs: Tensors, outputs: Tensors, products: tuple[MatmulShape, ...], 
 
 def _own_rows(x: Tensors, held: int, experts: int) -> float:
     """Assignments to `held` of `experts`, of all that a rank has: x = (tokens, index, ...)."""
-    return busiest_rows(x[1].shape[0] * x[1].shape[1], max(1, experts // held))
+    return busiest_rows(_assignments(x), max(1, experts // held))
+
+
+def _assignments(x: Tensors) -> int:
+    """T k, of x = (tokens, index, ...)."""
+    return x[1].shape[0] * x[1].shape[1]
 
 
 @operator_cost("autoshard.experts.default")
@@ -109,7 +114,7 @@ def exchanged_experts_backward(inputs: Tensors, outputs: Tensors, arguments: Arg
 def _arriving(x: Tensors, experts: int) -> float:
     """Assignments that reach a rank, where each has x = (tokens, index, ..., down) of its own."""
     ranks = experts // x[-1].shape[0]
-    return busiest_rows(ranks * x[1].shape[0] * x[1].shape[1], ranks)
+    return busiest_rows(ranks * _assignments(x), ranks)
 
 
 def _count(experts: object) -> int:
@@ -147,7 +152,7 @@ def _workspace_forward(inputs: Tensors, rows: float, activation: object) -> floa
     halves = 5 if activation == _CLAMPED_SILU else 2
     made = rows * max(hidden + gated + halves * intermediate, 2 * hidden + intermediate) * inputs[0].itemsize
     weighed = rows * hidden * (inputs[0].itemsize + inputs[2].itemsize)
-    apart = inputs[1].shape[0] * inputs[1].shape[1] * hidden * inputs[2].itemsize
+    apart = _assignments(inputs) * hidden * inputs[2].itemsize
     return _order_bytes(inputs) + max(made, weighed + apart)
 
 
@@ -161,17 +166,15 @@ def _workspace_backward(inputs: Tensors, rows: float) -> float:
 
 def _order_bytes(inputs: Tensors) -> int:
     """The expert of each row and where it came from."""
-    return 2 * 8 * inputs[1].shape[0] * inputs[1].shape[1]
+    return 2 * 8 * _assignments(inputs)
 
 
 WORKSPACE_BYTES.update(
     {
         "autoshard.experts.default": lambda inputs, arguments: _workspace_forward(
-            inputs, _own_rows(inputs, inputs[-1].shape[0], _count(arguments[6])), arguments[7]
+            inputs, _assignments(inputs), arguments[7]
         ),
-        "autoshard.experts_backward.default": lambda inputs, arguments: _workspace_backward(
-            inputs, _own_rows(inputs[1:], inputs[-1].shape[0], _count(arguments[7]))
-        ),
+        "autoshard.experts_backward.default": lambda inputs, _: _workspace_backward(inputs, _assignments(inputs[1:])),
         "autoshard.exchanged_experts.default": lambda inputs, arguments: _workspace_forward(
             inputs, _arriving(inputs, _count(arguments[6])), arguments[7]
         ),
@@ -181,6 +184,7 @@ WORKSPACE_BYTES.update(
     }
 )
 # Of what operators take on one rank, these are 1.0 to 1.3 times as much (0.93 for the backward of the clamped SiLU).
+# Accelerators have rows of other ranks' experts in memory too: the host would wait for how many there are.
 
 EXCHANGES.update(
     {

@@ -2,7 +2,8 @@
 
 Lepikhin et al., "GShard" (2020), section 3.2, without capacities: each rank of the group holds other tokens and other
 experts, the first ones on the first rank. It sends each token to the ranks of its experts, once for each expert, and
-gets back what they make of it. How many rows go where is exchanged first, so that nothing is dropped or padded.
+gets back what they make of it. How many rows go where is exchanged first, so that nothing is dropped or padded. The
+host reads these numbers, as collectives want them there: on an accelerator it waits for them once in each call.
 
 Operands and results are as of `autoshard::experts`, of a rank's own tokens and its own experts; `index` counts experts
 over the whole group, of which there are `experts`.
@@ -51,7 +52,7 @@ class Route:
     def there(self, *tensors: Tensor) -> Generator[Exchange, Sequence[Tensor], list[Tensor]]:
         """Rows of assignments, sent to their experts and sorted by these."""
         rows = yield Exchange(tensors, self.sent, self.received)
-        return [row[self.arrived.order] for row in rows]
+        return [row.index_select(0, self.arrived.order) for row in rows]
 
     def back(self, *tensors: Tensor) -> Generator[Exchange, Sequence[Tensor], Sequence[Tensor]]:
         """Rows sorted by expert, sent back to where they came from; in the order of `order`."""
@@ -66,9 +67,10 @@ def _route(index: Tensor, experts: int, held: int) -> Generator[Exchange, Sequen
     counts = torch.diff(groups.ends.to(torch.int64), prepend=index.new_zeros(1, dtype=torch.int64)).view(ranks, held)
     ones = [1] * ranks
     (arriving,) = yield Exchange([counts], ones, ones)
-    ids = torch.arange(held, device=index.device).repeat(ranks).repeat_interleave(arriving.flatten())
-    sent, received = counts.sum(1).tolist(), arriving.sum(1).tolist()
-    return Route(groups.order, sent, received, group_by_expert(ids, held))
+    sent, received = torch.stack((counts.sum(1), arriving.sum(1))).tolist()
+    ids = torch.arange(held, device=index.device).repeat(ranks)
+    ids = ids.repeat_interleave(arriving.flatten(), output_size=sum(received))
+    return Route(groups.order[: sum(sent)], sent, received, group_by_expert(ids, held))
 
 
 def forward_steps(
@@ -79,9 +81,10 @@ def forward_steps(
     check_experts(x, index, weights, gate_up, down)
     held = Experts(gate_up, gate_up_bias, down, *constants)
     route = yield from _route(index, experts, held.count)
-    (rows,) = yield from route.there(x[route.order // index.shape[1]])
+    (rows,) = yield from route.there(x.index_select(0, route.order // index.shape[1]))
     (rows,) = yield from route.back(held.forward(rows, route.arrived))
-    return add_up(rows * weights.flatten()[route.order].unsqueeze(1), route.order, index).to(x.dtype)
+    rows = rows * weights.flatten().index_select(0, route.order).unsqueeze(1)
+    return add_up(rows, route.order, index).to(x.dtype)
 
 
 def backward_steps(
@@ -92,8 +95,8 @@ def backward_steps(
     held = Experts(gate_up, gate_up_bias, down, *constants)
     route = yield from _route(index, experts, held.count)
     tokens = route.order // index.shape[1]
-    sent = (grad_out[tokens], x[tokens], weights.flatten()[route.order])
-    grad, rows, shares = yield from route.there(*sent)
+    sent = (grad_out.index_select(0, tokens), x.index_select(0, tokens))
+    grad, rows, shares = yield from route.there(*sent, weights.flatten().index_select(0, route.order))
     d_rows, d_weights, *others = held.backward(grad, rows, shares, route.arrived)
     d_rows, d_weights = yield from route.back(d_rows, d_weights)
     return add_up(d_rows, route.order, index), spread(d_weights, route.order, index), *others

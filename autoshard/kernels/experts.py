@@ -33,14 +33,27 @@ class Groups:
     """Rows sorted by expert: those of expert e are from ends[e - 1] to ends[e].
 
     Args:
-        order: for each sorted row which row it was before, [R]; rows of no expert are left out.
-        ids: the expert of each sorted row, [R].
+        order: for each sorted row which row it was before, [R].
+        ids: the expert of each sorted row, [R]; E for rows of no expert, which come last.
         ends: int32 [E].
+        is_cut: rows of no expert are left out. Else what is computed of them is undefined: `without_unknown`.
     """
 
     order: Tensor
     ids: Tensor
     ends: Tensor
+    is_cut: bool
+
+    def without_unknown(self, values: Tensor) -> Tensor:
+        """Values of sorted rows, [R] or [R, N], with zeros written in place of those of rows of no expert."""
+        if self.is_cut:
+            return values
+        is_unknown = self.ids == self.ends.shape[0]
+        return values.masked_fill_(is_unknown if values.dim() == 1 else is_unknown.unsqueeze(1), 0)
+
+    def of_each(self, vectors: Tensor) -> Tensor:
+        """Each row's expert's vector, of [E, N]: [R, N]."""
+        return vectors.index_select(0, self.ids if self.is_cut else self.ids.clamp(max=vectors.shape[0] - 1))
 
     def products(self, rows: Tensor, matrices: Tensor) -> Tensor:
         """Each row [R, M] times its expert's matrix [E, M, N]: [R, N]."""
@@ -62,8 +75,8 @@ class Groups:
 
     def sums(self, rows: Tensor) -> Tensor:
         """The sum of each expert's rows [R, N]: [E, N]."""
-        out = rows.new_zeros((self.ends.shape[0], rows.shape[1]))
-        return out.index_add_(0, self.ids, rows)
+        out = rows.new_zeros((self.ends.shape[0] + 1, rows.shape[1]))
+        return out.index_add_(0, self.ids, rows).narrow(0, 0, self.ends.shape[0])
 
     def _pieces(self) -> list[tuple[int, slice]]:
         ends = self.ends.tolist()
@@ -84,12 +97,22 @@ def _is_aligned(operand: Tensor) -> bool:
 
 
 def group_by_expert(ids: Tensor, experts: int) -> Groups:
-    """Rows in the order of their experts [R]; those whose number is not in 0 .. experts - 1 are left out."""
+    """Rows in the order of their experts [R]; a number that is not in 0 .. experts - 1 is no expert.
+
+    How many rows have an expert is read on the CPU alone: elsewhere the host would wait for it.
+    """
     known = torch.where((ids >= 0) & (ids < experts), ids, experts)
     ids, order = torch.sort(known, stable=True)
     ends = torch.searchsorted(ids, torch.arange(experts, device=ids.device, dtype=ids.dtype), right=True)
+    if not _is_read_at_once(ids):
+        return Groups(order, ids, ends.to(torch.int32), is_cut=False)
     rows = int(ends[-1])
-    return Groups(order[:rows], ids[:rows], ends.to(torch.int32))
+    return Groups(order[:rows], ids[:rows], ends.to(torch.int32), is_cut=True)
+
+
+def _is_read_at_once(tensor: Tensor) -> bool:
+    """Whether the host need not wait for a device to read a tensor."""
+    return tensor.device.type == "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,11 +140,13 @@ class Experts:
         return self.down.shape[0]
 
     def forward(self, x: Tensor, groups: Groups) -> Tensor:
-        """Results of experts for their rows x [R, H]: [R, H], not weighed."""
+        """Results of experts for their rows x [R, H]: [R, H], not weighed; undefined for rows of no expert."""
         return groups.products(self._gate.forward(self._products(x, groups)), self._down)
 
     def backward(self, grad: Tensor, x: Tensor, weights: Tensor, groups: Groups) -> tuple[Any, ...]:
         """Gradients of x [R, H], weights [R], gate_up, gate_up_bias (None without one) and down.
+
+        The first two are undefined for rows of no expert.
 
         Args:
             grad: of the weighed results [R, H].
@@ -143,7 +168,7 @@ class Experts:
 
     def _products(self, x: Tensor, groups: Groups) -> Tensor:
         u = groups.products(x, self._gate_up)
-        return u if self.gate_up_bias is None else u + self.gate_up_bias.flatten(1)[groups.ids]
+        return u if self.gate_up_bias is None else u + groups.of_each(self.gate_up_bias.flatten(1))
 
     @property
     def _gate_up(self) -> Tensor:
@@ -166,7 +191,7 @@ def add_up(rows: Tensor, order: Tensor, index: Tensor) -> Tensor:
     tokens, chosen = index.shape
     is_whole = rows.shape[0] == index.numel()
     apart = (rows.new_empty if is_whole else rows.new_zeros)((tokens * chosen, rows.shape[1]))
-    apart[order] = rows
+    apart.index_copy_(0, order, rows)
     return apart.view(tokens, chosen, -1).sum(1)
 
 
@@ -197,8 +222,9 @@ def experts_reference(
     check_experts(x, index, weights, gate_up, down)
     held = Experts(gate_up, gate_up_bias, down, activation, transposed, interleaved, alpha, limit)
     groups = group_by_expert(index.flatten(), held.count)
-    rows = held.forward(x[groups.order // index.shape[1]], groups)
-    return add_up(rows * weights.flatten()[groups.order].unsqueeze(1), groups.order, index).to(x.dtype)
+    rows = held.forward(x.index_select(0, groups.order // index.shape[1]), groups)
+    rows = groups.without_unknown(rows * weights.flatten().index_select(0, groups.order).unsqueeze(1))
+    return add_up(rows, groups.order, index).to(x.dtype)
 
 
 def experts_backward_reference(
@@ -209,8 +235,10 @@ def experts_backward_reference(
     held = Experts(gate_up, gate_up_bias, down, activation, transposed, interleaved, alpha, limit)
     groups = group_by_expert(index.flatten(), held.count)
     tokens = groups.order // index.shape[1]
-    operands = (grad_out[tokens], x[tokens], weights.flatten()[groups.order])
+    rows = (grad_out.index_select(0, tokens), x.index_select(0, tokens))
+    operands = (*rows, weights.flatten().index_select(0, groups.order))
     d_x, d_weights, *others = held.backward(*operands, groups)
+    d_x, d_weights = groups.without_unknown(d_x), groups.without_unknown(d_weights)
     return add_up(d_x, groups.order, index), spread(d_weights, groups.order, index), *others
 
 

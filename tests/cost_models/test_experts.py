@@ -85,3 +85,11 @@ def test_the_workspace_grows_with_rows() -> None:
     few, many = (count(operands(tokens), arguments) for tokens in (TOKENS, 2 * TOKENS))
     assert math.isclose(many, 2 * few)
     assert few >= TOKENS * CHOSEN * 2 * (HIDDEN + 3 * INNER)
+
+
+def test_rows_of_other_experts_are_in_memory() -> None:
+    """A rank with some of the experts holds all rows, where the host would wait for how many are its own."""
+    for name in ("experts", "experts_backward"):
+        before = [floats(TOKENS, HIDDEN)] if name.endswith("backward") else []
+        count, arguments = WORKSPACE_BYTES[f"autoshard.{name}.default"], (None,) * (6 + len(before)) + CONSTANTS
+        assert count([*before, *operands(held=2)], arguments) == count([*before, *operands()], arguments)

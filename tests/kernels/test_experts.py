@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import autoshard.kernels  # noqa: F401  (defines the operators)
+from autoshard.kernels.experts import Groups, group_by_expert
 from autoshard.kernels.gates import ACTIVATIONS, CLAMPED_SILU
 from tests.kernels.experts import Layer, layers
 
@@ -57,6 +58,31 @@ def test_it_equals_tokens_one_by_one(layer: Layer) -> None:
     grad = torch.ones_like(found)
     for ours, theirs in zip(gradients(layer, found, grad), gradients(layer, expected, grad), strict=True):
         torch.testing.assert_close(ours, theirs)
+
+
+@given(layers())
+def test_rows_of_no_expert_add_nothing_where_they_are_not_cut_off(layer: Layer) -> None:
+    """Accelerators keep rows whose number the host would wait for: what products make of them is undefined."""
+    layer = layer.requiring_gradients()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(group_by_expert.__globals__, "_is_read_at_once", lambda tensor: False)
+        patch.setattr(Groups, "products", _poisoned(Groups.products))
+        found = ops.experts(*layer.arguments)
+        grad = torch.ones_like(found)
+        ours = [found, *gradients(layer, found, grad)]
+    expected = one_by_one(layer)
+    torch.testing.assert_close(ours, [expected, *gradients(layer, expected, grad)])
+
+
+def _poisoned(products: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Products of groups, with NaN behind the last one."""
+
+    def run(groups: Groups, *operands: Tensor) -> Tensor:
+        made = products(groups, *operands)
+        made[int(groups.ends[-1]) :] = torch.nan
+        return made
+
+    return run
 
 
 @given(layers(width=8), st.sampled_from([torch.float32, torch.bfloat16]))
