@@ -1,7 +1,8 @@
 """Training steps on a CUDA device and in a world of ranks that are not there: fake tensors, a fake process group.
 
-A build of torch without CUDA has no device guard for it, which autograd asks for. So calls are traced for "cpu:1", a
-device that torch tells apart from "cpu" as it does "cuda", and the programs then moved to "cuda:0".
+A build of torch without CUDA has no device guard for it, which autograd and some of torch's functions ask for. So calls
+are traced for "cpu:1", a device that torch tells apart from "cpu" as it does "cuda", and the programs then moved to
+"cuda:0"; and operators are called by name (`autoshard.runtime.direct_calls` reaches the same ones).
 """
 
 from __future__ import annotations
@@ -245,6 +246,7 @@ def fake_world(sizes: Mapping[str, int]) -> Iterator[FakeWorld]:
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(distributed, "ControlGroup", OneOfMany)
+            patch.setattr(distributed, "call_directly", lambda graph_module: None)
             patch.setattr(late_numbers.torch, "Event", _Event)
             patch.setattr(torch.accelerator, "current_device_index", lambda: 0)
             patch.setattr(ShardedModule, "_next_seed", _within(fakes, ShardedModule._next_seed))
