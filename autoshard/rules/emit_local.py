@@ -31,6 +31,32 @@ _STRIDE_FREE: dict[Any, Any] = {
 }
 """A view that was legal on the traced strides need not be on those of a local piece."""
 
+_READ_IN_ORDER: dict[Any, tuple[int, ...]] = {
+    _aten.native_group_norm.default: (0,),
+    _aten.native_group_norm_backward.default: (0, 1),
+    _aten._pdist_forward.default: (0,),
+    _aten._pdist_backward.default: (1,),
+    _aten.nll_loss2d_backward.default: (1,),
+    _aten.view.dtype: (0,),
+    _aten.view_as_complex.default: (0,),
+}
+"""Arguments that kernels read in the order of their dims, however they lie: they raise, or read other elements.
+
+On one device their caller makes them contiguous, which a trace does not show where they are so already. On ranks they
+may lie otherwise, as a reshard leaves dims in order. Found with the samples of torch's own tests (`op_db` of torch
+2.13, on CPUs) on permuted memory.
+"""
+
+
+def stride_free(target: Any) -> Any:
+    """The operator that takes its operand however it lies, of one that takes it as it lies in the trace."""
+    return _STRIDE_FREE.get(target, target)
+
+
+def in_order(target: Any) -> tuple[int, ...]:
+    """The arguments of an operator that its local form makes contiguous."""
+    return _READ_IN_ORDER.get(target, ())
+
 
 def emit_local(
     target: Any,
@@ -59,13 +85,21 @@ def emit_local(
         tuple of proxies (`result[i]` works on both).
     """
     if rule is None or strategy is None or not strategy.splits(mesh):
-        return tracer.create_proxy("call_function", _STRIDE_FREE.get(target, target), tuple(args), dict(kwargs))
+        return _call_itself(target, args, kwargs, tracer)
     assert len(output_shapes) == len(rule.outputs), f"{target}: {len(rule.outputs)} results in the rule"
     context = FxLocalContext(target, rule, strategy.splits(mesh), mesh, tracer)
     args, kwargs = _fill_padding(context, args, kwargs)
     if rule.local is None:
-        return tracer.create_proxy("call_function", _STRIDE_FREE.get(target, target), tuple(args), dict(kwargs))
+        return _call_itself(target, args, kwargs, tracer)
     return rule.local(context, *args, **kwargs)
+
+
+def _call_itself(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tracer: TracerBase) -> Proxy:
+    """The operator on local operands, which lie in memory as its kernel wants them."""
+    given = list(args)
+    for place in in_order(target):
+        given[place] = tracer.create_proxy("call_function", _aten.contiguous.default, (given[place],), {})
+    return tracer.create_proxy("call_function", stride_free(target), tuple(given), dict(kwargs))
 
 
 def fills(rule: BoundRule, splits: Mapping[str, Sequence[str]], mesh: Mesh) -> dict[int, dict[str, Any]]:
@@ -241,4 +275,4 @@ class FxLocalContext:
         return self.tracer.create_proxy("call_function", operator, args, kwargs)
 
     def default(self, *args: Any, **kwargs: Any) -> Any:
-        return self.call(self.target, *args, **kwargs)
+        return _call_itself(self.target, args, kwargs, self.tracer)

@@ -186,11 +186,6 @@ def _sum_of_rows(context: LocalContext, value: Any, rows: list[int]) -> Any:
 # Groups of channels.
 
 
-def _in_order(context: LocalContext, value: Any) -> Any:
-    """An operand in the usual order of memory, which PyTorch's group norms ask for, and a reshard may have changed."""
-    return context.call(aten.contiguous.default, value)
-
-
 def group_norm(like: torch.Tensor, weights: Sequence[torch.Tensor | None], space: Sequence[str]) -> Rewrite:
     """For `native_group_norm` of an operand `like`, whose spatial dims have the factors `space`."""
     dtype, kept, made = like.dtype, _statistics_dtype(like, weights), _promoted(like, weights)
@@ -200,7 +195,7 @@ def group_norm(like: torch.Tensor, weights: Sequence[torch.Tensor | None], space
     ) -> Any:
         shape, groups = context.input_shape(0), context.local_size("g")
         if not is_any_split(context, space):
-            return context.default(_in_order(context, x), weight, bias, *shape[:2], hxw, groups, eps)
+            return context.default(x, weight, bias, *shape[:2], hxw, groups, eps)
         rows, count = [shape[0], groups], c // group * hxw
         x = context.call(aten.reshape.default, converted(context, x, dtype, wide(dtype)), [*rows, -1])
         mean, centred, squares = moments(context, x, [2], space, count)
@@ -225,7 +220,6 @@ def group_norm_backward(like: torch.Tensor, weight: torch.Tensor | None, space: 
     ) -> Any:  # fmt: skip
         call, shape, groups = context.call, context.input_shape(1), context.local_size("g")
         if not is_any_split(context, space):
-            grad, x = (_in_order(context, value) for value in (grad, x))
             return context.default(grad, x, mean, rstd, weight, *shape[:2], hxw, groups, output_mask)
         rows = [shape[0], groups]
         mean, rstd = (call(aten.reshape.default, value, [*rows, 1]) for value in (mean, rstd))

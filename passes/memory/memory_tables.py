@@ -17,7 +17,7 @@ from autoshard.ir.spec import PartitionSpec
 from autoshard.kernels.offload import to_host
 from passes.memory.liveness import Held, OnLink
 from passes.memory.memory_usage import Table
-from passes.memory.transients import Moved, Transients
+from passes.memory.transients import Moved, Transients, strides_in_trace
 from passes.solver.assignment import Floats
 from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, ValueInfo, needs_of, specs_of
 from passes.strategies.price import local_bytes_of
@@ -50,7 +50,7 @@ class MemoryTables:
     def of_call(self, name: str) -> Table:
         """Bytes that a call needs beside its operands and results by the option of its site."""
         site = self.space.sites[name]
-        key = (site.call, id(site.strategies))
+        key = (site.call, id(site.strategies), *strides_in_trace(site).items())
         if key not in self._tables:
             sizes = np.full(len(site.strategies), np.nan)
             self._tables[key] = Table(sizes, lambda option: self.transients.of_call(site, site.strategies[option]))

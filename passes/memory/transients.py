@@ -17,12 +17,12 @@ from torch import fx
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.reshard import ReshardKind, ReshardStep, StepCost, plan_reshard
 from autoshard.ir.spec import PartitionSpec
-from autoshard.rules.emit_local import fills
+from autoshard.rules.emit_local import fills, in_order
 from autoshard.rules.enumeration import Strategy
 from autoshard.rules.hub import hub
 from passes.memory.storages import Storage, Storages
 from passes.memory.workspaces import has_workspace
-from passes.strategies.enumerate_strategies import Site
+from passes.strategies.enumerate_strategies import Site, operands_of
 from passes.strategies.price import local_bytes
 from passes.strategies.scratch import emitted_call, emitted_reshard
 
@@ -113,7 +113,7 @@ class Transients:
 
     def of_call(self, site: Site, strategy: Strategy) -> int:
         """The most bytes beside a call's operands and results while it runs."""
-        form = self.local_form(site, strategy)
+        form = self.local_form(site, strategy, strides=strides_in_trace(site))
         if form is None:
             return 0
         sizes = _operand_bytes(form)
@@ -121,20 +121,31 @@ class Transients:
         results = sum(local_bytes(*result, self.mesh) for result in zip(site.results, strategy.outputs, strict=True))
         return max(0, peak - sum(sizes) - (0 if site.is_alias else results))
 
-    def local_form(self, site: Site, strategy: Strategy, unread: frozenset[int] = frozenset()) -> LocalForm | None:
-        """Local graph of a call, where nothing reads some of its results.
+    def local_form(
+        self,
+        site: Site,
+        strategy: Strategy,
+        unread: frozenset[int] = frozenset(),
+        strides: Mapping[int, tuple[int, ...]] | None = None,
+    ) -> LocalForm | None:
+        """Local graph of a call, where nothing reads some of its results; None for no more than operands and results.
 
-        None where that is the call itself, which takes no more than its operands and results.
+        Args:
+            site: the call.
+            strategy: what it runs under.
+            unread: the results that nothing reads.
+            strides: of operands whose dims lie in memory in the order that these have; others lie as they come.
         """
-        if site.rule is None or (site.node is not None and site.node.target is hub):
+        if site.node is None or site.node.op != "call_function" or site.node.target is hub:
             return None
+        lying = tuple(strides.items()) if strides and in_order(site.node.target) else ()
         splits = strategy.splits(self.mesh)
-        is_rewritten = bool(splits) and bool(site.rule.local or fills(site.rule, splits, self.mesh))
-        if not is_rewritten and not (site.node is not None and has_workspace(site.node)):
+        is_rewritten = splits and site.rule and (site.rule.local or fills(site.rule, splits, self.mesh))
+        if not is_rewritten and not lying and not has_workspace(site.node):
             return None
-        key = (site.call, strategy, unread)
+        key = (site.call, strategy, unread, lying)
         if key not in self._forms:
-            self._forms[key] = _local_form(site, strategy, self.mesh, unread)
+            self._forms[key] = _local_form(site, strategy, self.mesh, unread, dict(lying))
         return self._forms[key]
 
     def beside(self, form: LocalForm, operands: tuple[int, ...], sizes: tuple[int, ...], gone: tuple[bool, ...]) -> int:
@@ -195,8 +206,18 @@ def _parts(steps: Sequence[ReshardStep]) -> Iterator[tuple[ReshardStep, ...]]:
         yield tuple(part)
 
 
-def _local_form(site: Site, strategy: Strategy, mesh: Mesh, unread: frozenset[int]) -> LocalForm:
-    graph, count = emitted_call(site, strategy, mesh), len(site.results)
+def strides_in_trace(site: Site) -> dict[int, tuple[int, ...]]:
+    """The strides of operands that are not contiguous in the trace, of a call that makes them so."""
+    if site.node is None or not in_order(site.node.target):
+        return {}
+    values = [operand.meta["val"] for operand in operands_of(site.node)]
+    return {index: value.stride() for index, value in enumerate(values) if not value.is_contiguous()}
+
+
+def _local_form(
+    site: Site, strategy: Strategy, mesh: Mesh, unread: frozenset[int], strides: Mapping[int, tuple[int, ...]]
+) -> LocalForm:
+    graph, count = emitted_call(site, strategy, mesh, strides), len(site.results)
     kept = range(count)
     values: Any = graph.output_node().args[0]
     if len(values) == count and unread:

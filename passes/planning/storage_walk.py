@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
+from torch import fx
 
 from autoshard.ir.program import InputKind, OutputKind
 from autoshard.ir.spec import PartitionSpec
 from autoshard.kernels.optimizers import IN_PLACE
+from autoshard.rules.emit_local import in_order, stride_free
 from autoshard.rules.enumeration import Strategy
 from autoshard.rules.hub import hub
 from passes.memory.elided_lifetimes import Key
@@ -46,11 +49,23 @@ class Local:
 
     Args:
         storage: its memory.
-        is_strided: its dims lie in memory in another order than they come.
+        strides: of the whole value, if its dims lie in memory in another order than they come; a rank's piece has them
+            in that order. Not those of the trace behind a reshard, which leaves dims in order.
     """
 
     storage: Storage
-    is_strided: bool = False
+    strides: tuple[int, ...] | None = None
+
+    def lies_like(self, traced: torch.Tensor) -> bool:
+        """Whether its dims lie in the order that they have in the trace."""
+        return self.strides == (None if traced.is_contiguous() else traced.stride())
+
+    def lying(self, traced: torch.Tensor) -> torch.Tensor:
+        """A value like the traced one, which lies like this."""
+        if self.lies_like(traced):
+            return traced
+        whole = torch.empty(traced.shape, dtype=traced.dtype, device="meta")
+        return whole if self.strides is None else whole.as_strided(traced.shape, self.strides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,10 +131,11 @@ class Walk:
         if self.planning.liveness.micro_batches > 1:
             self._add_sums()
 
-    def local_form(self, site: Site, strategy: Strategy) -> LocalForm | None:
+    def local_form(self, site: Site, strategy: Strategy, operands: Sequence[Local]) -> LocalForm | None:
         """What a rank runs for a call, without what nothing reads; see `Transients.local_form`."""
         unread = frozenset(range(len(site.results))) - self.read[site.name]
-        return self.planning.memory.transients.local_form(site, strategy, unread)
+        strided = {index: operand.strides for index, operand in enumerate(operands) if operand.strides is not None}
+        return self.planning.memory.transients.local_form(site, strategy, unread, strided)
 
     def _add_sums(self) -> None:
         """Sums of gradients over micro-batches: that so far, and a new one beside both addends where it must be."""
@@ -140,7 +156,7 @@ class Walk:
         point = self.planning.liveness.calls[site.name]
         operands = [self._arriving(index) for index in self.into[site.name]]
         strategy = self.planning.strategy(site.name, self.choice)
-        form = self.local_form(site, strategy)
+        form = self.local_form(site, strategy, operands)
         reads = [True] * len(operands) if form is None else form.reads
         for index, operand, is_read in zip(self.into[site.name], operands, reads, strict=True):
             if is_read or operand.storage.key == (index, "copy"):
@@ -159,19 +175,28 @@ class Walk:
         for result, number in enumerate(where):
             if number is None:
                 continue
-            is_strided = self._is_strided(site, result, operands)
             storage = made[number] if number in made else operands[number].storage
-            self.values[site.name, result] = Local(storage, is_strided)
+            self.values[site.name, result] = Local(storage, self._strides(site, result, operands))
         if is_gradient_hub(site.node):
             _mark_gradient(self.values[site.name, 0].storage)
 
-    def _is_strided(self, site: Site, result: int, operands: Sequence[Local]) -> bool:
-        """Whether a result lies strided: a view does as in the trace; others where an operand does that did there."""
-        if traced_value(site, result).is_contiguous():
-            return False
-        traced = [_traced_of(self.planning, index).is_contiguous() for index in self.into[site.name]]
-        is_view = site.is_alias and site.node is not None and site.node.target is not hub
-        return is_view or all(traced) or any(operand.is_strided for operand in operands)
+    def _strides(self, site: Site, result: int, operands: Sequence[Local]) -> tuple[int, ...] | None:
+        """How a result lies: as in the trace where operands do, else as views and pointwise calls leave it.
+
+        Other calls give what lies in order there in order, and the rest so if none of their operands is strided.
+        """
+        if site.node is not None and site.node.target is hub:
+            return operands[0].strides
+        traced = [_traced_of(self.planning, index) for index in self.into[site.name]]
+        found = traced_value(site, result)
+        if not all(operand.lies_like(value) for operand, value in zip(operands, traced, strict=True)):
+            if _follows_operands(site):
+                found = _called_on(
+                    site, [operand.lying(value) for operand, value in zip(operands, traced, strict=True)]
+                )
+            elif not any(operand.strides for operand in operands):
+                return None
+        return None if found.is_contiguous() else found.stride()
 
     def _arriving(self, index: int) -> Local:
         """Where a link's value is when it arrives: where it was, or in a copy."""
@@ -190,7 +215,8 @@ class Walk:
         if not self._differs(source, target):
             return None
         value = self.values[link.tail, link.result]
-        moved = Moved(_traced_of(self.planning, index), source, target, value.is_strided, value.storage.size)
+        lying = value.lying(_traced_of(self.planning, index))
+        moved = Moved(lying, source, target, value.strides is not None, value.storage.size)
         reshard = Reshard(self.planning.liveness.reshards[index], value.storage, moved)
         value.storage.use(reshard.point)
         self.reshards.append(reshard)
@@ -249,6 +275,29 @@ def _viewed_operands(site: Site) -> tuple[int, ...]:
     if site.node.target in IN_PLACE:
         return tuple(number for number in range(len(site.results) + 1) if number != GRADIENT)
     return (0,) * len(site.results)
+
+
+def _follows_operands(site: Site) -> bool:
+    """Whether a call has one result, which lies as its operands say: a view, or a pointwise call."""
+    target: Any = site.node.target if site.node is not None else None
+    if not isinstance(target, torch._ops.OpOverload) or len(site.results) != 1:
+        return False
+    if target in IN_PLACE or target is torch.ops.aten.as_strided.default or in_order(target):
+        return False
+    return site.is_alias or torch.Tag.pointwise in target.tags
+
+
+def _called_on(site: Site, operands: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The result of a call on meta tensors that lie as its operands do."""
+    assert site.node is not None, "calls have nodes"
+    given = iter(operands)
+
+    def operand(argument: fx.Node) -> Any:
+        value = argument.meta["val"]
+        return next(given).to("meta") if isinstance(value, torch.Tensor) else value
+
+    args, kwargs = fx.map_arg((site.node.args, site.node.kwargs), operand)
+    return stride_free(site.node.target)(*args, **kwargs)
 
 
 def _mark_gradient(storage: Storage) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,18 +17,24 @@ from passes.strategies.enumerate_strategies import Site
 from passes.strategies.local_tracer import LocalTracer
 
 
-def emitted_call(site: Site, strategy: Strategy, mesh: Mesh) -> fx.Graph:
-    """The local form of a call under a strategy: from its operands, repeated where it repeats them, to its results."""
+def emitted_call(
+    site: Site, strategy: Strategy, mesh: Mesh, strides: Mapping[int, Sequence[int]] | None = None
+) -> fx.Graph:
+    """The local form of a call under a strategy: from its operands, repeated where it repeats them, to its results.
+
+    `strides`: of operands whose dims lie in memory in the order that these have; the dims of others lie as they come.
+    """
     assert site.node is not None
     graph = fx.Graph()
     tracer = LocalTracer(graph)
-    specs = iter(strategy.inputs)
+    specs, lying = iter(enumerate(strategy.inputs)), strides or {}
 
     def operand(argument: fx.Node) -> Any:
         value = argument.meta["val"]
         if not isinstance(value, torch.Tensor):
             return value
-        return tracer.placeholder(argument.name, value, next(specs).local_shape(value.shape, mesh))
+        index, spec = next(specs)
+        return tracer.placeholder(argument.name, value, spec.local_shape(value.shape, mesh), lying.get(index))
 
     args, kwargs = fx.map_arg((site.node.args, site.node.kwargs), operand)
     shapes = [result.shape for result in site.results]

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 
 import autoshard
 from autoshard import Mesh, NotAvailableError, P
+from autoshard.rules.enumeration import Strategy
 from autoshard.testing import check_plan
+from autoshard.testing.decided_plans import greedy_plan, laptop
+from autoshard.tracing import trace
+from passes.memory.lowered_memory import peak_bytes
+from passes.pipeline import lower_program
+from passes.strategies.enumerate_strategies import Site
 
 MESH = Mesh({"model": 2})
 
@@ -46,3 +55,56 @@ def test_memory_with_gaps_is_refused_where_it_moves() -> None:
     constraints = {"input:0": P("model")}
     with pytest.raises(NotAvailableError, match=r"as_strided.*reads memory by strides"):
         autoshard.compile(Gaps(), MESH, example_inputs=(torch.randn(6, 8),), constraints=constraints)
+
+
+PERMUTED: dict[str, tuple[tuple[int, ...], Callable[[torch.Tensor], torch.Tensor]]] = {
+    "group_norm": ((1, 2, 3, 0), lambda x: functional.group_norm(x, 2)),
+    "group_norm of channels-last frames": (
+        (0, 3, 1, 2),
+        lambda x: functional.group_norm(x.reshape(2, 2, 4, 4, 4).permute(0, 2, 1, 3, 4), 2),
+    ),
+    "pdist": ((1, 2, 3, 0), lambda x: functional.pdist(x.flatten(1))),
+    "complex": ((3, 0, 1, 2), lambda x: torch.view_as_complex(x.unflatten(3, (2, 2)).contiguous()).abs()),
+    "bits": ((1, 2, 3, 0), lambda x: x + x.gt(0).int().view(torch.int16)[..., ::2]),
+    "nll_loss": ((0, 3, 1, 2), lambda x: functional.nll_loss(x, x[:, 0].detach().gt(0).long(), reduction="none")),
+    "pixel_shuffle": ((1, 2, 3, 0), lambda x: functional.pixel_shuffle(x, 2)),
+    "max_pool2d": ((1, 2, 3, 0), lambda x: functional.max_pool2d(x, 3, 1, 1)),
+    "interpolate": ((1, 2, 3, 0), lambda x: functional.interpolate(x, scale_factor=2, mode="bilinear")),
+    "convolution": ((1, 2, 3, 0), lambda x: functional.conv2d(x, x[:, :, :3, :3])),
+    "batch_norm": ((1, 2, 3, 0), lambda x: functional.batch_norm(x, None, None, training=True)),
+    "view": ((1, 2, 3, 0), lambda x: x.flatten(1, 2).unflatten(0, (2, 2))),
+}
+"""Operators whose kernels go by memory, each with the order that dims are brought into before."""
+
+
+class Permuted(nn.Module):
+    """An operator on a value in which the trace sees the usual order of memory again, and channels last of frames."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.order, self.operator = PERMUTED[name]
+        self.back = tuple(self.order.index(dim) for dim in range(4)) if "frames" not in name else (0, 1, 2, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        moved = self.linear(x).permute(self.order).tanh()
+        return self.operator(moved.permute(self.back)).square().mean()
+
+
+def _splits_the_first_permute(site: Site, strategy: Strategy) -> int:
+    """How many axes split it, where the value is moved; elsewhere how few, so that it is gathered behind it."""
+    count = sum(len(axes) for spec in (*strategy.inputs, *strategy.outputs) for axes in spec.dims)
+    return count if site.name == "permute" else -count
+
+
+@pytest.mark.parametrize("name", PERMUTED)
+def test_operators_get_the_order_of_memory_that_they_demand(name: str) -> None:
+    """Behind a gather dims lie in order, not as in the trace; copies into the order demanded are in the plan's peak."""
+    torch.manual_seed(0)
+    model, inputs = Permuted(name), (torch.randn(4, 4, 4, 4),)
+    program = trace(model, inputs)
+    plan = greedy_plan(program, MESH, _splits_the_first_permute)
+    assert plan.nodes["permute"].outputs[0].dims != plan.nodes["tanh"].inputs[0].dims
+    check_plan(model, MESH, inputs, plan=plan, precise=torch.float64).raise_if_different()
+    lowered = lower_program(program, plan, laptop(MESH))
+    assert plan.predicted.peak_memory_bytes == peak_bytes(lowered)
