@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import accumulate
 from typing import Any
 
@@ -146,8 +147,10 @@ def _unsqueezed(tensor: Unread, dim: int) -> Unread:
     return Unread(shape, tensor.dtype, read)
 
 
-def _squeezed(tensor: Unread, dim: int) -> Unread:
-    """`torch.squeeze` of one dim."""
+def _squeezed(tensor: Unread, dim: int | None = None) -> Unread:
+    """`torch.squeeze` of one dim, or of all."""
+    if dim is None:
+        return reduce(_squeezed, range(len(tensor.shape) - 1, -1, -1), tensor)
     dim %= len(tensor.shape)
     if tensor.shape[dim] != 1:
         return tensor

@@ -23,6 +23,8 @@ from autoshard.kernels.gates import CLAMPED_SILU, NAMES, Gate
 _MODULE = "transformers.integrations.moe"
 _ALIKE = ("eager", "grouped_mm", "batched_mm", None)
 """Implementations that compute the same; None: of a layer by itself, outside of transformers' models."""
+_NOT_COVERED = ("_is_expert_parallel", "has_post_expert_norm")
+"""What a module of experts may do beside; transformers before 5.23 knows not each of them."""
 
 
 @contextlib.contextmanager
@@ -57,7 +59,7 @@ def _keeping(implementation: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_covered(module: Any, hidden_states: Any, index: Any, weights: Any) -> bool:
-    if module._is_expert_parallel or module.has_post_expert_norm:
+    if any(getattr(module, name, False) for name in _NOT_COVERED):
         return False
     names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
     names += [f"{name}_bias" for name in names] if module.has_bias else []

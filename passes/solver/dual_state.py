@@ -14,6 +14,7 @@ import numpy as np
 
 from passes.solver.assignment import Assignment, Floats, MemoryRow, Solution
 from passes.solver.messages import Messages
+from passes.solver.quiet_highs import QuietHighs
 from passes.solver.search_control import SearchControl
 from passes.solver.solve_milp import Multipliers
 
@@ -303,8 +304,7 @@ def _best_multipliers(costs: Floats, slack: Floats, previous: Floats, reach: flo
     unit_cost, unit_bytes = float(costs.max()) or 1.0, float(np.abs(slack).max()) or 1.0
     count, before = slack.shape[1], previous * unit_bytes / unit_cost
     most = before + max(reach, _NEAREST * float(before.max()))
-    program = highspy.Highs()
-    program.setOptionValue("output_flag", False)
+    program = QuietHighs()
     program.addVars(count + 1, np.append(np.zeros(count), -np.inf), np.append(most, np.inf))
     program.changeColCost(count, 1.0)
     places = np.arange(count + 1, dtype=np.int32)

@@ -27,6 +27,7 @@ import highspy
 import numpy as np
 
 from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow, Solution
+from passes.solver.quiet_highs import QuietHighs
 from passes.solver.reduce_assignment import reduce_assignment
 from passes.solver.search_control import SearchControl
 
@@ -240,7 +241,7 @@ class _Model:
         self._peak = self._add_peak_column() if minimise_peak else None
         for row in problem.rows:
             self._add_row(row, self._flows)
-        self._highs = highspy.Highs()
+        self._highs = QuietHighs()
         self._raised: BaseException | None = None
 
     def _add_choices(self) -> None:
@@ -334,7 +335,7 @@ class _Model:
     def multipliers(self, time_limit_s: float) -> Multipliers | None:
         """Those of the linear relaxation; None if it has no solution."""
         highs = self._highs
-        for option, value in {"output_flag": False, "threads": 1, "time_limit": time_limit_s}.items():
+        for option, value in {"threads": 1, "time_limit": time_limit_s}.items():
             highs.setOptionValue(option, value)
         highs.passModel(self._program([False] * len(self._columns.cost)))
         highs.run()
@@ -405,7 +406,6 @@ nodes; three quarters of its time went there. Nine problems took 20.9 s with bot
 
 def _options(time_limit_s: float, effort: Effort) -> dict[str, bool | int | float]:
     return {
-        "output_flag": False,
         "threads": 1,
         "random_seed": 0,
         "time_limit": time_limit_s,

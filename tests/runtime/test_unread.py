@@ -20,6 +20,7 @@ FUNCTIONS: dict[str, Callable[[list[Any]], Any]] = {
     "split by sizes": lambda given: torch.split(given[0], [1, 2, 2], dim=0),
     "transpose": lambda given: torch.transpose(given[0], dim0=0, dim1=1).contiguous(),
     "squeeze a chunk of a stack": lambda given: torch.chunk(torch.stack(given), 2)[1].squeeze(0),
+    "squeeze of all": lambda given: torch.stack(torch.chunk(given[0].unsqueeze(0), 2)).squeeze(),
     "squeeze where nothing is": lambda given: given[0].squeeze(0),
     "unsqueeze": lambda given: given[0].unsqueeze(-1),
     "reshape, which is computed": lambda given: given[0].reshape(2, 10).transpose(0, 1),
