@@ -38,8 +38,11 @@ class Exchange:
     is_awaited: bool = True
 
 
-Steps = Generator[Exchange, Sequence[Tensor], Any]
-"""Yields exchanges, gets for each tensor what came, the first rank's rows first; returns the operator's results."""
+Steps = Generator[Exchange, list[Tensor], Any]
+"""Yields exchanges, gets for each tensor what came, the first rank's rows first; returns the operator's results.
+
+The list is the steps' own: what they take off it is held by nobody else.
+"""
 
 
 _STEPS: dict[OpOverload, Callable[..., Steps]] = {}
@@ -71,7 +74,9 @@ def run_steps(steps: Steps, group: str) -> Any:
     try:
         exchange = next(steps)
         while True:
-            exchange = steps.send(_all_to_all(exchange, group))
+            answer = _all_to_all(exchange, group)
+            del exchange  # else what was sent would stay until the next one
+            exchange = steps.send(answer)
     except StopIteration as done:
         return done.value
 
@@ -89,12 +94,12 @@ def run_together(ranks: Sequence[Steps]) -> list[Any]:
         ValueError: a rank expects other rows than it is sent.
     """
     results: list[Any] = [None] * len(ranks)
-    arrived: list[Sequence[Tensor] | None] = [None] * len(ranks)
+    arrived: list[list[Tensor] | None] = [None] * len(ranks)
     while True:
         exchanges: list[Exchange] = []
         for rank, steps in enumerate(ranks):
             try:
-                exchanges.append(next(steps) if arrived[rank] is None else steps.send(arrived[rank] or ()))
+                exchanges.append(next(steps) if arrived[rank] is None else steps.send(arrived[rank] or []))
             except StopIteration as done:
                 results[rank] = done.value
         if not exchanges:

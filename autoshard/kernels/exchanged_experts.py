@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoshard.kernels.exchange import Exchange, Steps, define_exchanging
+from autoshard.kernels.exchange import Exchange, Steps, arrived, define_exchanging
 from autoshard.kernels.experts import (
     CONSTANTS,
     GRADIENTS,
@@ -32,6 +32,9 @@ from autoshard.kernels.experts import (
     group_by_expert,
     spread,
 )
+
+Travelling = Generator[Exchange, list[Tensor], list[Tensor]]
+"""Steps that return tensors which are on their way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,18 +52,23 @@ class Route:
     received: Sequence[int]
     arrived: Groups
 
-    def there(self, *tensors: Tensor) -> Generator[Exchange, Sequence[Tensor], list[Tensor]]:
-        """Rows of assignments, sent to their experts and sorted by these."""
-        rows = yield Exchange(tensors, self.sent, self.received)
-        return [row.index_select(0, self.arrived.order) for row in rows]
+    def there(self, *tensors: Tensor) -> Travelling:
+        """Send rows of assignments to their experts; `take` gives what arrives."""
+        return (yield Exchange(tensors, self.sent, self.received, is_awaited=False))
 
-    def back(self, *tensors: Tensor) -> Generator[Exchange, Sequence[Tensor], Sequence[Tensor]]:
-        """Rows sorted by expert, sent back to where they came from; in the order of `order`."""
+    def take(self, pending: list[Tensor]) -> Tensor:
+        """The first tensor on its way, which leaves the list so that nothing else holds it; in the order of experts."""
+        (rows,) = arrived([pending.pop(0)])
+        return rows.index_select(0, self.arrived.order)
+
+    def back(self, *tensors: Tensor) -> Travelling:
+        """Send rows sorted by expert back to where they came from; in the order of `order`."""
         rows = [torch.empty_like(tensor).index_copy_(0, self.arrived.order, tensor) for tensor in tensors]
-        return (yield Exchange(rows, self.received, self.sent))
+        del tensors
+        return (yield Exchange(rows, self.received, self.sent, is_awaited=False))
 
 
-def _route(index: Tensor, experts: int, held: int) -> Generator[Exchange, Sequence[Tensor], Route]:
+def _route(index: Tensor, experts: int, held: int) -> Generator[Exchange, list[Tensor], Route]:
     """The route of assignments to `experts`, of which each rank holds so many."""
     ranks = experts // held
     groups = group_by_expert(index.flatten(), experts)
@@ -81,9 +89,9 @@ def forward_steps(
     check_experts(x, index, weights, gate_up, down)
     held = Experts(gate_up, gate_up_bias, down, *constants)
     route = yield from _route(index, experts, held.count)
-    (rows,) = yield from route.there(x.index_select(0, route.order // index.shape[1]))
-    (rows,) = yield from route.back(held.forward(rows, route.arrived))
-    rows = rows * weights.flatten().index_select(0, route.order).unsqueeze(1)
+    pending = yield from route.there(x.index_select(0, route.order // index.shape[1]))
+    pending = yield from route.back(held.forward(route.take(pending), route.arrived))
+    rows = arrived(pending)[0] * weights.flatten().index_select(0, route.order).unsqueeze(1)
     return add_up(rows, route.order, index).to(x.dtype)
 
 
@@ -91,15 +99,27 @@ def backward_steps(
     grad_out: Tensor, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
     down: Tensor, experts: int, *constants: Any,
 ) -> Steps:  # fmt: skip
-    """The steps of `exchanged_experts_backward`, on one rank."""
+    """The steps of `exchanged_experts_backward`, on one rank.
+
+    The first product is computed while gradients of results are on their way, and gradients of matrices while those of
+    rows are.
+    """
     held = Experts(gate_up, gate_up_bias, down, *constants)
     route = yield from _route(index, experts, held.count)
-    tokens = route.order // index.shape[1]
-    sent = (grad_out.index_select(0, tokens), x.index_select(0, tokens))
-    grad, rows, shares = yield from route.there(*sent, weights.flatten().index_select(0, route.order))
-    d_rows, d_weights, *others = held.backward(grad, rows, shares, route.arrived)
-    d_rows, d_weights = yield from route.back(d_rows, d_weights)
-    return add_up(d_rows, route.order, index), spread(d_weights, route.order, index), *others
+    tokens, groups = route.order // index.shape[1], route.arrived
+    pending = yield from route.there(
+        x.index_select(0, tokens), grad_out.index_select(0, tokens), weights.flatten().index_select(0, route.order)
+    )
+    rows = route.take(pending)
+    hidden, backward = held.hidden(rows, groups)
+    grad, shares = route.take(pending), route.take(pending)
+    d_rows, d_weights, d_u, grad = held.backward_of_rows(grad, shares, hidden, backward, groups)
+    del backward
+    pending = yield from route.back(d_rows, d_weights)
+    del d_rows
+    matrices = held.backward_of_matrices(grad, rows, hidden, d_u, groups)
+    d_rows, d_weights = arrived(pending)
+    return add_up(d_rows, route.order, index), spread(d_weights, route.order, index), *matrices
 
 
 exchanged_experts = define_exchanging(

@@ -17,6 +17,7 @@ that is also all that a rank has (`exchanged_experts`).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -153,18 +154,36 @@ class Experts:
             x, weights: the rows and their weights.
             groups: which rows are whose.
         """
-        u = self._products(x, groups)
-        hidden = self._gate.forward(u)
+        hidden, backward = self.hidden(x, groups)
+        d_x, d_weights, d_u, grad = self.backward_of_rows(grad, weights, hidden, backward, groups)
+        del backward
+        return d_x, d_weights, *self.backward_of_matrices(grad, x, hidden, d_u, groups)
+
+    def hidden(self, x: Tensor, groups: Groups) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """What is between both products of rows, [R, I], and the function from its gradient to that of u."""
+        return self._gate.with_backward(self._products(x, groups))
+
+    def backward_of_rows(
+        self, grad: Tensor, weights: Tensor, hidden: Tensor, backward: Callable[[Tensor], Tensor], groups: Groups
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Gradients of x, weights and u, and that of the results before they are weighed; see `hidden`, `backward`."""
         unweighed = groups.products(grad, self._down.mT)  # of hidden, [R, I]
         d_weights = (unweighed.to(weights.dtype) * hidden).sum(1)
         weights = weights.unsqueeze(1)
-        d_u = self._gate.backward((unweighed * weights).to(u.dtype), u)
-        d_x = groups.products(d_u, self._gate_up.mT)
-        grad = (grad * weights).to(grad.dtype)
+        weighed = (unweighed * weights).to(hidden.dtype)
+        del unweighed
+        d_u = backward(weighed)
+        del weighed
+        return groups.products(d_u, self._gate_up.mT), d_weights, d_u, (grad * weights).to(grad.dtype)
+
+    def backward_of_matrices(
+        self, grad: Tensor, x: Tensor, hidden: Tensor, d_u: Tensor, groups: Groups
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Gradients of gate_up, gate_up_bias and down; `grad` and `d_u` as `backward_of_rows` gives them."""
         d_down = groups.gradients(hidden, grad) if self.transposed else groups.gradients(grad, hidden)
         d_gate_up = groups.gradients(x, d_u) if self.transposed else groups.gradients(d_u, x)
         d_bias = None if self.gate_up_bias is None else groups.sums(d_u).view(self.gate_up_bias.shape)
-        return d_x, d_weights, d_gate_up.view(self.gate_up.shape), d_bias, d_down
+        return d_gate_up.view(self.gate_up.shape), d_bias, d_down
 
     def _products(self, x: Tensor, groups: Groups) -> Tensor:
         u = groups.products(x, self._gate_up)

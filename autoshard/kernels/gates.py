@@ -68,15 +68,21 @@ class Gate:
             return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
         return ACTIVATIONS[self.name].forward(gate) * up
 
-    def backward(self, grad: Tensor, u: Tensor) -> Tensor:
-        """The gradient of u from that of h."""
+    def with_backward(self, u: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+        """h of u, and the function from the gradient of h to that of u."""
         if self.halves == 1:
-            return ACTIVATIONS[self.name].backward(grad, u)
+            activation = ACTIVATIONS[self.name]
+            return activation.forward(u), lambda grad: activation.backward(grad, u)
         gate, up = self._halves(u)
         if self.name == CLAMPED_SILU:
-            return self._joined(*self._clamped_backward(grad, gate, up))
+            return self.forward(u), lambda grad: self._joined(*self._clamped_backward(grad, gate, up))
         activation = ACTIVATIONS[self.name]
-        return self._joined(activation.backward(grad * up, gate), grad * activation.forward(gate))
+        activated = activation.forward(gate)
+
+        def backward(grad: Tensor) -> Tensor:
+            return self._joined(activation.backward(grad * up, gate), grad * activated)
+
+        return activated * up, backward
 
     def _clamped(self, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
         return gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)

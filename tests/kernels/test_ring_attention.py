@@ -97,7 +97,7 @@ def test_memory_is_as_counted(ranks: int, is_paired: bool, dtype: torch.dtype) -
 def _check_memory(operator: Any, operands: tuple[Any, ...], rest: tuple[Any, ...], at: tuple[Any, ...]) -> Any:
     tensors = [tensor for tensor in operands if tensor is not None]
     with LiveMemory(apart=tensors) as memory:
-        results = _alone(EXCHANGING[operator](*operands, *rest, *at))
+        results = alone(EXCHANGING[operator](*operands, *rest, *at))
     infos = [TensorInfo(tuple(tensor.shape), tensor.itemsize, NAMES[tensor.dtype]) for tensor in tensors]
     counted = WORKSPACE_BYTES[str(operator)](infos, (*operands, *rest, *at, "context"))
     taken = memory.peak_bytes - sum(result.nbytes for result in results)
@@ -105,7 +105,7 @@ def _check_memory(operator: Any, operands: tuple[Any, ...], rest: tuple[Any, ...
     return results
 
 
-def _alone(steps: Steps) -> Any:
+def alone(steps: Steps) -> Any:
     """The results of one rank to which as much is sent as it sends."""
     answer = None
     try:
