@@ -50,6 +50,10 @@ OVERLAP: Sequence[Sequence[Pass]] = (
 IN_FLIGHT = 0.05
 """What buckets under way may add to a program's peak, as a share of it, where the memory budget has room for them."""
 
+ALONE_IN_FLIGHT = 0.15
+"""The same where nothing runs beside communication. One bucket in place of four saves 1.5 % of the step of a small BERT
+on CPUs, and adds 12 % to its peak; DistributedDataParallel, which always holds all gradients, needs a further 6 %."""
+
 
 def overlapped(
     phased: PhasedProgram,
@@ -67,10 +71,11 @@ def overlapped(
         memory_bytes: the most that each rank may have in use; None: no more than the program has without.
         cluster: where it runs, which decides whether anything runs beside communication; None: it does.
     """
+    runs_alone = cluster is not None and overlap_of(cluster) is None
+    share, rows = (ALONE_IN_FLIGHT, (*ALONE, *OVERLAP)) if runs_alone else (IN_FLIGHT, OVERLAP)
     peak = peak_bytes(phased, micro_batches=micro_batches)
-    limit = peak if memory_bytes is None else max(peak, min(memory_bytes, (1 + IN_FLIGHT) * peak))
+    limit = peak if memory_bytes is None else max(peak, min(memory_bytes, (1 + share) * peak))
     made, left = phased, list(phased.phases)
-    rows = OVERLAP if cluster is None or overlap_of(cluster) is not None else (*ALONE, *OVERLAP)
     known: dict[tuple[Pass, ...], PhasedProgram] = {}
     for row in rows:
         steps = list(_run(row, phased, known))

@@ -15,9 +15,10 @@ from cost_models.hardware import node_type
 from cost_models.streams import overlap_of
 from passes.lowering.bucket_collectives import BucketCollectives
 from passes.lowering.start_soon import StartSoon
-from passes.overlap import ALONE, overlapped
+from passes.memory.lowered_memory import peak_bytes
+from passes.overlap import ALONE, ALONE_IN_FLIGHT, IN_FLIGHT, overlapped
 from passes.verification.verify_phases import verify_phases
-from tests.passes.lowering.overlapped import fully_sharded, plain
+from tests.passes.lowering.overlapped import fully_sharded, of_one_batch, plain
 
 ONE_MACHINE = Cluster("cpu_laptop", devices_per_node=4)
 HOSTS = Cluster(node_type("cpu_laptop").with_network("ethernet_1g"), nodes=4, devices_per_node=1)
@@ -64,6 +65,14 @@ def test_memory_has_the_last_word() -> None:
     phased = fully_sharded()
     alone, beside = (overlapped(phased, cluster=item) for item in (ONE_MACHINE, HOSTS))
     assert sends(alone) <= sends(beside)
+
+
+def test_buckets_that_nothing_runs_beside_may_take_more_memory() -> None:
+    """A share of the peak each, where the budget has room."""
+    phased = of_one_batch("gpt", "ZeRO-1")
+    made = [overlapped(phased, memory_bytes=math.inf, cluster=item) for item in (ONE_MACHINE, HOSTS)]
+    alone, beside = (peak_bytes(item) / peak_bytes(phased) - 1 for item in made)
+    assert beside <= IN_FLIGHT < alone <= ALONE_IN_FLIGHT
 
 
 def test_overlap_is_that_of_the_links() -> None:
