@@ -6,6 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
+from hypothesis.internal.conjecture import providers
+from hypothesis.internal.constants_ast import Constants
 
 _slow_draws = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
@@ -27,6 +29,11 @@ settings.register_profile(
     suppress_health_check=_slow_draws,
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
+if settings().derandomize:
+    # Hypothesis also draws numbers that stand in the modules imported so far. Workers share the files out by time, so
+    # that these depend on what ran before, and a test drew other examples in each run.
+    assert isinstance(providers._local_constants, Constants)
+    providers._get_local_constants = Constants
 
 os.environ["COLUMNS"] = "110"  # tables that are compared are as wide on any terminal
 
