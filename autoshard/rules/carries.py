@@ -70,7 +70,10 @@ def moving(*groups: Operands) -> list[Carry]:
 
 
 def meaningful(operands: Sequence[torch.Tensor] | Mapping[int, torch.Tensor], carries: Iterable[Carry]) -> list[Carry]:
-    """Those of `carries` that the operands of a call can have: complex numbers have no order, booleans no product."""
+    """Those of `carries` that the operands of a call can have: booleans have no product.
+
+    Of complex numbers the registry leaves sums alone.
+    """
     known = operands if isinstance(operands, Mapping) else dict(enumerate(operands))
     return [carry for carry in carries if all(_can_await(known.get(i), carry.reduction) for i in carry.operands)]
 
@@ -78,7 +81,7 @@ def meaningful(operands: Sequence[torch.Tensor] | Mapping[int, torch.Tensor], ca
 def _can_await(operand: torch.Tensor | None, reduction: Reduction) -> bool:
     if operand is None:
         return False
-    return operand.dtype != torch.bool if reduction is Reduction.PRODUCT else not operand.is_complex()
+    return operand.dtype != torch.bool or reduction is not Reduction.PRODUCT
 
 
 def keeps_sums(source: torch.dtype, target: torch.dtype) -> bool:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from autoshard.ir.spec import Reduction
 from autoshard.rules.carries import increasing, meaningful, moving
 from autoshard.rules.notation import Dims, Rule
 
@@ -119,6 +118,4 @@ def joins(operands: Sequence[Dims], result: Dims, xs: Sequence[torch.Tensor]) ->
     largest = len(xs) - 1 if len(xs) <= 6 else 1
     some = [group for count in range(1, largest + 1) for group in combinations(together, count)]
     carries = meaningful(xs, [*moving(together), *increasing(*some)])
-    if any(x.is_complex() for x in xs):  # then so is the result, and has no order
-        carries = [carry for carry in carries if carry.reduction is Reduction.PRODUCT]
     return Rule((tuple(operands), (result,)), linear=[together] if is_additive(*xs) else (), carries=carries)

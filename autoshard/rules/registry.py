@@ -145,9 +145,9 @@ def bound_rule(
     if isinstance(rule, str):
         rule = Rule(rule)
     operands = tensor_operands(args, kwargs)
-    if rule.transparent and any(operand.is_complex() for operand in operands):
-        rule = _without_order(rule)
     results = [output for output in outputs if output is not None]
+    if any(value.is_complex() for value in (*operands, *results)):
+        rule = _with_complex_sums_alone(rule, operands, results)
     wrapped = {index for index, x in enumerate(operands) if _wraps(x.dtype, results)}
     if wrapped:
         rule = replace(rule, linear=[group for group in rule.linear if wrapped.isdisjoint(group)])
@@ -163,10 +163,22 @@ def _wraps(dtype: torch.dtype, results: Sequence[torch.Tensor]) -> bool:
     return is_narrow and any(result.dtype != dtype for result in results)
 
 
-def _without_order(rule: Rule) -> Rule:
-    """Complex numbers have no order, so that no maximum of them can be pending; sums and products can."""
-    carries = [*rule.carries, Carry(frozenset({0}), Reduction.PRODUCT)]
-    return replace(rule, transparent=False, linear=[*rule.linear, (0,)], carries=carries)
+def _with_complex_sums_alone(rule: Rule, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Rule:
+    """The rule without partial values of complex numbers other than sums.
+
+    They have no order, and travel as pairs of reals, whose products are not theirs.
+    """
+    if rule.transparent:
+        rule = replace(rule, transparent=False, linear=[*rule.linear, (0,)])
+
+    def sums_alone(carry: Carry) -> bool:
+        of_operands = {carry.reduction for index in carry.operands if operands[index].is_complex()}
+        of_results = {carry.result(index) for index, result in enumerate(results) if result.is_complex()}
+        return of_operands | of_results <= {Reduction.SUM, None}
+
+    reduced = rule.reduce if any(result.is_complex() for result in results) else None
+    blocked = [factor for factor, reduction in (reduced or {}).items() if reduction != Reduction.SUM]
+    return replace(rule, carries=[*filter(sums_alone, rule.carries)], blocked=[*rule.blocked, *blocked])
 
 
 def evaluate(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -275,11 +275,11 @@ def _candidates(x: Tensor, axis_size: int, *, with_partials: bool) -> list[Place
 
 
 def _has_reduction(x: Tensor, reduction: str) -> bool:
-    """Booleans do not add up, complex numbers have no order, integers no average."""
+    """Booleans do not add up, of complex numbers only sums travel between ranks, integers have no average."""
     if x.dtype == torch.bool:
         return reduction in ("max", "min")
     if x.is_complex():
-        return reduction in ("sum", "product", "avg")
+        return reduction in ("sum", "avg")
     return reduction != "avg" or x.is_floating_point()
 
 

@@ -39,6 +39,21 @@ inputs = (torch.randn(4, 4, 8),)
 """,
 }
 
+_COMPLEX_PRODUCT = """
+class Drawn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x):
+        h = torch.view_as_complex(self.linear(x).unflatten(-1, (4, 2)))
+        return (h.prod(0) * h.square().prod(0)).abs().sum()
+
+torch.manual_seed(0)
+model = Drawn()
+inputs = (torch.randn(4, 2, 8),)
+"""
+
 _MEAN_NEAR_ZERO = """
 class Drawn(nn.Module):
     def __init__(self):
@@ -153,6 +168,18 @@ def test_a_batch_norm_whose_weights_are_cast_runs_over_a_split_batch() -> None:
     plan = replace(greedy_plan(traced, mesh, _rows_split), precision="bf16")
     assert any(node.inputs[0].axes_of(0) for name, node in plan.nodes.items() if "batch_norm_legit" in name)
     check_plan(program.model, mesh, program.inputs, plan=plan, traced=traced).raise_if_different()
+
+
+def test_products_of_complex_numbers_are_not_pending() -> None:
+    """Complex numbers travel as pairs of reals, so that a plan with pending products of them could not be lowered."""
+    program = run_source(_HEAD + _COMPLEX_PRODUCT)
+    mesh = Mesh({"data": 2, "model": 2})
+    plan = greedy_plan(trace(program.model, program.inputs), mesh, _pending)
+    check_plan(program.model, mesh, program.inputs, plan=plan, precise=torch.float64).raise_if_different()
+
+
+def _pending(_: Site, strategy: Strategy) -> int:
+    return sum(bool(spec.partial) for spec in (*strategy.inputs, *strategy.outputs))
 
 
 def _rows_split(_: Site, strategy: Strategy) -> int:

@@ -13,7 +13,6 @@ from autoshard.rules.carries import (
     meaningful,
     moving,
     only_in,
-    products,
     scaled,
     sums,
     sums_by_result,
@@ -36,11 +35,10 @@ def test_a_number_decides_about_order(scale: complex, expected: Reduction | None
 
 
 def test_types_decide_what_is_meaningful() -> None:
-    """Complex numbers have no order, booleans no product, and absent operands await nothing."""
+    """Booleans have no product, and absent operands await nothing."""
     carries = moving((0,))
     number = torch.zeros(2)
     assert meaningful([number], carries) == carries
-    assert meaningful([number.to(torch.complex64)], carries) == products((0,))
     assert meaningful([number.bool()], carries) == increasing((0,))
     assert meaningful([number], increasing((1,))) == []
 

@@ -13,9 +13,11 @@ from autoshard.errors import OperatorError
 from autoshard.ir.mesh import Mesh
 from autoshard.rules import has_rule, sharding_rule, strategies
 from autoshard.rules.registry import bound_rule, evaluate
-from tests.rules.recording import Tally, check_database, tensor
+from tests.rules.recording import Tally, check_call, check_database, tensor
 
 aten = torch.ops.aten
+
+_COMPLEX = torch.complex(tensor(4, 6), tensor(4, 6))
 
 
 def test_a_second_rule_raises() -> None:
@@ -54,6 +56,29 @@ def test_few_bits_carry_no_sums_into_more() -> None:
     ):
         assert not any(inputs[0].is_partial("sum") for inputs, _ in strategies(op, args, options, 2))
     assert any(inputs[0].is_partial("sum") for inputs, _ in strategies(aten.neg.default, (x,), {}, 2))
+
+
+@pytest.mark.parametrize(
+    ("op", "args"),
+    [
+        (aten.prod.dim_int, (_COMPLEX, 0)),
+        (aten.mul.Tensor, (_COMPLEX, _COMPLEX)),
+        (aten.square.default, (_COMPLEX,)),
+        (aten.clone.default, (_COMPLEX,)),
+        (aten.cat.default, ([_COMPLEX, _COMPLEX],)),
+        (aten.cumprod.default, (_COMPLEX, 1)),
+        (aten._to_copy.default, (tensor(4, 6), torch.complex64)),
+    ],
+    ids=lambda value: str(value) if callable(value) else "",
+)
+def test_of_complex_numbers_only_sums_are_pending(op: Any, args: tuple[Any, ...]) -> None:
+    """They have no order, and travel between ranks as pairs of reals, whose products are not theirs."""
+    kwargs = {"dtype": args[-1]} if op is aten._to_copy.default else {}
+    args = args[:1] if kwargs else args
+    check_call(op, *args, **kwargs)
+    for inputs, outputs in strategies(op, args, kwargs, 2):
+        of_complex = [*(inputs if not kwargs else ()), *outputs]
+        assert all(not placement.is_partial() or placement.is_partial("sum") for placement in of_complex)
 
 
 def test_nothing_is_allocated_to_list_strategies() -> None:
