@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard.ir.read_json import parse
+from autoshard.ir.read_json import parse, read
 
 _VALUES = st.recursive(
     st.none()
@@ -44,3 +44,9 @@ def test_what_json_writes_is_read(value: object) -> None:
 def test_what_json_leaves_open_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(text)
+
+
+def test_a_tuple_of_one_entry_is_read() -> None:
+    """A type says how many entries there are, or `...` for any number of them."""
+    assert read(tuple[int], [2]) == (2,)
+    assert read(tuple[int, ...], [2]) == (2,)

@@ -7,6 +7,8 @@ Run: python -m tests.mutants [--count 200] [--seed 13] [--seconds 90] [--minutes
    slow ones. It counts as noticed where one of them fails, or hangs, that passes without the change.
 3. Outcomes are kept beside the other results, and committed: what was noticed is not run again, what was not is where
    the tests near it have changed since. A run goes on where the last one stopped, and the table is made of all.
+4. Of what was not noticed, the changes in `equivalent.json` mean the same; it says why. The rate is given with them and
+   without.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -28,13 +30,14 @@ from pathlib import Path
 
 from rich.console import Console
 
-from tests.mutants.draw import PACKAGES, Mutant, draw
+from tests.mutants.draw import PACKAGES, Key, Mutant, draw
 from tests.mutants.near_tests import near_tests
 from tests.mutants.run_tests import failed_test, prepare
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "tests" / "benchmarks" / "results"
 KEPT, PAGE = RESULTS / "mutants.jsonl", RESULTS / "mutants.md"
+EQUIVALENT = Path(__file__).parent / "equivalent.json"
 
 NOTICED, SURVIVED, UNSOUND = "noticed", "survived", "fails without the change too"
 
@@ -64,10 +67,10 @@ def main(arguments: list[str]) -> int:
     options = _parser().parse_args(arguments)
     tree, console = options.folder / "tree", Console(soft_wrap=True, highlight=False)
     commit = _copy(tree)
-    known = _read()
+    known, same = read_outcomes(), read_equivalent()
     drawn = {mutant.key: (mutant, text) for mutant, text in draw(tree, options.count, options.seed)}
     waiting = [key for key in drawn if key not in known]
-    waiting += [key for key in drawn if key in known and _must_run_again(tree, known[key])]
+    waiting += [key for key in drawn if key in known and key not in same and _must_run_again(tree, known[key])]
     trial, end = Trial(tree, commit, options.seconds), time.monotonic() + 60 * options.minutes
     prepare()
     for number, key in enumerate(waiting, 1):
@@ -79,8 +82,8 @@ def main(arguments: list[str]) -> int:
         mutant = outcome.mutant
         console.print(f"{number}/{len(waiting)} {mutant.path}:{mutant.line} {outcome.verdict}", markup=False)
     outcomes = [replace(known[key], mutant=mutant) for key, (mutant, _) in drawn.items() if key in known]
-    PAGE.write_text(_page(outcomes, options), encoding="utf-8")
-    noticed, judged = _noticed(item.verdict for item in outcomes)
+    PAGE.write_text(_page(outcomes, same, options), encoding="utf-8")
+    noticed, judged = _noticed(item.verdict for item in outcomes if not _means_the_same(item, same))
     console.print(f"{noticed} of {judged} were noticed")
     return 0 if judged and noticed >= 0.9 * judged else 1
 
@@ -108,10 +111,21 @@ def _git(folder: Path, *arguments: str) -> str:
     return subprocess.run(["git", *arguments], cwd=folder, capture_output=True, text=True, check=True).stdout.strip()
 
 
-def _read() -> dict[tuple[str, str, str], Outcome]:
+def read_outcomes() -> dict[Key, Outcome]:
+    """What came of mutants so far."""
     lines = KEPT.read_text(encoding="utf-8").splitlines() if KEPT.exists() else []
     found = [Outcome(**{**data, "mutant": Mutant(**data["mutant"])}) for data in map(json.loads, lines)]
     return {item.mutant.key: item for item in found}
+
+
+def read_equivalent() -> dict[Key, str]:
+    """Mutants that no input tells from the source, each with the reason."""
+    found = json.loads(EQUIVALENT.read_text(encoding="utf-8"))
+    return {(item["path"], item["operator"], item["place"]): item["reason"] for item in found}
+
+
+def _means_the_same(outcome: Outcome, same: Mapping[Key, str]) -> bool:
+    return outcome.verdict == SURVIVED and outcome.mutant.key in same
 
 
 def _write(outcomes: Iterable[Outcome]) -> None:
@@ -166,9 +180,10 @@ def _noticed(verdicts: Iterable[str]) -> tuple[int, int]:
     return sum(kinds), len(kinds)
 
 
-def _page(outcomes: Sequence[Outcome], options: argparse.Namespace) -> str:
+def _page(outcomes: Sequence[Outcome], same: Mapping[Key, str], options: argparse.Namespace) -> str:
     noticed, judged = _noticed(item.verdict for item in outcomes)
     first, judged_first = _noticed(item.first for item in outcomes)
+    equivalent = [item for item in outcomes if _means_the_same(item, same)]
     commits = list(dict.fromkeys(item.commit for item in outcomes))
     rows = [
         "# Changes of the source, beside the tests",
@@ -178,8 +193,10 @@ def _page(outcomes: Sequence[Outcome], options: argparse.Namespace) -> str:
         f"Python {platform.python_version()}; each at one of the commits {', '.join(sorted(commits))} "
         "(`mutants.jsonl` says which, and which test failed).",
         "",
-        f"{len(outcomes)} of {options.count} drawn changes were run: **{noticed} of {judged} were noticed**; "
-        f"{first} of {judged_first} at their first run, before tests were written for what was not. "
+        f"{len(outcomes)} of {options.count} drawn changes were run: **{noticed} of {judged} were noticed "
+        f"({_percent(noticed, judged)})**; {first} of {judged_first} at their first run, before tests were written for "
+        f"what was not. {len(equivalent)} of those not noticed mean the same as the source; of the rest, {noticed} of "
+        f"{judged - len(equivalent)} were noticed ({_percent(noticed, judged - len(equivalent))}). "
         f"{len(outcomes) - judged} more met a test that fails without the change too. "
         f"Tests took {sum(item.seconds for item in outcomes):.0f} s, without the slow ones, and only with those near "
         "each change: the whole suite notices no fewer.",
@@ -191,10 +208,21 @@ def _page(outcomes: Sequence[Outcome], options: argparse.Namespace) -> str:
         found, of = _noticed(item.verdict for item in outcomes if item.mutant.path.startswith(package + "/"))
         rows.append(f"| {package} | {of} | {found} | {of - found} |")
     rows += ["", "Not noticed:", "", "| where | before | after |", "|---|---|---|"]
-    for item in (item for item in outcomes if item.verdict == SURVIVED):
-        cells = (f"`{text.replace('|', chr(92) + '|')}`" for text in (item.mutant.before, item.mutant.after))
-        rows.append(f"| {item.mutant.path}:{item.mutant.line} | {' | '.join(cells)} |")
+    rows += [f"| {_cells(item)} |" for item in outcomes if item.verdict == SURVIVED and item not in equivalent]
+    rows += ["", "Mean the same:", "", "| where | before | after | reason |", "|---|---|---|---|"]
+    rows += [f"| {_cells(item)} | {same[item.mutant.key]} |" for item in equivalent]
     return "\n".join(rows) + "\n"
+
+
+def _percent(part: int, whole: int) -> str:
+    return f"{part / max(1, whole):.1%}"
+
+
+def _cells(outcome: Outcome) -> str:
+    """Where, before and after, as cells of a table."""
+    mutant = outcome.mutant
+    texts = (f"`{text.replace('|', chr(92) + '|')}`" for text in (mutant.before, mutant.after))
+    return " | ".join((f"{mutant.path}:{mutant.line}", *texts))
 
 
 if __name__ == "__main__":

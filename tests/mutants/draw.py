@@ -31,6 +31,10 @@ _CHANGED |= {"test", "while_stmt"}
 _PUNCTUATION = frozenset(["(", ")", "[", "]", "{", "}", ",", ".", ":", "=", ";", "->"])
 
 
+Key = tuple[str, str, str]
+"""A change's file, operator and place."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mutant:
     """A change.
@@ -50,7 +54,7 @@ class Mutant:
     after: str
 
     @property
-    def key(self) -> tuple[str, str, str]:
+    def key(self) -> Key:
         """What stays the same while the source around the change does."""
         return self.path, self.operator, self.place
 

@@ -61,6 +61,7 @@ WHOLE: dict[str, Callable[[Tensor], object]] = {
     "of its mean": _scaled,
     "broadcast": lambda weight: weight.data.copy_(torch.arange(weight.shape[-1]).expand(weight.shape)),
     "transposed": lambda weight: weight.data.t().normal_(),
+    "drawn in another shape": lambda weight: weight.data.copy_(torch.randn(weight.numel()).view(weight.shape)),
     "sorted": lambda weight: weight.data.copy_(torch.randn(weight.shape).sort(0).values),
     "rows by index": lambda weight: weight.data.zero_().index_fill_(0, torch.tensor([1, 2]), 5.0),
 }

@@ -97,6 +97,34 @@ def _norm(x: Any, weight: Any) -> Any:
     return _aten._to_copy.default(_aten.mul.Tensor(_aten.mul.Tensor(wide, scale), weight), dtype=torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    "costly",
+    [
+        _aten.cos.default,
+        _aten.gelu.default,
+        lambda angles: _aten.gelu_backward.default(angles, angles),
+        lambda angles: _aten.silu_backward.default(angles, angles),
+    ],
+    ids=["cos", "gelu", "gelu_backward", "silu_backward"],
+)
+def test_what_is_costly_is_not_computed_for_every_row(costly: Callable[[Any], Any]) -> None:
+    """The cosine of a few angles that all rows read is computed once, not in each row's kernel."""
+    x, angles = torch.randn(50, 8), torch.randn(8)
+    graph = _graph(lambda x, a: _aten.tanh.default(_aten.mul.Tensor(x, costly(a))), x, angles)
+    assert _groups(_generate(graph)) == [("mul_tensor", "tanh_default")]
+
+
+def test_what_reads_nothing_or_is_read_by_nothing_has_no_kernel() -> None:
+    """Calls of constants alone, and calls whose results nothing reads."""
+
+    def function(x: Any) -> Any:
+        _aten.exp.default(_aten.neg.default(x))
+        twos = x.tracer.create_proxy("call_function", _aten.full.default, ([4], 2.0), {})
+        return _aten.exp.default(_aten.neg.default(twos))
+
+    assert not _groups(_generate(_graph(function, torch.ones(4))))
+
+
 def test_a_norm_is_one_kernel() -> None:
     """Pointwise calls around a reduction over the last dim, its result broadcast back, are one group."""
     x, weight = torch.randn(5, 7, 24).bfloat16(), torch.randn(24)
@@ -224,13 +252,6 @@ def test_a_value_beside_its_transpose_is_read_as_a_view() -> None:
     graph = _graph(lambda x: _aten.tanh.default(_aten.add.Tensor(x, _aten.t.default(x))), x)
     generated = _generate(graph)
     torch.testing.assert_close(generated(x), graph(x))
-
-
-def test_what_is_costly_is_not_computed_for_every_row() -> None:
-    """The cosine of a few angles that all rows read is computed once, not in each row's kernel."""
-    x, angles = torch.randn(50, 8), torch.randn(8)
-    graph = _graph(lambda x, a: _aten.tanh.default(_aten.mul.Tensor(x, _aten.cos.default(a))), x, angles)
-    assert _groups(_generate(graph)) == [("mul_tensor", "tanh_default")]
 
 
 def test_alike_groups_share_a_kernel() -> None:
