@@ -389,7 +389,7 @@ def _walked(
     )  # fmt: skip
     walked = walk_program(phased, NodePrices(cluster, plan.mesh), planning.elided, micro_batches)
     if not is_whole and overlap_of(cluster) is not None:
-        walked = replace(walked, segments=repeated_step(planning, choice, micro_batches))
+        walked = replace(walked, segments=repeated_step(planning, choice, micro_batches, walked.adding_s))
     plain, made = (peak_bytes(item, micro_batches=micro_batches) for item in (SplitPhases()(phased.lowered), phased))
     return replace(walked, passes_bytes=made - plain)
 

@@ -84,8 +84,13 @@ def _add(
 
 def carried_bytes(phased: PhasedProgram) -> list[int]:
     """Bytes of the gradients that the backward carries into the update."""
-    values = [node.meta["val"] for node in _results(phased.backward)[len(phased.backward_outputs) :]]
+    values = [node.meta["val"] for node in carried_nodes(phased)]
     return [value.numel() * value.element_size() for value in values]
+
+
+def carried_nodes(phased: PhasedProgram) -> list[fx.Node]:
+    """The gradients that the backward carries into the update."""
+    return _results(phased.backward)[len(phased.backward_outputs) :]
 
 
 def written_by_update(phased: PhasedProgram) -> dict[int, int]:

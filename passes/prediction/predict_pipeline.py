@@ -20,12 +20,12 @@ from autoshard.ir.staged import PIPELINE_AXIS, Crossing, StagedProgram, StagePro
 from cost_models.collectives import point_to_point_time
 from cost_models.hardware import Cluster
 from cost_models.intervals import KERNELS, MEASURED, step_time_uncertainty
-from cost_models.streams import Segment, StreamTimes, overlap_of, simulate_streams
+from cost_models.streams import Op, Segment, StreamTimes, overlap_of, simulate_streams
 from passes.memory.pipeline_memory import RankMemory, crossing_bytes, pipeline_memory
 from passes.prediction.predict import HOST, SLOWED, TODAY, trace_of
 from passes.prediction.segment_step import COPIES
 from passes.prediction.simulate_order import RankSeconds, StageSeconds, simulate_order
-from passes.prediction.walk_program import walk_program
+from passes.prediction.walk_program import ACCUMULATION, walk_program
 from passes.strategies.price_nodes import NodePrices
 
 BUBBLE = "bubble"
@@ -119,15 +119,23 @@ def _walk(stage: StageProgram, cluster: Cluster, order: PipelineOrder, number: i
     prices = NodePrices(cluster, stage.plan.mesh)
     step = walk_program(stage.phased, prices, micro_batches=order.micro_batches)
     overlap, dispatch_s = overlap_of(cluster), cluster.device.dispatch(TODAY.dispatch)
-    phases: dict[str, Segment] = {segment.name: segment for segment in step.segments}
+    phases: dict[str, Segment] = {segment.name: segment for segment in step.segments if segment.name != ACCUMULATION}
     if stage.halves is not None:
         for name, half in ((_INPUTS, stage.halves.inputs), (_WEIGHTS, stage.halves.weights)):
             walked = walk_program(replace(stage.phased, backward=half), prices).segments
             phases[name] = next(segment for segment in walked if segment.name == "backward")
+    for name in ("backward", _WEIGHTS):
+        if name in phases:
+            phases[name] = _with_adding(phases[name], step.adding_s * (1 - 1 / order.micro_batches))
     runs = _runs(order, number)
     times = {name: simulate_streams((segment,), overlap, dispatch_s=dispatch_s) for name, segment in phases.items()}
     launches = sum(runs.get(name, 1) * op.launches for name, segment in phases.items() for op in segment.ops)
     return _Walked(times, runs, step.sent_bytes, launches)
+
+
+def _with_adding(backward: Segment, seconds: float) -> Segment:
+    """A backward behind which gradients are added up, for so many seconds in the mean."""
+    return replace(backward, ops=(*backward.ops, Op("add gradients", ACCUMULATION, seconds))) if seconds else backward
 
 
 def _runs(order: PipelineOrder, stage: int) -> dict[str, int]:

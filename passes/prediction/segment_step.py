@@ -29,7 +29,7 @@ from autoshard.kernels.offload import TRANSFERS
 from cost_models.streams import Op, Segment
 from passes.planning.build_assignment import PlanningProblem
 from passes.prediction.step_layout import Part, StepLayout, step_layout
-from passes.prediction.walk_program import COPIES, stream_of
+from passes.prediction.walk_program import COPIES, adding_up, stream_of
 from passes.preparation.insert_hubs import is_gradient_hub
 from passes.strategies.enumerate_strategies import Link, Site, leaves_program
 from passes.strategies.price import local_bytes
@@ -260,12 +260,15 @@ def segment_step(
     return segments
 
 
-def repeated_step(planning: PlanningProblem, choice: Sequence[int], micro_batches: int) -> tuple[Segment, ...]:
-    """The segments of a whole step: forward and backward for each micro-batch, and the update.
+def repeated_step(
+    planning: PlanningProblem, choice: Sequence[int], micro_batches: int, adding_s: float
+) -> tuple[Segment, ...]:
+    """The segments of a whole step: forward and backward for each micro-batch, adding gradients up, and the update.
 
     They hold nothing for communication under way: what runs overlaps within the peak that it has without.
     """
     segments = segment_step(planning, choice, shares=False)
     light = [replace(item, ops=tuple(op._replace(held_bytes=0.0) for op in item.ops)) for item in segments]
     once = [item for item in light if is_of_update(item.name)]
-    return (*[item for item in light if not is_of_update(item.name)] * micro_batches, *once)
+    each = [item for item in light if not is_of_update(item.name)]
+    return (*each * micro_batches, *adding_up(adding_s, micro_batches), *once)

@@ -5,7 +5,8 @@ group are free (its stream: "network" where groups span nodes, else "node"); whe
 still until it is done; so it does while a call exchanges rows. So whatever passes do to a lowered program is priced by
 walking it.
 
-* With micro-batches, forward and backward run so often; the update, and what is hoisted, once.
+* With micro-batches, forward and backward run so often; the update, and what is hoisted, once. Between them the
+  gradients of each micro-batch but the first are added to a sum, which is read and written.
 * Of a program that leaves out blocks (`passes.strategies.elided`), the calls from the first to the last of the block
   that stands for them run again and again. What is sent for a later block in one round is waited for in the next.
 """
@@ -22,9 +23,11 @@ from autoshard.ir.collectives import is_collective, is_wait
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.offload import LABEL
 from autoshard.kernels.offload import TRANSFERS
+from cost_models.compute import memory_time
 from cost_models.hardware import Cluster
 from cost_models.streams import Op, Segment
 from cost_models.timeline import COMPUTE
+from passes.memory.lowered_memory import carried_bytes, carried_nodes
 from passes.strategies.collective_nodes import collective_of, communicates, exchanges
 from passes.strategies.elided import NOTHING_ELIDED, Elided
 from passes.strategies.enumerate_strategies import resolve
@@ -32,6 +35,7 @@ from passes.strategies.local_tracer import EMITTED_AT, IS_RESHARD
 from passes.strategies.price_nodes import NodePrices
 
 COPIES = "reshard copies"
+ACCUMULATION = "accumulation"
 NETWORK, NODE = "network", "node"
 
 
@@ -43,11 +47,13 @@ class WalkedStep:
         segments: its phases, in the order in which they run.
         sent_bytes: bytes that a rank sends over each mesh axis.
         passes_bytes: what passes over the lowered program add to its peak (negative: take from it).
+        adding_s: seconds of adding the gradients of one micro-batch to those before it.
     """
 
     segments: tuple[Segment, ...]
     sent_bytes: Mapping[str, float]
     passes_bytes: int = 0
+    adding_s: float = 0.0
 
 
 def walk_program(
@@ -66,12 +72,30 @@ def walk_program(
     first, last = ([written[name]] if name in written else [] for name in ("hoisted", "update"))
     sent = defaultdict[str, float](float)
     segments = []
+    adding_s = memory_time(3 * _carried_bytes(phased, elided), prices.cluster.device)
     for times, phases in ((1, first), (micro_batches, [written["forward"], written["backward"]]), (1, last)):
+        if phases is last:
+            segments += adding_up(adding_s, micro_batches)
         segments += [phase.segment() for phase in phases] * times
         for phase in phases:
             for axis, size in phase.sent_bytes.items():
                 sent[axis] += times * size
-    return WalkedStep(tuple(segments), dict(sent))
+    return WalkedStep(tuple(segments), dict(sent), adding_s=adding_s)
+
+
+def adding_up(adding_s: float, micro_batches: int) -> list[Segment]:
+    """Adding the gradients of all micro-batches to those of the first; nothing with one of them."""
+    more = micro_batches - 1
+    if not more or not adding_s:
+        return []
+    return [Segment(ACCUMULATION, (Op("add gradients", ACCUMULATION, more * adding_s, launches=more),))]
+
+
+def _carried_bytes(phased: PhasedProgram, elided: Elided) -> int:
+    """Bytes of the gradients that one backward makes for the update, those of blocks that are left out included."""
+    counts = elided.site_counts()
+    sites = (node.meta.get(EMITTED_AT, "") for node in carried_nodes(phased))
+    return sum(counts.get(site, 1) * size for site, size in zip(sites, carried_bytes(phased), strict=True))
 
 
 def stream_of(axes: tuple[str, ...], cluster: Cluster, mesh_axes: Mapping[str, int]) -> str:

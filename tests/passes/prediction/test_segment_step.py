@@ -22,6 +22,7 @@ from cost_models.timeline import COMPUTE
 from passes.pipeline import PlanOptions, lower_program, plan_of_choice, planning_problem
 from passes.planning.build_assignment import PlanningProblem
 from passes.prediction.segment_step import COPIES, repeated_step, segment_step
+from passes.prediction.walk_program import adding_up
 from tests.passes.blocks import blocks_program, h100s, perceptron_program, problem_of
 from tests.passes.deep import adamw, alike, short_step
 
@@ -187,11 +188,12 @@ def test_a_step_repeats_all_but_its_update() -> None:
     model = alike(6)
     planning = problem_of(short_step(model, adamw(model), 1), Mesh({"x": 2}))
     choice = drawn_choice(planning, 0)
-    one, two = (repeated_step(planning, choice, count) for count in (1, 2))
+    one, two = (repeated_step(planning, choice, count, adding_s=0.5) for count in (1, 2))
     update = [item for item in one if item.is_barrier]
     assert update
     assert one[-len(update) :] == two[-len(update) :] == tuple(update)
-    assert two[: -len(update)] == one[: -len(update)] * 2
+    assert two[: -len(update)] == (*one[: -len(update)] * 2, *adding_up(0.5, 2))
+    assert [op.seconds for item in adding_up(0.5, 3) for op in item.ops] == [1.0]
     assert not any(op.held_bytes for item in one for op in item.ops)
     times = simulate_streams(one)
     assert times.total_s == pytest.approx(simulate_streams(segment_step(planning, choice)).total_s)

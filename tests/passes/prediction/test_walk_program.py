@@ -28,7 +28,7 @@ from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import allowed_options
 from passes.planning.search import Search
 from passes.prediction.segment_step import segment_step
-from passes.prediction.walk_program import COPIES, WalkedStep, walk_program
+from passes.prediction.walk_program import ACCUMULATION, COPIES, WalkedStep, walk_program
 from passes.strategies.price_nodes import NodePrices
 from passes.verification.expand_biases import expand_biases
 from tests.passes.blocks import blocks_program, h100s, problem_of, two_nodes
@@ -156,9 +156,25 @@ def test_micro_batches_repeat_forward_and_backward() -> None:
     phased = phased_of(planning, drawn_choice(planning, 1))
     one, three = walk(planning, phased), walk(planning, phased, micro_batches=3)
     times, thrice = (simulate_streams(item.segments).compute_s for item in (one, three))
-    assert [segment.name for segment in three.segments] == ["forward", "backward"] * 3 + ["update"]
+    names = [segment.name for segment in three.segments]
+    assert names == [*["forward", "backward"] * 3, ACCUMULATION, "update"]
     assert thrice["forward"] == pytest.approx(3 * times["forward"])
     assert thrice["update"] == pytest.approx(times["update"])
+
+
+def test_gradients_of_micro_batches_are_added_up() -> None:
+    """Those of each but the first: a sum is read and written, the addend read; blocks that are left out count too."""
+    model = alike(6)
+    optimizer = adamw(model, 1.0)
+    found = []
+    for program in (step(model, optimizer), short_step(model, optimizer, 1)):
+        planning = problem_of(program, PAIR)
+        choice = data_parallel_choice(planning)
+        walked = walk(planning, phased_of(planning, choice), micro_batches=3)
+        found.append(simulate_streams(walked.segments).compute_s[ACCUMULATION])
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    assert found[0] == pytest.approx(2 * memory_time(3 * size, planning.prices.cluster.device))
+    assert found[1] == pytest.approx(found[0])
 
 
 def test_bytes_on_the_wire_are_counted_by_axis() -> None:
