@@ -205,8 +205,7 @@ def _pixels(tensor: TensorInfo) -> int:
 @operator_cost("aten.convolution.default", "aten._convolution.default")
 def convolution(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
     """arguments: (input, weight, bias, stride, padding, dilation, transposed, output_padding, groups)."""
-    transposed = bool(arguments[6]) if len(arguments) > 6 else False
-    groups = int(arguments[8]) if len(arguments) > 8 else 1  # type: ignore[call-overload]
+    transposed, groups = bool(arguments[6]), int(arguments[8])  # type: ignore[call-overload]
     pixels = _pixels(inputs[0] if transposed else outputs[0])
     return _products(inputs, outputs, (_convolution_product(pixels, inputs[1].shape, groups),))
 
@@ -217,10 +216,8 @@ def convolution_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments
 
     One product the size of the forward for each of grad_input and grad_weight that is asked for.
     """
-    transposed = bool(arguments[7]) if len(arguments) > 7 else False
-    groups = int(arguments[9]) if len(arguments) > 9 else 1  # type: ignore[call-overload]
-    mask = arguments[10] if len(arguments) > 10 else (True, True, True)
-    wanted = sum(bool(flag) for flag in tuple(mask)[:2])  # type: ignore[arg-type]
+    transposed, groups = bool(arguments[7]), int(arguments[9])  # type: ignore[call-overload]
+    wanted = sum(bool(flag) for flag in tuple(arguments[10])[:2])  # type: ignore[arg-type]
     product = _convolution_product(_pixels(inputs[1] if transposed else inputs[0]), inputs[2].shape, groups)
     return _products(inputs, outputs, (product,) * wanted)
 

@@ -10,8 +10,11 @@ import torch
 from torch import nn
 
 import autoshard
+from autoshard import P
 from autoshard.ir.mesh import Mesh
 from autoshard.planner import Planner
+from autoshard.runtime.engine import SimulatorEngine
+from autoshard.runtime.sharded_module import Request
 from autoshard.tracing import trace
 
 
@@ -34,3 +37,27 @@ def test_an_axis_of_one_device_leaves_the_memory_as_it_is() -> None:
         for sizes in ({"data": 8}, {"data": 8, "model": 1}, {"data": 4, "model": 2})
     )
     assert alone == beside > both
+
+
+def test_a_mesh_without_a_plan_leaves_the_others() -> None:
+    """Only one of the meshes has the axis that a constraint names."""
+    program = trace(nn.Linear(4, 4), (torch.randn(2, 4),))
+    planner = Planner(constraints={"weight": P("model")}, time_budget_s=2.0)
+    assert planner.search_meshes(program, [Mesh({"data": 2}), Mesh({"model": 2})]).mesh == Mesh({"model": 2})
+
+
+def test_a_plan_for_another_mesh_is_made_anew() -> None:
+    """A plan that was made for one mesh runs on no other."""
+    request = Request(nn.Linear(4, 4), (torch.randn(2, 4),), {}, grad=True)
+    two, four = (SimulatorEngine(Mesh({"data": size}), torch.device("cpu")) for size in (2, 4))
+    made = Planner()(request, two).plan
+    assert Planner(made=made)(request, two).plan is made
+    assert Planner(made=made)(request, four).plan.mesh == four.mesh
+
+
+def test_a_plan_that_is_given_is_kept() -> None:
+    """Also one that no search would find: both ranks compute all of it."""
+    model, inputs, mesh = nn.Linear(256, 256), (torch.randn(1024, 256),), Mesh({"data": 2})
+    alike = autoshard.plan(model, mesh, example_inputs=inputs, constraints={"*": P()})
+    assert alike.nodes != autoshard.plan(model, mesh, example_inputs=inputs).nodes
+    assert autoshard.compile(model, mesh, plan=alike, example_inputs=inputs).plan.nodes == alike.nodes

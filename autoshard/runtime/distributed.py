@@ -376,7 +376,7 @@ class DistributedEngine:
         return DistributedEngine.load(self, reshard_program(source, target, shape, dtype, self.mesh))
 
     def _is_on_mesh(self, tensor: DTensor) -> bool:
-        return tensor.device_mesh is self.device_mesh or tensor.device_mesh == self.device_mesh
+        return tensor.device_mesh == self.device_mesh
 
     def _check_mesh(self, tensor: DTensor) -> None:
         if not self._is_on_mesh(tensor):

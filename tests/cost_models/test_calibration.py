@@ -1,9 +1,12 @@
 """tests cost_models/calibration.py."""
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cost_models import calibration
 from cost_models.calibration import COLLECTIVES, Calibration, _fit_link, calibrate, pooled
 from cost_models.hardware import Cluster
 from cost_models.topology import GroupLinks, Link, MeasuredCollective
@@ -17,6 +20,17 @@ def test_calibration_of_one_rank_gives_a_cluster_that_survives_saving(tmp_path):
     assert min(*unit.peak_flops.values(), unit.memory_bandwidth_bytes_per_s, unit.launch_latency_s) > 0
     found.save(tmp_path / "here.toml")
     assert Cluster.load(tmp_path / "here.toml") == found.cluster
+
+
+def test_an_action_runs_until_its_share_of_the_time_is_over(monkeypatch):
+    """At least twice; here the clock goes on by a second whenever it is looked at."""
+    clock, runs = itertools.count(), []
+    monkeypatch.setattr(calibration.time, "perf_counter", lambda: next(clock))
+    calibration._mean_time(lambda: runs.append(1), 9.0)
+    assert len(runs) > 5
+    runs.clear()
+    calibration._mean_time(lambda: runs.append(1), 0.0)
+    assert len(runs) == 1 + 2
 
 
 @given(

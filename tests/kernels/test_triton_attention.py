@@ -13,7 +13,11 @@ from torch import Tensor
 from autoshard.errors import KernelError
 from autoshard.kernels.attention import attention_reference
 from autoshard.kernels.triton_attention import flash_attention, triton_attention
-from autoshard.kernels.triton_attention_backward import flash_attention_backward, triton_attention_backward
+from autoshard.kernels.triton_attention_backward import (
+    flash_attention_backward,
+    queries_tile,
+    triton_attention_backward,
+)
 
 pytestmark = pytest.mark.usefixtures("_poisoned_outputs")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -162,3 +166,10 @@ def test_masks_and_dropout_are_refused() -> None:
         triton_attention_backward(q, q, q, q, None, q, lse, None, 0.5, *rest)
     with pytest.raises(KernelError, match="one size"):
         flash_attention(q, q, q[..., :2], 1.0)
+
+
+@pytest.mark.parametrize(("size", "warps"), [(128, 4), (256, 8)])
+def test_a_wavefront_has_the_registers_of_two_warps(size: int, warps: int) -> None:
+    """An MI300 runs heads of 128 with half the warps of an H100; neither has registers for more of longer ones."""
+    assert queries_tile(size, torch.bfloat16, "gfx942").num_warps == warps
+    assert queries_tile(size, torch.bfloat16, "sm_90").num_warps == 8

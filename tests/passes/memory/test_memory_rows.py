@@ -38,6 +38,16 @@ def test_a_row_is_the_usage_at_its_point(data: st.DataObject) -> None:
     assert row_at(usage, point, {}) is row
 
 
+def test_rows_of_a_few_points_are_kept() -> None:
+    """Searches ask for the same few; of many, no more are kept than fit."""
+    usage = MemoryUsage.of(40, [])
+    rows = [row_at(usage, point, {}) for point in range(3)]
+    assert all(row_at(usage, point, {}) is row for point, row in enumerate(rows))
+    for point in range(40):
+        row_at(usage, point, {})
+    assert len(usage.known_rows) < 40
+
+
 @given(st.data())
 def test_a_row_finds_the_bytes_of_options_that_are_left_alone(data: st.DataObject) -> None:
     """Of choices of these it is the usage, of others no more, and what only others need is not found."""

@@ -1,0 +1,33 @@
+"""Options of `compile`, and what it does without them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard import Mesh, api
+from passes.lowering.fuse_kernels import fused_calls
+
+
+@pytest.mark.parametrize("backend", ["auto", "triton"])
+def test_backend_triton_has_triton_kernels_in_its_programs(backend: str) -> None:
+    """And "auto" has none on a CPU."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.RMSNorm(8)), torch.randn(4, 8)
+    sharded = autoshard.compile(model, Mesh({"data": 2}), backend=backend, example_inputs=(x,))
+    assert bool(fused_calls(sharded.programs[0].phased.forward)) == (backend == "triton")
+
+
+@pytest.mark.parametrize(("options", "names"), [({}, {"output:0"}), ({"gather_outputs": True}, set())])
+def test_outputs_are_handed_out_as_they_lie(options: dict[str, bool], names: set[str]) -> None:
+    """They are gathered only where that is asked for."""
+    sharded = autoshard.compile(nn.Linear(4, 4), Mesh({"data": 2}), example_inputs=(torch.randn(8, 4),), **options)
+    assert sharded.programs[0].sharded_outputs == names
+
+
+def test_processes_without_an_accelerator_have_meta_models_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mesh that names no device leaves it to the machine."""
+    monkeypatch.setattr(api, "world_size", lambda: 2)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
+    assert api._device_of(nn.Linear(2, 2, device="meta"), Mesh({"data": 2})) == torch.device("cpu")
