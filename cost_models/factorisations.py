@@ -146,6 +146,15 @@ def svd(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
     return _factor(inputs, outputs, batch * flops, n, extra_bytes=2 * _trailing_bytes(inputs[0]), panel=1)
 
 
+@operator_cost("aten.linalg_pinv.atol_rtol_tensor")
+def pinv(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
+    """A reduced decomposition into singular values and vectors, and the product of what is left: 2 m n^2 more."""
+    batch, rows, columns = _matrix(inputs[0])
+    m, n = max(rows, columns), min(rows, columns)
+    flops = batch * (6 * m * n * n + 20 * n**3 + 2 * m * n * n)
+    return _factor(inputs, outputs, flops, n, extra_bytes=2 * _trailing_bytes(inputs[0]), panel=1)
+
+
 def _trailing_bytes(matrix: TensorInfo) -> float:
     """Bytes that n matrix-vector products read, each of what is left after one more row and column: n / 3 matrices."""
     return size_bytes((matrix,)) * min(matrix.shape[-2:]) / 3

@@ -17,6 +17,7 @@ from autoshard.rules import (  # noqa: F401  (each registers its rules)
     arrangements,
     attention,
     batch_norm,
+    checks,
     convolution,
     creation,
     experts,

@@ -22,6 +22,7 @@ from torch._functorch._aot_autograd import descriptors as aot
 from autoshard.errors import TraceError
 from autoshard.ir.program import Guard, InputKind, InputSlot, OutputKind, OutputSlot, Program
 from autoshard.tracing.calling import Call
+from autoshard.tracing.checks import tie_checks
 from autoshard.tracing.copy_node import copy_node
 from autoshard.tracing.joint import JointGraph
 from autoshard.tracing.lazy_module import lazy_module
@@ -49,6 +50,7 @@ def assemble_program(joint: JointGraph, model: nn.Module, call: Call) -> Program
             reproducible on every mesh, or gives an operator types that it does not take.
     """
     graph = joint.graph_module.graph
+    tie_checks(graph, len(joint.result.indices))
     attribute_nodes(graph)
     inputs = _read_inputs(graph, joint, model, call)
     results = _read_results(graph, joint, call)

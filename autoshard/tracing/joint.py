@@ -26,6 +26,7 @@ from autoshard.tracing.attributes import keep_scalars, keeping_attributes
 from autoshard.tracing.bounded import bound_sizes
 from autoshard.tracing.caches import emptying_caches
 from autoshard.tracing.calling import Call, Result, flatten_result
+from autoshard.tracing.checks import keeping_checks
 from autoshard.tracing.concrete import Reads, Value, answer_reads
 from autoshard.tracing.experts import keep_experts_whole
 from autoshard.tracing.precision import Casts, cast_parameters, check_unchanged, place_casts, widen_scalar
@@ -235,6 +236,7 @@ def _contexts(options: TraceOptions, mode: FakeTensorMode) -> Iterator[contextli
     yield _compiling_flag(options.as_compiled)
     yield keep_operators_whole(wide_losses=options.casts is not None)
     yield keep_experts_whole() if options.whole_experts else contextlib.nullcontext()
+    yield keeping_checks()
     yield without_checkpoints()
     yield _refusing_inner_backward()
     yield refusing_seeds()

@@ -26,6 +26,7 @@ from autoshard.errors import AutoshardError
 from autoshard.ir.loss_weights import Count, LossWeights, Term
 from autoshard.ir.program import InputKind, OutputKind, Program, tensor_values
 from autoshard.ir.spec import Reduction
+from autoshard.kernels.checks import checked
 from autoshard.rules.notation import BoundRule
 from autoshard.runtime.sharded_module import Request
 from autoshard.tracing.copy_node import copy_node
@@ -157,7 +158,7 @@ class _Walk:
                 self.states[node] = [Split(0) if is_cut else Same()]
             elif node.op == "get_attr":
                 self.states[node] = [self._constant(node)]
-            elif _is_copy(node):
+            elif _is_copy(node) or node.target is checked:  # each part is checked by itself
                 self.states[node] = list(self.states[node.all_input_nodes[0]])
             elif node.target is operator.getitem:
                 source, index = node.args

@@ -33,6 +33,7 @@ def matrix(*shape: int, dtype: str = "f32") -> TensorInfo:
         ("aten.linalg_eig.default", (), 25),
         ("aten._linalg_svd.default", (None, False, False), 8 / 3),
         ("aten._linalg_svd.default", (None, False, True), 26),
+        ("aten.linalg_pinv.atol_rtol_tensor", (), 28),
     ],
 )
 def test_flops_of_square_matrices(name, arguments, factor):

@@ -1,0 +1,75 @@
+"""Checks of values keep their place in a program: what raises on one device raises on a mesh.
+
+`aten._assert_async` and `aten._linalg_check_errors` have no result, so that nothing would keep them. Each becomes an
+`autoshard::checked` through which a result of the program goes: of the forward the smallest output, behind a tangent
+the smallest gradient.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._functorch._aot_autograd import descriptors as aot
+from torch._library import simple_registry
+from torch.fx import node as fx_node
+
+from autoshard.kernels.checks import checked
+
+_aten = torch.ops.aten
+_FACTORISATION = _aten._linalg_check_errors.default
+_CHECKS = (_aten._assert_async.default, _aten._assert_async.msg, _FACTORISATION)
+
+
+@contextlib.contextmanager
+def keeping_checks() -> Iterator[None]:
+    """Within it a trace has the checks of factorisations as plain calls: torch gives them tokens for their order."""
+    effect = simple_registry.singleton.find(_FACTORISATION._name).effect
+    before, is_known = effect.effect, _FACTORISATION in fx_node._side_effectful_functions
+    effect.register(None)
+    fx_node._side_effectful_functions.add(_FACTORISATION)
+    try:
+        yield
+    finally:
+        effect.register(before)
+        if not is_known:
+            fx_node._side_effectful_functions.discard(_FACTORISATION)
+
+
+def tie_checks(graph: fx.Graph, outputs: int) -> None:
+    """Send results of a joint graph, the first of which are so many outputs, through its checks."""
+    output = graph.output_node()
+    results, kinds = list(output.args[0]), output.meta["desc"]  # type: ignore[arg-type]
+    behind: set[fx.Node] = set()
+    for node in graph.nodes:
+        if isinstance(node.meta.get("desc"), aot.TangentAOTInput) or not behind.isdisjoint(node.all_input_nodes):
+            behind.add(node)
+        if node.target not in _CHECKS:
+            continue
+        fitting = [
+            (result.meta["val"].numel(), index)
+            for index, (result, kind) in enumerate(zip(results, kinds, strict=True))
+            if isinstance(result, fx.Node) and _goes_with(kind, outputs, is_backward=node in behind)
+        ]
+        if fitting:
+            index = min(fitting)[1]
+            with graph.inserting_before(output):
+                results[index] = _tied(graph, results[index], node)
+    output.args = (results,)
+
+
+def _goes_with(kind: Any, outputs: int, *, is_backward: bool) -> bool:
+    if is_backward:
+        return isinstance(kind, aot.GradAOTOutput)
+    return isinstance(kind, aot.PlainAOTOutput) and kind.idx < outputs
+
+
+def _tied(graph: fx.Graph, result: fx.Node, check: fx.Node) -> fx.Node:
+    status, *rest = check.args
+    message = str(rest[0]) if rest else "Expected Tensor with single nonzero value, but got zero"
+    tied = graph.call_function(checked, (result, status, message, check.kwargs.get("is_matrix")))
+    tied.meta = {**check.meta, "val": result.meta["val"]}
+    return tied
