@@ -52,7 +52,7 @@ from cost_models.hardware import Cluster
 from cost_models.memory import room_bytes
 
 if TYPE_CHECKING:
-    from passes.pipeline import PlanOptions
+    from passes.pipeline import LoweredPlan, PlanOptions
     from passes.questions.explain import PlanAlternatives
     from passes.solver.search_control import SearchControl
     from passes.verification.verify_program import VerificationReport
@@ -238,8 +238,18 @@ class Planner:
         self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec], before: Plan | None = None
     ) -> Plan:
         """The plan of a program on a mesh, with parameters where they already are, from a plan of another mesh."""
+        return self.search_and_lower(program, mesh, placed, before).plan
+
+    def search_and_lower(
+        self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec], before: Plan | None = None
+    ) -> LoweredPlan:
+        """`search`, with the lowered program that the plan was predicted from."""
+        from passes.pipeline import plan_and_lower
+
         with self._searching() as control:
-            return self._search(program, mesh, replace(self._options(program, mesh, placed), before=before), control)
+            options = replace(self._options(program, mesh, placed), before=before, control=control)
+            found = plan_and_lower(program, mesh, self.cluster_for(mesh), options)
+        return replace(found, plan=replace(found.plan, precision=self.precision))
 
     def _search(self, program: Program, mesh: Mesh, options: PlanOptions, control: SearchControl) -> Plan:
         from passes.pipeline import plan_program
@@ -399,8 +409,13 @@ class Planner:
             _LOGGER.debug("the plan is not of this call: %s", error)
             return None
 
-    def _lower(self, program: Program, chosen: Plan) -> tuple[PhasedProgram, VerificationReport | None]:
-        """The program of one rank, and the proof that it equals the traced one, if it is to be proven."""
+    def _lower(
+        self, program: Program, chosen: Plan, predicted: PhasedProgram | None = None
+    ) -> tuple[PhasedProgram, VerificationReport | None]:
+        """The program of one rank, and the proof that it equals the traced one, if it is to be proven.
+
+        `predicted`, the program that the plan was predicted from, is taken unless another one runs: with kernels, say.
+        """
         from passes.pipeline import lower_program
         from passes.verification.verify_passes import verify_pass
         from passes.verification.verify_phases import verify_phases
@@ -408,15 +423,18 @@ class Planner:
         from passes.verification.verify_program import verify_program
 
         on_pass = verify_pass if _verifies_each_pass() else None
-        phased = lower_program(
-            *(program, chosen, self.cluster_for(chosen.mesh)),
-            with_kernels=self.with_kernels and not self.for_compiler,
-            saves_least=self.for_compiler,
-            with_native=self.with_native,
-            reduce_dtype=self.reduce_dtype,
-            micro_batches=self.micro_batches,
-            on_pass=on_pass,
-        )
+        is_plain = self.with_native and not (self.with_kernels or self.for_compiler or on_pass)
+        phased = predicted
+        if phased is None or not is_plain:
+            phased = lower_program(
+                *(program, chosen, self.cluster_for(chosen.mesh)),
+                with_kernels=self.with_kernels and not self.for_compiler,
+                saves_least=self.for_compiler,
+                with_native=self.with_native,
+                reduce_dtype=self.reduce_dtype,
+                micro_batches=self.micro_batches,
+                on_pass=on_pass,
+            )
         if not self.verify:
             return phased, None
         verify_preparation(program, phased.lowered.traced)

@@ -191,9 +191,10 @@ class StagePlans:
             needed = predicted.whole.peak_memory_bytes
             for number, rank in enumerate(order.stage_ranks):
                 made[number] = stages[number]
-                if over[rank] > 0:
-                    least = stages[number].plan.predicted.peak_memory_bytes
-                    limits[number] = least - max(1, over[rank] / _in_flight(order, rank))
+                limit, has = limits[number], stages[number].plan.predicted.peak_memory_bytes
+                is_least = limit is not None and has > limit  # a search within less finds nothing else
+                if over[rank] > 0 and not is_least:
+                    limits[number] = has - max(1, over[rank] / _in_flight(order, rank))
                     made[number] = None
         raise self._does_not_fit(needed, budget, order)
 
@@ -211,12 +212,12 @@ class StagePlans:
             time_budget_s=self.planner.time_budget_s / self.pipeline.stages,
         )
         try:
-            plan = share.search(stage, self.pipeline.stage_mesh, request.placed)
+            found = share.search_and_lower(stage, self.pipeline.stage_mesh, request.placed)
         except DoesNotFitError as error:
             if limit is None or error.smallest_bytes <= limit or is_least:  # none is known, or it is no more
                 raise self._does_not_fit(error.smallest_bytes, self.planner.memory_budget, order) from error
             return self._search(stage, error.smallest_bytes, request, order, is_least=True)
-        return self._stage(self._lower(stage, plan), plan, order)
+        return self._stage(self.planner._lower(stage, found.plan, found.phased)[0], found.plan, order)
 
     def _stage(self, phased: PhasedProgram, plan: Plan, order: PipelineOrder) -> StageProgram:
         from passes.lowering.cut_backward import cut_backward

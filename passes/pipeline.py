@@ -146,6 +146,20 @@ class Decision:
     bucketed: Solution | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LoweredPlan:
+    """A plan, and the program that it was predicted from.
+
+    Args:
+        plan: the plan.
+        phased: the program as `lower_program` makes it of the plan, without kernels; None: the plan was predicted with
+            kernels, or without blocks.
+    """
+
+    plan: Plan
+    phased: PhasedProgram | None = None
+
+
 _PREPARED = "autoshard: as traced, and prepared"
 
 
@@ -165,6 +179,11 @@ def plan_program(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOp
         DoesNotFitError, NoShardingRuleError, InvalidSpecError: see `PlanOptions`.
         SearchStopped: `options.control` was stopped before the search began.
     """
+    return plan_and_lower(program, mesh, cluster, options).plan
+
+
+def plan_and_lower(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions) -> LoweredPlan:
+    """`plan_program`, with the lowered program that the plan was predicted from."""
     start = time.monotonic()
     with options.control.building():
         planning = planning_problem(program, mesh, cluster, options)
@@ -172,25 +191,26 @@ def plan_program(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOp
     logger.debug("enumeration took %.3f s", built - start)
     found = solve(planning, options, allowed_by(planning, options))
     logger.debug("search took %.3f s", time.monotonic() - built)
-    plan = fastest(planning, found, cluster, options)
+    best = fastest(planning, found, cluster, options)
     costs = {name: None if priced is None else priced.cost for name, priced in found.baselines.items()}
-    return replace(
-        plan,
+    plan = replace(
+        best.plan,
         baselines=costs,
         search_time_s=time.monotonic() - start,
         was_interrupted=options.control.is_stopped,
     )
+    return replace(best, plan=plan)
 
 
-def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, options: PlanOptions) -> Plan:
+def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, options: PlanOptions) -> LoweredPlan:
     """The plan of the search, of a known recipe that is nearly as cheap, or of the search with prices of buckets.
 
     Their lowered programs say which is fastest. The search adds up what a step does; what runs puts collectives into
     buckets and hides them, in some plans more than in others. The bound is the search's.
     """
     solution, limit = found.solution, (1 + _NEAR) * found.solution.cost
-    plan = plan_of_choice(found.planning, solution.choice, solution.cost, solution.lower_bound, cluster, options)
-    best = replace(plan, recompute=found.recompute, offload=found.offload)
+    best = _lowered_of(found.planning, solution.choice, solution.cost, solution.lower_bound, cluster, options)
+    best = replace(best, plan=replace(best.plan, recompute=found.recompute, offload=found.offload))
     if options.runtime.overlap is not None or options.with_kernels:
         return best
     seen = {solution.choice} if found.planning is planning else set()
@@ -198,13 +218,13 @@ def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, option
         if each is None or each.cost > limit or each.choice in seen:
             continue
         seen.add(each.choice)
-        other = plan_of_choice(planning, each.choice, each.cost, solution.lower_bound, cluster, options)
-        recompute, offload = savings_of(*joint_with_blocks(JointSolution(planning, each)))
-        other = replace(other, recompute=recompute, offload=offload)
-        fits = options.memory_budget is None or other.predicted.peak_memory_bytes <= options.memory_budget
+        other = _lowered_of(planning, each.choice, each.cost, solution.lower_bound, cluster, options)
+        predicted = other.plan.predicted
+        fits = options.memory_budget is None or predicted.peak_memory_bytes <= options.memory_budget
         gain = _SURE if each is found.bucketed else 0.0
-        if fits and _is_faster(other.predicted, best.predicted, gain, cluster):
-            best = other
+        if fits and _is_faster(predicted, best.plan.predicted, gain, cluster):
+            recompute, offload = savings_of(*joint_with_blocks(JointSolution(planning, each)))
+            best = replace(other, plan=replace(other.plan, recompute=recompute, offload=offload))
     return best
 
 
@@ -363,21 +383,36 @@ def plan_of_choice(
     options: PlanOptions,
 ) -> Plan:
     """The plan that a choice of one option per variable of `planning` stands for; `objective` in seconds."""
+    return _lowered_of(planning, choice, objective, lower_bound, cluster, options).plan
+
+
+def _lowered_of(
+    planning: PlanningProblem,
+    choice: Sequence[int],
+    objective: float,
+    lower_bound: float | None,
+    cluster: Cluster,
+    options: PlanOptions,
+) -> LoweredPlan:
+    """`plan_of_choice`, with the program that it was predicted from."""
     plan = _plan_of_operators(planning, choice, objective, lower_bound, cluster, options)
     plan = replace(plan, predicted=predict(planning, choice, options.runtime, record=options.with_kernels))
     if not options.with_kernels:
-        walked = _walked(planning, plan, choice, cluster, options) if options.runtime.overlap is None else None
-        return replace(plan, predicted=predict(planning, choice, options.runtime, walked=walked, record=True))
+        walked, phased = None, None
+        if options.runtime.overlap is None:
+            walked, phased = _walked(planning, plan, choice, cluster, options)
+        plan = replace(plan, predicted=predict(planning, choice, options.runtime, walked=walked, record=True))
+        return LoweredPlan(plan, None if planning.elided.sites else phased)
     kernels = kernels_of(plan, planning.space.program, cluster, planning.elided.site_counts())
     predicted = predict(planning, choice, options.runtime, kernels, record=True)
     kernels = replace(kernels, breakdown_without=plan.predicted.breakdown)
-    return replace(plan, predicted=replace(predicted, kernels=kernels))
+    return LoweredPlan(replace(plan, predicted=replace(predicted, kernels=kernels)))
 
 
 def _walked(
     planning: PlanningProblem, plan: Plan, choice: Sequence[int], cluster: Cluster, options: PlanOptions
-) -> WalkedStep:
-    """The step of a plan as its lowered program says, and what passes behind `SplitPhases` add to its peak.
+) -> tuple[WalkedStep, PhasedProgram]:
+    """The step of a plan as its lowered program says, with what passes behind `SplitPhases` add to its peak; and that.
 
     A program without its inner blocks is lowered without overlap, and nothing hoisted: what fits is not that of the
     whole. Where communication overlaps, its step is that of the planning problem, as `segment_step` writes it down.
@@ -391,7 +426,7 @@ def _walked(
     if not is_whole and overlap_of(cluster) is not None:
         walked = replace(walked, segments=repeated_step(planning, choice, micro_batches, walked.adding_s))
     plain, made = (peak_bytes(item, micro_batches=micro_batches) for item in (SplitPhases()(phased.lowered), phased))
-    return replace(walked, passes_bytes=made - plain)
+    return replace(walked, passes_bytes=made - plain), phased
 
 
 def kernels_of(plan: Plan, prepared: Program, cluster: Cluster, counts: Mapping[str, int]) -> Kernels:

@@ -49,10 +49,12 @@ class _Writing:
     written: dict[int, int]
     order: dict[fx.Node, int] = field(init=False)
     placeholders: list[fx.Node] = field(init=False)
+    overwritten: set[fx.Node] = field(init=False)
 
     def __post_init__(self) -> None:
         self._number()
         self.placeholders = [node for node in self.graph.nodes if node.op == "placeholder"]
+        self.overwritten = {self.placeholders[place] for place in self.written.values()}
 
     def run(self) -> None:
         self._keep_results()
@@ -72,10 +74,9 @@ class _Writing:
         """Copy results that may lie in an input which is written over, where they are made."""
         output = self.graph.output_node()
         results = list(output.args[0])  # type: ignore[arg-type]
-        overwritten = {self.placeholders[place] for place in self.written.values()}
         for index, result in enumerate(results):
             is_unchanged = index in self.written and result is self.placeholders[self.written[index]]
-            if isinstance(result, fx.Node) and not is_unchanged and overwritten & roots_of(result):
+            if isinstance(result, fx.Node) and not is_unchanged and self.overwritten & roots_of(result):
                 made = result if result.op != "placeholder" else self.placeholders[-1]
                 with self.graph.inserting_after(made):
                     results[index] = self._add(_aten.clone.default, (result,), made)
@@ -111,8 +112,7 @@ class _Writing:
     def _dies_at(self, value: fx.Node, reader: fx.Node) -> bool:
         """Whether the memory of a value is free to be written by `reader`: nothing else reads it then or later."""
         roots = roots_of(value)
-        inputs = [self.placeholders.index(root) for root in roots if root.op == "placeholder"]
-        if not set(inputs) <= set(self.written.values()):
+        if any(root.op == "placeholder" and root not in self.overwritten for root in roots):
             return False
         aliases = _aliases(roots)
         users = [user for alias in aliases for user in alias.users if user not in aliases]

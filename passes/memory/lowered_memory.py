@@ -9,7 +9,7 @@ they lie; a training step keeps none.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import fx
 
@@ -51,8 +51,20 @@ def peak_bytes(phased: PhasedProgram, micro_batches: int = 1) -> int:
             owned = owned_results(phased.backward.graph)[len(phased.backward_outputs) :]
             carried = _add(memory, sums, carried, owned, [*inputs, *once])
         read = [*carried, *(inputs[index] for index in phased.update_inputs)]
-        memory.run(written_in_place(phased.update.graph, written_by_update(phased)), read, inputs)
+        memory.run(update_in_place(phased.update, written_by_update(phased)), read, inputs)
     return memory.peak
+
+
+_IN_PLACE = "autoshard: the update written over what it updates"
+
+
+def update_in_place(update: fx.GraphModule, written: Mapping[int, int]) -> fx.Graph:
+    """`written_in_place` of an update; made once, and kept with the update."""
+    of_graph, of_written, made = update.meta.get(_IN_PLACE, (None, None, None))
+    if made is None or of_graph is not update.graph or of_written != written:
+        made = written_in_place(update.graph, written)
+        update.meta[_IN_PLACE] = (update.graph, written, made)
+    return made
 
 
 def _run_once(memory: Storages, phased: PhasedProgram, inputs: Sequence[Storage]) -> list[Storage]:

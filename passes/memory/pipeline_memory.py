@@ -24,8 +24,7 @@ from autoshard.ir.program import InputKind
 from autoshard.ir.staged import StagedProgram, StageProgram
 from autoshard.runtime.fill_buckets import filled
 from autoshard.runtime.owned_results import owned_results
-from autoshard.runtime.write_in_place import written_in_place
-from passes.memory.lowered_memory import carried_bytes, local_bytes, written_by_update
+from passes.memory.lowered_memory import carried_bytes, local_bytes, update_in_place, written_by_update
 from passes.memory.storages import Storages
 
 PARAMETERS, STATE, GRADIENTS, INPUTS, ACTIVATIONS = (
@@ -168,7 +167,7 @@ def _update_bytes(phased: PhasedProgram, carried: Sequence[int]) -> int:
     memory = Storages()
     lowered = phased.lowered
     held = [memory.new(local_bytes(lowered.inputs[index], lowered.mesh)) for index in phased.update_inputs]
-    graph = written_in_place(phased.update.graph, written_by_update(phased))
+    graph = update_in_place(phased.update, written_by_update(phased))
     memory.run(graph, [*map(memory.new, carried), *held], held)
     return memory.peak - memory.bytes_of(held)
 

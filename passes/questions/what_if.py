@@ -41,7 +41,7 @@ def outcome(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[in
         found = solve(planning, options, allowed)
     except DoesNotFitError as error:
         return Outcome(fits=False, smallest_bytes=error.smallest_bytes)
-    return outcome_of(fastest(planning, found, planning.prices.cluster, options))
+    return outcome_of(fastest(planning, found, planning.prices.cluster, options).plan)
 
 
 def outcome_of(plan: Plan) -> Outcome:

@@ -12,6 +12,8 @@ from torch import nn
 
 import autoshard
 from autoshard import DoesNotFitError, Mesh, Plan, PlanMismatchError
+from autoshard.ir.program import Program
+from autoshard.planner import Planner
 from tests.benchmarks.pipeline_memory import TOLERANCE, measure
 from tests.end_to_end.test_pipelines import MICRO_BATCHES, NORM, adamw, check_equal, compiled, skips
 from tests.runtime.processes import checked_once, report
@@ -124,6 +126,21 @@ def test_memory_has_what_the_order_has_in_flight() -> None:
     assert any(stage.recompute.nodes or stage.offload.nodes for stage in tight.stages)
     with pytest.raises(DoesNotFitError, match="micro-batches in flight on a rank"):
         in_wide_stages(schedule="GPipe", memory_budget=200_000)
+
+
+def test_no_stage_is_searched_twice_within_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stage that has no plan within less stays as it is, while the limits of other stages fall."""
+    search, asked = Planner.search_and_lower, []
+
+    def noted(planner: Planner, program: Program, *others: Any) -> Any:
+        asked.append((program.digest(), planner.memory_budget))
+        return search(planner, program, *others)
+
+    monkeypatch.setattr(Planner, "search_and_lower", noted)
+    with pytest.raises(DoesNotFitError):
+        in_wide_stages(virtual_stages=2, memory_budget=200_000)
+    assert len(asked) > len({digest for digest, _ in asked})
+    assert len(asked) == len(set(asked))
 
 
 def _takes_what_is_predicted(**options: Any) -> None:

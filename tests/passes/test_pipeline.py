@@ -202,6 +202,23 @@ def test_a_saved_plan_lowers_to_the_same_program(tmp_path) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.parametrize("share", [1.0, 0.7])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_a_plan_is_predicted_from_what_runs(share: float, micro_batches: int) -> None:
+    """The program that a search keeps is the one that its plan lowers to; also with values computed again."""
+    mesh, program = Mesh({"x": 2}), blocks_program(batch=16, length=256, hidden=64)
+    options = PlanOptions(micro_batches=micro_batches)
+    peak = plan_program(program, mesh, h100s(mesh), options).predicted.peak_memory_bytes
+    options = replace(options, memory_budget=int(share * peak))
+    found = pipeline.plan_and_lower(program, mesh, h100s(mesh), options)
+    saves = found.plan.recompute.nodes or found.plan.offload.nodes
+    assert bool(saves) is (share < 1)
+    again = lower_program(program, found.plan, h100s(mesh), micro_batches=micro_batches)
+    assert found.phased is not None
+    assert str(found.phased.lowered.graph_module.graph) == str(again.lowered.graph_module.graph)
+    assert found.phased.digest() == again.digest()
+
+
 def test_the_order_of_passes_is_data() -> None:
     """Preparation is a tuple of passes, each of which gives back a program."""
     program = perceptron_program()
