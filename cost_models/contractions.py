@@ -82,7 +82,7 @@ def einsum(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
     extents = {index: size for part, tensor in zip(parts, inputs, strict=True) for index, size in _named(part, tensor)}
     done, products = parts[0], []
     for place, part in enumerate(parts[1:], start=2):
-        needed = set(result if result or "->" in equation else terms) | set("".join(parts[place:]))
+        needed = set(result if "->" in equation else terms) | set("".join(parts[place:]))
         products.append(_pair_product(done, part, needed, extents))
         done = "".join(dict.fromkeys(index for index in done + part if index in needed))
     return _products(inputs, outputs, tuple(products)) if products else memory_bound(inputs, outputs)

@@ -7,6 +7,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cost_models.collectives import (
+    _tree,
     all_gather_time,
     all_reduce_algorithms,
     all_reduce_time,
@@ -158,6 +159,13 @@ def test_a_tree_beats_the_ring_for_short_messages_on_many_nodes():
     intra, inter = node_type("h100_sxm").intra, node_type("h100_sxm").inter
     times = all_reduce_algorithms(1024, group(8, 32, intra, inter))
     assert times["tree"] < times["ring"] / 2
+
+
+def test_a_tree_of_more_than_two_nodes_crosses_each_nodes_network_twice():
+    """Nodes between others hand the tensor up and down; of two nodes, one only sends and the other only receives."""
+    near, far = (Link(speed, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0) for speed in (1e12, 1e9))
+    two, four = (_tree(1e9, group(2, nodes, near, far)) for nodes in (2, 4))
+    assert four == pytest.approx(2 * two)
 
 
 def test_an_all_to_all_is_bound_by_the_network_share():

@@ -291,3 +291,10 @@ def test_hardware_of_published_runs_can_be_built(gpu, per_node, fabric, network,
     links = cluster.axis_links({"pipeline": 4, "data": per_node // 4, "model": 4})
     assert links["pipeline"].nodes == 4
     assert links["model"].intra is not None
+
+
+@pytest.mark.parametrize("wrong", [{"devices_per_nic": 0}, {"nodes_per_pod": -1}, {"oversubscription": 0.5}])
+def test_a_network_that_cannot_be_is_refused(wrong):
+    """Each by itself, with what was given."""
+    with pytest.raises(TopologyError, match="at least 1, 0 and 1"):
+        node_type("h100_sxm").with_network(**wrong)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hypothesis import given
 
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import P
+from autoshard.rules.carries import increasing
 from autoshard.rules.enumeration import enumerate_strategies
 from autoshard.rules.notation import Rule, bind
 from autoshard.testing.strategies import meshes
@@ -54,3 +57,13 @@ def test_results_that_do_not_depend_on_a_factor_stay_whole() -> None:
     rule = bind(Rule("r c -> r, r", reduce={"c": "sum"}, whole={"c": (1,)}), [(4, 4)], [(4,), (4,)])
     split = next(s for s in enumerate_strategies(rule, Mesh({"a": 2})) if s.inputs[0] == P(None, "a"))
     assert split.outputs == (P(partial={"a": "sum"}), P())
+
+
+def test_padding_leaves_pending_values_as_they_are() -> None:
+    """Zeros may be in all addends of a sum; ones, only in those of a maximum, which has them once."""
+    rule = bind(Rule("n -> n", linear=[(0,)], carries=increasing((0,))), [(3,)], [(3,)])
+    zeros, ones = (replace(rule, padding={"n": (fill,)}) for fill in (0, 1))
+    padded = [{s.outputs[0] for s in enumerate_strategies(each, Mesh({"a": 2, "b": 2}))} for each in (zeros, ones)]
+    sums, maxima = (P("a", partial={"b": reduction}) for reduction in ("sum", "max"))
+    assert {sums, maxima} <= padded[0]
+    assert padded[1] & {sums, maxima} == {maxima}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -25,3 +26,10 @@ def test_a_message_has_any_size(channel: ControlChannel, size: int) -> None:
     for turn in range(3):
         value = bytes([turn]) * size
         assert channel.exchange(value, "say much") == [value]
+
+
+def test_what_comes_a_moment_later_is_waited_for(channel: ControlChannel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is not asked for again and again meanwhile: a rank that waits leaves the processor to others."""
+    answers = iter([False, False, True])
+    monkeypatch.setattr(channel, "_store", SimpleNamespace(check=lambda keys: next(answers)))
+    assert channel._has_come("verdict")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
+from autoshard.errors import TraceError
 from autoshard.tracing import trace
 
 
@@ -27,3 +29,16 @@ def test_what_only_the_backward_reads_stands_behind_the_forward() -> None:
     phases = [node.meta["phase"] for node in program.graph.nodes if node.op == "call_function"]
     assert set(phases) == {"forward", "backward"}
     assert phases == sorted(phases, reverse=True)
+
+
+class Draws(nn.Module):
+    """Draws numbers by an operator that has no form independent of the layout."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten._fused_dropout.default(x, 0.5)[0] + x
+
+
+def test_random_operators_without_a_form_are_refused() -> None:
+    """Wherever they stand in the program, with the line of the model."""
+    with pytest.raises(TraceError, match=r"random operator aten\..* at test_assemble\.py:"):
+        trace(Draws(), (torch.randn(4),))

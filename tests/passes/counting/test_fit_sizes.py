@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -91,3 +93,11 @@ def test_inputs_are_repeated_or_cut() -> None:
     sizes = input_sizes((tokens,), {}, None)
     (grown,), _ = resize((tokens,), {}, sizes, (4, 2))
     assert grown.tolist() == [[0, 1], [4, 5], [0, 1], [4, 5]]
+
+
+@pytest.mark.parametrize("value", range(1, 10))
+def test_an_odd_size_shares_no_factor_with_the_example(value: int) -> None:
+    """There, what was rounded at the example's multiples shows."""
+    odd = InputSize("batch", ((0, 0),), value).odd
+    assert math.gcd(odd, value) == 1
+    assert odd > 1

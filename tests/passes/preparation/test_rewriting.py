@@ -1,0 +1,21 @@
+"""Graphs with other operators in the place of some."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from passes.preparation.rewriting import with_targets
+
+_aten = torch.ops.aten
+
+
+def test_a_graph_without_the_operators_is_left_alone() -> None:
+    """It is the same object; with one of them it is another graph."""
+    graph = fx.Graph()
+    graph.output((graph.call_function(_aten.neg.default, (graph.placeholder("x"),)),))
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    assert with_targets(module, {_aten.tanh.default: _aten.sin.default}) is module
+    changed = with_targets(module, {_aten.neg.default: _aten.sin.default})
+    assert [node.target for node in changed.graph.find_nodes(op="call_function", target=_aten.sin.default)]
+    assert module.graph.find_nodes(op="call_function", target=_aten.neg.default)

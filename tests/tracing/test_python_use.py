@@ -1,0 +1,16 @@
+"""What a trace reads of a model's Python."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from autoshard.tracing.python_use import all_reads
+
+
+def test_attributes_are_read_and_members_are_not() -> None:
+    """Parameters, buffers, submodules and modes are looked at by other means."""
+    model = nn.Dropout(0.25)
+    ((_, module, names), *_) = all_reads(model).names
+    assert module is model
+    assert {"p", "inplace"} <= set(names)
+    assert not {"_parameters", "_buffers", "_modules", "training"} & set(names)
