@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -418,15 +419,16 @@ def _walked(
     whole. Where communication overlaps, its step is that of the planning problem, as `segment_step` writes it down.
     """
     micro_batches, is_whole = planning.liveness.micro_batches, not planning.elided.sites
+    made: dict[type, Any] = {}
     phased = lower_prepared(
         planning.space.program, plan, cluster, with_overlap=is_whole, reduce_dtype=options.reduce_dtype,
-        micro_batches=micro_batches if is_whole else 1,
+        micro_batches=micro_batches if is_whole else 1, on_pass=lambda one, _, result: made.update({type(one): result}),
     )  # fmt: skip
     walked = walk_program(phased, NodePrices(cluster, plan.mesh), planning.elided, micro_batches)
     if not is_whole and overlap_of(cluster) is not None:
         walked = replace(walked, segments=repeated_step(planning, choice, micro_batches, walked.adding_s))
-    plain, made = (peak_bytes(item, micro_batches=micro_batches) for item in (SplitPhases()(phased.lowered), phased))
-    return replace(walked, passes_bytes=made - plain), phased
+    plain, peak = (peak_bytes(item, micro_batches=micro_batches) for item in (made[SplitPhases], phased))
+    return replace(walked, passes_bytes=peak - plain), phased
 
 
 def kernels_of(plan: Plan, prepared: Program, cluster: Cluster, counts: Mapping[str, int]) -> Kernels:

@@ -100,12 +100,12 @@ def as_overload(operator: Any) -> Any:
 
 def has_rule(operator: Any) -> bool:
     """Whether `operator` has a sharding rule."""
-    return _find(as_overload(operator)) is not None
+    return find_rule(as_overload(operator)) is not None
 
 
 def author_of_rule(operator: Any) -> str | None:
     """The module that an operator's sharding rule was written in; None without a rule."""
-    function = _find(as_overload(operator))
+    function = find_rule(as_overload(operator))
     return None if function is None else function.__module__
 
 
@@ -119,7 +119,8 @@ def inferred_operators() -> dict[str, tuple[str, ...]]:
     return {str(operator): rules for operator, rules in _inferred.items()}
 
 
-def _find(operator: Any) -> RuleFunction | None:
+def find_rule(operator: Any) -> RuleFunction | None:
+    """The function that gives an operator's rule for a call; None without a rule."""
     return _rules.get(operator) or _rules.get(str(operator))
 
 
@@ -138,7 +139,7 @@ def bound_rule(
         outputs: the call's results, likewise; None entries of a tuple result are skipped.
         ranges: what numbers each tensor operand can hold; left out, finite ones other than zero.
     """
-    function = _find(operator)
+    function = find_rule(operator)
     rule = function(*args, **kwargs) if function is not None else None
     if rule is None:
         return None

@@ -25,9 +25,9 @@ from autoshard.ir.reshard import StepCost, plan_reshard
 from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.emit_local import emit_local
 from autoshard.rules.hub import hub
-from autoshard.rules.ranges import Ranges, find_ranges
 from autoshard.tracing.lazy_module import lazy_module
-from passes.strategies.enumerate_strategies import operands_of, resolve, rule_of
+from passes.lowering.bound_rules import BoundRules
+from passes.strategies.enumerate_strategies import operands_of, resolve
 from passes.strategies.local_tracer import LocalTracer
 from passes.strategies.match_strategy import match_strategy
 
@@ -105,12 +105,12 @@ class _Lowering:
     local: dict[tuple[str, int], tuple[fx.Proxy, PartitionSpec]] = field(default_factory=dict)
     results: dict[int, fx.Node] = field(default_factory=dict)
     nodes: dict[str, fx.Node] = field(init=False)
-    ranges: Ranges = field(init=False)
+    rules: BoundRules = field(init=False)
 
     def __post_init__(self) -> None:
         self.tracer = LocalTracer(self.graph)
         self.nodes = self.program.nodes_by_name()
-        self.ranges = find_ranges(self.program.graph_module)
+        self.rules = BoundRules.of(self.program)
 
     def run(self) -> LoweredProgram:
         pending = self._results_by_node()
@@ -156,7 +156,7 @@ class _Lowering:
         return self.tracer.placeholder(node.name, value, spec.local_shape(value.shape, self.plan.mesh))
 
     def _lower_call(self, node: fx.Node) -> None:
-        rule, node_plan = rule_of(node, self.ranges), self._node_plan(node)
+        rule, node_plan = self.rules.of_call(node), self._node_plan(node)
         strategy = match_strategy(rule, self.plan.mesh, node_plan, node.name)
         specs = iter(strategy.inputs)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: self._argument(argument, specs))
