@@ -50,6 +50,13 @@ def slowest_ring(links) -> float:
     return min([*inside, *outside, *spine])
 
 
+def test_devices_are_on_the_switch_of_their_own_node():
+    """Of two nodes with three devices each, the second one's are 3, 4 and 5."""
+    graph = cluster(2, 3).topology()
+    for node, ranks in enumerate([(0, 1, 2), (3, 4, 5)]):
+        assert set(graph["switch", node]) == {("device", rank) for rank in ranks}
+
+
 @given(MESHES, st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2]), st.sampled_from([(0, 1.0), (2, 2.0), (4, 3.0)]))
 def test_bandwidth_equals_what_routing_every_ring_gives(sizes, per_node, devices_per_nic, pods):
     """The closed form and the graph agree for any axis of any mesh, cards shared and spines oversubscribed.
