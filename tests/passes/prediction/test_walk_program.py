@@ -28,7 +28,7 @@ from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import allowed_options
 from passes.planning.search import Search
 from passes.prediction.segment_step import segment_step
-from passes.prediction.walk_program import ACCUMULATION, COPIES, WalkedStep, walk_program
+from passes.prediction.walk_program import ACCUMULATION, COPIES, WalkedStep, adding_up, walk_program
 from passes.strategies.price_nodes import NodePrices
 from passes.verification.expand_biases import expand_biases
 from tests.passes.blocks import blocks_program, h100s, problem_of, two_nodes
@@ -218,3 +218,11 @@ def test_a_step_of_micro_batches_is_predicted_whole() -> None:
     assert updates[0] <= updates[1] < 1.5 * updates[0]
     assert once.mfu is not None
     assert thrice.mfu == pytest.approx(3 * once.mfu * once.step_time_s / thrice.step_time_s)
+
+
+def test_one_micro_batch_adds_nothing_up() -> None:
+    """Nor does a step without gradients; each further micro-batch adds all of them once."""
+    assert not adding_up(1.0, 1)
+    assert not adding_up(0.0, 3)
+    ((op,),) = (segment.ops for segment in adding_up(1.0, 3))
+    assert (op.seconds, op.launches) == (2.0, 2)
