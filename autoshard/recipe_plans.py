@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -50,7 +51,12 @@ class Planned:
 
 
 def plan_recipe(
-    planner: Planner, request: Request, meshes: Sequence[Mesh], recipe: Recipe, global_batch: int
+    planner: Planner,
+    request: Request,
+    meshes: Sequence[Mesh],
+    recipe: Recipe,
+    global_batch: int,
+    until: float = math.inf,
 ) -> Planned:
     """The fastest plan within a recipe.
 
@@ -63,9 +69,10 @@ def plan_recipe(
         meshes: on which the recipe may lie.
         recipe: complete or not.
         global_batch: sequences of a step.
+        until: see `StagePlans.plan`.
 
     Raises:
-        RecipeError, NotAvailableError: the recipe does not fit the model, the meshes or the batch.
+        RecipeError, NotAvailableError: the recipe does not fit the model, the meshes, the batch or the time.
         DoesNotFitError: no plan within it fits.
     """
     planner = replace(planner, recipe=replace(recipe, global_batch=global_batch))
@@ -81,7 +88,7 @@ def plan_recipe(
             break
         each = replace(planner, micro_batches=parts)
         try:
-            found.append(_plan_on(each, _with_batch(request, global_batch // parts), places))
+            found.append(_plan_on(each, _with_batch(request, global_batch // parts), places, until))
         except (DoesNotFitError, RecipeError) as error:
             _LOGGER.debug("%d micro-batches: %s", parts, error)
             failure = error
@@ -91,7 +98,7 @@ def plan_recipe(
     return min(found, key=attrgetter("step_time_s"))
 
 
-def _plan_on(planner: Planner, request: Request, meshes: Sequence[Mesh]) -> Planned:
+def _plan_on(planner: Planner, request: Request, meshes: Sequence[Mesh], until: float) -> Planned:
     """The fastest plan of a call on any of some meshes, in stages or not."""
     from passes.recipes.pipeline_stages import schedule_name
 
@@ -105,7 +112,7 @@ def _plan_on(planner: Planner, request: Request, meshes: Sequence[Mesh]) -> Plan
         pipeline = pipeline_of(mesh, schedule_name(recipe), recipe.virtual_stages, planner.micro_batches)
         assert pipeline is not None, "an axis carries stages"
         try:
-            plans.append(Planned(planner, request, None, plan_stages(planner, pipeline, request)))
+            plans.append(Planned(planner, request, None, plan_stages(planner, pipeline, request, until)))
         except DoesNotFitError as error:
             failure = error
     if not plans:

@@ -77,7 +77,8 @@ def _shapes(found: Sequence[FoundRecipe], search: RecipeSearch) -> dict[Recipe, 
 
 _MOST_SHAPES, _NEAR, _SHARE_OF_OTHERS = 3, 1.5, 0.5
 """Meshes that are planned at most, how much slower their recipes may be than the fastest, and the part of the time
-that all may take: where the first is planned, the others are only as good as they are quick to plan."""
+that all may take: where the first is planned, the others are only as good as they are quick to plan. Where stages of
+the first do not fit by then, others have the rest."""
 
 _SECONDS_PER_PARAMETER, _SECONDS_WITHOUT_STAGES = 0.2, 20.0
 """Planning takes so long, about, for each parameter; without stages at most so long, as alike blocks are left out."""
@@ -111,7 +112,8 @@ def _fastest(
     for shape, found in shapes.items():
         needed_s += _seconds(request.model, found)
         is_late, is_slow = needed_s > _SHARE_OF_OTHERS * planner.time_budget_s, found.objective > _NEAR * least
-        if plans and (is_late or is_slow or len(plans) == _MOST_SHAPES):
+        left_s = end - time.monotonic()
+        if (plans and (is_late or is_slow or len(plans) == _MOST_SHAPES)) or (failure and left_s <= 0):
             break
         if _takes_too_long(request.model, found, planner.time_budget_s):
             continue
@@ -119,8 +121,9 @@ def _fastest(
             if shape.pipeline > 1:
                 check_stages()
             meshes = meshes_for(shape, search.problem.cluster, None)
-            in_time = replace(planner, time_budget_s=max(1.0, end - time.monotonic()))
-            planned = plan_recipe(in_time, request, meshes, shape, shape.batch)
+            in_time = replace(planner, time_budget_s=max(1.0, left_s))
+            until = end if failure or len(shapes) == 1 else end - _SHARE_OF_OTHERS * left_s
+            planned = plan_recipe(in_time, request, meshes, shape, shape.batch, until)
         except (DoesNotFitError, RecipeError, NotAvailableError) as error:
             _LOGGER.debug("%s: %s", shape.words, error)
             failure = failure or error

@@ -66,7 +66,7 @@ class StagePlans:
     pipeline: Pipeline
 
     def plan(
-        self, program: Program, request: Request, homes: Mapping[str, int] | None = None
+        self, program: Program, request: Request, homes: Mapping[str, int] | None = None, until: float = math.inf
     ) -> tuple[Plan, Sequence[PhasedProgram]]:
         """The plan of a traced step, or of a call without gradients, and its lowered stages.
 
@@ -74,15 +74,17 @@ class StagePlans:
             program: forward and backward, or a forward alone.
             request: what it is a trace of; its update is planned with each stage.
             homes: the stage that holds each parameter already, by name.
+            until: a time of `time.monotonic` after which stages that do not fit are not searched again.
 
         Raises:
             DoesNotFitError: a rank needs more memory than there is.
+            NotAvailableError: it does in what was found by then.
         """
         start = time.perf_counter()
         cut = self._cut(program, request, homes=homes)
         self._check_constraints(program, cut, request)
         order = self.order(request)
-        stages, predicted = self._fitting(cut, order, program, request)
+        stages, predicted = self._fitting(cut, order, program, request, until)
         found = self._whole(program, cut, order, stages, predicted)
         return replace(found, search_time_s=time.perf_counter() - start), [stage.phased for stage in stages]
 
@@ -162,7 +164,7 @@ class StagePlans:
         return {name: PartitionSpec() for name in found if name.startswith(_OF_MODEL)}
 
     def _fitting(
-        self, cut: CutProgram, order: PipelineOrder, program: Program, request: Request
+        self, cut: CutProgram, order: PipelineOrder, program: Program, request: Request, until: float
     ) -> tuple[list[StageProgram], PipelinePrediction]:
         """Stages with which each rank has what its order has in flight within its memory."""
         from passes.prediction.predict_pipeline import predict_pipeline
@@ -189,6 +191,11 @@ class StagePlans:
             if predicted.whole.peak_memory_bytes >= needed:
                 break
             needed = predicted.whole.peak_memory_bytes
+            if time.monotonic() >= until:
+                raise NotAvailableError(
+                    f"the search for stages that fit did not end in time: those found need {format_bytes(needed)} per "
+                    "device; give it more time, or plan with recipe=plan.recipe"
+                )
             for number, rank in enumerate(order.stage_ranks):
                 made[number] = stages[number]
                 limit, has = limits[number], stages[number].plan.predicted.peak_memory_bytes
@@ -314,19 +321,20 @@ def search_stages(
     return best
 
 
-def plan_stages(planner: Planner, pipeline: Pipeline, request: Request) -> Plan:
+def plan_stages(planner: Planner, pipeline: Pipeline, request: Request, until: float = math.inf) -> Plan:
     """The plan of a step in the stages of a pipeline.
 
     Args:
         planner: plans stages.
         pipeline: schedule and micro-batches.
         request: the call of a micro-batch.
+        until: see `StagePlans.plan`.
     """
     planner = replace(planner, micro_batches=pipeline.micro_batches)
     program = planner.trace(replace(request, update=None))
     check_has_loss(program)
     check_stays(program)
-    return StagePlans(planner, pipeline).plan(program, request)[0]
+    return StagePlans(planner, pipeline).plan(program, request, until=until)[0]
 
 
 def _pipelines(mesh: Mesh, asked: Asked, batch: int | None) -> list[Pipeline]:

@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard import DoesNotFitError, Mesh, Plan, PlanMismatchError
+from autoshard import DoesNotFitError, Mesh, NotAvailableError, Plan, PlanMismatchError
 from autoshard.ir.program import Program
 from autoshard.planner import Planner
+from autoshard.stage_plans import StagePlans
 from tests.benchmarks.pipeline_memory import TOLERANCE, measure
 from tests.end_to_end.test_pipelines import MICRO_BATCHES, NORM, adamw, check_equal, compiled, skips
 from tests.runtime.processes import checked_once, report
@@ -125,6 +126,14 @@ def test_memory_has_what_the_order_has_in_flight() -> None:
     assert tight.predicted.peak_memory_bytes <= budget
     assert any(stage.recompute.nodes or stage.offload.nodes for stage in tight.stages)
     with pytest.raises(DoesNotFitError, match="micro-batches in flight on a rank"):
+        in_wide_stages(schedule="GPipe", memory_budget=200_000)
+
+
+def test_stages_that_do_not_fit_in_time_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are searched once, and not again within less once the time is over."""
+    made = StagePlans.plan
+    monkeypatch.setattr(StagePlans, "plan", lambda *given, **options: made(*given, **{**options, "until": 0.0}))
+    with pytest.raises(NotAvailableError, match=r"did not end in time: those found need .* per device; give it more"):
         in_wide_stages(schedule="GPipe", memory_budget=200_000)
 
 
