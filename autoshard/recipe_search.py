@@ -179,6 +179,8 @@ def recipe_search(
     base = replace(base, kernels=TRITON) if with_kernels else base
     asked, pinned = pin(base, constraints or {})
     forecast = "" if runtime is not None else _only_priced(optimizer, base, asked)
+    if runtime is None and not forecast:
+        asked = _as_compiled(asked, cluster, has_masters=narrow_dtype(model, asked.precision) is not None)
     priced = priced_model(model, example_inputs, loss_fn, asked.precision)
     problem = problem_of(priced.counted, cluster, asked, memory_budget, pinned)
     problem = replace(problem, runs=runtime is None and not forecast)
@@ -186,6 +188,14 @@ def recipe_search(
     return RecipeSearch(
         *(model, example_inputs, loss_fn, problem, priced, runtime, forecast, before, time_budget_s, progress)
     )
+
+
+def _as_compiled(recipe: Recipe, cluster: Cluster, *, has_masters: bool) -> Recipe:
+    """A recipe as `compile` runs it; `has_masters`: parameters are wider than what products read."""
+    from passes.recipes.own_runtime import own_runtime
+
+    run = own_runtime(cluster).executes(recipe)
+    return replace(run, master_weights=has_masters, fused=recipe.kernels == TRITON)
 
 
 def _only_priced(optimizer: str | torch.optim.Optimizer | None, base: Recipe, asked: Recipe) -> str:
@@ -241,8 +251,8 @@ class RecipeForecast:
             )
         precision = None if narrow_dtype(self.model, plan.precision) is None else plan.precision
         base = base_recipe(self.model, self.optimizer, precision, _batch_of(self.example_inputs, question))
-        base = replace(base, master_weights=plan.precision is not None and base.master_weights)
         base = replace(base, kernels=TRITON) if self.with_kernels else base
+        base = _as_compiled(base, self.cluster, has_masters=plan.precision is not None and base.master_weights)
         priced = priced_model(self.model, self.example_inputs, self.loss_fn, base.precision)
         problem = problem_of(priced.counted, self.cluster, base, plan.memory_budget, {})
         return RecipeAlternatives(problem, priced, self.time_budget_s).forecast(plan, feature)

@@ -25,6 +25,7 @@ class StepModel:
         network_slowdown: of collectives between nodes.
         interference: seconds that computation takes longer for each second of communication that runs beside it.
         step_overhead_s: once per step: data, scheduler, logging, synchronisation.
+        follows_power: whether the clock of products rises where the step does other work too (`cost_models.power`).
     """
 
     matmul_slowdown: float = 1.0
@@ -34,6 +35,7 @@ class StepModel:
     network_slowdown: float = 1.0
     interference: float = 0.189
     step_overhead_s: float = 0.0
+    follows_power: bool = True
 
     def beside(self, computation_s: float, communication_s: float) -> float:
         """Seconds of computation and communication that run side by side.
@@ -62,7 +64,17 @@ _UNITS = {"step_overhead_s": "s"}
 def fitted() -> StepModel:
     """The model of the data file `runtime/step.toml`."""
     file = constants.load("runtime", "step")
-    return StepModel(**{item.name: _number(file, item.name) for item in fields(StepModel)})
+    names = (item.name for item in fields(StepModel) if item.name != "follows_power")
+    return replace(StepModel(), **{name: _number(file, name) for name in names})
+
+
+def alone(interference: float) -> StepModel:
+    """The model under which kernels and collectives take what they take alone, as in plans of specs.
+
+    Args:
+        interference: seconds that computation takes longer for each second of communication beside it.
+    """
+    return StepModel(interference=interference, follows_power=False)
 
 
 def _number(file: HardwareFile, name: str) -> float:

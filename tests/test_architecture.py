@@ -38,7 +38,7 @@ _PASSES: dict[str, tuple[str, ...]] = {
     "passes.lowering": (*_PROVEN, "passes.verification", "passes.memory"),
     "passes.counting": (*_PROGRAMS[:3], "passes.recomputation", "passes.lowering", "passes"),
     "passes.sections": (*_PROGRAMS[:3], "passes.verification", "passes.lowering", "passes"),
-    "passes.recipes": (*_PROGRAMS[:3], "passes.sections", "passes.counting"),
+    "passes.recipes": (*_PROGRAMS[:3], "passes.sections", "passes.counting", "passes.lowering"),
     "passes.questions": ("passes.planning", "passes"),
     "passes.recipe_search": ("passes.solver", "passes.sections", "passes.recipes", "passes.questions"),
 }

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 import autoshard
 from autoshard import Cluster, DoesNotFitError, Mesh, P, Plan, Recipe
 from autoshard.errors import InvalidSpecError, NotAvailableError, RecipeError
+from passes.recipes.own_runtime import own_runtime
 from tests.passes.decoders import PRICED, dense, tokens
 
 MODEL = dense(4)
@@ -227,8 +228,9 @@ def test_what_plans_of_specs_cannot_do_is_a_forecast(specs: Plan) -> None:
     """The fastest recipes with a pipeline and without, as planning them gives, and as pricing one says again."""
     answer = specs.why_not("pp")
     (found,) = answer.variants
-    same = {"global_batch": 8, "memory_budget": specs.memory_budget}
-    piped, flat = (_plan(**same, constraints={"pipeline": ranks, "master_weights": False}) for ranks in ((2, 4), (1,)))
+    ours = dataclasses.replace(own_runtime(CLUSTER), master_weights=False)
+    same = {"global_batch": 8, "memory_budget": specs.memory_budget, "runtime": ours}
+    piped, flat = (_plan(**same, constraints={"pipeline": ranks}) for ranks in ((2, 4), (1,)))
     assert piped.recipe is not None
     assert answer.reference is not None
     assert found.step_time_s == found.objective == piped.predicted.step_time_s

@@ -96,6 +96,9 @@ class Recipe:
         kernels: what chains of memory-bound operators run as: "library", what the usual libraries have; "triton", what
             `backend="triton"` puts in their place, see docs/kernels.md.
         unfused: modules, by their own names joined by + ("clamp+bias"), whose operators run one by one all the same.
+        compiled: the step is one program, as `autoshard.compile` runs it. Parameters lie in the optimizer's own type.
+            ZeRO-1 and -2 gather them in that type, beside the update. Gradients of several micro-batches are reduced
+            beside the update too, but for ZeRO-2 and -3. ZeRO-3 gathers again only for what is computed again.
         cuda_graph: kernels are launched from a captured graph.
         blocking_launches: the host waits for each kernel before it issues the next (CUDA_LAUNCH_BLOCKING=1).
 
@@ -145,6 +148,7 @@ class Recipe:
     fused: bool = True
     kernels: str = LIBRARY
     unfused: str | None = None
+    compiled: bool = False
     cuda_graph: bool = False
     blocking_launches: bool = False
 
@@ -201,6 +205,16 @@ class Recipe:
     def reduces_each(self) -> bool:
         """Whether each micro-batch's gradients are reduced at once, as a rank keeps its shard of the sum only."""
         return self.zero == 3 or (self.zero == 2 and self.micro_batches > 1)
+
+    @property
+    def gathers_once(self) -> bool:
+        """Whether a micro-batch's backward reads what ZeRO-3 gathered for its forward."""
+        return self.compiled and self.recompute != "full"
+
+    @property
+    def reduces_late(self) -> bool:
+        """Whether gradients are summed over micro-batches, and the sum is reduced beside the update."""
+        return self.compiled and self.micro_batches > 1 and not self.reduces_each
 
     @property
     def stages(self) -> int:

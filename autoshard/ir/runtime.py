@@ -21,7 +21,7 @@ class Runtime:
     Args:
         name: of the framework.
         early_stop, gradient_dtype, separate_sum, master_weights, overlap_gradients, overlap_parameters, overlap_tensor,
-        overlap_pipeline, bucket_bytes, separate_experts, fused: see `Recipe`.
+        overlap_pipeline, bucket_bytes, separate_experts, fused, compiled: see `Recipe`.
 
     Example:
         >>> RUNTIMES["fsdp2"].executes(Recipe(data=8, zero=3)).fused
@@ -40,6 +40,7 @@ class Runtime:
     bucket_bytes: int = 200_000_000
     separate_experts: bool = False
     fused: bool = True
+    compiled: bool = False
 
     def executes(self, recipe: Recipe) -> Recipe:
         """The recipe as this runtime executes it."""

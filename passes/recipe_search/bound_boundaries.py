@@ -217,7 +217,7 @@ def uneven_floor(
         return np.array([max(counts @ blocks for blocks in taken) + model.step_overhead_s])
 
     rate = floors.gain_rate if is_whole else 1.0
-    return float(step_floors(at, mean_products(floors, shapes, recipe), cluster, rate)[0])
+    return float(step_floors(at, mean_products(floors, shapes, recipe), cluster, model, rate)[0])
 
 
 @lru_cache(maxsize=1024)
@@ -333,7 +333,7 @@ def fastest_boundaries(
         paths = path_costs(0.0)
         least = paths.least()
         found = paths.within(_NEAR * float(least[0, 0]), least)
-        share, most = longer_step(products_s, float(bound(least[:1, 0], 0.0)[0]), cluster, rate)
+        share, most = longer_step(products_s, float(bound(least[:1, 0], 0.0)[0]), cluster, model, rate)
         if enough < ROUNDING * most:
             faster = path_costs(share)
             found &= faster.within(enough / ROUNDING - model.step_overhead_s, faster.least())
@@ -358,9 +358,9 @@ def fastest_boundaries(
     def at(shares: Floats) -> Floats:
         return step_at(float(shares[0]))
 
-    share, most = longer_step(products_s, float(step_at(0.0)[0]), cluster, rate)
+    share, most = longer_step(products_s, float(step_at(0.0)[0]), cluster, model, rate)
     fastest = costs(share)
-    floor = float(step_floors(at, products_s, cluster, rate)[0])
+    floor = float(step_floors(at, products_s, cluster, model, rate)[0])
     return Boundaries(
         floor, fastest, fastest.least(), lambda greatest: ROUNDING * np.minimum(bound(greatest, share), most)
     )

@@ -37,7 +37,14 @@ from passes.recipe_search.bound_recipes import ROUNDING, Floats
 from passes.recipe_search.known_pipes import may_be_uneven
 from passes.recipe_search.pipe_shapes import PipeShapes, Presence, even_counts, presence
 from passes.recipe_search.recipe_space import KEEPINGS, Keeping
-from passes.recipes.price_memory import gathered_bytes, is_offloaded, kept_bytes, state_bytes, update_bytes
+from passes.recipes.price_memory import (
+    again_bytes,
+    gathered_bytes,
+    is_offloaded,
+    kept_bytes,
+    state_bytes,
+    update_bytes,
+)
 from passes.sections.fold_program import AFTER, BEFORE
 from passes.sections.price_sections import SectionSizes
 
@@ -152,9 +159,7 @@ def passing_bytes(
         return np.array([of(size, name, recipe) for name, size in sections.items()], dtype=float)
 
     passing = held * (counts @ section_kept(sections, recipe))
-    passing += present.largest(each(lambda size, *_: size.workspace_bytes))
-    if recipe.recompute != "none":
-        passing += present.largest(each(again_bytes))
+    passing += present.largest(each(working_bytes))
     if recipe.offload == "activations":
         away = each(away_bytes)
         passing += np.minimum(2.0 * present.largest(away), held * (counts @ away))
@@ -250,11 +255,9 @@ def _leading_ranks(names: tuple[str, ...], blocks: tuple[str, ...], size: int) -
     return [(table[kept], held[kept]) for table, kept in zip(tables, leading, strict=True)]
 
 
-def again_bytes(size: SectionSizes, name: str, recipe: Recipe) -> int:
-    """Bytes that a section keeps while its backward runs, where they are computed again."""
-    if name in (BEFORE, AFTER):
-        return 0
-    return {"none": 0, "selective": size.core_bytes, "full": size.saved_bytes}[recipe.recompute]
+def working_bytes(size: SectionSizes, name: str, recipe: Recipe) -> int:
+    """Bytes that a section holds while its backward runs: its workspace, and what is computed again."""
+    return size.workspace_bytes + again_bytes(size, name, recipe)
 
 
 def held_bytes(size: SectionSizes, name: str, recipe: Recipe) -> int:
@@ -297,8 +300,7 @@ def layout_memory_floors(
         return np.array([[of(size, name, kind) for kind in kinds] for name, size in sections.items()], dtype=float)
 
     kept, held = each_kind(held_bytes), np.minimum(ranks.held, micro_batches)[:, None]
-    passing = held * (ranks.counts @ kept) + ranks.present.largest(workspace)[:, None]
-    passing += ranks.present.largest(each_kind(again_bytes))
+    passing = held * (ranks.counts @ kept) + ranks.present.largest(each_kind(working_bytes))
     if any(each.offload != "none" for each in keepings):
         away = each_kind(away_bytes)
         passing += np.minimum(2.0 * ranks.present.largest(away), held * (ranks.counts @ away))

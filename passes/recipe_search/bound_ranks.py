@@ -172,4 +172,4 @@ def mean_floors(
 
     mean = recipe.micro_batches / recipe.pipeline
     rates = np.where(turns.is_whole, [item.gain_rate for item in floors], 1.0)
-    return step_floors(at, mean * float(counts @ floors[0].products), cluster, rates)
+    return step_floors(at, mean * float(counts @ floors[0].products), cluster, model, rates)

@@ -67,7 +67,7 @@ from cost_models.power import power_limit
 from cost_models.step import StepModel
 from passes.recipe_search.pipe_shapes import Floats, PipeShapes, missed_turns
 from passes.recipes.price_ends import EndWork
-from passes.recipes.price_recipe import SectionPasses, copies_time, section_products, section_time
+from passes.recipes.price_recipe import SectionPasses, copies_time, follows_power, section_products, section_time
 from passes.recipes.recipe_groups import Groups
 from passes.sections.price_sections import SectionPrice
 
@@ -249,18 +249,22 @@ def turning_hops(missed: Floats, *, overlaps: bool) -> Floats:
 
 
 def step_floors(
-    at: Callable[[Floats], Floats], products_s: float, cluster: Cluster, gain_rate: Floats | float = 1.0
+    at: Callable[[Floats], Floats],
+    products_s: float,
+    cluster: Cluster,
+    model: StepModel,
+    gain_rate: Floats | float = 1.0,
 ) -> Floats:
     """Bounds on the prices of steps.
 
     Args:
         at: bounds on their times where a faster clock takes off such shares of what it can, one for each step.
         products_s: seconds of products in each of them, as `price_recipe.products_time`.
-        cluster: whose devices may have a power limit.
+        cluster, model: whose devices may have a power limit, which steps may follow.
         gain_rate: the greatest part of them that an infinitely fast clock takes off.
     """
     turn = at(np.zeros(1))
-    if cluster.device.matmul.units == 1:
+    if not follows_power(cluster, model):
         return ROUNDING * turn
 
     def taken_off() -> Floats:
@@ -276,14 +280,16 @@ _LONGER = 1.05
 """Steps that are longer than a bound by more than this are not told apart: the clock of longer steps is faster."""
 
 
-def longer_step(products_s: float, step_s: float, cluster: Cluster, gain_rate: float) -> tuple[float, float]:
+def longer_step(
+    products_s: float, step_s: float, cluster: Cluster, model: StepModel, gain_rate: float
+) -> tuple[float, float]:
     """For steps somewhat longer than a bound at the clock of sustained products.
 
     Returns:
         The share of what an infinitely fast clock takes off that the clock of such a step does, and the step at that
         clock, seconds: a bound on all longer ones. (0, infinite) without a power limit.
     """
-    if cluster.device.matmul.units == 1 or math.isinf(step_s):
+    if not follows_power(cluster, model) or math.isinf(step_s):
         return 0.0, math.inf
     share = 1.0 - 1.0 / power_limit().speed(min(1.0, products_s / (_LONGER * step_s)))
     return share, _LONGER * step_s * (1.0 - gain_rate * share)
@@ -311,10 +317,15 @@ class Ends:
     def least(self, shares: Floats, recipe: Recipe, model: StepModel) -> Floats:
         """What the sharding that waits least waits, [pipes]; see `price_ends.end_times`."""
         reduce_s, gather_s = self.reduce_s, self.gather_s
+        if recipe.reduces_late:
+            sent_s = reduce_s + gather_s
+            waited_s = exposed(self.update_s, sent_s, model) if recipe.overlap_gradients else sent_s
+            return (waited_s + self.update_s).min(axis=1)
         if recipe.overlap_gradients:
             reduce_s = exposed(self.backward - shares[:, None] * self.backward_gain, reduce_s, model)
         if recipe.overlap_parameters:
-            gather_s = exposed(self.forward - shares[:, None] * self.forward_gain, gather_s, model)
+            beside_s = self.update_s if recipe.compiled else self.forward - shares[:, None] * self.forward_gain
+            gather_s = exposed(beside_s, gather_s, model)
         return (reduce_s + gather_s + self.update_s).min(axis=1)
 
 
@@ -380,7 +391,7 @@ def path_floors(
         return np.maximum(path, latency - shares * latency_gain) + model.step_overhead_s
 
     rates = np.where(shapes.is_whole[:, 0], floors.gain_rate, 1.0)
-    return step_floors(at, mean_products(floors, shapes, recipe), cluster, rates)
+    return step_floors(at, mean_products(floors, shapes, recipe), cluster, model, rates)
 
 
 def latencies(floors: SectionFloors, shapes: PipeShapes, send_s: float) -> tuple[Floats, float]:

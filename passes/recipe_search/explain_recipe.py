@@ -30,7 +30,7 @@ from cost_models.schedule_orders import stage_ranks
 from cost_models.step import StepModel
 from passes.recipe_search.recipe_space import Only
 from passes.recipes.pipeline_stages import rank_sections, schedule_name, share_out
-from passes.recipes.price_ends import GRADIENT_BYTES, EndWork, end_work, update_bytes
+from passes.recipes.price_ends import EndWork, end_work, exchanged_bytes, gradient_bytes, update_bytes
 from passes.recipes.price_memory import state_bytes
 from passes.recipes.price_recipe import sharded_time
 from passes.recipes.recipe_groups import Groups, recipe_groups, traffic_time
@@ -196,7 +196,7 @@ def _parameter_costs(
     work, total = (_less(whole, plain), expert) if is_expert else (plain, dense)
     share = elements / total
     axis = "data" if recipe.context == 1 else "data x context"
-    weight, gradient = 2 * elements, GRADIENT_BYTES[recipe.gradient_dtype] * elements
+    weight, gradient = elements * exchanged_bytes(recipe), elements * gradient_bytes(recipe)
     costs = [
         ValueCost("gradient reduction", axis, gradient, 1, share * work.reduce_s),
         ValueCost("parameter gathering", axis, weight, 1, share * work.gather_s),
@@ -207,10 +207,12 @@ def _parameter_costs(
         if is_expert:
             gathers_s, agains_s = sharded_time(price, recipe, groups, cluster, model)
             gather_s, again_s = gathers_s - gather_s, agains_s - again_s
+        reduce_s, gathers = (again_s, 1) if recipe.gathers_once else (again_s - gather_s, 2)
+        what = "parameter gathering, forward" + " and backward" * (gathers == 2)
         part = elements / (price.expert_parameters if is_expert else price.parameters) * turns
         costs += [
-            ValueCost("gradient reduction", axis, gradient, turns, (again_s - gather_s) * part),
-            ValueCost("parameter gathering, forward and backward", axis, weight, 2 * turns, 2 * gather_s * part),
+            ValueCost("gradient reduction", axis, gradient, turns, reduce_s * part),
+            ValueCost(what, axis, weight, gathers * turns, gathers * gather_s * part),
         ]
     shards = (groups.expert_replicas if is_expert else groups.zero).size if recipe.zero else 1
     update = ValueCost("optimizer", "", round(elements / shards * update_bytes(recipe)), 1, share * work.update_s)

@@ -92,8 +92,8 @@ class RecipePricer:
     _sizes: dict[tuple[object, ...], Mapping[str, SectionSizes]] = field(default_factory=dict)
     _single: dict[tuple[object, ...], SectionFloor] = field(default_factory=dict)
     _passes: dict[tuple[object, ...], SectionPasses] = field(default_factory=dict)
-    _adds_faster: dict[bool, bool] = field(default_factory=dict)
-    _parameters: dict[tuple[int, float, str], ParameterBytes] = field(default_factory=dict)
+    _adds_faster: dict[tuple[int, bool], bool] = field(default_factory=dict)
+    _parameters: dict[tuple[object, ...], ParameterBytes] = field(default_factory=dict)
     _sharded: dict[tuple[object, ...], Floats] = field(default_factory=dict)
     _passing: dict[tuple[object, ...], Passing] = field(default_factory=dict)
     _ends: dict[tuple[object, ...], EndWork] = field(default_factory=dict)
@@ -165,7 +165,8 @@ class RecipePricer:
         unevenly.
         """
         ranks, sizes = self._pipe_ranks(first, most), self.sizes(first)
-        copies, shared = (np.array(self._parameter_bytes(zero, shards, first)) for shards in (math.inf, 1))
+        least = replace(first, recompute="full")
+        copies, shared = (np.array(self._parameter_bytes(zero, shards, least)) for shards in (math.inf, 1))
         shares = np.array([first.tensor, first.expert * first.expert_tensor]) / first.devices
         parameters = copies + (shared - copies) * (ranks.sizes[:, None] * shares)[..., None]
         whole = self._counts_of(tuple(sizes)) if uneven else None
@@ -192,7 +193,7 @@ class RecipePricer:
 
     def _parameter_bytes(self, zero: int, shards: float, recipe: Recipe) -> ParameterBytes:
         """The same under a ZeRO stage over so many ranks; all else is alike in a search."""
-        key = (zero, shards, recipe.offload)
+        key = (zero, shards, recipe.offload, recipe.recompute, recipe.micro_batches > 1)
         if key not in self._parameters:
             self._parameters[key] = parameter_bytes(shards, replace(recipe, zero=zero, whole_tensors=False))
         return self._parameters[key]
@@ -215,7 +216,7 @@ class RecipePricer:
         up may take less.
         """
         recipes = [first]
-        if first.micro_batches == 1 or (first.overlap_expert and first.expert > 1):
+        if first.micro_batches == 1 or first.compiled or (first.overlap_expert and first.expert > 1):
             data = first.pipeline * first.data // most
             recipes.append(replace(first, pipeline=most, data=data, schedule="1f1b" if most > 1 else None))
         if any(self._adds_faster_gathered(recipe) for recipe in recipes):
@@ -229,7 +230,7 @@ class RecipePricer:
 
     def _adds_faster_gathered(self, recipe: Recipe) -> bool:
         """Whether adding up gradients takes less where each micro-batch's are reduced; alike for all of a search."""
-        key = recipe.micro_batches > 1
+        key = (recipe.micro_batches if recipe.compiled else recipe.micro_batches > 1, recipe.gathers_once)
         if key not in self._adds_faster:
             gathering = replace(recipe, zero=_GATHERS, whole_tensors=False)
             self._adds_faster[key] = any(
@@ -278,7 +279,8 @@ class RecipePricer:
         """
         if not recipe.reduces_each:
             return np.zeros((2, len(self.sections(recipe))))
-        key = (recipe.tensor, recipe.expert, recipe.expert_tensor, recipe.replicas, recipe.zero, zero_groups)
+        shape = (recipe.tensor, recipe.expert, recipe.expert_tensor, recipe.replicas)
+        key = (*shape, recipe.zero, zero_groups, recipe.gathers_once)
         if key not in self._sharded:
             of_groups = [self._gathers(replace(recipe, zero_group=group)) for group in zero_groups]
             self._sharded[key] = np.minimum.reduce(of_groups)
@@ -349,7 +351,7 @@ class RecipePricer:
     def end_work(self, dense: float, expert: float, tensors: int, recipe: Recipe) -> EndWork:
         """What a rank with so many parameters does once per step."""
         shape = (recipe.tensor, recipe.expert, recipe.expert_tensor, recipe.replicas, recipe.zero, recipe.zero_group)
-        key = (dense, expert, tensors, recipe.reduces_each, *shape)
+        key = (dense, expert, tensors, recipe.reduces_each, recipe.micro_batches > 1, *shape)
         if key not in self._ends:
             groups = self.groups(recipe)
             self._ends[key] = end_work(dense, expert, tensors, recipe, groups, self.cluster, self.model)
@@ -388,14 +390,15 @@ class RecipePricer:
         """What sections take: the same whatever the pipeline and, unless each micro-batch exchanges, the sharding."""
         stage = recipe.zero if recipe.reduces_each else 0
         shards = (stage, recipe.replicas, recipe.zero_group) if stage and gathers else stage
-        turns = recipe.micro_batches if recipe.overlap_expert and recipe.expert > 1 else recipe.micro_batches > 1
+        counts = recipe.compiled or (recipe.overlap_expert and recipe.expert > 1)
+        turns = recipe.micro_batches if counts else recipe.micro_batches > 1
         keeping = (recipe.recompute, recipe.offload)
         key = (_layout_of(recipe), keeping, turns, shards)
         if key not in self._floors:
             groups = self.groups(recipe)
             if not gathers:
                 groups = replace(groups, zero=self._alone, outer=self._alone, expert_replicas=self._alone)
-            rest = (recipe.tensor, recipe.context, turns, shards, gathers)
+            rest = (recipe.tensor, recipe.context, turns, shards, gathers, recipe.gathers_once)
             floors = [
                 self._section_floor(price, name, recipe, groups, keeping, rest)
                 for name, price in self.sections(recipe).items()

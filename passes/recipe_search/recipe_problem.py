@@ -10,11 +10,12 @@ from functools import cached_property
 
 from autoshard.ir.recipe import Recipe
 from cost_models.hardware import Cluster
-from cost_models.step import StepModel, fitted
+from cost_models.step import StepModel
 from passes.recipe_search.recipe_objectives import Fastest, Smallest
 from passes.recipe_search.recipe_pricer import RecipePricer
 from passes.recipe_search.recipe_space import Only, RecipeSpace, keeps
 from passes.recipe_search.search_recipes import Branch, FoundRecipe, Watch, search_recipes
+from passes.recipes.own_runtime import step_model
 from passes.sections.price_model import CountedModel
 
 _BASELINES_SHARE = 0.3
@@ -31,7 +32,7 @@ class RecipeProblem:
         base: the global batch, and the fields that are not searched (`recipe_space.SEARCHED` are).
         memory_limit: bytes of a device that recipes may take.
         least_tokens: see `RecipeSpace`.
-        model: of the step; default: the fitted one.
+        step: how kernels do in the step; default: that of the runtime of `base`.
         pinned: searched fields to the values that they may have in every search, see `recipe_constraints`. Where the
             tensor or context ranks are pinned, neither the node nor `least_tokens` limits them.
         runs: see `RecipeSpace`.
@@ -42,9 +43,14 @@ class RecipeProblem:
     base: Recipe
     memory_limit: float
     least_tokens: int = 128
-    model: StepModel = field(default_factory=fitted)
+    step: StepModel | None = None
     pinned: Only = field(default_factory=dict)
     runs: bool = False
+
+    @cached_property
+    def model(self) -> StepModel:
+        """How kernels and collectives do in the step."""
+        return step_model(self.base, self.cluster) if self.step is None else self.step
 
     @cached_property
     def pricer(self) -> RecipePricer:

@@ -9,10 +9,24 @@ from cost_models.collectives import all_gather_time, all_reduce_time, broadcast_
 from cost_models.compute import memory_time
 from cost_models.hardware import Cluster
 from cost_models.step import StepModel
+from passes.recipes import own_runtime
 from passes.recipes.recipe_groups import Groups, in_pieces, slowdown
 
 GRADIENT_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 WEIGHT_BYTES = {"bf16": 2, "f16": 2, "f8": 2, "f32": 4}
+
+
+def gradient_bytes(recipe: Recipe) -> int:
+    """Bytes of an element of a gradient that is reduced."""
+    return own_runtime.at_rest_bytes(recipe) if recipe.compiled else GRADIENT_BYTES[recipe.gradient_dtype]
+
+
+def exchanged_bytes(recipe: Recipe) -> int:
+    """Bytes of an element of a parameter that is gathered: ZeRO-3 gathers what products read."""
+    if not recipe.compiled:
+        return 2
+    cast = own_runtime.cast_bytes(recipe) if recipe.zero == 3 else 0
+    return cast or own_runtime.at_rest_bytes(recipe)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +58,11 @@ def end_work(
         gather_s = broadcasts_time(dense, tensors, recipe, groups, model)
     shards = groups.zero.size if recipe.zero else 1
     elements = dense / shards + expert / (groups.expert_replicas.size if recipe.zero else 1)
-    update_s = memory_time(elements * update_bytes(recipe), cluster.device) * model.memory_slowdown
+    moved = elements * update_bytes(recipe)
+    if recipe.compiled:
+        moved += dense * own_runtime.end_copies(groups.zero.size, recipe)
+        moved += expert * own_runtime.end_copies(groups.expert_replicas.size, recipe)
+    update_s = memory_time(moved, cluster.device) * model.memory_slowdown
     return EndWork(reduce_s, gather_s, update_s)
 
 
@@ -52,11 +70,24 @@ def end_times(load: RankLoad, recipe: Recipe, groups: Groups, cluster: Cluster, 
     """What a pipeline rank waits for once per step: its ends, beside its last backward and its first forward."""
     work = end_work(load.dense, load.expert, load.tensors, recipe, groups, cluster, model)
     reduce_s, gather_s = work.reduce_s, work.gather_s
+    if recipe.reduces_late:
+        return {"optimizer": work.update_s, **_late(work, recipe, model)}
     if recipe.overlap_gradients:
         reduce_s = model.beside(load.backward_s, reduce_s) - load.backward_s
     if recipe.overlap_parameters:
-        gather_s = model.beside(load.forward_s, gather_s) - load.forward_s
+        beside_s = work.update_s if recipe.compiled else load.forward_s
+        gather_s = model.beside(beside_s, gather_s) - beside_s
     return {"gradient reduction": reduce_s, "parameter gathering": gather_s, "optimizer": work.update_s}
+
+
+def _late(work: EndWork, recipe: Recipe, model: StepModel) -> dict[str, float]:
+    """What is waited for of reducing and gathering that both run beside the update."""
+    sent_s = work.reduce_s + work.gather_s
+    if not sent_s:
+        return {}
+    waited_s = model.beside(work.update_s, sent_s) - work.update_s if recipe.overlap_gradients else sent_s
+    parts = {"gradient reduction": work.reduce_s, "parameter gathering": work.gather_s}
+    return {name: waited_s * seconds / sent_s for name, seconds in parts.items()}
 
 
 def exchange_times(
@@ -66,16 +97,20 @@ def exchange_times(
 
     What each micro-batch did (`price_recipe.sharded_time`) is not done again.
     """
-    gradient = GRADIENT_BYTES[recipe.gradient_dtype]
+    gradient = gradient_bytes(recipe)
     reduce_s = gather_s = 0.0
     if recipe.zero in (1, 2):
-        gather_s = in_pieces(all_gather_time, dense * 2, groups.zero, recipe, cluster, model)
+        weight = exchanged_bytes(recipe)
+        gather_s = in_pieces(all_gather_time, dense * weight, groups.zero, recipe, cluster, model)
         if expert:
-            gather_s += in_pieces(all_gather_time, expert * 2, groups.expert_replicas, recipe, cluster, model)
+            gather_s += in_pieces(all_gather_time, expert * weight, groups.expert_replicas, recipe, cluster, model)
     if recipe.reduces_each:
         return reduce_s, gather_s
-    if recipe.zero and groups.zero.size == groups.replicas.size and not recipe.whole_tensors:
+    if recipe.zero and (recipe.compiled or groups.zero.size == groups.replicas.size) and not recipe.whole_tensors:
         reduce_s = in_pieces(reduce_scatter_time, dense * gradient, groups.zero, recipe, cluster, model)
+        reduce_s += in_pieces(
+            all_reduce_time, dense * gradient / groups.zero.size, groups.outer, recipe, cluster, model
+        )
     else:
         reduce_s = in_pieces(all_reduce_time, dense * gradient, groups.replicas, recipe, cluster, model)
     if expert:
@@ -102,6 +137,8 @@ _STATE_PASSES = {"sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw": 2}
 def update_bytes(recipe: Recipe) -> float:
     """Bytes that the optimizer moves for each element: state and master weight read and written, gradient read, the
     parameter written."""
+    if recipe.compiled:
+        return own_runtime.update_bytes(recipe)
     state = 8 * _STATE_PASSES[recipe.optimizer]
     master = 8 if recipe.master_weights else 2
     clipping = GRADIENT_BYTES[recipe.gradient_dtype]

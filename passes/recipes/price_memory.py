@@ -3,12 +3,12 @@
 * Parameters, gradients and optimizer state, each sharded as the ZeRO stage says. Under ZeRO-3 the shard is the master
   weight; two blocks' weights are gathered at a time.
 * Activations: what each micro-batch in flight keeps for its backward. With full recomputation that is what enters each
-  block, and once what a block keeps while its backward runs; with selective, all but the core (attention's, or the
-  modules that it names). Offloaded, what blocks keep lies on the host, but for two of them: the one whose values go
+  block, and what a block keeps while its backward runs; with selective, all but the core (attention's, or the modules
+  that it names). Offloaded, what blocks keep lies on the host, but for two of them: the one whose values go
   or come, and its neighbour.
 * What the update needs beside them, in place of activations where it is more: gradients in float32, for master weights.
 * Workspace: the most that one kernel reads and writes of what is not kept: of logits that are kept their gradient, of
-  other values a gradient and what is made of it.
+  other values a gradient and what is made of it. One section at a time has it, and what is computed again.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 from autoshard.ir.recipe import Recipe
 from cost_models.memory import MOMENTS, communicator_bytes, context_bytes
+from passes.recipes import own_runtime
 from passes.recipes.pipeline_stages import Stage, rank_sections
 from passes.recipes.price_ends import GRADIENT_BYTES, WEIGHT_BYTES
 from passes.recipes.recipe_groups import Groups
@@ -86,11 +87,9 @@ def rank_memory(
     if away:
         in_passing = 2 * max(size for size, _ in away)
         parts["offload buffers"] = min(in_passing, in_flight * sum(size * count for size, count in away))
-    if recipe.recompute == "full":
-        parts["recomputed activations"] = max((block.saved_bytes for block in blocks), default=0)
-    elif recipe.recompute == "selective":
-        parts["recomputed activations"] = max((block.core_bytes for block in blocks), default=0)
-    parts["workspace"] = float(max(sections[name].workspace_bytes for name in counts))
+    at_work = [(again_bytes(sections[name], name, recipe), sections[name].workspace_bytes) for name in counts]
+    again, workspace = max(at_work, key=sum)
+    parts |= {"recomputed activations": again, "workspace": workspace}
     update = update_bytes(dense, groups.zero.size, recipe) + update_bytes(expert, groups.expert_replicas.size, recipe)
     passing = ("activations", "offload buffers", "recomputed activations", "gathered parameters", "workspace")
     if update > sum(parts.get(name, 0.0) for name in passing):
@@ -110,6 +109,8 @@ def beside_tensors(recipe: Recipe) -> dict[str, int]:
 
 def state_bytes(elements: float, shards: float, recipe: Recipe) -> dict[str, float]:
     """Bytes of parameters, gradients and optimizer state of `elements` parameters on one rank."""
+    if recipe.compiled:
+        return own_runtime.state_bytes(elements, shards, recipe)
     weight, gradient = WEIGHT_BYTES[recipe.precision], GRADIENT_BYTES[recipe.gradient_dtype]
     extra = 2 if recipe.separate_sum and gradient > 2 else 0
     state = 4 * MOMENTS[recipe.optimizer] + (4 if recipe.master_weights and recipe.zero < 3 else 0)
@@ -125,11 +126,14 @@ def state_bytes(elements: float, shards: float, recipe: Recipe) -> dict[str, flo
 
 def gathered_bytes(block: SectionSizes, recipe: Recipe) -> float:
     """Bytes of what ZeRO-3 gathers of a block: its weights, and its neighbour's."""
-    return 2.0 * WEIGHT_BYTES[recipe.precision] * (block.parameters + block.expert_parameters)
+    weight = (own_runtime.cast_bytes(recipe) or own_runtime.at_rest_bytes(recipe)) if recipe.compiled else None
+    return 2.0 * (weight or WEIGHT_BYTES[recipe.precision]) * (block.parameters + block.expert_parameters)
 
 
 def update_bytes(elements: float, shards: float, recipe: Recipe) -> float:
     """Bytes of the float32 copy of gradients that master weights are updated with."""
+    if recipe.compiled:
+        return own_runtime.gradients_beside(elements, shards, recipe)
     if not recipe.master_weights or recipe.gradient_dtype == "f32":
         return 0.0
     return 4.0 * elements / (shards if recipe.zero >= 1 else 1)
@@ -154,6 +158,13 @@ def rank_host_bytes(
 def is_offloaded(name: str, recipe: Recipe) -> bool:
     """Whether what a section keeps lies on the host."""
     return recipe.offload == "activations" and name not in (BEFORE, AFTER)
+
+
+def again_bytes(price: SectionSizes, name: str, recipe: Recipe) -> int:
+    """Bytes that a section keeps while its backward runs, where they are computed again."""
+    if name in (BEFORE, AFTER):
+        return 0
+    return {"none": 0, "selective": price.core_bytes, "full": price.saved_bytes}[recipe.recompute]
 
 
 def kept_bytes(price: SectionSizes, name: str, recipe: Recipe) -> int:

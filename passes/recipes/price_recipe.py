@@ -24,8 +24,9 @@ from cost_models.hardware import Cluster
 from cost_models.power import power_limit
 from cost_models.stages import StageTimes
 from cost_models.step import StepModel
+from passes.recipes import own_runtime
 from passes.recipes.pipeline_stages import Stage, cuts_backward, rank_sections, run_stages, stages_time
-from passes.recipes.price_ends import GRADIENT_BYTES, RankLoad, end_times
+from passes.recipes.price_ends import GRADIENT_BYTES, RankLoad, end_times, exchanged_bytes, gradient_bytes
 from passes.recipes.price_memory import block_bytes
 from passes.recipes.price_phases import PhaseTime, phase_time
 from passes.recipes.recipe_groups import Groups, in_pieces, slowdown
@@ -141,6 +142,8 @@ def _passing(
     """
     overlaps = recipe.overlap_parameters if recipe.zero == 3 else recipe.overlap_gradients
     before_s, beside_s = (0.0, gather_s) if overlaps else (gather_s, 0.0)
+    if recipe.compiled:
+        before_s, copy_s = before_s + copy_s, 0.0
     longest_s = max(beside_s, copy_s)
     total_s, gathered_s = (model.beside(before_s + busy_s, seconds) for seconds in (longest_s, beside_s))
     first_s = max(longest_s, before_s + first_s + model.slowed(before_s + busy_s, longest_s))
@@ -167,7 +170,8 @@ def sharded_time(
     """
     if not recipe.reduces_each:
         return 0.0, 0.0
-    gradient = GRADIENT_BYTES[recipe.gradient_dtype]
+    gradient = gradient_bytes(recipe)
+    weight = exchanged_bytes(recipe)
     dense, expert = price.parameters, price.expert_parameters
     reduce_s = in_pieces(reduce_scatter_time, dense * gradient, groups.zero, recipe, cluster, model)
     reduce_s += in_pieces(all_reduce_time, dense * gradient / groups.zero.size, groups.outer, recipe, cluster, model)
@@ -176,10 +180,10 @@ def sharded_time(
     if recipe.zero < 3:
         return 0.0, reduce_s
     each = max(1, price.matrices) if recipe.listed_collectives else None
-    gather_s = in_pieces(all_gather_time, dense * 2, groups.zero, recipe, cluster, model, count=each)
+    gather_s = in_pieces(all_gather_time, dense * weight, groups.zero, recipe, cluster, model, count=each)
     if expert:
-        gather_s += in_pieces(all_gather_time, expert * 2, groups.expert_replicas, recipe, cluster, model)
-    return gather_s, gather_s + reduce_s
+        gather_s += in_pieces(all_gather_time, expert * weight, groups.expert_replicas, recipe, cluster, model)
+    return gather_s, reduce_s if recipe.gathers_once else gather_s + reduce_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +193,11 @@ class StepPrice:
     time_s: float
     breakdown: Mapping[str, float]
     in_flight: tuple[float, ...]
+
+
+def follows_power(cluster: Cluster, model: StepModel) -> bool:
+    """Whether the clock of products depends on what else a step does."""
+    return model.follows_power and cluster.device.matmul.units > 1
 
 
 def step_price(
@@ -237,7 +246,7 @@ class Step:
 
     def at_its_clock(self) -> Step:
         """The same at the clock that it leaves products, on a device with a power limit."""
-        if self.cluster.device.matmul.units == 1:
+        if not follows_power(self.cluster, self.model):
             return self
         products_s = products_time(self.sections, self.stages, self.recipe, self.model)
         speed = power_limit().speed(min(1.0, products_s / self.time_s()))
@@ -362,6 +371,8 @@ def accumulation_bytes(price: SectionPrice, recipe: Recipe) -> float:
     """
     gradient = GRADIENT_BYTES[recipe.gradient_dtype]
     elements = price.parameters + price.expert_parameters
+    if recipe.compiled:
+        return elements * own_runtime.pass_bytes(recipe)
     if recipe.reduces_each:
         return elements * (4 + (2 + gradient if gradient > 2 else 0))
     return elements * (2 + 2 * gradient) if recipe.micro_batches > 1 else 0.0

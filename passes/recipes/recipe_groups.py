@@ -19,6 +19,7 @@ from cost_models.compute import memory_time
 from cost_models.hardware import Cluster
 from cost_models.step import StepModel
 from cost_models.topology import GroupLinks
+from passes.recipes.own_runtime import bucket_count
 from passes.sections.price_sections import EXPERT, Traffic
 from passes.sections.propagate_axis import MoveKind
 
@@ -122,8 +123,10 @@ _LISTING_OPERATORS = 2
 """What the host issues for each rank of a collective that takes a list of tensors: a view, and a copy."""
 
 
-def pieces(total_bytes: float, recipe: Recipe) -> int:
+def pieces(total_bytes: float, recipe: Recipe, ranks: int) -> int:
     """In how many collectives so many bytes are exchanged."""
+    if recipe.compiled:
+        return bucket_count(total_bytes, ranks)
     return max(1, round(total_bytes / recipe.bucket_bytes))
 
 
@@ -138,7 +141,7 @@ def in_pieces(
     count: int | None = None,
 ) -> float:
     """Seconds of exchanging bytes in `count` pieces (default: of the recipe's size), each listed by rank if it does."""
-    count = pieces(total_bytes, recipe) if count is None else count
+    count = pieces(total_bytes, recipe, group.size) if count is None else count
     listing_s = 0.0
     if recipe.listed_collectives and group.size > 1:
         listing_s = group.size * _LISTING_OPERATORS * cluster.device.dispatch("eager")

@@ -18,7 +18,8 @@ from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.text import format_bytes
 from cost_models.hardware import Cluster
 from cost_models.intervals import EIGHT_BITS, RECIPES, step_time_uncertainty
-from cost_models.step import StepModel, fitted
+from cost_models.step import StepModel
+from passes.recipes.own_runtime import step_model
 from passes.recipes.pipeline_stages import in_flight, share_out
 from passes.recipes.price_ends import WEIGHT_BYTES
 from passes.recipes.price_memory import MemoryPrice, host_bytes, memory_price
@@ -41,7 +42,7 @@ def recipe_plan(
         priced: the traced model.
         recipe: the recipe.
         cluster: as large as the recipe needs.
-        model: of the step; default: the fitted one.
+        model: of the step; default: that of the recipe's runtime.
 
     Raises:
         RecipeError: see `autoshard.price`.
@@ -79,7 +80,7 @@ def predict_recipe(
     priced: CountedModel, recipe: Recipe, cluster: Cluster, model: StepModel | None = None
 ) -> Prediction:
     """What a step takes under a recipe, on the fullest rank. See `recipe_plan`."""
-    model = fitted() if model is None else model
+    model = step_model(recipe, cluster) if model is None else model
     step, memory, least_s = _step_of(priced, recipe, cluster, model)
     uncertainty = step_time_uncertainty(EIGHT_BITS if recipe.precision == "f8" else RECIPES)
     return Prediction(

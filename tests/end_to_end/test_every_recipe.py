@@ -63,6 +63,7 @@ BASES = st.builds(
     overlap_parameters=st.booleans(),
     overlap_gradients=st.booleans(),
     cuda_graph=st.booleans(),
+    compiled=st.booleans(),
     gradient_dtype=st.sampled_from(["f32", "bf16"]),
 )
 

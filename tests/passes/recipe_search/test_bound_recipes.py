@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from autoshard import Cluster, Recipe
 from cost_models.power import power_limit
 from cost_models.stages import StageTimes
+from cost_models.step import fitted
 from passes.recipe_search.bound_recipes import SectionFloors, rank_paths, step_floors
 from passes.recipe_search.known_pipes import Pipe, known_pipes
 from passes.recipe_search.pipe_shapes import pipe_shapes
@@ -77,7 +78,7 @@ def test_no_price_is_below_the_floor_at_any_clock(bound: float, share: float, mo
     cluster = Cluster("h100_sxm", 1, 1)
     products = share * bound
     rate = share if knows_rate else 1.0
-    floor = float(step_floors(lambda gain: bound - gain * products, products, cluster, rate)[0])
+    floor = float(step_floors(lambda gain: bound - gain * products, products, cluster, fitted(), rate)[0])
     first = bound + more
     speed = power_limit().speed(products / first)
     assert floor <= first - (1 - 1 / speed) * products

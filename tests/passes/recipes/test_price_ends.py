@@ -25,7 +25,7 @@ def test_smaller_pieces_take_longer() -> None:
     """Each collective has its own latency."""
     few, many = (Recipe(data=64, bucket_bytes=size) for size in (10**9, 10**6))
     groups = recipe_groups(few, _cluster(few))
-    assert pieces(10**9, many) == 1000
+    assert pieces(10**9, many, 8) == 1000
     often, seldom = (exchange_times(1e8, 0.0, each, groups, _cluster(few), MODEL)[0] for each in (many, few))
     assert often > seldom
 

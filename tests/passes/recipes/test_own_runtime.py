@@ -1,0 +1,82 @@
+"""The profile of `autoshard.compile`: what its recipes hold, move and send."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autoshard import Cluster, Recipe
+from autoshard.ir.runtime import RUNTIMES
+from cost_models.streams import measured_slowdown
+from passes.recipes.own_runtime import (
+    bucket_count,
+    end_copies,
+    gradients_beside,
+    own_runtime,
+    pass_bytes,
+    state_bytes,
+    step_model,
+    update_bytes,
+)
+
+H100S, CPUS = Cluster("h100_sxm", 1, 8), Cluster("cpu_laptop", 1, 4)
+RECIPE = own_runtime(H100S).executes(Recipe(data=8, global_batch=16, micro_batch=2))
+IN_PARTS = replace(RECIPE, micro_batch=1)
+
+
+def test_kernels_take_what_they_take_alone() -> None:
+    """No factor of published runs counts, nor the clock; collectives slow what runs beside them as in plans."""
+    model = step_model(RECIPE, H100S)
+    assert (model.matmul_slowdown, model.network_slowdown, model.follows_power) == (1.0, 1.0, False)
+    assert model.interference == measured_slowdown()
+    assert step_model(replace(RECIPE, compiled=False), H100S).follows_power
+
+
+def test_nothing_overlaps_on_the_cpus_of_one_machine() -> None:
+    """Communication keeps them as busy as computation does."""
+    recipe = own_runtime(CPUS).executes(Recipe(data=4))
+    assert not any((recipe.overlap_gradients, recipe.overlap_parameters, recipe.overlap_tensor))
+    assert step_model(recipe, CPUS).interference == 0.0
+
+
+def test_another_runtime_executes_a_recipe_of_ours_its_own_way() -> None:
+    """A recipe that was searched for `compile` can be priced for Megatron-LM."""
+    recipe = RUNTIMES["megatron"].executes(RECIPE)
+    assert (recipe.compiled, recipe.fused) == (False, True)
+
+
+@pytest.mark.parametrize(("mib", "count"), [(0.5, 1), (4, 1), (8, 2), (32, 8), (640, 10)])
+def test_collectives_go_in_buckets(mib: float, count: int) -> None:
+    """Of an eighth of all bytes; on each of 8 ranks half a MiB at least, and 8 at most."""
+    assert bucket_count(mib * 2**20, 8) == count
+
+
+def test_gradients_of_one_micro_batch_lie_where_activations_lay() -> None:
+    """Sums of several micro-batches lie beside them."""
+    assert state_bytes(1, 8, RECIPE)["gradients"] == 0
+    assert gradients_beside(1, 8, RECIPE) == 4
+    assert state_bytes(1, 8, IN_PARTS)["gradients"] == 4
+    assert gradients_beside(1, 8, IN_PARTS) == 0
+    assert state_bytes(1, 8, replace(IN_PARTS, zero=2))["gradients"] == 0.5
+
+
+def test_parameters_lie_in_float32_beside_what_products_read() -> None:
+    """Copies in 16 bits go where ZeRO-3 gathers them, or blocks are computed again; without masters there are none."""
+    parameters = [
+        state_bytes(1, 8, replace(RECIPE, **changed))["parameters"]
+        for changed in ({}, {"recompute": "full"}, {"zero": 3}, {"master_weights": False})
+    ]
+    assert parameters == [6, 4, 0.5, 2]
+    assert update_bytes(RECIPE) == 28
+    assert update_bytes(replace(RECIPE, master_weights=False)) == 14
+
+
+def test_what_is_cast_added_and_copied_is_counted() -> None:
+    """Bytes for each element, in a micro-batch and once per step."""
+    assert pass_bytes(RECIPE) == 6 + 6
+    assert pass_bytes(IN_PARTS) == 3 + 6 + 6
+    assert pass_bytes(replace(RECIPE, zero=3)) == 6 + 4 + 2
+    assert pass_bytes(replace(RECIPE, zero=3, recompute="full")) == 6 + 4 + 4
+    assert [end_copies(8, replace(RECIPE, zero=zero)) for zero in range(4)] == [8, 13.5, 13.5, 0]
+    assert end_copies(1, RECIPE) == 0
