@@ -38,9 +38,13 @@ def _forward(inputs: Tensors, outputs: Tensors, rows: float) -> Work:
 def _backward(inputs: Tensors, outputs: Tensors, rows: float) -> Work:
     """inputs: the gradient of the result, then those of the forward. The first product is made again."""
     first, second = _products(inputs[1:], rows)
-    gradients = [_turned(shape) for shape in (first, second)]
-    products = (first, *gradients, *(MatmulShape(s.k, s.n, s.m, s.batch) for s in (first, second)))
-    return _work(inputs, outputs, products, rows, 2)
+    return _work(inputs, outputs, (first, *_gradients(first, second)), rows, 2)
+
+
+def _gradients(first: MatmulShape, second: MatmulShape) -> tuple[MatmulShape, ...]:
+    """The products that give gradients of rows and of matrices."""
+    shapes = (first, second)
+    return (*map(_turned, shapes), *(MatmulShape(s.k, s.n, s.m, s.batch) for s in shapes))
 
 
 def _turned(shape: MatmulShape) -> MatmulShape:
@@ -111,6 +115,25 @@ def exchanged_experts_backward(inputs: Tensors, outputs: Tensors, arguments: Arg
     return _backward(inputs, outputs, _arriving(inputs[1:], _count(arguments[7])))
 
 
+@operator_cost("autoshard.exchanged_experts_keeping.default")
+def exchanged_experts_keeping(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
+    """What is returned besides the result is written by `exchanged_experts` too."""
+    return exchanged_experts(inputs, outputs[:1], arguments)
+
+
+@operator_cost("autoshard.exchanged_experts_kept_backward.default")
+def exchanged_experts_kept_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
+    """arguments: (grad_out, index, weights, gate_up, gate_up_bias, down, rows, u, counts, experts, ...)."""
+    operands = _operands_of_kept(inputs)
+    rows = _arriving(operands, _count(arguments[9]))
+    return _work(operands, outputs, _gradients(*_products(operands, rows)), rows, 1)
+
+
+def _operands_of_kept(inputs: Tensors) -> Tensors:
+    """Operands of the forward as the kept backward has them: the gradient is like x."""
+    return inputs[:-3]
+
+
 def _arriving(x: Tensors, experts: int) -> float:
     """Assignments that reach a rank, where each has x = (tokens, index, ..., down) of its own."""
     ranks = experts // x[-1].shape[0]
@@ -143,6 +166,14 @@ def _sent_backward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
     return [Exchanged(_counts_bytes(experts)), Exchanged(row), there, Exchanged(weight), back, Exchanged(weight)]
 
 
+def _sent_kept_backward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
+    """Gradients of results there, with their weights; those of rows back, beside gradients of matrices, and weights."""
+    operands = _operands_of_kept(inputs)
+    arriving = _arriving(operands, _count(arguments[9]))
+    row, weight = arriving * _row_bytes(operands[0]), Exchanged(arriving * operands[2].itemsize)
+    return [Exchanged(row), weight, Exchanged(row, beside=0.5), weight]
+
+
 def _row_bytes(x: TensorInfo) -> int:
     return x.shape[1] * x.itemsize
 
@@ -153,22 +184,38 @@ def _counts_bytes(experts: int) -> float:
 
 
 def _workspace_forward(inputs: Tensors, rows: float, activation: object) -> float:
-    """Between the products: rows, what the first makes of them, and some halves of it; or rows, and what they give."""
-    hidden, intermediate, gated = _widths(inputs)
-    halves = 5 if activation == _CLAMPED_SILU else 2
-    made = rows * max(hidden + gated + halves * intermediate, 2 * hidden + intermediate) * inputs[0].itemsize
+    """What the first product makes, beside `_workspace_keeping`."""
+    _, _, gated = _widths(inputs)
+    return _workspace_keeping(inputs, rows, activation, also=gated)
+
+
+def _workspace_keeping(inputs: Tensors, rows: float, activation: object, also: int = 0) -> float:
+    """Of rows, one value for each that is `also` there, and one of these:
+
+    * at the gate: one half of what the first product makes, or five;
+    * what is between both products, and results;
+    * results, weighed and not, and of each token apart.
+    """
+    hidden, intermediate, _ = _widths(inputs)
+    halves = 5 if activation == _CLAMPED_SILU else 1
+    made = rows * (also + max(halves * intermediate, hidden + intermediate)) * inputs[0].itemsize
     weighed = rows * hidden * (inputs[0].itemsize + inputs[2].itemsize)
     apart = _assignments(inputs) * hidden * inputs[2].itemsize
     return _order_bytes(inputs) + max(made, weighed + apart)
 
 
 def _workspace_backward(inputs: Tensors, rows: float, activation: object) -> float:
-    """At the gate: rows, gradients, what the first product makes, and seven to nine halves; or at the last products."""
-    hidden, intermediate, gated = _widths(inputs[1:])
-    halves = 5 if activation == _CLAMPED_SILU else 3
-    at_gate = 2 * hidden + gated + halves * intermediate + max(4 * intermediate, 2 * intermediate + gated)
-    behind = 4 * hidden + 2 * gated + 2 * intermediate
-    return _order_bytes(inputs[1:]) + rows * max(at_gate, behind) * inputs[1].itemsize
+    """Rows and what the first product makes, beside `_workspace_kept_backward`."""
+    hidden, _, gated = _widths(inputs[1:])
+    return _workspace_kept_backward(inputs[1:], rows, activation, also=hidden + gated)
+
+
+def _workspace_kept_backward(operands: Tensors, rows: float, activation: object, also: int = 0) -> float:
+    """Of rows, values that are `also` there; and at the gate gradients and five halves, or nine; or last products."""
+    hidden, intermediate, gated = _widths(operands)
+    at_gate = hidden + (9 if activation == _CLAMPED_SILU else 5) * intermediate
+    behind = 3 * hidden + gated + 2 * intermediate
+    return _order_bytes(operands) + rows * (also + max(at_gate, behind)) * operands[0].itemsize
 
 
 def _order_bytes(inputs: Tensors) -> int:
@@ -190,6 +237,12 @@ WORKSPACE_BYTES.update(
         "autoshard.exchanged_experts_backward.default": lambda inputs, arguments: _workspace_backward(
             inputs, _arriving(inputs[1:], _count(arguments[7])), arguments[8]
         ),
+        "autoshard.exchanged_experts_keeping.default": lambda inputs, arguments: _workspace_keeping(
+            inputs, _arriving(inputs, _count(arguments[6])), arguments[7]
+        ),
+        "autoshard.exchanged_experts_kept_backward.default": lambda inputs, arguments: _workspace_kept_backward(
+            _operands_of_kept(inputs), _arriving(_operands_of_kept(inputs), _count(arguments[9])), arguments[10]
+        ),
     }
 )
 # Of what operators take on one rank, these are 1.0 to 1.3 times as much.
@@ -199,5 +252,7 @@ EXCHANGES.update(
     {
         "autoshard.exchanged_experts.default": _sent_forward,
         "autoshard.exchanged_experts_backward.default": _sent_backward,
+        "autoshard.exchanged_experts_keeping.default": _sent_forward,
+        "autoshard.exchanged_experts_kept_backward.default": _sent_kept_backward,
     }
 )

@@ -1,4 +1,7 @@
-"""The passes by which phases communicate while they compute, in their order, and within a limit of memory."""
+"""The passes by which phases communicate while they compute, in their order, and within a limit of memory.
+
+What experts keep, so that it is not sent twice, comes first, as it wins most.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +15,13 @@ from autoshard.ir.program import InputKind, Program
 from cost_models.hardware import Cluster
 from cost_models.streams import overlap_of
 from passes.lowering.bucket_collectives import MIB, BucketCollectives
+from passes.lowering.keep_rows import KeepRows
 from passes.lowering.start_ahead import StartAhead
 from passes.lowering.start_soon import StartSoon
 from passes.lowering.wait_in_turn import WaitInTurn
 from passes.lowering.wait_late import WaitLate
 from passes.memory.lowered_memory import peak_bytes
+from passes.phases import run_passes
 
 Pass = Callable[[PhasedProgram], PhasedProgram]
 
@@ -61,8 +66,9 @@ def overlapped(
     micro_batches: int = 1,
     memory_bytes: float | None = None,
     cluster: Cluster | None = None,
+    keeps_rows: bool = True,
 ) -> PhasedProgram:
-    """The phases after rows of `OVERLAP`, or of `ALONE`.
+    """The phases after `KeepRows`, and rows of `OVERLAP`, or of `ALONE`.
 
     Args:
         phased: the program.
@@ -70,7 +76,10 @@ def overlapped(
         micro_batches: how many a step has.
         memory_bytes: the most that each rank may have in use; None: no more than the program has without.
         cluster: where it runs, which decides whether anything runs beside communication; None: it does.
+        keeps_rows: let experts keep what came to them; not where a compiler takes sizes for fixed.
     """
+    if keeps_rows:
+        phased = run_passes((KeepRows(micro_batches, memory_bytes),), phased, on_pass)
     runs_alone = cluster is not None and overlap_of(cluster) is None
     share, rows = (ALONE_IN_FLIGHT, (*ALONE, *OVERLAP)) if runs_alone else (IN_FLIGHT, OVERLAP)
     peak = peak_bytes(phased, micro_batches=micro_batches)

@@ -332,7 +332,7 @@ def lower_program(
             without, for verification.
         with_generated: generated ones too, for the groups that hand-written ones leave.
         with_native: let torch's fused kernels run semantic operators, rather than their definitions.
-        with_overlap: let collectives run beside computation, gradients' in buckets, rather than each where it stands.
+        with_overlap: let collectives run beside computation, gradients' in buckets, and experts keep what was sent.
         reduce_dtype: in which gradients of float32 travel between ranks; None: in their own.
         saves_least: let the backward compute again what a compiler fuses; for programs without kernels.
         micro_batches: how many a training step has: what depends on parameters alone is computed once for all of them.
@@ -372,7 +372,7 @@ def lower_prepared(
     room = room_of(prepared, plan)
     first = (SplitPhases(saves_least), Hoist(micro_batches, NodeTime(plan.mesh, cluster), room))
     phased = phases_of(lowered, cluster, first, last, with_kernels, with_generated, on_pass)
-    return overlapped(phased, on_pass, micro_batches, room, cluster) if with_overlap else phased
+    return overlapped(phased, on_pass, micro_batches, room, cluster, not saves_least) if with_overlap else phased
 
 
 def plan_of_choice(

@@ -11,7 +11,12 @@ from autoshard.kernels.cross_entropy import cross_entropy, cross_entropy_backwar
 from autoshard.kernels.ctc_loss import ctc_loss, ctc_loss_backward
 from autoshard.kernels.dropout import dropout
 from autoshard.kernels.exchange import EXCHANGING
-from autoshard.kernels.exchanged_experts import exchanged_experts, exchanged_experts_backward
+from autoshard.kernels.exchanged_experts import (
+    exchanged_experts,
+    exchanged_experts_backward,
+    exchanged_experts_keeping,
+    exchanged_experts_kept_backward,
+)
 from autoshard.kernels.experts import experts, experts_backward
 from autoshard.kernels.optimizers import adam_update, amsgrad_update, momentum_update, sgd_update, sum_of_squares
 from autoshard.kernels.packed_attention import packed_attention, packed_attention_backward
@@ -39,6 +44,8 @@ __all__ = [
     "dropout",
     "exchanged_experts",
     "exchanged_experts_backward",
+    "exchanged_experts_keeping",
+    "exchanged_experts_kept_backward",
     "experts",
     "experts_backward",
     "gamma",

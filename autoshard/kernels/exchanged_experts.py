@@ -7,6 +7,10 @@ host reads these numbers, as collectives want them there: on an accelerator it w
 
 Operands and results are as of `autoshard::experts`, of a rank's own tokens and its own experts; `index` counts experts
 over the whole group, of which there are `experts`.
+
+`exchanged_experts_keeping` returns besides what `exchanged_experts_kept_backward` would else ask for and compute again:
+the rows that came, [R, H], and their first products u, [R, g I], both in the order of experts, and how many went and
+came, [2, ranks, experts of a rank] on the host. R depends on what routers choose; the fake value has the mean.
 """
 
 from __future__ import annotations
@@ -52,6 +56,15 @@ class Route:
     received: Sequence[int]
     arrived: Groups
 
+    @classmethod
+    def of(cls, order: Tensor, counts: Tensor) -> Route:
+        """The route of assignments that `order` sorts by expert; `counts` as `_counted` gives them."""
+        _, ranks, held = counts.shape
+        sent, received = counts.sum(2).tolist()
+        ids = torch.arange(held, device=order.device).repeat(ranks)
+        ids = ids.repeat_interleave(counts[1].flatten().to(order.device), output_size=sum(received))
+        return cls(order[: sum(sent)], sent, received, group_by_expert(ids, held))
+
     def there(self, *tensors: Tensor) -> Travelling:
         """Send rows of assignments to their experts; `take` gives what arrives."""
         return (yield Exchange(tensors, self.sent, self.received, is_awaited=False))
@@ -68,50 +81,90 @@ class Route:
         return (yield Exchange(rows, self.received, self.sent, is_awaited=False))
 
 
-def _route(index: Tensor, experts: int, held: int) -> Generator[Exchange, list[Tensor], Route]:
-    """The route of assignments to `experts`, of which each rank holds so many."""
-    ranks = experts // held
-    groups = group_by_expert(index.flatten(), experts)
-    counts = torch.diff(groups.ends.to(torch.int64), prepend=index.new_zeros(1, dtype=torch.int64)).view(ranks, held)
-    ones = [1] * ranks
+def _counted(groups: Groups, held: int) -> Generator[Exchange, list[Tensor], Tensor]:
+    """Rows to each expert of each rank, and from each rank to each expert here: [2, ranks, held] on the host."""
+    counts = torch.diff(groups.ends.to(torch.int64), prepend=groups.ends.new_zeros(1, dtype=torch.int64)).view(-1, held)
+    ones = [1] * counts.shape[0]
     (arriving,) = yield Exchange([counts], ones, ones)
-    sent, received = torch.stack((counts.sum(1), arriving.sum(1))).tolist()
-    ids = torch.arange(held, device=index.device).repeat(ranks)
-    ids = ids.repeat_interleave(arriving.flatten(), output_size=sum(received))
-    return Route(groups.order[: sum(sent)], sent, received, group_by_expert(ids, held))
+    return torch.stack((counts, arriving)).cpu()
 
 
-def forward_steps(
+def _forward(
+    keeps: bool,
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, experts: int,
     *constants: Any,
-) -> Steps:  # fmt: skip
-    """The steps of `exchanged_experts`, on one rank."""
+) -> Generator[Exchange, list[Tensor], tuple[Tensor, ...]]:  # fmt: skip
+    """The result, and where it `keeps` them, rows, first products and counts."""
     check_experts(x, index, weights, gate_up, down)
     held = Experts(gate_up, gate_up_bias, down, *constants)
-    route = yield from _route(index, experts, held.count)
+    groups = group_by_expert(index.flatten(), experts)
+    counts = yield from _counted(groups, held.count)
+    route = Route.of(groups.order, counts)
     pending = yield from route.there(x.index_select(0, route.order // index.shape[1]))
-    pending = yield from route.back(held.forward(route.take(pending), route.arrived))
+    rows = route.take(pending)
+    u = held.first_products(rows, route.arrived)
+    kept = (rows, u, counts) if keeps else ()
+    del rows
+    done = held.results(u, route.arrived)
+    del u
+    pending = yield from route.back(done)
+    del done
     rows = arrived(pending)[0] * weights.flatten().index_select(0, route.order).unsqueeze(1)
-    return add_up(rows, route.order, index).to(x.dtype)
+    return add_up(rows, route.order, index).to(x.dtype), *kept
+
+
+def forward_steps(*arguments: Any) -> Steps:
+    """The steps of `exchanged_experts`, on one rank."""
+    (out,) = yield from _forward(False, *arguments)
+    return out
+
+
+def keeping_steps(*arguments: Any) -> Steps:
+    """The steps of `exchanged_experts_keeping`."""
+    return (yield from _forward(True, *arguments))
 
 
 def backward_steps(
     grad_out: Tensor, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
     down: Tensor, experts: int, *constants: Any,
 ) -> Steps:  # fmt: skip
-    """The steps of `exchanged_experts_backward`, on one rank.
-
-    The first product is computed while gradients of results are on their way, and gradients of matrices while those of
-    rows are.
-    """
+    """The steps of `exchanged_experts_backward`; the first product runs while gradients of results are on their way."""
     held = Experts(gate_up, gate_up_bias, down, *constants)
-    route = yield from _route(index, experts, held.count)
-    tokens, groups = route.order // index.shape[1], route.arrived
+    groups = group_by_expert(index.flatten(), experts)
+    route = Route.of(groups.order, (yield from _counted(groups, held.count)))
+    tokens = route.order // index.shape[1]
     pending = yield from route.there(
         x.index_select(0, tokens), grad_out.index_select(0, tokens), weights.flatten().index_select(0, route.order)
     )
     rows = route.take(pending)
-    hidden, backward = held.hidden(rows, groups)
+    return (yield from _gradients(held, route, pending, rows, held.first_products(rows, route.arrived), index))
+
+
+def kept_backward_steps(
+    grad_out: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor,
+    rows: Tensor, u: Tensor, counts: Tensor, experts: int, *constants: Any,
+) -> Steps:  # fmt: skip
+    """The steps of `exchanged_experts_kept_backward`; the gate runs while gradients of results are on their way."""
+    held = Experts(gate_up, gate_up_bias, down, *constants)
+    route = Route.of(group_by_expert(index.flatten(), experts).order, counts)
+    pending = yield from route.there(
+        grad_out.index_select(0, route.order // index.shape[1]), weights.flatten().index_select(0, route.order)
+    )
+    return (yield from _gradients(held, route, pending, rows, u, index))
+
+
+def _gradients(held: Experts, route: Route, pending: list[Tensor], rows: Tensor, u: Tensor, index: Tensor) -> Steps:
+    """Gradients of x, weights and matrices; those of matrices are computed while those of rows are on their way.
+
+    Args:
+        held, route: the rank's experts, and how rows came to them.
+        pending: gradients of results and weights of rows, on their way here.
+        rows, u: what came in the forward, and its first products.
+        index: of this rank's tokens.
+    """
+    groups = route.arrived
+    hidden, backward = held.hidden(u)
+    del u
     grad, shares = route.take(pending), route.take(pending)
     d_rows, d_weights, d_u, grad = held.backward_of_rows(grad, shares, hidden, backward, groups)
     del backward
@@ -122,6 +175,26 @@ def backward_steps(
     return add_up(d_rows, route.order, index), spread(d_weights, route.order, index), *matrices
 
 
+def _fake_keeping(
+    x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, experts: int,
+    *_: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    check_experts(x, index, weights, gate_up, down)
+    rows, held = index.numel(), down.shape[0]
+    u = x.new_empty((rows, gate_up[0].numel() // x.shape[1]))
+    counts = index.new_empty((2, experts // held, held), dtype=torch.int64, device="cpu")
+    return x.new_empty(x.shape), x.new_empty((rows, x.shape[1])), u, counts
+
+
+def _fake_kept_backward(
+    grad_out: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor,
+    *_: Any,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    return fake_experts_backward(grad_out, grad_out, index, weights, gate_up, gate_up_bias, down)
+
+
+KEPT = "Tensor rows, Tensor u, Tensor counts"
+
 exchanged_experts = define_exchanging(
     "exchanged_experts", f"({OPERANDS}, {CONSTANTS}, str group) -> Tensor", forward_steps, fake_experts
 )
@@ -130,4 +203,16 @@ exchanged_experts_backward = define_exchanging(
     f"(Tensor grad_out, {OPERANDS}, {CONSTANTS}, str group) -> {GRADIENTS}",
     backward_steps,
     fake_experts_backward,
+)
+exchanged_experts_keeping = define_exchanging(
+    "exchanged_experts_keeping",
+    f"({OPERANDS}, {CONSTANTS}, str group) -> (Tensor out, {KEPT})",
+    keeping_steps,
+    _fake_keeping,
+)
+exchanged_experts_kept_backward = define_exchanging(
+    "exchanged_experts_kept_backward",
+    f"(Tensor grad_out, {OPERANDS.removeprefix('Tensor x, ')}, {KEPT}, {CONSTANTS}, str group) -> {GRADIENTS}",
+    kept_backward_steps,
+    _fake_kept_backward,
 )

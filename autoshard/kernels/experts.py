@@ -12,7 +12,7 @@ An index outside 0 .. E - 1 stands for no expert: it adds nothing. So a rank tha
 number of its first one, and its result is an addend of the whole.
 
 The backward computes u again: what is kept for it are the operands alone. Where tokens are exchanged between ranks,
-that is also all that a rank has (`exchanged_experts`).
+`exchanged_experts_keeping` hands it what came and u as well.
 """
 
 from __future__ import annotations
@@ -140,9 +140,14 @@ class Experts:
         """E."""
         return self.down.shape[0]
 
-    def forward(self, x: Tensor, groups: Groups) -> Tensor:
-        """Results of experts for their rows x [R, H]: [R, H], not weighed; undefined for rows of no expert."""
-        return groups.products(self._gate.forward(self._products(x, groups)), self._down)
+    def first_products(self, x: Tensor, groups: Groups) -> Tensor:
+        """u of experts' rows x [R, H]: [R, g I]; undefined for rows of no expert, as all that is made of it."""
+        u = groups.products(x, self._gate_up)
+        return u if self.gate_up_bias is None else u + groups.of_each(self.gate_up_bias.flatten(1))
+
+    def results(self, u: Tensor, groups: Groups) -> Tensor:
+        """Results of experts, [R, H], not weighed."""
+        return groups.products(self._gate.forward(u), self._down)
 
     def backward(self, grad: Tensor, x: Tensor, weights: Tensor, groups: Groups) -> tuple[Any, ...]:
         """Gradients of x [R, H], weights [R], gate_up, gate_up_bias (None without one) and down.
@@ -154,14 +159,14 @@ class Experts:
             x, weights: the rows and their weights.
             groups: which rows are whose.
         """
-        hidden, backward = self.hidden(x, groups)
+        hidden, backward = self.hidden(self.first_products(x, groups))
         d_x, d_weights, d_u, grad = self.backward_of_rows(grad, weights, hidden, backward, groups)
         del backward
         return d_x, d_weights, *self.backward_of_matrices(grad, x, hidden, d_u, groups)
 
-    def hidden(self, x: Tensor, groups: Groups) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
+    def hidden(self, u: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """What is between both products of rows, [R, I], and the function from its gradient to that of u."""
-        return self._gate.with_backward(self._products(x, groups))
+        return self._gate.with_backward(u)
 
     def backward_of_rows(
         self, grad: Tensor, weights: Tensor, hidden: Tensor, backward: Callable[[Tensor], Tensor], groups: Groups
@@ -170,10 +175,8 @@ class Experts:
         unweighed = groups.products(grad, self._down.mT)  # of hidden, [R, I]
         d_weights = (unweighed.to(weights.dtype) * hidden).sum(1)
         weights = weights.unsqueeze(1)
-        weighed = (unweighed * weights).to(hidden.dtype)
+        d_u = backward(unweighed.mul_(weights))
         del unweighed
-        d_u = backward(weighed)
-        del weighed
         return groups.products(d_u, self._gate_up.mT), d_weights, d_u, (grad * weights).to(grad.dtype)
 
     def backward_of_matrices(
@@ -184,10 +187,6 @@ class Experts:
         d_gate_up = groups.gradients(x, d_u) if self.transposed else groups.gradients(d_u, x)
         d_bias = None if self.gate_up_bias is None else groups.sums(d_u).view(self.gate_up_bias.shape)
         return d_gate_up.view(self.gate_up.shape), d_bias, d_down
-
-    def _products(self, x: Tensor, groups: Groups) -> Tensor:
-        u = groups.products(x, self._gate_up)
-        return u if self.gate_up_bias is None else u + groups.of_each(self.gate_up_bias.flatten(1))
 
     @property
     def _gate_up(self) -> Tensor:
@@ -211,7 +210,7 @@ def add_up(rows: Tensor, order: Tensor, index: Tensor) -> Tensor:
     is_whole = rows.shape[0] == index.numel()
     apart = (rows.new_empty if is_whole else rows.new_zeros)((tokens * chosen, rows.shape[1]))
     apart.index_copy_(0, order, rows)
-    return apart.view(tokens, chosen, -1).sum(1)
+    return apart.view(tokens, chosen, rows.shape[1]).sum(1)
 
 
 def spread(values: Tensor, order: Tensor, index: Tensor) -> Tensor:
@@ -241,7 +240,7 @@ def experts_reference(
     check_experts(x, index, weights, gate_up, down)
     held = Experts(gate_up, gate_up_bias, down, activation, transposed, interleaved, alpha, limit)
     groups = group_by_expert(index.flatten(), held.count)
-    rows = held.forward(x.index_select(0, groups.order // index.shape[1]), groups)
+    rows = held.results(held.first_products(x.index_select(0, groups.order // index.shape[1]), groups), groups)
     rows = groups.without_unknown(rows * weights.flatten().index_select(0, groups.order).unsqueeze(1))
     return add_up(rows, groups.order, index).to(x.dtype)
 

@@ -19,21 +19,22 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """An activation and its derivative: `backward(grad, x)` is the gradient of x."""
+    """An activation and its derivative: `backward(grad, x, out)` writes the gradient of x, where `grad` may lie too."""
 
     forward: Callable[[Tensor], Tensor]
-    backward: Callable[[Tensor, Tensor], Tensor]
+    backward: Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 ACTIVATIONS: Mapping[str, Activation] = MappingProxyType(
     {
-        "silu": Activation(F.silu, aten.silu_backward.default),
-        "gelu": Activation(F.gelu, aten.gelu_backward.default),
+        "silu": Activation(F.silu, lambda grad, x, out: aten.silu_backward(grad, x, grad_input=out)),
+        "gelu": Activation(F.gelu, lambda grad, x, out: aten.gelu_backward(grad, x, grad_input=out)),
         "gelu_tanh": Activation(
-            lambda x: F.gelu(x, approximate="tanh"), lambda grad, x: aten.gelu_backward(grad, x, approximate="tanh")
+            lambda x: F.gelu(x, approximate="tanh"),
+            lambda grad, x, out: aten.gelu_backward(grad, x, approximate="tanh", grad_input=out),
         ),
-        "relu": Activation(F.relu, lambda grad, x: aten.threshold_backward(grad, x, 0)),
-        "relu2": Activation(lambda x: F.relu(x).square(), lambda grad, x: 2 * grad * F.relu(x)),
+        "relu": Activation(F.relu, lambda grad, x, out: aten.threshold_backward(grad, x, 0, grad_input=out)),
+        "relu2": Activation(lambda x: F.relu(x).square(), lambda grad, x, out: torch.mul(2 * grad, F.relu(x), out=out)),
     }
 )
 
@@ -66,13 +67,13 @@ class Gate:
         if self.name == CLAMPED_SILU:
             gate, up = self._clamped(gate, up)
             return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
-        return ACTIVATIONS[self.name].forward(gate) * up
+        return ACTIVATIONS[self.name].forward(gate).mul_(up)
 
     def with_backward(self, u: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
         """h of u, and the function from the gradient of h to that of u."""
         if self.halves == 1:
             activation = ACTIVATIONS[self.name]
-            return activation.forward(u), lambda grad: activation.backward(grad, u)
+            return activation.forward(u), lambda grad: activation.backward(grad, u, torch.empty_like(u))
         gate, up = self._halves(u)
         if self.name == CLAMPED_SILU:
             return self.forward(u), lambda grad: self._joined(*self._clamped_backward(grad, gate, up))
@@ -80,7 +81,11 @@ class Gate:
         activated = activation.forward(gate)
 
         def backward(grad: Tensor) -> Tensor:
-            return self._joined(activation.backward(grad * up, gate), grad * activated)
+            joined = torch.empty_like(u)
+            d_gate, d_up = self._halves(joined)
+            torch.mul(grad, activated, out=d_up)
+            activation.backward(torch.mul(grad, up, out=d_gate), gate, d_gate)
+            return joined
 
         return activated * up, backward
 

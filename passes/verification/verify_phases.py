@@ -14,7 +14,7 @@ Where all numbers agree they compute what the joint program does, whatever their
 Native operators are read as the semantic ones that they run. Buckets are written out as the collectives that they stand
 for (`expand_collectives`), kernels as the calls (`expand_kernels`). So what is proven of phases with kernels is that
 these calls are the joint program's, sums and products in either order of their operands; that a kernel computes them is
-what its tests show.
+what its tests show. Layers of experts may keep rows for the backward (`number_kept`).
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from passes.preparation.rewriting import with_groups, with_targets
 from passes.verification.check_computed import check_computed
 from passes.verification.expand_biases import expand_biases
 from passes.verification.expand_collectives import expand_collectives
+from passes.verification.number_kept import number_kept
 from passes.verification.verify_offload import verify_offload
 from passes.verification.widen_reductions import widen_reductions
 
@@ -52,6 +53,7 @@ def verify_phases(phased: PhasedProgram) -> None:
     _check_parts(phased)
     _check_host(phased)
     joint = number_graph(phased.lowered.graph_module)
+    number_kept(joint)
     inputs = [joint.keys["placeholder", index] for index in range(len(phased.lowered.inputs))]
     results = [joint.numbers[node] for node in _results(phased.lowered.graph_module)]
     names = {node.name: number for node, number in joint.numbers.items()}

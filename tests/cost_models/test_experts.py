@@ -72,6 +72,24 @@ def test_rows_travel_there_and_back() -> None:
     assert sum(backward) == pytest.approx(counts + 3 * there + 2 * rows * 2)
 
 
+def test_what_is_kept_is_neither_sent_nor_computed_again() -> None:
+    """The backward that takes it sends gradients alone, and makes four products of the five."""
+    inputs = operands(TOKENS // 4, held=2)
+    rows = busiest_rows(TOKENS * CHOSEN, 4)
+    kept = [floats(1, HIDDEN), floats(1, 2 * INNER), TensorInfo((2, 4, 2), 8, "i64")]
+    arguments = (None,) * 9
+    there, _, back, _ = sent("exchanged_experts_kept_backward", arguments, [*inputs, *kept], beside=[0.5])
+    assert there == back == rows * HIDDEN * 2
+    both = [
+        work(f"autoshard.{name}.default", operands, inputs[:1], (*nothing, *CONSTANTS, "expert")).flops
+        for name, operands, nothing in (
+            ("exchanged_experts_kept_backward", [*inputs, *kept], arguments),
+            ("exchanged_experts_backward", [inputs[0], *inputs], (None,) * 7),
+        )
+    ]
+    assert both[0] == pytest.approx(both[1] * 6 / 8)
+
+
 def sent(name: str, before: tuple[None, ...], inputs: list[TensorInfo], beside: Sequence[float] = ()) -> list[float]:
     """Bytes of each exchange of a call, some of which run `beside` shares of what it computes."""
     found = EXCHANGES[f"autoshard.{name}.default"](inputs, (*before, *CONSTANTS, "expert"))

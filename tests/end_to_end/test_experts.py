@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache, partial
@@ -9,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import MixtralConfig
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 import autoshard
 import autoshard.kernels as kernels
-from autoshard import Mesh, Plan
+from autoshard import Mesh, Plan, Recipe
 from autoshard.rules.enumeration import Strategy
 from autoshard.testing import check_plan
 from autoshard.testing.decided_plans import greedy_plan
@@ -39,6 +42,9 @@ WAYS: Mapping[str, Splits] = {
     "tokens sent over both axes": {"t": ("data", "expert"), "e": ("data", "expert")},
 }
 """Factors that axes split in the layers of experts."""
+
+ROOMY = 10**12
+"""With so many bytes layers whose tokens are exchanged keep rows for the backward; without a limit they may not."""
 
 
 def plan_with(splits: Splits, model: nn.Module, inputs: dict[str, Any], mesh: Mesh) -> Plan:
@@ -74,12 +80,71 @@ def test_layers_of_experts_that_are_split_equal_one_device(way: str) -> None:
     check_plan(model, SQUARE, inputs, plan=plan, steps=2, precise=torch.float64).raise_if_different()
 
 
+@pytest.mark.parametrize("memory_bytes", [None, ROOMY])
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
-def test_tokens_are_sent_to_the_experts_of_other_models(name: str) -> None:
+def test_tokens_are_sent_to_the_experts_of_other_models(name: str, memory_bytes: int | None) -> None:
     """Shared experts, a router of groups, biases and interleaved gates."""
     model, inputs = built(name)
-    plan = plan_with(EXCHANGED, model, inputs, PAIR)
+    plan = replace(plan_with(EXCHANGED, model, inputs, PAIR), memory_budget=memory_bytes)
     check_plan(model, PAIR, inputs, plan=plan, steps=2, precise=torch.float64).raise_if_different()
+
+
+@pytest.mark.parametrize("way", ["tokens sent to experts", "tokens sent over both axes"])
+def test_rows_that_are_kept_equal_one_device(way: str) -> None:
+    """On four ranks, where memory allows; the first router sends nothing to one expert."""
+    model, inputs = built("mixtral")
+    gate: Any = model.get_parameter("model.layers.0.mlp.gate.weight")
+    with torch.no_grad():
+        gate[:2] = torch.stack(
+            (gate[2], 2 * gate[2])
+        )  # of the first three experts the first is never among the best two
+    plan = replace(plan_with(WAYS[way], model, inputs, SQUARE), memory_budget=ROOMY)
+    sharded: Any = autoshard.compile(model, SQUARE, plan=plan)
+    sharded(**inputs)
+    targets = [node.target for node in sharded.program.phased.backward.graph.nodes]
+    assert targets.count(kernels.exchanged_experts_kept_backward) == len(model.model.layers)  # type: ignore[union-attr, arg-type]
+    check_plan(model, SQUARE, inputs, plan=plan, steps=2, precise=torch.float64).raise_if_different()
+
+
+class Layers(nn.Module):
+    """Two of Mixtral's layers of experts, wide enough for tokens to be sent in a plan that is searched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        config = MixtralConfig(hidden_size=128, intermediate_size=512, num_local_experts=8, num_experts_per_tok=2)
+        self.layers = nn.ModuleList(MixtralSparseMoeBlock(config) for _ in range(2))
+        for parameter in self.parameters():
+            nn.init.normal_(parameter, std=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("mesh", [PAIR, Mesh({"pipeline": 2, "expert": 2})], ids=str)
+def test_rows_are_kept_of_each_micro_batch(mesh: Mesh) -> None:
+    """A step of three micro-batches, in two stages of which several are in flight or alone, is that of one device."""
+    model, x = Layers(), 0.1 * torch.randn(6, 256, 128, generator=torch.Generator().manual_seed(1))
+    alone = copy.deepcopy(model)
+    optimizer, expected = (torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-4) for each in (model, alone))
+    stages = mesh.size // 2
+    recipe = Recipe(data=2, expert=2, pipeline=stages, zero=0, micro_batch=1, precision="f32")
+    plan = autoshard.plan(model, mesh, example_inputs=(x,), optimizer=optimizer, recipe=recipe, global_batch=len(x))
+    step: Any = autoshard.compile(model, mesh, optimizer=optimizer, plan=plan, example_inputs=(x,))
+    for _ in range(3):
+        expected.zero_grad()
+        loss = alone(x)
+        loss.backward()
+        expected.step()
+        torch.testing.assert_close(step(x), loss.detach())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.detach(), alone.get_parameter(name).detach(), rtol=1e-4, atol=1e-5)
+    program = step.sharded.program
+    phases = [program.phased] if program.staged is None else [each.phased for each in program.staged.stages]
+    targets = [node.target for phased in phases for node in phased.backward.graph.nodes]
+    assert (plan.micro_batches, kernels.exchanged_experts_kept_backward in targets) == (3, True)
 
 
 def test_the_loss_that_balances_experts_is_that_of_the_whole_batch() -> None:
@@ -111,16 +176,18 @@ def test_experts_are_shared_out_where_memory_is_short() -> None:
 # On processes.
 
 
-def check_exchange() -> None:
+def check_exchange(memory_bytes: int | None) -> None:
     """Loss, gradients, and parameters after three steps of AdamW."""
     model, inputs = built("mixtral")
-    plan = plan_with(EXCHANGED, model, inputs, PAIR)
+    plan = replace(plan_with(EXCHANGED, model, inputs, PAIR), memory_budget=memory_bytes)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("expert",))
     sharded: Any = autoshard.compile(model, mesh, plan=plan)
     assert_equal(train(sharded, inputs), train(built("mixtral")[0], inputs))
+    targets = [node.target for node in sharded.program.phased.backward.graph.nodes]
+    assert (kernels.exchanged_experts_backward in targets) == (memory_bytes is None)
 
 
-CHECKS = {"exchange": check_exchange}
+CHECKS = {"exchange": partial(check_exchange, None), "exchange, rows kept": partial(check_exchange, ROOMY)}
 
 
 @cache

@@ -1,20 +1,55 @@
-"""Experts of several ranks: the memory that a call takes is counted. Numbers are tested in `tests.end_to_end`."""
+"""Experts of several ranks give the numbers of one, rows kept or sent again; the memory of a call is counted."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 import autoshard.kernels as kernels
-from autoshard.kernels.exchange import EXCHANGING
+from autoshard.kernels.exchange import EXCHANGING, run_together
 from cost_models.exchanges import WORKSPACE_BYTES
 from cost_models.work import TensorInfo
 from tests.benchmarks.live_memory import LiveMemory
-from tests.kernels.experts import Layer
+from tests.kernels.experts import Layer, layers
 from tests.kernels.test_ring_attention import alone
+
+
+@given(layers(), st.sampled_from([2, 4]))
+def test_ranks_together_compute_what_one_does(layer: Layer, ranks: int) -> None:
+    """Some experts get no token, some ranks have none. What is kept gives the gradients of rows that are sent again."""
+    ranks = ranks if layer.count % ranks == 0 else 1
+    x, index, weights, gate_up, bias, down, *constants = layer.arguments
+    grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(7), dtype=x.dtype)
+    pieces = [[None] * ranks if item is None else item.tensor_split(ranks) for item in (gate_up, bias, down)]
+    tokens = [item.tensor_split(ranks) for item in (grad, x, index, weights)]
+
+    def on_ranks(operator: Any, *operands: Any) -> list[Any]:
+        return run_together([EXCHANGING[operator](*each, *constants) for each in zip(*operands, strict=True)])
+
+    expected = kernels.experts_backward(grad, *layer.arguments)
+    sent_again = on_ranks(kernels.exchanged_experts_backward, *tokens, *pieces)
+    results = on_ranks(kernels.exchanged_experts_keeping, *tokens[1:], *pieces)
+    out, *kept = map(list, zip(*results, strict=True))
+    found = on_ranks(kernels.exchanged_experts_kept_backward, tokens[0], *tokens[2:], *pieces, *kept)
+    torch.testing.assert_close(torch.cat(out), kernels.experts(*layer.arguments))
+    assert_equal(out, on_ranks(kernels.exchanged_experts, *tokens[1:], *pieces))
+    for mine, again, whole in zip(zip(*found, strict=True), zip(*sent_again, strict=True), expected, strict=True):
+        if whole is None:
+            assert {*mine, *again} == {None}
+        else:
+            assert_equal(mine, again)
+            torch.testing.assert_close(torch.cat(mine), whole)
+
+
+def assert_equal(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
+    """Bit for bit."""
+    assert all(torch.equal(left, right) for left, right in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize("activation", ["silu", "clamped_silu"])
@@ -29,6 +64,9 @@ def test_the_count_of_memory_is_a_bound(activation: str, hidden: int, inner: int
     operands = (x, index, weights, gate_up[:4].clone(), None, down[:4].clone())
     _check(kernels.exchanged_experts, operands, constants)
     _check(kernels.exchanged_experts_backward, (torch.ones_like(x), *operands), constants)
+    _check(kernels.exchanged_experts_keeping, operands, constants)
+    _, *kept = alone(EXCHANGING[kernels.exchanged_experts_keeping](*operands, *constants))
+    _check(kernels.exchanged_experts_kept_backward, (torch.ones_like(x), *operands[1:], *kept), constants)
 
 
 def _check(operator: Any, operands: tuple[Tensor | None, ...], constants: list[Any]) -> None:

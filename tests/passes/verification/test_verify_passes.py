@@ -124,6 +124,7 @@ def test_passes_that_are_right_are_accepted(monkeypatch: pytest.MonkeyPatch) -> 
         "SelectKernels",
         "JoinBiases",
         "NameCommunicators",
+        "KeepRows",
         "WaitLate",
         "StartSoon",
         "StartAhead",

@@ -1,0 +1,190 @@
+"""Keep what came to experts, and their first products, for the backward, as far as memory allows.
+
+Before → after, for layers whose tokens are exchanged between ranks:
+
+    forward:   out = exchanged_experts(x, index, ...)
+    backward:  exchanged_experts_backward(grad, x, index, ...)
+
+    forward:   out, rows, u, counts = exchanged_experts_keeping(x, index, ...)
+    backward:  exchanged_experts_kept_backward(grad, index, ..., rows, u, counts)
+
+The backward then sends no tokens and makes four products, not five. Where nothing else reads x it is not kept.
+
+1. A call of the backward belongs to the call of the forward that has the same operands. A layer whose tokens or router
+   are recomputed keeps nothing.
+2. As many layers as fit keep rows, the last ones first; the peak of the step is counted with them. How many rows come
+   only routers know: counted is what the busiest rank gets where all experts are as likely.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import ceil
+from typing import Any
+
+from torch import fx
+
+import autoshard.kernels as kernels
+from autoshard.ir.extract_graph import placeholder_like
+from autoshard.ir.lowered import PhasedProgram
+from autoshard.ir.recompute import PHASE
+from autoshard.tracing.copy_node import copy_node
+from autoshard.tracing.lazy_module import lazy_module
+from cost_models.experts import busiest_rows
+from passes.memory.lowered_memory import peak_bytes
+from passes.preparation.number_values import Numbering
+from passes.preparation.rewriting import insert_call
+
+
+@dataclass(frozen=True, slots=True)
+class KeepRows:
+    """See the module's docstring.
+
+    Args:
+        micro_batches: how many a step has.
+        memory_bytes: the most that each rank may have in use; None: no more than without.
+    """
+
+    micro_batches: int = 1
+    memory_bytes: float | None = None
+
+    def __call__(self, phased: PhasedProgram) -> PhasedProgram:
+        """The phases with as many layers that keep rows as fit, found by bisection."""
+        layers = list(_layers(phased).items())
+        limit = self._peak(phased) if layers and self.memory_bytes is None else self.memory_bytes
+        fitting, count, least, most = phased, len(layers), 0, len(layers)
+        while limit is not None and least < most:
+            made = _Keeping(phased, dict(layers[:count])).made()
+            if self._peak(made) <= limit:
+                fitting, least = made, count
+            else:
+                most = count - 1
+            count = (least + most + 1) // 2
+        return fitting
+
+    def _peak(self, phased: PhasedProgram) -> int:
+        return peak_bytes(phased, micro_batches=self.micro_batches)
+
+
+def _layers(phased: PhasedProgram) -> dict[fx.Node, fx.Node]:
+    """Calls of the backward, in order, with those of the forward that have the same operands."""
+    calls = phased.forward.graph.find_nodes(op="call_function", target=kernels.exchanged_experts)
+    if not calls:
+        return {}
+    numbering = Numbering()
+    numbering.add_graph(phased.forward)
+    numbering.restart_draws()
+    made_from = {numbering.structure(call)[2][1:]: call for call in calls}
+    kept = dict(zip(phased.backward.graph.find_nodes(op="placeholder"), _saved(phased), strict=False))
+    layers, recomputed = dict[fx.Node, fx.Node](), set[fx.Node]()
+    for node in phased.backward.graph.nodes:
+        if node in kept:
+            numbering.numbers[node] = numbering.numbers[kept[node]]
+        elif node.op == "placeholder":
+            numbering.add(node, ("tangent", node.name))
+        elif node.op != "output":
+            numbering.add_node(node, phased.backward)
+        if node.meta.get("phase") == PHASE or not recomputed.isdisjoint(node.all_input_nodes):
+            recomputed.add(node)
+        if node.target is kernels.exchanged_experts_backward and recomputed.isdisjoint(node.args[1:4]):
+            call = made_from.get(numbering.structure(node)[2][2:])
+            layers |= {} if call is None else {node: call}
+    return layers
+
+
+def _saved(phased: PhasedProgram) -> list[fx.Node]:
+    results: Any = phased.forward.graph.output_node().args[0]
+    return list(results[len(phased.forward_outputs) :])
+
+
+@dataclass(slots=True)
+class _Keeping:
+    """Rewrites phases so that the layers of `layers`, calls of the backward with those of the forward, keep rows."""
+
+    phased: PhasedProgram
+    layers: Mapping[fx.Node, fx.Node]
+
+    def made(self) -> PhasedProgram:
+        """The phases."""
+        forward, copies, kept = self._forward()
+        needed = self._needed()
+        taken = zip(self.phased.backward.graph.find_nodes(op="placeholder"), _saved(self.phased), strict=False)
+        still = {node: source for node, source in taken if node in needed}
+        results: Any = self.phased.forward.graph.output_node().args[0]
+        given = [*results[: len(self.phased.forward_outputs)], *still.values()]
+        new = [node for nodes in kept.values() for node in nodes]
+        forward.output((*map(copies.__getitem__, given), *new))
+        return replace(
+            self.phased,
+            forward=lazy_module(self.phased.forward, forward),
+            backward=self._backward(list(still), kept, needed),
+            saved=(*(node.name for node in still.values()), *(node.name for node in new)),
+        )
+
+    def _forward(self) -> tuple[fx.Graph, dict[fx.Node, fx.Node], dict[fx.Node, list[fx.Node]]]:
+        """A forward without its output, the copy of each node, and what is kept of each call."""
+        old, graph, chosen = self.phased.forward.graph, fx.Graph(), set(self.layers.values())
+        copies, kept = dict[fx.Node, fx.Node](), dict[fx.Node, list[fx.Node]]()
+        for node in old.nodes:
+            if node in chosen:
+                copies[node], *kept[node] = _keeping_call(graph, node, fx.map_arg(node.args, copies.__getitem__))
+            elif node.op != "output":
+                copies[node] = copy_node(graph, node, copies.__getitem__)
+        return graph, copies, kept
+
+    def _needed(self) -> set[fx.Node]:
+        """The nodes of the backward that its results need, where calls take rows in place of tokens."""
+        needed, waiting = set[fx.Node](), [self.phased.backward.graph.output_node()]
+        while waiting:
+            node = waiting.pop()
+            if node not in needed:
+                needed.add(node)
+                waiting += _operands(node) if node in self.layers else node.all_input_nodes
+        return needed
+
+    def _backward(
+        self, taken: Sequence[fx.Node], kept: Mapping[fx.Node, list[fx.Node]], needed: Collection[fx.Node]
+    ) -> fx.GraphModule:
+        """A backward that takes of what was saved `taken`, then what calls keep, then tangents."""
+        old, graph = self.phased.backward, fx.Graph()
+        copies = {node: placeholder_like(graph, node) for node in taken}
+        given = {call: [placeholder_like(graph, node) for node in nodes] for call, nodes in kept.items()}
+        tangents = old.graph.find_nodes(op="placeholder")[len(self.phased.saved) :]
+        copies |= {node: placeholder_like(graph, node) for node in tangents}
+        for node in old.graph.nodes:
+            if node in self.layers:
+                copies[node] = _kept_call(graph, node, copies, given[self.layers[node]])
+            elif node in needed and node.op != "placeholder":
+                copies[node] = copy_node(graph, node, copies.__getitem__)
+        return lazy_module(old, graph)
+
+
+def _keeping_call(graph: fx.Graph, node: fx.Node, args: Any) -> list[fx.Node]:
+    """The call that keeps rows in place of `node`: its result, then rows, first products and counts."""
+    call = insert_call(graph, kernels.exchanged_experts_keeping, args, like=node, name=f"{node.name}_keeping")
+    out, rows, u, counts = call.meta["val"]
+    ranks, assignments = counts.shape[1], args[1].meta["val"].numel()
+    most = ceil(busiest_rows(ranks * assignments, ranks))
+    call.meta["val"] = (out, *(value.new_empty((most, value.shape[1])) for value in (rows, u)), counts)
+    names = (node.name, *(f"{node.name}_kept_{word}" for word in ("rows", "u", "counts")))
+    made = [
+        insert_call(graph, operator.getitem, (call, index), like=node, name=name) for index, name in enumerate(names)
+    ]
+    made[0].meta = dict(node.meta)
+    return made
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """What a call of the backward reads besides tokens."""
+    return [item for item in (node.args[0], *node.args[2:7]) if isinstance(item, fx.Node)]
+
+
+def _kept_call(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], kept: list[fx.Node]) -> fx.Node:
+    """The call that takes what is kept in place of `node`, of the backward, and of its tokens."""
+    grad, _, *operands = node.args[:7]
+    args = (*fx.map_arg((grad, *operands), copies.__getitem__), *kept, *node.args[7:])  # type: ignore[misc]
+    made = graph.create_node("call_function", kernels.exchanged_experts_kept_backward, args, name=node.name)
+    made.meta = dict(node.meta)
+    return made

@@ -1,0 +1,142 @@
+"""Layers of experts keep what came to them for the backward, as far as memory allows; wrong pairs are refused."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from random import Random
+from typing import Any
+
+import pytest
+from torch import fx
+
+import autoshard.kernels as kernels
+from autoshard.errors import VerificationError
+from autoshard.ir.lowered import PhasedProgram
+from autoshard.ir.plan import Plan
+from autoshard.ir.program import Program
+from autoshard.ir.recompute import PHASE
+from autoshard.tracing import trace
+from passes.lowering.keep_rows import KeepRows
+from passes.memory.lowered_memory import peak_bytes
+from passes.pipeline import lower_program
+from passes.verification.verify_phases import verify_phases
+from tests.end_to_end.test_experts import EXCHANGED, PAIR, built, plan_with
+from tests.passes.mutants import exchange_kept
+from tests.passes.mutations import copy_of
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's models
+
+ROOMY = 10**12
+LAYERS = 2
+
+
+@cache
+def case() -> tuple[Program, Plan]:
+    """Mixtral with two layers whose tokens are exchanged between two ranks."""
+    model, inputs = built("mixtral")
+    return trace(model, (), inputs), plan_with(EXCHANGED, model, inputs, PAIR)
+
+
+def with_room(memory_bytes: int | None) -> PhasedProgram:
+    """The program in so much memory."""
+    program, plan = case()
+    return lower_program(program, replace(plan, memory_budget=memory_bytes))
+
+
+@cache
+def plain() -> PhasedProgram:
+    """The program that keeps no rows, its collectives where they stand."""
+    program, plan = case()
+    return lower_program(program, plan, with_overlap=False)
+
+
+def calls(graph_module: fx.GraphModule, target: Any) -> list[fx.Node]:
+    return graph_module.graph.find_nodes(op="call_function", target=target)
+
+
+def kept(phased: PhasedProgram) -> int:
+    """How many layers keep rows; the others do not."""
+    count = len(calls(phased.forward, kernels.exchanged_experts_keeping))
+    targets = Counter(node.target for module in (phased.forward, phased.backward) for node in module.graph.nodes)
+    assert targets[kernels.exchanged_experts_kept_backward] == count
+    assert targets[kernels.exchanged_experts] == targets[kernels.exchanged_experts_backward] == LAYERS - count
+    return count
+
+
+def test_with_room_all_layers_keep_rows() -> None:
+    """The phases are proven, and the backward reads all that it is given."""
+    phased = with_room(ROOMY)
+    assert kept(phased) == LAYERS
+    verify_phases(phased)
+    assert all(node.users for node in phased.backward.graph.find_nodes(op="placeholder"))
+    assert sum("kept" in name for name in phased.saved) == 3 * LAYERS
+
+
+def test_as_many_layers_keep_rows_as_fit() -> None:
+    """The last ones first; the peak stays within the limit. Without one it is no more than without rows."""
+    all_keep = peak_bytes(KeepRows(1, ROOMY)(plain()))
+    found = {limit: KeepRows(1, limit)(plain()) for limit in (0, all_keep - 1, all_keep)}
+    assert [kept(phased) for phased in found.values()] == [0, LAYERS - 1, LAYERS]
+    assert all(peak_bytes(phased) <= limit for limit, phased in found.items() if limit)
+    last = calls(plain().forward, kernels.exchanged_experts)[-1]
+    assert f"{last.name}_kept_rows" in found[all_keep - 1].saved
+    assert peak_bytes(KeepRows()(plain())) <= peak_bytes(plain()) < all_keep
+
+
+def test_a_layer_that_is_recomputed_keeps_nothing() -> None:
+    """Neither does one whose tokens are made of what is recomputed."""
+    phased = replace(plain(), backward=copy_of(plain().backward))
+    first, _ = calls(phased.backward, kernels.exchanged_experts_backward)
+    tokens: Any = first.args[1]
+    tokens.all_input_nodes[0].meta["phase"] = PHASE
+    assert kept(KeepRows(1, ROOMY)(phased)) == LAYERS - 1
+
+
+Args = list[Any]
+WRONG: dict[str, Callable[[Args, Args], Args]] = {
+    "what another layer keeps": lambda mine, other: [*mine[:6], *other[6:9], *mine[9:]],
+    "another layer's rows": lambda mine, other: [*mine[:6], other[6], *mine[7:]],
+    "another layer's products": lambda mine, other: [*mine[:7], other[7], *mine[8:]],
+    "another layer's counts": lambda mine, other: [*mine[:8], other[8], *mine[9:]],
+    "products for rows": lambda mine, other: [*mine[:6], mine[7], mine[6], *mine[8:]],
+    "other tokens' experts": lambda mine, other: [mine[0], other[1], *mine[2:]],
+    "other weights": lambda mine, other: [*mine[:2], other[2], *mine[3:]],
+    "other first matrices": lambda mine, other: [*mine[:3], other[3], *mine[4:]],
+    "other last matrices": lambda mine, other: [*mine[:5], other[5], *mine[6:]],
+    "another activation": lambda mine, other: [*mine[:10], "gelu", *mine[11:]],
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("place", range(LAYERS))
+def test_a_wrong_pair_is_refused(wrong: str, place: int) -> None:
+    """A call of the backward takes what its own layer kept."""
+    right = KeepRows(1, ROOMY)(plain())
+    phased = replace(right, backward=copy_of(right.backward))
+    layers = calls(phased.backward, kernels.exchanged_experts_kept_backward)
+    mine, other = layers[place], layers[1 - place]
+    mine.args = tuple(WRONG[wrong](list(mine.args), list(other.args)))
+    with pytest.raises(VerificationError):
+        verify_phases(phased)
+
+
+def test_rows_of_other_tokens_are_refused() -> None:
+    """A call that keeps rows does so of the tokens of its layer."""
+    right = KeepRows(1, ROOMY)(plain())
+    phased = replace(right, forward=copy_of(right.forward))
+    first, second = calls(phased.forward, kernels.exchanged_experts_keeping)
+    second.args = (first.args[0], *second.args[1:])
+    with pytest.raises(VerificationError):
+        verify_phases(phased)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_values_that_are_exchanged_on_their_way_are_refused(seed: int) -> None:
+    """Among all that the forward keeps."""
+    found = exchange_kept(KeepRows(1, ROOMY)(plain()), Random(seed))
+    if found is not None:
+        with pytest.raises(VerificationError):
+            verify_phases(found[1])
