@@ -41,7 +41,7 @@ class Copy(nn.Module):
 
     def __init__(self, graph: fx.Graph, constants: Mapping[str, Any]) -> None:
         super().__init__()
-        self.graph = graph
+        self.graph, self.meta = graph, dict[str, Any]()
         for name, value in constants.items():
             setattr(self, name, value)
 
