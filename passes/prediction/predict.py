@@ -26,12 +26,12 @@ from autoshard.ir.program import InputKind
 from autoshard.ir.recompute import PHASE
 from autoshard.ir.trace import Trace
 from cost_models.intervals import KERNELS, MEASURED, step_time_uncertainty
-from cost_models.streams import Overlap, StreamTimes, overlap_of, simulate_streams
+from cost_models.streams import Overlap, Segment, StreamTimes, overlap_of, simulate_streams
 from cost_models.timeline import Timeline
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.exact_memory import exact_memory
 from passes.prediction.expert_load import expert_load
-from passes.prediction.segment_step import COPIES, segment_step
+from passes.prediction.segment_step import COPIES, repeated_step, segment_step
 from passes.prediction.utilisation import utilisation
 from passes.prediction.walk_program import WalkedStep
 
@@ -73,18 +73,19 @@ def predict(
         choice: one option per variable.
         runtime: what runs the program; decides whether communication overlaps.
         kernels: what runs in place of calls; memory is that of the program without.
-        walked: the step as the lowered program of the choice says, of all its micro-batches; None: that of one, as the
-            problem says.
-        record: keep the timeline, for `Plan.trace`; takes longer.
+        walked: the step as the lowered program of the choice says; None: as the problem says, which does not price the
+            adding up of micro-batches' gradients.
+        record: keep the timeline, for `Plan.trace`, and price all micro-batches where the problem says the step, not
+            one of them; takes longer.
     """
     device = planning.prices.cluster.device
+    micro_batches = planning.liveness.micro_batches if record or walked is not None else 1
     if walked is None:
-        segments, overlap = segment_step(planning, choice, kernels, shares=not record), runtime.overlap
+        segments, overlap = _segments(planning, choice, kernels, micro_batches, shares=not record), runtime.overlap
     else:
         segments, overlap = walked.segments, overlap_of(planning.prices.cluster)
     times = simulate_streams(segments, overlap, dispatch_s=device.dispatch(runtime.dispatch), record=record)
     memory = _memory_parts(planning, choice, times, 0 if walked is None else walked.passes_bytes)
-    micro_batches = 1 if walked is None else planning.liveness.micro_batches
     tokens = micro_batches * _tokens(planning)
     mfu, hfu = utilisation(planning, choice).shares(times.total_s / micro_batches)
     uncertainty = step_time_uncertainty(KERNELS if device.dispatch_s else MEASURED)
@@ -106,6 +107,14 @@ def predict(
         kernels=kernels,
         timeline=None if times.timeline is None else trace_of(times.timeline),
     )
+
+
+def _segments(
+    planning: PlanningProblem, choice: Sequence[int], kernels: Kernels, micro_batches: int, *, shares: bool
+) -> Sequence[Segment]:
+    if micro_batches > 1:
+        return repeated_step(planning, choice, micro_batches, 0.0, kernels)
+    return segment_step(planning, choice, kernels, shares=shares)
 
 
 def _breakdown(planning: PlanningProblem, times: StreamTimes) -> dict[str, float]:

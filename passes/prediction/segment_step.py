@@ -261,13 +261,17 @@ def segment_step(
 
 
 def repeated_step(
-    planning: PlanningProblem, choice: Sequence[int], micro_batches: int, adding_s: float
+    planning: PlanningProblem,
+    choice: Sequence[int],
+    micro_batches: int,
+    adding_s: float,
+    kernels: Kernels = NO_KERNELS,
 ) -> tuple[Segment, ...]:
     """The segments of a whole step: forward and backward for each micro-batch, adding gradients up, and the update.
 
     They hold nothing for communication under way: what runs overlaps within the peak that it has without.
     """
-    segments = segment_step(planning, choice, shares=False)
+    segments = segment_step(planning, choice, kernels, shares=False)
     light = [replace(item, ops=tuple(op._replace(held_bytes=0.0) for op in item.ops)) for item in segments]
     once = [item for item in light if is_of_update(item.name)]
     each = [item for item in light if not is_of_update(item.name)]

@@ -65,6 +65,17 @@ def test_breakdowns_add_up(seed: int) -> None:
         assert found.overlaps == (runtime.overlap is not None)
 
 
+def test_fused_kernels_and_micro_batches_are_of_the_whole_step() -> None:
+    """A step of four micro-batches takes some four times one, in Triton's kernels as without."""
+    mesh = Mesh({"x": 2})
+    program = blocks_program(batch=8, length=64, hidden=64, count=2)
+    one, four = (
+        plan_program(program, mesh, h100s(mesh), PlanOptions(micro_batches=count, with_kernels=True)).predicted
+        for count in (1, 4)
+    )
+    assert 2 < four.step_time_s / one.step_time_s < 4.4
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_overlap_hides_communication_at_most(seed: int) -> None:
     """Without a slowdown, an overlapping runtime is no slower, no faster than computation, and holds no less memory."""
