@@ -24,8 +24,12 @@ from tests.runtime.processes import report, run_checks
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="peaks of resident memory are read from /proc")
 
 
+KEPT_BYTES = 32 * 2**20
+"""What the C library may keep of memory that was freed, beside a small model: a fifth of one rank's half of it."""
+
+
 def assert_within(phases: list[Phase]) -> None:
-    excess = [phase for phase in phases if phase.peak_bytes > phase.allowed_bytes]
+    excess = [phase for phase in phases if phase.peak_bytes > phase.allowed_bytes + KEPT_BYTES]
     assert not excess, "\n".join(map(str, excess))
 
 

@@ -68,11 +68,13 @@ def test_gradients_of_micro_batches_are_reduced_once() -> None:
 
 @pytest.mark.parametrize("micro_batches", [1, PARTS])
 def test_the_objective_is_of_the_whole_step(micro_batches: int) -> None:
-    """As the lowered program takes it, where nothing is hidden or hoisted."""
+    """As the lowered program takes it, where nothing is hidden or hoisted, but for the adding up of gradients."""
     plan = plan_of(micro_batches)
     phased = lower_program(step(), plan, h100s(MESH), with_overlap=False, with_native=False)
     walked = walk_program(phased, NodePrices(h100s(MESH), MESH), micro_batches=micro_batches)
-    assert simulate_streams(walked.segments).total_s == pytest.approx(plan.objective, rel=1e-6)
+    adding_s = (micro_batches - 1) * walked.adding_s
+    assert (adding_s > 0) == (micro_batches > 1)
+    assert simulate_streams(walked.segments).total_s - adding_s == pytest.approx(plan.objective, rel=1e-6)
 
 
 def test_calls_count_as_often_as_they_run() -> None:
