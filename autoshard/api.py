@@ -40,7 +40,7 @@ from autoshard.arguments import (
     checked_reduce_dtype,
     split_inputs,
 )
-from autoshard.backends import bucketing_of, check_in_place, has_kernels, wrap_of
+from autoshard.backends import bucketing_of, check_in_place, graphs_of, has_kernels, wrap_of
 from autoshard.cluster import device_of_plans, meshes_of
 from autoshard.errors import DoesNotFitError, NotAvailableError
 from autoshard.fixed_plan import micro_batches_of, precision_of, read_plan, update_for
@@ -107,6 +107,7 @@ def compile(
     cluster: Cluster | None = None,
     schedule: str | None = None,
     virtual_stages: int | None = None,
+    cuda_graph: bool = False,
 ) -> ShardedModule | TrainStep:
     """The model, made to run on all ranks of a mesh; it computes what it computes on one device.
 
@@ -164,6 +165,9 @@ def compile(
             "InterleavedZeroBubble" and others; see docs/pipelines.md.
         virtual_stages: with an axis "pipeline": stages on each of its ranks, 1 by default, 2 of a V. A plan of stages
             says this, the schedule and micro_batches itself.
+        cuda_graph: with an optimizer whose update is traced, and processes on GPUs: forward and backward of a
+            micro-batch are one launch from the third step on, for models that the host launches more slowly than the
+            device computes; see docs/running.md.
 
     Raises:
         AutoshardError: each kind of mistake has its own class; see `autoshard.errors`.
@@ -176,7 +180,7 @@ def compile(
     check_model(model, _COMPILED)
     check_backend(backend)
     check_loss(loss_fn)
-    check_flags(strict=strict, verify=verify, gather_outputs=gather_outputs)
+    check_flags(strict=strict, verify=verify, gather_outputs=gather_outputs, cuda_graph=cuda_graph)
     handed_out = checked_outputs(outputs, gather_outputs=gather_outputs)
     memory_budget = checked_budget(memory_budget)
     check_limits(time_budget_s=time_budget_s)
@@ -222,6 +226,7 @@ def compile(
     engine, messages = make_engines(mesh, device, wrap_of(backend), in_place, finish, timeout_s)
     if backend == "inductor" and isinstance(engine, SimulatorEngine):
         raise NotAvailableError("backend='inductor' needs a process per rank; the simulator runs eagerly.")
+    graphs = graphs_of(cuda_graph, engine, is_traced=update is not None, has_stages=pipeline is not None)
     lengths = None if dynamic_lengths is None else Lengths(model, dynamic_lengths)
     compiler = planner if pipeline is None else StagePlanner(planner, pipeline, messages.rank if messages else None)
     sharded = ShardedModule(
@@ -243,6 +248,7 @@ def compile(
             micro_batches=micro_batches,
             traced=update is not None,
             messages=messages,
+            graphs=graphs,
         )
         if verify:
             _check_order(step)

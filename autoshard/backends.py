@@ -9,6 +9,11 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.errors import NotAvailableError
+from autoshard.runtime.distributed import DistributedEngine
+from autoshard.runtime.engine import Engine
+from autoshard.runtime.graphed_passes import GraphedPasses
+
 _WITH_KERNELS = ("inductor", "triton")
 
 
@@ -42,3 +47,23 @@ def bucketing_of(backend: str, device: torch.device) -> Callable[[fx.GraphModule
         return bucket_updates(graph_module, with_triton=backend == "triton" and has_kernels(backend, device))
 
     return rewrite
+
+
+def graphs_of(cuda_graph: bool, engine: Engine, *, is_traced: bool, has_stages: bool) -> GraphedPasses | None:
+    """What launches a step's passes from CUDA graphs, where that is asked for.
+
+    Raises:
+        NotAvailableError: names what does not go with it, and the way out.
+    """
+    if not cuda_graph:
+        return None
+    refused = None
+    if not isinstance(engine, DistributedEngine) or engine.device.type != "cuda":
+        refused = "the mesh is not of processes on GPUs; use a DeviceMesh of CUDA devices"
+    elif not is_traced:
+        refused = "there is no optimizer whose update is traced; pass SGD, Adam or AdamW of torch.optim"
+    elif has_stages:
+        refused = "the mesh has an axis 'pipeline', whose stages wait for each other; use a mesh without it"
+    if refused is not None:
+        raise NotAvailableError(f"cuda_graph=True records training steps, but {refused}. Or leave cuda_graph out.")
+    return GraphedPasses()

@@ -121,12 +121,14 @@ def _adam_updates(
     sizes = [tensor.numel() for tensor in params]
     blocks = [0, *accumulate(triton.cdiv(size, _BLOCK) for size in sizes)]
     addresses = [[tensor.data_ptr() for tensor in group] for group in ordered]
-    table = torch.tensor([*addresses, sizes, blocks[:-1]], dtype=torch.int64).to(params[0].device)
+    device = params[0].device
+    table = torch.tensor([*addresses, sizes, blocks[:-1]], dtype=torch.int64, pin_memory=device.type == "cuda")
+    table = table.to(device, non_blocking=True)  # a blocking copy waits for all that the device has yet to do
     options: dict[str, float] = dict(zip(ADAM_HYPER, hyper.tolist(), strict=True))
     launch(
         adam_kernel,
         lambda _: (blocks[-1],),
-        params[0].device,
+        device,
         *(table, None if scale is None else scale.to(torch.float32), len(params), *_factors(options, decoupled)),
         changes=(*ordered[0], *ordered[2], *ordered[3]),
         PARAM=_TYPES[params[0].dtype],

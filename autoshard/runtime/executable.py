@@ -273,11 +273,25 @@ class Executable:
 
     def run_hoisted(self, tensors: Sequence[torch.Tensor]) -> list[LocalValue]:
         """What is computed once for all micro-batches of a step, from the inputs of a forward call of any of them."""
-        if self._hoisted is None:
-            return []
+        return self.run_hoisted_on(self.read_for_hoisted(tensors))
+
+    def read_for_hoisted(self, tensors: Sequence[torch.Tensor]) -> list[LocalValue]:
+        """Of the inputs of a forward call, the local values that `run_hoisted_on` takes."""
         given = dict(zip(self.phased.forward_inputs, tensors, strict=True))
         slots = self.phased.lowered.inputs
-        return list(self._hoisted([self.engine.read(given[i], slots[i]) for i in self.phased.hoisted_inputs]))
+        return [self.engine.read(given[index], slots[index]) for index in self.phased.hoisted_inputs]
+
+    def run_hoisted_on(self, values: list[LocalValue]) -> list[LocalValue]:
+        """What is computed once for all micro-batches, of local values; emptied."""
+        return [] if self._hoisted is None else list(self._hoisted(values))
+
+    def read_inputs(self, tensors: Sequence[torch.Tensor]) -> list[LocalValue]:
+        """The local values of the inputs of a forward call."""
+        return list(self._read_inputs(tensors))
+
+    def read_tangents(self, tangents: Mapping[str, torch.Tensor]) -> list[LocalValue]:
+        """The local gradients of the outputs, by the name of the tangent ("tangent:0"); zeros where one is missing."""
+        return [self._read_tangent(tangents, slot) for slot in self.tangents]
 
     def run_forward_locally(
         self, tensors: Sequence[torch.Tensor], held: Sequence[LocalValue] = ()
@@ -319,7 +333,7 @@ class Executable:
             tangents: gradient of each output by the name of its tangent ("tangent:0"); zeros where one is
             missing. likes: what each gradient belongs to, by name: that of a DTensor has its placements.
         """
-        values = [*saved, *(self._read_tangent(tangents, slot) for slot in self.tangents)]
+        values = [*saved, *self.read_tangents(tangents)]
         saved.clear()
         results = self._backward(values)[: len(self.gradients)]
         wanted = [likes.get(slot.slot.name) for slot in self.gradients]
@@ -336,7 +350,7 @@ class Executable:
             saved: what `run_forward` kept; emptied.
             tangents: as for `run_backward`.
         """
-        values = [*saved, *(self._read_tangent(tangents, slot) for slot in self.tangents)]
+        values = [*saved, *self.read_tangents(tangents)]
         saved.clear()
         return list(self._backward(values))[len(self.gradients) :]
 

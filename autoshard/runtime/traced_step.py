@@ -19,6 +19,7 @@ from autoshard.ir.spec import Reduction
 from autoshard.ir.step_order import Action, StepOrder, Task
 from autoshard.runtime.engine import LocalValue
 from autoshard.runtime.executable import CompiledProgram, Executable
+from autoshard.runtime.graphed_passes import GraphedPasses
 from autoshard.runtime.members import Members
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.signature import FlatCall
@@ -36,6 +37,7 @@ class _Running:
     """A step that runs: shares of the loss, what micro-batches keep for their backward, and gradients so far.
 
     Args:
+        gradients: of micro-batches whose backward ran with their forward.
         is_summed: `carried` are sums of several micro-batches' gradients, no more results of a backward.
         held: what is computed once for all micro-batches, from the first forward to the last backward.
     """
@@ -44,6 +46,7 @@ class _Running:
     losses: list[torch.Tensor] = field(default_factory=list)
     weights: Sequence[float] = ()
     saved: dict[int, list[LocalValue]] = field(default_factory=dict)
+    gradients: dict[int, list[LocalValue]] = field(default_factory=dict)
     carried: list[LocalValue] | None = None
     is_summed: bool = False
     held: list[LocalValue] | None = None
@@ -57,13 +60,20 @@ class TracedStep:
         optimizer: one that is traced (see `traced_optimizer`), over its parameters.
         max_grad_norm: gradients are scaled down to this norm over all parameters, or None.
         order: of its micro-batches.
+        graphs: launches forward and backward of a micro-batch from a CUDA graph; None to launch each kernel.
     """
 
     def __init__(
-        self, sharded: ShardedModule, optimizer: torch.optim.Optimizer, max_grad_norm: float | None, order: StepOrder
+        self,
+        sharded: ShardedModule,
+        optimizer: torch.optim.Optimizer,
+        max_grad_norm: float | None,
+        order: StepOrder,
+        graphs: GraphedPasses | None = None,
     ) -> None:
         self._sharded = sharded
         self._order = order
+        self._graphs = graphs
         self._state = TracedState(optimizer, sharded.engine, max_grad_norm)
 
     def compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan | None:
@@ -104,8 +114,12 @@ class TracedStep:
             _check_sums(executable)
         _check_alike(running.executable or executable, executable)
         running.executable = executable
-        loss, running.saved[task.micro_batch] = self._run_forward(executable, call, running)
         weight = running.weights[task.micro_batch]
+        if self._graphs is None or not weight:
+            loss, running.saved[task.micro_batch] = self._run_forward(executable, call, running)
+        else:
+            loss, gradients = self._run_both(self._graphs, executable, call, running, weight)
+            running.gradients[task.micro_batch] = [item.clone() for item in gradients] if len(parts) > 1 else gradients
         running.losses.append(loss * weight if weight else torch.zeros_like(loss))
 
     def _run_backward_of(self, task: Task, running: _Running) -> None:
@@ -113,13 +127,12 @@ class TracedStep:
         executable = running.executable
         assert executable is not None, "a backward comes after its forward"
         assert task.micro_batch is not None, "a backward is of a micro-batch"
-        device, dtype = self._sharded.engine.device, loss_of(executable).dtype
-        tangent = loss_of(executable).slot.name.replace("output:", "tangent:")
-        saved, weight = running.saved.pop(task.micro_batch), running.weights[task.micro_batch]
-        if not weight:  # nothing counts in it: its gradient may be zero over zero
-            return
-        share = torch.full((), weight, dtype=dtype, device=device)
-        gradients = executable.run_to_gradients(saved, {tangent: share})
+        gradients = running.gradients.pop(task.micro_batch, None)
+        if gradients is None:
+            saved, weight = running.saved.pop(task.micro_batch), running.weights[task.micro_batch]
+            if not weight:  # nothing counts in it: its gradient may be zero over zero
+                return
+            gradients = executable.run_to_gradients(saved, self._tangents(executable, weight))
         if running.carried is None:
             running.carried = gradients
             return
@@ -139,11 +152,33 @@ class TracedStep:
     def _run_forward(
         self, executable: Executable, call: FlatCall, running: _Running
     ) -> tuple[torch.Tensor, list[LocalValue]]:
-        """The loss, and what is kept for the backward; buffers are updated, other outputs are not put together."""
+        """The loss, and what is kept for the backward."""
         tensors = self._sharded.gather_inputs(executable, call)
         if running.held is None:
             running.held = executable.run_hoisted(tensors)
         results, saved = executable.run_forward_locally(tensors, running.held)
+        return self._hand_out(executable, results), saved
+
+    def _run_both(
+        self, graphs: GraphedPasses, executable: Executable, call: FlatCall, running: _Running, weight: float
+    ) -> tuple[torch.Tensor, list[LocalValue]]:
+        """As `_run_forward`, with what the backward carries into the update; results are valid until the next call."""
+        tensors = self._sharded.gather_inputs(executable, call)
+        if running.held is None:
+            running.held = graphs.run_hoisted(executable, executable.read_for_hoisted(tensors))
+        values = [*executable.read_inputs(tensors), *running.held]
+        tangents = executable.read_tangents(self._tangents(executable, weight))
+        results, gradients = graphs.run(executable, values, tangents)
+        return self._hand_out(executable, [result.clone() for result in results]), gradients
+
+    def _tangents(self, executable: Executable, weight: float) -> dict[str, torch.Tensor]:
+        """The gradient of the loss of a micro-batch that counts so much."""
+        loss = loss_of(executable)
+        share = torch.full((), weight, dtype=loss.dtype, device=self._sharded.engine.device)
+        return {loss.slot.name.replace("output:", "tangent:"): share}
+
+    def _hand_out(self, executable: Executable, results: Sequence[LocalValue]) -> torch.Tensor:
+        """The loss, of the results of a forward; buffers are updated, other outputs are not put together."""
         outputs = dict(zip((slot.slot.name for slot in executable.outputs), results, strict=True))
         for slot in executable.outputs:
             if slot.slot.kind == OutputKind.BUFFER_UPDATE:
@@ -156,7 +191,7 @@ class TracedStep:
             kept = next(slot for slot in executable.outputs if slot.slot.name == name)
             self._sharded.results.keep(path, executable.write_output(outputs[name], kept))
         slot = loss_of(executable)
-        return executable.write_output(outputs[slot.slot.name], slot), saved
+        return executable.write_output(outputs[slot.slot.name], slot)
 
 
 def weights_of(

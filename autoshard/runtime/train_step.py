@@ -17,6 +17,7 @@ from autoshard.errors import NotAvailableError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.step_order import Action, Task, one_after_another
+from autoshard.runtime.graphed_passes import GraphedPasses
 from autoshard.runtime.has_weights import HasWeights
 from autoshard.runtime.members import Members
 from autoshard.runtime.micro_batches import parts_of
@@ -43,6 +44,7 @@ class TrainStep(HasWeights):
             samples (a batch norm in training) is refused by name.
         traced: run the update as part of the program; the optimizer is one that can be, and the module's compiler can.
         messages: between the stages of a pipeline, into which the module's compiler cuts the step; traced only.
+        graphs: launches forward and backward from CUDA graphs; traced, without stages.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class TrainStep(HasWeights):
         micro_batches: int = 1,
         traced: bool = False,
         messages: StageMessages | None = None,
+        graphs: GraphedPasses | None = None,
     ) -> None:
         self.sharded = sharded
         self.optimizer = optimizer
@@ -66,7 +69,7 @@ class TrainStep(HasWeights):
         if messages is not None:
             self._traced = StagedStep(sharded, optimizer, max_grad_norm, micro_batches, messages)
         elif traced:
-            self._traced = TracedStep(sharded, optimizer, max_grad_norm, self.order)
+            self._traced = TracedStep(sharded, optimizer, max_grad_norm, self.order, graphs)
 
     @property
     def is_traced(self) -> bool:

@@ -5,8 +5,8 @@
 
 Models of transformers with random weights in bfloat16, a fused AdamW on all sides. Contenders take turns in one
 process: in each round every one runs a few steps, of which the time is read once the device is done. Beside the
-medians stand the peak of allocated memory of a step (a contender's own state and what the step takes), the loss after
-the last round, which must be the same on all sides but for rounding, the seconds until the second step, compilation
+medians stand the peak of allocated memory of a step (a contender's own state and what the step takes), the loss of the
+fourth step, which must be the same on all sides but for rounding, the seconds until the third step is done, compilation
 included, and what the plan predicted. `--tiny` runs small models on a CPU, as a test of the benchmark.
 """
 
@@ -59,10 +59,10 @@ class Found:
     """Of one contender.
 
     Args:
-        ready_s: until its second step was done.
+        ready_s: until its third step was done.
         times_ms: of a step, one per round.
         peak_bytes: of its state and a step.
-        loss: of its last step.
+        loss: of its fourth step.
         predicted_ms: of ours.
         error: why it did not run.
     """
@@ -148,19 +148,22 @@ class _Compiled:
         return self.step(**batch)
 
 
-def _ours(model: nn.Module, backend: str) -> Step:
+def _ours(model: nn.Module, backend: str, *, cuda_graph: bool = False) -> Step:
     device = next(model.parameters()).device.type
     mesh = init_device_mesh(device, (1,), mesh_dim_names=("data",))
-    step = autoshard.compile(model, mesh, optimizer=_adamw(model), backend=backend, outputs="loss")
+    step = autoshard.compile(model, mesh, optimizer=_adamw(model), backend=backend, cuda_graph=cuda_graph)
     return _Compiled(step)
 
 
 CONTENDERS: Mapping[str, Callable[[nn.Module], Step]] = {
     "eager": lambda model: _by_hand(model, model),
     "torch.compile": lambda model: _by_hand(model, torch.compile(model, dynamic=False)),
+    "torch.compile, graphs": lambda model: _by_hand(model, torch.compile(model, dynamic=False, mode="reduce-overhead")),
     "ours": lambda model: _ours(model, "auto"),
+    "ours, graph": lambda model: _ours(model, "auto", cuda_graph=True),
     "ours, triton": lambda model: _ours(model, "triton"),
     "ours, inductor": lambda model: _ours(model, "inductor"),
+    "ours, inductor, graph": lambda model: _ours(model, "inductor", cuda_graph=True),
 }
 
 
@@ -182,7 +185,7 @@ class Race:
         self.found: dict[str, Found] = {}
 
     def enter(self, name: str) -> None:
-        """Make a contender, run two steps, and measure the memory of a third."""
+        """Make a contender, run three steps, and measure the memory of a fourth."""
         found = self.found[name] = Found()
         gc.collect()
         start, before = time.perf_counter(), self._allocated()
@@ -191,13 +194,14 @@ class Race:
             with torch.device(self._device):
                 model = self._training.make()
             step = CONTENDERS[name](model.to(torch.bfloat16).train())
-            for batch in self._batches[:2]:
+            for batch in self._batches[:3]:
                 step(batch)
             self._wait()
             found.ready_s = time.perf_counter() - start
             if self._device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
-                step(self._batches[2])
+            found.loss = float(step(self._batches[3]))
+            if self._device == "cuda":
                 found.peak_bytes = torch.cuda.max_memory_allocated() - before
         except (RuntimeError, TypeError, ValueError, autoshard.AutoshardError) as error:
             found.error = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
@@ -213,10 +217,9 @@ class Race:
             self._wait()
             start = time.perf_counter()
             for batch in self._batches[:_STEPS]:
-                loss = self._steps[name](batch)
+                self._steps[name](batch)
             self._wait()
             self.found[name].times_ms.append(1e3 * (time.perf_counter() - start) / _STEPS)
-            self.found[name].loss = float(loss)
 
     def _wait(self) -> None:
         if self._device == "cuda":

@@ -1,0 +1,91 @@
+"""CUDA graphs: the kernels that a function launches, recorded once and launched together from then on.
+
+Where a step is many small kernels the host is slower than the device: of BERT on 8 x 128 tokens an H200 computed 4 ms
+while the host took 23 ms to launch it. A graph is one launch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from autoshard.errors import NotAvailableError
+
+Function = Callable[[list[Tensor]], list[Tensor]]
+"""Results on a device from tensors there; it may empty the list."""
+
+Record = Callable[[Callable[[], list[Tensor]]], tuple[Callable[[], None], list[Tensor]]]
+"""Records what a function launches, without results yet: what launches it again, and where results then lie."""
+
+_CALLS_BEFORE = 2
+"""Calls that run as they are: compilers compile, libraries take their workspaces, and memory finds its places."""
+
+
+def record_on_cuda(function: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
+    """A `Record` by CUDA, of this thread's launches alone."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        results = function()
+    return graph.replay, results
+
+
+@dataclass(slots=True)
+class CudaGraph:
+    """Runs one function, from its third call on as a graph.
+
+    A graph reads and writes the memory that it was recorded with. What lies elsewhere at each call is copied into
+    memory of the graph's own; whatever else is met elsewhere, is from then on, and the graph is recorded anew.
+
+    Args:
+        moving: the places of tensors that lie elsewhere at each call.
+        record: records what a function launches.
+    """
+
+    moving: set[int]
+    record: Record = record_on_cuda
+    _calls: int = 0
+    _places: list[int] = field(default_factory=list)
+    _copies: dict[int, Tensor] = field(default_factory=dict)
+    _replay: Callable[[], None] | None = None
+    _results: list[Tensor] = field(default_factory=list)
+
+    def run(self, function: Function, values: Sequence[Tensor]) -> list[Tensor]:
+        """The results, which are valid until the next call.
+
+        Args:
+            function: the same at each call, as are the shapes of values.
+            values: what it takes.
+
+        Raises:
+            NotAvailableError: it cannot be recorded: it waits for the device.
+        """
+        self._calls += 1
+        if self._calls <= _CALLS_BEFORE:
+            return function(list(values))
+        places = [value.data_ptr() for value in values]
+        moved = {index for index, place in enumerate(places) if self._places and place != self._places[index]}
+        if self._replay is None or not moved <= self.moving:
+            self._places = places
+            self.moving |= moved
+            self._record(function, values)
+        for index, copy in self._copies.items():
+            copy.copy_(values[index])
+        assert self._replay is not None, "it is recorded"
+        self._replay()
+        return list(self._results)
+
+    def _record(self, function: Function, values: Sequence[Tensor]) -> None:
+        self._replay, self._results = None, []  # the memory of an earlier graph is free for this one
+        self._copies = {index: values[index].clone() for index in sorted(self.moving)}
+        inputs = [self._copies.get(index, value) for index, value in enumerate(values)]
+        try:
+            self._replay, self._results = self.record(lambda: function(list(inputs)))
+        except RuntimeError as error:
+            raise NotAvailableError(
+                f"cuda_graph=True, but the step cannot be recorded: {next(iter(str(error).splitlines()), '')} A graph "
+                "runs without the host, so no operator may read a value there, as experts read counts. Leave "
+                "cuda_graph out. No parameter has changed at this step."
+            ) from error
