@@ -40,6 +40,11 @@ def memory_time(bytes_moved: float, device: Device, kernel: str = MEMORY) -> flo
     return bytes_moved / (device.memory_bandwidth_bytes_per_s * device.memory_efficiency)
 
 
+def accumulation_time(gradient_bytes: float, device: Device) -> float:
+    """Seconds to add a gradient to the sum of those before it: both are read, and the sum is written."""
+    return memory_time(3 * gradient_bytes, device)
+
+
 def operator_time(flops: float, bytes_moved: float, dtype: str, device: Device, kind: Kind) -> float:
     """Seconds of one operator, by the roofline.
 

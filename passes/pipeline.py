@@ -426,7 +426,7 @@ def _walked(
     )  # fmt: skip
     walked = walk_program(phased, NodePrices(cluster, plan.mesh), planning.elided, micro_batches)
     if not is_whole and overlap_of(cluster) is not None:
-        walked = replace(walked, segments=repeated_step(planning, choice, micro_batches, walked.adding_s))
+        walked = replace(walked, segments=repeated_step(planning, choice, micro_batches))
     plain, peak = (peak_bytes(item, micro_batches=micro_batches) for item in (made[SplitPhases], phased))
     return replace(walked, passes_bytes=peak - plain), phased
 

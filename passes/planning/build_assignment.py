@@ -1,9 +1,10 @@
 """Turn a priced search space into an assignment problem over classes of alike nodes.
 
 One variable per class; its options are the strategies of the class. A node's time counts as often as its members run in
-a step (`runs`). Links between the same places of two classes become one edge, whose costs count likewise; links within
-one class become costs of its variable. What runs in kernels is priced so (`kernel_prices`). Memory rows are made for
-single program points, on demand.
+a step (`runs`). The hub of a gradient costs what it takes to add the gradient up over micro-batches, as it lies there.
+Links between the same places of two classes become one edge, whose costs count likewise; links within one class become
+costs of its variable. What runs in kernels is priced so (`kernel_prices`). Memory rows are made for single program
+points, on demand.
 """
 
 from __future__ import annotations
@@ -89,6 +90,14 @@ class PlanningProblem:
         """How often the reshard on each link runs in a step."""
         return link_runs(self.space, self.elided, self.liveness.micro_batches)
 
+    def adding_s(self, choice: Sequence[int]) -> float:
+        """Seconds to add the gradients of one micro-batch to the sums of those before it."""
+        counts = self.counts()
+        return sum(
+            counts.get(hub, 1) * float(self.prices.adding_times(self.space.sites[hub])[choice[self.classes[hub]]])
+            for hub in self.liveness.adding
+        )
+
     def usage(self, choice: Sequence[int]) -> np.ndarray:
         """Bytes in use on each rank at every program point."""
         return self._memory_usage()(choice)
@@ -150,6 +159,9 @@ def build_problem(
         members[number].append(name)
     sites = space.sites
     costs = [_call_times(group, sites, runs, prices, fusion) for group in members]
+    counts, more = elided.site_counts(), liveness.micro_batches - 1
+    for hub in liveness.adding if more else ():
+        costs[classes[hub]] = costs[classes[hub]] + more * counts.get(hub, 1) * prices.adding_times(sites[hub])
     tables: dict[Any, Floats] = {}
     edges, edge_between = [], {}
     alike = _alike_links(space, classes, link_runs(space, elided, liveness.micro_batches), fusion)

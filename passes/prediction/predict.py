@@ -73,8 +73,7 @@ def predict(
         choice: one option per variable.
         runtime: what runs the program; decides whether communication overlaps.
         kernels: what runs in place of calls; memory is that of the program without.
-        walked: the step as the lowered program of the choice says; None: as the problem says, which does not price the
-            adding up of micro-batches' gradients.
+        walked: the step as the lowered program of the choice says; None: as the problem says.
         record: keep the timeline, for `Plan.trace`, and price all micro-batches where the problem says the step, not
             one of them; takes longer.
     """
@@ -113,7 +112,7 @@ def _segments(
     planning: PlanningProblem, choice: Sequence[int], kernels: Kernels, micro_batches: int, *, shares: bool
 ) -> Sequence[Segment]:
     if micro_batches > 1:
-        return repeated_step(planning, choice, micro_batches, 0.0, kernels)
+        return repeated_step(planning, choice, micro_batches, kernels)
     return segment_step(planning, choice, kernels, shares=shares)
 
 

@@ -264,7 +264,6 @@ def repeated_step(
     planning: PlanningProblem,
     choice: Sequence[int],
     micro_batches: int,
-    adding_s: float,
     kernels: Kernels = NO_KERNELS,
 ) -> tuple[Segment, ...]:
     """The segments of a whole step: forward and backward for each micro-batch, adding gradients up, and the update.
@@ -275,4 +274,4 @@ def repeated_step(
     light = [replace(item, ops=tuple(op._replace(held_bytes=0.0) for op in item.ops)) for item in segments]
     once = [item for item in light if is_of_update(item.name)]
     each = [item for item in light if not is_of_update(item.name)]
-    return (*each * micro_batches, *adding_up(adding_s, micro_batches), *once)
+    return (*each * micro_batches, *adding_up(planning.adding_s(choice), micro_batches), *once)

@@ -23,7 +23,8 @@ from autoshard.ir.collectives import is_collective, is_wait
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.offload import LABEL
 from autoshard.kernels.offload import TRANSFERS
-from cost_models.compute import memory_time
+from cost_models.compute import accumulation_time
+from cost_models.device import Device
 from cost_models.hardware import Cluster
 from cost_models.streams import Op, Segment
 from cost_models.timeline import COMPUTE
@@ -72,7 +73,7 @@ def walk_program(
     first, last = ([written[name]] if name in written else [] for name in ("hoisted", "update"))
     sent = defaultdict[str, float](float)
     segments = []
-    adding_s = memory_time(3 * _carried_bytes(phased, elided), prices.cluster.device)
+    adding_s = _adding_s(phased, elided, prices.cluster.device)
     for times, phases in ((1, first), (micro_batches, [written["forward"], written["backward"]]), (1, last)):
         if phases is last:
             segments += adding_up(adding_s, micro_batches)
@@ -91,11 +92,12 @@ def adding_up(adding_s: float, micro_batches: int) -> list[Segment]:
     return [Segment(ACCUMULATION, (Op("add gradients", ACCUMULATION, more * adding_s, launches=more),))]
 
 
-def _carried_bytes(phased: PhasedProgram, elided: Elided) -> int:
-    """Bytes of the gradients that one backward makes for the update, those of blocks that are left out included."""
+def _adding_s(phased: PhasedProgram, elided: Elided, device: Device) -> float:
+    """Seconds to add what one backward carries into the update to sums, of blocks that are left out included."""
     counts = elided.site_counts()
     sites = (node.meta.get(EMITTED_AT, "") for node in carried_nodes(phased))
-    return sum(counts.get(site, 1) * size for site, size in zip(sites, carried_bytes(phased), strict=True))
+    times = (accumulation_time(size, device) for size in carried_bytes(phased))
+    return sum(counts.get(site, 1) * seconds for site, seconds in zip(sites, times, strict=True))
 
 
 def stream_of(axes: tuple[str, ...], cluster: Cluster, mesh_axes: Mapping[str, int]) -> str:

@@ -23,13 +23,13 @@ from autoshard.rules.emit_local import fills
 from autoshard.rules.enumeration import Split, Strategy
 from autoshard.rules.hub import hub
 from cost_models.collectives import all_gather_time, all_reduce_time, all_to_all_time, reduce_scatter_time
-from cost_models.compute import memory_time, work_time
+from cost_models.compute import accumulation_time, memory_time, work_time
 from cost_models.hardware import Cluster
 from cost_models.operators import work
 from cost_models.topology import GroupLinks
 from cost_models.work import TensorInfo
 from passes.solver.assignment import Floats
-from passes.strategies.enumerate_strategies import Site, ValueInfo, is_view, operands_of
+from passes.strategies.enumerate_strategies import Site, ValueInfo, is_view, operands_of, specs_of
 from passes.strategies.operator_names import dtype_name, operator_name
 from passes.strategies.price_nodes import STRIDED_COPY
 from passes.strategies.price_rewrites import rewrite_collectives, rewritten_time
@@ -113,6 +113,11 @@ class Prices:
         """Seconds of a copy to the host and back of values of so many bytes."""
         device = self.cluster.device
         return np.array([device.to_host_time(size) + device.from_host_time(size) for size in sizes.tolist()])
+
+    def adding_times(self, site: Site) -> Floats:
+        """Seconds to add a site's result, a gradient, to the sum of those of other micro-batches, [strategies]."""
+        sizes = local_bytes_of(site.results[0], specs_of(site, 0), self.mesh)
+        return np.array([accumulation_time(size, self.cluster.device) for size in sizes.tolist()])
 
     def _call_time(
         self,

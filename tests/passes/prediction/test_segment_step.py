@@ -188,11 +188,11 @@ def test_a_step_repeats_all_but_its_update() -> None:
     model = alike(6)
     planning = problem_of(short_step(model, adamw(model), 1), Mesh({"x": 2}))
     choice = drawn_choice(planning, 0)
-    one, two = (repeated_step(planning, choice, count, adding_s=0.5) for count in (1, 2))
+    one, two = (repeated_step(planning, choice, count) for count in (1, 2))
     update = [item for item in one if item.is_barrier]
     assert update
     assert one[-len(update) :] == two[-len(update) :] == tuple(update)
-    assert two[: -len(update)] == (*one[: -len(update)] * 2, *adding_up(0.5, 2))
+    assert two[: -len(update)] == (*one[: -len(update)] * 2, *adding_up(planning.adding_s(choice), 2))
     assert [op.seconds for item in adding_up(0.5, 3) for op in item.ops] == [1.0]
     assert not any(op.held_bytes for item in one for op in item.ops)
     times = simulate_streams(one)

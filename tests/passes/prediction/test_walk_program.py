@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 
 import pytest
 import torch
@@ -175,6 +176,21 @@ def test_gradients_of_micro_batches_are_added_up() -> None:
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     assert found[0] == pytest.approx(2 * memory_time(3 * size, planning.prices.cluster.device))
     assert found[1] == pytest.approx(found[0])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_add_up_as_the_objective_says(seed: int) -> None:
+    """Whatever they are carried in; more micro-batches add their gradients up more often."""
+    model = alike(6)
+    program = short_step(model, adamw(model, 1.0), 1)
+    one, two, three = (problem_of(program, SQUARE, micro_batches=count) for count in (1, 2, 3))
+    choice = drawn_choice(one, seed)
+    walked = walk(one, phased_of(one, choice))
+    once = sum(op.seconds for segment in walked.segments for op in segment.ops if segment.name != "update")
+    costs = [problem.assignment.cost_of(choice) for problem in (one, two, three)]
+    more = [after - before - once for before, after in pairwise(costs)]
+    assert one.adding_s(choice) == pytest.approx(walked.adding_s)
+    assert more == pytest.approx([walked.adding_s] * 2)
 
 
 def test_bytes_on_the_wire_are_counted_by_axis() -> None:
