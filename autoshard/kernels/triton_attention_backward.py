@@ -31,6 +31,7 @@ from autoshard.kernels.triton_attention import (
     head_block,
     refuse_extras,
     refuse_heads,
+    refuse_what_torch_fuses,
     rows_adjacent,
     sequence_rows,
     starts_of,
@@ -321,8 +322,12 @@ def why_not_attention_backward(
     offset: Sequence[int],
     global_shape: Sequence[int],
 ) -> str | None:
-    """Why the kernel cannot stand in for `autoshard::attention_backward`, or None."""
-    return refuse_extras(mask, dropout_p) or refuse_heads(grad_out=grad_out, q=q, k=k, v=v)
+    """Why the kernel is not to stand in for `autoshard::attention_backward`, or None."""
+    return (
+        refuse_extras(mask, dropout_p)
+        or refuse_heads(grad_out=grad_out, q=q, k=k, v=v)
+        or refuse_what_torch_fuses(q, is_causal=is_causal, offset=offset)
+    )
 
 
 def flash_attention_backward(

@@ -163,8 +163,10 @@ def test_what_cannot_be_recorded_is_one_error(recorder: StandIn, monkeypatch: py
 
 @pytest.mark.parametrize("case", ["simulated", "on a CPU", "untraced", "no optimizer", "no flag"])
 def test_what_it_does_not_go_with_is_refused(case: str) -> None:
-    model = nn.Linear(4, 4)
-    mesh = Mesh({"data": 2}) if case == "simulated" else init_device_mesh("cpu", (1,), mesh_dim_names=("data",))
+    if case == "on a CPU" and ON_CUDA:
+        pytest.skip("there is a GPU")
+    model = nn.Linear(4, 4, device=None if case == "simulated" else DEVICE)
+    mesh = Mesh({"data": 2}) if case == "simulated" else init_device_mesh(DEVICE, (1,), mesh_dim_names=("data",))
     optimizer = None
     if case == "untraced":
         optimizer = torch.optim.Adagrad(model.parameters())
@@ -194,4 +196,10 @@ def test_what_waits_for_the_device_is_refused_on_a_gpu() -> None:
     run()
     with pytest.raises(NotAvailableError, match="cannot be recorded"):
         run()
-    assert float(value.sum()) == 2.0  # the device works on
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    torch.manual_seed(3)
+    again = torch.randn(4, device="cuda")  # random numbers, memory and the device go on
+    torch.manual_seed(3)
+    assert torch.equal(torch.randn(4, device="cuda"), again)
+    torch.cuda.empty_cache()
+    assert len(CudaGraph(set()).run(lambda values: values, [value])) == 1
