@@ -7,7 +7,6 @@ while the host took 23 ms to launch it. A graph is one launch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch
@@ -34,16 +33,14 @@ def record_on_cuda(function: Callable[[], list[Tensor]]) -> tuple[Callable[[], N
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             results = function()
     except RuntimeError:
-        _end(graph, stream, generator, state)
+        _leave(stream, generator, state)
         raise
     return graph.replay, results
 
 
-def _end(graph: torch.cuda.CUDAGraph, stream: torch.cuda.Stream, generator: torch.Generator, state: Tensor) -> None:
-    """Leave a recording that failed, which torch leaves on its stream, its memory and its random numbers."""
+def _leave(stream: torch.cuda.Stream, generator: torch.Generator, state: Tensor) -> None:
+    """Leave a recording that failed: torch stays on its stream, and its random numbers would still be recorded."""
     torch.cuda.set_stream(stream)
-    with suppress(RuntimeError):
-        torch._C._cuda_endAllocateToPool(stream.device_index, graph.pool())
     anew = torch.Generator(generator.device)
     anew.set_state(state)
     generator.graphsafe_set_state(anew.graphsafe_get_state())

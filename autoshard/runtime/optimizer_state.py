@@ -36,11 +36,19 @@ def rebind_optimizer(
     check_parameters(optimizer, {*taken, *kept})
     for group in optimizer.param_groups:
         group["params"] = [taken.get(id(item), item) for item in group["params"]]
-    if any(id(parameter) not in kept for parameter in optimizer.state):
+    replaced = [parameter for parameter in optimizer.state if id(parameter) not in kept]
+    if any(_has_stepped(optimizer.state[parameter]) for parameter in replaced):
         raise TraceError(
             f"optimizer={type(optimizer).__name__} has already taken steps on the unsharded model. Compile with "
             "a fresh optimizer, then load its state with load_state_dict."
         )
+    for parameter in replaced:
+        optimizer.state[taken[id(parameter)]] = optimizer.state.pop(parameter)
+
+
+def _has_stepped(state: Mapping[str, Any]) -> bool:
+    """Whether a parameter's state was changed by a step, not only made when the optimizer was built."""
+    return float(state.get("step", 1)) > 0
 
 
 def _check_has_values(optimizer: torch.optim.Optimizer) -> None:
@@ -80,16 +88,24 @@ def state_bytes_per_parameter_byte(optimizer: torch.optim.Optimizer) -> float:
     """The bytes of state that `optimizer` keeps per byte of a float32 parameter: 2 for AdamW, 0 for plain
     SGD.
 
-    Found by one step of a copy of it on a parameter of its own, for the first group's options.
+    Found by what it holds already; else by one step of a copy of it on a parameter of its own, for the first group's
+    options.
     """
+    if optimizer.state:
+        elements = sum(parameter.numel() for parameter in optimizer.state)
+        return sum(map(_held_bytes, optimizer.state.values())) / (max(1, elements) * torch.float32.itemsize)
     probe = copy.copy(optimizer)
     parameter = nn.Parameter(torch.zeros(_SIDE, _SIDE))
     parameter.grad = torch.zeros(_SIDE, _SIDE)
     probe.param_groups = [{**optimizer.param_groups[0], "params": [parameter]}]
     probe.state = defaultdict(dict)
     probe.step()
-    held = [item for item in probe.state[parameter].values() if isinstance(item, torch.Tensor)]
-    return sum(item.nbytes for item in held if item.numel() > 1) / parameter.nbytes
+    return _held_bytes(probe.state[parameter]) / parameter.nbytes
+
+
+def _held_bytes(state: Mapping[str, Any]) -> int:
+    """Bytes of a parameter's state, counts of steps aside."""
+    return sum(item.nbytes for item in state.values() if isinstance(item, torch.Tensor) and item.numel() > 1)
 
 
 def named_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:

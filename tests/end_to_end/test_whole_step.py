@@ -340,6 +340,27 @@ def check_state_on_gloo() -> None:
         torch.testing.assert_close(steps[0](*batch(number)), steps[1](*batch(number)), rtol=2e-5, atol=2e-5)
 
 
+def check_state_made_when_built_on_gloo() -> None:
+    """An optimizer that takes its own step and makes its state when it is built, as Adagrad does, is fresh."""
+    model, plain = small(), small()
+    make = partial(torch.optim.Adagrad, lr=0.1, initial_accumulator_value=0.2)
+    optimizer, reference = make(model.parameters()), make(plain.parameters())
+    constraints = {"*weight": P("data"), "input:*": P("data")}
+    step = autoshard.compile(model, LINE, optimizer=optimizer, loss_fn=F.mse_loss, constraints=constraints)
+    for number in range(3):
+        step(*batch(number))
+        F.mse_loss(plain(batch(number)[0]), batch(number)[1]).backward()
+        reference.step()
+        reference.zero_grad()
+    assert_same(step, plain, reference, 2e-5)
+    stepped = small()
+    optimizer = make(stepped.parameters())
+    F.mse_loss(stepped(batch(0)[0]), batch(0)[1]).backward()
+    optimizer.step()
+    with pytest.raises(autoshard.TraceError, match="optimizer=Adagrad has already taken steps"):
+        autoshard.compile(stepped, LINE, optimizer=optimizer, loss_fn=F.mse_loss)
+
+
 def check_memory_on_gloo() -> None:
     """The peak of a step with its state is the predicted one, under each layout."""
     for constraints in (ZERO_1, ZERO_3):
@@ -388,6 +409,7 @@ CHECKS = {
     **{f"adamw, ZeRO-1, {count} parts": partial(check_on_gloo, "adamw", ZERO_1, count) for count in (1, 2)},
     "uneven": check_uneven_on_gloo,
     "state": check_state_on_gloo,
+    "state made when built": check_state_made_when_built_on_gloo,
     "memory": check_memory_on_gloo,
     "kernels": check_kernels_on_gloo,
 }
