@@ -212,6 +212,7 @@ def compile(
         with_kernels=has_kernels(backend, device),
         for_compiler=backend == "inductor",
         with_native=backend != "reference",
+        cuda_graph=cuda_graph,
         gather_outputs=gather_outputs,
     )
     if isinstance(mesh, Cluster):

@@ -84,6 +84,7 @@ class Planner:
         with_kernels: let Triton kernels stand in for operators, and predict that.
         for_compiler: lower for one that fuses, without Triton kernels, which are predicted as what it writes.
         with_native: let torch's fused kernels run semantic operators, rather than their definitions.
+        cuda_graph: predict steps that are launched from CUDA graphs.
         recipe: within which plans are searched; None: everywhere.
         gather_outputs: let outputs be whole on every rank, but for those that are constrained.
         progress: whether searches show how they go; see `search_bar`.
@@ -108,6 +109,7 @@ class Planner:
     with_kernels: bool = False
     for_compiler: bool = False
     with_native: bool = True
+    cuda_graph: bool = False
     reduce_dtype: torch.dtype | None = None
     recipe: Recipe | None = None
     gather_outputs: bool = False
@@ -289,6 +291,7 @@ class Planner:
     def _options(self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec]) -> PlanOptions:
         from passes.pipeline import PlanOptions
         from passes.planning.constraints import constraints_on, whole_outputs
+        from passes.prediction.predict import TODAY
 
         constraints = constraints_on(program, self.constraints, without_state=self.has_update and not updates(program))
         whole = whole_outputs(program, self.constraints, gather=self.gather_outputs)
@@ -303,6 +306,7 @@ class Planner:
             state_bytes_per_parameter_byte=0.0 if updates(program) else self.state_ratio,
             strict=self.strict,
             micro_batches=self.micro_batches,
+            runtime=replace(TODAY, dispatch="graph") if self.cuda_graph else TODAY,
             with_kernels=self.with_kernels,
             reduce_dtype=self.reduce_dtype,
             before=self.before,
