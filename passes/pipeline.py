@@ -42,7 +42,7 @@ from passes.memory.lowered_memory import peak_bytes
 from passes.overlap import overlapped, room_of
 from passes.phases import OnPass, phases_of, run_passes
 from passes.planning.baselines import solve_baselines
-from passes.planning.bucket_prices import solve_in_buckets
+from passes.planning.bucket_prices import in_buckets, solve_in_buckets
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.planning.constraints import allowed_options
 from passes.planning.cover import cover
@@ -62,7 +62,7 @@ from passes.recomputation.recompute import InsertRecompute
 from passes.recomputation.recompute_search import solve_jointly
 from passes.recomputation.savings import savings_of
 from passes.recomputation.whole_blocks import joint_with_blocks, with_whole_blocks
-from passes.solver.assignment import Solution
+from passes.solver.assignment import Assignment, Solution
 from passes.solver.one_thread import one_blas_thread
 from passes.solver.search_control import ALL_PLANS, SearchControl
 from passes.strategies.elided import find_elided
@@ -77,7 +77,7 @@ PREPARATION: Sequence[Callable[[Program], Program]] = (Canonicalize(), JoinGelu(
 """What brings a traced program into the form that is planned and lowered, in order."""
 
 _NEAR = 0.1
-"""A known recipe that costs so much more than what the search found is not faster where communication is hidden."""
+"""What costs so much more than what the search found is not faster by hiding its communication."""
 
 _SURE = 0.01
 """Part of a step by which a choice at the prices of buckets must be faster than the search's, and known recipes."""
@@ -137,6 +137,7 @@ class Decision:
         offload: what is offloaded.
         baselines: the best solutions of the known recipes, without recomputation; None where none fits.
         bucketed: the best solution with what is sent of parameters and gradients priced in buckets, likewise.
+        in_buckets: those prices.
     """
 
     planning: PlanningProblem
@@ -145,6 +146,14 @@ class Decision:
     offload: Offload
     baselines: Mapping[str, Solution | None]
     bucketed: Solution | None = None
+    in_buckets: Assignment | None = None
+
+    def may_be_faster(self, other: Solution) -> bool:
+        """Whether another choice is nearly as cheap, or cheaper at the prices of buckets."""
+        if other.cost <= (1 + _NEAR) * self.solution.cost:
+            return True
+        priced = self.in_buckets
+        return priced is not None and priced.cost_of(other.choice) < priced.cost_of(self.solution.choice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,19 +213,19 @@ def plan_and_lower(program: Program, mesh: Mesh, cluster: Cluster, options: Plan
 
 
 def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, options: PlanOptions) -> LoweredPlan:
-    """The plan of the search, of a known recipe that is nearly as cheap, or of the search with prices of buckets.
+    """The plan of the search, of a known recipe, or of the search with prices of buckets, of those that may be faster.
 
     Their lowered programs say which is fastest. The search adds up what a step does; what runs puts collectives into
     buckets and hides them, in some plans more than in others. The bound is the search's.
     """
-    solution, limit = found.solution, (1 + _NEAR) * found.solution.cost
+    solution = found.solution
     best = _lowered_of(found.planning, solution.choice, solution.cost, solution.lower_bound, cluster, options)
     best = replace(best, plan=replace(best.plan, recompute=found.recompute, offload=found.offload))
     if options.runtime.overlap is not None or options.with_kernels:
         return best
     seen = {solution.choice} if found.planning is planning else set()
     for each in (*found.baselines.values(), found.bucketed):
-        if each is None or each.cost > limit or each.choice in seen:
+        if each is None or each.choice in seen or not found.may_be_faster(each):
             continue
         seen.add(each.choice)
         other = _lowered_of(planning, each.choice, each.cost, solution.lower_bound, cluster, options)
@@ -251,9 +260,10 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
     )  # fmt: skip
     baselines = solve_baselines(planning, quick, allowed, options.before, end) if options.with_baselines else {}
     start = [found for found in baselines.values() if found is not None]
-    bucketed = None
+    bucketed, priced = None, None
     if options.with_baselines and not planning.elided.sites:
-        bucketed = solve_in_buckets(planning, BucketCollectives().least_bytes, quick, allowed)
+        priced = in_buckets(planning, BucketCollectives().least_bytes)
+        bucketed = solve_in_buckets(planning, priced, quick, allowed)
     search = replace(search, time_budget_s=max(0.0, end - time.monotonic()))
     options.control.problem = ALL_PLANS
     recipe = options.recipe
@@ -264,7 +274,8 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
         planning, search, allowed, start, recompute=recompute, offload=offload, before=before
     )  # fmt: skip
     without, found = joint_with_blocks(found) if found.planning is planning else (planning, found)
-    return Decision(found.planning, found.solution, *savings_of(without, found), baselines, bucketed)
+    priced = priced if found.planning is planning else None  # of another problem the choice has no such price
+    return Decision(found.planning, found.solution, *savings_of(without, found), baselines, bucketed, priced)
 
 
 def allowed_by(planning: PlanningProblem, options: PlanOptions) -> dict[int, np.ndarray]:

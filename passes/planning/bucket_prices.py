@@ -48,18 +48,19 @@ class BucketPrice:
 
 
 def solve_in_buckets(
-    planning: PlanningProblem, piece_bytes: int, search: Search, allowed: Mapping[int, np.ndarray]
+    planning: PlanningProblem, priced: Assignment, search: Search, allowed: Mapping[int, np.ndarray]
 ) -> Solution | None:
     """The best choice at prices of buckets, with its cost at those of the problem; None where none fits.
 
     Args:
-        planning, piece_bytes: see `in_buckets`.
+        planning: the problem.
+        priced: what `in_buckets` gave for it.
         search, allowed: how it is searched, and among which options.
     """
     if search.control.is_stopped:
         return None
     with suppress(DoesNotFitError):
-        choice = search(replace(planning, assignment=in_buckets(planning, piece_bytes)), allowed).choice
+        choice = search(replace(planning, assignment=priced), allowed).choice
         return Solution(choice, planning.assignment.cost_of(choice), -math.inf)
     return None
 
