@@ -12,9 +12,13 @@ program all recipes have in common:
 * Gradients of one micro-batch lie where activations lay before.
 * Each collective copies what it sends and what it receives (`passes/strategies/price.py`, `StepPrice`).
 * Collectives go in buckets of `passes/lowering/bucket_collectives.py`.
+* Each parameter is a kernel's launch where it is cast, where its gradient is, and where it is updated.
+* A block that is computed again sends less than its forward (`sent_again`).
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.runtime import AUTOSHARD, Runtime
@@ -23,6 +27,8 @@ from cost_models.memory import MOMENTS
 from cost_models.step import StepModel, alone, fitted
 from cost_models.streams import overlap_of
 from passes.lowering.bucket_collectives import BucketCollectives
+from passes.sections.price_sections import Traffic
+from passes.sections.propagate_axis import MoveKind
 
 BUCKETS = BucketCollectives()
 
@@ -66,6 +72,11 @@ def bucket_count(total_bytes: float, ranks: int) -> int:
     return max(1, round(piece / most))
 
 
+def section_bucket_count(section_bytes: float, ranks: int) -> int:
+    """In how many collectives so many bytes of one section are exchanged, of a model of many: buckets are large."""
+    return max(1, round(section_bytes / ranks / BUCKETS.most_bytes))
+
+
 def state_bytes(elements: float, shards: float, recipe: Recipe) -> dict[str, float]:
     """Bytes of parameters, gradients and state of so many elements, see `price_memory.state_bytes`.
 
@@ -98,6 +109,25 @@ def casting_bytes(recipe: Recipe) -> float:
     """Bytes moved to cast each element of a parameter, or a gradient back."""
     cast = cast_bytes(recipe)
     return at_rest_bytes(recipe) + cast if cast else 0.0
+
+
+def casts(recipe: Recipe) -> float:
+    """Kernels that cast each parameter, once per step, and its gradient, in each micro-batch; mean of a micro-batch."""
+    return 1.0 + 1.0 / recipe.micro_batches if cast_bytes(recipe) else 0.0
+
+
+def sent_again(traffic: Sequence[Traffic]) -> tuple[Traffic, ...]:
+    """What of a block's forward is sent again where it is computed again.
+
+    Nothing waits for its sum over the tensor axis, and what products gather is there for their weights' gradients.
+    """
+    gathered = [_is_tensor(item, MoveKind.GATHER) and item.has_weight for item in traffic]
+    left = tuple(item for item, is_there in zip(traffic, gathered, strict=True) if not is_there)
+    return left[:-1] if left and _is_tensor(left[-1], MoveKind.SCATTER, MoveKind.REDUCE) else left
+
+
+def _is_tensor(item: Traffic, *kinds: MoveKind) -> bool:
+    return item.axis == "tensor" and item.kind in kinds
 
 
 def end_copies(shards: float, recipe: Recipe) -> float:

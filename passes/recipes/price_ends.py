@@ -31,13 +31,17 @@ def exchanged_bytes(recipe: Recipe) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """What a pipeline rank has: elements of parameters and how many tensors, and seconds of each micro-batch."""
+    """What a pipeline rank has: elements of parameters and how many tensors, and seconds of each micro-batch.
+
+    `last`: elements whose gradients the backward makes last.
+    """
 
     dense: float
     expert: float
     tensors: int
     forward_s: float
     backward_s: float
+    last: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +67,23 @@ def end_work(
         moved += dense * own_runtime.end_copies(groups.zero.size, recipe)
         moved += expert * own_runtime.end_copies(groups.expert_replicas.size, recipe)
     update_s = memory_time(moved, cluster.device) * model.memory_slowdown
+    if recipe.compiled:
+        update_s += tensors * cluster.device.launch_latency_s
     return EndWork(reduce_s, gather_s, update_s)
 
 
 def end_times(load: RankLoad, recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel) -> dict[str, float]:
-    """What a pipeline rank waits for once per step: its ends, beside its last backward and its first forward."""
+    """What a pipeline rank waits for once per step: its ends, beside its last backward and its first forward.
+
+    In our own runtime nothing runs beside the reduction of those gradients that a backward makes last.
+    """
     work = end_work(load.dense, load.expert, load.tensors, recipe, groups, cluster, model)
     reduce_s, gather_s = work.reduce_s, work.gather_s
     if recipe.reduces_late:
         return {"optimizer": work.update_s, **_late(work, recipe, model)}
     if recipe.overlap_gradients:
-        reduce_s = model.beside(load.backward_s, reduce_s) - load.backward_s
+        alone_s = reduce_s * load.last / max(1.0, load.dense + load.expert) if recipe.compiled else 0.0
+        reduce_s = model.beside(load.backward_s, reduce_s - alone_s) - load.backward_s + alone_s
     if recipe.overlap_parameters:
         beside_s = work.update_s if recipe.compiled else load.forward_s
         gather_s = model.beside(beside_s, gather_s) - beside_s

@@ -1,9 +1,9 @@
 """What a phase of a section takes for one micro-batch: on the device, with its collectives, and on the host.
 
-Collectives run beside computation of their own: those of the tensor axis beside products of weight gradients, those of
-the context axis beside attention, experts' beside what is left of all computation, of another micro-batch. The host
-issues kernels ahead of the device, which waits for it where it is slower; it issues on while the device waits for a
-collective. So a phase takes the longer of the two:
+Collectives run beside computation of their own: those of the tensor axis beside products of weight gradients (in our
+own runtime beside casting and adding these up too), those of the context axis beside attention, experts' beside what is
+left of all computation, of another micro-batch. The host issues kernels ahead of the device, which waits for it where
+it is slower; it issues on while the device waits for a collective. So a phase takes the longer of the two:
 
     max(computation + exposed, kernels * dispatch),     exposed = sent - (1 - interference) * hidden
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from autoshard.ir.recipe import Recipe
 from cost_models.hardware import Cluster
 from cost_models.step import StepModel
-from passes.recipes.recipe_groups import Groups, sorting_time, traffic_time
+from passes.recipes.recipe_groups import Groups, copying_time, sorting_time, traffic_time
 from passes.sections.price_sections import EXPERT, Busy, PhasePrice
 
 _IDLE = Busy()
@@ -72,12 +72,21 @@ class PhaseTime:
 
 
 def phase_time(
-    phase: PhasePrice, recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel, *, done: Busy = _IDLE
+    phase: PhasePrice,
+    recipe: Recipe,
+    groups: Groups,
+    cluster: Cluster,
+    model: StepModel,
+    *,
+    done: Busy = _IDLE,
+    adding_s: float = 0.0,
 ) -> PhaseTime:
-    """What a phase takes, but for computation that is done already."""
+    """What a phase takes, but for computation that is done already, and for adding its gradients up."""
     kernels = phase.busy.kernels - done.kernels
     compute_s = max(0.0, _device_time(phase.busy, model) - _device_time(done, model))
     compute_s += sum(sorting_time(item, recipe, cluster, model) for item in phase.traffic)
+    if recipe.compiled:
+        compute_s += sum(copying_time(item, groups, cluster, model) for item in phase.traffic)
     dispatch_s = 0.0
     if recipe.blocking_launches:
         compute_s += (kernels + len(phase.traffic)) * cluster.device.dispatch("blocking")
@@ -87,8 +96,9 @@ def phase_time(
     for item in phase.traffic:
         sent[item.axis] = sent.get(item.axis, 0.0) + traffic_time(item, recipe, groups, model)
     late_s = phase.busy.weight_gradient_s * model.matmul_slowdown
+    beside_s = late_s + adding_s if recipe.compiled else late_s
     hidden = {
-        "tensor": min(sent.get("tensor", 0.0), recipe.overlap_tensor * late_s),
+        "tensor": min(sent.get("tensor", 0.0), recipe.overlap_tensor * beside_s),
         "context": min(sent.get("context", 0.0), phase.busy.attention_s * model.attention_slowdown),
     }
     beside_late = hidden["tensor"]

@@ -24,12 +24,13 @@ from cost_models.hardware import Cluster
 from cost_models.power import power_limit
 from cost_models.stages import StageTimes
 from cost_models.step import StepModel
+from cost_models.topology import GroupLinks
 from passes.recipes import own_runtime
 from passes.recipes.pipeline_stages import Stage, cuts_backward, rank_sections, run_stages, stages_time
 from passes.recipes.price_ends import GRADIENT_BYTES, RankLoad, end_times, exchanged_bytes, gradient_bytes
 from passes.recipes.price_memory import block_bytes
 from passes.recipes.price_phases import PhaseTime, phase_time
-from passes.recipes.recipe_groups import Groups, in_pieces, slowdown
+from passes.recipes.recipe_groups import Exchange, Groups, in_pieces, slowdown
 from passes.sections.fold_program import AFTER, BEFORE
 from passes.sections.price_sections import Busy, PhasePrice, SectionPrice
 
@@ -77,9 +78,10 @@ def section_passes(
 ) -> SectionPasses:
     """What a section's passes take before anything is computed again or copied."""
     forward = phase_time(price.forward, recipe, groups, cluster, model)
-    backward = phase_time(price.backward, recipe, groups, cluster, model)
+    adding_s = adding_time(price, recipe, cluster, model)
+    backward = phase_time(price.backward, recipe, groups, cluster, model, adding_s=adding_s)
     gathers = sharded_time(price, recipe, groups, cluster, model)
-    return SectionPasses(forward, backward, gathers, adding_time(price, recipe, cluster, model))
+    return SectionPasses(forward, backward, gathers, adding_s)
 
 
 def section_time(
@@ -119,7 +121,8 @@ def _recomputed(
     if recipe.recompute == "selective":
         return phase_time(PhasePrice(price.forward.core, Busy(), Busy(), ()), recipe, groups, cluster, model)
     done = price.forward.tail if recipe.early_stop else Busy()
-    return phase_time(price.forward, recipe, groups, cluster, model, done=done)
+    traffic = own_runtime.sent_again(price.forward.traffic) if recipe.compiled else price.forward.traffic
+    return phase_time(replace(price.forward, traffic=traffic), recipe, groups, cluster, model, done=done)
 
 
 _NOTHING = PhaseTime(0.0, {}, 0.0, 0.0, 0.0, 0.0)
@@ -170,19 +173,24 @@ def sharded_time(
     """
     if not recipe.reduces_each:
         return 0.0, 0.0
-    gradient = gradient_bytes(recipe)
-    weight = exchanged_bytes(recipe)
+    gradient, weight = gradient_bytes(recipe), exchanged_bytes(recipe)
     dense, expert = price.parameters, price.expert_parameters
-    reduce_s = in_pieces(reduce_scatter_time, dense * gradient, groups.zero, recipe, cluster, model)
-    reduce_s += in_pieces(all_reduce_time, dense * gradient / groups.zero.size, groups.outer, recipe, cluster, model)
+
+    def exchange_s(exchange: Exchange, moved_bytes: float, group: GroupLinks, count: int | None = None) -> float:
+        if recipe.compiled:
+            count = own_runtime.section_bucket_count(moved_bytes, group.size)
+        return in_pieces(exchange, moved_bytes, group, recipe, cluster, model, count=count)
+
+    reduce_s = exchange_s(reduce_scatter_time, dense * gradient, groups.zero)
+    reduce_s += exchange_s(all_reduce_time, dense * gradient / groups.zero.size, groups.outer)
     if expert:
-        reduce_s += in_pieces(reduce_scatter_time, expert * gradient, groups.expert_replicas, recipe, cluster, model)
+        reduce_s += exchange_s(reduce_scatter_time, expert * gradient, groups.expert_replicas)
     if recipe.zero < 3:
         return 0.0, reduce_s
     each = max(1, price.matrices) if recipe.listed_collectives else None
-    gather_s = in_pieces(all_gather_time, dense * weight, groups.zero, recipe, cluster, model, count=each)
+    gather_s = exchange_s(all_gather_time, dense * weight, groups.zero, each)
     if expert:
-        gather_s += in_pieces(all_gather_time, expert * weight, groups.expert_replicas, recipe, cluster, model)
+        gather_s += exchange_s(all_gather_time, expert * weight, groups.expert_replicas)
     return gather_s, reduce_s if recipe.gathers_once else gather_s + reduce_s
 
 
@@ -353,14 +361,18 @@ def load_of(
         dense=sum(price.parameters * count for price, _, count in mine),
         expert=sum(price.expert_parameters * count for price, _, count in mine),
         tensors=sum(price.tensors * count for price, _, count in mine),
+        last=sections[next(iter(counts))].parameters,
         forward_s=sum(time.forward_s * count for _, time, count in mine),
         backward_s=sum((time.backward_s + time.recompute_s) * count for _, time, count in mine),
     )
 
 
 def adding_time(price: SectionPrice, recipe: Recipe, cluster: Cluster, model: StepModel) -> float:
-    """Seconds of adding a micro-batch's gradients to those before it; nothing runs beside that."""
-    return memory_time(accumulation_bytes(price, recipe), cluster.device) * model.memory_slowdown
+    """Seconds of adding a micro-batch's gradients to those before it, and of what our own runtime casts."""
+    adding_s = memory_time(accumulation_bytes(price, recipe), cluster.device) * model.memory_slowdown
+    if recipe.compiled:
+        adding_s += price.tensors * own_runtime.casts(recipe) * cluster.device.launch_latency_s
+    return adding_s
 
 
 def accumulation_bytes(price: SectionPrice, recipe: Recipe) -> float:

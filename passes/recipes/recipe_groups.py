@@ -23,6 +23,9 @@ from passes.recipes.own_runtime import bucket_count
 from passes.sections.price_sections import EXPERT, Traffic
 from passes.sections.propagate_axis import MoveKind
 
+Exchange = Callable[[float, GroupLinks], float]
+"""Seconds of exchanging bytes in a group."""
+
 
 @dataclass(frozen=True, slots=True)
 class Groups:
@@ -98,7 +101,7 @@ _MOVES = {
 
 
 @lru_cache(maxsize=2**16)
-def _alone_s(exchange: Callable[[float, GroupLinks], float], moved_bytes: float, group: GroupLinks) -> float:
+def _alone_s(exchange: Exchange, moved_bytes: float, group: GroupLinks) -> float:
     """Seconds of an exchange with nothing beside it; a search asks for few of them very often."""
     return exchange(moved_bytes, group)
 
@@ -112,6 +115,14 @@ def sorting_time(item: Traffic, recipe: Recipe, cluster: Cluster, model: StepMod
     if item.axis != EXPERT or recipe.merged_dispatch:
         return 0.0
     return memory_time(2 * item.bytes, cluster.device) * model.memory_slowdown
+
+
+def copying_time(item: Traffic, groups: Groups, cluster: Cluster, model: StepModel) -> float:
+    """Seconds in which a reshard over the tensor axis copies what it sends and what it receives."""
+    if item.axis != "tensor":
+        return 0.0
+    part = 1.0 if item.kind == MoveKind.REDUCE else 1.0 / groups.tensor.size
+    return memory_time((1.0 + part) * item.bytes, cluster.device) * model.memory_slowdown
 
 
 def slowdown(group: GroupLinks, model: StepModel) -> float:
@@ -131,7 +142,7 @@ def pieces(total_bytes: float, recipe: Recipe, ranks: int) -> int:
 
 
 def in_pieces(
-    exchange: Callable[[float, GroupLinks], float],
+    exchange: Exchange,
     total_bytes: float,
     group: GroupLinks,
     recipe: Recipe,

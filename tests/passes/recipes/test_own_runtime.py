@@ -11,14 +11,19 @@ from autoshard.ir.runtime import RUNTIMES
 from cost_models.streams import measured_slowdown
 from passes.recipes.own_runtime import (
     bucket_count,
+    casts,
     end_copies,
     gradients_beside,
     own_runtime,
     pass_bytes,
+    section_bucket_count,
+    sent_again,
     state_bytes,
     step_model,
     update_bytes,
 )
+from passes.sections.price_sections import Traffic
+from passes.sections.propagate_axis import MoveKind
 
 H100S, CPUS = Cluster("h100_sxm", 1, 8), Cluster("cpu_laptop", 1, 4)
 RECIPE = own_runtime(H100S).executes(Recipe(data=8, global_batch=16, micro_batch=2))
@@ -50,6 +55,28 @@ def test_another_runtime_executes_a_recipe_of_ours_its_own_way() -> None:
 def test_collectives_go_in_buckets(mib: float, count: int) -> None:
     """Of an eighth of all bytes; on each of 8 ranks half a MiB at least, and 8 at most."""
     assert bucket_count(mib * 2**20, 8) == count
+
+
+@pytest.mark.parametrize(("mib", "count"), [(1, 1), (64, 1), (128, 2)])
+def test_a_sections_collectives_are_large(mib: float, count: int) -> None:
+    """As an eighth of what the whole model exchanges is: up to 8 MiB on each of 8 ranks."""
+    assert section_bucket_count(mib * 2**20, 8) == count
+
+
+def test_parameters_are_cast_once_per_step_and_gradients_each_time() -> None:
+    """Nothing is where products read parameters as they lie."""
+    assert casts(RECIPE) == 2
+    assert casts(IN_PARTS) == 1.5
+    assert casts(replace(RECIPE, master_weights=False)) == 0
+
+
+def test_blocks_that_are_computed_again_send_less() -> None:
+    """No sum that nothing reads, and no gathering for products, whose weights' gradients read it again anyway."""
+    gathers, sums = (Traffic("tensor", kind, 8, has_weight=True) for kind in (MoveKind.GATHER, MoveKind.SCATTER))
+    around = Traffic("context", MoveKind.GATHER, 8, has_weight=False)
+    assert sent_again((gathers, around, sums, gathers, sums)) == (around, sums)
+    assert sent_again((around,)) == (around,)
+    assert sent_again(()) == ()
 
 
 def test_gradients_of_one_micro_batch_lie_where_activations_lay() -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from autoshard import Cluster, Recipe
 from cost_models.step import StepModel
-from passes.recipes.price_ends import broadcasts_time, exchange_times
+from passes.recipes.own_runtime import own_runtime
+from passes.recipes.price_ends import RankLoad, broadcasts_time, end_times, exchange_times
 from passes.recipes.recipe_groups import pieces, recipe_groups
 
 MODEL = StepModel()
@@ -48,6 +49,16 @@ def test_gradients_are_reduced_over_both_axes_of_replicas() -> None:
     )
     assert both == alone
     assert all(both > less for less in fewer)
+
+
+def test_nothing_hides_the_gradients_that_are_made_last() -> None:
+    """All others are reduced beside the backward."""
+    recipe = own_runtime(Cluster("h100_sxm", 1, 8)).executes(Recipe(data=8))
+    groups, cluster = recipe_groups(recipe, _cluster(recipe)), _cluster(recipe)
+    loads = [RankLoad(1e8, 0.0, 10, 1.0, 2.0, last=last) for last in (0.0, 5e7, 1e8)]
+    none, half, all_s = (end_times(each, recipe, groups, cluster, StepModel())["gradient reduction"] for each in loads)
+    assert all_s == exchange_times(1e8, 0.0, recipe, groups, cluster, MODEL)[0]
+    assert none < half == (none + all_s) / 2
 
 
 def test_whole_tensors_reduce_gradients_to_all() -> None:

@@ -74,6 +74,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
     )  # fmt: skip
     return dataclasses.replace(
         recipe,
+        compiled=draw(st.booleans()),
         overlap_gradients=draw(st.booleans()),
         overlap_parameters=draw(st.booleans()),
         overlap_tensor=draw(st.booleans()),
