@@ -41,6 +41,7 @@ from autoshard.arguments import (
     split_inputs,
 )
 from autoshard.backends import bucketing_of, check_in_place, graphs_of, has_kernels, wrap_of
+from autoshard.choose_mesh import choose_mesh
 from autoshard.cluster import device_of_plans, meshes_of
 from autoshard.errors import DoesNotFitError, NotAvailableError
 from autoshard.fixed_plan import micro_batches_of, precision_of, read_plan, update_for
@@ -53,12 +54,7 @@ from autoshard.ir.runtime import AUTOSHARD, Runtime, runtime_named
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.text import format_bytes
 from autoshard.pipelines import Asked, asked_of, check_pipeline, pipeline_of
-from autoshard.planner import (
-    LossFunction,
-    Planner,
-    choose_mesh,
-    refuse_scaling,
-)
+from autoshard.planner import LossFunction, Planner, refuse_scaling
 from autoshard.pricing import price
 from autoshard.recipe_plans import Planned, asked_by, batch_of, meshes_for, plan_recipe
 from autoshard.recipe_search import RecipeForecast, optimizer_name, recipe_search

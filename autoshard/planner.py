@@ -17,12 +17,11 @@ import torch
 from torch import nn
 
 from autoshard import tracing
-from autoshard.arguments import ExampleInputs, check_has_loss, check_tensors, split_inputs
-from autoshard.cluster import candidate_meshes, local_cluster
+from autoshard.arguments import check_has_loss, check_tensors
+from autoshard.cluster import local_cluster
 from autoshard.errors import (
     AutoshardError,
     DoesNotFitError,
-    MeshError,
     NotAvailableError,
     PlanMismatchError,
     TraceError,
@@ -39,14 +38,11 @@ from autoshard.ir.precision import PRECISIONS
 from autoshard.ir.program import OutputKind, Program
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
-from autoshard.ir.update import Update
 from autoshard.kernels.tuning_switch import VARIABLE, folder_identity
 from autoshard.progress import interruptible, search_bar
 from autoshard.runtime.agreement import make_together
-from autoshard.runtime.control_channel import TIMEOUT_S
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.executable import CompiledProgram
-from autoshard.runtime.launch import share_among_processes, world_size
 from autoshard.runtime.sharded_module import Request
 from cost_models.hardware import Cluster
 from cost_models.memory import room_bytes
@@ -65,6 +61,10 @@ Forecast = Callable[[Plan, str], WhyNot]
 
 _MARGINS = (1, 2)
 """Units that stay at each end of a run of alike blocks, in the order tried: the first and last ones may be special."""
+
+_SECONDS_PER_PARAMETER, _LEAST_SHARE = 0.05, 0.25
+"""Planning all blocks of a deep model takes so long or more, about, for each parameter. A search has such a part of the
+time whatever tracing and what was tried before took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,29 +212,42 @@ class Planner:
             return None
         return replace(program, repeats=elided.repeats)
 
-    def plan_call(self, request: Request, meshes: Sequence[Mesh]) -> tuple[Program, Plan]:
+    def plan_call(self, request: Request, meshes: Sequence[Mesh], *, in_time: bool = False) -> tuple[Program, Plan]:
         """The fastest plan of a call on any of some meshes, and the program that it is of.
 
-        A deep model is planned without its inner blocks where those beside them are alike. If it then does not fit, or
-        is slower than the plan before, it is planned with all of them: only so can values be recomputed.
+        A deep model is planned without its inner blocks where those beside them are alike. If it is then slower than
+        the plan before, it is planned with all of them.
+
+        Raises:
+            NotAvailableError: that takes longer than there is time, and it is to be planned `in_time`.
         """
         from passes.strategies.elided import NotAlikeError
 
+        end, are_alike = time.monotonic() + self.time_budget_s, True
         for margin in _MARGINS:
             program = self.trace_elided(request, margin)
             if program is None:
                 break
             try:
-                found = self.search_meshes(program, meshes)
+                found = self._until(end).search_meshes(program, meshes)
                 if self.before is None or found.objective <= self.before.objective:
                     return program, found
                 break
-            except DoesNotFitError:
-                break
             except NotAlikeError as error:
                 _LOGGER.debug("the model is not planned without its inner blocks: %s", error)
+                are_alike = False
+        needed_s = _SECONDS_PER_PARAMETER * len(list(request.model.parameters()))
+        if in_time and not are_alike and time.monotonic() + needed_s > end:
+            raise NotAvailableError(
+                f"the search for the specs of all blocks, which are not alike, would take some {needed_s:.0f} s or "
+                "more, and less is left of time_budget_s; give it more time, or plan with recipe=plan.recipe"
+            )
         program = self.trace(request)
-        return program, self.search_meshes(program, meshes)
+        return program, self._until(end).search_meshes(program, meshes)
+
+    def _until(self, end: float) -> Planner:
+        """The planner with what is left of the time up to `end`, of `time.monotonic`; a share of it in any case."""
+        return replace(self, time_budget_s=max(_LEAST_SHARE * self.time_budget_s, end - time.monotonic()))
 
     def search(
         self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec], before: Plan | None = None
@@ -379,8 +392,6 @@ class Planner:
                 break
             try:
                 return expand_plan(self.search(short, mesh, {}), prepare(short), prepare(program))
-            except DoesNotFitError:
-                break
             except NotAlikeError as error:
                 _LOGGER.debug("the model is not planned without its inner blocks: %s", error)
         return self.search(program, mesh, request.placed)
@@ -474,29 +485,3 @@ def _within(program: Program, placed: Mapping[str, PartitionSpec]) -> dict[str, 
     """What of the parameters and the state that lie somewhere already is part of a program."""
     names = {slot.name for slot in program.inputs}
     return {name: spec for name, spec in placed.items() if name in names}
-
-
-def choose_mesh(
-    model: nn.Module,
-    cluster: Cluster,
-    planner: Planner,
-    example_inputs: ExampleInputs | None,
-    update: Update | None = None,
-    timeout_s: float = TIMEOUT_S,
-    outputs: Outputs = Outputs.AS_PLANNED,
-) -> tuple[Planner, Mesh]:
-    """The mesh that suits a model on a cluster, and a planner that keeps the plan made for it."""
-    if planner.fixed is not None:
-        return planner, planner.fixed.mesh
-    if example_inputs is None:
-        raise MeshError(
-            "compile(model, Cluster(...)) must plan to pick the axes of the mesh: pass example_inputs=, or a mesh."
-        )
-    processes = world_size()
-    if 1 < processes != cluster.size:
-        raise MeshError(f"{cluster} has {cluster.size} devices, but this run has {processes} processes.")
-    args, kwargs = split_inputs(example_inputs)
-    grad = any(parameter.requires_grad for parameter in model.parameters())
-    request = Request(model, args, kwargs, grad, update=update, outputs=outputs)
-    chosen = share_among_processes(lambda: planner.plan_call(request, candidate_meshes(cluster))[1], timeout_s)
-    return replace(planner, made=chosen), chosen.mesh

@@ -69,7 +69,7 @@ def plan_recipe(
         meshes: on which the recipe may lie.
         recipe: complete or not.
         global_batch: sequences of a step.
-        until: see `StagePlans.plan`.
+        until: see `StagePlans.plan`; if it is finite, what has no stages is planned in time or not at all.
 
     Raises:
         RecipeError, NotAvailableError: the recipe does not fit the model, the meshes, the batch or the time.
@@ -105,7 +105,7 @@ def _plan_on(planner: Planner, request: Request, meshes: Sequence[Mesh], until: 
     recipe = planner.recipe
     assert recipe is not None, "it is planned within one"
     if recipe.pipeline == 1:
-        return Planned(planner, request, *planner.plan_call(request, meshes))
+        return Planned(planner, request, *planner.plan_call(request, meshes, in_time=until < math.inf))
     planner = replace(planner, time_budget_s=planner.time_budget_s / len(meshes))
     plans, failure = [], None
     for mesh in meshes:

@@ -17,6 +17,7 @@ from torch import nn
 
 from autoshard.errors import AutoshardError, DoesNotFitError, NotAvailableError, RecipeError
 from autoshard.ir.recipe import Recipe
+from autoshard.ir.text import format_time
 from autoshard.planner import Planner
 from autoshard.recipe_plans import Planned, meshes_for, plan_recipe
 from autoshard.recipe_search import RecipeAnswers, RecipeSearch
@@ -53,9 +54,12 @@ def plan_searched(
         )
     if why:
         return Planned(planner, request, None, search.price(found, kinds, why))
+    end = time.monotonic() + planner.time_budget_s
     planned, failure = _fastest(planner, request, search, _shapes([found, *kinds.values()], search), check_stages)
     if planned is None:
-        return Planned(planner, request, None, search.price(found, kinds, str(failure)))
+        left_s = end - time.monotonic()
+        why = str(failure) if left_s > 0 else f"time_budget_s={planner.time_budget_s:g} was up: {failure}"
+        return Planned(planner, request, None, search.price(found, kinds, why))
     return replace(planned, plan=replace(planned.plan, search_time_s=time.monotonic() - start))
 
 
@@ -124,6 +128,11 @@ def _fastest(
             in_time = replace(planner, time_budget_s=max(1.0, left_s))
             until = end if failure or len(shapes) == 1 else end - _SHARE_OF_OTHERS * left_s
             planned = plan_recipe(in_time, request, meshes, shape, shape.batch, until)
+            if time.monotonic() >= end and planned.step_time_s > _NEAR * found.objective:
+                raise NotAvailableError(
+                    f"the best specs found by then take {format_time(planned.step_time_s)} a step; give it more time, "
+                    "or plan with recipe=plan.recipe"
+                )
         except (DoesNotFitError, RecipeError, NotAvailableError) as error:
             _LOGGER.debug("%s: %s", shape.words, error)
             failure = failure or error

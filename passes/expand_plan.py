@@ -8,12 +8,14 @@ place of their modules, and their operands are matched too. Then the plan of a n
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
 
 from torch import fx
 
 from autoshard.errors import PlanMismatchError
+from autoshard.ir.brought_back import BroughtBack
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program, describe
 from autoshard.ir.repeat import Repeat
@@ -21,6 +23,7 @@ from autoshard.runtime.sharded_module import Request
 from autoshard.tracing import without
 from passes.lowering.lower import check_digest
 from passes.pipeline import prepare
+from passes.recomputation.recompute import InsertRecompute
 from passes.strategies.elided import NotAlikeError
 from passes.strategies.fold_blocks import module_paths
 
@@ -43,7 +46,7 @@ def expand_for(plan: Plan, program: Program, request: Request, trace: Callable[[
     if not plan.repeats:
         return plan
     short = prepare(replace(trace(replace(request, model=without(request.model, plan.repeats))), repeats=plan.repeats))
-    check_digest(plan, short)
+    check_digest(plan, _running(plan, short))
     try:
         return expand_plan(plan, short, prepare(program))
     except NotAlikeError as error:
@@ -63,9 +66,61 @@ def expand_plan(plan: Plan, short: Program, whole: Program) -> Plan:
     Raises:
         NotAlikeError: the programs differ in more than blocks that repeat.
     """
-    matches = match_nodes(short, whole)
+    again = _Again(short, whole)
+    recompute = replace(plan.recompute, nodes=again.expand(plan.recompute.nodes))
+    offload = replace(plan.offload, nodes=again.expand(plan.offload.nodes))
+    expanded = replace(plan, recompute=recompute, offload=offload, repeats=())
+    running = _running(expanded, whole)
+    matches = match_nodes(_running(plan, short), running)
     nodes = {name: plan.nodes[match] for name, match in matches.items() if match in plan.nodes}
-    return replace(plan, nodes=nodes, program_digest=whole.digest(), repeats=())
+    return replace(expanded, nodes=nodes, program_digest=running.digest())
+
+
+def _running(plan: Plan, prepared: Program) -> Program:
+    """A prepared program with what a plan recomputes and offloads."""
+    return InsertRecompute(plan.recompute.nodes, plan.offload.nodes)(prepared)
+
+
+_Brought = TypeVar("_Brought", bound=BroughtBack)
+
+
+class _Spot(NamedTuple):
+    """Where a node stands: which run of units, the first block of its unit, and its place there."""
+
+    repeat: int
+    first: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Again:
+    """Expands what is brought back: of a unit that is left out, the same, and as many units further on."""
+
+    short: Program
+    whole: Program
+
+    def expand(self, items: Sequence[_Brought]) -> tuple[_Brought, ...]:
+        """What the whole program brings back, in its order."""
+        if not items:
+            return ()
+        known, nodes = {item.name: item for item in items}, self.whole.nodes_by_name()
+        matches = match_nodes(self.short, self.whole)
+        alone = {match: name for name, match in matches.items()}
+        here, there = (_spots(program, self.short.repeats) for program in (self.short, self.whole))
+        at = {spot: name for name, spot in there.items()}
+        found = []
+        for name, node in nodes.items():
+            item = known.get(matches.get(name, ""))
+            if item is None:
+                continue
+            own, later = here.get(item.name), here.get(item.before)
+            before = alone[item.before]
+            if own is not None and later is not None and own.repeat == later.repeat:
+                repeat = self.short.repeats[own.repeat]
+                units = repeat.units.index(later.first) - repeat.units.index(own.first)
+                before = at[later._replace(first=there[name].first + units * repeat.period)]
+            found.append(replace(item, name=name, before=before, module=node.meta.get("module", "")))
+        return tuple(found)
 
 
 def match_nodes(short: Program, whole: Program) -> dict[str, str]:
@@ -121,14 +176,18 @@ def _check_operands(short: Program, whole: Program, matches: Mapping[str, str]) 
 
 def _places(program: Program) -> dict[str, object]:
     """Where each node stands in its unit, whichever unit it is; what is in none stands for itself."""
-    paths = module_paths(program)
-    counts: dict[tuple[int, int], int] = defaultdict(int)
-    places: dict[str, object] = {}
-    for name, path in paths.items():
-        places[name] = name
-        for number, repeat in enumerate(program.repeats):
-            where = repeat.place(path)
-            if where is not None:
-                places[name] = (number, counts[number, where[0]])
-                counts[number, where[0]] += 1
-    return places
+    spots = _spots(program, program.repeats)
+    return {name: (spots[name].repeat, spots[name].place) if name in spots else name for name in module_paths(program)}
+
+
+def _spots(program: Program, repeats: tuple[Repeat, ...]) -> dict[str, _Spot]:
+    """Where the nodes of repeated units stand, those that are left out and the two at each of their ends."""
+    counts: dict[_Unit, int] = defaultdict(int)
+    spots: dict[str, _Spot] = {}
+    for name, path in module_paths(program).items():
+        for number, repeat in enumerate(repeats):
+            first = repeat.first_block(path)
+            if first is not None:
+                spots[name] = _Spot(number, first, counts[number, first])
+                counts[number, first] += 1
+    return spots

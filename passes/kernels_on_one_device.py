@@ -1,13 +1,15 @@
-"""The Triton kernels that a program would run on one device: within these its calls are priced."""
+"""The Triton kernels that a program would run on one device, within which its calls are priced, and those of a plan."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from autoshard.ir.kernels import NO_KERNELS, Kernels
 from autoshard.ir.lowered import LoweredProgram
 from autoshard.ir.plan import Plan
 from autoshard.ir.plan_parts import UNKNOWN, NodePlan
+from autoshard.ir.program import Program
 from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.enumeration import Strategy
 from cost_models.hardware import Cluster
@@ -15,7 +17,7 @@ from passes.lowering.lower import Lower, result_key
 from passes.planning.kernel_prices import Fusion, find_fusion
 from passes.planning.rewrite_prices import Within
 from passes.strategies.enumerate_strategies import SearchSpace, Site
-from passes.strategies.price import Prices
+from passes.strategies.price import Prices, StepPrice
 from passes.strategies.scratch import emitted_call
 
 if TYPE_CHECKING:
@@ -85,3 +87,17 @@ def on_one_device(space: SearchSpace) -> LoweredProgram:
         hardware="",
     )
     return Lower(whole)(space.program)
+
+
+def kernels_of(plan: Plan, prepared: Program, cluster: Cluster, counts: Mapping[str, int]) -> Kernels:
+    """The Triton kernels that a plan runs with; nothing is written for them.
+
+    Args:
+        plan: the plan.
+        prepared: its program, as `prepare_for` gives it.
+        cluster: what it is priced for.
+        counts: node to how often it runs, where that is not once (`Elided.site_counts`).
+    """
+    from passes.lowering.price_kernels import price_kernels
+
+    return price_kernels(Lower(plan, StepPrice(cluster, plan.mesh))(prepared), cluster.device, counts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -12,7 +13,6 @@ import numpy as np
 import torch
 
 from autoshard.errors import RecipeError
-from autoshard.ir.kernels import Kernels
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.offload import Offload
@@ -26,7 +26,7 @@ from autoshard.ir.reshard import StepCost
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
 from cost_models.streams import overlap_of
-from passes.kernels_on_one_device import fusion_of
+from passes.kernels_on_one_device import fusion_of, kernels_of
 from passes.lowering.bucket_collectives import BucketCollectives
 from passes.lowering.hoist import Hoist
 from passes.lowering.join_biases import JoinBiases
@@ -138,6 +138,7 @@ class Decision:
         baselines: the best solutions of the known recipes, without recomputation; None where none fits.
         bucketed: the best solution with what is sent of parameters and gradients priced in buckets, likewise.
         in_buckets: those prices.
+        kept: a good solution that keeps everything, where the best recomputes or offloads; likewise.
     """
 
     planning: PlanningProblem
@@ -147,10 +148,11 @@ class Decision:
     baselines: Mapping[str, Solution | None]
     bucketed: Solution | None = None
     in_buckets: Assignment | None = None
+    kept: Solution | None = None
 
     def may_be_faster(self, other: Solution) -> bool:
         """Whether another choice is nearly as cheap, or cheaper at the prices of buckets."""
-        if other.cost <= (1 + _NEAR) * self.solution.cost:
+        if other.cost <= (1 + _NEAR) * (self.kept or self.solution).cost:
             return True
         priced = self.in_buckets
         return priced is not None and priced.cost_of(other.choice) < priced.cost_of(self.solution.choice)
@@ -201,22 +203,20 @@ def plan_and_lower(program: Program, mesh: Mesh, cluster: Cluster, options: Plan
     logger.debug("enumeration took %.3f s", built - start)
     found = solve(planning, options, allowed_by(planning, options))
     logger.debug("search took %.3f s", time.monotonic() - built)
-    best = fastest(planning, found, cluster, options)
+    best = fastest(planning, found, cluster, options, start + options.time_budget_s)
     costs = {name: None if priced is None else priced.cost for name, priced in found.baselines.items()}
-    plan = replace(
-        best.plan,
-        baselines=costs,
-        search_time_s=time.monotonic() - start,
-        was_interrupted=options.control.is_stopped,
-    )
-    return replace(best, plan=plan)
+    took_s, is_stopped = time.monotonic() - start, options.control.is_stopped
+    return replace(best, plan=replace(best.plan, baselines=costs, search_time_s=took_s, was_interrupted=is_stopped))
 
 
-def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, options: PlanOptions) -> LoweredPlan:
-    """The plan of the search, of a known recipe, or of the search with prices of buckets, of those that may be faster.
+def fastest(
+    planning: PlanningProblem, found: Decision, cluster: Cluster, options: PlanOptions, until: float = math.inf
+) -> LoweredPlan:
+    """The plan of the search, of a known recipe, with prices of buckets, or that keeps all, where it may be faster.
 
     Their lowered programs say which is fastest. The search adds up what a step does; what runs puts collectives into
-    buckets and hides them, in some plans more than in others. The bound is the search's.
+    buckets and hides them, in some plans more than in others, and never what is recomputed. The bound is the search's.
+    From `until` on, a time of `time.monotonic`, no others are lowered.
     """
     solution = found.solution
     best = _lowered_of(found.planning, solution.choice, solution.cost, solution.lower_bound, cluster, options)
@@ -224,8 +224,8 @@ def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, option
     if options.runtime.overlap is not None or options.with_kernels:
         return best
     seen = {solution.choice} if found.planning is planning else set()
-    for each in (*found.baselines.values(), found.bucketed):
-        if each is None or each.choice in seen or not found.may_be_faster(each):
+    for each in (*found.baselines.values(), found.kept, found.bucketed):
+        if each is None or each.choice in seen or not found.may_be_faster(each) or time.monotonic() >= until:
             continue
         seen.add(each.choice)
         other = _lowered_of(planning, each.choice, each.cost, solution.lower_bound, cluster, options)
@@ -247,10 +247,10 @@ def _is_faster(plan: Prediction, other: Prediction, gain: float, cluster: Cluste
 
 @one_blas_thread()
 def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int, np.ndarray]) -> Decision:
-    """The cheapest choice within the options that are `allowed`; nothing is recomputed where blocks are left out.
+    """The cheapest choice within the options that are `allowed`, and others that are nearly as cheap.
 
     Raises:
-        DoesNotFitError: no choice fits in the memory limit.
+        DoesNotFitError, NotAlikeError: no choice fits; blocks left out and those beside them do not recompute alike.
     """
     end = time.monotonic() + options.time_budget_s
     search = Search(options.memory_budget, options.time_budget_s, control=options.control)
@@ -259,23 +259,21 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
         most_parts=0, most_targets=0, says_smallest=False, is_exact=False,
     )  # fmt: skip
     baselines = solve_baselines(planning, quick, allowed, options.before, end) if options.with_baselines else {}
-    start = [found for found in baselines.values() if found is not None]
-    bucketed, priced = None, None
+    start, bucketed, priced = [found for found in baselines.values() if found is not None], None, None
     if options.with_baselines and not planning.elided.sites:
         priced = in_buckets(planning, BucketCollectives().least_bytes)
         bucketed = solve_in_buckets(planning, priced, quick, allowed)
     search = replace(search, time_budget_s=max(0.0, end - time.monotonic()))
     options.control.problem = ALL_PLANS
-    recipe = options.recipe
-    recompute = options.recompute and not planning.elided.sites and (recipe is None or recipe.recompute is None)
-    offload = options.offload and (recipe is None or recipe.offload is None)
+    recompute = options.recompute and (options.recipe is None or options.recipe.recompute is None)
+    offload = options.offload and (options.recipe is None or options.recipe.offload is None)
     before = None if options.before is None else solution_of(options.before, planning, allowed)
-    found = solve_jointly(
-        planning, search, allowed, start, recompute=recompute, offload=offload, before=before
-    )  # fmt: skip
+    found = solve_jointly(planning, search, allowed, start, recompute=recompute, offload=offload, before=before)
     without, found = joint_with_blocks(found) if found.planning is planning else (planning, found)
     priced = priced if found.planning is planning else None  # of another problem the choice has no such price
-    return Decision(found.planning, found.solution, *savings_of(without, found), baselines, bucketed, priced)
+    return Decision(
+        found.planning, found.solution, *savings_of(without, found), baselines, bucketed, priced, found.kept
+    )
 
 
 def allowed_by(planning: PlanningProblem, options: PlanOptions) -> dict[int, np.ndarray]:
@@ -303,7 +301,7 @@ def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: Pl
     """The assignment problem whose solutions are the plans of a program.
 
     Raises:
-        NotAlikeError: the program leaves out blocks, and those beside them are not alike, or a recipe asks for them.
+        NotAlikeError: the program leaves out blocks, and those beside them are not alike, or do not recompute alike.
     """
     space = EnumerateStrategies(mesh, options.strict, prune=True, wide_gradients=True)(prepare(program))
     elided, prices = find_elided(space), Prices(cluster, mesh)
@@ -440,20 +438,6 @@ def _walked(
         walked = replace(walked, segments=repeated_step(planning, choice, micro_batches))
     plain, peak = (peak_bytes(item, micro_batches=micro_batches) for item in (made[SplitPhases], phased))
     return replace(walked, passes_bytes=peak - plain), phased
-
-
-def kernels_of(plan: Plan, prepared: Program, cluster: Cluster, counts: Mapping[str, int]) -> Kernels:
-    """The Triton kernels that a plan runs with; nothing is written for them.
-
-    Args:
-        plan: the plan.
-        prepared: its program, as `prepare_for` gives it.
-        cluster: what it is priced for.
-        counts: node to how often it runs, where that is not once (`Elided.site_counts`).
-    """
-    from passes.lowering.price_kernels import price_kernels
-
-    return price_kernels(Lower(plan, StepPrice(cluster, plan.mesh))(prepared), cluster.device, counts)
 
 
 def _plan_of_operators(

@@ -64,6 +64,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.cluster"),
         *("autoshard.fixed_plan", "autoshard.progress"),
     ),
+    "autoshard.choose_mesh": (*_LEAVES, "autoshard.arguments", "autoshard.cluster", "autoshard.planner"),
     "autoshard.pipelines": (*_IR, "autoshard.planner", "cost_models"),
     "autoshard.recipe_plans": (
         *(*_LEAVES, *_PASSES, "autoshard.pipelines", "autoshard.planner", "autoshard.stage_plans"),
@@ -82,7 +83,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.cluster", "autoshard.planner"),
         *("autoshard.backends", "autoshard.fixed_plan", "autoshard.pricing", "autoshard.recipe_search"),
         *("autoshard.pipelines", "autoshard.recipe_plans", "autoshard.stage_planner", "autoshard.stage_plans"),
-        "autoshard.searched_plans",
+        *("autoshard.choose_mesh", "autoshard.searched_plans"),
     ),
     "autoshard.backends": (*_LEAVES, "passes", *_PASSES),
     "autoshard.fixed_plan": (*_IR, "autoshard.runtime"),

@@ -32,7 +32,7 @@ class PlannerOf:
     micro_batches: int = 1
     time_budget_s: float = 1.0
 
-    def plan_call(self, request: Request, meshes: Sequence[Mesh]) -> tuple[None, Any]:
+    def plan_call(self, request: Request, meshes: Sequence[Mesh], *, in_time: bool) -> tuple[None, Any]:
         seconds, again, away = self.plans[self.micro_batches]
         self.asked.append((self.micro_batches, len(request.args[0])))
         parts = (SimpleNamespace(step_time_s=seconds), SimpleNamespace(nodes=again), SimpleNamespace(nodes=away))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from autoshard.ir.repeat import Repeat, names_alike
+
 
 @dataclass(frozen=True, slots=True)
 class BroughtBack:
@@ -21,9 +23,10 @@ class BroughtBack:
     module: str
 
 
-def by_module(nodes: Iterable[BroughtBack]) -> Mapping[str, tuple[str, ...]]:
-    """The names of nodes by the module that issued them."""
+def by_module(nodes: Iterable[BroughtBack], repeats: tuple[Repeat, ...]) -> Mapping[str, tuple[str, ...]]:
+    """The names of nodes by the module that issued them; of blocks left out, the names of those that stand for them."""
     found: dict[str, tuple[str, ...]] = {}
     for node in nodes:
-        found[node.module] = (*found.get(node.module, ()), node.name)
+        for module in names_alike(repeats, node.module):
+            found[module] = (*found.get(module, ()), node.name)
     return found

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
 
 from autoshard.errors import AutoshardError, FormulaError, NotAvailableError, PlanMismatchError
+from autoshard.ir.brought_back import by_module
 from autoshard.ir.explanation import Comparison, Explanation, Limits, WhyNot, compare
 from autoshard.ir.files import read_text, write_text
 from autoshard.ir.mesh import Mesh
@@ -111,8 +112,8 @@ class Plan:
         offload: what of the forward lies on the host until the backward; its copies there and back are in `nodes` too.
         replicated_operators: operators that run whole on every rank for want of a rule: (operator, source line).
         operators: all operators with what the plan does with them, the most expensive first; see `coverage`.
-        repeats: blocks that are not among `nodes`, as they lie like the ones behind them; all else is of the whole
-            model. The plan's program is the one without these blocks.
+        repeats: blocks that are not among `nodes`, nor among those of `recompute` and `offload`, as they lie like the
+            ones behind them; all else is of the whole model. The plan's program is the one without these blocks.
         recipe: the recipe within which it was searched, or that it prices; None: all specs were searched.
         runtime: what runs it: "autoshard", that is `compile`; otherwise the plan is a price, see `autoshard.Runtime`.
         forecast: why it is a price alone, where `autoshard.plan` was asked for a plan that `compile` runs; else "".
@@ -199,13 +200,16 @@ class Plan:
 
     @property
     def recomputed(self) -> Mapping[str, tuple[str, ...]]:
-        """The nodes of the forward that the backward computes again, by the module that issued them."""
-        return self.recompute.by_module
+        """The nodes of the forward that the backward computes again, by the module that issued them.
+
+        Blocks that the plan leaves out (`repeats`) have the nodes of the blocks that stand for them.
+        """
+        return by_module(self.recompute.nodes, self.repeats)
 
     @property
     def offloaded(self) -> Mapping[str, tuple[str, ...]]:
         """The nodes of the forward whose values lie on the host until the backward, by the module that issued them."""
-        return self.offload.by_module
+        return by_module(self.offload.nodes, self.repeats)
 
     @property
     def gap(self) -> float | None:

@@ -42,8 +42,8 @@ def summary(plan: Plan) -> str:
         + (" A forecast: communication runs beside computation." if predicted.overlaps else "")
         + (" The search was interrupted: this is the best plan until then." if plan.was_interrupted else "")
         + _schedule(plan)
-        + _recompute(plan.recompute)
-        + _offload(plan.offload)
+        + _recompute(plan)
+        + _offload(plan)
         + (f"\nWith {predicted.kernels}." if predicted.kernels.uses else "")
     )
 
@@ -112,24 +112,24 @@ def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
     ]
 
 
-def _recompute(recompute: Recompute) -> str:
+def _recompute(plan: Plan) -> str:
     """What is recomputed, and what that saves and costs, as a line of its own."""
-    if not recompute.nodes:
-        return ""
-    return f"\nRecompute: {_saving(recompute)}."
+    return f"\nRecompute: {_saving(plan.recompute, plan.recomputed)}." if plan.recompute.nodes else ""
 
 
-def _offload(offload: Offload) -> str:
+def _offload(plan: Plan) -> str:
     """What is offloaded, and what that saves and costs, as a line of its own."""
-    if not offload.nodes:
+    if not plan.offload.nodes:
         return ""
-    return f"\nOffload: {_saving(offload)}; {format_bytes(offload.host_bytes)} on the host for each device."
+    host = format_bytes(plan.offload.host_bytes)
+    return f"\nOffload: {_saving(plan.offload, plan.offloaded)}; {host} on the host for each device."
 
 
-def _saving(item: Recompute | Offload) -> str:
-    saved, time = format_bytes(item.saved_bytes), format_time(item.time_s)
-    modules = ", ".join(dict.fromkeys(any_block(node.module) or "the model" for node in item.nodes))
-    return f"{len(item.nodes)} of {item.candidates} nodes, {saved} saved for {time}: {modules}"
+def _saving(item: Recompute | Offload, nodes: Mapping[str, Sequence[str]]) -> str:
+    """What nodes, by module, save and cost."""
+    saved, time, count = format_bytes(item.saved_bytes), format_time(item.time_s), sum(map(len, nodes.values()))
+    modules = ", ".join(dict.fromkeys(any_block(module) or "the model" for module in nodes))
+    return f"{count} of {item.candidates} nodes, {saved} saved for {time}: {modules}"
 
 
 def _interval(plan: Plan) -> str:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autoshard.ir.brought_back import BroughtBack, by_module
+from autoshard.ir.brought_back import BroughtBack
 
 PHASE = "recompute"
 """The phase of nodes that compute a value of the forward once more, for the backward; they run within the backward."""
@@ -31,11 +30,6 @@ class Recompute:
     candidates: int = 0
     saved_bytes: int = 0
     time_s: float = 0.0
-
-    @property
-    def by_module(self) -> Mapping[str, tuple[str, ...]]:
-        """The names of the nodes by the module that issued them."""
-        return by_module(self.nodes)
 
 
 NO_RECOMPUTE = Recompute()

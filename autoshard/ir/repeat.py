@@ -67,6 +67,23 @@ class Repeat:
         offset = (block - self.before) % self.period
         return block - offset, ".".join((self.path, str(self.behind + offset), *filter(None, (rest,))))
 
+    def beside(self, path: str, other: str) -> str | None:
+        """The path at the same place of the unit that another path is in; None where one of them is in no block."""
+        (block, rest), (unit, _) = self._split(path), self._split(other)
+        if block is None or unit is None:
+            return None
+        number = self._first(unit) + block - self._first(block)
+        return ".".join((self.path, str(number), *filter(None, (rest,))))
+
+    def first_block(self, path: str) -> int | None:
+        """First block of the unit that a path is in; None outside of `units` and of those between them."""
+        block, _ = self._split(path)
+        ahead, *_, last = self.units
+        return self._first(block) if block is not None and ahead <= block < last + self.period else None
+
+    def _first(self, block: int) -> int:
+        return block - (block - self.before) % self.period
+
     def _split(self, path: str) -> tuple[int | None, str]:
         """Number of the block, None for what is in none of the list, and the path within."""
         number, _, rest = path.removeprefix(f"{self.path}.").partition(".")

@@ -108,7 +108,7 @@ class Deciding:
 def deciding_of(planning: PlanningProblem, cluster: Cluster, recompute: bool) -> Deciding:
     """What there is to decide in a problem."""
     has_host = cluster.device.host_link is not None
-    every = find_options(planning.space, planning.classes, least_share=0.0, offload=has_host)
+    every = find_options(planning, least_share=0.0, offload=has_host)
     options = every if recompute else dataclasses.replace(every, keepings={})
     return Deciding(options, build_recompute_problem(planning, options, with_memory=False))
 
@@ -138,13 +138,13 @@ def plan_of_decisions(
         choice[variable] = pick(variable, np.flatnonzero(_allowed(problem.assignment, variable, choice)))
     decided = tuple(choice[variable] for variable in range(len(choice)))
     again, strategies = problem.again(decided), problem.without_keepings(decided)
-    running = with_again(planning, again)
+    running, counts = with_again(planning, again), planning.counts()
     cost = running.assignment.cost_of(strategies)
     plan = plan_of_choice(running, strategies, cost, None, cluster, PlanOptions())
     return dataclasses.replace(
         plan,
-        recompute=Recompute(again.recomputed, options.candidates(RECOMPUTED)),
-        offload=Offload(again.offloaded, options.candidates(OFFLOADED), int(host_bytes(running, strategies))),
+        recompute=Recompute(again.recomputed, options.candidates(RECOMPUTED, counts)),
+        offload=Offload(again.offloaded, options.candidates(OFFLOADED, counts), int(host_bytes(running, strategies))),
     )
 
 

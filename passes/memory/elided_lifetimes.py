@@ -24,7 +24,7 @@ def with_elided(liveness: Liveness, elided: Elided, space: SearchSpace) -> Liven
     Raises:
         NotAlikeError: the units beside what is left out do not hold alike values at alike points.
     """
-    kept = _numbered(liveness.on_links)
+    kept = numbered(liveness.on_links)
     intervals: dict[Key, Interval] = {**liveness.values, **{key: each.interval for key, each in kept.items()}}
     found = elided_intervals(liveness, elided, space, intervals)
     values = {key: found[key] for key in liveness.values if key in found}
@@ -62,7 +62,7 @@ def elided_intervals(
     return _intervals(_Points.of(liveness, elided, space), rows, intervals)
 
 
-def _numbered(on_links: Iterable[OnLink]) -> dict[Key, OnLink]:
+def numbered(on_links: Iterable[OnLink]) -> dict[Key, OnLink]:
     """What links keep, what one link keeps of a kind numbered in order."""
     counts: dict[tuple[int, Held], int] = defaultdict(int)
     found: dict[Key, OnLink] = {}

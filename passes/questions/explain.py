@@ -20,7 +20,8 @@ from autoshard.ir.plan_parts import NodePlan
 from autoshard.ir.program import Program
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
-from passes.pipeline import PlanOptions, allowed_by, kernels_of, planning_problem, prepare_for
+from passes.kernels_on_one_device import kernels_of
+from passes.pipeline import PlanOptions, allowed_by, planning_problem, prepare_for
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import constrainable, own_specs
 from passes.questions.feature_names import feature_named

@@ -103,11 +103,12 @@ def is_answered(plan: Plan, feature: str) -> bool:
 
 def _why_not_keeping(planning: PlanningProblem, options: PlanOptions, plan: Plan, feature: str) -> WhyNot:
     """A plan that recomputes or offloads beside the best that does not."""
+    used = plan.recomputed if feature == "recompute" else plan.offloaded
     without = replace(options, **{feature: False}, with_baselines=False)
     found = outcome(planning, without, allowed_by(planning, options))
     return WhyNot(
         feature=feature,
-        used=f"of {len(getattr(plan, feature).nodes)} values",
+        used=f"of {sum(map(len, used.values()))} values",
         chosen=outcome_of(plan),
         variants=(_named(found, f"without {feature}"),),
         memory_budget=plan.memory_budget,

@@ -16,6 +16,7 @@ from functools import cached_property
 
 import numpy as np
 
+from passes.memory.elided_lifetimes import Key, elided_intervals, numbered
 from passes.memory.liveness import Held, Interval, Liveness, OnLink
 from passes.memory.memory_tables import MemoryTables, differs
 from passes.memory.memory_usage import Item, Table
@@ -23,7 +24,9 @@ from passes.planning.build_assignment import PlanningProblem
 from passes.recomputation.recompute_options import AGAIN, OFFLOADED, RECOMPUTED, Keeping, RecomputeOptions
 from passes.recomputation.recompute_split import SplitSpace, split_space
 from passes.solver.assignment import Floats
+from passes.strategies.elided import Elided, find_elided, paths_where_run
 from passes.strategies.enumerate_strategies import Link, leaves_program, needs_of, specs_of
+from passes.strategies.fold_blocks import module_paths
 from passes.strategies.price import local_bytes_of
 
 
@@ -56,21 +59,47 @@ class RecomputeMemory:
     def memory(self) -> MemoryTables:
         return MemoryTables(self.split.space, self.planning.memory.transients)
 
+    @cached_property
+    def elided(self) -> Elided:
+        """What is left out of the split space."""
+        paths = module_paths(self.planning.space.program)
+        paths |= {copy: paths[name] for copy, (name, _) in self.split.sources.items()}
+        again = set(self.split.again.values())
+        return find_elided(self.split.space, paths_where_run(self.split.space, paths, again))
+
     def items(self) -> Iterator[Item]:
-        """What lies in memory, and under which options."""
-        for (name, result), interval in self.liveness.values.items():
-            if name in self.planning.classes:
-                yield self._item(interval, self.memory.of_value(name, result, self._copies(name)), (name,))
-        for kept in self.liveness.on_links:
-            if not self._is_of_view_again(kept):
-                yield self._on_link(kept)
+        """What lies in memory, and under which options.
+
+        Raises:
+            NotAlikeError: the program leaves blocks out, and those beside them do not hold alike values alike.
+        """
         for name, point in self.liveness.calls.items():
             if name not in self.split.late.values() and self.split.origin(name)[1] not in OFFLOADED:
                 yield self._item(Interval(point, point), self.memory.of_call(name), (name,))
-        for name in self.split.late:
-            yield from self._late_items(name)
+        held: dict[Key, Item] = {}
+        for key, item in self._held():
+            held[key] = item
+            yield item
+        intervals = {key: item.interval for key, item in held.items()}
+        for key, there in elided_intervals(self.liveness, self.elided, self.split.space, intervals).items():
+            yield dataclasses.replace(held[key], interval=there[0], number=there[1])
+
+    def _held(self) -> Iterator[tuple[Key, Item]]:
+        """What stays in memory for some time, by what keeps it there."""
+        for (name, result), interval in self.liveness.values.items():
+            if name in self.planning.classes:
+                table = self.memory.of_value(name, result, self._copies(name))
+                yield (name, result), self._item(interval, table, (name,))
+        for key, kept in numbered(self.liveness.on_links).items():
+            if not self._is_of_view_again(kept):
+                yield key, self._on_link(kept)
+        for name, copy in self.split.late.items():
+            for keeping in self.keepings_of(name):
+                for number, item in enumerate(self._late_items(name, keeping)):
+                    yield (copy, (keeping, number)), item
         for name in self._may_stay:
-            yield from self._copy_beside(name)
+            for item in self._copy_beside(name):
+                yield (name, "beside"), item
 
     @cached_property
     def _may_stay(self) -> frozenset[str]:
@@ -107,12 +136,11 @@ class RecomputeMemory:
         variables = (self.planning.classes[link.tail], self.planning.classes[origin])
         return self._item_under(kept.interval, self.memory.on_link(kept), variables, (freed, there))
 
-    def _late_items(self, name: str) -> Iterator[Item]:
-        """A value behind the forward, under each keeping."""
-        for keeping in self.keepings_of(name):
-            if keeping in AGAIN or self.options.holds(name, keeping):
-                is_owner = name not in self.viewed or keeping in OFFLOADED
-                yield from self._owned(name, keeping) if is_owner else self._seen(name, keeping)
+    def _late_items(self, name: str, keeping: Keeping) -> Iterator[Item]:
+        """A value behind the forward, under a keeping."""
+        if keeping in AGAIN or self.options.holds(name, keeping):
+            is_owner = name not in self.viewed or keeping in OFFLOADED
+            yield from self._owned(name, keeping) if is_owner else self._seen(name, keeping)
 
     def _owned(self, name: str, keeping: Keeping) -> Iterator[Item]:
         """What lies in memory of its own behind the forward; a recomputed call makes what nothing reads, too."""

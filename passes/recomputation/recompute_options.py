@@ -28,9 +28,10 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
 
+from passes.planning.build_assignment import PlanningProblem
 from passes.recomputation.forward_calls import ForwardCalls
 from passes.recomputation.recompute_segments import segments
-from passes.strategies.enumerate_strategies import Link, SearchSpace, Site
+from passes.strategies.enumerate_strategies import Link, Site
 
 LEAST_SHARE = 1e-3
 """Values smaller than this part of all that the backward reads of the forward are not recomputed for their own sake."""
@@ -77,28 +78,29 @@ class RecomputeOptions:
         """Whether a site's value stays in memory from the forward to the backward."""
         return keeping is Keeping.KEPT or (keeping is Keeping.AS_READ and name in self.late)
 
-    def candidates(self, keepings: Collection[Keeping]) -> int:
-        """How many sites might have one of some keepings."""
-        return sum(not found.keys().isdisjoint(keepings) for found in self.anchors.values())
+    def candidates(self, keepings: Collection[Keeping], counts: Mapping[str, int]) -> int:
+        """How many sites of the whole program might have one of some keepings; `counts` as `PlanningProblem.counts`."""
+        may = (name for name, found in self.anchors.items() if not found.keys().isdisjoint(keepings))
+        return sum(counts.get(name, 1) for name in may)
 
 
 def find_options(
-    space: SearchSpace, classes: Mapping[str, int], least_share: float = LEAST_SHARE, *, offload: bool = False
+    planning: PlanningProblem, least_share: float = LEAST_SHARE, *, offload: bool = False
 ) -> RecomputeOptions:
     """The keepings that are worth considering, the same for all sites of a variable.
 
     Args:
-        space: the search space of a program without recomputation.
-        classes: site name to variable.
+        planning: the problem without recomputation.
         least_share: see `LEAST_SHARE`.
         offload: whether values may go to the host.
     """
-    return _Finding(space, classes, least_share, offload).run()
+    return _Finding(planning.space, planning.classes, planning.counts(), least_share, offload).run()
 
 
 @dataclass
 class _Finding(ForwardCalls):
     classes: Mapping[str, int]
+    counts: Mapping[str, int]
     least_share: float
     offload: bool
 
@@ -167,8 +169,9 @@ class _Finding(ForwardCalls):
 
     def _worthwhile(self, members: Mapping[int, Sequence[str]], pure: set[int]) -> Iterable[int]:
         """Variables whose values the backward reads, and which are not small."""
+        read = self.first_read
         sizes = {
-            number: sum(_size(self.space.sites[name]) for name in names if name in self.first_read)
+            number: sum(self.counts.get(name, 1) * _size(self.space.sites[name]) for name in names if name in read)
             for number, names in members.items()
         }
         least = self.least_share * sum(sizes.values())

@@ -201,13 +201,17 @@ class _Building:
 
     def _copy_times(self, variable: int) -> Floats:
         """Seconds of the copies to the host and back of all values of a variable, [options]."""
-        total, runs = np.zeros(len(self.planning.assignment.costs[variable])), self.planning.liveness.micro_batches
+        total = np.zeros(len(self.planning.assignment.costs[variable]))
         for name in self.planning.members[variable]:
             site = self.planning.space.sites[name]
             for result in self.read_again[name]:
                 sizes = local_bytes_of(site.results[result], specs_of(site, result), self.planning.space.mesh)
-                total += runs * self.planning.prices.host_times(sizes)
+                total += self.site_runs[name] * self.planning.prices.host_times(sizes)
         return total
+
+    @cached_property
+    def site_runs(self) -> Mapping[str, int]:
+        return self.planning.site_runs()
 
     @cached_property
     def read_again(self) -> dict[str, set[int]]:

@@ -94,10 +94,20 @@ def _solve_jointly(
     free = JointSolution(planning, unlimited(planning, allowed, start))
     if search.memory_limit_bytes is None or free.peak_bytes() <= search.memory_limit_bytes:
         return free
-    coarse = dataclasses.replace(search, tolerance=_TOLERANCE)
+    coarse, bound = dataclasses.replace(search, tolerance=_TOLERANCE), free.solution.lower_bound
+    kept = _keeping_all(planning, _by(end, coarse), allowed, start)
+    if kept is not None and planning.elided.sites and kept.cost * (1 - _NEAR_FREE) <= bound:
+        return bounded(JointSolution(planning, kept), bound)
+    start = start if kept is None else [*start, kept]
     found = _where_memory_binds(planning, coarse, allowed, start, end, offload=offload)
     # neither strategies nor keepings cost less where memory is short
-    return bounded(found, max(found.solution.lower_bound, free.solution.lower_bound))
+    found = bounded(found, max(found.solution.lower_bound, bound))
+    return dataclasses.replace(found, kept=kept if found.again else None)
+
+
+_NEAR_FREE = 0.1
+"""Where blocks are left out, a choice that keeps everything is taken up to this gap: what it sends more is mostly
+hidden beside computation, which what is recomputed never is."""
 
 
 _SHARE_FREE = 0.7
@@ -167,7 +177,7 @@ def _solve(
     """See `solve_jointly`, where memory binds; the host's memory has no limit."""
     assert search.memory_limit_bytes is not None, "without a limit nothing is recomputed"
 
-    options = find_options(planning.space, planning.classes, offload=offload)
+    options = find_options(planning, offload=offload)
     if not options.keepings:
         return _alone(planning, search, allowed, start, deadline)
     try:
@@ -177,7 +187,6 @@ def _solve(
         return bounded(_alone(planning, search, allowed, start, deadline), 0.0)
 
     wide = problem.widen(allowed)
-    start = [*start, *_without(planning, _by(deadline, search), allowed, start)]
 
     def attempt(limit: float, until: float) -> JointSolution:
         """The cheapest choice that fits in a limit by the problem's count."""
@@ -196,13 +205,13 @@ def _solve(
 def _joint(problem: RecomputeProblem, found: Solution) -> JointSolution:
     """The plan that a choice of a problem with recomputation stands for."""
     again, choice = problem.again(found.choice), problem.without_keepings(found.choice)
-    running = with_again(problem.planning, again)
+    running, counts = with_again(problem.planning, again), problem.planning.counts()
     return JointSolution(
         running,
         Solution(choice, found.cost, found.lower_bound),
         again,
-        problem.options.candidates(RECOMPUTED),
-        problem.options.candidates(OFFLOADED),
+        problem.options.candidates(RECOMPUTED, counts),
+        problem.options.candidates(OFFLOADED, counts),
         host_bytes(running, choice),
         float(problem.usage(found.choice).max()),
     )
@@ -282,13 +291,12 @@ _ROUNDS = 12
 """Rounds of quick searches: for a solution without recomputation to start from, and for a cheap one that is frugal."""
 
 
-def _without(
+def _keeping_all(
     planning: PlanningProblem, search: Search, allowed: Mapping[int, np.ndarray], start: Sequence[Solution]
-) -> list[Solution]:
+) -> Solution | None:
     """A good solution without recomputation, if one that fits is soon found: what to start from."""
     assert search.memory_limit_bytes is not None, "without a limit nothing is recomputed"
     problem = restrict(planning.assignment, allowed)
     problem = dataclasses.replace(problem, limit=float(search.memory_limit_bytes))
     quick = DualSearch(search.tolerance, _ROUNDS, search.time_budget_s, control=search.control)
-    found = quick(problem, planning.usage, planning.memory_row, [solution.choice for solution in start])
-    return [] if found is None else [found]
+    return quick(problem, planning.usage, planning.memory_row, [solution.choice for solution in start])

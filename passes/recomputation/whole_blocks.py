@@ -22,7 +22,6 @@ from passes.recomputation.forward_calls import ForwardCalls
 from passes.recomputation.recompute_problem import NOTHING_AGAIN, Again
 from passes.recomputation.recompute_segments import block_segments
 from passes.recomputation.with_again import host_bytes, with_again
-from passes.strategies.elided import NotAlikeError
 from passes.strategies.enumerate_strategies import SearchSpace
 
 
@@ -30,13 +29,11 @@ def with_whole_blocks(planning: PlanningProblem, recipe: Recipe) -> PlanningProb
     """The problem of the program that recomputes and offloads as a recipe says; it remembers what that is.
 
     Raises:
-        NotAlikeError: the program leaves blocks out.
+        NotAlikeError: see `with_again`.
     """
     recompute, offload = recipe.recompute == "full", recipe.offload == "activations"
     if not (recompute or offload):
         return planning
-    if planning.elided.sites:
-        raise NotAlikeError("the recipe recomputes or offloads whole blocks, which are not all there")
     again = whole_blocks(planning.space, recompute=recompute, offload=offload)
     decided = with_again(planning, again)
     decided.derived[_DECIDED] = (planning, again)
@@ -58,8 +55,9 @@ def joint_with_blocks(found: JointSolution) -> tuple[PlanningProblem, JointSolut
             f"offload='activations' needs {format_bytes(size)} of the host's memory for each device, which has "
             f"{format_bytes(room)}. Use recompute='full', more devices or smaller micro-batches."
         )
-    counts = (len(again.recomputed), len(again.offloaded))
-    return without, JointSolution(found.planning, found.solution, again, *counts, host_bytes=size)
+    counts = without.counts()
+    numbers = (sum(counts.get(node.name, 1) for node in nodes) for nodes in (again.recomputed, again.offloaded))
+    return without, JointSolution(found.planning, found.solution, again, *numbers, host_bytes=size)
 
 
 _DECIDED = "decided blocks"

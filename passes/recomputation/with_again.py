@@ -10,12 +10,15 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.recompute import PHASE
 from autoshard.ir.spec import PartitionSpec
 from autoshard.kernels.offload import to_host
 from autoshard.rules.enumeration import Choice, Split, Strategy
+from passes.memory.elided_lifetimes import with_elided
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.recomputation.recompute import InsertRecompute, moved_by, original_of
 from passes.recomputation.recompute_problem import Again
+from passes.strategies.elided import NotAlikeError, find_elided, paths_where_run
 from passes.strategies.enumerate_strategies import (
     Link,
     SearchSpace,
@@ -26,6 +29,7 @@ from passes.strategies.enumerate_strategies import (
     rule_of,
     specs_of,
 )
+from passes.strategies.fold_blocks import module_paths
 from passes.strategies.price import local_bytes
 
 
@@ -34,21 +38,30 @@ def with_again(planning: PlanningProblem, again: Again) -> PlanningProblem:
 
     What is recomputed, and copies to and from the host, have the variable of their original, so a choice of `planning`
     is one of the result.
+
+    Raises:
+        NotAlikeError: the program leaves blocks out, and those beside them do not bring alike values back alike.
     """
     if not again:
         return planning
     space, originals = space_with(planning.space, again)
     representatives = {name: planning.members[planning.classes[original]][0] for name, original in originals.items()}
     fusion = planning.fusion.of_copies(space, originals)
-    return build_problem(space, planning.prices, planning.liveness.of(space), representatives, fusion=fusion)
+    brought = [name for name, site in space.sites.items() if site.phase == PHASE]
+    elided = find_elided(space, paths_where_run(space, module_paths(space.program), brought))
+    if any(len({representatives[name] for name in alike.names}) > 1 for alike in elided.sites):
+        raise NotAlikeError("what alike blocks run again is of values that are decided one by one")
+    liveness = with_elided(planning.liveness.of(space), elided, space)
+    return build_problem(space, planning.prices, liveness, representatives, elided, fusion)
 
 
 def host_bytes(planning: PlanningProblem, choice: Sequence[int]) -> float:
     """Bytes that the host holds for each rank at the end of the forward."""
     space = planning.space
     copies = [site for site in space.sites.values() if site.node is not None and site.node.target is to_host]
-    specs = ((site, planning.strategy(site.name, choice).outputs[0]) for site in copies)
-    return float(sum(local_bytes(site.results[0], spec, space.mesh) for site, spec in specs))
+    specs, counts = ((site, planning.strategy(site.name, choice).outputs[0]) for site in copies), planning.counts()
+    sizes = (counts.get(site.name, 1) * local_bytes(site.results[0], spec, space.mesh) for site, spec in specs)
+    return float(sum(sizes))
 
 
 def space_with(space: SearchSpace, again: Again) -> tuple[SearchSpace, dict[str, str]]:

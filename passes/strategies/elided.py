@@ -25,7 +25,7 @@ points of their own.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -97,15 +97,19 @@ class Elided:
 NOTHING_ELIDED = Elided()
 
 
-def find_elided(space: SearchSpace) -> Elided:
+def find_elided(space: SearchSpace, paths: Mapping[str, str] | None = None) -> Elided:
     """What the blocks left out of a program add to it.
+
+    Args:
+        space: of the program.
+        paths: site to the path that says in which unit it is; None: that of the module that issued it.
 
     Raises:
         NotAlikeError: the units beside them are not alike.
     """
     if not space.program.repeats:
         return NOTHING_ELIDED
-    paths = module_paths(space.program)
+    paths = module_paths(space.program) if paths is None else paths
     order = {name: point for point, name in enumerate(space.sites)}
     sites: list[AlikeSites] = []
     links: list[AlikeLinks] = []
@@ -121,6 +125,21 @@ def find_elided(space: SearchSpace) -> Elided:
             starts |= {(number, place): later[0] for place in places}
             runs.append((later, repeat.elided))
     return Elided(tuple(sites), tuple(links), tuple(runs), spots, starts)
+
+
+def paths_where_run(space: SearchSpace, paths: Mapping[str, str], again: Collection[str]) -> dict[str, str]:
+    """`paths`, where those sites that run `again` are in the unit of the site before which they do so.
+
+    A value that the next block reads is there again while that block's backward runs.
+    """
+    found, before = dict(paths), ""
+    for name in reversed(list(space.sites)):
+        if name in again:
+            places = (repeat.beside(paths[name], before) for repeat in space.program.repeats)
+            found[name] = next(filter(None, places), "")
+        else:
+            before = paths.get(name, "")
+    return found
 
 
 def tie(representatives: Mapping[str, str], elided: Elided) -> dict[str, str]:

@@ -63,6 +63,27 @@ def test_deep_models_are_searched_without_inner_blocks(planned: tuple[Deep, Plan
     assert sharded.plan.objective == found.objective
 
 
+def test_a_deep_model_recomputes_without_its_inner_blocks(planned: tuple[Deep, Plan]) -> None:
+    """Where memory is short, the plan that leaves blocks out says what all of them recompute, and computes the same."""
+    model, _ = planned
+    x = torch.randn(256, 4, 16)
+    free = autoshard.plan(model, MESH, example_inputs=(x,), optimizer="sgd", precision=None)
+    limit = int(0.8 * free.predicted.peak_memory_bytes)
+    tight = autoshard.plan(model, MESH, example_inputs=(x,), optimizer="sgd", precision=None, memory_budget=limit)
+    assert tight.repeats
+    assert tight.recompute.nodes
+    assert tight.predicted.peak_memory_bytes <= limit
+    assert {name.split(".")[1] for name in tight.recomputed if name} == {*map(str, range(10))}
+    expected = model(x).detach()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = autoshard.compile(model, MESH, optimizer=optimizer, plan=tight, memory_budget=limit)
+    torch.testing.assert_close(step(x), expected)
+    ran = step.sharded.plan
+    assert ran is not None
+    assert not ran.repeats
+    assert f"Recompute: {len(ran.recompute.nodes)} of {ran.recompute.candidates} nodes" in str(tight)
+
+
 def test_formulas_count_all_blocks(planned: tuple[Deep, Plan]) -> None:
     """Of a plan without inner blocks too."""
     _, plan = planned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -225,6 +226,27 @@ def test_the_order_of_passes_is_data() -> None:
     for rewrite in pipeline.PREPARATION:
         program = rewrite(program)
     assert program.digest() == pipeline.prepare(perceptron_program()).digest()
+
+
+def test_what_keeps_everything_is_lowered_beside_what_recomputes_while_there_is_time() -> None:
+    """Where memory is short a good choice that fits without is found, too; the faster step is taken."""
+    mesh = Mesh({"data": 8})
+    program, cluster = blocks_program(batch=64, length=1024, hidden=4096, count=4), h100s(mesh)
+    options = PlanOptions(state_bytes_per_parameter_byte=2)
+    limit = 0.95 * plan_program(program, mesh, cluster, options).predicted.peak_memory_bytes
+    options = replace(options, memory_budget=limit)
+    planning = pipeline.planning_problem(program, mesh, cluster, options)
+    found = pipeline.solve(planning, options, {})
+    assert found.recompute.nodes
+    assert found.kept is not None
+    assert planning.usage(found.kept.choice).max() <= limit
+    steps = {
+        until: pipeline.fastest(planning, found, cluster, options, until).plan.predicted.step_time_s
+        for until in (0.0, math.inf)
+    }
+    alone = pipeline.plan_of_choice(planning, found.kept.choice, 0.0, None, cluster, options).predicted.step_time_s
+    assert steps[math.inf] <= min(steps[0.0], alone)
+    assert pipeline.fastest(planning, found, cluster, options, 0.0).plan.objective == found.solution.cost
 
 
 def test_known_recipes_and_the_search_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,13 +59,13 @@ def chains(draw: st.DrawFn) -> Program:
 
 
 def joint(planning: PlanningProblem) -> RecomputeProblem:
-    options = find_options(planning.space, planning.classes, least_share=0.0, offload=True)
+    options = find_options(planning, least_share=0.0, offload=True)
     return build_recompute_problem(planning, options)
 
 
 def offloading(planning: PlanningProblem) -> RecomputeProblem:
     """The problem that only offloads."""
-    options = find_options(planning.space, planning.classes, least_share=0.0, offload=True)
+    options = find_options(planning, least_share=0.0, offload=True)
     keepings = {
         number: tuple(keeping for keeping in found if keeping is Keeping.AS_READ or keeping in OFFLOADED)
         for number, found in options.keepings.items()
@@ -204,7 +204,7 @@ def assert_optimal(problem: RecomputeProblem, limit: float) -> Again | None:
 def test_the_search_equals_trying_every_recomputation(program: Program, share: float) -> None:
     """The least cost over all sets of recomputed values, and so does the search that planning calls."""
     planning = problem_of(program, LINE)
-    problem = build_recompute_problem(planning, find_options(planning.space, planning.classes, least_share=0.0))
+    problem = build_recompute_problem(planning, find_options(planning, least_share=0.0))
     limit = share * float(planning.usage(Search()(planning).choice).max())
     again = assert_optimal(problem, limit)
     if again is not None:
@@ -341,9 +341,9 @@ def test_what_leaves_the_program_is_not_recomputed() -> None:
 def test_small_values_are_left_alone() -> None:
     """With a least share, only what is that large is recomputed for its own sake."""
     planning = example("blocks").planning
-    assert not find_options(planning.space, planning.classes, least_share=1.0).keepings
-    few = find_options(planning.space, planning.classes, least_share=0.2).keepings
-    every = find_options(planning.space, planning.classes, least_share=0.0).keepings
+    assert not find_options(planning, least_share=1.0).keepings
+    few = find_options(planning, least_share=0.2).keepings
+    every = find_options(planning, least_share=0.0).keepings
     assert 0 < len(few) < len(every)
 
 
@@ -363,7 +363,7 @@ def test_unless_asked_values_below_a_thousandth_are_left_alone(rows: int, is_sma
     """64 numbers beside 128 or 4,096 rows of 64, of which the backward reads some values."""
     with torch.device("meta"):
         planning = problem_of(trace(TwoSizes(), (torch.zeros(rows, 64),), {}), LINE)
-    found = find_options(planning.space, planning.classes).anchors
+    found = find_options(planning).anchors
     nodes = [site.node for name, site in planning.space.sites.items() if name in found]
     again = {tuple(node.meta["val"].shape) for node in nodes if node is not None and "exp" in str(node.target)}
     assert again == ({(rows, 64)} if is_small else {(64,), (rows, 64)})

@@ -1,0 +1,87 @@
+"""A program without a model's inner blocks recomputes and offloads what the whole one does, at the same cost."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import pytest
+from torch import nn
+
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan import Plan
+from passes.expand_plan import expand_plan, match_nodes
+from passes.pipeline import PlanOptions, plan_of_choice
+from passes.planning.build_assignment import PlanningProblem
+from passes.planning.exact_memory import exact_peak
+from passes.prediction.predict import FORECAST, predict
+from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, find_options
+from passes.recomputation.recompute_problem import Again, RecomputeProblem, build_recompute_problem
+from passes.recomputation.with_again import host_bytes, with_again
+from tests.passes.blocks import problem_of
+from tests.passes.deep import adamw, alike, in_turn, short_step, step
+from tests.passes.recomputation.test_recompute_problem import drawn_choice
+
+ONE, TWO = Mesh({"a": 4}), Mesh({"a": 2, "b": 2})
+
+
+def _joint(planning: PlanningProblem) -> RecomputeProblem:
+    return build_recompute_problem(planning, find_options(planning, least_share=0.0, offload=True))
+
+
+def _choice_of_whole(whole: RecomputeProblem, short: RecomputeProblem, choice: Sequence[int]) -> tuple[int, ...]:
+    """The choice of the whole program that one of the short program stands for."""
+    matches = match_nodes(short.space.program, whole.space.program)
+    found = []
+    for variable, members in enumerate(whole.planning.members):
+        (match,) = {short.planning.classes[matches.get(name, name)] for name in members}
+        assert whole.options.of(variable) == short.options.of(match)
+        found.append(choice[match])
+    return tuple(found)
+
+
+@pytest.mark.parametrize(
+    ("make", "depth", "mesh", "micro_batches"),
+    [(alike, 7, TWO, 3), (in_turn, 7, ONE, None)],
+)
+def test_the_short_program_recomputes_and_offloads_what_the_whole_one_does(
+    make: Callable[[int], nn.Module], depth: int, mesh: Mesh, micro_batches: int | None
+) -> None:
+    """Under any choice: what is brought back, when, what that costs, and the memory as counted and as it is."""
+    model = make(depth)
+    update = None if micro_batches is None else adamw(model)
+    programs = step(model, update), short_step(model, update, margin=2)
+    whole, short = (_joint(problem_of(program, mesh, micro_batches=micro_batches or 1)) for program in programs)
+    assert len(short.space.sites) < len(whole.space.sites)
+    for keepings in (RECOMPUTED, OFFLOADED):
+        counts = (each.options.candidates(keepings, each.planning.counts()) for each in (short, whole))
+        assert len(set(counts)) == 1
+    for seed in range(2):
+        choice = drawn_choice(short, seed)
+        same = _choice_of_whole(whole, short, choice)
+        assert short.assignment.cost_of(choice) == pytest.approx(whole.assignment.cost_of(same), rel=1e-9)
+        used = short.usage(choice)
+        assert used.max() == whole.usage(same).max()
+        assert used.max() == short.memory_row(int(used.argmax())).bytes_of(choice, short.assignment.edges)
+        again, strategies = short.again(choice), short.without_keepings(choice)
+        running, other = with_again(short.planning, again), with_again(whole.planning, whole.again(same))
+        of_other = whole.without_keepings(same)
+        assert exact_peak(running, strategies) == exact_peak(other, of_other)
+        assert host_bytes(running, strategies) == host_bytes(other, of_other)
+        one, two = predict(running, strategies, FORECAST), predict(other, of_other, FORECAST)
+        assert one.step_time_s == pytest.approx(two.step_time_s, rel=1e-9)
+        assert one.memory_breakdown == two.memory_breakdown
+    plan = _plan(running, strategies, again)
+    expanded = expand_plan(plan, short.space.program, whole.space.program)
+    of_whole = _plan(other, of_other, whole.again(same))
+    assert expanded.program_digest == of_whole.program_digest
+    assert (expanded.recompute.nodes, expanded.offload.nodes) == (of_whole.recompute.nodes, of_whole.offload.nodes)
+    assert expanded.nodes == of_whole.nodes
+
+
+def _plan(running: PlanningProblem, choice: Sequence[int], again: Again) -> Plan:
+    plan = plan_of_choice(running, choice, 0.0, None, running.prices.cluster, PlanOptions())
+    recompute = dataclasses.replace(plan.recompute, nodes=again.recomputed)
+    return dataclasses.replace(
+        plan, recompute=recompute, offload=dataclasses.replace(plan.offload, nodes=again.offloaded)
+    )
