@@ -5,6 +5,10 @@ c = all_reduce(dx); z = f(wait(c))` → `dx = ...; c = all_reduce(dx); w = x.t()
 the weight, which nobody waits for, is computed while that of the input is under way. Calls pass each other only between
 two waits for such collectives, so a value is held at most until the next one. Collectives of gradients and of
 parameters, which have communicators of their own, are moved by other passes.
+
+A start passes few reductions of gradients (`_MOST_PASSED`). Under data parallelism a backward sends one value at its
+end, the gradient of a table of positions, which is computed from all before it: it would bring the whole chain of
+gradients ahead of those of all weights, and no reduction would start before two thirds of the backward were over.
 """
 
 from __future__ import annotations
@@ -15,9 +19,12 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from autoshard.ir.collectives import is_collective, is_wait
-from autoshard.ir.communicators import without_purpose
+from autoshard.ir.communicators import Purpose, is_for, without_purpose
 from autoshard.ir.lowered import PhasedProgram
 from passes.preparation.rewriting import in_order
+
+_MOST_PASSED = 8
+"""A layer under tensor parallelism reduces no more gradients between two waits: of four matrices, biases and norms."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,18 +49,30 @@ def _sends_values(node: fx.Node) -> bool:
 def _order(graph: fx.Graph) -> Iterator[fx.Node]:
     """The nodes; of those since the last wait, what a start needs comes first, then the start, then the rest."""
     passed: list[fx.Node] = []
+    reductions = 0
     for node in graph.nodes:
         if node.op == "placeholder":
             yield node
         elif node.op == "output" or (is_wait(node) and _sends_values(node.all_input_nodes[0])):
             yield from (*passed, node)
-            passed = []
+            passed, reductions = [], 0
         elif _sends_values(node):
             needed = _needed(node, passed)
             yield from (*(item for item in passed if item in needed), node)
             passed = [item for item in passed if item not in needed]
+            reductions = sum(map(_reduces_gradients, passed))
         else:
             passed.append(node)
+            reductions += _reduces_gradients(node)
+            if reductions > _MOST_PASSED:
+                count = 1 + next(place for place, item in enumerate(passed) if _reduces_gradients(item))
+                yield from passed[:count]
+                passed, reductions = passed[count:], reductions - 1
+
+
+def _reduces_gradients(node: fx.Node) -> bool:
+    purposes = (Purpose.GRADIENTS, Purpose.NARROW_GRADIENTS)
+    return is_collective(node) and any(is_for(str(node.args[-1]), purpose) for purpose in purposes)
 
 
 def _needed(start: fx.Node, among: Sequence[fx.Node]) -> set[fx.Node]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from torch import fx
 
 from autoshard.ir.collectives import is_collective
-from passes.lowering.start_soon import StartSoon
+from autoshard.ir.communicators import Purpose
+from passes.lowering.start_soon import StartSoon, _order
 from passes.lowering.wait_late import WaitLate
 from passes.memory.lowered_memory import peak_bytes
 from passes.overlap import overlapped
@@ -34,6 +36,22 @@ def test_gradients_of_weights_are_computed_beside_those_of_inputs(family: str, l
     assert products_beside(made.backward) > products_beside(late.backward)
     for before, after in ((late.forward, made.forward), (late.backward, made.backward)):
         assert sorted(calls(before)) == sorted(calls(after))
+
+
+def test_one_value_at_the_end_does_not_bring_the_chain_ahead_of_reductions() -> None:
+    """As a table of positions sends one under data parallelism, computed from all gradients of inputs."""
+    graph, functional = fx.Graph(), torch.ops._c10d_functional
+    value = graph.placeholder("dy")
+    for _ in range(20):
+        weight = graph.call_function(torch.ops.aten.mm.default, (value, value))
+        graph.call_function(functional.all_reduce.default, (weight, "sum", f"data/{Purpose.GRADIENTS}"))
+        value = graph.call_function(torch.ops.aten.relu.default, (value,))
+    start = graph.call_function(functional.all_reduce.default, (value, "sum", "data"))
+    graph.output(graph.call_function(functional.wait_tensor.default, (start,)))
+    kinds = [str(node.target).split(".")[1] for node in _order(graph) if node.op == "call_function"]
+    reductions = [place for place, kind in enumerate(kinds) if kind == "all_reduce"]
+    assert [kinds[:place].count("relu") for place in reductions[:12]] == [*range(12)]  # as they stood
+    assert kinds.index("wait_tensor") - reductions[-9] > 8  # the last few are beside the value's own
 
 
 def test_inputs_of_a_phase_keep_their_order() -> None:
