@@ -50,7 +50,7 @@ def bucketing_of(backend: str, device: torch.device) -> Callable[[fx.GraphModule
 
 
 def graphs_of(cuda_graph: bool, engine: Engine, *, is_traced: bool, has_stages: bool) -> GraphedPasses | None:
-    """What launches a step's passes from CUDA graphs, where that is asked for.
+    """The CUDA graphs from which a step's passes are launched, or None where they are not asked for.
 
     Raises:
         NotAvailableError: names what does not go with it, and the way out.

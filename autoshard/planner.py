@@ -63,8 +63,8 @@ _MARGINS = (1, 2)
 """Units that stay at each end of a run of alike blocks, in the order tried: the first and last ones may be special."""
 
 _SECONDS_PER_PARAMETER, _LEAST_SHARE = 0.05, 0.25
-"""Planning all blocks of a deep model takes so long or more, about, for each parameter. A search has such a part of the
-time whatever tracing and what was tried before took."""
+"""Planning all blocks of a deep model takes so long, or more, for each parameter: a Qwen3-30B-A3B of 48 layers and 531
+parameters took 61 s of one core. A search has such a part of the time whatever tracing and earlier tries took."""
 
 
 @dataclass(frozen=True, slots=True)

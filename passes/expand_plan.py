@@ -100,7 +100,7 @@ class _Again:
     whole: Program
 
     def expand(self, items: Sequence[_Brought]) -> tuple[_Brought, ...]:
-        """What the whole program brings back, in its order."""
+        """The items that the whole program brings back, in its order."""
         if not items:
             return ()
         known, nodes = {item.name: item for item in items}, self.whole.nodes_by_name()

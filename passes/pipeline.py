@@ -77,7 +77,7 @@ PREPARATION: Sequence[Callable[[Program], Program]] = (Canonicalize(), JoinGelu(
 """What brings a traced program into the form that is planned and lowered, in order."""
 
 _NEAR = 0.1
-"""What costs so much more than what the search found is not faster by hiding its communication."""
+"""A choice that costs this part more than the search's own is not faster by hiding its communication."""
 
 _SURE = 0.01
 """Part of a step by which a choice at the prices of buckets must be faster than the search's, and known recipes."""

@@ -42,7 +42,7 @@ def test_an_axis_of_one_device_leaves_the_memory_as_it_is() -> None:
 
 
 def test_a_step_from_a_cuda_graph_is_predicted_without_its_host() -> None:
-    """Of small kernels the host's launches are all that takes time."""
+    """A step of small kernels takes the time of the host's launches alone."""
     program = trace(nn.Sequential(*(nn.Linear(4, 4) for _ in range(20))), (torch.randn(2, 4),))
     planner = Planner(cluster=autoshard.Cluster.of("h100_sxm", 8, devices_per_node=8))
     eager, graph = (

@@ -126,7 +126,7 @@ def _offload(plan: Plan) -> str:
 
 
 def _saving(item: Recompute | Offload, nodes: Mapping[str, Sequence[str]]) -> str:
-    """What nodes, by module, save and cost."""
+    """Count and modules of nodes, by module, with the bytes they save and the time they cost."""
     saved, time, count = format_bytes(item.saved_bytes), format_time(item.time_s), sum(map(len, nodes.values()))
     modules = ", ".join(dict.fromkeys(any_block(module) or "the model" for module in nodes))
     return f"{count} of {item.candidates} nodes, {saved} saved for {time}: {modules}"

@@ -56,8 +56,10 @@ _LARGEST_FLASH_HEAD = 256
 """Largest head size of the flash kernels for CUDA (Dao 2023, FlashAttention-2)."""
 _LARGEST_CUDNN_HEAD, _FIRST_CUDNN = 128, 91500
 """Largest head size of cuDNN's kernels, backward included, and the version from which torch prefers them."""
-_HEAD_STEP, _ROW_STEP, _MASK_STEP = 8, 32, 16
-"""Steps of the memory-efficient kernel: for head sizes, rows of log-sum-exp, and columns of masks."""
+HEAD_STEP = 8
+"""Heads of the fused kernels for CUDA have a multiple of so many elements."""
+_ROW_STEP, _MASK_STEP = 32, 16
+"""Steps of the memory-efficient kernel: rows of log-sum-exp, and columns of masks."""
 
 Result = tuple[Tensor, Tensor]
 Gradients = tuple[Tensor, Tensor, Tensor]
@@ -195,7 +197,7 @@ def _has_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
     if q.device.type == "cpu":
         return q.shape[-1] == v.shape[-1]
     is_narrow = q.dtype in (torch.float16, torch.bfloat16, torch.float32)
-    return q.device.type == "cuda" and is_narrow and q.shape[-1] % _HEAD_STEP == 0 == v.shape[-1] % _HEAD_STEP
+    return q.device.type == "cuda" and is_narrow and q.shape[-1] % HEAD_STEP == 0 == v.shape[-1] % HEAD_STEP
 
 
 def _kernel_of(q: Tensor, part: _Part) -> _Kernel:

@@ -31,11 +31,10 @@ from autoshard.kernels.attention import attention, claimed, empty_by_rows, empty
 from autoshard.kernels.kernel import Kernel, Specimen, block_specimen
 from autoshard.kernels.launch import cdiv, launch, refuse_dtypes, require
 from autoshard.kernels.library import define
+from autoshard.kernels.native_attention import HEAD_STEP
 from autoshard.kernels.triton_product import precision_of, product
 
 MAX_HEAD = 256
-_FUSED_HEAD_STEP = 8
-"""Heads of torch's fused kernels have a multiple of so many elements."""
 _LOG2_E = 1.4426950408889634
 
 
@@ -299,7 +298,7 @@ def refuse_what_torch_fuses(q: Tensor, *, is_causal: bool, offset: Sequence[int]
     tokens and 16 heads of 128 in 8 layers; with 12 heads of 64, 16 sequences of 1,024 and 12 layers 4.3 ms and 5.9 ms.
     """
     is_square = not is_causal or offset[2] == offset[3]
-    if q.dtype is torch.float32 or q.shape[-1] % _FUSED_HEAD_STEP or not is_square:
+    if q.dtype is torch.float32 or q.shape[-1] % HEAD_STEP or not is_square:
         return None
     return f"torch's fused kernels take {q.dtype} and heads of {q.shape[-1]} in one call, and are faster."
 

@@ -195,6 +195,12 @@ class Executable:
         return None if self.phased.hoisted is None else self.engine.load(self.phased.hoisted)
 
     @cached_property
+    def _read_by_hoisted(self) -> tuple[tuple[int, LocalSlot], ...]:
+        """Place among the inputs of a forward call, and slot, of each input of `hoisted`."""
+        places = {index: place for place, index in enumerate(self.phased.forward_inputs)}
+        return tuple((places[index], self.phased.lowered.inputs[index]) for index in self.phased.hoisted_inputs)
+
+    @cached_property
     def _forward(self) -> Loaded:
         return self.engine.load(self.phased.forward)
 
@@ -272,17 +278,15 @@ class Executable:
         return [self.write_output(value, slot) for value, slot in zip(results, self.outputs, strict=True)], saved
 
     def run_hoisted(self, tensors: Sequence[torch.Tensor]) -> list[LocalValue]:
-        """What is computed once for all micro-batches of a step, from the inputs of a forward call of any of them."""
+        """Local values computed once for all micro-batches, from the inputs of a forward call of any of them."""
         return self.run_hoisted_on(self.read_for_hoisted(tensors))
 
     def read_for_hoisted(self, tensors: Sequence[torch.Tensor]) -> list[LocalValue]:
-        """Of the inputs of a forward call, the local values that `run_hoisted_on` takes."""
-        given = dict(zip(self.phased.forward_inputs, tensors, strict=True))
-        slots = self.phased.lowered.inputs
-        return [self.engine.read(given[index], slots[index]) for index in self.phased.hoisted_inputs]
+        """Local values that `run_hoisted_on` takes, from the inputs of a forward call."""
+        return [self.engine.read(tensors[place], slot) for place, slot in self._read_by_hoisted]
 
     def run_hoisted_on(self, values: list[LocalValue]) -> list[LocalValue]:
-        """What is computed once for all micro-batches, of local values; emptied."""
+        """Local values computed once for all micro-batches, from those of `read_for_hoisted`; that list is emptied."""
         return [] if self._hoisted is None else list(self._hoisted(values))
 
     def read_inputs(self, tensors: Sequence[torch.Tensor]) -> list[LocalValue]:

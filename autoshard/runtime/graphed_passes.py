@@ -16,7 +16,7 @@ from autoshard.runtime.versions import Key
 
 @dataclass(frozen=True, slots=True)
 class _Graphs:
-    """Of one program: what is computed once a step, and forward with backward."""
+    """The graphs of one program: the part computed once per step, and forward with backward."""
 
     hoisted: CudaGraph
     passes: CudaGraph
@@ -34,7 +34,7 @@ class GraphedPasses:
     _graphs: PerProgram[_Graphs] = field(default_factory=PerProgram)
 
     def run_hoisted(self, executable: Executable, values: Sequence[Tensor]) -> list[Tensor]:
-        """What is computed once for all micro-batches of a step, from what `read_for_hoisted` gave."""
+        """Local values computed once for all micro-batches, from those of `Executable.read_for_hoisted`."""
         if executable.phased.hoisted is None:
             return []
         return self._of(executable).hoisted.run(executable.run_hoisted_on, values)

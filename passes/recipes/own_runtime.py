@@ -117,9 +117,10 @@ def casts(recipe: Recipe) -> float:
 
 
 def sent_again(traffic: Sequence[Traffic]) -> tuple[Traffic, ...]:
-    """What of a block's forward is sent again where it is computed again.
+    """Traffic of a block's forward that is sent again where the block is computed again.
 
-    Nothing waits for its sum over the tensor axis, and what products gather is there for their weights' gradients.
+    Nothing waits for the last sum over the tensor axis. Values that products gather are there already, for the
+    gradients of their weights.
     """
     gathered = [_is_tensor(item, MoveKind.GATHER) and item.has_weight for item in traffic]
     left = tuple(item for item, is_there in zip(traffic, gathered, strict=True) if not is_there)

@@ -31,9 +31,13 @@ def exchanged_bytes(recipe: Recipe) -> int:
 
 @dataclass(frozen=True, slots=True)
 class RankLoad:
-    """What a pipeline rank has: elements of parameters and how many tensors, and seconds of each micro-batch.
+    """Parameters of a pipeline rank, and its time for each micro-batch.
 
-    `last`: elements whose gradients the backward makes last.
+    Args:
+        dense, expert: elements of its parameters outside of experts, and in them.
+        tensors: how many parameters there are.
+        forward_s, backward_s: seconds of a micro-batch.
+        last: elements whose gradients the backward makes last.
     """
 
     dense: float
@@ -73,7 +77,7 @@ def end_work(
 
 
 def end_times(load: RankLoad, recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel) -> dict[str, float]:
-    """What a pipeline rank waits for once per step: its ends, beside its last backward and its first forward.
+    """Seconds that a pipeline rank waits once per step: its ends, beside its last backward and its first forward.
 
     In our own runtime nothing runs beside the reduction of those gradients that a backward makes last.
     """

@@ -81,7 +81,15 @@ def phase_time(
     done: Busy = _IDLE,
     adding_s: float = 0.0,
 ) -> PhaseTime:
-    """What a phase takes, but for computation that is done already, and for adding its gradients up."""
+    """Times of a phase for one micro-batch.
+
+    Args:
+        phase: the phase of a section.
+        recipe, groups, cluster, model: as it runs.
+        done: computation that is done already, and is left out.
+        adding_s: seconds of adding gradients up, which are counted elsewhere: in our own runtime tensor-parallel
+            traffic is hidden beside them.
+    """
     kernels = phase.busy.kernels - done.kernels
     compute_s = max(0.0, _device_time(phase.busy, model) - _device_time(done, model))
     compute_s += sum(sorting_time(item, recipe, cluster, model) for item in phase.traffic)

@@ -61,14 +61,14 @@ class RecomputeMemory:
 
     @cached_property
     def elided(self) -> Elided:
-        """What is left out of the split space."""
+        """Blocks left out of the split space."""
         paths = module_paths(self.planning.space.program)
         paths |= {copy: paths[name] for copy, (name, _) in self.split.sources.items()}
         again = set(self.split.again.values())
         return find_elided(self.split.space, paths_where_run(self.split.space, paths, again))
 
     def items(self) -> Iterator[Item]:
-        """What lies in memory, and under which options.
+        """Values in memory, with the options under which they lie there.
 
         Raises:
             NotAlikeError: the program leaves blocks out, and those beside them do not hold alike values alike.
@@ -85,7 +85,7 @@ class RecomputeMemory:
             yield dataclasses.replace(held[key], interval=there[0], number=there[1])
 
     def _held(self) -> Iterator[tuple[Key, Item]]:
-        """What stays in memory for some time, by what keeps it there."""
+        """Values that stay in memory behind their call, by the value or link that keeps them there."""
         for (name, result), interval in self.liveness.values.items():
             if name in self.planning.classes:
                 table = self.memory.of_value(name, result, self._copies(name))

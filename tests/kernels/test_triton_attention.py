@@ -12,6 +12,7 @@ from torch import Tensor
 
 from autoshard.errors import KernelError
 from autoshard.kernels.attention import attention_reference
+from autoshard.kernels.registry import find_kernel
 from autoshard.kernels.triton_attention import flash_attention, triton_attention
 from autoshard.kernels.triton_attention_backward import (
     flash_attention_backward,
@@ -153,6 +154,27 @@ def _parts(cuts: set[int], size: int) -> list[slice]:
     """The ranges between the cuts."""
     ends = [0, *sorted(cuts), size]
     return [slice(start, stop) for start, stop in pairwise(ends)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head", "is_causal", "shift", "is_ours"),
+    [
+        (torch.bfloat16, 64, True, 0, False),
+        (torch.float16, 64, False, 8, False),
+        (torch.float32, 64, True, 0, True),
+        (torch.bfloat16, 20, True, 0, True),
+        (torch.bfloat16, 64, True, 8, True),
+    ],
+)
+def test_attention_is_left_to_torch_where_one_fused_call_takes_it(
+    dtype: torch.dtype, head: int, is_causal: bool, shift: int, is_ours: bool
+) -> None:
+    """Forward and backward alike; our kernels stand in for calls of 32 bits, odd heads and causal shards."""
+    q, lse = torch.empty(1, 2, 16, head, dtype=dtype, device="meta"), torch.empty(1, 2, 16, device="meta")
+    rest = (None, 0.0, is_causal, 1.0, 0, [0, 0, shift, 0], [1, 2, 16 + shift, 16 + shift])
+    forward = find_kernel(torch.ops.autoshard.attention.default, (q, q, q, None, *rest))
+    backward = find_kernel(torch.ops.autoshard.attention_backward.default, (q, q, q, q, None, q, lse, *rest))
+    assert (forward is not None, backward is not None) == (is_ours, is_ours)
 
 
 def test_masks_and_dropout_are_refused() -> None:

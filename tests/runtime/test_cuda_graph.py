@@ -31,7 +31,7 @@ class StandIn:
         self.recorded = self.launched = 0
 
     def __call__(self, function: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
-        """See `Record`."""
+        """Record as a `Record` does."""
         self.recorded += 1
         replay, results = record_on_cuda(function) if ON_CUDA else self._keep(function)
 
@@ -58,12 +58,17 @@ def _one_process() -> Iterator[None]:
     dist.destroy_process_group()
 
 
+def recorded_by(patch: pytest.MonkeyPatch) -> StandIn:
+    """Have steps that are compiled from now on record by a stand-in, which is returned."""
+    found = StandIn()
+    patch.setattr("autoshard.api.graphs_of", lambda cuda_graph, *_, **__: GraphedPasses(found))
+    return found
+
+
 @pytest.fixture
 def recorder(monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """What steps record with."""
-    found = StandIn()
-    monkeypatch.setattr("autoshard.api.graphs_of", lambda cuda_graph, *_, **__: GraphedPasses(found))
-    return found
+    """The stand-in of a test's steps."""
+    return recorded_by(monkeypatch)
 
 
 class Net(nn.Module):
@@ -134,11 +139,10 @@ def test_what_is_met_elsewhere_is_copied_from_then_on() -> None:
     st.sampled_from([0.0, 0.5]),
 )
 def test_a_step_equals_one_without_a_graph(batches: list[int], micro_batches: int | None, dropout: float) -> None:
-    stand_in = StandIn()
     options: dict[str, Any] = {"dropout": dropout, "micro_batches": micro_batches}
     expected = train(batches, cuda_graph=False, **options)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("autoshard.api.graphs_of", lambda cuda_graph, *_, **__: GraphedPasses(stand_in))
+        stand_in = recorded_by(patch)
         found = train(batches, cuda_graph=True, **options)
     assert stand_in.launched >= 1
     for mine, other in zip(found, expected, strict=True):

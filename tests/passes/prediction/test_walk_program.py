@@ -180,7 +180,7 @@ def test_gradients_of_micro_batches_are_added_up() -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_gradients_add_up_as_the_objective_says(seed: int) -> None:
-    """Whatever they are carried in; more micro-batches add their gradients up more often."""
+    """Each further micro-batch adds its gradients up, in any layout that they are carried in."""
     model = alike(6)
     program = short_step(model, adamw(model, 1.0), 1)
     one, two, three = (problem_of(program, SQUARE, micro_batches=count) for count in (1, 2, 3))
