@@ -47,6 +47,7 @@ def forward_links(planning: PlanningProblem, name: str) -> Iterator[Link]:
 
 
 def passes_on(head: Site, link: Link) -> bool:
-    """Whether what a link leads to is the value itself: a hub, a view, or a cast of it."""
-    is_cast = head.node is not None and head.node.target is torch.ops.aten._to_copy.default
-    return link.operand == 0 and (head.is_alias or is_cast)
+    """Whether what a link leads to is the value itself: a hub, a view, or a cast of it; not copies for each example."""
+    target = None if head.node is None else head.node.target
+    is_cast, repeats = target is torch.ops.aten._to_copy.default, target is torch.ops.aten.expand.default
+    return link.operand == 0 and (is_cast or (head.is_alias and not repeats))

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.spec import P
 from autoshard.tracing import trace
 from passes.pipeline import PlanOptions, planning_problem
-from passes.planning.restrictions import matrices
+from passes.planning.restrictions import ROLES, matrices, restrict
 from tests.passes.blocks import h100s
 
 MESH = Mesh({"data": 2})
@@ -34,3 +35,26 @@ def test_vectors_have_a_role_only_where_there_is_no_matrix(layer: nn.Module, nam
     program = trace(Squares(layer), (torch.randn(2, 4),))
     planning = planning_problem(program, MESH, h100s(MESH), PlanOptions())
     assert [slot.name for slot in matrices(planning)] == names
+
+
+class ClassToken(nn.Module):
+    """A learned row before the rows of each example, as vision transformers have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(1, 1, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([self.token.expand(x.shape[0], -1, -1), x], dim=1)
+
+
+@pytest.mark.parametrize("role", ["data", "fsdp"])
+def test_a_parameter_that_is_repeated_for_each_example_is_split_with_them(role: str) -> None:
+    """The repeated row is computed from the parameter: the parameter is whole where it is used, its copies are not."""
+    program = trace(Squares(ClassToken()), (torch.randn(4, 3, 4),))
+    planning = planning_problem(program, MESH, h100s(MESH), PlanOptions())
+    masks = restrict(planning, ROLES[role], "data")
+    assert masks is not None
+    variable, strategies = planning.classes["cat"], planning.space.sites["cat"].strategies
+    kept = [strategy for strategy, is_kept in zip(strategies, masks[variable], strict=True) if is_kept]
+    assert any(strategy.inputs == (P("data"), P("data")) for strategy in kept)
