@@ -100,6 +100,12 @@ def overlapped(
     return made
 
 
+def buckets_of(cluster: Cluster) -> BucketCollectives:
+    """The buckets that phases have on a cluster, where memory has room for them."""
+    row = (OVERLAP if overlap_of(cluster) is not None else ALONE)[0]
+    return next(each for each in row if isinstance(each, BucketCollectives))
+
+
 def room_of(program: Program, plan: Plan) -> float | None:
     """What a plan's program may have in use on a rank: the budget, without optimizer state that it does not hold."""
     if plan.memory_budget is None or program.inputs_of(InputKind.STATE):

@@ -39,7 +39,7 @@ from passes.lowering.split_phases import SplitPhases
 from passes.memory.elided_lifetimes import with_elided
 from passes.memory.liveness import find_lifetimes
 from passes.memory.lowered_memory import peak_bytes
-from passes.overlap import overlapped, room_of
+from passes.overlap import buckets_of, overlapped, room_of
 from passes.phases import OnPass, phases_of, run_passes
 from passes.planning.baselines import solve_baselines
 from passes.planning.bucket_prices import in_buckets, solve_in_buckets
@@ -260,7 +260,7 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
     )  # fmt: skip
     baselines = solve_baselines(planning, quick, allowed, options.before, end) if options.with_baselines else {}
     start, bucketed, priced = [found for found in baselines.values() if found is not None], None, None
-    if options.with_baselines and not planning.elided.sites:
+    if options.with_baselines:
         priced = in_buckets(planning, BucketCollectives().least_bytes)
         bucketed = solve_in_buckets(planning, priced, quick, allowed)
     search = replace(search, time_budget_s=max(0.0, end - time.monotonic()))
@@ -425,7 +425,7 @@ def _walked(
     """The step of a plan as its lowered program says, with what passes behind `SplitPhases` add to its peak; and that.
 
     A program without its inner blocks is lowered without overlap, and nothing hoisted: what fits is not that of the
-    whole. Where communication overlaps, its step is that of the planning problem, as `segment_step` writes it down.
+    whole. Its step is that of the planning problem, as `repeated_step` writes it down, with what travels in buckets.
     """
     micro_batches, is_whole = planning.liveness.micro_batches, not planning.elided.sites
     made: dict[type, Any] = {}
@@ -434,8 +434,9 @@ def _walked(
         micro_batches=micro_batches if is_whole else 1, on_pass=lambda one, _, result: made.update({type(one): result}),
     )  # fmt: skip
     walked = walk_program(phased, NodePrices(cluster, plan.mesh), planning.elided, micro_batches)
-    if not is_whole and overlap_of(cluster) is not None:
-        walked = replace(walked, segments=repeated_step(planning, choice, micro_batches))
+    if not is_whole:
+        largest_bytes = buckets_of(cluster).largest_bytes
+        walked = replace(walked, segments=repeated_step(planning, choice, micro_batches, largest_bytes=largest_bytes))
     plain, peak = (peak_bytes(item, micro_batches=micro_batches) for item in (made[SplitPhases], phased))
     return replace(walked, passes_bytes=peak - plain), phased
 

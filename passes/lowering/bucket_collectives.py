@@ -69,8 +69,11 @@ class BucketCollectives:
         for member in _members(graph, mesh):
             by_key[member.key].append(member)
         for members in by_key.values():
-            share = sum(member.size for member in members) // 8
-            yield from self._fill(members, min(self.most_bytes, max(self.least_bytes, share)))
+            yield from self._fill(members, self.largest_bytes(sum(member.size for member in members)))
+
+    def largest_bytes(self, total_bytes: int) -> int:
+        """The size of the largest bucket of collectives of one kind that have so many bytes together."""
+        return min(self.most_bytes, max(self.least_bytes, total_bytes // 8))
 
     def _fill(self, members: Sequence[_Member], most_bytes: int) -> Iterator[tuple[_Member, ...]]:
         end_bytes = most_bytes if self.end_bytes is None else min(self.end_bytes, most_bytes // 4)

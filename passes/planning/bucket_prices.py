@@ -1,9 +1,11 @@
-"""The planning problem with parameters and gradients priced as they travel: in buckets.
+"""What parameters and gradients cost as they travel, in buckets; and the planning problem at such prices.
 
 The search adds up collectives one by one, each with its latency. What runs gathers parameters, and reduces gradients,
 in buckets (`passes/lowering/bucket_collectives.py`), whose members share a latency. A layout that gathers many small
 parameters, where another sends few large activations, costs less than the search takes it to. A choice at these prices
-is one more plan of which the lowered program says how fast it is.
+is one more plan of which the lowered program says how fast it is. A program that leaves out blocks is not lowered into
+buckets, as what it holds would not fill them; its step is predicted at these prices
+(`passes.prediction.segment_step.repeated_step`).
 
 A collective of a link whose tail is computed from parameters alone, or whose head only updates or leaves the program,
 takes its part, by bytes, of what the smallest bucket takes.
@@ -36,15 +38,24 @@ class BucketPrice:
     piece_bytes: int
 
     def __call__(self, step: ReshardStep) -> float:
+        return sum(self.parts(step))
+
+    def parts(self, step: ReshardStep) -> tuple[float, float]:
+        """Seconds of communication, and of copies."""
         sent_s, copied_s = self.alone.parts(step)
-        piece = step.bytes_before if step.kind is ReshardKind.ALL_GATHER else step.bytes_before // step.axis_size
+        piece = piece_bytes(step)
         if sent_s == 0.0 or not 0 < piece < self.piece_bytes:
-            return sent_s + copied_s
+            return sent_s, copied_s
         times = self.piece_bytes / piece
         bucket = replace(
             step, bytes_before=round(times * step.bytes_before), bytes_after=round(times * step.bytes_after)
         )
-        return min(sent_s, self.alone.parts(bucket)[0] / times) + copied_s
+        return min(sent_s, self.alone.parts(bucket)[0] / times), copied_s
+
+
+def piece_bytes(step: ReshardStep) -> int:
+    """Bytes of one rank's piece of what a step sends."""
+    return step.bytes_before if step.kind is ReshardKind.ALL_GATHER else step.bytes_before // step.axis_size
 
 
 def solve_in_buckets(
@@ -75,7 +86,7 @@ def in_buckets(planning: PlanningProblem, piece_bytes: int) -> Assignment:
     price = BucketPrice(planning.prices.step_price, piece_bytes)
     costs, edges = list(planning.assignment.costs), list(planning.assignment.edges)
     runs = planning.link_runs()
-    for index in _bucketed(planning.space):
+    for index in bucketed_links(planning):
         link = planning.space.links[index]
         less = runs[index] * _saved(planning, link, price)
         tail, head = planning.classes[link.tail], planning.classes[link.head]
@@ -100,8 +111,17 @@ def _saved(planning: PlanningProblem, link: Link, price: BucketPrice) -> Floats:
     return prices.derived[key]
 
 
+def bucketed_links(planning: PlanningProblem) -> frozenset[int]:
+    """Indices of the links whose collectives come into buckets, found once and kept with the problem.
+
+    Those of parameters to what is computed from others too, and those of gradients to their update.
+    """
+    if "bucketed_links" not in planning.derived:
+        planning.derived["bucketed_links"] = frozenset(_bucketed(planning.space))
+    return planning.derived["bucketed_links"]
+
+
 def _bucketed(space: SearchSpace) -> Iterator[int]:
-    """The links of parameters to what is computed from others too, and those of gradients to their update."""
     parameters = {slot.node for slot in space.program.inputs_of(InputKind.PARAMETER)}
     ahead = _computed_from(parameters, space)
     behind = _only_updating(space)

@@ -16,7 +16,7 @@ resharded as soon as it is computed. Segments are the parts of `step_layout`; pa
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -24,26 +24,28 @@ import numpy as np
 
 from autoshard.ir.kernels import NO_KERNELS, Kernels, KernelUse
 from autoshard.ir.offload import LABEL
-from autoshard.ir.reshard import plan_reshard
+from autoshard.ir.reshard import ReshardStep, plan_reshard
 from autoshard.kernels.offload import TRANSFERS
 from cost_models.streams import Op, Segment
+from passes.planning.bucket_prices import BucketPrice, bucketed_links, piece_bytes
 from passes.planning.build_assignment import PlanningProblem
 from passes.prediction.step_layout import Part, StepLayout, step_layout
 from passes.prediction.walk_program import COPIES, adding_up, stream_of
 from passes.preparation.insert_hubs import is_gradient_hub
 from passes.strategies.enumerate_strategies import Link, Site, leaves_program
-from passes.strategies.price import local_bytes
+from passes.strategies.price import StepPrice, local_bytes
 
 _LinkKey = tuple[int, int, int, int]
 
 
 class _Sent(NamedTuple):
-    """A collective: its mesh axis, stream and seconds."""
+    """A collective: its mesh axis, stream and seconds, and how often it is issued: of a bucket, its part of that."""
 
     name: str
     axis: str
     stream: str
     seconds: float
+    launches: int = 1
 
 
 class _Reshard(NamedTuple):
@@ -74,12 +76,17 @@ class _Costs:
     choice: Sequence[int]
     layout: StepLayout
     kernels: Kernels = NO_KERNELS
-    reshards: dict[_LinkKey, _Reshard] = field(default_factory=dict)
+    largest_bytes: Callable[[int], int] | None = None
+    reshards: dict[tuple[_LinkKey, bool], _Reshard] = field(default_factory=dict)
+    bucketed: Mapping[Link, int] = field(init=False)
+    in_bucket: BucketPrice | None = None
     kernels_at: Mapping[str, Sequence[KernelUse]] = field(init=False)
     gone: Mapping[str, float] = field(init=False)
     gone_copies: Mapping[tuple[str, str], float] = field(init=False)
 
     def __post_init__(self) -> None:
+        indices = () if self.largest_bytes is None else bucketed_links(self.planning)
+        self.bucketed = {self.planning.space.links[index]: index for index in indices}
         kernels_at, gone = defaultdict[str, list[KernelUse]](list), defaultdict[str, float](float)
         gone_copies = defaultdict[tuple[str, str], float](float)
         for use in self.kernels.uses:
@@ -125,28 +132,54 @@ class _Costs:
 
     def _whole_reshard(self, link: Link) -> _Reshard:
         """The same without kernels, found once for each option."""
-        key = self.planning.link_key(link)
+        key = (self.planning.link_key(link), link in self.bucketed)
         if key not in self.reshards:
             self.reshards[key] = self._price(link)
         return self.reshards[key]
 
     def _price(self, link: Link) -> _Reshard:
-        space, price = self.planning.space, self.planning.prices.step_price
+        price = self._price_of(link)
+        steps = self._steps(link, price)
+        if not steps:
+            return _NOTHING
+        times = [price.parts(step) for step in steps]
+        issued = int(link not in self.bucketed)
+        sent = tuple(
+            _Sent(
+                f"{step.kind.value} {link.tail} over {step.axis}", step.axis, self._stream(step.axis), seconds, issued
+            )
+            for step, (seconds, _) in zip(steps, times, strict=True)
+            if seconds > 0
+        )
+        value, mesh = self.planning.space.sites[link.tail].results[link.result], self.planning.space.mesh
+        sizes = (local_bytes(value, spec, mesh) for spec in (steps[0].source, steps[-1].target))
+        return _Reshard(sent, sum(copied for _, copied in times), len(steps), *sizes)
+
+    def _steps(self, link: Link, price: StepPrice | BucketPrice) -> Sequence[ReshardStep]:
+        space = self.planning.space
         value = space.sites[link.tail].results[link.result]
         source = self.planning.strategy(link.tail, self.choice).outputs[link.result]
         head = self.planning.strategy(link.head, self.choice)
         target = head.inputs[link.operand] if link.operand >= 0 else head.outputs[0]
         if source == target:
-            return _NOTHING
-        steps = plan_reshard(source, target, value.shape, space.mesh, itemsize=value.itemsize, cost=price)
-        times = [price.parts(step) for step in steps]
-        sent = tuple(
-            _Sent(f"{step.kind.value} {link.tail} over {step.axis}", step.axis, self._stream(step.axis), seconds)
-            for step, (seconds, _) in zip(steps, times, strict=True)
-            if seconds > 0
-        )
-        sizes = (local_bytes(value, spec, space.mesh) for spec in (source, target))
-        return _Reshard(sent, sum(copied for _, copied in times), len(steps), *sizes)
+            return ()
+        return plan_reshard(source, target, value.shape, space.mesh, itemsize=value.itemsize, cost=price)
+
+    def _price_of(self, link: Link) -> StepPrice | BucketPrice:
+        alone = self.planning.prices.step_price
+        if self.largest_bytes is None or link not in self.bucketed:
+            return alone
+        if self.in_bucket is None:
+            self.in_bucket = BucketPrice(alone, self.largest_bytes(self._bucketed_bytes()))
+        return self.in_bucket
+
+    def _bucketed_bytes(self) -> int:
+        """Bytes of one rank's pieces of all that travels in buckets, of the kind of collective that has most."""
+        found, runs = defaultdict[tuple[str, str], int](int), self.planning.link_runs()
+        for link, index in self.bucketed.items():
+            for step in self._steps(link, self.planning.prices.step_price):
+                found[step.kind, step.axis] += runs[index] * piece_bytes(step)
+        return max(found.values(), default=0)
 
     def _stream(self, axis: str) -> str:
         return stream_of((axis,), self.planning.prices.cluster, dict(self.planning.space.mesh.axes))
@@ -219,7 +252,7 @@ class _Writing:
         """Collectives one after the other; the index of the last."""
         for item in sent:
             size = float(held) if item is sent[-1] else 0.0
-            self._add(Op(item.name, item.axis, item.seconds, item.stream, needs, early, size))
+            self._add(Op(item.name, item.axis, item.seconds, item.stream, needs, early, size, item.launches))
             needs = (len(self.ops) - 1,)
         return len(self.ops) - 1
 
@@ -238,7 +271,12 @@ def is_of_update(name: str) -> bool:
 
 
 def segment_step(
-    planning: PlanningProblem, choice: Sequence[int], kernels: Kernels = NO_KERNELS, *, shares: bool = True
+    planning: PlanningProblem,
+    choice: Sequence[int],
+    kernels: Kernels = NO_KERNELS,
+    *,
+    shares: bool = True,
+    largest_bytes: Callable[[int], int] | None = None,
 ) -> list[Segment]:
     """The segments of a choice's step, in order; blocks that the program leaves out run as the one behind them does.
 
@@ -247,9 +285,11 @@ def segment_step(
         choice: one option per variable.
         kernels: what runs in place of calls.
         shares: equal parts share one segment, under the first one's names; else, and with kernels, each has its own.
+        largest_bytes: size of the largest bucket in which parameters and gradients travel, of the bytes of all of
+            them (one rank's pieces); None: each travels alone.
     """
     layout, shares = step_layout(planning), shares and not kernels.uses
-    costs, options = _Costs(planning, choice, layout, kernels), np.asarray(choice, dtype=np.int64)
+    costs, options = _Costs(planning, choice, layout, kernels, largest_bytes), np.asarray(choice, dtype=np.int64)
     made: dict[tuple[int, bytes], Segment] = {}
     segments = []
     for part in layout.parts:
@@ -265,12 +305,13 @@ def repeated_step(
     choice: Sequence[int],
     micro_batches: int,
     kernels: Kernels = NO_KERNELS,
+    largest_bytes: Callable[[int], int] | None = None,
 ) -> tuple[Segment, ...]:
     """The segments of a whole step: forward and backward for each micro-batch, adding gradients up, and the update.
 
     They hold nothing for communication under way: what runs overlaps within the peak that it has without.
     """
-    segments = segment_step(planning, choice, kernels, shares=False)
+    segments = segment_step(planning, choice, kernels, shares=False, largest_bytes=largest_bytes)
     light = [replace(item, ops=tuple(op._replace(held_bytes=0.0) for op in item.ops)) for item in segments]
     once = [item for item in light if is_of_update(item.name)]
     each = [item for item in light if not is_of_update(item.name)]
