@@ -27,6 +27,7 @@ from autoshard.kernels.recurrent import gru, gru_backward, lstm, lstm_backward, 
 from autoshard.kernels.rejection import binomial, gamma, poisson
 from autoshard.kernels.ring_attention import ring_attention, ring_attention_backward
 from autoshard.kernels.rms_norm import rms_norm_backward_reference
+from autoshard.kernels.split_cross_entropy import split_cross_entropy, split_cross_entropy_backward
 
 __all__ = [
     "EXCHANGING",
@@ -69,6 +70,8 @@ __all__ = [
     "rnn",
     "rnn_backward",
     "sgd_update",
+    "split_cross_entropy",
+    "split_cross_entropy_backward",
     "sum_of_squares",
     "uniform",
 ]

@@ -25,6 +25,12 @@ from autoshard.kernels.cross_entropy import cross_entropy, cross_entropy_backwar
 from autoshard.kernels.dropout import dropout, dropout_reference
 from autoshard.kernels.optimizers import sum_of_squares, sum_of_squares_reference
 from autoshard.kernels.random_numbers import random, random_reference
+from autoshard.kernels.split_cross_entropy import (
+    split_cross_entropy,
+    split_cross_entropy_backward,
+    split_cross_entropy_backward_reference,
+    split_cross_entropy_reference,
+)
 
 _DROPOUT_P = {native_attention.native: 5, native_attention.native_backward: 8}
 """Where attention's arguments have the probability of dropout."""
@@ -51,6 +57,10 @@ _FUSIBLE: Mapping[OpOverload, Callable[..., Any]] = MappingProxyType(
         cross_entropy_backward: fusible_cross_entropy_backward,
         native_cross_entropy.native: cross_entropy_reference,
         native_cross_entropy.native_backward: fusible_cross_entropy_backward,
+        split_cross_entropy: split_cross_entropy_reference,
+        split_cross_entropy_backward: split_cross_entropy_backward_reference,
+        native_cross_entropy.native_split: split_cross_entropy_reference,
+        native_cross_entropy.native_split_backward: split_cross_entropy_backward_reference,
         dropout: dropout_reference,
         random: random_reference,
         sum_of_squares: sum_of_squares_reference,

@@ -15,6 +15,7 @@ from torch._ops import OpOverload
 from autoshard.kernels import native_attention, native_cross_entropy
 from autoshard.kernels.attention import attention, attention_backward
 from autoshard.kernels.cross_entropy import cross_entropy, cross_entropy_backward
+from autoshard.kernels.split_cross_entropy import split_cross_entropy, split_cross_entropy_backward
 
 NATIVE: Mapping[OpOverload, OpOverload] = MappingProxyType(
     {
@@ -22,6 +23,8 @@ NATIVE: Mapping[OpOverload, OpOverload] = MappingProxyType(
         attention_backward: native_attention.native_backward,
         cross_entropy: native_cross_entropy.native,
         cross_entropy_backward: native_cross_entropy.native_backward,
+        split_cross_entropy: native_cross_entropy.native_split,
+        split_cross_entropy_backward: native_cross_entropy.native_split_backward,
     },
 )
 SEMANTIC: Mapping[OpOverload, OpOverload] = MappingProxyType({made: meant for meant, made in NATIVE.items()})

@@ -1,4 +1,4 @@
-"""Cross-entropy on fused kernels: `autoshard::cross_entropy` and its backward.
+"""Cross-entropy on fused kernels: `autoshard::cross_entropy`, its parts over a split vocabulary, and their backward.
 
 On a GPU that is our Triton kernel (`triton_cross_entropy.py`), which reads the logits once and, in the backward, writes
 them once: torch has none that is fused. Elsewhere, and for types that it does not take, torch's softmax kernels run, in
@@ -7,7 +7,8 @@ blocks of rows.
 Forward: `aten._log_softmax` gives the loss; the log-sum-exp is what it took from the greatest logit of a row. Backward:
 with a target distribution q of rows (1 - e at the target, e / C everywhere) and their gradients g,
 `aten._log_softmax_backward_data` of -g q is g (softmax(x) - q) in one pass. A block is what a core's cache holds, so no
-probabilities are written to memory.
+probabilities are written to memory. The parts of a split vocabulary (`split_cross_entropy.py`) are computed in such
+blocks as they are defined; on a GPU they are one kernel each (`triton_split_cross_entropy.py`).
 """
 
 from __future__ import annotations
@@ -19,11 +20,22 @@ from torch import Tensor
 
 from autoshard.kernels.cross_entropy import ARGUMENTS, BACKWARD_ARGUMENTS, fake_backward, fake_loss
 from autoshard.kernels.library import define
+from autoshard.kernels.split_cross_entropy import ARGUMENTS as SPLIT_ARGUMENTS
+from autoshard.kernels.split_cross_entropy import BACKWARD_ARGUMENTS as SPLIT_BACKWARD_ARGUMENTS
+from autoshard.kernels.split_cross_entropy import fake_backward as fake_split_backward
+from autoshard.kernels.split_cross_entropy import fake_forward as fake_split
+from autoshard.kernels.split_cross_entropy import split_cross_entropy_reference
 from autoshard.kernels.triton_cross_entropy import (
     triton_cross_entropy,
     triton_cross_entropy_backward,
     why_not_cross_entropy,
     why_not_cross_entropy_backward,
+)
+from autoshard.kernels.triton_split_cross_entropy import (
+    triton_split_cross_entropy,
+    triton_split_cross_entropy_backward,
+    why_not_split_cross_entropy,
+    why_not_split_cross_entropy_backward,
 )
 
 aten = torch.ops.aten
@@ -80,6 +92,44 @@ def native_cross_entropy_backward(
     return _without_rows(result, is_left_out)
 
 
+def native_split_cross_entropy(
+    logits: Tensor, top: Tensor, indices: Tensor, elsewhere: Tensor, factor: float
+) -> tuple[Tensor, Tensor]:
+    """Sum and target's logit of each row; arguments and results are those of `split_cross_entropy_reference`."""
+    given = (logits, top, indices, elsewhere, factor)
+    if logits.is_cuda and why_not_split_cross_entropy(*given) is None:
+        return triton_split_cross_entropy(*given)
+    total, expected = fake_split(*given)
+    for *block, its_total, its_expected in _blocks(logits, top, indices, elsewhere, total, expected):
+        found = split_cross_entropy_reference(*block, factor)
+        its_total.copy_(found[0])
+        its_expected.copy_(found[1])
+    return total, expected
+
+
+def native_split_cross_entropy_backward(
+    logits: Tensor,
+    lse: Tensor,
+    scale: Tensor,
+    indices: Tensor,
+    elsewhere: Tensor,
+    is_ignored: Tensor,
+    correction: float,
+    shift: float,
+) -> Tensor:
+    """The gradient of the logits; arguments and result are those of `split_cross_entropy_backward_reference`."""
+    given = (logits, lse, scale, indices, elsewhere, is_ignored, correction, shift)
+    if logits.is_cuda and why_not_split_cross_entropy_backward(*given) is None:
+        return triton_split_cross_entropy_backward(*given)
+    at_target = (scale * correction).masked_fill_(elsewhere, 0.0)
+    result = logits.new_empty(logits.shape)
+    for x, its_lse, its_scale, chosen, its_own, out in _blocks(logits, lse, scale, indices, at_target, result):
+        grad = torch.exp_(x.to(lse.dtype) - its_lse.unsqueeze(1))
+        grad = (grad.sub_(shift) if shift else grad).mul_(its_scale.unsqueeze(1))
+        aten.copy_.default(out, grad.scatter_add_(1, chosen.unsqueeze(1), its_own.unsqueeze(1)))
+    return _without_rows(result, is_ignored)
+
+
 def _without_rows(result: Tensor, is_left_out: Tensor) -> Tensor:
     """Zeros in the rows that do not count: these may have held anything, even infinities."""
     if result.is_cpu:
@@ -96,4 +146,11 @@ def _blocks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
 native = define("native_cross_entropy", ARGUMENTS, native_cross_entropy, fake_loss)
 native_backward = define(
     "native_cross_entropy_backward", BACKWARD_ARGUMENTS, native_cross_entropy_backward, fake_backward
+)
+native_split = define("native_split_cross_entropy", SPLIT_ARGUMENTS, native_split_cross_entropy, fake_split)
+native_split_backward = define(
+    "native_split_cross_entropy_backward",
+    SPLIT_BACKWARD_ARGUMENTS,
+    native_split_cross_entropy_backward,
+    fake_split_backward,
 )

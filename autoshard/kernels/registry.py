@@ -56,6 +56,7 @@ _MODULES = (
     triton_quantise,
     triton_rms_norm,
     triton_softmax,
+    triton_split_cross_entropy,
 )
 _FUSED_MODULES = (
     triton_bias_add_norm,
@@ -66,7 +67,6 @@ _FUSED_MODULES = (
     triton_linear_cross_entropy,
     triton_permutation,
     triton_rotary,
-    triton_split_cross_entropy,
     biased_product,
 )
 

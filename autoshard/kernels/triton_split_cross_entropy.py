@@ -1,28 +1,25 @@
-"""The local parts of cross-entropy over a split vocabulary, in one pass over a rank's logits each.
-
-Shoeybi et al., "Megatron-LM" (2019), section 3. Between them `autoshard.rules.losses` sends one number of each row: the
-greatest logit before, the sum and the target's logit behind. Of a rank's classes c, with e where the target lies on
-another rank, and i where it is ignored:
-
-    forward:   total = sum_c exp(x_c - top),    expected = factor x_target        (0 where e)
-    backward:  dx_c  = scale (exp(x_c - lse) - shift) + correction scale [c = target, not e]    (0 where i)
-"""
+"""The local parts of cross-entropy over a split vocabulary (`split_cross_entropy.py`), in one pass over logits each."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from autoshard.kernels.kernel import SPECIMEN_COLUMNS, Form, FusedKernel, specimen
+from autoshard.kernels.kernel import SPECIMEN_COLUMNS, Kernel, specimen
 from autoshard.kernels.launch import as_rows, cdiv, launch, over_pieces, over_rows, refuse_dtypes, require, row_tile
 from autoshard.kernels.library import define
+from autoshard.kernels.split_cross_entropy import (
+    ARGUMENTS,
+    BACKWARD_ARGUMENTS,
+    fake_backward,
+    fake_forward,
+    split_cross_entropy,
+    split_cross_entropy_backward,
+)
 from autoshard.kernels.triton_activations import piece, piece_tile
 
-_aten = torch.ops.aten
 _MAX_BLOCK = 4096
 
 
@@ -129,7 +126,7 @@ def _split_cross_entropy(
     logits: Tensor, top: Tensor, indices: Tensor, elsewhere: Tensor, factor: float
 ) -> tuple[Tensor, Tensor]:
     require("triton_split_cross_entropy", why_not_split_cross_entropy(logits, top, indices, elsewhere, factor))
-    total, expected = _split_cross_entropy_fake(logits, top, indices, elsewhere, factor)
+    total, expected = fake_forward(logits, top, indices, elsewhere, factor)
     rows, columns = logits.shape
     x, tile = as_rows(logits, columns), row_tile(columns, _MAX_BLOCK)
     launch(
@@ -146,13 +143,6 @@ def _split_cross_entropy(
     return total, expected
 
 
-def _split_cross_entropy_fake(
-    logits: Tensor, top: Tensor, indices: Tensor, elsewhere: Tensor, factor: float
-) -> tuple[Tensor, Tensor]:
-    total, expected = (logits.new_empty((logits.shape[0],), dtype=torch.float32) for _ in range(2))
-    return total, expected
-
-
 def _split_cross_entropy_backward(
     logits: Tensor,
     lse: Tensor,
@@ -165,7 +155,7 @@ def _split_cross_entropy_backward(
 ) -> Tensor:
     arguments = (logits, lse, scale, indices, elsewhere, is_ignored, correction, shift)
     require("triton_split_cross_entropy_backward", why_not_split_cross_entropy_backward(*arguments))
-    grad = _split_cross_entropy_backward_fake(*arguments)
+    grad = fake_backward(*arguments)
     rows, columns = logits.shape
     x, tile = as_rows(logits, columns), piece_tile(columns)
     launch(
@@ -181,82 +171,22 @@ def _split_cross_entropy_backward(
     return grad
 
 
-def _split_cross_entropy_backward_fake(
-    logits: Tensor,
-    lse: Tensor,
-    scale: Tensor,
-    indices: Tensor,
-    elsewhere: Tensor,
-    is_ignored: Tensor,
-    correction: float,
-    shift: float,
-) -> Tensor:
-    return logits.new_empty(logits.shape)
-
-
 def _bytes(flags: Tensor) -> Tensor:
     """Flags as int8, which every Triton loads; no copy."""
     return flags.contiguous().view(torch.int8)
 
 
-split_cross_entropy = define(
-    "triton_split_cross_entropy",
-    "(Tensor logits, Tensor top, Tensor indices, Tensor elsewhere, float factor) -> (Tensor total, Tensor expected)",
-    _split_cross_entropy,
-    _split_cross_entropy_fake,
-)
-split_cross_entropy_backward = define(
-    "triton_split_cross_entropy_backward",
-    "(Tensor logits, Tensor lse, Tensor scale, Tensor indices, Tensor elsewhere, Tensor is_ignored, "
-    "float correction, float shift) -> Tensor",
-    _split_cross_entropy_backward,
-    _split_cross_entropy_backward_fake,
+triton_split_cross_entropy = define("triton_split_cross_entropy", ARGUMENTS, _split_cross_entropy, fake_forward)
+triton_split_cross_entropy_backward = define(
+    "triton_split_cross_entropy_backward", BACKWARD_ARGUMENTS, _split_cross_entropy_backward, fake_backward
 )
 
 
-def _forward(like: Tensor, logits: Any, top: Any, indices: Any, elsewhere: Any, factor: Any) -> tuple[Any, Any]:
-    x = _aten._to_copy.default(logits, dtype=like.dtype)
-    exponentials = _aten.exp.default(_aten.sub.Tensor(x, _aten.unsqueeze.default(top, 1)))
-    picked = _aten.squeeze.dim(_aten.gather.default(x, 1, _aten.unsqueeze.default(indices, 1)), 1)
-    expected = _aten.mul.Scalar(_aten.masked_fill.Scalar(picked, elsewhere, 0), factor)
-    return _aten.sum.dim_IntList(exponentials, [1]), expected
-
-
-def _shifted(
-    like: Tensor,
-    logits: Any,
-    lse: Any,
-    scale: Any,
-    indices: Any,
-    elsewhere: Any,
-    is_ignored: Any,
-    correction: Any,
-    shift: Any,
-) -> Any:
-    """With smoothing, which takes the same from every class."""
-    x = _aten._to_copy.default(logits, dtype=torch.float32)
-    grad = _aten.exp.default(_aten.sub.Tensor(x, _aten.unsqueeze.default(lse, 1)))
-    if shift is not None:
-        grad = _aten.sub.Tensor(grad, shift)
-    grad = _aten.mul.Tensor(grad, scale)
-    at_target = _aten.mul.Scalar(scale, correction)
-    at_target = _aten.masked_fill.Scalar(at_target, _aten.unsqueeze.default(elsewhere, 1), 0)
-    grad = _aten.scatter_add.default(grad, 1, _aten.unsqueeze.default(indices, 1), at_target)
-    grad = _aten.masked_fill.Scalar(grad, _aten.unsqueeze.default(is_ignored, 1), 0)
-    return _aten._to_copy.default(grad, dtype=like.dtype)
-
-
-def _backward(
-    like: Tensor, logits: Any, lse: Any, scale: Any, indices: Any, elsewhere: Any, is_ignored: Any, correction: Any
-) -> Any:
-    return _shifted(like, logits, lse, scale, indices, elsewhere, is_ignored, correction, None)
-
-
-FUSED = (
-    FusedKernel(
+KERNELS = (
+    Kernel(
         split_cross_entropy_backward,
+        triton_split_cross_entropy_backward,
         why_not_split_cross_entropy_backward,
-        (Form(_backward, lambda like: {"shift": 0.0}, dims=2), Form(_shifted, dims=2)),
         tuple(
             specimen(
                 split_cross_entropy_backward_kernel,
@@ -267,10 +197,10 @@ FUSED = (
             for columns in SPECIMEN_COLUMNS
         ),
     ),
-    FusedKernel(
+    Kernel(
         split_cross_entropy,
+        triton_split_cross_entropy,
         why_not_split_cross_entropy,
-        (Form(_forward, dims=1),),
         tuple(
             specimen(
                 split_cross_entropy_forward_kernel,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -47,18 +48,16 @@ def _split_cross_entropy(
     3. loss = lse - (1 - smoothing) x_target - smoothing mean(x), and 0 where the target is ignored.
     """
     call = context.call
-    indices, elsewhere = local_indices(context, target, "c")  # first, so that a kernel may do all between collectives
-    x = call(aten._to_copy.default, logits, dtype=dtype)  # [n, c]
-    top = context.all_reduce(call(aten.amax.default, x, [1]), "max", "c")  # [n]
+    indices, elsewhere = local_indices(context, target, "c")
+    greatest = call(aten._to_copy.default, call(aten.amax.default, logits, [1]), dtype=dtype)  # [n]
+    top = context.all_reduce(greatest, "max", "c")
     top = call(aten.masked_fill.Scalar, top, call(aten.isinf.default, top), 0)
-    exponentials = call(aten.exp.default, call(aten.sub.Tensor, x, call(aten.unsqueeze.default, top, 1)))
-    total = context.all_reduce(call(aten.sum.dim_IntList, exponentials, [1]), "sum", "c")
-    lse = call(aten.add.Tensor, call(aten.log.default, total), top)
-    picked = call(aten.gather.default, x, 1, call(aten.unsqueeze.default, indices, 1))
-    picked = call(aten.masked_fill.Scalar, call(aten.squeeze.dim, picked, 1), elsewhere, 0)
-    expected = call(aten.mul.Scalar, picked, 1 - smoothing)
+    parts = call(autoshard_ops.split_cross_entropy.default, logits, top, indices, elsewhere, 1 - smoothing)
+    total, expected = (call(operator.getitem, parts, index) for index in range(2))
+    lse = call(aten.add.Tensor, call(aten.log.default, context.all_reduce(total, "sum", "c")), top)
     if smoothing:
-        mean = call(aten.mul.Scalar, call(aten.sum.dim_IntList, x, [1]), smoothing / context.global_size("c"))
+        logits_sum = call(aten.sum.dim_IntList, call(aten._to_copy.default, logits, dtype=dtype), [1])
+        mean = call(aten.mul.Scalar, logits_sum, smoothing / context.global_size("c"))
         expected = call(aten.add.Tensor, expected, mean)
     loss = call(aten.sub.Tensor, lse, context.all_reduce(expected, "sum", "c"))
     is_ignored = call(aten.eq.Scalar, target, ignore_index)
@@ -80,12 +79,12 @@ def ctc_loss_backward(*_: Any) -> str:
 def cross_entropy_backward(
     grad: torch.Tensor, logits: torch.Tensor, target: torch.Tensor, lse: torch.Tensor, *_: Any
 ) -> Rule:
-    local = _local_cross_entropy_backward(logits.dtype, lse.dtype)
+    local = _local_cross_entropy_backward(lse.dtype)
     beside = {1: Beside.ANYTHING, 3: Beside.ANYTHING}  # the gradient is scaled by a probability
     return Rule("n, n c, n, n -> n c", linear=[(0,)], beside=beside, local=local, padding={})
 
 
-def _local_cross_entropy_backward(dtype: torch.dtype, accumulation: torch.dtype) -> Any:
+def _local_cross_entropy_backward(accumulation: torch.dtype) -> Any:
     def local(
         context: LocalContext,
         grad: Any,
@@ -101,18 +100,10 @@ def _local_cross_entropy_backward(dtype: torch.dtype, accumulation: torch.dtype)
             return context.default(grad, logits, target, lse, ignore_index, smoothing)
         is_ignored = call(aten.eq.Scalar, target, ignore_index)
         scale = call(aten._to_copy.default, call(aten.masked_fill.Scalar, grad, is_ignored, 0), dtype=accumulation)
-        scale = call(aten.unsqueeze.default, scale, 1)  # [n, 1]
-        x = call(aten._to_copy.default, logits, dtype=accumulation)
-        result = call(aten.exp.default, call(aten.sub.Tensor, x, call(aten.unsqueeze.default, lse, 1)))
-        if smoothing:
-            result = call(aten.sub.Tensor, result, smoothing / context.global_size("c"))
-        result = call(aten.mul.Tensor, result, scale)
         indices, elsewhere = local_indices(context, target, "c")
-        elsewhere = call(aten.unsqueeze.default, elsewhere, 1)
-        correction = call(aten.masked_fill.Scalar, call(aten.mul.Scalar, scale, smoothing - 1), elsewhere, 0)
-        result = call(aten.scatter_add.default, result, 1, call(aten.unsqueeze.default, indices, 1), correction)
-        result = call(aten.masked_fill.Scalar, result, call(aten.unsqueeze.default, is_ignored, 1), 0)
-        return call(aten._to_copy.default, result, dtype=dtype)
+        shift = smoothing / context.global_size("c")
+        rest = (scale, indices, elsewhere, is_ignored, smoothing - 1, shift)
+        return call(autoshard_ops.split_cross_entropy_backward.default, logits, lse, *rest)
 
     return local
 

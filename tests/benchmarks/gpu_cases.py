@@ -15,6 +15,10 @@ from torch.nn import functional as F
 
 from autoshard.kernels.optimizers import ADAM_HYPER
 from autoshard.kernels.quantise import dequantise_sum, quantise
+from autoshard.kernels.split_cross_entropy import (
+    split_cross_entropy_backward_reference,
+    split_cross_entropy_reference,
+)
 from autoshard.kernels.triton_adam import adam_updates_
 from autoshard.kernels.triton_add_norm import (
     add_layer_norm,
@@ -41,7 +45,10 @@ from autoshard.kernels.triton_quantise import triton_dequantise_sum, triton_quan
 from autoshard.kernels.triton_rms_norm import rms_norm, rms_norm_backward
 from autoshard.kernels.triton_rotary import rotary
 from autoshard.kernels.triton_softmax import softmax, softmax_backward
-from autoshard.kernels.triton_split_cross_entropy import split_cross_entropy, split_cross_entropy_backward
+from autoshard.kernels.triton_split_cross_entropy import (
+    triton_split_cross_entropy,
+    triton_split_cross_entropy_backward,
+)
 from cost_models.work import MatmulShape
 from tests.benchmarks.gpu_attention_cases import attention, packed_attention
 from tests.benchmarks.gpu_case import CLASSES, HEADS, HIDDEN, INNER, SIZE, TOKENS, Case, bytes_of, draw, form
@@ -265,18 +272,18 @@ def _split_cross_entropy(ranks: int = 8) -> Iterator[Case]:
     columns = CLASSES // ranks
     logits, indices = draw(TOKENS, columns), torch.randint(0, columns, (TOKENS,))
     elsewhere, ignored = torch.zeros(TOKENS, dtype=torch.bool), torch.zeros(TOKENS, dtype=torch.bool)
-    top, scale = draw(TOKENS, dtype=_F32), draw(TOKENS, 1, dtype=_F32)
-    forward, backward = form(split_cross_entropy), form(split_cross_entropy_backward)
+    top, scale = draw(TOKENS, dtype=_F32), draw(TOKENS, dtype=_F32)
+    backward = (logits, top, scale, indices, elsewhere, ignored, -1.0, 0.0)
     yield Case(
         f"cross-entropy, vocabulary split {ranks} ways, local part",
-        lambda: split_cross_entropy(logits, top, indices, elsewhere, 1.0),
-        lambda: forward(top, logits, top, indices, elsewhere, 1.0),
+        lambda: triton_split_cross_entropy(logits, top, indices, elsewhere, 1.0),
+        lambda: split_cross_entropy_reference(logits, top, indices, elsewhere, 1.0),
         bytes_of(logits),
     )
     yield Case(
         f"cross-entropy, vocabulary split {ranks} ways, backward",
-        lambda: split_cross_entropy_backward(logits, top, scale, indices, elsewhere, ignored, -1.0, 0.0),
-        lambda: backward(logits, logits, top, scale, indices, elsewhere, ignored, -1.0),
+        lambda: triton_split_cross_entropy_backward(*backward),
+        lambda: split_cross_entropy_backward_reference(*backward),
         2 * bytes_of(logits),
     )
 

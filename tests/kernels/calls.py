@@ -22,7 +22,10 @@ from autoshard.kernels.triton_linear_cross_entropy import linear_cross_entropy, 
 from autoshard.kernels.triton_quantise import triton_dequantise_sum, triton_quantise
 from autoshard.kernels.triton_rotary import rotary
 from autoshard.kernels.triton_softmax import softmax, softmax_backward
-from autoshard.kernels.triton_split_cross_entropy import split_cross_entropy, split_cross_entropy_backward
+from autoshard.kernels.triton_split_cross_entropy import (
+    triton_split_cross_entropy,
+    triton_split_cross_entropy_backward,
+)
 from tests.kernels.fused import DEVICE, draw
 
 _IGNORED = -100
@@ -76,9 +79,9 @@ def _linear_cross_entropy(rows: int, columns: int) -> Any:
 def _split_cross_entropy(rows: int, columns: int) -> Any:
     logits, indices, elsewhere = draw(rows, columns), _indices(rows, columns), _indices(rows, 2).bool()
     top = logits.amax(1)
-    total, expected = split_cross_entropy(logits, top, indices, elsewhere, 0.9)
+    total, expected = triton_split_cross_entropy(logits, top, indices, elsewhere, 0.9)
     rest = (total, top, indices, elsewhere, ~elsewhere, -0.9, 1e-3)
-    return total, expected, split_cross_entropy_backward(logits, *rest)
+    return total, expected, triton_split_cross_entropy_backward(logits, *rest)
 
 
 def _embedding(rows: int, columns: int) -> Any:

@@ -11,7 +11,16 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 
 from autoshard.kernels import native_cross_entropy as module
 from autoshard.kernels.cross_entropy import cross_entropy_backward_reference, cross_entropy_reference
-from autoshard.kernels.native_cross_entropy import native_cross_entropy, native_cross_entropy_backward
+from autoshard.kernels.native_cross_entropy import (
+    native_cross_entropy,
+    native_cross_entropy_backward,
+    native_split_cross_entropy,
+    native_split_cross_entropy_backward,
+)
+from autoshard.kernels.split_cross_entropy import (
+    split_cross_entropy_backward_reference,
+    split_cross_entropy_reference,
+)
 from tests.kernels.fused import DEVICE
 from tests.kernels.observed import Observed
 
@@ -58,6 +67,52 @@ def test_equals_the_definition(case: Case, block: int) -> None:
     assert (found.dtype, found.stride()) == (gradient.dtype, gradient.stride())
     tolerance = max(tolerance, 1e-2 if logits.dtype == torch.bfloat16 else 0.0)
     torch.testing.assert_close(found, gradient, rtol=tolerance, atol=tolerance)
+
+
+@given(cases(), st.integers(1, 3), st.sampled_from([1 << 18, 8]))
+def test_parts_of_a_split_vocabulary_equal_their_definition(case: Case, ranks: int, block: int) -> None:
+    """Each rank's sum, logit and gradient; together they are the loss and the gradient of all classes."""
+    logits, target, ignore_index, smoothing = case[0].to(DEVICE), case[1].to(DEVICE), *case[2:]
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    tolerance = {"rtol": 1e-5, "atol": 1e-5} if logits.dtype != torch.bfloat16 else {"rtol": 1e-2, "atol": 1e-2}
+    top = logits.amax(1).to(dtype)
+    top = top.masked_fill(top.isinf(), 0.0)
+    is_ignored, grad = target == ignore_index, torch.randn(len(target), device=DEVICE, dtype=dtype)
+    _, lse = cross_entropy_reference(*case)
+    lse, totals, gradients, first = lse.to(DEVICE), torch.zeros_like(top), [], 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_CPU_BLOCK", block)
+        for x in logits.chunk(ranks, 1):
+            indices, columns = target - first, x.shape[1]
+            elsewhere = (indices < 0) | (indices >= columns)
+            indices = indices.masked_fill(elsewhere, 0)
+            parts = (x, top, indices, elsewhere, 1.0 - smoothing)
+            for found, expected in zip(
+                native_split_cross_entropy(*parts), split_cross_entropy_reference(*parts), strict=True
+            ):
+                torch.testing.assert_close(found[~is_ignored], expected[~is_ignored], **tolerance)
+            totals += native_split_cross_entropy(*parts)[0]
+            rest = (x, lse, grad, indices, elsewhere, is_ignored, smoothing - 1.0, smoothing / logits.shape[1])
+            gradients.append(native_split_cross_entropy_backward(*rest))
+            torch.testing.assert_close(gradients[-1], split_cross_entropy_backward_reference(*rest), **tolerance)
+            first += columns
+    torch.testing.assert_close((totals.log() + top)[~is_ignored], lse[~is_ignored], **tolerance)
+    whole = cross_entropy_backward_reference(grad, logits, target, lse, ignore_index, smoothing)
+    torch.testing.assert_close(torch.cat(gradients, 1), whole, **tolerance)
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="one kernel runs on a GPU")
+def test_parts_of_a_split_vocabulary_write_the_gradient_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is made on the way is of a block of rows."""
+    monkeypatch.setattr(module, "_CPU_BLOCK", 1 << 10)
+    logits, target = torch.randn(256, 64), torch.randint(0, 64, (256,))
+    flags, rows = torch.rand(256) < 0.5, torch.randn(256)
+    with Observed(logits, target, flags, rows) as forward:
+        native_split_cross_entropy(logits, rows, target, flags, 1.0)
+    assert forward.elements <= 1 << 10
+    with Observed(logits, target, flags, rows) as backward:
+        native_split_cross_entropy_backward(logits, rows, rows, target, flags, flags, -1.0, 0.1)
+    assert backward.elements == logits.numel()
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="one kernel runs on a GPU")

@@ -52,6 +52,11 @@ def _calls(device: str, dtype: torch.dtype = torch.float32) -> list[tuple[torch.
             autoshard.cross_entropy_backward.default,
             (statistic(4), x(4, 6), target, statistic(4), -100, 0.1),
         ),
+        (autoshard.split_cross_entropy.default, (x(4, 6), statistic(4), target, target > 1, 0.9)),
+        (
+            autoshard.split_cross_entropy_backward.default,
+            (x(4, 6), statistic(4), statistic(4), target, target > 1, target > 2, -0.9, 0.1),
+        ),
         (autoshard.dropout.default, (rows, seed, 0.5, 1, [0, 0, 0], [2, 4, 6])),
         (autoshard.quantise.default, (x(5, 6), torch.float8_e4m3fn, 4)),
         (autoshard.dequantise_sum.default, (x(2, 6).to(torch.int8), statistic(2, 2), dtype, 4)),
@@ -66,7 +71,7 @@ def _describe(results: Tensor | tuple[Tensor | None, ...]) -> list[tuple[object,
     return [None if x is None else (x.shape, x.dtype, x.stride()) for x in results]
 
 
-@pytest.mark.parametrize("index", range(18))
+@pytest.mark.parametrize("index", range(20))
 def test_replacement_gives_the_operators_results(index: int) -> None:
     """On meta tensors a replacement gives its operator's shapes, dtypes and strides."""
     operator, arguments = _calls("meta")[index]
@@ -75,7 +80,7 @@ def test_replacement_gives_the_operators_results(index: int) -> None:
     assert _describe(kernel.replacement(*arguments)) == _describe(operator(*arguments))
 
 
-@pytest.mark.parametrize("index", range(18))
+@pytest.mark.parametrize("index", range(20))
 def test_replacement_takes_the_operators_arguments(index: int) -> None:
     """A replacement's schema names the operator's arguments in the same order."""
     operator, _ = _calls("meta")[index]
@@ -85,7 +90,7 @@ def test_replacement_takes_the_operators_arguments(index: int) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs through the interpreter")
-@pytest.mark.parametrize("index", range(18))
+@pytest.mark.parametrize("index", range(20))
 def test_opcheck(index: int) -> None:
     """Schema, real run and fake run of each replacement agree."""
     operator, arguments = _calls("cpu")[index]
@@ -103,7 +108,7 @@ def _fused_calls() -> dict[torch._ops.OpOverload, tuple]:
     x, statistic, row = torch.randn(2, 4, 6), torch.ones(2, 4, 1), torch.randn(6)
     q, k, angle = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 1, 3, 8)
     logits, total, index = torch.randn(4, 6), torch.randn(4), torch.arange(4)
-    flags, head = index > 1, torch.randn(4100, 6)
+    head = torch.randn(4100, 6)
     return {
         autoshard.triton_add_rms_norm_backward.default: (x, x, x, statistic, row, [1, 1, 6]),
         autoshard.triton_add_layer_norm_backward.default: (x, x, x, statistic, statistic, row, row),
@@ -126,11 +131,6 @@ def _fused_calls() -> dict[torch._ops.OpOverload, tuple]:
         autoshard.triton_rotary.default: (q, k, angle, angle, False, True),
         autoshard.triton_linear_cross_entropy_backward.default: (total, x[0], head, index, total, -100, 0.1),
         autoshard.triton_linear_cross_entropy.default: (x[0], head, index, -100, 0.1),
-        autoshard.triton_split_cross_entropy_backward.default: (
-            *(logits, total, total[:, None], index, flags, flags),
-            *(-1.0, 0.0),
-        ),
-        autoshard.triton_split_cross_entropy.default: (logits, total, index, flags, 1.0),
     }
 
 

@@ -9,11 +9,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from autoshard.errors import KernelError
-from autoshard.kernels.triton_split_cross_entropy import FUSED, split_cross_entropy, split_cross_entropy_backward
+from autoshard.kernels.split_cross_entropy import (
+    split_cross_entropy_backward_reference,
+    split_cross_entropy_reference,
+)
+from autoshard.kernels.triton_split_cross_entropy import (
+    triton_split_cross_entropy,
+    triton_split_cross_entropy_backward,
+)
 from tests.kernels.fused import DEVICE, assert_results, draw, dtypes
 
 pytestmark = pytest.mark.usefixtures("_poisoned_outputs")
-BACKWARD, FORWARD = FUSED
 
 
 def _targets(rows: int, columns: int) -> dict[str, Tensor]:
@@ -24,17 +30,15 @@ def _targets(rows: int, columns: int) -> dict[str, Tensor]:
 def _check(logits: Tensor, smoothing: float) -> None:
     rows, columns = logits.shape
     targets, top = _targets(rows, columns), logits.amax(1).float()
-    actual = split_cross_entropy(logits, top, **targets, factor=1.0 - smoothing)
-    variables = {"logits": logits, "top": top.double(), **targets, "factor": 1.0 - smoothing}
-    expected = FORWARD.forms[0].results(top.double(), variables)
+    actual = triton_split_cross_entropy(logits, top, **targets, factor=1.0 - smoothing)
+    expected = split_cross_entropy_reference(logits, top.double(), **targets, factor=1.0 - smoothing)
     assert_results(actual, expected, torch.float32, scale=columns)
-    rest = {"lse": torch.randn(rows, device=DEVICE), "scale": torch.rand(rows, 1, device=DEVICE), **targets}
-    rest |= {"is_ignored": torch.rand(rows, device=DEVICE) < 0.3, "correction": smoothing - 1.0}
-    form = BACKWARD.forms[1 if smoothing else 0]
-    shift = smoothing / columns
-    grad = split_cross_entropy_backward(logits, **rest, **{"shift": shift, **form.constants(logits)})
-    expected = form.results(logits.float(), {"logits": logits, **rest, "shift": shift})
-    assert_results(grad, tuple(x.double() for x in expected), logits.dtype)
+    lse, scale = torch.randn(rows, device=DEVICE), torch.rand(rows, device=DEVICE)
+    rest = {**targets, "is_ignored": torch.rand(rows, device=DEVICE) < 0.3, "correction": smoothing - 1.0}
+    rest |= {"shift": smoothing / columns}
+    grad = triton_split_cross_entropy_backward(logits, lse, scale, **rest)
+    exact = split_cross_entropy_backward_reference(logits.double(), lse.double(), scale.double(), **rest)
+    assert_results(grad, (exact,), logits.dtype)
 
 
 @given(st.integers(1, 19), st.integers(1, 67), dtypes, st.sampled_from([0.0, 0.1]))
@@ -52,6 +56,6 @@ def test_what_does_not_fit_is_refused() -> None:
     """Statistics of another number of rows, or not in float32, are refused with the reason."""
     logits, targets = draw(4, 3), _targets(4, 3)
     with pytest.raises(KernelError, match="one number of each row"):
-        split_cross_entropy(logits, draw(3), **targets, factor=1.0)
+        triton_split_cross_entropy(logits, draw(3), **targets, factor=1.0)
     with pytest.raises(KernelError, match="takes top in float32"):
-        split_cross_entropy(logits, draw(4, dtype=torch.float16), **targets, factor=1.0)
+        triton_split_cross_entropy(logits, draw(4, dtype=torch.float16), **targets, factor=1.0)
