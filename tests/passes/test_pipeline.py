@@ -36,18 +36,18 @@ def plan_of(batch: int, length: int, axes: dict[str, int], *, memory_budget: flo
 @pytest.mark.parametrize(
     ("hardware", "seconds", "launches", "is_faster"),
     [
-        ("cpu_laptop", 0.999, 20, False),
-        ("cpu_laptop", 1.001, 5, True),
+        ("cpu_laptop", 0.985, 20, False),
+        ("cpu_laptop", 1.015, 5, True),
         ("cpu_laptop", 0.9, 20, True),
         ("cpu_laptop", 1.1, 5, False),
         ("h100_sxm", 0.999, 20, True),
         ("h100_sxm", 1.001, 5, False),
     ],
 )
-def test_launches_decide_between_plans_as_fast_on_cpus_of_one_machine(
+def test_launches_decide_between_plans_as_fast_on_cpus(
     hardware: str, seconds: float, launches: int, is_faster: bool
 ) -> None:
-    """Within 1 % the plan of fewer launches is taken there; elsewhere, and beyond, the faster one."""
+    """Within 2 % the plan of fewer launches is taken there; elsewhere, and beyond, the faster one."""
     plan, other = (
         replace(UNKNOWN, step_time_s=time, launches=count) for time, count in ((seconds, launches), (1.0, 10))
     )
