@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from itertools import product
+from itertools import product, zip_longest
 from typing import Any
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from autoshard.errors import NoShardingRuleError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import OWNERS, InputKind, OutputKind, OutputSlot, Program, tensor_values
 from autoshard.ir.spec import PartitionSpec, Reduction
+from autoshard.kernels.library import NAMESPACE
 from autoshard.kernels.optimizers import IN_PLACE
 from autoshard.rules.enumeration import Strategy, enumerate_strategies, replicated
 from autoshard.rules.hub import hub
@@ -338,7 +340,15 @@ def _call_key(node: fx.Node) -> Any:
         value = argument.meta.get("val")
         return ("value", tuple(value.shape), value.dtype) if isinstance(value, torch.Tensor) else argument.name
 
-    return repr((str(node.target), fx.map_arg((node.args, node.kwargs), key)))
+    return repr((str(node.target), fx.map_arg((_without_site(node), node.kwargs), key)))
+
+
+def _without_site(node: fx.Node) -> list[Any]:
+    """The arguments of a call, without the number that tells random operators of a program from each other."""
+    target: Any = node.target
+    is_ours = isinstance(target, OpOverload) and target.namespace == NAMESPACE
+    names = [argument.name for argument in target._schema.arguments] if is_ours else []
+    return [None if name == "site" else value for name, value in zip_longest(names, node.args)]
 
 
 def _spec_of(mesh: Mesh, ndim: int, option: tuple[int | None, ...]) -> PartitionSpec:
