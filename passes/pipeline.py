@@ -51,7 +51,7 @@ from passes.planning.search import Search
 from passes.prediction.name_layouts import plan_of_parameter
 from passes.prediction.predict import TODAY, Runtime, predict
 from passes.prediction.segment_step import repeated_step
-from passes.prediction.walk_program import WalkedStep, walk_program
+from passes.prediction.walk_program import WalkedStep, computed_by_site, walk_program
 from passes.preparation.canonicalize import Canonicalize
 from passes.preparation.insert_hubs import InsertHubs
 from passes.preparation.join_gelu import JoinGelu
@@ -437,10 +437,14 @@ def _walked(
         planning.space.program, plan, cluster, with_overlap=is_whole, reduce_dtype=options.reduce_dtype,
         micro_batches=micro_batches if is_whole else 1, on_pass=lambda one, _, result: made.update({type(one): result}),
     )  # fmt: skip
-    walked = walk_program(phased, NodePrices(cluster, plan.mesh), planning.elided, micro_batches)
+    prices = NodePrices(cluster, plan.mesh)
+    walked = walk_program(phased, prices, planning.elided, micro_batches)
     if not is_whole:
-        largest_bytes = buckets_of(cluster).largest_bytes
-        walked = replace(walked, segments=repeated_step(planning, choice, micro_batches, largest_bytes=largest_bytes))
+        segments = repeated_step(
+            planning, choice, micro_batches, largest_bytes=buckets_of(cluster).largest_bytes,
+            computed=computed_by_site(phased, prices),
+        )  # fmt: skip
+        walked = replace(walked, segments=segments)
     plain, peak = (peak_bytes(item, micro_batches=micro_batches) for item in (made[SplitPhases], phased))
     return replace(walked, passes_bytes=peak - plain), phased
 

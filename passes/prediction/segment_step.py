@@ -77,6 +77,7 @@ class _Costs:
     layout: StepLayout
     kernels: Kernels = NO_KERNELS
     largest_bytes: Callable[[int], int] | None = None
+    computed: Mapping[str, float] | None = None
     reshards: dict[tuple[_LinkKey, bool], _Reshard] = field(default_factory=dict)
     bucketed: Mapping[Link, int] = field(init=False)
     in_bucket: BucketPrice | None = None
@@ -100,6 +101,8 @@ class _Costs:
     def call(self, name: str) -> _Call:
         """The cost of a call."""
         call, gone = self._whole_call(name), self.gone.get(name, 0.0)
+        if self.computed is not None:
+            call = call._replace(seconds=self.computed.get(name, 0.0))
         return call if gone == 0 else call._replace(seconds=call.seconds * max(0.0, 1.0 - gone))
 
     def _whole_call(self, name: str) -> _Call:
@@ -170,7 +173,8 @@ class _Costs:
         if self.largest_bytes is None or link not in self.bucketed:
             return alone
         if self.in_bucket is None:
-            self.in_bucket = BucketPrice(alone, self.largest_bytes(self._bucketed_bytes()))
+            total = self._bucketed_bytes()
+            self.in_bucket = BucketPrice(alone, min(total, self.largest_bytes(total)))
         return self.in_bucket
 
     def _bucketed_bytes(self) -> int:
@@ -277,6 +281,7 @@ def segment_step(
     *,
     shares: bool = True,
     largest_bytes: Callable[[int], int] | None = None,
+    computed: Mapping[str, float] | None = None,
 ) -> list[Segment]:
     """The segments of a choice's step, in order; blocks that the program leaves out run as the one behind them does.
 
@@ -287,9 +292,13 @@ def segment_step(
         shares: equal parts share one segment, under the first one's names; else, and with kernels, each has its own.
         largest_bytes: size of the largest bucket in which parameters and gradients travel, of the bytes of all of
             them (one rank's pieces); None: each travels alone.
+        computed: seconds of each call as it was lowered; None: as the strategies are priced.
     """
     layout, shares = step_layout(planning), shares and not kernels.uses
-    costs, options = _Costs(planning, choice, layout, kernels, largest_bytes), np.asarray(choice, dtype=np.int64)
+    costs, options = (
+        _Costs(planning, choice, layout, kernels, largest_bytes, computed),
+        np.asarray(choice, dtype=np.int64),
+    )
     made: dict[tuple[int, bytes], Segment] = {}
     segments = []
     for part in layout.parts:
@@ -306,12 +315,14 @@ def repeated_step(
     micro_batches: int,
     kernels: Kernels = NO_KERNELS,
     largest_bytes: Callable[[int], int] | None = None,
+    computed: Mapping[str, float] | None = None,
 ) -> tuple[Segment, ...]:
     """The segments of a whole step: forward and backward for each micro-batch, adding gradients up, and the update.
 
-    They hold nothing for communication under way: what runs overlaps within the peak that it has without.
+    They hold nothing for communication under way: what runs overlaps within the peak that it has without. Arguments are
+    those of `segment_step`.
     """
-    segments = segment_step(planning, choice, kernels, shares=False, largest_bytes=largest_bytes)
+    segments = segment_step(planning, choice, kernels, shares=False, largest_bytes=largest_bytes, computed=computed)
     light = [replace(item, ops=tuple(op._replace(held_bytes=0.0) for op in item.ops)) for item in segments]
     once = [item for item in light if is_of_update(item.name)]
     each = [item for item in light if not is_of_update(item.name)]

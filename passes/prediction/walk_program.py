@@ -84,6 +84,18 @@ def walk_program(
     return WalkedStep(tuple(segments), dict(sent), adding_s=adding_s)
 
 
+def computed_by_site(phased: PhasedProgram, prices: NodePrices) -> dict[str, float]:
+    """Seconds of what runs for each site of the traced program, without its reshards and what is sent."""
+    sites = {node.name: resolve(node)[0].name for node in phased.lowered.traced.graph.nodes if node.op != "output"}
+    found = defaultdict[str, float](float)
+    for phase in phased.phases.values():
+        for node in phase.graph.nodes:
+            if node.op == "call_function" and IS_RESHARD not in node.meta:
+                name = node.meta.get(EMITTED_AT, "")
+                found[sites.get(name, name)] += prices.computed_s(node)
+    return dict(found)
+
+
 def adding_up(adding_s: float, micro_batches: int) -> list[Segment]:
     """Adding the gradients of all micro-batches to those of the first; nothing with one of them."""
     more = micro_batches - 1
