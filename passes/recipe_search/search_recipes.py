@@ -335,6 +335,8 @@ class _Search:
     def _split_shardings(self, bound: float, node: _Node, pipe: Pipe) -> None:
         known = [(child, self._recipe(child)) for child in self._sharded(node)]
         asked = [(child, recipe) for child, recipe in known if node.branch.space.admits(recipe)]
+        if not asked:
+            return
         bounds = node.branch.objective.recipes([recipe for _, recipe in asked], pipe, enough=self._enough)
         for (child, _), least in zip(asked, bounds, strict=True):
             self._push(max(bound, least), child)

@@ -47,6 +47,17 @@ def test_a_kind_that_no_recipe_is_is_left_out() -> None:
     assert found == dataclasses.replace(pinned.best(), search_time_s=found.search_time_s)
 
 
+@pytest.mark.parametrize("expert", [1, 2, 4])
+@pytest.mark.parametrize("runs", [False, True])
+def test_experts_can_be_fixed(expert: int, runs: bool) -> None:
+    """Also where `compile` runs no recipe of some layout."""
+    cluster = Cluster("h100_sxm", 1, 4)
+    problem = RecipeProblem(SPARSE, cluster, Recipe(global_batch=4, compiled=runs), math.inf, 8, runs=runs)
+    found, _ = dataclasses.replace(problem, pinned={"expert": (expert,)}).best_of_all()
+    assert found.recipe is not None
+    assert found.recipe.expert == expert
+
+
 def test_fields_can_be_fixed() -> None:
     """The best with a field fixed is never better, and pricing says the same."""
     best = PROBLEM.best()
