@@ -5,7 +5,8 @@ resharded as soon as it is computed. Segments are the parts of `step_layout`; pa
 
 * A reshard's collectives are communication on the stream of their axis's links ("network" where groups span nodes,
   else "node"); its copies are computation behind them, or before them where the result leaves the program.
-* Nothing waits for a gradient's reduction but the update, which begins when all of them are done.
+* Nothing waits for a gradient's reduction but the update, which begins when all of them are done. With buckets it is on
+  its way as soon as it is made, wherever between there and the update a choice has it reduced.
 * What is resharded of a parameter, or of what is computed from parameters alone, or of an input, is early: it needs
   nothing of the step.
 * Copies to and from the host are computation: what follows waits for them, as `compile` runs them.
@@ -80,6 +81,7 @@ class _Costs:
     computed: Mapping[str, float] | None = None
     reshards: dict[tuple[_LinkKey, bool], _Reshard] = field(default_factory=dict)
     bucketed: Mapping[Link, int] = field(init=False)
+    updating: Mapping[str, Sequence[Link]] = field(init=False)
     in_bucket: BucketPrice | None = None
     kernels_at: Mapping[str, Sequence[KernelUse]] = field(init=False)
     gone: Mapping[str, float] = field(init=False)
@@ -88,6 +90,7 @@ class _Costs:
     def __post_init__(self) -> None:
         indices = () if self.largest_bytes is None else bucketed_links(self.planning)
         self.bucketed = {self.planning.space.links[index]: index for index in indices}
+        self.updating = {} if self.largest_bytes is None else self._updating()
         kernels_at, gone = defaultdict[str, list[KernelUse]](list), defaultdict[str, float](float)
         gone_copies = defaultdict[tuple[str, str], float](float)
         for use in self.kernels.uses:
@@ -168,6 +171,20 @@ class _Costs:
             return ()
         return plan_reshard(source, target, value.shape, space.mesh, itemsize=value.itemsize, cost=price)
 
+    def is_of_gradient(self, link: Link) -> bool:
+        """Whether a link of the backward brings a gradient on its way to the update, which alone waits for it."""
+        is_parameter = link.tail in self.layout.free
+        return link in self.bucketed and not is_parameter and self.planning.space.sites[link.head].phase != "update"
+
+    def _updating(self) -> dict[str, list[Link]]:
+        """Hub of a gradient to the links by which its update reads it: what is sent there begins in the backward."""
+        found = defaultdict[str, list[Link]](list)
+        for links in self.layout.incoming.values():
+            for link in links:
+                if is_gradient_hub(self.planning.space.sites[link.tail].node):
+                    found[link.tail].append(link)
+        return dict(found)
+
     def _price_of(self, link: Link) -> StepPrice | BucketPrice:
         alone = self.planning.prices.step_price
         if self.largest_bytes is None or link not in self.bucketed:
@@ -210,9 +227,17 @@ class _Writing:
         if is_gradient_hub(site.node):
             for link in links:
                 self._write_leaving(link)
+            self.made |= {site.name: self.made[link.tail] for link in links if link.tail in self.made}
+            for link in self.costs.updating.get(site.name, ()):
+                self._write_leaving(link)
             return
         for link in links:
-            self._write_reshard(link)
+            if link.tail in self.costs.updating:
+                continue
+            if self.costs.is_of_gradient(link):
+                self._write_leaving(link)
+            else:
+                self._write_reshard(link)
         behind = [self.made[link.tail] for link in links if link.tail in self.made]
         call = self.costs.call(site.name)
         if call.seconds > 0:
