@@ -79,6 +79,7 @@ class _Costs:
     kernels: Kernels = NO_KERNELS
     largest_bytes: Callable[[int], int] | None = None
     computed: Mapping[str, float] | None = None
+    adds_up: bool = False
     reshards: dict[tuple[_LinkKey, bool], _Reshard] = field(default_factory=dict)
     bucketed: Mapping[Link, int] = field(init=False)
     updating: Mapping[str, Sequence[Link]] = field(init=False)
@@ -90,7 +91,7 @@ class _Costs:
     def __post_init__(self) -> None:
         indices = () if self.largest_bytes is None else bucketed_links(self.planning)
         self.bucketed = {self.planning.space.links[index]: index for index in indices}
-        self.updating = {} if self.largest_bytes is None else self._updating()
+        self.updating = {} if self.largest_bytes is None or self.adds_up else self._updating()
         kernels_at, gone = defaultdict[str, list[KernelUse]](list), defaultdict[str, float](float)
         gone_copies = defaultdict[tuple[str, str], float](float)
         for use in self.kernels.uses:
@@ -227,7 +228,9 @@ class _Writing:
         if is_gradient_hub(site.node):
             for link in links:
                 self._write_leaving(link)
-            self.made |= {site.name: self.made[link.tail] for link in links if link.tail in self.made}
+            made = [self.made[link.tail] for link in links if link.tail in self.made]
+            if made:
+                self.made[site.name] = max(made)
             for link in self.costs.updating.get(site.name, ()):
                 self._write_leaving(link)
             return
@@ -307,6 +310,7 @@ def segment_step(
     shares: bool = True,
     largest_bytes: Callable[[int], int] | None = None,
     computed: Mapping[str, float] | None = None,
+    adds_up: bool = False,
 ) -> list[Segment]:
     """The segments of a choice's step, in order; blocks that the program leaves out run as the one behind them does.
 
@@ -318,12 +322,11 @@ def segment_step(
         largest_bytes: size of the largest bucket in which parameters and gradients travel, of the bytes of all of
             them (one rank's pieces); None: each travels alone.
         computed: seconds of each call as it was lowered; None: as the strategies are priced.
+        adds_up: gradients of several micro-batches are added up before what the update has sent of them.
     """
     layout, shares = step_layout(planning), shares and not kernels.uses
-    costs, options = (
-        _Costs(planning, choice, layout, kernels, largest_bytes, computed),
-        np.asarray(choice, dtype=np.int64),
-    )
+    costs = _Costs(planning, choice, layout, kernels, largest_bytes, computed, adds_up)
+    options = np.asarray(choice, dtype=np.int64)
     made: dict[tuple[int, bytes], Segment] = {}
     segments = []
     for part in layout.parts:
@@ -347,7 +350,10 @@ def repeated_step(
     They hold nothing for communication under way: what runs overlaps within the peak that it has without. Arguments are
     those of `segment_step`.
     """
-    segments = segment_step(planning, choice, kernels, shares=False, largest_bytes=largest_bytes, computed=computed)
+    segments = segment_step(
+        planning, choice, kernels, shares=False, largest_bytes=largest_bytes, computed=computed,
+        adds_up=micro_batches > 1,
+    )  # fmt: skip
     light = [replace(item, ops=tuple(op._replace(held_bytes=0.0) for op in item.ops)) for item in segments]
     once = [item for item in light if is_of_update(item.name)]
     each = [item for item in light if not is_of_update(item.name)]

@@ -64,21 +64,30 @@ def programs(depth: int, width: int, rows: int, dropout: float = 0.0) -> tuple[P
     return replace(short, repeats=elided.repeats), whole
 
 
-def plans(folded: Program, whole: Program, cluster: Cluster, parameters: P) -> tuple[Plan, Plan]:
+def plans(
+    folded: Program, whole: Program, cluster: Cluster, parameters: P, micro_batches: int = 1
+) -> tuple[Plan, Plan]:
     """The plans of both with parameters as they are asked for."""
-    options = PlanOptions(memory_budget=2.0**36, constraints={"input:*": P("data"), "blocks.*.weight": parameters})
+    constraints = {"input:*": P("data"), "blocks.*.weight": parameters}
+    options = PlanOptions(memory_budget=2.0**36, constraints=constraints, micro_batches=micro_batches)
     mesh = Mesh({"data": cluster.size})
     return plan_program(folded, mesh, cluster, options), plan_program(whole, mesh, cluster, options)
 
 
 @pytest.mark.parametrize(
-    ("where", "parameters"),
-    [("two nodes", P()), ("two nodes", P("data")), ("CPUs", P()), ("CPUs of two hosts", P())],
+    ("where", "parameters", "micro_batches"),
+    [
+        ("two nodes", P(), 1),
+        ("two nodes", P(), 4),
+        ("two nodes", P("data"), 1),
+        ("CPUs", P(), 1),
+        ("CPUs of two hosts", P(), 1),
+    ],
 )
-def test_what_is_folded_is_predicted_as_the_whole(where: str, parameters: P) -> None:
+def test_what_is_folded_is_predicted_as_the_whole(where: str, parameters: P, micro_batches: int) -> None:
     """To 3 %: gradients of many small parameters share the latency of a bucket."""
     rows = 2048 if where.startswith("CPUs") else 65536
-    folded, whole = plans(*programs(8, 512, rows), CLUSTERS[where], parameters)
+    folded, whole = plans(*programs(8, 512, rows), CLUSTERS[where], parameters, micro_batches)
     assert folded.repeats
     assert folded.predicted.step_time_s == pytest.approx(whole.predicted.step_time_s, rel=0.03)
 
