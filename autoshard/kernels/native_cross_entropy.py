@@ -100,8 +100,8 @@ def native_split_cross_entropy(
     if logits.is_cuda and why_not_split_cross_entropy(*given) is None:
         return triton_split_cross_entropy(*given)
     total, expected = fake_split(*given)
-    for *block, its_total, its_expected in _blocks(logits, top, indices, elsewhere, total, expected):
-        found = split_cross_entropy_reference(*block, factor)
+    for x, its_top, chosen, is_away, its_total, its_expected in _blocks(*given[:4], total, expected):
+        found = split_cross_entropy_reference(x, its_top, chosen, is_away, factor)
         its_total.copy_(found[0])
         its_expected.copy_(found[1])
     return total, expected

@@ -91,7 +91,7 @@ def computed_by_site(phased: PhasedProgram, prices: NodePrices) -> dict[str, flo
     for phase in phased.phases.values():
         for node in phase.graph.nodes:
             if node.op == "call_function" and IS_RESHARD not in node.meta:
-                name = node.meta.get(EMITTED_AT, "")
+                name = str(node.meta.get(EMITTED_AT, ""))
                 found[sites.get(name, name)] += prices.computed_s(node)
     return dict(found)
 
