@@ -82,8 +82,7 @@ _SURE = 0.01
 """Part of a step by which a choice at the prices of buckets must be faster than the search's, and known recipes."""
 
 _ALIKE = 0.02
-"""Part of a step by which plans on CPUs differ that are as fast as each other, for all that prices can tell: of the
-plans that `tests.benchmarks.local_plans` runs, predictions are off by 5 to 7 %."""
+"""The same of plans on CPUs that are as fast as each other for all that prices tell, which are off by 5 to 7 %."""
 
 _BASELINE_ROUNDS, _BASELINE_SHARE = 6, 0.1
 """Rounds of the search for the best plan within a known recipe, and the part of the time that it may take."""
@@ -243,8 +242,7 @@ def fastest(
 
 def _is_faster(plan: Prediction, other: Prediction, gain: float, cluster: Cluster) -> bool:
     """Whether a step is faster by a part of it; on CPUs, of two as fast, whether it launches less."""
-    is_of_cpus = not cluster.device.dispatch_s
-    if is_of_cpus and abs(plan.step_time_s - other.step_time_s) <= _ALIKE * other.step_time_s:
+    if not cluster.device.dispatch_s and abs(plan.step_time_s - other.step_time_s) <= _ALIKE * other.step_time_s:
         return plan.launches < other.launches
     return plan.step_time_s < (1 - gain) * other.step_time_s
 
@@ -440,11 +438,9 @@ def _walked(
     prices = NodePrices(cluster, plan.mesh)
     walked = walk_program(phased, prices, planning.elided, micro_batches)
     if not is_whole:
-        segments = repeated_step(
-            planning, choice, micro_batches, largest_bytes=buckets_of(cluster).largest_bytes,
-            computed=computed_by_site(phased, prices),
-        )  # fmt: skip
-        walked = replace(walked, segments=segments)
+        largest, computed = buckets_of(cluster).largest_bytes, computed_by_site(phased, prices)
+        written = repeated_step(planning, choice, micro_batches, largest_bytes=largest, computed=computed)
+        walked = replace(walked, segments=written)
     plain, peak = (peak_bytes(item, micro_batches=micro_batches) for item in (made[SplitPhases], phased))
     return replace(walked, passes_bytes=peak - plain), phased
 

@@ -66,7 +66,7 @@ def split_cross_entropy_backward_reference(
     """
     classes = torch.arange(logits.shape[1], device=logits.device)
     is_target = (classes == indices.unsqueeze(1)) & ~elsewhere.unsqueeze(1)
-    at_target = torch.where(is_target, correction, 0.0).to(lse.dtype)
+    at_target = correction * is_target.to(lse.dtype)
     grad = (torch.exp(logits.to(lse.dtype) - lse.unsqueeze(1)) - shift + at_target) * scale.unsqueeze(1)
     return grad.masked_fill(is_ignored.unsqueeze(1), 0.0).to(logits.dtype)
 
