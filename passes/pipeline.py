@@ -50,8 +50,8 @@ from passes.planning.restrictions import restricted
 from passes.planning.search import Search
 from passes.prediction.name_layouts import plan_of_parameter
 from passes.prediction.predict import TODAY, Runtime, predict
-from passes.prediction.segment_step import repeated_step
-from passes.prediction.walk_program import WalkedStep, computed_by_site, walk_program
+from passes.prediction.segment_step import folded_step
+from passes.prediction.walk_program import WalkedStep, walk_program
 from passes.preparation.canonicalize import Canonicalize
 from passes.preparation.insert_hubs import InsertHubs
 from passes.preparation.join_gelu import JoinGelu
@@ -82,7 +82,7 @@ _SURE = 0.01
 """Part of a step by which a choice at the prices of buckets must be faster than the search's, and known recipes."""
 
 _ALIKE = 0.02
-"""The same of plans on CPUs that are as fast as each other for all that prices tell, which are off by 5 to 7 %."""
+"""Part of a step within which plans on CPUs are as fast: prices are off by more (`tests.benchmarks.local_plans`)."""
 
 _BASELINE_ROUNDS, _BASELINE_SHARE = 6, 0.1
 """Rounds of the search for the best plan within a known recipe, and the part of the time that it may take."""
@@ -427,7 +427,7 @@ def _walked(
     """The step of a plan as its lowered program says, with what passes behind `SplitPhases` add to its peak; and that.
 
     A program without its inner blocks is lowered without overlap, and nothing hoisted: what fits is not that of the
-    whole. Its step is that of the planning problem, as `repeated_step` writes it down, with what travels in buckets.
+    whole. Its step is that of the planning problem, as `folded_step` writes it down, with what travels in buckets.
     """
     micro_batches, is_whole = planning.liveness.micro_batches, not planning.elided.sites
     made: dict[type, Any] = {}
@@ -436,11 +436,10 @@ def _walked(
         micro_batches=micro_batches if is_whole else 1, on_pass=lambda one, _, result: made.update({type(one): result}),
     )  # fmt: skip
     prices = NodePrices(cluster, plan.mesh)
-    walked = walk_program(phased, prices, planning.elided, micro_batches)
-    if not is_whole:
-        largest, computed = buckets_of(cluster).largest_bytes, computed_by_site(phased, prices)
-        written = repeated_step(planning, choice, micro_batches, largest_bytes=largest, computed=computed)
-        walked = replace(walked, segments=written)
+    if is_whole:
+        walked = walk_program(phased, prices, micro_batches)
+    else:
+        walked = folded_step(planning, choice, phased, prices, micro_batches, buckets_of(cluster).largest_bytes)
     plain, peak = (peak_bytes(item, micro_batches=micro_batches) for item in (made[SplitPhases], phased))
     return replace(walked, passes_bytes=peak - plain), phased
 

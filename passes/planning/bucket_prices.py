@@ -1,11 +1,11 @@
-"""What parameters and gradients cost as they travel, in buckets; and the planning problem at such prices.
+"""Prices of parameters and gradients as they travel, in buckets; and the planning problem at these prices.
 
 The search adds up collectives one by one, each with its latency. What runs gathers parameters, and reduces gradients,
 in buckets (`passes/lowering/bucket_collectives.py`), whose members share a latency. A layout that gathers many small
 parameters, where another sends few large activations, costs less than the search takes it to. A choice at these prices
 is one more plan of which the lowered program says how fast it is. A program that leaves out blocks is not lowered into
 buckets, as what it holds would not fill them; its step is predicted at these prices
-(`passes.prediction.segment_step.repeated_step`).
+(`passes.prediction.segment_step.folded_step`).
 
 A collective of a link whose tail is computed from parameters alone, or whose head only updates or leaves the program,
 takes its part, by bytes, of what the smallest bucket takes.

@@ -3,7 +3,7 @@
 The time is that of a simulated step of one rank (all ranks do the same at the same time), which
 `cost_models.streams` runs. A decided plan's step is read off its lowered program (`walk_program`); where there is none,
 `segment_step` writes it down from the planning problem: the prices are the same. Of a program that leaves out blocks
-`repeated_step` does, with what travels in buckets. A `Runtime` says what is predicted:
+`folded_step` does, with what travels in buckets. A `Runtime` says what is predicted:
 
 * TODAY: what `compile` runs. Computation runs beside what the lowered program begins early and waits for late, as far
   as the cluster's communication leaves it room (`overlap_of`).

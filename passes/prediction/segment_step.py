@@ -24,6 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autoshard.ir.kernels import NO_KERNELS, Kernels, KernelUse
+from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.offload import LABEL
 from autoshard.ir.reshard import ReshardStep, plan_reshard
 from autoshard.kernels.offload import TRANSFERS
@@ -31,16 +32,25 @@ from cost_models.streams import Op, Segment
 from passes.planning.bucket_prices import BucketPrice, bucketed_links, piece_bytes
 from passes.planning.build_assignment import PlanningProblem
 from passes.prediction.step_layout import Part, StepLayout, step_layout
-from passes.prediction.walk_program import COPIES, adding_up, stream_of
+from passes.prediction.walk_program import (
+    COPIES,
+    WalkedStep,
+    adding_up,
+    computed_by_site,
+    seconds_of_adding,
+    sent_by_axis,
+    stream_of,
+)
 from passes.preparation.insert_hubs import is_gradient_hub
 from passes.strategies.enumerate_strategies import Link, Site, leaves_program
 from passes.strategies.price import StepPrice, local_bytes
+from passes.strategies.price_nodes import NodePrices
 
 _LinkKey = tuple[int, int, int, int]
 
 
 class _Sent(NamedTuple):
-    """A collective: its mesh axis, stream and seconds, and how often it is issued: of a bucket, its part of that."""
+    """A collective: its mesh axis, stream and seconds, and how often the host issues it; 0 within a bucket."""
 
     name: str
     axis: str
@@ -82,15 +92,19 @@ class _Costs:
     adds_up: bool = False
     reshards: dict[tuple[_LinkKey, bool], _Reshard] = field(default_factory=dict)
     bucketed: Mapping[Link, int] = field(init=False)
+    in_bucket: BucketPrice = field(init=False)
     updating: Mapping[str, Sequence[Link]] = field(init=False)
-    in_bucket: BucketPrice | None = None
     kernels_at: Mapping[str, Sequence[KernelUse]] = field(init=False)
     gone: Mapping[str, float] = field(init=False)
     gone_copies: Mapping[tuple[str, str], float] = field(init=False)
 
     def __post_init__(self) -> None:
-        indices = () if self.largest_bytes is None else bucketed_links(self.planning)
-        self.bucketed = {self.planning.space.links[index]: index for index in indices}
+        self.bucketed, bucket_bytes = {}, 0
+        if self.largest_bytes is not None:
+            self.bucketed = {self.planning.space.links[index]: index for index in bucketed_links(self.planning)}
+            total = self._bucketed_bytes()
+            bucket_bytes = min(total, self.largest_bytes(total))
+        self.in_bucket = BucketPrice(self.planning.prices.step_price, bucket_bytes)
         self.updating = {} if self.largest_bytes is None or self.adds_up else self._updating()
         kernels_at, gone = defaultdict[str, list[KernelUse]](list), defaultdict[str, float](float)
         gone_copies = defaultdict[tuple[str, str], float](float)
@@ -145,7 +159,7 @@ class _Costs:
         return self.reshards[key]
 
     def _price(self, link: Link) -> _Reshard:
-        price = self._price_of(link)
+        price = self.in_bucket if link in self.bucketed else self.planning.prices.step_price
         steps = self._steps(link, price)
         if not steps:
             return _NOTHING
@@ -185,15 +199,6 @@ class _Costs:
                 if is_gradient_hub(self.planning.space.sites[link.tail].node):
                     found[link.tail].append(link)
         return dict(found)
-
-    def _price_of(self, link: Link) -> StepPrice | BucketPrice:
-        alone = self.planning.prices.step_price
-        if self.largest_bytes is None or link not in self.bucketed:
-            return alone
-        if self.in_bucket is None:
-            total = self._bucketed_bytes()
-            self.in_bucket = BucketPrice(alone, min(total, self.largest_bytes(total)))
-        return self.in_bucket
 
     def _bucketed_bytes(self) -> int:
         """Bytes of one rank's pieces of all that travels in buckets, of the kind of collective that has most."""
@@ -303,14 +308,7 @@ def is_of_update(name: str) -> bool:
 
 
 def segment_step(
-    planning: PlanningProblem,
-    choice: Sequence[int],
-    kernels: Kernels = NO_KERNELS,
-    *,
-    shares: bool = True,
-    largest_bytes: Callable[[int], int] | None = None,
-    computed: Mapping[str, float] | None = None,
-    adds_up: bool = False,
+    planning: PlanningProblem, choice: Sequence[int], kernels: Kernels = NO_KERNELS, *, shares: bool = True
 ) -> list[Segment]:
     """The segments of a choice's step, in order; blocks that the program leaves out run as the one behind them does.
 
@@ -319,17 +317,15 @@ def segment_step(
         choice: one option per variable.
         kernels: what runs in place of calls.
         shares: equal parts share one segment, under the first one's names; else, and with kernels, each has its own.
-        largest_bytes: size of the largest bucket in which parameters and gradients travel, of the bytes of all of
-            them (one rank's pieces); None: each travels alone.
-        computed: seconds of each call as it was lowered; None: as the strategies are priced.
-        adds_up: gradients of several micro-batches are added up before what the update has sent of them.
     """
-    layout, shares = step_layout(planning), shares and not kernels.uses
-    costs = _Costs(planning, choice, layout, kernels, largest_bytes, computed, adds_up)
-    options = np.asarray(choice, dtype=np.int64)
+    return _segments(_Costs(planning, choice, step_layout(planning), kernels), shares=shares and not kernels.uses)
+
+
+def _segments(costs: _Costs, *, shares: bool) -> list[Segment]:
+    options = np.asarray(costs.choice, dtype=np.int64)
     made: dict[tuple[int, bytes], Segment] = {}
     segments = []
-    for part in layout.parts:
+    for part in costs.layout.parts:
         key = (part.structure, options[part.slots].tobytes()) if shares else (id(part), b"")
         if key not in made:
             made[key] = _Writing(costs, part).segment()
@@ -347,14 +343,42 @@ def repeated_step(
 ) -> tuple[Segment, ...]:
     """The segments of a whole step: forward and backward for each micro-batch, adding gradients up, and the update.
 
-    They hold nothing for communication under way: what runs overlaps within the peak that it has without. Arguments are
-    those of `segment_step`.
+    They hold nothing for communication under way: what runs overlaps within the peak that it has without.
+
+    Args:
+        planning, choice, kernels: as of `segment_step`.
+        micro_batches: how many the step has.
+        largest_bytes: size of the largest bucket in which parameters and gradients travel, of the bytes of all of
+            them (one rank's pieces); None: each travels alone.
+        computed: seconds of each call as it was lowered; None: as the strategies are priced.
     """
-    segments = segment_step(
-        planning, choice, kernels, shares=False, largest_bytes=largest_bytes, computed=computed,
-        adds_up=micro_batches > 1,
-    )  # fmt: skip
+    layout, adds_up = step_layout(planning), micro_batches > 1
+    costs = _Costs(planning, choice, layout, kernels, largest_bytes, computed, adds_up)
+    segments = _segments(costs, shares=False)
     light = [replace(item, ops=tuple(op._replace(held_bytes=0.0) for op in item.ops)) for item in segments]
     once = [item for item in light if is_of_update(item.name)]
     each = [item for item in light if not is_of_update(item.name)]
     return (*each * micro_batches, *adding_up(planning.adding_s(choice), micro_batches), *once)
+
+
+def folded_step(
+    planning: PlanningProblem,
+    choice: Sequence[int],
+    phased: PhasedProgram,
+    prices: NodePrices,
+    micro_batches: int,
+    largest_bytes: Callable[[int], int] | None = None,
+) -> WalkedStep:
+    """The step of a program that leaves out blocks: calls take what they take as lowered, and run as often as they do.
+
+    Args:
+        planning, choice, micro_batches, largest_bytes: as of `repeated_step`.
+        phased: the choice's lowered program, without overlap.
+        prices: of its nodes.
+    """
+    counts, computed = planning.elided.site_counts(), computed_by_site(phased, prices)
+    return WalkedStep(
+        repeated_step(planning, choice, micro_batches, largest_bytes=largest_bytes, computed=computed),
+        sent_by_axis(phased, prices.mesh, micro_batches, counts),
+        adding_s=seconds_of_adding(phased, prices.cluster.device, counts),
+    )

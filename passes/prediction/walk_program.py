@@ -5,22 +5,22 @@ group are free (its stream: "network" where groups span nodes, else "node"); whe
 still until it is done; so it does while a call exchanges rows. So whatever passes do to a lowered program is priced by
 walking it.
 
-* With micro-batches, forward and backward run so often; the update, and what is hoisted, once. Between them the
-  gradients of each micro-batch but the first are added to a sum, which is read and written.
-* Of a program that leaves out blocks (`passes.strategies.elided`), the calls from the first to the last of the block
-  that stands for them run again and again. What is sent for a later block in one round is waited for in the next.
+With micro-batches, forward and backward run so often; the update, and what is hoisted, once. Between them the gradients
+of each micro-batch but the first are added to a sum, which is read and written.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from torch import fx
 
 from autoshard.ir.collectives import is_collective, is_wait
 from autoshard.ir.lowered import PhasedProgram
+from autoshard.ir.mesh import Mesh
 from autoshard.ir.offload import LABEL
 from autoshard.kernels.offload import TRANSFERS
 from cost_models.compute import accumulation_time
@@ -30,7 +30,6 @@ from cost_models.streams import Op, Segment
 from cost_models.timeline import COMPUTE
 from passes.memory.lowered_memory import carried_bytes, carried_nodes
 from passes.strategies.collective_nodes import collective_of, communicates, exchanges
-from passes.strategies.elided import NOTHING_ELIDED, Elided
 from passes.strategies.enumerate_strategies import resolve
 from passes.strategies.local_tracer import EMITTED_AT, IS_RESHARD
 from passes.strategies.price_nodes import NodePrices
@@ -38,6 +37,8 @@ from passes.strategies.price_nodes import NodePrices
 COPIES = "reshard copies"
 ACCUMULATION = "accumulation"
 NETWORK, NODE = "network", "node"
+NO_COUNTS: Mapping[str, int] = MappingProxyType({})
+"""Counts of a program that leaves out no blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,43 +58,60 @@ class WalkedStep:
     adding_s: float = 0.0
 
 
-def walk_program(
-    phased: PhasedProgram, prices: NodePrices, elided: Elided = NOTHING_ELIDED, micro_batches: int = 1
-) -> WalkedStep:
+def walk_program(phased: PhasedProgram, prices: NodePrices, micro_batches: int = 1) -> WalkedStep:
     """The step of a lowered program.
 
     Args:
-        phased: the program.
+        phased: the program, which leaves out no blocks.
         prices: of its nodes.
-        elided: what the program leaves out.
         micro_batches: how many a step has; the program is that of one.
     """
-    traced = phased.lowered.traced.graph
-    written = {name: _Phase(name, phase.graph, prices, elided, traced) for name, phase in phased.phases.items()}
+    written = {name: _Phase(name, prices).segment(phase.graph) for name, phase in phased.phases.items()}
     first, last = ([written[name]] if name in written else [] for name in ("hoisted", "update"))
-    sent = defaultdict[str, float](float)
-    segments = []
-    adding_s = _adding_s(phased, elided, prices.cluster.device)
-    for times, phases in ((1, first), (micro_batches, [written["forward"], written["backward"]]), (1, last)):
-        if phases is last:
-            segments += adding_up(adding_s, micro_batches)
-        segments += [phase.segment() for phase in phases] * times
-        for phase in phases:
-            for axis, size in phase.sent_bytes.items():
-                sent[axis] += times * size
-    return WalkedStep(tuple(segments), dict(sent), adding_s=adding_s)
+    adding_s = seconds_of_adding(phased, prices.cluster.device)
+    each = [written["forward"], written["backward"]]
+    segments = (*first, *each * micro_batches, *adding_up(adding_s, micro_batches), *last)
+    return WalkedStep(segments, sent_by_axis(phased, prices.mesh, micro_batches), adding_s=adding_s)
+
+
+def sent_by_axis(
+    phased: PhasedProgram, mesh: Mesh, micro_batches: int = 1, counts: Mapping[str, int] = NO_COUNTS
+) -> dict[str, float]:
+    """Bytes that a rank sends over each mesh axis in a step.
+
+    Args:
+        phased: the program of one micro-batch.
+        mesh: its mesh.
+        micro_batches: how many a step has.
+        counts: site of the traced program to how many of a whole one it stands for, where that is not 1.
+    """
+    found = defaultdict[str, float](float)
+    for name, phase in phased.phases.items():
+        times = micro_batches if name in ("forward", "backward") else 1
+        for site, node in _calls_by_site(phased, phase):
+            if communicates(node):
+                sent = collective_of(node, mesh)
+                found[sent.axes[0]] += times * counts.get(site, 1) * sent.sent_bytes
+    return dict(found)
 
 
 def computed_by_site(phased: PhasedProgram, prices: NodePrices) -> dict[str, float]:
     """Seconds of what runs for each site of the traced program, without its reshards and what is sent."""
-    sites = {node.name: resolve(node)[0].name for node in phased.lowered.traced.graph.nodes if node.op != "output"}
     found = defaultdict[str, float](float)
     for phase in phased.phases.values():
-        for node in phase.graph.nodes:
-            if node.op == "call_function" and IS_RESHARD not in node.meta:
-                name = str(node.meta.get(EMITTED_AT, ""))
-                found[sites.get(name, name)] += prices.computed_s(node)
+        for site, node in _calls_by_site(phased, phase):
+            if IS_RESHARD not in node.meta:
+                found[site] += prices.computed_s(node)
     return dict(found)
+
+
+def _calls_by_site(phased: PhasedProgram, phase: fx.GraphModule) -> Iterator[tuple[str, fx.Node]]:
+    """Calls of a phase, each with the site of the traced program that it was emitted for; "" for none."""
+    sites = {node.name: resolve(node)[0].name for node in phased.lowered.traced.graph.nodes if node.op != "output"}
+    for node in phase.graph.nodes:
+        if node.op == "call_function":
+            name = str(node.meta.get(EMITTED_AT, ""))
+            yield sites.get(name, name), node
 
 
 def adding_up(adding_s: float, micro_batches: int) -> list[Segment]:
@@ -104,9 +122,8 @@ def adding_up(adding_s: float, micro_batches: int) -> list[Segment]:
     return [Segment(ACCUMULATION, (Op("add gradients", ACCUMULATION, more * adding_s, launches=more),))]
 
 
-def _adding_s(phased: PhasedProgram, elided: Elided, device: Device) -> float:
-    """Seconds to add what one backward carries into the update to sums, of blocks that are left out included."""
-    counts = elided.site_counts()
+def seconds_of_adding(phased: PhasedProgram, device: Device, counts: Mapping[str, int] = NO_COUNTS) -> float:
+    """Seconds to add what one backward carries into the update to sums; `counts` is as of `sent_by_axis`."""
     sites = (node.meta.get(EMITTED_AT, "") for node in carried_nodes(phased))
     times = (accumulation_time(size, device) for size in carried_bytes(phased))
     return sum(counts.get(site, 1) * seconds for site, seconds in zip(sites, times, strict=True))
@@ -119,49 +136,29 @@ def stream_of(axes: tuple[str, ...], cluster: Cluster, mesh_axes: Mapping[str, i
 
 @dataclass(slots=True)
 class _Phase:
-    """One phase in the making; `begun` says which operation is the collective that a node began last."""
+    """One phase in the making; `begun` says which operation is the collective that a node began."""
 
     name: str
-    graph: fx.Graph
     prices: NodePrices
-    elided: Elided
-    traced: fx.Graph
     ops: list[Op] = field(default_factory=list)
     begun: dict[fx.Node, int] = field(default_factory=dict)
-    sent_bytes: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
 
-    def segment(self) -> Segment:
-        nodes = [node for node in self.graph.nodes if node.op == "call_function"]
-        end = 0
-        for first, last, more in sorted(_windows(nodes, self.elided, self.traced)):
-            self._write(nodes[end:last])
-            self._repeat(nodes[first:last], more)
-            end = last
-        self._write(nodes[end:])
+    def segment(self, graph: fx.Graph) -> Segment:
+        for node in graph.nodes:
+            if node.op == "call_function":
+                self._write(node)
         return Segment(self.name, tuple(self.ops))
 
-    def _repeat(self, window: Sequence[fx.Node], more: int) -> None:
-        """Write the nodes of a window again; what it waits for from before is then what it sent in the last round."""
-        inside = {node for node in window if is_collective(node)}
-        waited = [_collective_behind(node) for node in window if is_wait(node)]
-        coming = [node for node in waited if node not in inside]
-        going = list(inside.difference(waited))
-        going.sort(key=window.index)
-        for _ in range(more):
-            self.begun |= {old: self.begun[new] for old, new in zip(coming, going, strict=False)}
-            self._write(window)
-
-    def _write(self, nodes: Sequence[fx.Node]) -> None:
-        for node in nodes:
-            seconds = self.prices.computed_s(node)
-            if seconds > 0:
-                self.ops.append(Op(node.name, _label(node), seconds))
-            if communicates(node):
-                self._begin(node)
-            if exchanges(node):
-                self._wait(node, node)
-            elif is_wait(node) and _collective_behind(node) in self.begun:
-                self._wait(node, _collective_behind(node))
+    def _write(self, node: fx.Node) -> None:
+        seconds = self.prices.computed_s(node)
+        if seconds > 0:
+            self.ops.append(Op(node.name, _label(node), seconds))
+        if communicates(node):
+            self._begin(node)
+        if exchanges(node):
+            self._wait(node, node)
+        elif is_wait(node) and _collective_behind(node) in self.begun:
+            self._wait(node, _collective_behind(node))
 
     def _wait(self, node: fx.Node, behind: fx.Node) -> None:
         self.ops.append(Op(node.name, _label(node), 0.0, needs=(self.begun[behind],), launches=0))
@@ -172,7 +169,6 @@ class _Phase:
         axis, stream = sent.axes[0], stream_of(sent.axes, prices.cluster, dict(prices.mesh.axes))
         behind = (len(self.ops) - 1,) if self.ops else ()
         self.begun[node] = len(self.ops)
-        self.sent_bytes[axis] += sent.sent_bytes
         self.ops.append(Op(f"{node.name} over {','.join(sent.axes)}", axis, prices.sent_s(node), stream, behind))
 
 
@@ -189,27 +185,3 @@ def _collective_behind(wait: fx.Node) -> fx.Node:
     while not is_collective(node):
         node = node.all_input_nodes[0]
     return node
-
-
-def _windows(nodes: Sequence[fx.Node], elided: Elided, traced: fx.Graph) -> Iterator[tuple[int, int, int]]:
-    """Of each run of calls that stands for others: its first node, the one behind its last, and how often it runs more.
-
-    It is bounded by calls, which passes leave in their order, and by what is sent or waited for right behind them.
-    """
-    for sites, more in elided.runs:
-        members = {
-            *sites,
-            *(node.name for node in traced.nodes if node.op != "output" and resolve(node)[0].name in sites),
-        }
-        inside = [node.meta.get(EMITTED_AT) in members for node in nodes]
-        calls = [place for place, node in enumerate(nodes) if inside[place] and not _sends(node)]
-        if not calls:
-            continue
-        end = calls[-1] + 1
-        while end < len(nodes) and inside[end]:
-            end += 1
-        yield calls[0], end, more
-
-
-def _sends(node: fx.Node) -> bool:
-    return is_collective(node) or is_wait(node)

@@ -55,7 +55,8 @@ class Site:
         strategies: what may be chosen.
         results: the values it yields (None results of a call left out).
         rule: the call's bound rule, or None.
-        call: calls with equal numbers look alike: operator, literals, shapes and dtypes; -1 for what is no call.
+        call: calls with equal numbers look alike: operator, literals (but numbers of random operators), shapes and
+            dtypes; -1 for what is no call.
     """
 
     name: str

@@ -79,8 +79,8 @@ def test_parts_of_a_split_vocabulary_equal_their_definition(case: Case, ranks: i
     top = logits.amax(1).to(dtype)
     top = top.masked_fill(top.isinf(), 0.0)
     is_ignored, grad = target == ignore_index, torch.randn(len(target), device=DEVICE, dtype=dtype)
-    _, lse = cross_entropy_reference(*case)
-    lse, totals, gradients, first = lse.to(DEVICE), torch.zeros_like(top), [], 0
+    _, lse = cross_entropy_reference(logits, target, ignore_index, smoothing)
+    totals, gradients, first = torch.zeros_like(top), [], 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_CPU_BLOCK", block)
         for x in logits.chunk(ranks, 1):
@@ -104,7 +104,7 @@ def test_parts_of_a_split_vocabulary_equal_their_definition(case: Case, ranks: i
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="one kernel runs on a GPU")
 def test_parts_of_a_split_vocabulary_write_the_gradient_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is made on the way is of a block of rows."""
+    """Temporaries are no larger than a block of rows."""
     monkeypatch.setattr(module, "_CPU_BLOCK", 1 << 10)
     logits, target = torch.randn(256, 64), torch.randint(0, 64, (256,))
     flags, rows = torch.rand(256) < 0.5, torch.randn(256)
@@ -118,7 +118,7 @@ def test_parts_of_a_split_vocabulary_write_the_gradient_alone(monkeypatch: pytes
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="one kernel runs on a GPU")
 def test_no_probabilities_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is made on the way is of a block of rows, but for the gradient."""
+    """Temporaries are no larger than a block of rows, but for the gradient."""
     monkeypatch.setattr(module, "_CPU_BLOCK", 1 << 10)
     logits, target = torch.randn(256, 64), torch.randint(0, 64, (256,))
     with Observed(logits, target) as forward:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -28,7 +29,7 @@ from passes.pipeline import PlanOptions, lower_prepared, plan_of_choice
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import allowed_options
 from passes.planning.search import Search
-from passes.prediction.segment_step import segment_step
+from passes.prediction.segment_step import folded_step, is_of_update, segment_step
 from passes.prediction.walk_program import ACCUMULATION, COPIES, WalkedStep, adding_up, walk_program
 from passes.strategies.price_nodes import NodePrices
 from passes.verification.expand_biases import expand_biases
@@ -47,11 +48,14 @@ def phased_of(planning: PlanningProblem, choice: list[int]) -> PhasedProgram:
     return lower_prepared(planning.space.program, plan, cluster, with_overlap=False)
 
 
-def walk(planning: PlanningProblem, phased: PhasedProgram, micro_batches: int = 1) -> WalkedStep:
-    """The step of a lowered program of a problem."""
-    return walk_program(
-        phased, NodePrices(planning.prices.cluster, phased.lowered.mesh), planning.elided, micro_batches
-    )
+def walk(
+    planning: PlanningProblem, phased: PhasedProgram, choice: Sequence[int] = (), micro_batches: int = 1
+) -> WalkedStep:
+    """The step of a lowered program of a problem; of one that leaves out blocks, that of its choice."""
+    prices = NodePrices(planning.prices.cluster, phased.lowered.mesh)
+    if planning.elided.sites:
+        return folded_step(planning, choice, phased, prices, micro_batches)
+    return walk_program(phased, prices, micro_batches)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -92,7 +96,7 @@ def test_elided_blocks_are_walked_as_often_as_they_run() -> None:
     model = alike(6)
     planning = problem_of(short_step(model, adamw(model, 1.0), 1), SQUARE)
     choice = drawn_choice(planning, 1)
-    times = simulate_streams(walk(planning, phased_of(planning, choice)).segments)
+    times = simulate_streams(walk(planning, phased_of(planning, choice), choice).segments)
     assert times.total_s == pytest.approx(planning.assignment.cost_of(choice), rel=1e-6)
 
 
@@ -167,15 +171,17 @@ def test_gradients_of_micro_batches_are_added_up() -> None:
     """Those of each but the first: a sum is read and written, the addend read; blocks that are left out count too."""
     model = alike(6)
     optimizer = adamw(model, 1.0)
-    found = []
+    found, sent = [], []
     for program in (step(model, optimizer), short_step(model, optimizer, 1)):
         planning = problem_of(program, PAIR)
         choice = data_parallel_choice(planning)
-        walked = walk(planning, phased_of(planning, choice), micro_batches=3)
+        walked = walk(planning, phased_of(planning, choice), choice, micro_batches=3)
         found.append(simulate_streams(walked.segments).compute_s[ACCUMULATION])
+        sent.append(walked.sent_bytes)
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
     assert found[0] == pytest.approx(2 * memory_time(3 * size, planning.prices.cluster.device))
     assert found[1] == pytest.approx(found[0])
+    assert sent[1] == pytest.approx(sent[0])
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -185,8 +191,9 @@ def test_gradients_add_up_as_the_objective_says(seed: int) -> None:
     program = short_step(model, adamw(model, 1.0), 1)
     one, two, three = (problem_of(program, SQUARE, micro_batches=count) for count in (1, 2, 3))
     choice = drawn_choice(one, seed)
-    walked = walk(one, phased_of(one, choice))
-    once = sum(op.seconds for segment in walked.segments for op in segment.ops if segment.name != "update")
+    walked = walk(one, phased_of(one, choice), choice)
+    each = [segment for segment in walked.segments if not is_of_update(segment.name)]
+    once = sum(op.seconds for segment in each for op in segment.ops)
     costs = [problem.assignment.cost_of(choice) for problem in (one, two, three)]
     more = [after - before - once for before, after in pairwise(costs)]
     assert one.adding_s(choice) == pytest.approx(walked.adding_s)
