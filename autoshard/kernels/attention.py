@@ -243,12 +243,12 @@ def empty_by_rows(x: Tensor, size: int | None = None, dtype: torch.dtype | None 
 
 
 def lying_as(like: Tensor, x: Tensor) -> Tensor:
-    """A tensor lying as another of its shape; a copy only where it does not."""
-    if x.stride() == like.stride():
-        return x
+    """A tensor without gaps, its dims in the order of another's; a copy only where it does not lie so."""
     order = sorted(range(x.dim()), key=like.stride, reverse=True)
-    inverse = [order.index(dim) for dim in range(x.dim())]
-    return x.permute(order).clone(memory_format=torch.contiguous_format).permute(inverse)
+    ordered = x.permute(order)
+    if ordered.is_contiguous():
+        return x
+    return ordered.clone(memory_format=torch.contiguous_format).permute([order.index(dim) for dim in range(x.dim())])
 
 
 def claimed(q: Tensor, out: Tensor) -> Tensor:

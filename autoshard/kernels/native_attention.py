@@ -45,6 +45,7 @@ from autoshard.kernels.attention import (
     empty_results,
     fake_attention,
     fake_attention_backward,
+    lying_as,
 )
 from autoshard.kernels.library import accumulation_dtype, define
 
@@ -369,6 +370,9 @@ def _cudnn_backward(
     scale: float,
 ) -> Gradients:  # fmt: skip
     state = q.new_empty((1,), dtype=torch.int64)  # of a generator that nothing draws from
+    # Torch looks plans up by how q, k and v lie (2.13; pytorch/pytorch#191576 adds the others): a plan made for a result
+    # or a gradient that lay otherwise would read wrong elements. So both lie as torch's forward makes its result.
+    grad_out, out = lying_as(q, grad_out), lying_as(q, out)
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
         grad_out, q, k, v, out, lse.unsqueeze(-1), state, state, None, None, None, q.shape[2], k.shape[2], 0.0,
         is_causal, scale=scale,

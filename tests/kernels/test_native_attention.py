@@ -181,6 +181,55 @@ def test_kernels_on_cuda(
     assert not mode.operators & {"bmm", "matmul", "_softmax", "_local_scalar_dense"}
 
 
+class _Given(TorchDispatchMode):
+    """Strides of the gradient and of the result that cuDNN's backward reads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.strides: list[tuple[Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default:
+            self.strides.append((args[0].stride(), args[4].stride()))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["heads", "rows", "packed"])
+def test_cudnn_reads_results_that_always_lie_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However a result and its gradient lie: torch keeps one plan for all of them."""
+    monkeypatch.setattr(module, "_prefers_cudnn", lambda device: True)
+    constants = (None, 0.0, True, 0.3, 0, [0, 0, 0, 0], [2, 4, 16, 16])
+    with FakeTensorMode() as fakes:
+        wide = FakeTensor(fakes, torch.empty((2, 4, 16, 32), dtype=torch.bfloat16, device="meta"), torch.device("cuda"))
+        q = _lying(kind, wide)
+        with _Given() as given:
+            out, lse = native_attention(q, q, q, None, *constants)
+            for one in ("heads", "rows", "packed"):
+                for other in ("heads", "rows", "packed"):
+                    results = (_lying(one, wide), q, q, q, None, _lying(other, wide), lse)
+                    native_attention_backward(*results, *constants)
+        assert set(given.strides) == {(out.stride(), out.stride())}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("order", [("heads", "rows"), ("rows", "heads"), ("packed", "heads")])
+@pytest.mark.parametrize("size", [8, 160])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_results_of_any_layout_on_a_gpu(dtype: torch.dtype, size: int, order: tuple[str, str]) -> None:
+    """Gradients of the same q, k and v, one after the other, are the same however the result and its gradient lie."""
+    torch.manual_seed(0)
+    heads = 2 + ["heads", "rows", "packed"].index(order[0])  # shapes that no other call of the process had
+    q, k, v, grad = (_lying("rows", torch.randn(3, heads, size, 8, device="cuda").to(dtype)) for _ in range(4))
+    constants = (None, 0.0, True, 0.35, 0, [0, 0, 0, 0], [3, heads, size, size])
+    out, lse = native_attention(q, k, v, None, *constants)
+    wide = (q.double(), k.double(), v.double())
+    expected = attention_backward_reference(grad.double(), *wide, None, out.double(), lse.double(), *constants)
+    for kind in order:
+        given = (_lying(kind, grad.contiguous()), q, k, v, None, _lying(kind, out.contiguous()), lse)
+        for mine, theirs in zip(native_attention_backward(*given, *constants), expected, strict=True):
+            assert (mine.double() - theirs).norm() <= 3e-2 * theirs.norm(), kind
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", ["heads", "rows", "packed"])
 @pytest.mark.parametrize("head", [64, 128, 256])
