@@ -370,8 +370,8 @@ def _cudnn_backward(
     scale: float,
 ) -> Gradients:  # fmt: skip
     state = q.new_empty((1,), dtype=torch.int64)  # of a generator that nothing draws from
-    # Torch keeps plans by how q, k and v lie, up to 2.13 (pytorch/pytorch#191576 adds the others): one made for a result
-    # or a gradient that lay otherwise would read wrong elements. So both lie as torch's forward makes its result.
+    # Torch keeps plans by how q, k and v lie, up to 2.13 (pytorch/pytorch#191576 adds the others): one made for a
+    # result or a gradient that lay otherwise would read wrong elements. So both lie as torch's forward makes them.
     grad_out, out = lying_as(q, grad_out), lying_as(q, out)
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
         grad_out, q, k, v, out, lse.unsqueeze(-1), state, state, None, None, None, q.shape[2], k.shape[2], 0.0,
