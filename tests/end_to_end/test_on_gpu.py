@@ -1,4 +1,4 @@
-"""On a GPU, training on simulated ranks equals training on one: layouts, recipes, stages, experts, dropout."""
+"""Training on simulated ranks of a GPU equals training on one device: layouts, recipes, stages, experts, dropout."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ import torch
 from torch import Tensor, nn
 
 import autoshard
-from autoshard import Mesh, P, Recipe
+from autoshard import Mesh, Recipe
 from tests.end_to_end.layouts import layouts
 from tests.end_to_end.models import MODELS, gpt2, t5, vit
 from tests.end_to_end.test_chosen_plans import LLAMA, decoder
+from tests.end_to_end.test_pipelines_mixed import EXPERTS
 from tests.end_to_end.training import assert_equal, train
 from tests.zoo.table import ARCHITECTURES
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # warnings of other people's models
 
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+DEVICE = "cuda"
 SQUARE = Mesh({"data": 2, "model": 2})
-EXPERTS = {"*.experts.gate_up_proj": P("expert"), "*.experts.down_proj": P("expert")}
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, eps=1e-4)
+"""As `train` has it."""
 RECIPES = (
     Recipe(data=2, zero=3, micro_batch=2, recompute="full"),
     Recipe(data=2, zero=1, micro_batch=4, offload="activations"),
@@ -40,7 +41,7 @@ Inputs = Mapping[str, Any]
 
 
 def placed(model: nn.Module, inputs: Inputs) -> tuple[nn.Module, Inputs]:
-    """Both on the device."""
+    """Copy a model and its batch to the GPU."""
     return model.to(DEVICE), {
         name: value.to(DEVICE) if isinstance(value, Tensor) else value for name, value in inputs.items()
     }
@@ -53,25 +54,12 @@ def stepped(model: nn.Module, inputs: Inputs, **options: Any) -> tuple[list[Tens
     return losses, {name: item.detach() for name, item in model.named_parameters()}
 
 
-def alone(model: nn.Module, inputs: Inputs) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """The same on one device."""
-    optimizer, losses = ADAMW(model.parameters()), []
-    for _ in range(3):
-        found = model(**inputs)
-        loss = found if isinstance(found, Tensor) else found["loss"]
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses, {name: item.detach() for name, item in model.named_parameters()}
-
-
 def assert_trained_alike(found: tuple[list[Tensor], dict[str, Tensor]], model: nn.Module, inputs: Inputs) -> None:
     """Losses and parameters are those of one device."""
-    losses, parameters = alone(model, inputs)
-    torch.testing.assert_close(found[0], losses, rtol=1e-5, atol=1e-6)
-    assert found[1].keys() == parameters.keys()
-    for name, parameter in parameters.items():
+    expected = train(model, inputs)
+    torch.testing.assert_close(found[0], expected.losses, rtol=1e-5, atol=1e-6)
+    assert found[1].keys() == expected.parameters.keys()
+    for name, parameter in expected.parameters.items():
         torch.testing.assert_close(found[1][name], parameter, rtol=1e-5, atol=2e-6, msg=lambda text, of=name: of + text)
 
 
@@ -107,7 +95,7 @@ def test_recipes(recipe: Recipe) -> None:
 
 @pytest.mark.parametrize("axes", [{"data": 2, "expert": 2}, {"pipeline": 2, "expert": 2}], ids=str)
 def test_experts(axes: Mapping[str, int]) -> None:
-    """Of Mixtral, shared out, beside data and in stages."""
+    """Experts of Mixtral, split beside data parallelism and in stages."""
     built = ARCHITECTURES["mixtral"].build
     options = {"micro_batches": 2} if "pipeline" in axes else {}
     (model, inputs), other = placed(*built()), placed(*built())
@@ -117,7 +105,7 @@ def test_experts(axes: Mapping[str, int]) -> None:
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])
 def test_dropout(backend: str) -> None:
-    """What is dropped is the same on any mesh."""
+    """Dropout drops the same elements on any mesh."""
     losses = []
     for mesh in (SQUARE, Mesh({"data": 1})):
         model, inputs = placed(*gpt2(dropout=0.3))

@@ -25,7 +25,7 @@ class Training:
 def train(
     model: nn.Module, inputs: Mapping[str, Any], steps: int = 3, *, lr: float = 1e-2, eps: float = 1e-4
 ) -> Training:
-    """A plain PyTorch loop with AdamW.
+    """A plain PyTorch loop with AdamW, of a model that returns its loss alone or under "loss".
 
     Its eps defaults to 1e-4, not torch's 1e-8: where a true gradient is zero (a bias of keys in attention), AdamW
     divides rounding noise by its own size, and any other order of summation moves the parameter by up to lr.
@@ -33,7 +33,8 @@ def train(
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=eps)
     losses, gradients = [], {}
     for step in range(steps):
-        loss = model(**inputs)["loss"]
+        found = model(**inputs)
+        loss = found if isinstance(found, torch.Tensor) else found["loss"]
         loss.backward()
         if step == 0:
             gradients = {name: whole(item.grad) for name, item in model.named_parameters() if item.grad is not None}

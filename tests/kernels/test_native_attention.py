@@ -23,6 +23,8 @@ from autoshard.kernels.native_attention import native_attention, native_attentio
 from tests.kernels.observed import Observed
 
 SEED = torch.tensor(5)
+EFFICIENT_BACKWARD = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+CUDNN_BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default
 
 
 @st.composite
@@ -121,16 +123,17 @@ def test_memory_is_linear(options: dict[str, Any], monkeypatch: pytest.MonkeyPat
     assert mode.elements <= 4 * size * 2 * 8 + (1 << 14)
 
 
-class _Rows(TorchDispatchMode):
-    """The strides of rows of the result that the memory-efficient backward reads."""
+class _Strides(TorchDispatchMode):
+    """Strides of chosen operands in each call of an operator."""
 
-    def __init__(self) -> None:
+    def __init__(self, operator: Any, *places: int) -> None:
         super().__init__()
-        self.strides: list[int] = []
+        self._operator, self._places = operator, places
+        self.found: list[tuple[Any, ...]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._scaled_dot_product_efficient_attention_backward.default:
-            self.strides.append(args[5].stride(2))
+        if func is self._operator:
+            self.found.append(tuple(args[place].stride() for place in self._places))
         return func(*args, **(kwargs or {}))
 
 
@@ -167,7 +170,7 @@ def test_kernels_on_cuda(
         q, k, v = (_lying(kind, x) for x in by_heads)
         mask = on_cuda(2, 1, size, size, dtype=torch.bool) if options.get("masked") else None
         constants = (None, 0.0, True, 0.3, 0, [0, 0, shift, 0], [2, 4, size + shift, size])
-        with Observed() as mode, _Rows() as rows:
+        with Observed() as mode, _Strides(EFFICIENT_BACKWARD, 5) as results:
             out, lse = native_attention(q, k, v, mask, *constants)
             assert (out.shape, lse.shape) == ((2, 4, size, head), (2, 4, size))
             gradients = native_attention_backward(torch.empty_like(out), q, k, v, mask, out, lse, *constants)
@@ -175,40 +178,27 @@ def test_kernels_on_cuda(
         assert _strides((out, lse)) == _strides(made)
         assert _strides(gradients) == _strides(fake_attention_backward(out, q, k, v))
     assert [gradient.shape for gradient in gradients] == [q.shape, k.shape, v.shape]
-    assert set(rows.strides) <= {4 * head}
+    assert {result[2] for (result,) in results.found} <= {4 * head}
     name = f"_scaled_dot_product_{kernel}_attention"
     assert {name, f"{name}_backward"} <= mode.operators
     assert not mode.operators & {"bmm", "matmul", "_softmax", "_local_scalar_dense"}
 
 
-class _Given(TorchDispatchMode):
-    """Strides of the gradient and of the result that cuDNN's backward reads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.strides: list[tuple[Any, Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten._scaled_dot_product_cudnn_attention_backward.default:
-            self.strides.append((args[0].stride(), args[4].stride()))
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("kind", ["heads", "rows", "packed"])
 def test_cudnn_reads_results_that_always_lie_alike(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However a result and its gradient lie: torch keeps one plan for all of them."""
+    """Results and their gradients reach cuDNN in one layout, for which torch keeps one plan."""
     monkeypatch.setattr(module, "_prefers_cudnn", lambda device: True)
     constants = (None, 0.0, True, 0.3, 0, [0, 0, 0, 0], [2, 4, 16, 16])
     with FakeTensorMode() as fakes:
         wide = FakeTensor(fakes, torch.empty((2, 4, 16, 32), dtype=torch.bfloat16, device="meta"), torch.device("cuda"))
         q = _lying(kind, wide)
-        with _Given() as given:
+        with _Strides(CUDNN_BACKWARD, 0, 4) as given:
             out, lse = native_attention(q, q, q, None, *constants)
             for one in ("heads", "rows", "packed"):
                 for other in ("heads", "rows", "packed"):
                     results = (_lying(one, wide), q, q, q, None, _lying(other, wide), lse)
                     native_attention_backward(*results, *constants)
-        assert set(given.strides) == {(out.stride(), out.stride())}
+        assert set(given.found) == {(out.stride(), out.stride())}
 
 
 @pytest.mark.gpu
