@@ -21,6 +21,8 @@ from cost_models.kernel_samples import KernelSample
 
 ATTENTIONS = ((1, 2, 64, 64), (4, 4, 128, 64), (16, 4, 128, 64), (2, 4, 512, 64))
 ROWS, CLASSES, COLUMNS = (32, 512, 4096), 1024, 768
+TOKENS, EXPERTS, CHOSEN = (64, 1024), (8, 256, 512), 2
+"""Calls of a layer of experts: how many of them, hidden and intermediate size, and those of each token."""
 
 
 def calibrate(
@@ -54,6 +56,14 @@ def semantic_samples() -> Iterator[KernelSample]:
         out, lse = ours.attention(q, k, v, None, None, *constants)
         yield _native(ours.attention.default, q, k, v, None, None, *constants)
         yield _native(ours.attention_backward.default, grad, q, k, v, None, out, lse, None, *constants)
+    experts, hidden, intermediate = EXPERTS
+    matrices = (torch.randn(experts, 2, intermediate, hidden), None, torch.randn(experts, hidden, intermediate))
+    for tokens in TOKENS:
+        index, shares = torch.randint(experts, (tokens, CHOSEN)), torch.rand(tokens, CHOSEN)
+        x, grad = torch.randn(tokens, hidden), torch.randn(tokens, hidden)
+        gate = (experts, "silu", False, False, 1.0, 0.0)
+        yield KernelSample.of(ours.experts.default, x, index, shares, *matrices, *gate)
+        yield KernelSample.of(ours.experts_backward.default, grad, x, index, shares, *matrices, *gate)
     weight = torch.ones(COLUMNS)
     for count in ROWS:
         logits, target, grad = torch.randn(count, CLASSES), torch.randint(0, CLASSES, (count,)), torch.randn(count)

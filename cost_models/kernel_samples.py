@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from cost_models.compute import score_bytes, score_products, work_time
+from cost_models.compute import curve_bytes, known_time
 from cost_models.device import Device
 from cost_models.operators import work
-from cost_models.throughput import MEMORY
-from cost_models.work import Kind, TensorInfo, Work
+from cost_models.throughput import MEMORY, kernel_of
+from cost_models.work import TensorInfo, Work
 
 TOUCHED_BYTES = 64 * 2**20
 MOST_COPIES = 256
@@ -57,7 +57,7 @@ class KernelSample:
     """One call of an operator; make it with `of`.
 
     Args:
-        name: of the curve that it belongs to: the operator's, or "memory".
+        name: of the curve that it belongs to: that of the operator's kernel, or "memory".
         work: what the cost models see in it.
         prepare: gives what runs it once, see `cycled`; it holds the operands.
     """
@@ -75,7 +75,7 @@ class KernelSample:
         Args:
             operator: "torch.ops.aten.tanh.default".
             arguments, options: of the call.
-            name: of its curve; default: the operator's.
+            name: of its curve; default: that of the operator's kernel.
             runs: what programs call in the operator's place, with the same arguments; default: the operator.
         """
         runs = operator if runs is None else runs
@@ -84,14 +84,12 @@ class KernelSample:
         outputs = [_info(leaf) for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
         plain = tuple(None if isinstance(argument, Tensor) else argument for argument in arguments)
         done = work(str(operator), inputs, outputs, plain)
-        return cls(name or str(operator), done, lambda: cycled(runs, *arguments, **options))
+        return cls(name or kernel_of(str(operator)), done, lambda: cycled(runs, *arguments, **options))
 
     @property
     def bytes_moved(self) -> float:
-        """What the curve goes by: bytes read and written; of attention, those of its scores."""
-        if self.work.attention is not None:
-            return score_bytes(self.work.attention, self.work.dtype)
-        return self.work.bytes_read + self.work.bytes_written
+        """What the curve goes by."""
+        return curve_bytes(self.work)
 
     @property
     def key(self) -> str:
@@ -99,16 +97,8 @@ class KernelSample:
         return f"kernel.{self.name}.{round(self.bytes_moved)}"
 
     def point(self, seconds: float, device: Device) -> tuple[float, float]:
-        """Bytes, and the seconds that the curve stands for: without the launch, and the products of attention."""
-        known = device.launch_latency_s
-        if self.work.attention is not None:
-            products = score_products(self.work.attention)
-            known += sum(
-                work_time(Work(product.flops, 0, 0, Kind.MATMUL, self.work.dtype, (product,)), device)
-                - device.launch_latency_s
-                for product in products
-            )
-        return self.bytes_moved, max(seconds - known, 0.1 * seconds)
+        """Bytes, and the seconds that the curve stands for: without launches, and products that are priced apart."""
+        return self.bytes_moved, max(seconds - known_time(self.work, device), 0.1 * seconds)
 
 
 def memory_samples() -> Iterator[KernelSample]:

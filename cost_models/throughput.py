@@ -6,8 +6,8 @@ many (attention on a CPU), have curves of their own, by the operator's name.
 
     seconds = bytes / rate(bytes),   log(rate) linear in log(bytes) between the measured sizes, constant beyond them
 
-`bytes` are those that the operator's `Work` moves; of attention, those of its scores, beside which its products run at
-the rate of products.
+`bytes` are those that the operator's `Work` moves. Beside them the products of experts run at the rate of products;
+those of attention are part of its curve, which goes by `cost_models.compute.attended_bytes`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,29 @@ Curve = tuple[tuple[float, float], ...]
 
 MEMORY = "memory"
 """The name of the curve of kernels that have none of their own, and of plain copies."""
+
+_KERNELS = {
+    "autoshard.attention.default": "attention",
+    "autoshard.attention_backward.default": "attention_backward",
+    "autoshard.ring_attention.default": "attention",
+    "autoshard.ring_attention_backward.default": "attention_backward",
+    "autoshard.experts.default": "experts",
+    "autoshard.experts_backward.default": "experts_backward",
+    "autoshard.exchanged_experts.default": "experts",
+    "autoshard.exchanged_experts_backward.default": "experts_backward",
+    "autoshard.exchanged_experts_keeping.default": "experts",
+    "autoshard.exchanged_experts_kept_backward.default": "experts_backward",
+}
+
+
+def kernel_of(operator: str) -> str:
+    """The name of an operator's curve, which those that compute alike share; most operators have their own.
+
+    Example:
+        >>> kernel_of("autoshard.ring_attention.default"), kernel_of("aten.tanh.default")
+        ('attention', 'aten.tanh.default')
+    """
+    return _KERNELS.get(operator, operator)
 
 
 def curve_of(times: Sequence[tuple[float, float]]) -> Curve:

@@ -107,10 +107,10 @@ class Transfer:
 class _Links:
     """This rank's links, by axis, and who listens to what goes over them."""
 
-    def __init__(self, links: Mapping[str, Link], clock: Clock) -> None:
-        self._links = links
+    def __init__(self, links: Mapping[str, Link], clock: Clock, box: tuple[int, Link] | None) -> None:
+        self._links = {**links, **({} if box is None else {_BOX: box[1]})}
         self.clock = clock
-        self._free_at_s = dict.fromkeys(links, 0.0)
+        self._free_at_s = dict.fromkeys(self._links, 0.0)
         self.listeners: list[list[Transfer]] = []
 
     def occupy(self, axes: Sequence[str], sent_bytes: int, now_s: float) -> float:
@@ -278,7 +278,11 @@ class DelayedGloo(dist.ProcessGroup):
     def _delayed(self, operation: str, sent_bytes: int, *works: Any) -> dist.Work:
         sent, latency_s = self._issued(operation, sent_bytes), self.links.latency_s(self._axes)
         done = replace(sent, done_s=sent.done_s + latency_s, duration_s=sent.duration_s + latency_s)
-        return _DelayedWork(works, self.links, lambda: done)
+        if self.links.clock is _MACHINE:  # Gloo waits for the last rank by that time, and by no other
+            return _DelayedWork(works, self.links, lambda: done)
+        last_s = torch.tensor([done.done_s], dtype=torch.float64)
+        agreed = self._gloo.allreduce([last_s], _LATEST)
+        return _DelayedWork([*works, agreed], self.links, lambda: replace(done, done_s=last_s.item()))
 
     def _issued(self, operation: str, sent_bytes: int) -> Transfer:
         """A transfer that takes this rank's links from now on, until it is sent."""
@@ -288,7 +292,9 @@ class DelayedGloo(dist.ProcessGroup):
         return Transfer(operation, self._axes, sent_bytes, now_s, done_s, duration_s, 0.0)
 
 
-def delayed_mesh(axes: Mapping[str, int], links: Mapping[str, Link], *, clock: Clock = _MACHINE) -> DeviceMesh:
+def delayed_mesh(
+    axes: Mapping[str, int], links: Mapping[str, Link], *, box: tuple[int, Link] | None = None, clock: Clock = _MACHINE
+) -> DeviceMesh:
     """Make a mesh of CPU processes whose collectives and messages take the time of given links; see the module.
 
     Called by all processes together, behind `torch.distributed.init_process_group`. All groups that
@@ -297,6 +303,7 @@ def delayed_mesh(axes: Mapping[str, int], links: Mapping[str, Link], *, clock: C
     Args:
         axes: name to size, major to minor, for all processes of the run.
         links: the link of each axis; an axis without one is not delayed.
+        box: how many consecutive ranks share a box, and the link of groups inside one.
         clock: by what time; the machine's, or one that counts the work of this process, which tells what is hidden
             exactly, however busy the machine is.
 
@@ -322,12 +329,14 @@ def delayed_mesh(axes: Mapping[str, int], links: Mapping[str, Link], *, clock: C
             f"delayed_mesh({dict(axes)!r}) needs {mesh.size} processes, found {found}; call "
             "torch.distributed.init_process_group('gloo') first, under torchrun with as many processes."
         )
-    here = _Links({axis: links.get(axis, Link()) for axis in mesh.axis_names}, clock)
+    here = _Links({axis: links.get(axis, Link()) for axis in mesh.axis_names}, clock, box)
     name = f"delayed_gloo_{next(_NUMBERS)}"
 
     def create(options: Any, _: Any) -> DelayedGloo:
         gloo = ProcessGroupGloo(options.store, options.group_rank, options.group_size, timeout=options.timeout)
-        return DelayedGloo(gloo, _crossed(mesh, options.global_ranks_in_group), here)
+        ranks = options.global_ranks_in_group
+        is_inside = box is not None and len({rank // box[0] for rank in ranks}) == 1
+        return DelayedGloo(gloo, (_BOX,) if is_inside else _crossed(mesh, ranks), here)
 
     dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu"])
     backends: dict[Any, Any] = dict.fromkeys(mesh.axis_names, name)
@@ -361,6 +370,12 @@ def record_transfers(device_mesh: DeviceMesh) -> Iterator[list[Transfer]]:
 
 _NUMBERS = count()
 """Torch keeps a backend under its name for ever; each mesh has its own."""
+
+_LATEST = dist.AllreduceOptions()
+_LATEST.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+
+_BOX = "box"
+"""Stands for the axes of groups inside a box."""
 
 _TIMES_TAG = 2**30
 """The tag of a message that says when the one before it is there."""

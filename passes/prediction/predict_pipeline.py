@@ -11,6 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.pipeline_order import PipelineOrder, Work
@@ -149,14 +150,28 @@ def _busy_s(walked: _Walked) -> float:
 
 
 def _transfers(staged: StagedProgram, mesh: Mesh, cluster: Cluster) -> dict[Crossing, float]:
-    """Seconds of each value between two ranks."""
-    links = cluster.group_links(dict(mesh.axes), (PIPELINE_AXIS,))
-    link = links.inter if links.inter is not None else links.intra
-    assert link is not None, "two stages have a link"
-    return {
-        item: point_to_point_time(crossing_bytes(staged, item.name, item.maker, is_forward=item.is_forward), link)
-        for item in staged.crossings
-    }
+    """Seconds of each value between two ranks, over the network where those of any pipeline are in two nodes."""
+    found: dict[Crossing, float] = {}
+    is_near = cache(lambda *places: _share_a_node(mesh, places, cluster))
+    for item in staged.crossings:
+        ends = (staged.order.stage_ranks[item.maker], staged.order.stage_ranks[item.reader])
+        link = cluster.node.intra if is_near(*ends) else cluster.node.inter
+        assert link is not None, "two stages have a link"
+        size = crossing_bytes(staged, item.name, item.maker, is_forward=item.is_forward)
+        found[item] = point_to_point_time(size, link)
+    return found
+
+
+def _share_a_node(mesh: Mesh, places: tuple[int, int], cluster: Cluster) -> bool:
+    """Whether ranks at both places of the pipeline, alike along all other axes, are always in the same node."""
+    axes = mesh.axis_names
+    stride = math.prod(mesh.shape[axes.index(PIPELINE_AXIS) + 1 :])
+    span = stride * mesh.axis_size(PIPELINE_AXIS)
+    firsts = (outer + inner for outer in range(0, mesh.size, span) for inner in range(stride))
+    maker, reader = (place * stride for place in places)
+    return all(
+        (rank + maker) // cluster.devices_per_node == (rank + reader) // cluster.devices_per_node for rank in firsts
+    )
 
 
 def _parts(walked: Sequence[_Walked]) -> dict[str, float]:

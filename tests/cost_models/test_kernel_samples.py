@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import autoshard.kernels  # noqa: F401  (registers the operators)
 from cost_models.compute import work_time
 from cost_models.hardware import Device, MatmulCurve
 from cost_models.kernel_samples import KernelSample, aten_samples, cycled
@@ -22,10 +23,17 @@ def test_samples_have_the_work_of_their_calls_and_run():
 
 
 def test_a_point_priced_again_takes_what_was_measured():
-    """Of attention, whose products are priced apart, too."""
+    """Of attention too, and of experts, whose products are priced apart."""
     q = torch.randn(1, 2, 32, 8)
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-    for sample in (KernelSample.of(attention, q, q, q), KernelSample.of(torch.ops.aten.exp.default, q)):
+    operands = (torch.randn(4, 8), torch.randint(2, (4, 1)), torch.rand(4, 1), torch.randn(2, 2, 8, 8), None)
+    experts = (*operands, torch.randn(2, 8, 8), 2, "silu", False, False, 1.0, 0.0)
+    samples = (
+        KernelSample.of(attention, q, q, q),
+        KernelSample.of(torch.ops.aten.exp.default, q),
+        KernelSample.of(torch.ops.autoshard.experts.default, *experts),
+    )
+    for sample in samples:
         point = sample.point(3e-3, UNIT)
         measured = Device(**{**_fields(UNIT), "throughput": {sample.name: curve_of([point])}})
         assert work_time(sample.work, measured, sample.name) == pytest.approx(3e-3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard import DoesNotFitError, Mesh, NotAvailableError, Plan, PlanMismatchError
+from autoshard import Cluster, DoesNotFitError, Mesh, NotAvailableError, Plan, PlanMismatchError
 from autoshard.ir.program import Program
 from autoshard.planner import Planner
 from autoshard.stage_plans import StagePlans
+from cost_models.hardware import node_type
+from cost_models.topology import Link
 from tests.benchmarks.pipeline_memory import TOLERANCE, measure
 from tests.end_to_end.test_pipelines import MICRO_BATCHES, NORM, adamw, check_equal, compiled, skips
 from tests.runtime.processes import checked_once, report
@@ -73,6 +76,20 @@ def test_a_plan_is_printed(tmp_path: Path) -> None:
     assert "<h2>Stages</h2>" in (tmp_path / "plan.html").read_text()
     assert plan.predicted.timeline is not None
     assert plan.predicted.timeline.processes == ("pipeline rank 0", "pipeline rank 1")
+
+
+def test_stages_of_one_node_hand_on_inside_it() -> None:
+    """Of four stages on two nodes of two only those in the middle hand on over the network."""
+    model, inputs = skips()
+    node = replace(node_type("h100_sxm"), inter=Link(1e6, 1.0, 0.0, 1e-3, 0.0, 0.0, 1.0))
+    asked: dict[str, Any] = {"example_inputs": inputs, "optimizer": adamw(model), "micro_batches": MICRO_BATCHES}
+    inside, both, outside = (
+        autoshard.plan(model, Cluster(node, nodes, 4 // nodes), mesh=Mesh({"pipeline": 4}), precision=None, **asked)
+        for nodes in (1, 2, 4)
+    )
+    times_s = [plan.predicted.step_time_s for plan in (inside, both, outside)]
+    assert times_s[0] < 0.1 * times_s[1]
+    assert times_s[1] < 0.8 * times_s[2]
 
 
 def test_the_parts_of_a_step_sum_to_it() -> None:

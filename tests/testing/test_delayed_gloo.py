@@ -83,6 +83,37 @@ def check_axes_have_links_of_their_own_and_groups_of_an_axis_share_it() -> None:
     assert_queued(both, second)
 
 
+def check_groups_inside_a_box_take_its_link() -> None:
+    """Of a pipeline over two boxes of two, and by a clock that only waits: a collective is over for all alike."""
+    clock = _Waited(float(dist.get_rank()))
+    mesh = delayed_mesh({"pipeline": 4}, {"pipeline": SLOW}, box=(2, FAST), clock=clock)
+    backend, rank = dist.get_backend(mesh.get_group()), dist.get_rank()
+    pairs: list[Any] = [dist.new_group(pair, backend=backend) for pair in ([0, 1], [2, 3])]
+    with record_transfers(mesh) as transfers:
+        dist.all_reduce(torch.ones(100), group=pairs[rank // 2])
+        dist.all_reduce(torch.ones(100), group=mesh.get_group())
+    inside, across = transfers
+    assert inside.duration_s == pytest.approx(FAST.latency_s + 400 / FAST.bandwidth_bytes_per_s)
+    assert across.duration_s == pytest.approx(SLOW.latency_s + 600 / SLOW.bandwidth_bytes_per_s)
+    assert inside.done_s == pytest.approx(1 + 2 * (rank // 2) + inside.duration_s)
+    assert clock.now_s() == pytest.approx(3 + inside.duration_s + across.duration_s)
+
+
+class _Waited:
+    """A clock that goes on by waiting alone."""
+
+    def __init__(self, now_s: float) -> None:
+        self._now_s = now_s
+
+    def now_s(self) -> float:
+        """Seconds."""
+        return self._now_s
+
+    def sleep(self, seconds: float) -> None:
+        """Go on."""
+        self._now_s += seconds
+
+
 def check_messages_take_the_time_of_their_senders_link() -> None:
     """Ranks 0 and 1 send each other two messages each, over groups of a direction, as the stages of a pipeline do."""
     mesh = delayed_mesh({"pipeline": 4}, {"pipeline": SLOW})
@@ -158,6 +189,7 @@ CHECKS = {
     for check in (
         check_each_functional_collective_is_right_and_takes_its_time,
         check_axes_have_links_of_their_own_and_groups_of_an_axis_share_it,
+        check_groups_inside_a_box_take_its_link,
         check_messages_take_the_time_of_their_senders_link,
         check_what_a_rank_works_meanwhile_is_hidden,
         check_dtensors_and_compiled_models_run_on_it,
