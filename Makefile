@@ -3,7 +3,7 @@
 #   make demo                  train a small GPT on four Gloo ranks, and show that it equals one device
 #   make test                  lint, types, and every test that is not slow (what CI runs); the tests of a file share what
 #                              they trace and compile, so one worker runs them all
-#   make test-all              the slow tests too
+#   make test-all              the slow tests and every case too
 #   make nightly               25,000 drawn pairs of a program and a plan, beside one device; goes on where the last run
 #                              stopped (build/nightly); then a dozen architectures of the zoo, others each day
 #   make zoo                   two hundred architectures on a simulated mesh trained beside one device; tests/zoo/results.md;

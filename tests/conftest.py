@@ -1,5 +1,6 @@
-"""What every test shares: Hypothesis profiles, one thread per process, and the skipping of GPU tests."""
+"""What every test shares: Hypothesis profiles, one thread per process, samples of cases, the skipping of GPU tests."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -63,11 +64,39 @@ def _poisoned_outputs() -> Iterator[None]:
     torch.use_deterministic_algorithms(was_on)
 
 
+def spread(cases: int, wanted: int) -> set[int]:
+    """The numbers of `wanted` of `cases`, evenly apart; of all where there are no more."""
+    return {(2 * index + 1) * cases // (2 * wanted) for index in range(wanted)} if wanted < cases else {*range(cases)}
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves the slow ones out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip tests marked `gpu` where there is no CUDA device."""
+    """Mark as slow the cases that a sample leaves out, and skip tests marked `gpu` where there is no CUDA device."""
+    cases: dict[tuple[object, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
+            cases.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
+    for some in cases.values():
+        mark = some[0].get_closest_marker("sample")
+        assert mark is not None
+        for index, item in enumerate(some):
+            if index not in spread(len(some), *mark.args):
+                item.add_marker(pytest.mark.slow)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if item.get_closest_marker("gpu") is not None:  # keywords have the names of folders too
             item.add_marker(skip)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported and collected lives to the end: the garbage collector need not look at it again and again."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
+
+
+def pytest_unconfigure() -> None:
+    """Libraries that count what is left over at the end find nothing."""
+    gc.unfreeze()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import spread
+
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("autoshard", "cost_models", "passes")
 MAX_LINES = 500
@@ -256,3 +258,11 @@ def test_every_part_is_named() -> None:
     tops += [path.parent for path in (ROOT / "passes").glob("*/__init__.py")]
     unplaced = [_name(path) for path in tops if path.stem != "__init__" and _name(path) not in MAY_IMPORT]
     assert not unplaced
+
+
+def test_a_sample_of_cases_is_spread_evenly() -> None:
+    """As many as wanted, with as many left out before the first as behind the last."""
+    assert spread(7, 2) == {1, 5}
+    assert spread(3, 1) == {1}
+    assert spread(2, 5) == {0, 1}
+    assert all(len(spread(cases, wanted)) == wanted for cases in range(1, 30) for wanted in range(1, cases + 1))

@@ -180,6 +180,7 @@ def test_what_fails_is_noted() -> None:
     assert (row.ours_ms, row.eager_ms, row.notes) == (None, 1.0, ("ours: RuntimeError: out of memory",))
 
 
+@pytest.mark.slow
 def test_training_is_raced(tmp_path: Path) -> None:
     """The benchmark of training steps, on a small model and a CPU: both sides lose the same, and are on the page."""
     page_of = tmp_path / "page.md"

@@ -33,6 +33,7 @@ def assert_within(phases: list[Phase]) -> None:
     assert not excess, "\n".join(map(str, excess))
 
 
+@pytest.mark.slow
 def test_no_rank_holds_the_whole_model(tmp_path: Path) -> None:
     """From meta through three steps and another shape to a checkpoint and exported weights, on two ranks."""
     phases = measure("small", {"train": 2}, tmp_path)["train"]

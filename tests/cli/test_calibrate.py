@@ -12,6 +12,7 @@ from autoshard.cli.app import app, parse_cluster
 from autoshard.errors import AutoshardError, MeshError, NotAvailableError
 
 
+@pytest.mark.slow
 def test_two_local_ranks_are_measured_and_written(tmp_path: Path) -> None:
     """What is written is a cluster to plan for; what is printed says how well it fits."""
     path = tmp_path / "mine.toml"

@@ -91,6 +91,7 @@ def test_a_bandwidth_that_hides_in_noise_stays_finite():
     assert _fit_link(measured, 2).bandwidth_bytes_per_s < 1e12
 
 
+@pytest.mark.slow
 def test_pooled_calibrations_are_the_fit_of_their_mean():
     """The rates of two passes, of which one was twice as slow throughout, are those of the mean time."""
     fast = calibrate(name="here", memory_bytes=2**30, budget_s=0.2)

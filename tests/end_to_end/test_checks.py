@@ -50,6 +50,7 @@ class Checked(nn.Module):
         return self.last(h).square().mean() + found.square().mean(), h
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CHECKED)
 def test_a_check_that_passes_changes_nothing(name: str) -> None:
     """On the chosen plan and on one that splits what it can."""

@@ -125,6 +125,7 @@ def within(choose: Callable[..., Plan], budget: int) -> Plan:
     return plan
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # of other people's models
 @pytest.mark.parametrize(("name", "mesh"), CHECKS)
 def test_chosen_plans_equal_one_device(name: str, mesh: str) -> None:

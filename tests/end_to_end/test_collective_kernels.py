@@ -120,6 +120,7 @@ def _name(node: fx.Node) -> str:
     return str(node.target).removeprefix("autoshard.").removesuffix(".default")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("family", _SAVED)
 def test_programs_with_kernels_at_collectives_equal_those_without(family: str) -> None:
     """Tensor and sequence parallel on the simulator: loss and gradients are the same, and the kernels verify.

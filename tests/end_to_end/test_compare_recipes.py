@@ -127,6 +127,7 @@ def test_every_field_has_changes() -> None:
     assert set(CHANGES) == {item.name for item in fields(Recipe)}
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("name", CLUSTERS)
 @pytest.mark.parametrize("field", CHANGES)
 def test_a_changed_field_makes_the_difference_that_pricing_both_makes(field: str, name: str) -> None:

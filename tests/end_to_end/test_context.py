@@ -87,6 +87,7 @@ def test_sequences_that_are_split_equal_one_device(splits: Splits) -> None:
     check_plan(model, SQUARE, inputs, plan=plan, steps=3, precise=torch.float64).raise_if_different()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("name", "splits", "is_packed"),
     [

@@ -287,6 +287,7 @@ def check_checkpoint() -> None:
 CHECKS = {name.removeprefix("check_"): item for name, item in globals().items() if name.startswith("check_")}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", CHECKS)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 def test_on_the_simulator(name: str) -> None:
@@ -300,6 +301,7 @@ outcomes = checked_once(CHECKS, ranks=2, deadline_s=200)
 _SLOW = ["deepcopy_of_a_training_step", "averaged_model", "what_does_not_fit", "names_of_a_state", "own_extra_state"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", named(CHECKS, slow=_SLOW))
 def test_on_two_processes(outcomes: dict[str, str], name: str) -> None:
     """The check passes on every rank."""

@@ -17,6 +17,7 @@ from tests.end_to_end.training import assert_equal, train
 SQUARE = Mesh({"data": 2, "model": 2})
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_training_with_dropout_equals_a_mesh_of_one(name: str) -> None:
     """The same seed gives the same masks under data and tensor parallelism as on one rank."""

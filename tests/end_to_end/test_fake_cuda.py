@@ -94,6 +94,7 @@ def _assert_free(use: DeviceUse) -> None:
     assert any(name.startswith("_c10d_functional") for name in use.operators)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", ON_TWO)
 def test_a_step_waits_for_nothing(layout: str) -> None:
     """GPT-2 on two ranks, every call compared among them; its kernels are torch's fused ones."""
@@ -104,6 +105,7 @@ def test_a_step_waits_for_nothing(layout: str) -> None:
     assert not use.operators.keys() & {"aten.bmm", "aten._softmax"}
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     "options", [{"optimizer": torch.optim.AdamW, "max_grad_norm": 1.0}, {"optimizer": torch.optim.SGD}]
 )

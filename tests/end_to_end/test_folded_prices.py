@@ -74,6 +74,7 @@ def plans(
     return plan_program(folded, mesh, cluster, options), plan_program(whole, mesh, cluster, options)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("where", "parameters", "micro_batches"),
     [

@@ -82,6 +82,7 @@ def _is_made(node: fx.Node) -> bool:
     return generated_kernel(node.target) is not None
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("make", EXPECTED, ids=lambda make: make.__name__)
 def test_models_with_kernels_equal_models_without(make: Callable[[], tuple[nn.Module, Any]]) -> None:
     """Loss and gradients of backend="triton" are those of "auto"; the phases, with their kernels, verify."""

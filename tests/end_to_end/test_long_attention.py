@@ -54,6 +54,7 @@ def _status(field: str) -> int:
     return 1024 * int(found[1])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("split", SPLITS)
 def test_memory_is_linear_in_the_sequence(split: str) -> None:
     """Forward and backward of both simulated ranks take a twentieth of the scores of one head of one sample."""

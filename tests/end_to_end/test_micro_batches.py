@@ -94,6 +94,7 @@ def compare(model: nn.Module, batches: list[tuple[Tensor, ...]], make: Callable[
         torch.testing.assert_close(held[name].detach(), value.detach(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", [*PLAIN, *COUNTED])
 def test_the_loss_is_that_of_the_whole_batch(name: str) -> None:
     """Sums add up, means are averaged, and what is divided by a count is weighed by it; one part counts nothing."""

@@ -104,6 +104,7 @@ def test_steps_train_like_one_device() -> None:
     check_trains_alike()
 
 
+@pytest.mark.slow
 def test_the_bits_do_not_depend_on_what_is_held() -> None:
     """With memory for all, and for nothing, under one plan."""
     roomy, scarce = map(bits, (compiled(), compiled(SCARCE)))
@@ -191,6 +192,7 @@ CHECKS = {
 outcomes = checked_once(CHECKS, ranks=2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", named(CHECKS, slow=["trains alike in little memory", "memory"]))
 def test_on_two_processes(outcomes: dict[str, str], name: str) -> None:
     """The check passes on both ranks."""

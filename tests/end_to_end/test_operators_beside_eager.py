@@ -129,6 +129,7 @@ CHECKS = {name: partial(check, name) for name in MODELS}
 outcomes = checked_once(CHECKS, ranks=1)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CHECKS)
 def test_no_more_than_eager(outcomes: dict[str, str], name: str) -> None:
     """Of each kind of operators, a compiled step calls no more than eager."""

@@ -151,6 +151,7 @@ def check_generate() -> None:
 CHECKS = {name.removeprefix("check_"): item for name, item in globals().items() if name.startswith("check_")}
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_the_simulator(name: str) -> None:
     """The check passes where all ranks are simulated."""
@@ -160,6 +161,7 @@ def test_on_the_simulator(name: str) -> None:
 outcomes = checked_once(CHECKS, ranks=2, deadline_s=200)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_two_processes(outcomes: dict[str, str], name: str) -> None:
     """The check passes on every rank."""

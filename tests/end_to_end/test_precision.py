@@ -110,6 +110,7 @@ def check_step(make: MakeOptimizer, mesh: Any, parts: int = 1, **options: Any) -
     return step
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("constraints", [{}, ZERO_1, ZERO_3], ids=["chosen", "ZeRO-1", "ZeRO-3"])
 @pytest.mark.parametrize("make", [ADAMW, MOMENTUM], ids=["adamw", "momentum"])
 def test_a_step_equals_one_device(make: MakeOptimizer, constraints: dict[str, P]) -> None:
@@ -131,6 +132,7 @@ def test_an_optimizer_that_takes_its_own_step() -> None:
     assert not step.is_traced
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("name", "mesh"), [("gpt2", SQUARE), ("llama", PAIR)])
 def test_models_equal_one_device(name: str, mesh: Mesh) -> None:
     """Through autograd, over two steps, with the batch split."""

@@ -225,6 +225,7 @@ CHECKS = {
 outcomes = checked_once(CHECKS, deadline_s=500)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize(
     "name",
     named(

@@ -37,6 +37,7 @@ def _drawn(family: str, mesh: Mesh, spec: PartitionSpec, shape: tuple[int, int])
     return list(outputs), sharded.scale.grad
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("mesh", "spec", "shape"),
     [

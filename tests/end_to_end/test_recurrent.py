@@ -76,6 +76,7 @@ def _split_plan(model: nn.Module, inputs: dict[str, Tensor]) -> Plan:
     return plan
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("is_split", [False, True], ids=["chosen", "split"])
 @pytest.mark.parametrize(("kind", "options"), _KINDS)
 def test_training_equals_one_device(kind: type[nn.RNNBase], options: dict[str, Any], is_split: bool) -> None:
@@ -86,6 +87,7 @@ def test_training_equals_one_device(kind: type[nn.RNNBase], options: dict[str, A
     assert_equal(train(sharded, inputs), train(_classifier(kind, **options), inputs))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("kind", "options"), [(nn.LSTM, {"bidirectional": True}), (nn.GRU, {})])
 def test_dropout_between_layers_does_not_depend_on_the_mesh(kind: type[nn.RNNBase], options: dict[str, Any]) -> None:
     """The same seed gives the same masks on a mesh of one; and there are masks."""
@@ -101,6 +103,7 @@ def test_dropout_between_layers_does_not_depend_on_the_mesh(kind: type[nn.RNNBas
     assert not torch.equal(evaluated(**inputs)["loss"].detach(), trainings[0].losses[0])
 
 
+@pytest.mark.slow
 def test_large_batches_are_split_by_choice() -> None:
     """Where it pays, the planner runs each layer on a part of the batch, and reduces its weights' gradients."""
     plan = autoshard.plan(_classifier(nn.LSTM), SQUARE, example_inputs=_batch(8192, 16))
@@ -110,6 +113,7 @@ def test_large_batches_are_split_by_choice() -> None:
     assert layers[1].outputs[-1].partial
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mesh", [Mesh({"model": 4}), Mesh({"model": 3}), SQUARE], ids=str)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
 def test_uneven_splits_equal_one_device(kind: type[nn.RNNBase], mesh: Mesh) -> None:
@@ -119,6 +123,7 @@ def test_uneven_splits_equal_one_device(kind: type[nn.RNNBase], mesh: Mesh) -> N
     check_plan(model, mesh, inputs, plan=plan, precise=torch.float64).raise_if_different()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("kind", "options", "is_split"), [(*_KINDS[0], False), (*_KINDS[1], True)], ids=["chosen", "split"]
 )
@@ -150,6 +155,7 @@ class Decoder(nn.Module):
 _TENSOR = {"cell.*": P("model"), "input:*": P("data")}
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("constraints", [{}, BY_BATCH, _TENSOR], ids=["chosen", "by batch", "by hidden values"])
 @pytest.mark.parametrize("kind", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
 def test_cells_equal_one_device(kind: type[nn.Module], constraints: dict[str, P]) -> None:

@@ -88,6 +88,7 @@ def test_experts_that_are_found_run() -> None:
     assert_close(whole(step(**batch)), loss.detach(), "loss")
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("options", "why"),
     [

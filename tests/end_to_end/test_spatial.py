@@ -71,6 +71,7 @@ def _has_windows(operator: str) -> bool:
     return any(name in operator for name in ("convolution", "pool2d", "batch_norm"))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("training", [False, True])
 def test_a_network_on_pieces_of_images_equals_one_device(mesh: Mesh, training: bool) -> None:
@@ -104,6 +105,7 @@ def _rows(width: int = 12) -> tuple[nn.Module, tuple[torch.Tensor]]:
     return Rows(width), (torch.randn(3, width),)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mesh", [*MESHES, Mesh({"a": 4})], ids=str)
 @pytest.mark.parametrize("width", [12, 7])
 def test_pieces_of_rows_equal_one_device(mesh: Mesh, width: int) -> None:
@@ -146,6 +148,7 @@ def _check_on_processes(model: nn.Module, inputs: tuple[torch.Tensor], score: Ca
 CHECKS = {"images": check_images_on_processes, "rows": check_rows_on_processes}
 
 
+@pytest.mark.slow
 def test_on_processes() -> None:
     """Four Gloo processes compute what one device computes."""
     outcomes = run_checks(CHECKS)
@@ -153,6 +156,7 @@ def test_on_processes() -> None:
         report(outcomes, name)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("spec", [P(None, None, "a"), P(None, None, None, "a")], ids=str)
 def test_an_input_is_constrained_to_pieces(mesh: Mesh, spec: P) -> None:

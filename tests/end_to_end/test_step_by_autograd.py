@@ -108,6 +108,7 @@ def check_step(mesh: Mesh, change: Change, make: Callable[..., torch.optim.Optim
     assert [len(state) for state in states] == [4, 4]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("name", CHANGES)
 def test_hooks_run_and_gradients_are_added(name: str, make: str) -> None:
@@ -168,6 +169,7 @@ def _outcomes() -> dict[str, str]:
     return run_checks(CHECKS, ranks=2)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_processes(name: str) -> None:
     """The same where optimizer state lies as the plan says (ZeRO-1), and gradients as parameters do."""

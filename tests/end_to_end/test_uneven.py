@@ -34,6 +34,7 @@ def _poisoned_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "shard_all", shard_all)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_a_plan_of_uneven_splits_equals_one_device(mesh: Mesh) -> None:
     """Every value that can be is split unevenly; heads of attention and the vocabulary are among them."""

@@ -176,6 +176,7 @@ def test_parameters_changed_by_hand_are_seen() -> None:
     assert len(sharded.programs) == 2
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("how", ["skips", "hit"])
 def test_experts_that_python_chooses(how: str) -> None:
     """A program for each set of experts that have rows, and not for each number of rows: two sets occur here."""
@@ -186,6 +187,7 @@ def test_experts_that_python_chooses(how: str) -> None:
     assert len(sharded.programs) == 2
 
 
+@pytest.mark.slow
 def test_experts_with_dropout() -> None:
     """Each element of a row is dropped as in one process that holds all of it."""
     data, found = batches(4, 2, 8, 8), []

@@ -139,6 +139,7 @@ def assert_same(step: TrainStep, plain: nn.Module, reference: torch.optim.Optimi
             torch.testing.assert_close(tensor, value, rtol=tolerance, atol=tolerance, msg=name)
 
 
+@pytest.mark.sample(12)
 @pytest.mark.parametrize("foreach", [False, True], ids=["loop", "foreach"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -150,6 +151,7 @@ def test_a_step_is_that_of_one_device(kind: str, dtype: torch.dtype, foreach: bo
     assert len(step.sharded.programs) == 1
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("constraints", [{}, ZERO_1, ZERO_3], ids=["chosen", "ZeRO-1", "ZeRO-3"])
 @pytest.mark.parametrize("micro_batches", [1, 2, 4])
 def test_micro_batches_add_up(constraints: dict[str, P], micro_batches: int) -> None:
@@ -418,6 +420,7 @@ CHECKS = {
 outcomes = checked_once(CHECKS, deadline_s=500)
 
 
+@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_four_processes(outcomes: dict[str, str], name: str) -> None:
     """The check passes on every rank."""

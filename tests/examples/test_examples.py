@@ -74,6 +74,7 @@ def test_plan_llama_prints_a_plan(tmp_path: Path) -> None:
     assert "Cost of one step" in text
 
 
+@pytest.mark.slow
 def test_finetune_goes_on_on_another_rank_count(tmp_path: Path) -> None:
     """Stopped after four steps on two ranks, it ends on one as one device does that never stopped."""
     sizes: dict[str, Any] = {

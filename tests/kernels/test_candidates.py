@@ -151,6 +151,7 @@ def _compile(*arguments: str) -> list[dict[str, Any]]:
     return json.loads(result.stdout)
 
 
+@pytest.mark.slow
 def test_candidates_compile() -> None:
     """One of every sixth kernel, for an H100, within its shared memory."""
     rows = _compile("sm_90", "sample")

@@ -151,6 +151,7 @@ def _operands(kind: str, lengths: Tensor | None, reverse: bool) -> tuple[Any, tu
     return lstm, (draw(3, 4, 8), draw(3, size), draw(3, 2), draw(8, size), projection, lengths, reverse)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("lengths", [None, torch.tensor([4, 0, 2])], ids=["whole", "lengths"])
 @pytest.mark.parametrize("kind", LAYERS)

@@ -54,6 +54,7 @@ def _choices(folder: Path) -> dict[str, list[str]]:
     return found
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", sorted(CALLS))
 def test_timing_leaves_no_trace(name: str, tmp_path: Path) -> None:
     """Kernels run many times while they are measured; results, also those written in place, are as without."""

@@ -39,6 +39,7 @@ def _call(kind: str, lengths: Tensor | None = None, reverse: bool = False) -> tu
     return ops.lstm.default, (*operands, lengths, reverse)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("lengths", [None, torch.tensor([3, 0, 2, 1, 3, 2])], ids=["whole", "lengths"])
 @pytest.mark.parametrize("kind", KINDS)

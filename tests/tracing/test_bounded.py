@@ -106,6 +106,7 @@ def _inputs(count: int, *, nan: bool = False) -> tuple[Tensor, Tensor]:
     return x, mask
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", BOUNDED)
 def test_one_program_for_all_numbers_of_rows(name: str) -> None:
     """Loss and gradients are those of the eager model for no row, some, and all but one."""
@@ -117,6 +118,7 @@ def test_one_program_for_all_numbers_of_rows(name: str) -> None:
             assert_equals_eager(program, model, _inputs(count))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", BOUNDED)
 def test_values_are_not_needed(name: str) -> None:
     """A mask on the meta device has no values, and the program is the same."""
@@ -142,6 +144,7 @@ def test_rows_that_are_not_selected_are_not_seen(name: str) -> None:
         assert_equals_eager(program, model, _inputs(count, nan=True))
 
 
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", BOUNDED)
 def test_split_rows_equal_one_device(name: str) -> None:
     """Dims of bounded size are split like any other, unevenly too."""

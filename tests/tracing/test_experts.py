@@ -35,6 +35,7 @@ def calls(program: Program, target: Any) -> int:
     return sum(node.target is target for node in program.graph.nodes)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(
     "name", ["mixtral", "qwen3_moe", "deepseek_v3", "olmoe", "gpt_oss", "granitemoe", "phimoe", "ernie4_5_moe"]
 )

@@ -37,6 +37,7 @@ _OPTIONS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("options", _OPTIONS, ids=str)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_layers_equal_eager(kind: str, options: dict[str, Any]) -> None:
@@ -140,6 +141,7 @@ class Packed(nn.Module):
         return packing.pad_packed_sequence(y, first, **self.options)[0], last, packed.data.sum()
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("options", _OPTIONS[:3], ids=str)
 @pytest.mark.parametrize("kind", LAYERS)
 def test_packed_sequences_are_whole(kind: str, options: dict[str, Any]) -> None:

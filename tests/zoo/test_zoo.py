@@ -37,6 +37,7 @@ QUICK: dict[str, dict[str, Any]] = {
 _MARKS = dict.fromkeys(("falcon_mamba", "gpt_bigcode", "patchtst", "phi", "wav2vec2"), pytest.mark.slow)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=_MARKS.get(name, ())) for name in QUICK])
 def test_a_sharded_architecture_equals_one_device(name: str) -> None:
     """Planned near the smallest memory, proven, trained and evaluated: all is as on one device."""

@@ -36,6 +36,7 @@ def _check(rows: list[dict[str, Any]], families: tuple[str, ...], record: Callab
     assert {row["size"] for row in rows} == set(families)
 
 
+@pytest.mark.slow
 def test_compiles_without_spills(record_property: Callable[[str, object], None]) -> None:
     """A mixture of experts' kernels, with sums and conversions, for an H100."""
     _check(_compile("sm_90", "mixture"), ("mixture",), record_property)

@@ -120,6 +120,7 @@ def _check(plan: Plan, batch: int, length: int, mesh: Mesh) -> None:
     assert _value(plan, "communication_bytes", sizes) == sum(sent.values())
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("batch", "length", "shape"), [(4, 8, (2, 2)), (12, 16, (2, 2)), (16, 16, (4, 2))])
 def test_formulas_of_any_plan_equal_counting(seed: int, batch: int, length: int, shape: tuple[int, int]) -> None:
@@ -127,6 +128,7 @@ def test_formulas_of_any_plan_equal_counting(seed: int, batch: int, length: int,
     _check(_any_plan(seed), batch, length, Mesh(dict(zip(MESH.axis_names, shape, strict=True))))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(("batch", "length"), [(4, 8), (6, 7), (5, 9)])
 def test_formulas_are_exact_where_splits_are_uneven(batch: int, length: int) -> None:
     """With ceilings, of a plan that splits sequences and hidden units; without, where they divide."""
@@ -168,6 +170,7 @@ def test_layers_are_a_symbol_where_blocks_are_alike() -> None:
             assert _at_sizes(formula, sizes) == wanted
 
 
+@pytest.mark.slow
 def test_blocks_that_a_plan_treats_differently_are_refused() -> None:
     """Costs are then not linear in their number; holding it fixed is the way out."""
     deep = Request(dense(5), REQUEST.args, {}, grad=True)

@@ -39,6 +39,7 @@ def reductions(phased: PhasedProgram) -> list[fx.Node]:
     return [node for node in phased.backward.graph.nodes if node.target is ALL_REDUCE]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("family", "layout"), [("gpt", "tensor"), ("llama", "ZeRO-1"), ("mixture", "two axes")])
 @pytest.mark.parametrize("passed", [SMALL, BucketCollectives()])
 def test_buckets_of_any_size_give_the_same_bits(family: str, layout: str, passed: BucketCollectives) -> None:

@@ -59,6 +59,7 @@ def test_the_first_starts_at_the_head() -> None:
     assert nodes.index(gathers(ahead("llama", "ZeRO-3").backward)[0]) <= 3
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("family", "layout"), [("llama", "ZeRO-3"), ("gpt", "two axes"), ("lstm", "ZeRO-1")])
 @pytest.mark.parametrize("bucket", [None, SMALL, BucketCollectives()])
 def test_bits_stay(family: str, layout: str, bucket: BucketCollectives | None) -> None:
@@ -98,6 +99,7 @@ def test_where_memory_is_short_gathers_stay() -> None:
     assert peak_bytes(far) >= peak_bytes(StartAhead(by=1)(everything)) >= peak_bytes(StartAhead(by=0)(everything))
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["ZeRO-1", "ZeRO-3"])
 def test_a_gather_above_the_update_is_refused(layout: str) -> None:
     """It would gather the parameter as it was."""

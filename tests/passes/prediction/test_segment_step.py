@@ -75,6 +75,7 @@ def ops_of(planning: PlanningProblem, choice: list[int]) -> list[Op]:
     return [op for segment in segment_step(planning, choice) for op in segment.ops]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))])
 @pytest.mark.parametrize("name", ["perceptron", "classifier", "blocks"])
 def test_the_step_sends_what_the_program_sends(name: str, seed: int) -> None:

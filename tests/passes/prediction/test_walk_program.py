@@ -58,6 +58,7 @@ def walk(
     return walk_program(phased, prices, micro_batches)
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["perceptron", "classifier", "blocks"])
 def test_the_walk_takes_what_the_objective_says(name: str, seed: int) -> None:
@@ -184,6 +185,7 @@ def test_gradients_of_micro_batches_are_added_up() -> None:
     assert sent[1] == pytest.approx(sent[0])
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("seed", range(3))
 def test_gradients_add_up_as_the_objective_says(seed: int) -> None:
     """Each further micro-batch adds its gradients up, in any layout that they are carried in."""

@@ -55,6 +55,7 @@ def limits_of(plan: Plan) -> Limits:
     return replace(plan, alternatives=here).limits()
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("feature", ROLES)
 def test_the_figures_are_those_of_plans_that_do_it(free: Plan, feature: str) -> None:
     """The best choice within the restriction costs what is stated, and its plan uses the axis as asked."""
@@ -123,6 +124,7 @@ def test_memory_is_named_where_it_is_what_keeps_a_feature_out(tight: Plan) -> No
     assert "does use zero-2" in str(tight.why_not("zero-2"))
 
 
+@pytest.mark.slow
 def test_limits_are_those_of_planning_with_more(tight: Plan) -> None:
     """More memory, and a faster network: what planning for them gives; nothing that is more makes a plan slower.
 
@@ -158,6 +160,7 @@ def test_limits_ask_for_what_the_cluster_has(nodes: int, devices: int, links: se
     assert found == (links or {"10 % faster links in a node", "10 % faster network"})
 
 
+@pytest.mark.slow
 def test_without_a_limit_memory_is_no_question(free: Plan) -> None:
     """The device's memory is plenty: more of it is worth nothing."""
     gains = {item.name: item.objective for item in free.limits().variants}

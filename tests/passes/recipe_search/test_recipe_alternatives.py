@@ -127,6 +127,7 @@ def test_what_is_not_answered_is_said() -> None:
         make_plan("dense").explain("sentences.weight")
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("name", MODELS)
 def test_limits_are_those_of_planning_with_more(name: str) -> None:
     """Each figure is that of a new plan; what memory is worth follows from them, and no change makes a step longer."""

@@ -43,6 +43,7 @@ def tight() -> Plan:
     return plan
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("more", [1.0, 1.1, 1.25])
 def test_more_memory_is_never_slower(more: float) -> None:
     """Without any time to search, too."""
@@ -61,6 +62,7 @@ def test_a_plan_of_another_mesh_is_a_choice() -> None:
     assert found.objective <= there * (1 + 1e-9)
 
 
+@pytest.mark.slow
 def test_limits_are_never_slower_than_the_plan() -> None:
     """More memory, a faster network or device: the plan itself would be one there."""
     plan = make_plan(memory_budget=tight().memory_budget, previous=tight(), time_budget_s=0.1)

@@ -105,6 +105,7 @@ def test_each_result_of_a_call_is_counted_as_long_as_it_or_a_view_of_it_is_there
         assert running <= counted
 
 
+@pytest.mark.slow
 def test_searches_apart_do_not_get_slower_with_memory() -> None:
     """Without proof, and without the plan of a tighter limit to begin with."""
     problem = fused(LINE)

@@ -199,6 +199,7 @@ def assert_optimal(problem: RecomputeProblem, limit: float) -> Again | None:
     return problem.again(found.choice)
 
 
+@pytest.mark.slow
 @settings(max_examples=2)
 @given(chains(), st.sampled_from([0.6, 0.7, 0.8]))
 def test_the_search_equals_trying_every_recomputation(program: Program, share: float) -> None:
@@ -232,6 +233,7 @@ def sines(count: int) -> Program:
         return trace(Sines(count), (torch.zeros(4096, 64),), {})
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(
     ("count", "ranks", "share", "offloaded"), [(4, 1, 0.7, 2), (4, 1, 0.9, 1), (3, 1, 0.7, 0), (3, 2, 0.5, 1)]
 )

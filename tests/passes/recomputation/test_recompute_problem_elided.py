@@ -40,6 +40,7 @@ def _choice_of_whole(whole: RecomputeProblem, short: RecomputeProblem, choice: S
     return tuple(found)
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize(
     ("make", "depth", "mesh", "micro_batches"),
     [(alike, 7, TWO, 3), (in_turn, 7, ONE, None)],

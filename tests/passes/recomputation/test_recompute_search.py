@@ -125,6 +125,7 @@ def test_a_search_that_is_stopped_while_it_builds_gives_what_fits_as_it_is(monke
     assert found.predicted.peak_memory_bytes <= budget
 
 
+@pytest.mark.slow
 def test_time_that_is_up_while_it_builds_gives_what_fits_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """The best known recipe that fits, or what is soon found that keeps everything."""
 
@@ -267,6 +268,7 @@ class Spending(Search):
         return Search(time_budget_s=0.0).frugal(planning, problem)
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("share", [0.2, 0.55, 0.8])

@@ -29,6 +29,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("model", [dense(), sparse()], ids=["dense", "sparse"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_what_is_counted_is_what_one_sequence_shows(model: nn.Module, recipe: str) -> None:
@@ -110,6 +111,7 @@ def _shapes(program: Program) -> list[tuple[str, list[tuple[int, ...]]]]:
 _CASES = [pytest.param(name, marks=pytest.mark.slow) if name == "mamba" else name for name in CASES]
 
 
+@pytest.mark.sample(1)
 @pytest.mark.filterwarnings("ignore")  # of other people's models
 @pytest.mark.parametrize("name", _CASES)
 def test_sizes_follow_from_two_and_three_sequences(name: str) -> None:

@@ -30,6 +30,7 @@ def _choice_of_whole(whole: PlanningProblem, short: PlanningProblem, choice: Seq
     return found
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("make", "depth", "margin", "mesh", "trains", "limit"),
     [

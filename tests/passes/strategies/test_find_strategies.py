@@ -27,6 +27,7 @@ class Sums(nn.Module):
         return (torch.softmax(x * self.weight, 0) @ x.t()).sum()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("axes", [{"data": 3, "model": 1}, {"data": 1, "model": 3}])
 @given(data=st.data())
 def test_uneven_dims_beside_an_axis_of_one(axes: dict[str, int], data: st.DataObject) -> None:

@@ -30,6 +30,7 @@ FEW = (
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize(("family", "plan"), FEW)
 def test_mutants_that_change_numbers_are_refused(family: str, plan: str) -> None:
     """Ten of each, and few are refused that change none."""

@@ -24,6 +24,7 @@ FEW = (
 """Programs that are quick to make."""
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("family", "layout"), FEW)
 def test_mutants_that_change_numbers_are_refused(family: str, layout: str) -> None:
     """Twenty mutants of each; of those that were refused, some change numbers."""
@@ -34,6 +35,7 @@ def test_mutants_that_change_numbers_are_refused(family: str, layout: str) -> No
     assert sum(part.changing.values()) >= 1
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", [item.__name__ for item in REWRITE_MUTATIONS if item not in OFFLOAD_MUTATIONS])
 def test_mistakes_in_what_rewrites_put_in_are_refused(kind: str) -> None:
     """Wherever one of them changes numbers, in a program that recomputes in bfloat16, with kernels."""
@@ -65,6 +67,7 @@ def test_a_right_program_has_numbers_to_be_held_beside() -> None:
         assert len(numbers) >= len(phased.lowered.outputs)
 
 
+@pytest.mark.slow
 def test_every_kind_of_mutation_can_be_made() -> None:
     """On one of some programs at least; and equal seeds give equal mutants."""
     others = ("llama", "all together"), ("recommender", "offloaded")

@@ -234,6 +234,7 @@ BUGS: tuple[Bug, ...] = (
 )  # fmt: skip
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["two axes", "tensor"])
 def test_the_program_without_a_bug_is_proven(layout: str) -> None:
     """And no other than the right one is what the bugs are made in."""

@@ -20,6 +20,7 @@ def _weigh(loss: Loss) -> LossWeights:
     return weigh_loss(part, pair)
 
 
+@pytest.mark.sample(8)
 @pytest.mark.parametrize("name", [*PLAIN, *COUNTED])
 def test_weighed_losses_of_parts_add_up_to_that_of_the_batch(name: str) -> None:
     """Sums count whole, means as one of so many, and what is over a count by its share of it."""
