@@ -211,7 +211,6 @@ def outcomes(folder: Path) -> dict[str, str]:
     }
 
 
-@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", [*FOUR, *TWO])
 def test_on_processes(outcomes: dict[str, str], name: str) -> None:
     """The check passes on every rank."""
