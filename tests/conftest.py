@@ -1,4 +1,4 @@
-"""What every test shares: Hypothesis profiles, one thread per process, samples of cases, the skipping of GPU tests."""
+"""Set-up of every test: Hypothesis profiles, one thread per process, samples of cases, the skipping of GPU tests."""
 
 import gc
 import os
@@ -9,6 +9,8 @@ import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.internal.conjecture import providers
 from hypothesis.internal.constants_ast import Constants
+
+from tests.samples import leave_out
 
 _slow_draws = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
 
@@ -64,24 +66,10 @@ def _poisoned_outputs() -> Iterator[None]:
     torch.use_deterministic_algorithms(was_on)
 
 
-def spread(cases: int, wanted: int) -> set[int]:
-    """The numbers of `wanted` of `cases`, evenly apart; of all where there are no more."""
-    return {(2 * index + 1) * cases // (2 * wanted) for index in range(wanted)} if wanted < cases else {*range(cases)}
-
-
 @pytest.hookimpl(tryfirst=True)  # before pytest leaves the slow ones out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow the cases that a sample leaves out, and skip tests marked `gpu` where there is no CUDA device."""
-    cases: dict[tuple[object, str], list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("sample") and not item.get_closest_marker("slow"):
-            cases.setdefault((item.parent, getattr(item, "originalname", item.name)), []).append(item)
-    for some in cases.values():
-        mark = some[0].get_closest_marker("sample")
-        assert mark is not None
-        for index, item in enumerate(some):
-            if index not in spread(len(some), *mark.args):
-                item.add_marker(pytest.mark.slow)
+    """Take samples of cases, and skip tests marked `gpu` where there is no CUDA device."""
+    leave_out(items)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")
@@ -91,7 +79,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported and collected lives to the end: the garbage collector need not look at it again and again."""
+    """Spare the garbage collector what was imported and collected, which lives to the end."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conftest import spread
+from tests.samples import spread
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("autoshard", "cost_models", "passes")
@@ -261,7 +261,7 @@ def test_every_part_is_named() -> None:
 
 
 def test_a_sample_of_cases_is_spread_evenly() -> None:
-    """As many as wanted, with as many left out before the first as behind the last."""
+    """Samples have the size asked for, and leave out as many cases before the first as behind the last."""
     assert spread(7, 2) == {1, 5}
     assert spread(3, 1) == {1}
     assert spread(2, 5) == {0, 1}

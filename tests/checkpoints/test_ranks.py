@@ -54,7 +54,6 @@ def work(rank: int, room: str, doomed: int, kind: int) -> None:
     os._exit(0)
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize(
     ("doomed", "kind"),
     [(2, signal.SIGSTOP), (0, signal.SIGSTOP), (1, signal.SIGKILL)],

@@ -146,7 +146,6 @@ def assert_alike(sharded: ShardedModule, model: nn.Module, *inputs: Any) -> None
     torch.testing.assert_close(found[0], found[1])
 
 
-@pytest.mark.sample(10)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_noticed(name: str) -> None:
     """The next call is that of the changed model, its gradients too."""

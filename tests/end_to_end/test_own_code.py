@@ -151,7 +151,6 @@ def check_generate() -> None:
 CHECKS = {name.removeprefix("check_"): item for name, item in globals().items() if name.startswith("check_")}
 
 
-@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_the_simulator(name: str) -> None:
     """The check passes where all ranks are simulated."""

@@ -103,7 +103,6 @@ def check_equal(name: str, mesh: Mesh | DeviceMesh, **options: Any) -> Any:
     return step
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize(
     ("name", "axes", "options"),
     [

@@ -203,7 +203,6 @@ for _kind in (TRACED, OWN):
 outcomes = checked_once(CHECKS, ranks=2)
 
 
-@pytest.mark.sample(7)
 @pytest.mark.parametrize("name", CHECKS)
 def test_with_a_process_per_rank(outcomes: dict[str, str], name: str) -> None:
     """On two ranks; a batch norm's buffers and random numbers are part of the state."""

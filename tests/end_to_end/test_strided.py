@@ -97,7 +97,6 @@ def _splits_the_first_permute(site: Site, strategy: Strategy) -> int:
     return count if site.name == "permute" else -count
 
 
-@pytest.mark.sample(5)
 @pytest.mark.parametrize("name", PERMUTED)
 def test_operators_get_the_order_of_memory_that_they_demand(name: str) -> None:
     """Behind a gather dims lie in order, not as in the trace; copies into the order demanded are in the plan's peak."""

@@ -89,7 +89,6 @@ def test_replacement_takes_the_operators_arguments(index: int) -> None:
         assert ours == [argument.name for argument in operator._schema.arguments]
 
 
-@pytest.mark.sample(8)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs through the interpreter")
 @pytest.mark.parametrize("index", range(20))
 def test_opcheck(index: int) -> None:

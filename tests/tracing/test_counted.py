@@ -66,7 +66,6 @@ def _inputs(seed: int = 0) -> tuple[Tensor, Tensor]:
     return torch.randn(4, 6, generator=generator), torch.rand(4, 6, generator=generator) < 0.5
 
 
-@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_a_sharded_selection_equals_one_device(name: str) -> None:
     """Loss and gradient are those of the plain call, also for masks of other counts, for which it is traced anew."""

@@ -96,7 +96,6 @@ def test_values_of_unlike_types_are_refused_by_their_nodes() -> None:
         trace(Product(), (torch.ones(2, 2), torch.ones(2, 2)))
 
 
-@pytest.mark.sample(15)
 @pytest.mark.parametrize("operator", sorted(FLOATING, key=str), ids=str)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
 def test_integers_are_refused_by_operators_of_floating_point_numbers(operator: object, dtype: torch.dtype) -> None:

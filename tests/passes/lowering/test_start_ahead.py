@@ -99,7 +99,6 @@ def test_where_memory_is_short_gathers_stay() -> None:
     assert peak_bytes(far) >= peak_bytes(StartAhead(by=1)(everything)) >= peak_bytes(StartAhead(by=0)(everything))
 
 
-@pytest.mark.sample(1)
 @pytest.mark.parametrize("layout", ["ZeRO-1", "ZeRO-3"])
 def test_a_gather_above_the_update_is_refused(layout: str) -> None:
     """It would gather the parameter as it was."""

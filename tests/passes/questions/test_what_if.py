@@ -55,7 +55,6 @@ def limits_of(plan: Plan) -> Limits:
     return replace(plan, alternatives=here).limits()
 
 
-@pytest.mark.sample(2)
 @pytest.mark.parametrize("feature", ROLES)
 def test_the_figures_are_those_of_plans_that_do_it(free: Plan, feature: str) -> None:
     """The best choice within the restriction costs what is stated, and its plan uses the axis as asked."""

@@ -28,7 +28,6 @@ SOURCES = {
 }
 
 
-@pytest.mark.sample(10)
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 @pytest.mark.parametrize("mutation", BUCKET_MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_every_mutant_is_refused(mutation: Mutation, source: Callable[[], PhasedProgram]) -> None:

@@ -191,7 +191,6 @@ def test_lowered_programs_are_proven(layout: str) -> None:
     assert "aten.mm.default" in report.rules
 
 
-@pytest.mark.sample(9)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_mutations_that_change_numbers_are_refused(mutation: Mutation) -> None:
     """Of every kind of mutation, on every layout, none is accepted that changes a number."""

@@ -35,7 +35,6 @@ def test_mutants_that_change_numbers_are_refused(family: str, layout: str) -> No
     assert sum(part.changing.values()) >= 1
 
 
-@pytest.mark.sample(4)
 @pytest.mark.parametrize("kind", [item.__name__ for item in REWRITE_MUTATIONS if item not in OFFLOAD_MUTATIONS])
 def test_mistakes_in_what_rewrites_put_in_are_refused(kind: str) -> None:
     """Wherever one of them changes numbers, in a program that recomputes in bfloat16, with kernels."""
