@@ -20,7 +20,7 @@ _ELSEWHERE = {
     "global_batch": "pass global_batch=",
     "precision": "pass precision=",
     "optimizer": "pass optimizer=",
-    "stage_blocks": "the search shares blocks out itself, evenly with None; autoshard.price takes a recipe with others",
+    "stage_blocks": "the search shares blocks out evenly; recipe=, and autoshard.price, take a recipe with others",
     "whole_tensors": "autoshard.price takes a recipe with it",
 }
 """Fields that constraints do not decide, and what to do instead."""
@@ -72,7 +72,7 @@ def _values(name: str, given: object) -> tuple[object, ...]:
         )
     if name not in _FIELDS:
         raise RecipeError(f"constraints[{name!r}]: a recipe has no such field; there are {', '.join(_FIELDS)}.")
-    if name in _ELSEWHERE and (name, given) != ("stage_blocks", None):
+    if name in _ELSEWHERE:
         raise RecipeError(f"constraints[{name!r}]={given!r}: constraints do not decide it; {_ELSEWHERE[name]}.")
     values = (given,) if isinstance(given, str) or not isinstance(given, Collection) else tuple(given)
     if not values:

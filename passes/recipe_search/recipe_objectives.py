@@ -12,7 +12,6 @@ from typing import Protocol
 import numpy as np
 
 from autoshard.ir.recipe import Recipe
-from passes.recipe_search.bound_boundaries import Boundaries
 from passes.recipe_search.known_pipes import Pipe, PipeSet
 from passes.recipe_search.recipe_pricer import Kind, RecipePricer
 from passes.recipe_search.recipe_space import Keeping
@@ -39,30 +38,14 @@ class Objective(Protocol):
         """
         ...
 
-    def ranks(self, recipe: Recipe) -> float:
-        """Bound of all recipes with the pipeline ranks of one that exchanges nothing for each micro-batch."""
-        ...
-
     def pipelines(self, kinds: Sequence[Kind], pipes: PipeSet) -> Sequence[float]:
         """Bounds of recipes with some pipelines, one for each kind of exchange of shards, none included."""
         ...
 
     def schedules(self, recipe: Recipe, shardings: Iterable[Recipe], pipes: PipeSet) -> Sequence[float]:
-        """Those that also have one pipeline or another, each of the recipe's size, none of them open.
+        """Those that also have one pipeline or another, each of the recipe's size.
 
         `recipe` shards most; `shardings` are its like with each sharding that they may have.
-        """
-        ...
-
-    def uneven(self, recipe: Recipe, pipes: PipeSet) -> Sequence[float]:
-        """Those that also have a pipeline of an open one or another; the recipe is one of those that shard most."""
-        ...
-
-    def boundaries(self, recipe: Recipe, shardings: Sequence[Recipe], pipe: Pipe, *, enough: float) -> Boundaries:
-        """Of recipes that also have one sharding or another, with each pipeline of an open one.
-
-        `recipe` shards most; `shardings` are its like with each. Bounds of what surely has more than `enough` may be
-        loose.
         """
         ...
 
@@ -80,14 +63,10 @@ class Objective(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Fastest:
-    """The time of a step, seconds, for recipes that fit in `memory_limit` bytes.
-
-    `has_uneven`: whether blocks may be shared out in any way.
-    """
+    """The time of a step, seconds, for recipes that fit in `memory_limit` bytes."""
 
     pricer: RecipePricer
     memory_limit: float
-    has_uneven: bool
 
     def is_too_large(self, recipe: Recipe) -> bool:
         """See `Objective`."""
@@ -99,7 +78,7 @@ class Fastest:
 
     def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping], *, zero: int) -> Sequence[Bound]:
         """See `Objective`."""
-        needed = self.pricer.layout_memory_floors(first, most, keepings, zero=zero, uneven=self.has_uneven)
+        needed = self.pricer.layout_memory_floors(first, most, keepings, zero=zero)
         fits = (needed <= self.memory_limit).tolist()
         return [partial(self._layout, first, most, *each) for each in zip(keepings, fits, strict=True)]
 
@@ -107,17 +86,13 @@ class Fastest:
         kind = replace(first, recompute=keeping.recompute, offload=keeping.offload)
         return self.pricer.layout_floor(kind, most) if fits else math.inf
 
-    def ranks(self, recipe: Recipe) -> float:
-        """See `Objective`."""
-        return self.pricer.ranks_floor(recipe)
-
     def pipelines(self, kinds: Sequence[Kind], pipes: PipeSet) -> Sequence[float]:
         """See `Objective`."""
         bounds = np.full(len(kinds), math.inf)
         fits = self.pricer.memory_floors([recipe for recipe, _ in kinds], pipes) <= self.memory_limit
         some = np.asarray(fits.any(axis=1))
         if some.any():
-            bounds[some] = self.pricer.mean_floors(list(compress(kinds, some)), pipes, fits[some])
+            bounds[some] = self.pricer.mean_floors(list(compress(kinds, some)))
         return bounds.tolist()
 
     def schedules(self, recipe: Recipe, shardings: Iterable[Recipe], pipes: PipeSet) -> Sequence[float]:
@@ -127,17 +102,6 @@ class Fastest:
         if fits.any():
             bounds[fits] = self.pricer.path_floors(list(shardings), pipes, fits)
         return bounds.tolist()
-
-    def uneven(self, recipe: Recipe, pipes: PipeSet) -> Sequence[float]:
-        """See `Objective`."""
-        fits = self.pricer.memory_floors([recipe], pipes)[0] <= self.memory_limit
-        return [
-            self.pricer.uneven_floor(recipe, pipe) if fit else math.inf for pipe, fit in zip(pipes, fits, strict=True)
-        ]
-
-    def boundaries(self, recipe: Recipe, shardings: Sequence[Recipe], pipe: Pipe, *, enough: float) -> Boundaries:
-        """See `Objective`."""
-        return self.pricer.fastest_boundaries(recipe, shardings, pipe, self.memory_limit, enough=enough)
 
     def recipes(self, recipes: Sequence[Recipe], pipe: Pipe, *, enough: float) -> Sequence[float]:
         """See `Objective`."""
@@ -154,10 +118,9 @@ class Fastest:
 
 @dataclass(frozen=True, slots=True)
 class Smallest:
-    """The memory of a recipe's fullest rank, bytes; `has_uneven` as in `Fastest`."""
+    """The memory of a recipe's fullest rank, bytes."""
 
     pricer: RecipePricer
-    has_uneven: bool
 
     def is_too_large(self, recipe: Recipe) -> bool:
         """See `Objective`."""
@@ -169,12 +132,8 @@ class Smallest:
 
     def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping], *, zero: int) -> Sequence[Bound]:
         """See `Objective`."""
-        floors = self.pricer.layout_memory_floors(first, most, keepings, zero=zero, uneven=self.has_uneven)
+        floors = self.pricer.layout_memory_floors(first, most, keepings, zero=zero)
         return [partial(float, floor) for floor in floors]
-
-    def ranks(self, recipe: Recipe) -> float:
-        """See `Objective`."""
-        return 0.0
 
     def pipelines(self, kinds: Sequence[Kind], pipes: PipeSet) -> Sequence[float]:
         """See `Objective`."""
@@ -184,14 +143,6 @@ class Smallest:
     def schedules(self, recipe: Recipe, shardings: Iterable[Recipe], pipes: PipeSet) -> Sequence[float]:
         """See `Objective`."""
         return self.pricer.memory_floors([recipe], pipes)[0].tolist()
-
-    def uneven(self, recipe: Recipe, pipes: PipeSet) -> Sequence[float]:
-        """See `Objective`."""
-        return self.pricer.memory_floors([recipe], pipes)[0].tolist()
-
-    def boundaries(self, recipe: Recipe, shardings: Sequence[Recipe], pipe: Pipe, *, enough: float) -> Boundaries:
-        """See `Objective`."""
-        return self.pricer.smallest_boundaries(recipe, pipe)
 
     def recipes(self, recipes: Sequence[Recipe], pipe: Pipe, *, enough: float) -> Sequence[float]:
         """See `Objective`."""

@@ -12,51 +12,28 @@ from numpy.typing import NDArray
 
 from autoshard.ir.recipe import Recipe
 from cost_models.hardware import Cluster
-from cost_models.schedule_orders import most_in_flight
 from cost_models.step import StepModel, fitted
 from cost_models.topology import GroupLinks
-from passes.recipe_search.bound_boundaries import (
-    Boundaries,
-    StageLoads,
-    fastest_boundaries,
-    smallest_boundaries,
-    stage_loads,
-    uneven_floor,
-)
 from passes.recipe_search.bound_memory import (
     ParameterBytes,
     Passing,
-    PipeRanks,
     SectionParameters,
     layout_memory_floors,
     memory_floors,
     parameter_bytes,
     passing_bytes,
-    pipe_ranks,
-    rank_floors,
     section_parameters,
-    uneven_memory_floors,
 )
-from passes.recipe_search.bound_ranks import Turns, WholeBlocks, mean_floors, turns_within, whole_blocks
-from passes.recipe_search.bound_recipes import (
-    Floats,
-    SectionFloor,
-    SectionFloors,
-    path_floors,
-    rank_paths,
-    section_floor,
-    stack_floors,
-)
-from passes.recipe_search.known_pipes import Pipe, PipeSet, schedule_of
-from passes.recipe_search.pipe_shapes import PipeShapes, held_by, pipe_shapes
-from passes.recipe_search.recipe_space import Keeping, divisors
+from passes.recipe_search.bound_recipes import SectionFloors, mean_floors, path_floors, section_floor
+from passes.recipe_search.known_pipes import Pipe, PipeSet
+from passes.recipe_search.pipe_shapes import Floats, PipeShapes, held_by, pipe_shapes
+from passes.recipe_search.recipe_space import Keeping
 from passes.recipes.pipeline_stages import Stage, in_flight, share_out
 from passes.recipes.price_ends import EndWork, end_work
 from passes.recipes.price_memory import host_bytes, memory_price
 from passes.recipes.price_recipe import (
     SectionPasses,
     Step,
-    accumulation_bytes,
     section_passes,
     send_time,
     sharded_time,
@@ -90,9 +67,8 @@ class RecipePricer:
     _floors: dict[tuple[object, ...], SectionFloors] = field(default_factory=dict)
     _sections: dict[tuple[object, ...], Mapping[str, SectionPrice]] = field(default_factory=dict)
     _sizes: dict[tuple[object, ...], Mapping[str, SectionSizes]] = field(default_factory=dict)
-    _single: dict[tuple[object, ...], SectionFloor] = field(default_factory=dict)
+    _single: dict[tuple[object, ...], tuple[float, ...]] = field(default_factory=dict)
     _passes: dict[tuple[object, ...], SectionPasses] = field(default_factory=dict)
-    _adds_faster: dict[tuple[int, bool], bool] = field(default_factory=dict)
     _parameters: dict[tuple[object, ...], ParameterBytes] = field(default_factory=dict)
     _sharded: dict[tuple[object, ...], Floats] = field(default_factory=dict)
     _passing: dict[tuple[object, ...], Passing] = field(default_factory=dict)
@@ -156,30 +132,16 @@ class RecipePricer:
         """The largest workspace of a recipe's layout: a rank has it, beside all else."""
         return max(size.workspace_bytes for size in self.sizes(recipe).values())
 
-    def layout_memory_floors(
-        self, first: Recipe, most: int, keepings: Sequence[Keeping], *, zero: int, uneven: bool
-    ) -> Floats:
+    def layout_memory_floors(self, first: Recipe, most: int, keepings: Sequence[Keeping], *, zero: int) -> Floats:
         """Bounds on the memory of all recipes of a layout, with the pipeline ranks of the first or more, to `most`.
 
-        `zero`: the ZeRO stage that shards most of those that they may have; `uneven`: whether blocks may be shared out
-        unevenly.
+        `zero`: the ZeRO stage that shards most of those that they may have.
         """
-        ranks, sizes = self._pipe_ranks(first, most), self.sizes(first)
-        least = replace(first, recompute="full")
-        copies, shared = (np.array(self._parameter_bytes(zero, shards, least)) for shards in (math.inf, 1))
+        sizes, least = self.sizes(first), replace(first, recompute="full")
+        copies, shared = (self._parameter_bytes(zero, shards, least).state for shards in (math.inf, 1))
         shares = np.array([first.tensor, first.expert * first.expert_tensor]) / first.devices
-        parameters = copies + (shared - copies) * (ranks.sizes[:, None] * shares)[..., None]
-        whole = self._counts_of(tuple(sizes)) if uneven else None
-        return layout_memory_floors(sizes, ranks, first, parameters, keepings, whole=whole)
-
-    def _pipe_ranks(self, first: Recipe, most: int) -> PipeRanks:
-        """The ranks of the pipelines of a layout, with those of the first or more, to `most`."""
-        pipes = tuple(
-            size
-            for size in divisors(first.pipeline * first.data)
-            if first.pipeline <= size <= most and size <= len(self.counted.blocks) + 2
-        )
-        return pipe_ranks(tuple(self.sizes(first)), self.counted.blocks, pipes)
+        parameters = copies + (shared - copies) * most * shares
+        return layout_memory_floors(sizes, self._counts_of(tuple(sizes)), most, parameters, keepings)
 
     def _section_parameters(self, recipes: Sequence[Recipe]) -> SectionParameters:
         """What recipes that differ in sharding hold for parameters on each rank."""
@@ -199,85 +161,33 @@ class RecipePricer:
         return self._parameters[key]
 
     def layout_floor(self, first: Recipe, most: int) -> float:
-        """Bound on the step of all recipes of a layout that have the pipeline ranks of the first or more, to `most`."""
-        variants = self.layout_variants(first, most)
-        return min(self._mean_floor(recipe, shares_blocks=False) for recipe in variants)
+        """Bound on the step of all recipes of a layout that have the pipeline ranks of the first or more, to `most`.
 
-    def ranks_floor(self, recipe: Recipe) -> float:
-        """Bound on all recipes with the pipeline ranks of one, which exchanges nothing for each micro-batch."""
-        variants = self.gathering_variants(recipe)
-        return min(self._mean_floor(each, shares_blocks=True) for each in variants)
-
-    def layout_variants(self, first: Recipe, most: int) -> list[Recipe]:
-        """Recipes of a layout one of which has sections that take least.
-
-        A micro-batch takes longer if it is not the only one (gradients are added up), and then less the more there are
-        (experts' all-to-alls run beside others): the least is at one of the ends. Where parameters are gathered, adding
-        up may take less.
+        Experts' all-to-alls that run beside other micro-batches take less the more there are: the least is at one end.
         """
-        recipes = [first]
-        if first.micro_batches == 1 or first.compiled or (first.overlap_expert and first.expert > 1):
+        ends = [first]
+        if first.overlap_expert and first.expert > 1:
             data = first.pipeline * first.data // most
-            recipes.append(replace(first, pipeline=most, data=data, schedule="1f1b" if most > 1 else None))
-        if any(self._adds_faster_gathered(recipe) for recipe in recipes):
-            recipes += [replace(recipe, zero=_GATHERS, whole_tensors=False) for recipe in recipes]
-        return recipes
+            ends.append(replace(first, pipeline=most, data=data, schedule="1f1b" if most > 1 else None))
+        return min(float(self.mean_floors([(each, ())])[0]) for each in ends)
 
-    def gathering_variants(self, recipe: Recipe) -> list[Recipe]:
-        """A recipe that exchanges nothing for each micro-batch, and, if adding up may take less so, one that does."""
-        gathering = replace(recipe, zero=_GATHERS, whole_tensors=False)
-        return [recipe, gathering] if self._adds_faster_gathered(recipe) else [recipe]
+    def mean_floors(self, kinds: Sequence[Kind]) -> Floats:
+        """Bounds on the step of recipes that differ in sharding, before the ends, with what they gather, [kinds].
 
-    def _adds_faster_gathered(self, recipe: Recipe) -> bool:
-        """Whether adding up gradients takes less where each micro-batch's are reduced; alike for all of a search."""
-        key = (recipe.micro_batches if recipe.compiled else recipe.micro_batches > 1, recipe.gathers_once)
-        if key not in self._adds_faster:
-            gathering = replace(recipe, zero=_GATHERS, whole_tensors=False)
-            self._adds_faster[key] = any(
-                accumulation_bytes(price, gathering) < accumulation_bytes(price, recipe)
-                for price in self.sections(recipe).values()
-            )
-        return self._adds_faster[key]
-
-    def mean_floors(self, kinds: Sequence[Kind], pipes: PipeSet, fits: NDArray[np.bool_]) -> Floats:
-        """Bounds on the step of recipes under any schedule that fits, before the ends, see `bound_ranks`, [kinds].
-
-        With what they gather, over their pipeline ranks. `fits`: whether each kind may have one pipeline or another of
-        that size, [kinds, pipes]; it may have one at least.
+        Nothing is gathered where a kind has no groups to do so in.
         """
         recipes = [recipe for recipe, _ in kinds]
-        first = recipes[0]
         by_zero = {recipe.zero: recipe for recipe in recipes}  # all that counts without what is gathered
         alone = {zero: self.section_floors(recipe, gathers=False) for zero, recipe in by_zero.items()}
-        floors = [alone[recipe.zero] for recipe in recipes]
-        exchanges = [self.exchanges(*kind) for kind in kinds]
-        turns, whole = turns_within(pipes, first.micro_batches, fits), self._whole_blocks(first)
-        return mean_floors(floors, exchanges, self._counts(first), whole, turns, first, self.cluster, self.model)
-
-    def _mean_floor(self, recipe: Recipe, *, shares_blocks: bool) -> float:
-        """The same without what is gathered, whatever fits.
-
-        `shares_blocks`: over its pipeline ranks, of which each has whole blocks; without, it is that of all recipes of
-        as many devices whose micro-batches take as long.
-        """
-        floors, counts = self.section_floors(recipe, gathers=False), self._counts(recipe)
-        whole = self._whole_blocks(recipe) if shares_blocks else None
-        nothing = np.zeros((2, len(counts)))
-        turns = Turns(recipe.micro_batches / recipe.pipeline, shares_blocks and recipe.pipeline == 1)
-        return float(mean_floors([floors], [nothing], counts, whole, turns, recipe, self.cluster, self.model)[0])
-
-    def _whole_blocks(self, recipe: Recipe) -> WholeBlocks | None:
-        """How many blocks the fullest of its pipeline ranks have; None where there is one rank, or no block."""
-        if recipe.pipeline == 1 or not self.counted.blocks:
-            return None
-        return whole_blocks(tuple(self.sections(recipe)), self.counted.blocks, recipe.pipeline)
+        floors, exchanges = [alone[recipe.zero] for recipe in recipes], [self.exchanges(*kind) for kind in kinds]
+        return mean_floors(floors, exchanges, self._counts(recipes[0]), recipes[0], self.cluster, self.model)
 
     def exchanges(self, recipe: Recipe, zero_groups: tuple[int | None, ...]) -> Floats:
         """Least seconds in which a micro-batch gathers parameters, and again with reducing gradients, [2, sections].
 
         `zero_groups`: the sizes of groups that the recipe may shard over.
         """
-        if not recipe.reduces_each:
+        if not recipe.reduces_each or not zero_groups:
             return np.zeros((2, len(self.sections(recipe))))
         shape = (recipe.tensor, recipe.expert, recipe.expert_tensor, recipe.replicas)
         key = (*shape, recipe.zero, zero_groups, recipe.gathers_once)
@@ -306,47 +216,11 @@ class RecipePricer:
         recipe = recipes[0]
         floors = self.section_floors(recipe)
         send_s = send_time(self.sections(recipe), recipe, self.groups(recipe), self.model)
-        paths = rank_paths(floors, shapes, recipe.micro_batches, send_s, overlaps=recipe.overlap_pipeline)
 
         def work_of(dense: float, expert: float, tensors: int) -> list[EndWork]:
             return [self.end_work(dense, expert, tensors, each) for each in recipes]
 
-        return path_floors(floors, shapes, paths, send_s, recipe, work_of, self.cluster, self.model, apart=apart)
-
-    def uneven_floor(self, recipe: Recipe, pipe: Pipe) -> float:
-        """Bound on the step of all recipes that gather as one does, with each pipeline of an open one."""
-        shapes = self._shapes(recipe, PipeSet([_any_boundaries(pipe, len(self.counted.blocks))]))
-        return uneven_floor(self.section_floors(recipe), shapes, recipe, self.cluster, self.model)
-
-    def fastest_boundaries(
-        self, recipe: Recipe, shardings: Sequence[Recipe], pipe: Pipe, memory_limit: float, *, enough: float
-    ) -> Boundaries:
-        """Bounds on the step of recipes that differ in sharding, with each pipeline of an open one that fits.
-
-        `recipe` shards most of them. Of what surely takes more than `enough`, they may be before the ends.
-        """
-        loads, memory = self._stage_memory(recipe, pipe)
-
-        def work_of(dense: float, expert: float, tensors: int) -> list[EndWork]:
-            return [self.end_work(dense, expert, tensors, each) for each in shardings]
-
-        send_s = send_time(self.sections(recipe), recipe, self.groups(recipe), self.model)
-        shapes = self._shapes(recipe, PipeSet([_any_boundaries(pipe, len(self.counted.blocks))]))
-        return fastest_boundaries(
-            self.section_floors(recipe), loads, memory <= memory_limit, shapes, send_s, recipe,
-            work_of, self.cluster, self.model, enough=enough,
-        )  # fmt: skip
-
-    def smallest_boundaries(self, recipe: Recipe, pipe: Pipe) -> Boundaries:
-        """Bounds on the memory of a recipe with each pipeline of an open one."""
-        return smallest_boundaries(*self._stage_memory(recipe, pipe))
-
-    def _stage_memory(self, recipe: Recipe, pipe: Pipe) -> tuple[StageLoads, Floats]:
-        """What the stages of an open pipeline may have, and bounds on the memory that takes, [ranks, loads]."""
-        sizes = self.sizes(recipe)
-        loads = stage_loads(tuple(sizes), self.counted.blocks, has_middle=pipe.pipeline > 2)
-        passing = passing_bytes(sizes, loads.counts, loads.present, self._held(recipe, pipe)[:, None], recipe)
-        return loads, rank_floors(loads.counts, self._section_parameters([recipe]), passing)[..., 0]
+        return path_floors(floors, shapes, send_s, recipe, work_of, self.cluster, self.model, apart=apart)
 
     def end_work(self, dense: float, expert: float, tensors: int, recipe: Recipe) -> EndWork:
         """What a rank with so many parameters does once per step."""
@@ -358,20 +232,12 @@ class RecipePricer:
         return self._ends[key]
 
     def memory_floors(self, recipes: Sequence[Recipe], pipes: PipeSet) -> Floats:
-        """Bounds on the memory of recipes that differ in sharding, with each of some pipelines of their size.
-
-        Of open pipelines, on that of all of the set. [recipes, pipes].
-        """
+        """Bounds on the memory of recipes that differ in sharding, with each of some pipelines, [recipes, pipes]."""
         first = recipes[0]
-        sizes, parameters = self.sizes(first), self._section_parameters(recipes)
-        floors = np.empty((len(recipes), len(pipes)))
-        if pipes.closed:
-            closed = self._shapes(first, pipes.closed)
-            floors[:, ~pipes.is_open] = memory_floors(closed, parameters, self._passing_bytes(first, closed))
-        if pipes.open:
-            held, whole = [self._held(first, pipe) for pipe in pipes.open], self._counts_of(tuple(sizes))
-            floors[:, pipes.is_open] = uneven_memory_floors(sizes, whole, np.array(held), parameters, first)
-        return floors
+        if not pipes:
+            return np.empty((len(recipes), 0))
+        shapes = self._shapes(first, pipes)
+        return memory_floors(shapes, self._section_parameters(recipes), self._passing_bytes(first, shapes))
 
     def _passing_bytes(self, recipe: Recipe, shapes: PipeShapes) -> Passing:
         """What ranks hold but for parameters and their state, with each of some pipelines, [pipes, ranks]."""
@@ -380,11 +246,6 @@ class RecipePricer:
             held = held_by(shapes.pipes, recipe.micro_batches)
             self._passing[key] = passing_bytes(self.sizes(recipe), shapes.counts, shapes.present, held, recipe)
         return self._passing[key]
-
-    @staticmethod
-    def _held(recipe: Recipe, pipe: Pipe) -> Floats:
-        """Micro-batches that ranks with one stage each hold at their peak, [ranks]."""
-        return np.array(most_in_flight(schedule_of(pipe), pipe.pipeline, recipe.micro_batches), dtype=float)
 
     def section_floors(self, recipe: Recipe, *, gathers: bool = True) -> SectionFloors:
         """What sections take: the same whatever the pipeline and, unless each micro-batch exchanges, the sharding."""
@@ -403,7 +264,7 @@ class RecipePricer:
                 self._section_floor(price, name, recipe, groups, keeping, rest)
                 for name, price in self.sections(recipe).items()
             ]
-            self._floors[key] = stack_floors(floors)
+            self._floors[key] = SectionFloors(*np.array(floors).T)
         return self._floors[key]
 
     def _section_floor(
@@ -414,7 +275,7 @@ class RecipePricer:
         groups: Groups,
         keeping: tuple[str, str],
         rest: tuple[object, ...],
-    ) -> SectionFloor:
+    ) -> tuple[float, ...]:
         """One of them: the same under all layouts that price the section alike, whose groups it uses."""
         experts = (recipe.expert, recipe.expert_tensor) if price.expert_parameters or _exchanges(price) else ()
         is_block = name not in (BEFORE, AFTER)
@@ -452,11 +313,6 @@ def _layout_of(recipe: Recipe) -> tuple[object, ...]:
     """What of a recipe decides what its sections do, but for recomputation; all else is alike in a search."""
     ranks = (recipe.tensor, recipe.sequence_parallel, recipe.context, recipe.expert, recipe.expert_tensor)
     return (*ranks, recipe.micro_batch)
-
-
-def _any_boundaries(pipe: Pipe, blocks: int) -> Pipe:
-    """One of the pipelines of an open one."""
-    return pipe._replace(stage_blocks=(blocks, *[0] * (pipe.pipeline - 1)))
 
 
 def _exchanges(price: SectionPrice) -> bool:

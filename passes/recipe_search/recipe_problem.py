@@ -89,7 +89,7 @@ class RecipeProblem:
             RecipeError: a field that is not searched.
         """
         space = self.space(fixed, only)
-        fastest = Branch(space, Fastest(self.pricer, self.memory_limit, space.has_uneven))
+        fastest = Branch(space, Fastest(self.pricer, self.memory_limit))
         return search_recipes(
             [fastest], self.pricer.memory_bytes, time_budget_s=time_budget_s, known=known, watch=watch
         )
@@ -103,7 +103,7 @@ class RecipeProblem:
     ) -> FoundRecipe:
         """The recipe with the least memory; its objective is bytes. See `best`."""
         space = self.space(fixed, only)
-        smallest = Branch(space, Smallest(self.pricer, space.has_uneven))
+        smallest = Branch(space, Smallest(self.pricer))
         return search_recipes([smallest], self.pricer.memory_bytes, time_budget_s=time_budget_s)
 
     def baselines(self, time_budget_s: float = math.inf) -> dict[str, FoundRecipe]:
@@ -184,7 +184,6 @@ def known_kinds(cluster: Cluster, *, has_experts: bool) -> dict[str, Only]:
     schedules: Only = {
         "pipeline": range(2, cluster.size + 1),
         "schedule": ("1f1b", "interleaved-1f1b"),
-        "stage_blocks": (None,),
     }
     kinds: dict[str, Only] = {
         "data parallel": {**alone, "zero": (0,)},

@@ -5,9 +5,8 @@ A recipe of the space is a choice in four steps, every one of which is data here
 1. a `Layout`: sizes of `tensor`, `context`, `expert`, `expert_tensor`, whether activations are split over `tensor`
    between split regions, and the micro-batch. It decides what a section of the model takes and keeps;
 2. a `Keeping`: what is computed again (`recompute`), and whether what blocks keep lies on the host (`offload`);
-3. a `Pipe`: the number of pipeline ranks, schedule, virtual stages, and how blocks are shared out: evenly, evenly with
-   the ends counted as blocks, or, with one stage on each rank and at most a thousand ways to do it, in any other way.
-   What devices are left are `data`;
+3. a `Pipe`: the number of pipeline ranks, schedule, virtual stages, and how blocks are shared out: evenly, or evenly
+   with the ends counted as blocks. What devices are left are `data`;
 4. a `Sharding`: the ZeRO stage and the ranks over which it shards.
 
 All other fields (precision, optimizer, what the framework overlaps and fuses) are those of a given recipe, `base`.
@@ -22,7 +21,7 @@ What no recipe can be is known beforehand:
   micro-batches (`cost_models.schedule_orders.admits`); every stage but the first and the last has a block.
 
 Names for the same thing are left out: a group of all replicas is `zero_group=None`, "1f1b" with virtual stages is
-"interleaved-1f1b", blocks that are shared out evenly are not listed in `stage_blocks`, and selective recomputation of
+"interleaved-1f1b", and selective recomputation of
 blocks that have nothing which it computes again is none. ZeRO shards over two replicas or more, and ZeRO-1 alone can
 keep tensors whole (`base.whole_tensors`).
 """
@@ -41,14 +40,13 @@ from autoshard.ir.recipe import RECOMPUTE, Recipe
 from passes.recipe_search.known_pipes import (
     Pipe,
     PipeSet,
-    even_ways,
     known_pipes,
 )
 from passes.sections.price_model import CountedModel, RecipeKind
 
 SEARCHED = (
     "data", "tensor", "sequence_parallel", "context", "expert", "expert_tensor", "pipeline", "schedule",
-    "virtual_stages", "split_ends", "stage_blocks", "micro_batch", "recompute", "offload", "zero", "zero_group",
+    "virtual_stages", "split_ends", "micro_batch", "recompute", "offload", "zero", "zero_group",
 )  # fmt: skip
 """The fields of a recipe that the space chooses."""
 
@@ -211,42 +209,11 @@ class RecipeSpace:
         schedules = {each for each in {pipe.schedule for pipe in known} if self._allows("schedule", each or None)}
         virtual = {each for each in {pipe.virtual_stages for pipe in known} if self._allows("virtual_stages", each)}
         splits = {each for each in (False, True) if self._allows("split_ends", each)}
-        kinds = {False: self._allows("stage_blocks", None), True: self.has_uneven}
         is_allowed = [
-            pipe.schedule in schedules
-            and pipe.virtual_stages in virtual
-            and pipe.split_ends in splits
-            and kinds[pipe.uneven]
+            pipe.schedule in schedules and pipe.virtual_stages in virtual and pipe.split_ends in splits
             for pipe in known
         ]
         return known if all(is_allowed) else PipeSet(compress(known, is_allowed))
-
-    @property
-    def has_uneven(self) -> bool:
-        """Whether blocks may be shared out unevenly."""
-        return any(value is not None for value in self.only.get("stage_blocks", ((),)))
-
-    def next_stages(self, pipe: Pipe) -> list[Pipe]:
-        """An open pipeline, with each number of blocks that its next stage may have."""
-        blocks, stage = len(self.counted.blocks), len(pipe.stage_blocks)
-        left, after = blocks - sum(pipe.stage_blocks), pipe.pipeline - 1 - stage
-        least, most = min(stage, after, 1), left - max(0, after - 1)
-        counts = range(least, most + 1) if after else (left,)
-        found = [pipe._replace(stage_blocks=(*pipe.stage_blocks, count)) for count in counts]
-        even = even_ways(blocks, pipe.pipeline)
-        return [
-            each
-            for each in found
-            if each.is_open or (each.stage_blocks not in even and self._allows("stage_blocks", each.stage_blocks))
-        ]
-
-    def closed(self, pipe: Pipe) -> Iterator[Pipe]:
-        """All pipelines of a set; a pipeline alone if it is none."""
-        if not pipe.is_open:
-            yield pipe
-            return
-        for each in self.next_stages(pipe):
-            yield from self.closed(each)
 
     @property
     def most_zero(self) -> int:
@@ -295,7 +262,6 @@ class RecipeSpace:
             "schedule": pipe.schedule or None,
             "virtual_stages": pipe.virtual_stages,
             "split_ends": pipe.split_ends,
-            "stage_blocks": pipe.stage_blocks if pipe.uneven and not pipe.is_open else None,
             "zero": sharding.zero,
             "zero_group": sharding.group or None,
             "whole_tensors": self.base.whole_tensors and sharding.zero == 1,
@@ -307,8 +273,7 @@ class RecipeSpace:
         for layouts in self.layouts():
             for layout in layouts:
                 for keeping, ranks in product(self.keepings(layout), self.pipelines(layout)):
-                    pipes = (each for pipe in self.pipes(layout, ranks) for each in self.closed(pipe))
-                    for pipe, sharding in product(pipes, self.shardings(layout, ranks)):
+                    for pipe, sharding in product(self.pipes(layout, ranks), self.shardings(layout, ranks)):
                         recipe = self.recipe(layout, keeping, pipe, sharding)
                         if self.admits(recipe):
                             yield recipe

@@ -4,14 +4,11 @@ The space (`recipe_space`) is a tree. A node is a set of recipes, with a bound b
 for the time of a step under a memory limit (`recipe_objectives.Fastest`; bounds in `bound_recipes`) these are
 
 1. a layout and what is recomputed or offloaded: the mean of ranks, or a micro-batch's latency, without sharding or
-   ends; left out unpriced where the stages of a full rank exceed the memory limit with any pipeline
-   (`passes.recipe_search.bound_memory`);
+   ends; left out unpriced where ranks exceed the memory limit in the mean (`passes.recipe_search.bound_memory`);
 2. with the pipeline's ranks, and whether micro-batches exchange shards (ZeRO-2 or -3, then over which group): the mean
-   again, with that, or what the fullest rank takes as each has whole blocks; so much longer where all schedules whose
-   stages, with that sharding, do not exceed the limit leave ranks idle; left out where there are none;
+   again, with that; left out where the stages of every schedule exceed the limit with that sharding;
 3. with the schedule: the longest path of a rank, with its ends under the sharding that has the shortest; left out where
-   those and the micro-batches that it holds do. Where blocks are not shared out evenly, the least of all ways
-   (`passes.recipe_search.bound_boundaries`), then with the blocks of each stage, one stage after the other;
+   those and the micro-batches that it holds do;
 4. with the sharding, one recipe: the same with its own ends; left out if its memory, or its host's, exceeds the limit.
    Memory is known before times are: the micro-batches that a schedule holds do not depend on them;
 5. priced (`passes.recipes.price_recipe`).
@@ -21,9 +18,6 @@ recipe has the lowest bound it is the best. Of equal ones it is the one with the
 order, so the answer does not depend on the machine. Layouts are taken by rising micro-batch, until one is left out for
 its size, which rises with it. What is recomputed only adds to the step, and so does what is offloaded: where a layout
 is too slow without, it is left. (What is both may be faster than what is offloaded alone: less is copied.)
-
-There are many ways to share blocks out, most of them as good as each other. So only those with the lowest bound are
-split, not the deepest in turn.
 
 `Smallest` looks for the least memory in the same way. Stopped early, by its time budget or Ctrl-C, the search gives the
 best recipe that it priced, and the lowest bound of what is left.
@@ -41,7 +35,6 @@ from itertools import count
 from typing import Any
 
 from autoshard.ir.recipe import RECOMPUTE, Recipe
-from passes.recipe_search.bound_boundaries import Boundaries
 from passes.recipe_search.known_pipes import Pipe
 from passes.recipe_search.recipe_objectives import Objective
 from passes.recipe_search.recipe_space import KEEPINGS, Keeping, Layout, RecipeSpace, Sharding
@@ -123,7 +116,7 @@ class _Node:
     """A set of recipes: as much of the choice as is made.
 
     `exchanges`: ZeRO-2 or -3, None where it is neither; that which shards most of `kind`, over groups of one size or
-    another; `boundaries`: of an open pipeline, once they are bounded.
+    another.
     """
 
     branch: Branch
@@ -134,18 +127,11 @@ class _Node:
     kind: tuple[Sharding, ...] = ()
     pipe: Pipe | None = None
     sharding: Sharding | None = None
-    boundaries: Boundaries | None = None
-
-    @property
-    def is_uneven(self) -> bool:
-        """Whether it is of pipelines whose blocks are not shared out evenly."""
-        return self.pipe is not None and self.pipe.uneven
 
     @property
     def depth(self) -> int:
         """How many steps of the choice are made."""
-        stages = len(self.pipe.stage_blocks) if self.pipe else 0
-        return 1 + (self.ranks > 0) + (self.pipe is not None) + (self.sharding is not None) + stages
+        return 1 + (self.ranks > 0) + (self.pipe is not None) + (self.sharding is not None)
 
 
 _Entry = tuple[float, bool, tuple[object, ...], int, _Node]
@@ -277,9 +263,7 @@ class _Search:
         elif len(node.kind) > 1:
             self._split_kind(node)
         elif node.pipe is None:
-            self._split_pipeline(bound, node)
-        elif node.pipe.is_open:
-            self._split_boundaries(bound, node, node.pipe)
+            self._split_pipeline(node)
         elif node.sharding is None:
             self._split_shardings(bound, node, node.pipe)
         else:
@@ -288,9 +272,7 @@ class _Search:
     def _split_layout(self, node: _Node) -> None:
         space = node.branch.space
         for ranks in space.pipelines(node.layout):
-            some = replace(node, ranks=ranks)
-            if self.best is None or node.branch.objective.ranks(self._recipe(some)) <= self.best[0]:
-                self._open_kinds(some, _kinds(space.shardings(node.layout, ranks)))
+            self._open_kinds(replace(node, ranks=ranks), _kinds(space.shardings(node.layout, ranks)))
 
     def _split_kind(self, node: _Node) -> None:
         """Open each of the ways to exchange shards that a node leaves open."""
@@ -306,31 +288,15 @@ class _Search:
         for child, bound in zip(children, node.branch.objective.pipelines(asked, pipes), strict=True):
             self._push(bound, child)
 
-    def _split_pipeline(self, bound: float, node: _Node) -> None:
-        objective, recipe = node.branch.objective, self._recipe(node)
+    def _split_pipeline(self, node: _Node) -> None:
         pipes = node.branch.space.pipes(node.layout, node.ranks)
-        closed = pipes.closed
-        if closed:
-            shardings = (self._recipe(child) for child in self._sharded(node))
-            bounds = objective.schedules(recipe, shardings, closed)
-            most = min(sys.float_info.max, self._enough)
-            hopeful = [(each, pipe) for each, pipe in zip(bounds, closed, strict=True) if each <= most]
-            self.nodes += len(closed) - len(hopeful)
-            for pipe_bound, pipe in hopeful:
-                self._push(pipe_bound, node, pipe=pipe)
-        for least, pipe in zip(objective.uneven(recipe, pipes.open), pipes.open, strict=True):
-            self._push(max(bound, least), node, pipe=pipe)
-
-    def _split_boundaries(self, bound: float, node: _Node, open_pipe: Pipe) -> None:
-        """Bound the parts of a set of pipelines, then open it with the blocks of one stage after the other."""
-        if node.boundaries is None:
-            shardings = [self._recipe(child) for child in self._sharded(node)]
-            found = node.branch.objective.boundaries(self._recipe(node), shardings, open_pipe, enough=self._enough)
-            self._push(max(bound, found.floor), node, boundaries=found)
-            return
-        bounds = node.boundaries.next_stage(open_pipe.stage_blocks)
-        for pipe in node.branch.space.next_stages(open_pipe):
-            self._push(max(bound, float(bounds[pipe.stage_blocks[-1]])), node, pipe=pipe)
+        shardings = (self._recipe(child) for child in self._sharded(node))
+        bounds = node.branch.objective.schedules(self._recipe(node), shardings, pipes) if pipes else ()
+        most = min(sys.float_info.max, self._enough)
+        hopeful = [(each, pipe) for each, pipe in zip(bounds, pipes, strict=True) if each <= most]
+        self.nodes += len(pipes) - len(hopeful)
+        for pipe_bound, pipe in hopeful:
+            self._push(pipe_bound, node, pipe=pipe)
 
     def _split_shardings(self, bound: float, node: _Node, pipe: Pipe) -> None:
         known = [(child, self._recipe(child)) for child in self._sharded(node)]
@@ -361,8 +327,7 @@ class _Search:
         number = next(self.numbers)
         entry = (bound, False, (-node.depth,), number, node)
         heapq.heappush(self.open, entry)
-        if not node.is_uneven:
-            heapq.heappush(self.deep, (-node.depth, bound, number, node))
+        heapq.heappush(self.deep, (-node.depth, bound, number, node))
         return True
 
     def _is_hopeless(self, bound: float) -> bool:

@@ -142,16 +142,17 @@ class _State:
             self._keep_options(variable, np.flatnonzero(allowed))
             self.drop_dominated(variable)
             return True
+        if len(self.costs[variable]) == 1:
+            return False
         columns = [self.costs[variable][:, None]]
         columns += [self.table(variable, other) for other in sorted(self.neighbours[variable])]
         for variables, tables in zip(self.row_variables, self.row_tables, strict=True):
             if variable in variables:
                 columns.append(variables[variable][:, None])
             columns += [t if key[0] == variable else t.T for key, t in tables.items() if variable in key]
-        profile = np.unique(np.concatenate(columns, axis=1), axis=1)
-        instead = _undominated(profile)
-        keep = np.flatnonzero(instead == np.arange(len(profile)))
-        if len(keep) == len(profile):
+        instead = _undominated(np.concatenate(columns, axis=1))
+        keep = np.flatnonzero(instead == np.arange(len(instead)))
+        if len(keep) == len(instead):
             return False
         self.instead[variable][self.options[variable]] = self.options[variable][instead]
         self._keep_options(variable, keep)

@@ -217,9 +217,9 @@ class _Rows:
     index: list[int] = field(default_factory=list)
     value: list[float] = field(default_factory=list)
 
-    def add(self, index: np.ndarray, value: np.ndarray, lower: float, upper: float) -> None:
-        self.index += index.tolist()
-        self.value += value.tolist()
+    def add(self, index: list[int], value: list[float], lower: float, upper: float) -> None:
+        self.index += index
+        self.value += value
         self.start.append(len(self.index))
         self.lower.append(lower)
         self.upper.append(upper)
@@ -246,7 +246,7 @@ class _Model:
 
     def _add_choices(self) -> None:
         for first, cost in zip(self._first, self._problem.costs, strict=True):
-            self._rows.add(first + np.arange(len(cost)), np.ones(len(cost)), 1.0, 1.0)
+            self._rows.add(list(range(first, first + len(cost))), [1.0] * len(cost), 1.0, 1.0)
 
     def _add_edge(self, number: int, edge: Edge, use: float) -> _Flow:
         weights = [row.edges[number] for row in self._problem.rows if number in row.edges]
@@ -258,15 +258,17 @@ class _Model:
         cost = edge.cost[np.ix_(tail_of, head_of)]
         first = self._columns.add(_keep_infinite(cost.reshape(-1), use), integer=False)
         flow = _Flow(first + np.arange(cost.size).reshape(cost.shape), tail_of, head_of, tail_group, head_group)
-        for group, columns in enumerate(flow.columns):
-            self._couple(columns, self._first[edge.tail] + np.flatnonzero(tail_group == group))
-        for group, columns in enumerate(flow.columns.T):
-            self._couple(columns, self._first[edge.head] + np.flatnonzero(head_group == group))
+        self._couple(flow.columns, self._first[edge.tail], tail_group)
+        self._couple(flow.columns.T, self._first[edge.head], head_group)
         return flow
 
-    def _couple(self, flow: np.ndarray, options: np.ndarray) -> None:
-        values = np.concatenate([np.ones(len(flow)), -np.ones(len(options))])
-        self._rows.add(np.concatenate([flow, options]), values, 0.0, 0.0)
+    def _couple(self, flows: np.ndarray, first: int, groups: np.ndarray) -> None:
+        """The flows of each group, a row of `flows`, sum to its options; the variable's begin at column `first`."""
+        members: list[list[int]] = [[] for _ in flows]
+        for option, group in enumerate(groups.tolist(), first):
+            members[group].append(option)
+        for columns, options in zip(flows.tolist(), members, strict=True):
+            self._rows.add(columns + options, [1.0] * len(columns) + [-1.0] * len(options), 0.0, 0.0)
 
     def _add_peak_column(self) -> int:
         column = self._columns.add(np.array([1.0]), integer=False)
@@ -288,7 +290,7 @@ class _Model:
             index.append(np.array([self._peak]))
             value.append(np.array([-1.0]))
             limit = -row.constant / unit
-        self._rows.add(np.concatenate(index), np.concatenate(value), -np.inf, limit)
+        self._rows.add(np.concatenate(index).tolist(), np.concatenate(value).tolist(), -np.inf, limit)
 
     def run(
         self,
@@ -444,10 +446,12 @@ def _keep_infinite(costs: Floats, factor: float) -> Floats:
 
 
 def _groups(tables: list[Floats]) -> np.ndarray:
-    """For each row of the tables (side by side) the number of its group of equal rows."""
+    """For each row of the tables (side by side) the number of its group of equal rows, in the order of their first."""
     joined = np.concatenate(tables, axis=1)
-    _, inverse = np.unique(np.where(np.isfinite(joined), joined, -1.0), axis=0, return_inverse=True)
-    return inverse.reshape(-1)
+    numbers: dict[bytes, int] = {}
+    rows = (np.where(np.isfinite(joined), joined, -1.0) + 0.0).tobytes()
+    size = len(rows) // len(joined)
+    return np.array([numbers.setdefault(rows[at : at + size], len(numbers)) for at in range(0, len(rows), size)])
 
 
 def _first_of(groups: np.ndarray) -> np.ndarray:

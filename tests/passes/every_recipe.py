@@ -85,17 +85,9 @@ def _pipes(counted: CountedModel, devices: int) -> Iterator[dict[str, object]]:
     blocks = len(counted.blocks)
     yield {"pipeline": 1, "schedule": None}
     for ranks, schedule in product(range(2, devices + 1), SCHEDULES):
-        for virtual, split_ends in product(range(2, (blocks + 2) // ranks + 1), (False, True)):
-            yield {"pipeline": ranks, "schedule": schedule, "virtual_stages": virtual, "split_ends": split_ends}
-        for shares in _shares(blocks, ranks) if schedule in ONE_STAGE else ():
-            yield {"pipeline": ranks, "schedule": schedule, "stage_blocks": shares}
-
-
-def _shares(blocks: int, stages: int) -> Iterator[tuple[int, ...]]:
-    """All ways to share blocks out over two or more stages, of which all but the ends have one."""
-    for shares in product(range(blocks + 1), repeat=stages):
-        if sum(shares) == blocks and all(shares[1:-1]):
-            yield shares
+        for virtual, split_ends in product(range(1, (blocks + 2) // ranks + 1), (False, True)):
+            if (virtual > 1 or schedule in ONE_STAGE) and virtual * ranks <= blocks + 2 * split_ends:
+                yield {"pipeline": ranks, "schedule": schedule, "virtual_stages": virtual, "split_ends": split_ends}
 
 
 def zeros_of(replicas: int) -> Iterator[dict[str, int | None]]:

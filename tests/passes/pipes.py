@@ -10,5 +10,5 @@ def recipe_of(pipe: Pipe, micro_batches: int) -> Recipe:
     """A recipe of a pipeline, of so many micro-batches."""
     return Recipe(
         pipeline=pipe.pipeline, schedule=pipe.schedule, virtual_stages=pipe.virtual_stages, split_ends=pipe.split_ends,
-        stage_blocks=pipe.stage_blocks or None, global_batch=micro_batches,
+        global_batch=micro_batches,
     )  # fmt: skip

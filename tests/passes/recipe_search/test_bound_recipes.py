@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -12,16 +13,33 @@ from hypothesis import strategies as st
 from autoshard import Cluster, Recipe
 from cost_models.power import power_limit
 from cost_models.stages import StageTimes
-from cost_models.step import fitted
-from passes.recipe_search.bound_recipes import SectionFloors, rank_paths, step_floors
-from passes.recipe_search.known_pipes import Pipe, known_pipes
-from passes.recipe_search.pipe_shapes import pipe_shapes
+from cost_models.step import StepModel, fitted
+from passes.recipe_search.bound_recipes import SectionFloors, at_its_clock, path_floors
+from passes.recipe_search.known_pipes import Pipe, PipeSet, known_pipes
+from passes.recipe_search.pipe_shapes import Floats, pipe_shapes
+from passes.recipe_search.recipe_pricer import Kind, RecipePricer
 from passes.recipes.pipeline_stages import cuts_backward, run_stages, share_out
+from passes.recipes.price_ends import EndWork
 from passes.sections.fold_program import AFTER, BEFORE
+from tests.passes.decoders import priced_dense, priced_sparse
 from tests.passes.pipes import recipe_of
 
 NAMES = (BEFORE, "a", "b", AFTER)
 SECONDS = st.integers(0, 16).map(lambda number: number / 8)
+BARE = replace(fitted(), step_overhead_s=0.0, follows_power=False)
+MODELS = {"dense": priced_dense().counted, "sparse": priced_sparse().counted}
+
+
+def paths_of(
+    forward: Floats, backward: Floats, pipes: Sequence[Pipe], blocks: Sequence[str], recipe: Recipe, send_s: float
+) -> list[float]:
+    """Bounds on pipelines, of whose backwards half are gradients of weights, and which have no ends."""
+    zeros = np.zeros(4)
+    floors = SectionFloors(forward, backward, backward / 2, *[zeros] * 5)
+    shapes, model = pipe_shapes(NAMES, tuple(blocks), tuple(pipes)), BARE
+    nothing = [EndWork(0.0, 0.0, 0.0)]
+    cluster = Cluster("h100_sxm", 1, 1)
+    return path_floors(floors, shapes, send_s, recipe, lambda *_: nothing, cluster, model).tolist()
 
 
 @st.composite
@@ -29,11 +47,7 @@ def pipelines(draw: st.DrawFn) -> tuple[Pipe, list[str], int]:
     """A pipeline, blocks of two kinds, micro-batches."""
     ranks, micro_batches = draw(st.integers(2, 4)), draw(st.integers(1, 24))
     blocks = draw(st.lists(st.sampled_from(["a", "b"]), min_size=ranks, max_size=9))
-    pipe = draw(st.sampled_from(known_pipes(ranks, micro_batches, len(blocks))))
-    if pipe.is_open:
-        cuts = sorted(draw(st.lists(st.integers(0, len(blocks)), min_size=ranks - 1, max_size=ranks - 1)))
-        pipe = pipe._replace(stage_blocks=tuple(np.diff([0, *cuts, len(blocks)]).tolist()))
-    return pipe, blocks, micro_batches
+    return draw(st.sampled_from(known_pipes(ranks, micro_batches, len(blocks)))), blocks, micro_batches
 
 
 @settings(max_examples=500)
@@ -41,60 +55,105 @@ def pipelines(draw: st.DrawFn) -> tuple[Pipe, list[str], int]:
 def test_no_pipeline_is_shorter_than_the_path_of_a_rank(
     drawn: tuple[Pipe, list[str], int], seconds: list[float], overlaps: bool
 ) -> None:
-    """Whatever the schedule, its sections and its hand-overs take; 1F1B of equal stages takes just that."""
+    """Whatever the schedule, its sections and its hand-overs take."""
     pipe, blocks, micro_batches = drawn
     forward, backward, cutting = (np.array(seconds[begin : begin + 4]) for begin in (0, 4, 8))
-    send_s = seconds[12]
-    zeros = np.zeros(4)
-    floors = SectionFloors(forward, backward, zeros, zeros, backward / 2, cutting, *[zeros] * 5, gain_rate=0.0)
-    shapes = pipe_shapes(NAMES, tuple(blocks), (pipe,))
-    found = rank_paths(floors, shapes, micro_batches, send_s, overlaps=overlaps).floor(np.zeros(1))[0]
     recipe = replace(recipe_of(pipe, micro_batches), overlap_pipeline=overlaps)
+    (found,) = paths_of(forward, backward, [pipe], blocks, recipe, seconds[12])
     stages = []
     for stage in share_out(blocks, recipe):
         counts = np.array([dict(stage.sections).get(name, 0) for name in NAMES])
         whole = float(counts @ backward)
         more = float(counts @ cutting) if cuts_backward(recipe) else 0.0
-        stages.append(StageTimes(float(counts @ forward), whole / 2, whole / 2 + more, send_s))
+        stages.append(StageTimes(float(counts @ forward), whole / 2, whole / 2 + more, seconds[12]))
     total_s, _, _ = run_stages(stages, recipe)
     assert found <= total_s * (1 + 1e-9) + 1e-12
 
 
 def test_a_pipeline_of_equal_stages_takes_the_path_of_its_last_rank() -> None:
     """Three stages of 1 + 2 seconds and six micro-batches: 1F1B takes (3 - 1 + 6) times 3 seconds."""
-    forward, zeros = np.array([0.0, 1, 0]), np.zeros(3)
-    floors = SectionFloors(forward, 2 * forward, zeros, zeros, forward, *[zeros] * 6, gain_rate=0.0)
-    shapes = pipe_shapes((BEFORE, "a", AFTER), ("a",) * 3, (Pipe(3, "1f1b"), Pipe(3, "zero-bubble")))
-    paths = rank_paths(floors, shapes, 6, 0.0, overlaps=True)
-    assert paths.floor(np.zeros(1)).tolist() == [24.0, 20.0]
+    forward = np.array([0.0, 1, 0, 0])
+    recipe = Recipe(pipeline=3, schedule="1f1b", global_batch=6)
+    pipes = (Pipe(3, "1f1b"), Pipe(3, "zero-bubble"))
+    assert paths_of(forward, 2 * forward, pipes, "aaa", recipe, 0.0) == pytest.approx([24.0, 20.0])
 
 
-@given(st.floats(0.01, 5), st.floats(0, 1), st.floats(0, 3), st.booleans())
-def test_no_price_is_below_the_floor_at_any_clock(bound: float, share: float, more: float, knows_rate: bool) -> None:
-    """The step takes `more` than its bound, of which products are a part; it runs at the clock that its time leaves.
-
-    With products everywhere the same part of a step, the floor of a step at its bound is its price.
-    """
-    cluster = Cluster("h100_sxm", 1, 1)
+@given(st.floats(0.01, 5), st.floats(0, 1), st.floats(0, 3))
+def test_no_price_is_below_the_floor_at_its_clock(bound: float, share: float, more: float) -> None:
+    """The step takes `more` than its bound, of which products are a part; it runs at the clock that its time leaves."""
     products = share * bound
-    rate = share if knows_rate else 1.0
-    floor = float(step_floors(lambda gain: bound - gain * products, products, cluster, fitted(), rate)[0])
+    cluster, model = Cluster("h100_sxm", 1, 1), fitted()
+    floor = float(at_its_clock(np.array([bound]), products, cluster, model)[0])
     first = bound + more
-    speed = power_limit().speed(products / first)
-    assert floor <= first - (1 - 1 / speed) * products
-    if more == 0:
-        tolerance = 1e-8 if knows_rate else 0.02
-        assert floor == pytest.approx(first - (1 - 1 / speed) * products, rel=tolerance)
+    assert floor <= first - (1 - 1 / power_limit().speed(products / first)) * products
+    assert floor >= bound / power_limit().headroom * (1 - 1e-8)
+    if share == 1.0 and more == 0.0:
+        assert floor == pytest.approx(bound, rel=1e-8)
 
 
-def test_a_fuller_first_rank_waits_for_the_way_of_the_first_and_the_last_micro_batch() -> None:
-    """Two stages of 1 + 2 seconds, the first with 0.2 more, six micro-batches: 2 (1 + 1) + 5 times 3.2, of 20.1."""
-    forward, zeros = np.array([0.1, 1, 0]), np.zeros(3)
-    late = np.array([0.0, 1, 0])
-    floors = SectionFloors(forward, forward + late, zeros, zeros, late, *[zeros] * 6, gain_rate=0.0)
-    shapes = pipe_shapes((BEFORE, "a", AFTER), ("a",) * 2, (Pipe(2, "zero-bubble"),))
-    found = rank_paths(floors, shapes, 6, 0.0, overlaps=True).seconds[0]
-    stages = [StageTimes(1.1, 1.1, 1.0), StageTimes(1.0, 1.0, 1.0)]
-    total_s, _, _ = run_stages(stages, Recipe(pipeline=2, schedule="zero-bubble", global_batch=6))
-    assert found.tolist() == pytest.approx([20.0, 19.1])
-    assert total_s == pytest.approx(20.1)
+def pricer_of(name: str, model: StepModel | None = None) -> RecipePricer:
+    """What prices recipes of a model that differ in what is searched only."""
+    return RecipePricer(MODELS[name], Cluster("h100_sxm", 2, 4), model or fitted())
+
+
+RECIPES = st.builds(
+    Recipe,
+    data=st.just(8),
+    zero=st.integers(0, 3),
+    zero_group=st.sampled_from([None, 2, 4]),
+    micro_batch=st.sampled_from([1, 16]),
+    global_batch=st.sampled_from([128, 256]),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+    offload=st.sampled_from(["none", "activations"]),
+    cuda_graph=st.booleans(),
+    gradient_dtype=st.sampled_from(["f32", "bf16"]),
+    overlap_gradients=st.booleans(),
+    overlap_parameters=st.booleans(),
+)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@settings(max_examples=40)
+@given(RECIPES)
+def test_no_step_is_shorter_than_its_mean_beside_what_it_exchanges(name: str, recipe: Recipe) -> None:
+    """Whatever the group that it exchanges with; nor than the mean of all that have its layout."""
+    pricer = pricer_of(name)
+    layout = pricer.layout_floor(replace(recipe, zero=0, zero_group=None), 8)
+    for groups in ((recipe.zero_group,), (None, 2, 4)):
+        (floor,) = pricer.mean_floors([(recipe, groups)])
+        assert layout <= floor * (1 + 1e-12)
+        assert all(floor <= pricer.time_s(replace(recipe, zero_group=group)) for group in groups)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@settings(max_examples=25)
+@given(RECIPES, st.sampled_from([2, 4]), st.data())
+def test_no_step_with_a_pipeline_is_shorter_than_its_floors(
+    name: str, drawn: Recipe, ranks: int, data: st.DataObject
+) -> None:
+    """The mean of its ranks, and the path and the ends of one, alone or beside other shardings."""
+    recipe = replace(drawn, data=8 // ranks, zero_group=None, pipeline=ranks, schedule="1f1b")
+    pricer = pricer_of(name)
+    pipe = data.draw(st.sampled_from(known_pipes(ranks, recipe.micro_batches, len(pricer.counted.blocks))))
+    time_s = pricer.time_s(replace(recipe, **fields_of(pipe)))
+    (mean,), (path,) = pricer.mean_floors([(recipe, (None,))]), pricer.recipe_floors([recipe], pipe)
+    assert max(mean, path) <= time_s
+    assert pricer.path_floors([recipe], PipeSet([pipe]))[0] == path
+
+
+def fields_of(pipe: Pipe) -> dict[str, object]:
+    """What a recipe says of its pipeline."""
+    return {"schedule": pipe.schedule, "virtual_stages": pipe.virtual_stages, "split_ends": pipe.split_ends}
+
+
+def test_recipes_that_are_bounded_at_once_have_the_bounds_of_each_alone() -> None:
+    """In time and in memory, whatever they exchange."""
+    pricer = pricer_of("dense")
+    recipes = [Recipe(data=8, zero=zero, zero_group=2, global_batch=64) for zero in (1, 2, 3)]
+    recipes.append(Recipe(data=8, global_batch=64))
+    kinds: list[Kind] = [(recipe, (recipe.zero_group,)) for recipe in recipes]
+    alone = [pricer.mean_floors([each])[0] for each in kinds]
+    assert pricer.mean_floors(kinds).tolist() == pytest.approx(alone, rel=1e-12)
+    pipes = PipeSet([Pipe()])
+    at_once = pricer.memory_floors(recipes, pipes)
+    assert at_once.tolist() == [pricer.memory_floors([each], pipes)[0].tolist() for each in recipes]

@@ -10,7 +10,6 @@ import pytest
 
 from autoshard import Cluster, Recipe, RecipeError
 from passes.recipe_search.recipe_space import RecipeSpace, divisors
-from passes.recipes.pipeline_stages import even_blocks
 from passes.recipes.recipe_plan import predict_recipe
 from tests.passes.decoders import priced_dense, priced_sparse
 
@@ -46,11 +45,6 @@ def _all_recipes(blocks: int) -> set[Recipe]:
             except RecipeError:
                 continue
             found.add(recipe)
-            if virtual == 1 < pipeline and not split:
-                even = [even_blocks(blocks, pipeline, split_ends=ends) for ends in (False, True)[pipeline > blocks :]]
-                for shares in itertools.product(range(blocks + 1), repeat=pipeline):
-                    if sum(shares) == blocks and all(shares[1:-1]) and shares not in even:
-                        found.add(dataclasses.replace(recipe, stage_blocks=shares))
     return found
 
 
