@@ -258,7 +258,7 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
     search = Search(options.memory_budget, options.time_budget_s, control=options.control)
     quick = replace(
         search, time_budget_s=_BASELINE_SHARE * options.time_budget_s, tolerance=1e-2, max_rounds=_BASELINE_ROUNDS,
-        most_parts=0, most_targets=0, says_smallest=False, is_exact=False,
+        is_thorough=False, says_smallest=False, is_exact=False,
     )  # fmt: skip
     baselines = solve_baselines(planning, quick, allowed, options.before, end) if options.with_baselines else {}
     start, bucketed, priced = [found for found in baselines.values() if found is not None], None, None

@@ -21,8 +21,6 @@ Energy Minimization", 2006): variables are in program order, so the long chains 
    variable at a time.
 5. Before that, where they are still apart: take the best of all choices seen (`merge_choices`). Where nothing fits so
    far, one of a small peak is asked for, if that finds nothing, and rounds go on.
-6. Where bound and choice are still apart: ask whether anything costs less than a target between them (`ask_below`).
-7. Where they still are, as too much may cost less: part the problem, and search its parts (`branch_duals`).
 """
 
 from __future__ import annotations
@@ -32,9 +30,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from passes.solver.ask_below import ask_below
 from passes.solver.assignment import Assignment, MemoryRow, Solution
-from passes.solver.branch_duals import branch
 from passes.solver.dual_state import DualState, Usage
 from passes.solver.merge_choices import merge
 from passes.solver.search_control import SearchControl
@@ -48,8 +44,6 @@ class DualSearch:
         tolerance: relative gap at which the search is content.
         max_rounds: rounds of message passing at most.
         time_limit_s: seconds at most.
-        most_parts: times that the problem is parted at most, see `branch_duals`.
-        most_targets: targets at most, see `ask_below`.
         presses: whether memory is weighed more although something fits.
         merges_above: relative gap above which the best of all choices seen is taken, see `merge_choices`.
         control: told how it goes; may stop it after any round, repair or change.
@@ -58,8 +52,6 @@ class DualSearch:
     tolerance: float = 1e-3
     max_rounds: int = 100
     time_limit_s: float = 60.0
-    most_parts: int = 0
-    most_targets: int = 0
     presses: bool = True
     merges_above: float = math.inf
     control: SearchControl = field(default_factory=SearchControl)
@@ -97,8 +89,6 @@ class DualSearch:
         if state.gap() > self.merges_above:
             merge(state, self.merges_above, ends[2])
         state.polish(ends[3])
-        ask_below(state, self.tolerance, self.most_targets, ends[4])
-        branch(state, self.tolerance, self.most_parts, ends[4])
         return state.solution()
 
     def _find_any(self, state: DualState, frugal: Callable[[], Sequence[int]] | None, ends: Sequence[float]) -> None:
@@ -112,5 +102,5 @@ class DualSearch:
             state.run(self.tolerance, self.max_rounds, ends[1])
 
 
-_SHARES = (0.5, 0.6, 0.9, 0.95, 1.0)
-"""Until when rounds, repairs, merging, single changes, and targets and branching go on, as parts of the time."""
+_SHARES = (0.5, 0.6, 0.95, 1.0)
+"""Until when rounds, repairs, merging, and single changes go on, as parts of the time."""

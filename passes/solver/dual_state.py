@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +14,6 @@ from passes.solver.assignment import Assignment, Floats, MemoryRow, Solution
 from passes.solver.messages import Messages
 from passes.solver.quiet_highs import QuietHighs
 from passes.solver.search_control import SearchControl
-from passes.solver.solve_milp import Multipliers
 
 Usage = Callable[[Sequence[int]], np.ndarray]
 """Bytes in use at every program point under a choice."""
@@ -34,9 +31,6 @@ _REACH = 0.03
 
 _PASSES = 4
 """Message passes between two moves of the multipliers."""
-
-_LAST_PASSES = 12
-"""Message passes under the best multipliers."""
 
 
 @dataclass(slots=True)
@@ -62,12 +56,11 @@ class DualState:
     def __post_init__(self) -> None:
         self.messages = Messages(self.problem)
 
-    def run(self, tolerance: float, rounds: int, deadline: float, whole: DualState | None = None) -> None:
-        """Some rounds, as long as they close the gap; what is shown is of the `whole` search that this is part of."""
-        whole = self if whole is None else whole
+    def run(self, tolerance: float, rounds: int, deadline: float) -> None:
+        """Some rounds, as long as they close the gap."""
         for _ in range(rounds):
             self.round()
-            self.control.note(whole.best_cost, whole.bound)
+            self.control.note(self.best_cost, self.bound)
             if self.gap() <= tolerance or self.has_stalled() or self.finds_nothing() or self.is_over(deadline):
                 return
 
@@ -75,33 +68,9 @@ class DualState:
         """Whether to go no further."""
         return self.control.is_stopped or time.monotonic() > deadline
 
-    def restricted(self, variable: int, mask: np.ndarray) -> DualState:
-        """The search with only the options of a variable that a mask leaves; it goes on from what is known."""
-        costs = list(self.problem.costs)
-        costs[variable] = np.where(mask, costs[variable], np.inf)
-        state = copy.copy(self)
-        state.problem = dataclasses.replace(self.problem, costs=tuple(costs))
-        state.messages = self.messages.restricted(variable, mask)
-        state.rows = dict(self.rows)
-        state.cuts = [cut for cut in self.cuts if mask[cut[2][variable]]]
-        state.multipliers, state.best_multipliers = dict(self.best_multipliers), dict(self.best_multipliers)
-        state.distances = []
-        state.weigh()
-        return state
-
-    def closest_choices(self) -> tuple[tuple[int, ...] | None, tuple[int, ...] | None]:
-        """Of the choices seen, the one of least Lagrangian that fits, and the one that does not; None for none."""
-        ordered = sorted(self.cuts, key=lambda cut: self._lagrangian(cut[0], cut[1]))
-        fits = next((choice for _, used, choice in ordered if used.max() <= self.problem.limit), None)
-        return fits, next((choice for _, used, choice in ordered if used.max() > self.problem.limit), None)
-
     def row(self, point: int) -> MemoryRow:
         """The memory row of a point."""
         return self.rows[point] if point in self.rows else self.row_at(point)
-
-    def heaviest_row(self) -> MemoryRow:
-        """The memory row of largest multiplier."""
-        return self.rows[max(self.rows, key=lambda point: self.best_multipliers.get(point, 0.0))]
 
     def round(self) -> None:
         """Some message passing, rounding and, where memory binds, a move of the multipliers."""
@@ -134,15 +103,6 @@ class DualState:
     def finds_nothing(self) -> bool:
         """Whether nothing fits though many rounds went by."""
         return len(self.distances) >= _HOPEFUL and self.best is None
-
-    def found_multipliers(self) -> Multipliers:
-        """Under which the bound was best: of each edge, and of each memory row, in the order of `rows`."""
-        self.multipliers = dict(self.best_multipliers)
-        self.weigh()
-        for _ in range(_LAST_PASSES):
-            self.messages.iterate()
-        rows = np.array([self.multipliers.get(point, 0.0) for point in self.rows])
-        return Multipliers(tuple(self.messages.moved()), rows)
 
     def _offset(self) -> float:
         """What the weighed limits take from the bound."""

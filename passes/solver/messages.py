@@ -7,7 +7,6 @@ order, and back; each pass back ends in a bound that never falls while the costs
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -38,17 +37,6 @@ class Messages:
         self._forward = [np.zeros(table.shape[1]) for table in self._tables]
         self._backward = [np.zeros(table.shape[0]) for table in self._tables]
 
-    def restricted(self, variable: int, mask: np.ndarray) -> Messages:
-        """The same with only the options of `variable` that a mask leaves; the messages go on from where they are."""
-        other = copy.copy(self)
-        other._base = list(self._base)
-        other._base[variable] = np.where(mask, self._base[variable], self._cap)
-        other._costs = list(self._costs)
-        other._costs[variable] = np.where(mask, self._costs[variable], self._cap)
-        other._barred = None
-        other._forward, other._backward = list(self._forward), list(self._backward)
-        return other
-
     def weigh(self, rows: Mapping[int, tuple[MemoryRow, float]]) -> None:
         """Add `weight` seconds per byte of each memory row, by its point, to the costs; the messages stay.
 
@@ -73,29 +61,6 @@ class Messages:
         """One pass forth, which rounds, and one back, which bounds."""
         choice = self._pass_forward()
         return self._pass_backward(), choice
-
-    def moved(self) -> list[tuple[Floats, Floats]]:
-        """For each edge what it costs less, and its tail and its head cost more, as of the last pass back.
-
-        That is what the ends were told, less what the later one gives back: its share of what it knows.
-        """
-        beliefs = [self._belief(variable) for variable in range(len(self._costs))]
-        found: list[tuple[Floats, Floats]] = []
-        for number, edge in enumerate(self._problem.edges):
-            second = self._ends[number][1]
-            later = self._forward[number] - self._share[second] * beliefs[second]
-            ends = (self._backward[number], later)
-            found.append(ends if edge.tail < edge.head else (later, self._backward[number]))
-        return found
-
-    def _belief(self, variable: int) -> Floats:
-        """What a variable's options cost with all that its neighbours tell."""
-        belief = self._costs[variable]
-        for number in self._earlier[variable]:
-            belief = belief + self._forward[number]
-        for number in self._later[variable]:
-            belief = belief + self._backward[number]
-        return belief
 
     def _capped_tables(self) -> list[Floats]:
         """The costs of each edge, the earlier variable's options as rows; edges that share a table share it here."""

@@ -68,17 +68,6 @@ def narrow(problem: Assignment, below: float, deadline: float) -> Assignment | N
     return problem
 
 
-def narrow_by(problem: Assignment, multipliers: Multipliers, below: float) -> Assignment | None:
-    """The same by multipliers that are known, as far as they tell."""
-    slacks = _slacks(problem, multipliers)
-    spare = below * (1 + _MARGIN) - slacks.bound
-    if spare < 0:
-        return None
-    costs = [np.where(slack > spare, np.inf, cost) for cost, slack in zip(problem.costs, slacks.options, strict=True)]
-    edges = [_forbidding(edge, slack > spare) for edge, slack in zip(problem.edges, slacks.pairs, strict=True)]
-    return dataclasses.replace(problem, costs=tuple(costs), edges=tuple(edges))
-
-
 def _options(problem: Assignment) -> int:
     return sum(int(np.isfinite(cost).sum()) for cost in problem.costs)
 

@@ -61,7 +61,7 @@ def _find(choice: Sequence[int], edges: Sequence[Edge], row: MemoryRow, known: M
 def check_search(problem: Assignment, usage: Usage, rows: Sequence[MemoryRow]) -> None:
     """A search of a problem brackets its optimum, and what it finds fits."""
     best = solve_exhaustive(problem)
-    found = DualSearch(max_rounds=12, most_parts=4, most_targets=4)(problem, usage, rows.__getitem__)
+    found = DualSearch(max_rounds=12)(problem, usage, rows.__getitem__)
     if best is None:
         assert found is None or not np.isfinite(found.cost)
     elif found is not None:
