@@ -110,13 +110,17 @@ def make_mesh() -> DeviceMesh | autoshard.Mesh:
 
 
 def make_plan(
-    model: nn.Module, mesh: DeviceMesh | autoshard.Mesh, example: tuple[torch.Tensor, ...], console: Console
+    model: nn.Module,
+    mesh: DeviceMesh | autoshard.Mesh,
+    example: tuple[torch.Tensor, ...],
+    measure_s: float,
+    console: Console,
 ) -> autoshard.Plan | None:
     """The first rank's plan, priced for these ranks as measured now; none (compile plans) for simulated ranks."""
     if not isinstance(mesh, DeviceMesh):
         return None
     console.print("Measuring this machine: products, memory, and collectives of all ranks at once ...")
-    cluster = autoshard.calibrate().cluster
+    cluster = autoshard.calibrate(budget_s=measure_s).cluster
     plans = [None]
     if dist.get_rank() == 0:
         plans = [
@@ -188,6 +192,7 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--measure-s", type=float, default=20.0, help="seconds in which the machine is measured")
     parser.add_argument("--plan", type=Path, default=Path("plan.json"), help="where the plan is written")
     return parser.parse_args()
 
@@ -208,7 +213,7 @@ def main() -> None:
     console.print(f"A GPT of {parameters:,} parameters on {len(text.data):,} bytes of Python's standard library.")
 
     example = tuple(part.to(device) for part in text.at(0))
-    plan = make_plan(model, mesh, example, console)
+    plan = make_plan(model, mesh, example, options.measure_s, console)
     sharded = autoshard.compile(model, mesh, example_inputs=example, plan=plan)
     plan = sharded.plan
     console.print(str(plan), highlight=False, markup=False, soft_wrap=True)

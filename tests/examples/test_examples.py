@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).parents[2]
-_SMALL = ("--steps", "3", "--layers", "1", "--width", "32", "--heads", "4", "--length", "16")
+_SMALL = ("--steps", "3", "--layers", "1", "--width", "32", "--heads", "4", "--length", "16", "--measure-s", "2")
 _ON_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 _TORCHRUN = (*_ON_RANKS, "2")
 
