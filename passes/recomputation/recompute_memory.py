@@ -93,6 +93,7 @@ class RecomputeMemory:
         for key, kept in numbered(self.liveness.on_links).items():
             if not self._is_of_view_again(kept):
                 yield key, self._on_link(kept)
+                yield from ((("behind", key), item) for item in self._result_behind(kept))
         for name, copy in self.split.late.items():
             for keeping in self.keepings_of(name):
                 for number, item in enumerate(self._late_items(name, keeping)):
@@ -128,13 +129,24 @@ class RecomputeMemory:
         table = self.memory.on_link(kept)
         return self._item(kept.interval, table, (link.head,) if table.is_of_one else (link.tail, link.head))
 
-    def _value_until_freed(self, kept: OnLink, link: Link) -> Item:
+    def _value_until_freed(self, kept: OnLink, link: Link, *, is_held: bool = False) -> Item:
         """A value of the forward at its last use there, which its second life counts where it is held."""
-        freed = tuple(not self.options.holds(link.tail, keeping) for keeping in self.keepings_of(link.tail))
+        freed = tuple(self.options.holds(link.tail, keeping) is is_held for keeping in self.keepings_of(link.tail))
         origin, want = self.split.origin(link.head)
         there = tuple(want is None or keeping is want for keeping in self.keepings_of(origin))
         variables = (self.planning.classes[link.tail], self.planning.classes[origin])
         return self._item_under(kept.interval, self.memory.on_link(kept), variables, (freed, there))
+
+    def _result_behind(self, kept: OnLink) -> Iterator[Item]:
+        """What leaves the program, where it is held, once its second life is over."""
+        link = self.split.space.links[kept.link]
+        is_result = kept.held is Held.VALUE and leaves_program(self.split.space.sites[link.head], link)
+        if is_result and link.tail in self.split.late:
+            is_view = link.tail in self.viewed
+            over = self.ends[link.tail, 0] if is_view else self._end(link.tail, link.result)
+            interval = Interval(max(kept.interval.birth, over + 1), kept.interval.death)
+            if interval.birth <= interval.death:
+                yield self._value_until_freed(dataclasses.replace(kept, interval=interval), link, is_held=True)
 
     def _late_items(self, name: str, keeping: Keeping) -> Iterator[Item]:
         """A value behind the forward, under a keeping."""

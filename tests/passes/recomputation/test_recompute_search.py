@@ -340,9 +340,7 @@ def check_near_the_best(
     assert found.peak_bytes() <= limit
     assert bound <= cost
     least = max(bound * (1 - 1e-8), (1 - NEAR) * cost)
-    cheaper = list(
-        islice(takewhile(lambda choice: every.cost_of(choice) < least, cheapest_first(every)), MOST_CHOICES)
-    )
+    cheaper = list(islice(takewhile(lambda choice: every.cost_of(choice) < least, cheapest_first(every)), MOST_CHOICES))
     assume(len(cheaper) < MOST_CHOICES)
     assert all(problem.usage(choice).max() > limit for choice in cheaper)
     event(f"cheaper plans that do not fit: {'some' if cheaper else 'none'}")
