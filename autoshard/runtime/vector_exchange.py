@@ -138,7 +138,11 @@ def _listen() -> socket.socket:
 def _call(address: str, port: int, token: bytes, number: int) -> socket.socket:
     """A connection to the rank that hears this one in a round."""
     end = socket.create_connection((address, port), _CONNECT_S)
-    end.sendall(token + bytes([number]))
+    try:
+        end.sendall(token + bytes([number]))
+    except OSError:
+        end.close()
+        raise
     return end
 
 
@@ -148,7 +152,11 @@ def _answer(server: socket.socket, token: bytes, rounds: int) -> dict[int, socke
     end = time.monotonic() + _CONNECT_S
     while len(found) < rounds:
         server.settimeout(max(0.001, end - time.monotonic()))
-        other, _ = server.accept()
+        try:
+            other, _ = server.accept()
+        except OSError:
+            _close(found.values())
+            raise
         other.settimeout(_CONNECT_S)
         try:
             *said, number = _receive(other, _TOKEN + 1)
