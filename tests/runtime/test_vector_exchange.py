@@ -111,6 +111,16 @@ def test_ranks_that_cannot_reach_each_other_have_no_exchange(monkeypatch: pytest
     assert on_all(3, connect) == [None] * 3  # type: ignore[arg-type]
 
 
+def test_ranks_that_were_heard_are_left_where_another_does_not_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their connections are closed: who called is not left to wait."""
+    monkeypatch.setattr(vector_exchange, "_CONNECT_S", 0.2)
+    server, token = vector_exchange._listen(), b"t" * 32
+    with server, vector_exchange._call("localhost", server.getsockname()[1], token, 0) as heard:
+        with pytest.raises(TimeoutError):
+            vector_exchange._answer(server, token, 2)
+        assert heard.recv(1) == b""
+
+
 def test_who_does_not_know_the_token_is_left_out() -> None:
     """Another program that connects, says something else or nothing, and the rank that does know it."""
     server, token = vector_exchange._listen(), b"t" * 32

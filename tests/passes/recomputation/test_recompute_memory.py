@@ -94,6 +94,29 @@ def test_parts_of_a_product_keep_all_of_it(share: float) -> None:
     assert sum(running == counted for counted, running in found) >= 3
 
 
+class Scored(nn.Module):
+    """A loss, and the logits of which it is, which the backward computes nothing of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(16, 8)
+        self.head = nn.Linear(8, 16, bias=False)
+
+    def forward(self, tokens: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.head(self.embed(tokens))
+        return nn.functional.cross_entropy(logits.view(-1, 16), target.view(-1)), logits
+
+
+@pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
+def test_results_are_counted_to_the_end(share: float) -> None:
+    """Logits that leave the program are there behind the recomputation that they are kept for."""
+    tokens = torch.zeros(4, 4, dtype=torch.int64)
+    problem = joint(problem_of(trace(Scored(), (tokens, tokens), {}), LINE))
+    found = [peaks(problem, choice) for choice in seen(problem, share)]
+    assert found
+    assert all(running <= counted for counted, running in found)
+
+
 @pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
 def test_each_result_of_a_call_is_counted_as_long_as_it_or_a_view_of_it_is_there(share: float) -> None:
     """Kept or made again; one that nothing reads again is there while the call is."""
