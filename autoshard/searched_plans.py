@@ -75,7 +75,7 @@ def _shapes(found: Sequence[FoundRecipe], search: RecipeSearch) -> dict[Recipe, 
     shapes: dict[Recipe, FoundRecipe] = {}
     for each in sorted(found, key=lambda each: each.objective):
         if each.recipe is not None:
-            shapes.setdefault(replace(each.recipe, **free, stage_blocks=None, split_ends=False), each)
+            shapes.setdefault(replace(each.recipe, **free, split_ends=False), each)
     return shapes
 
 

@@ -52,11 +52,11 @@ class PowerLimit:
         """
         if not 0 <= duty <= 1:
             raise CostArgumentError(f"duty={duty!r} is no share of the time between 0 and 1.")
-        return self.headroom if duty < _NEVER else float(self.speeds(np.array([duty]))[0])
+        return float(self.speeds(np.array([duty]))[0])
 
     def speeds(self, duties: NDArray[np.float64]) -> NDArray[np.float64]:
-        """`speed` of many duties, each over 0 and at most 1."""
-        budgets = self.other_share + (1 - self.other_share) / duties
+        """`speed` of many duties, each of 0 to 1."""
+        budgets = self.other_share + (1 - self.other_share) / np.maximum(duties, _NEVER)
         return np.minimum(self.headroom, budgets ** (1 / self.exponent))
 
 

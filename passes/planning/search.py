@@ -39,7 +39,7 @@ _ROW_PAIRS = 2_000
 eight times the time that was cheaper than what duality finds, and left it less of it."""
 
 _AT_FIRST = Effort(1e-9, 20)
-"""What is spent on each solve of so small a problem before duality is asked."""
+"""Effort of each exact solve of so small a problem; where it does not suffice, duality goes on."""
 
 _SHARE_EXACT = 0.7
 """The part of the time for exact search, where duality has the rest."""
@@ -83,7 +83,7 @@ class Search:
         is_thorough: whether large problems are searched on where something fits, see `DualSearch`.
         fineness: part of the tolerance up to which the best of all choices seen is taken where memory binds.
         says_smallest: whether the error of a large problem that does not fit says the smallest limit that would do.
-        is_exact: whether small problems are solved exactly where memory binds, too.
+        is_exact: whether the smallest problems are solved exactly where memory binds, too.
         control: told how it goes, and may stop it.
     """
 

@@ -104,28 +104,14 @@ def memory_floors(shapes: PipeShapes, parameters: SectionParameters, passing: Pa
     Returns:
         [shardings, pipes].
     """
-    return rank_floors(shapes.counts, parameters, passing).max(axis=1).T
-
-
-def rank_floors(counts: Floats, parameters: SectionParameters, passing: Passing) -> Floats:
-    """Bounds on the memory of ranks, bytes, likewise.
-
-    Args:
-        counts: how often each rank has each section, [..., sections].
-        parameters: what shardings hold for them.
-        passing: on each rank, [...].
-
-    Returns:
-        [..., shardings].
-    """
-    by_rank = counts.reshape(-1, counts.shape[-1])
+    by_rank = shapes.counts.reshape(-1, shapes.counts.shape[-1])
     states, updates = (
-        (by_rank @ each.T).reshape(*counts.shape[:-1], -1) for each in (parameters.states, parameters.updates)
+        (by_rank @ each.T).reshape(*shapes.counts.shape[:-1], -1) for each in (parameters.states, parameters.updates)
     )
     beside = passing.rest[..., None]
     if parameters.gathers.any():
         beside = beside + passing.gathered[..., None] * parameters.gathers
-    return whole_bytes(states + np.maximum(beside, updates))
+    return whole_bytes(states + np.maximum(beside, updates)).max(axis=1).T
 
 
 def passing_bytes(

@@ -44,12 +44,9 @@ from passes.sections.price_sections import SectionPrice
 
 ROUNDING = 1.0 - 1e-9
 
-_NEVER = 1e-12
-"""The least duty: products that take no time."""
-
 
 class SectionFloors(NamedTuple):
-    """What sections take for one micro-batch, in the order of their names, [sections].
+    """Times and parameters of sections for one micro-batch, in the order of their names, [sections].
 
     Args:
         forward, backward: seconds at the clock of sustained products; backward with what is recomputed.
@@ -84,7 +81,7 @@ def section_floor(
     *,
     is_block: bool,
 ) -> tuple[float, ...]:
-    """What a section takes under a recipe, in the order of `SectionFloors`; `passes`: without what is kept."""
+    """A section's entries of `SectionFloors` under a recipe, in their order; `passes`: without what is kept."""
     time = section_time(price, recipe, groups, cluster, model, is_block=is_block, passes=passes)
     return (
         time.forward_s, time.backward_s + time.recompute_s, time.backward_s - time.input_gradient_s, passes.adding_s,
@@ -101,7 +98,7 @@ def at_its_clock(seconds: Floats, products_s: float, cluster: Cluster, model: St
     """
     if not follows_power(cluster, model):
         return ROUNDING * seconds
-    return ROUNDING * seconds / power_limit().speeds(np.clip(products_s / seconds, _NEVER, 1.0))
+    return ROUNDING * seconds / power_limit().speeds(np.minimum(products_s / seconds, 1.0))
 
 
 def mean_floors(

@@ -1,4 +1,4 @@
-"""Where sections lie in pipelines of as many ranks, what each rank hands over, and what it holds: for bounds."""
+"""Places of sections in pipelines of as many ranks, and the micro-batches that each rank holds: for bounds."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def pipe_shapes(names: tuple[str, ...], blocks: tuple[str, ...], pipes: tuple[Pi
 
 
 class _Way(NamedTuple):
-    """What decides where sections lie in a pipeline."""
+    """One way to share blocks out over the stages of a pipeline, which decides where sections lie."""
 
     virtual_stages: int
     split_ends: bool

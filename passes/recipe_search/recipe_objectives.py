@@ -43,7 +43,7 @@ class Objective(Protocol):
         ...
 
     def schedules(self, recipe: Recipe, shardings: Iterable[Recipe], pipes: PipeSet) -> Sequence[float]:
-        """Those that also have one pipeline or another, each of the recipe's size.
+        """Bounds of recipes with each of some pipelines, all of the recipe's size.
 
         `recipe` shards most; `shardings` are its like with each sharding that they may have.
         """

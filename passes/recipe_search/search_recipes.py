@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import heapq
 import math
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -291,12 +290,9 @@ class _Search:
     def _split_pipeline(self, node: _Node) -> None:
         pipes = node.branch.space.pipes(node.layout, node.ranks)
         shardings = (self._recipe(child) for child in self._sharded(node))
-        bounds = node.branch.objective.schedules(self._recipe(node), shardings, pipes) if pipes else ()
-        most = min(sys.float_info.max, self._enough)
-        hopeful = [(each, pipe) for each, pipe in zip(bounds, pipes, strict=True) if each <= most]
-        self.nodes += len(pipes) - len(hopeful)
-        for pipe_bound, pipe in hopeful:
-            self._push(pipe_bound, node, pipe=pipe)
+        bounds = node.branch.objective.schedules(self._recipe(node), shardings, pipes)
+        for bound, pipe in zip(bounds, pipes, strict=True):
+            self._push(bound, node, pipe=pipe)
 
     def _split_shardings(self, bound: float, node: _Node, pipe: Pipe) -> None:
         known = [(child, self._recipe(child)) for child in self._sharded(node)]

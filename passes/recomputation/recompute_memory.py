@@ -125,20 +125,23 @@ class RecomputeMemory:
             held = Held.RESHARD
         kept = dataclasses.replace(kept, held=held)
         if held is Held.VALUE and link.tail in self.split.late:
-            return self._value_until_freed(kept, link)
+            return self._value_behind(kept, link, is_held=False)
         table = self.memory.on_link(kept)
         return self._item(kept.interval, table, (link.head,) if table.is_of_one else (link.tail, link.head))
 
-    def _value_until_freed(self, kept: OnLink, link: Link, *, is_held: bool = False) -> Item:
-        """A value of the forward at its last use there, which its second life counts where it is held."""
-        freed = tuple(self.options.holds(link.tail, keeping) is is_held for keeping in self.keepings_of(link.tail))
+    def _value_behind(self, kept: OnLink, link: Link, *, is_held: bool) -> Item:
+        """A value of the forward from its last use there on, under the keepings that hold it or, else, that free it.
+
+        Where it is held, its second life counts it for as long as that lasts.
+        """
+        is_there = tuple(self.options.holds(link.tail, keeping) is is_held for keeping in self.keepings_of(link.tail))
         origin, want = self.split.origin(link.head)
         there = tuple(want is None or keeping is want for keeping in self.keepings_of(origin))
         variables = (self.planning.classes[link.tail], self.planning.classes[origin])
-        return self._item_under(kept.interval, self.memory.on_link(kept), variables, (freed, there))
+        return self._item_under(kept.interval, self.memory.on_link(kept), variables, (is_there, there))
 
     def _result_behind(self, kept: OnLink) -> Iterator[Item]:
-        """What leaves the program, where it is held, once its second life is over."""
+        """A result of the program that is held, from the end of its second life on."""
         link = self.split.space.links[kept.link]
         is_result = kept.held is Held.VALUE and leaves_program(self.split.space.sites[link.head], link)
         if is_result and link.tail in self.split.late:
@@ -146,7 +149,7 @@ class RecomputeMemory:
             over = self.ends[link.tail, 0] if is_view else self._end(link.tail, link.result)
             interval = Interval(max(kept.interval.birth, over + 1), kept.interval.death)
             if interval.birth <= interval.death:
-                yield self._value_until_freed(dataclasses.replace(kept, interval=interval), link, is_held=True)
+                yield self._value_behind(dataclasses.replace(kept, interval=interval), link, is_held=True)
 
     def _late_items(self, name: str, keeping: Keeping) -> Iterator[Item]:
         """A value behind the forward, under a keeping."""

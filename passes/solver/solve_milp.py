@@ -449,7 +449,7 @@ def _groups(tables: list[Floats]) -> np.ndarray:
     """For each row of the tables (side by side) the number of its group of equal rows, in the order of their first."""
     joined = np.concatenate(tables, axis=1)
     numbers: dict[bytes, int] = {}
-    rows = (np.where(np.isfinite(joined), joined, -1.0) + 0.0).tobytes()
+    rows = (np.where(np.isfinite(joined), joined, -1.0) + 0.0).tobytes()  # a negative zero is zero
     size = len(rows) // len(joined)
     return np.array([numbers.setdefault(rows[at : at + size], len(numbers)) for at in range(0, len(rows), size)])
 

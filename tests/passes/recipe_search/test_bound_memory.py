@@ -25,7 +25,7 @@ MODELS = {"dense": priced_dense().counted, "sparse": priced_sparse().counted}
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_no_recipe_takes_less_than_the_floors_of_its_layout_and_pipeline(name: str) -> None:
-    """Whatever its schedule and sharding; once these are known, bounds are the price."""
+    """Any schedule and sharding take at least the floor of their layout; once these are known, bounds are the price."""
     counted: CountedModel = MODELS[name]
     pricer = RecipePricer(counted, Cluster("h100_sxm", 2, 2))
     base = Recipe(global_batch=8, master_weights=True, gradient_dtype="bf16")

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autoshard import Cluster, Recipe
 from cost_models.power import power_limit
 from cost_models.stages import StageTimes
-from cost_models.step import StepModel, fitted
+from cost_models.step import fitted
 from passes.recipe_search.bound_recipes import SectionFloors, at_its_clock, path_floors
 from passes.recipe_search.known_pipes import Pipe, PipeSet, known_pipes
 from passes.recipe_search.pipe_shapes import Floats, pipe_shapes
@@ -55,7 +55,7 @@ def pipelines(draw: st.DrawFn) -> tuple[Pipe, list[str], int]:
 def test_no_pipeline_is_shorter_than_the_path_of_a_rank(
     drawn: tuple[Pipe, list[str], int], seconds: list[float], overlaps: bool
 ) -> None:
-    """Whatever the schedule, its sections and its hand-overs take."""
+    """Any schedule takes at least its bound, with any times of sections and hand-overs."""
     pipe, blocks, micro_batches = drawn
     forward, backward, cutting = (np.array(seconds[begin : begin + 4]) for begin in (0, 4, 8))
     recipe = replace(recipe_of(pipe, micro_batches), overlap_pipeline=overlaps)
@@ -78,7 +78,8 @@ def test_a_pipeline_of_equal_stages_takes_the_path_of_its_last_rank() -> None:
     assert paths_of(forward, 2 * forward, pipes, "aaa", recipe, 0.0) == pytest.approx([24.0, 20.0])
 
 
-@given(st.floats(0.01, 5), st.floats(0, 1), st.floats(0, 3))
+@example(bound=1.0, share=1.0, more=0.0)
+@given(bound=st.floats(0.01, 5), share=st.floats(0, 1), more=st.floats(0, 3))
 def test_no_price_is_below_the_floor_at_its_clock(bound: float, share: float, more: float) -> None:
     """The step takes `more` than its bound, of which products are a part; it runs at the clock that its time leaves."""
     products = share * bound
@@ -91,9 +92,9 @@ def test_no_price_is_below_the_floor_at_its_clock(bound: float, share: float, mo
         assert floor == pytest.approx(bound, rel=1e-8)
 
 
-def pricer_of(name: str, model: StepModel | None = None) -> RecipePricer:
-    """What prices recipes of a model that differ in what is searched only."""
-    return RecipePricer(MODELS[name], Cluster("h100_sxm", 2, 4), model or fitted())
+def pricer_of(name: str) -> RecipePricer:
+    """The pricer of a model's recipes, which differ in searched fields only."""
+    return RecipePricer(MODELS[name], Cluster("h100_sxm", 2, 4))
 
 
 RECIPES = st.builds(
@@ -116,7 +117,7 @@ RECIPES = st.builds(
 @settings(max_examples=40)
 @given(RECIPES)
 def test_no_step_is_shorter_than_its_mean_beside_what_it_exchanges(name: str, recipe: Recipe) -> None:
-    """Whatever the group that it exchanges with; nor than the mean of all that have its layout."""
+    """Any group that it exchanges with takes at least that mean, which is no less than the mean of its layout."""
     pricer = pricer_of(name)
     layout = pricer.layout_floor(replace(recipe, zero=0, zero_group=None), 8)
     for groups in ((recipe.zero_group,), (None, 2, 4)):
@@ -142,7 +143,7 @@ def test_no_step_with_a_pipeline_is_shorter_than_its_floors(
 
 
 def fields_of(pipe: Pipe) -> dict[str, object]:
-    """What a recipe says of its pipeline."""
+    """Fields of a recipe that describe its pipeline."""
     return {"schedule": pipe.schedule, "virtual_stages": pipe.virtual_stages, "split_ends": pipe.split_ends}
 
 

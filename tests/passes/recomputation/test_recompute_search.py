@@ -322,7 +322,7 @@ def searched(planning: PlanningProblem) -> RecomputeProblem:
 def check_near_the_best(
     planning: PlanningProblem, limit: float, allowed: Mapping[int, np.ndarray] | None = None
 ) -> None:
-    """What is found fits to the byte, and nothing that fits as tables count is cheaper by more than `NEAR`.
+    """Check that a found plan fits to the byte, and that none that fits as tables count is cheaper by over `NEAR`.
 
     Nothing that fits as they count is cheaper than the bound either, so that the gap is true.
     """
