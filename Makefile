@@ -34,6 +34,8 @@ WORKERS ?= 2
 HYPOTHESIS_PROFILE ?= ci
 export HYPOTHESIS_PROFILE
 export OMP_NUM_THREADS ?= 1
+# Every rank of a test is a process of its own, and starts in a second less where bytecode may be kept.
+unexport PYTHONDONTWRITEBYTECODE
 
 ifeq ($(origin PYTHON),command line)
 READY :=

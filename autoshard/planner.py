@@ -196,6 +196,7 @@ class Planner:
             values=request.values,
             derivatives=request.derivatives,
             loss_only=request.outputs is Outputs.LOSS,
+            forward_only=request.forward_only,
         )
         _LOGGER.debug("tracing took %.3f s", time.perf_counter() - start)
         return program

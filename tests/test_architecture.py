@@ -121,8 +121,9 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     ),
 }
 
-# Private torch modules without a public twin that hold still across releases: the type of an operator, trees.
-PRIVATE_ANYWHERE = ("torch._ops", "torch.utils._pytree", "torch.ops.")
+# Private torch modules without a public twin that hold still across releases: the type of an operator, trees, graph
+# modules whose code is written late.
+PRIVATE_ANYWHERE = ("torch._ops", "torch.utils._pytree", "torch.ops.", "torch.fx._lazy_graph_module")
 PRIVATE_ONLY_IN = "autoshard.tracing"
 
 # Folders whose tests are not about one module.

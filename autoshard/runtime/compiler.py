@@ -27,7 +27,7 @@ class Request:
     Args:
         model: the user's model, holding outlines of its parameters: global shapes, on the meta device.
         args, kwargs: example inputs, global.
-        grad: whether the program needs a backward.
+        grad: whether gradients can be asked for: the program then has a backward, unless it is `forward_only`.
         all_tangents: whether each output gets a tangent, not only losses.
         placed: specs that parameters and optimizer state already have, by qualified name; empty for the first program.
         signature: text of the call, for messages.
@@ -39,6 +39,7 @@ class Request:
         known: programs of calls of this kind, traced when the model's Python held something else.
         derivatives: what the call returns instead of the model's outputs, the innermost first; see `Derivative`.
         outputs: what the call hands out.
+        forward_only: leave out the backward, for one who only looks at the forward.
     """
 
     model: nn.Module
@@ -55,6 +56,7 @@ class Request:
     known: tuple[CompiledProgram, ...] = ()
     derivatives: Derivatives = ()
     outputs: Outputs = Outputs.AS_PLANNED
+    forward_only: bool = False
 
 
 class Compiler(Protocol):

@@ -23,6 +23,7 @@ import torch
 from torch import fx
 
 from autoshard.ir.collectives import ALL_REDUCE, REDUCE_SCATTER
+from autoshard.ir.lazy_module import lazy_module
 
 _aten = torch.ops.aten
 INTO: Mapping[Any, Any] = MappingProxyType(
@@ -64,7 +65,7 @@ class Member:
 def fill_buckets(graph_module: fx.GraphModule) -> fx.GraphModule:
     """A copy of a graph with its buckets as the module's docstring says; the graph itself where it has none."""
     graph = filled(graph_module.graph)
-    return graph_module if graph is graph_module.graph else fx.GraphModule(graph_module, graph)
+    return graph_module if graph is graph_module.graph else lazy_module(graph_module, graph)
 
 
 def filled(graph: fx.Graph) -> fx.Graph:

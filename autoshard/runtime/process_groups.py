@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.errors import NotAvailableError
 from autoshard.ir.collectives import reduces_in_place
 from autoshard.ir.communicators import group_axes
+from autoshard.ir.lazy_module import lazy_module
 from autoshard.ir.local import axis_index
 from autoshard.ir.mesh import Mesh
 from autoshard.kernels import EXCHANGING
@@ -123,7 +124,7 @@ def bind(graph_module: fx.GraphModule, groups: ProcessGroups) -> fx.GraphModule:
     coordinates = groups.coordinates
     for node in graph_module.graph.nodes:
         copies[node] = _bind_node(node, graph, copies, coordinates, groups)
-    return fx.GraphModule(graph_module, graph)
+    return lazy_module(graph_module, graph)
 
 
 def group_of(node: fx.Node) -> str | None:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, fx
 
 from autoshard.ir.communicators import Purpose, group_axes
+from autoshard.ir.lazy_module import lazy_module
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.reduction import combine
 from autoshard.ir.spec import Reduction
@@ -45,7 +46,7 @@ def reduce_in_rank_order(graph_module: fx.GraphModule, mesh: Mesh, *, of_gloo: b
         of_gloo: whether the process groups are Gloo's; of others, only narrowed gradients are rewritten.
     """
     rewriter = _Rewriter(mesh, graph_module.graph, of_gloo)
-    return fx.GraphModule(graph_module, rewriter.rewritten())
+    return lazy_module(graph_module, rewriter.rewritten())
 
 
 class _Rewriter:

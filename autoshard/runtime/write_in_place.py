@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autoshard.ir.aliases import aliased_operands
+from autoshard.ir.lazy_module import lazy_module
 
 _aten = torch.ops.aten
 _UPDATES = ("sgd_update", "momentum_update", "adam_update", "amsgrad_update")
@@ -30,7 +31,7 @@ def write_in_place(graph_module: fx.GraphModule, written: Mapping[int, int]) -> 
         graph_module: functional; placeholders are not views of each other.
         written: index of a result to that of the placeholder whose place it takes.
     """
-    return fx.GraphModule(graph_module, written_in_place(graph_module.graph, written))
+    return lazy_module(graph_module, written_in_place(graph_module.graph, written))
 
 
 def written_in_place(graph: fx.Graph, written: Mapping[int, int]) -> fx.Graph:

@@ -31,6 +31,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import autoshard.rules  # noqa: F401  (fills the table of rules)
+from autoshard.ir.lazy_module import lazy_module
 from autoshard.ir.program import tensor_values
 from autoshard.rules.notation import BoundRule, Fill
 from autoshard.rules.registry import bound_rule, tensor_operands
@@ -130,7 +131,7 @@ class _Bounding:
             self.of = node
             self.copies[node] = self._copy(node)
         self.graph.lint()
-        return fx.GraphModule(self.source, self.graph)
+        return lazy_module(self.source, self.graph)
 
     def _copy(self, node: Any) -> Any:
         if node.op in ("placeholder", "get_attr"):

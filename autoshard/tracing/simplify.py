@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autoshard.ir.lazy_module import lazy_module
 from autoshard.ir.program import InputKind, InputSlot
-from autoshard.tracing.lazy_module import lazy_module
 
 _ATEN = torch.ops.aten
 _IDENTITIES = frozenset({_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh_copy.default, _ATEN.lift.default})

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,8 +24,8 @@ _PARAMETERS = ("shape", "mask_prob", "mask_length", "attention_mask", "min_masks
 @contextlib.contextmanager
 def drawing_spans(device: torch.device) -> Iterator[None]:
     """Replace, within, the function by `draw_spans` in all Python modules that have it."""
-    places = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
-    places = [place for place in places if _draws_spans(place.get(_NAME))]
+    modules = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
+    places = [module for module in modules if _NAME in module and _draws_spans(module[_NAME])]
     saved = [place[_NAME] for place in places]
     for place in places:
         place[_NAME] = functools.partial(draw_spans, device=device)
@@ -36,7 +36,7 @@ def drawing_spans(device: torch.device) -> Iterator[None]:
             place[_NAME] = function
 
 
-def _draws_spans(function: Callable[..., Any] | None) -> bool:
+def _draws_spans(function: Any) -> bool:
     return inspect.isfunction(function) and tuple(inspect.signature(function).parameters) == _PARAMETERS
 
 

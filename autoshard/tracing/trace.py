@@ -60,6 +60,7 @@ def trace(
     values: LendValues = lambda model: contextlib.nullcontext(),
     derivatives: Sequence[Derivative] = (),
     loss_only: bool = False,
+    forward_only: bool = False,
     whole_experts: bool = True,
 ) -> Program:
     """Trace a call of a model, and its backward, into a program with global shapes.
@@ -86,6 +87,7 @@ def trace(
             last; see `autoshard.ir.derivative`.
         loss_only: the program returns the first floating scalar of the model's outputs, and nothing that only the
             others need is in it.
+        forward_only: the program has no backward, while the model runs as it does where gradients are wanted.
         whole_experts: layers of experts of transformers' models are one operator each (`tracing.experts`); else what
             their implementation calls.
 
@@ -107,7 +109,7 @@ def trace(
         refuse_casts(casts)
         model_call = GradientCall.of(model_call, derivatives)
     options = TraceOptions(grad=grad, all_tangents=all_tangents, call=model_call, casts=casts, seed=seed, device=device)
-    options = replace(options, keeps_gradients=update is None, whole_experts=whole_experts)
+    options = replace(options, keeps_gradients=update is None, whole_experts=whole_experts, forward_only=forward_only)
     before, generators = python_state(model), host_generators()
     with watching_hooks(model) as hooks:
         joint = _capture(model, call, options, values)

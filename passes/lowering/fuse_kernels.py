@@ -30,10 +30,10 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from autoshard.ir.lazy_module import lazy_module
 from autoshard.ir.lowered import LoweredProgram
 from autoshard.kernels.kernel import FusedKernel
 from autoshard.kernels.registry import FUSED, find_kernel, kernels_of
-from autoshard.tracing.lazy_module import lazy_module
 from passes.lowering.count_launches import is_launch, may_alias, sends
 from passes.lowering.match_form import Match, Pattern, find_matches, root_operator, trace_form
 from passes.preparation.number_values import Numbering, number_graph

@@ -17,10 +17,10 @@ from typing import Any
 
 from torch import fx
 
+from autoshard.ir.lazy_module import lazy_module
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.kernels.generated.define import GeneratedKernel, define_kernels
 from autoshard.kernels.generated.group import Group
-from autoshard.tracing.lazy_module import lazy_module
 from cost_models.device import Device
 from passes.lowering.choose_groups import ChosenGroup, choose_groups, is_view
 from passes.verification.expand_kernels import STANDS_FOR

@@ -22,11 +22,11 @@ from torch import Tensor, fx
 
 from autoshard.ir.aliases import aliased_operands
 from autoshard.ir.extract_graph import placeholder_like
+from autoshard.ir.lazy_module import lazy_module
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.program import InputKind, OutputKind
 from autoshard.kernels.offload import TRANSFERS
 from autoshard.tracing.copy_node import copy_node
-from autoshard.tracing.lazy_module import lazy_module
 from passes.memory.lowered_memory import peak_bytes
 from passes.preparation.number_values import Numbering, draws_numbers
 

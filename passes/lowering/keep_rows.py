@@ -28,10 +28,10 @@ from torch import fx
 
 import autoshard.kernels as kernels
 from autoshard.ir.extract_graph import placeholder_like
+from autoshard.ir.lazy_module import lazy_module
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.recompute import PHASE
 from autoshard.tracing.copy_node import copy_node
-from autoshard.tracing.lazy_module import lazy_module
 from cost_models.experts import busiest_rows
 from passes.memory.lowered_memory import peak_bytes
 from passes.preparation.number_values import Numbering

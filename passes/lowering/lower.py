@@ -17,6 +17,7 @@ from torch import fx
 
 from autoshard.errors import NotAvailableError, PlanMismatchError
 from autoshard.ir.emit import emit_reshard
+from autoshard.ir.lazy_module import lazy_module
 from autoshard.ir.lowered import LocalSlot, LoweredProgram
 from autoshard.ir.plan import Plan
 from autoshard.ir.plan_parts import NodePlan
@@ -25,7 +26,6 @@ from autoshard.ir.reshard import StepCost, plan_reshard
 from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.emit_local import emit_local
 from autoshard.rules.hub import hub
-from autoshard.tracing.lazy_module import lazy_module
 from passes.lowering.bound_rules import BoundRules
 from passes.strategies.enumerate_strategies import operands_of, resolve
 from passes.strategies.local_tracer import LocalTracer

@@ -19,9 +19,9 @@ import torch
 from torch import fx
 
 from autoshard.ir.communicators import Purpose, for_purpose
+from autoshard.ir.lazy_module import lazy_module
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.tracing.copy_node import copy_node
-from autoshard.tracing.lazy_module import lazy_module
 from passes.preparation.canonicalize import is_view
 from passes.strategies.local_tracer import LocalTracer
 

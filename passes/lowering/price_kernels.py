@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, fx
 
 from autoshard.ir.kernels import Kernels, KernelUse
+from autoshard.ir.lazy_module import lazy_module
 from autoshard.ir.lowered import LoweredProgram, PhasedProgram
 from autoshard.kernels.kernel import FusedKernel
 from autoshard.kernels.registry import FUSED
 from autoshard.rules.hub import hub
 from autoshard.tracing.copy_node import copy_node
-from autoshard.tracing.lazy_module import lazy_module
 from cost_models.compute import memory_time, work_time
 from cost_models.device import Device
 from cost_models.operators import work

@@ -14,10 +14,10 @@ import torch
 from torch import fx
 
 from autoshard.ir.extract_graph import extract_graph
+from autoshard.ir.lazy_module import lazy_module
 from autoshard.ir.lowered import LoweredProgram, PhasedProgram
 from autoshard.ir.program import InputKind, OutputKind
 from autoshard.tracing.copy_node import copy_node
-from autoshard.tracing.lazy_module import lazy_module
 from passes.lowering.save_least import computed_again
 
 FORWARD_RESULTS = (OutputKind.OUTPUT, OutputKind.BUFFER_UPDATE)

@@ -10,9 +10,9 @@ from typing import Any
 from torch import fx
 
 from autoshard.ir.collectives import is_collective
+from autoshard.ir.lazy_module import lazy_module
 from autoshard.ir.program import Program
 from autoshard.tracing.copy_node import copy_node
-from autoshard.tracing.lazy_module import lazy_module
 
 _INHERITED = ("phase", "module", "source")
 

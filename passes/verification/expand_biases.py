@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from autoshard.ir.lazy_module import lazy_module
 from autoshard.tracing.copy_node import copy_node
-from autoshard.tracing.lazy_module import lazy_module
 
 _aten = torch.ops.aten
 

@@ -20,8 +20,8 @@ from torch._ops import OpOverload
 
 from autoshard.errors import VerificationError
 from autoshard.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
+from autoshard.ir.lazy_module import lazy_module
 from autoshard.tracing.copy_node import copy_node
-from autoshard.tracing.lazy_module import lazy_module
 
 _aten = torch.ops.aten
 _SPLIT, _SPLIT_ROWS = _aten.split_with_sizes.default, _aten.split_with_sizes_copy.default

@@ -18,12 +18,12 @@ from torch._ops import OpOverload
 from torch.fx.proxy import GraphAppendingTracer
 
 from autoshard.errors import VerificationError
+from autoshard.ir.lazy_module import lazy_module
 from autoshard.kernels.generated.define import generated_kernel
 from autoshard.kernels.generated.group import Group
 from autoshard.kernels.kernel import FusedKernel
 from autoshard.kernels.registry import FUSED, KERNELS
 from autoshard.tracing.copy_node import copy_node
-from autoshard.tracing.lazy_module import lazy_module
 
 FORM = "form"
 """Name of the metadata of a fused kernel's node that holds the index of its form."""

@@ -20,9 +20,9 @@ import torch
 from torch import fx
 
 from autoshard.ir.collectives import ALL_REDUCE, REDUCE_SCATTER
+from autoshard.ir.lazy_module import lazy_module
 from autoshard.runtime.fill_buckets import INTO
 from autoshard.tracing.copy_node import copy_node
-from autoshard.tracing.lazy_module import lazy_module
 
 _aten = torch.ops.aten
 _SPLIT = _aten.split_with_sizes.default

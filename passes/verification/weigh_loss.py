@@ -6,7 +6,8 @@ are; where a rule would reduce over ranks (a mean, a norm over the batch) a part
 
 1. The program is traced for one part, and for two. A number in it that grows with the batch (`loss.sum() / len(x)`) is
    one that differs between the two programs.
-2. Every forward value gets its state. The value of a part is m ** e times what it adds to that of the batch of m parts.
+2. Every value that the loss is computed from gets its state. The value of a part is m ** e times what it adds to that
+   of the batch of m parts.
 3. A sum over a count that is made of inputs alone is a term with a count; graphs that compute it are cut out.
 4. The loss must be a sum of terms. Else the first node that mixes parts is named.
 """
@@ -81,7 +82,7 @@ def weigh_step(program: Program, trace: Callable[[Request], Program], request: R
         return None
     args, kwargs = pytree.tree_map_only(torch.Tensor, _twice, (request.args, dict(request.kwargs)))
     try:
-        pair = trace(replace(request, args=args, kwargs=kwargs))
+        pair = trace(replace(request, args=args, kwargs=kwargs, update=None, forward_only=True))
     except AutoshardError as error:
         return LossWeights((), refusal=f"micro_batches: the model cannot be traced for two parts at once: {error}")
     return weigh_loss(program, pair)
@@ -96,12 +97,12 @@ def weigh_loss(part: Program, pair: Program) -> LossWeights:
 
     Args:
         part: the program of a micro-batch.
-        pair: that of two of them at once.
+        pair: that of two of them at once; its forward is enough.
     """
-    loss = _loss_of(part)
+    loss, twin = _loss_of(part), _loss_of(pair)
     assert loss is not None, "a step has a loss"
-    nodes = _forward(part)
-    made, twins = ([node for node in found if not _is_copy(node)] for found in (nodes, _forward(pair)))
+    nodes, theirs = _leading_to(loss), [] if twin is None else _leading_to(twin)
+    made, twins = ([node for node in found if not _is_copy(node)] for found in (nodes, theirs))
     if list(map(_kind, made)) != list(map(_kind, twins)):
         return _refused("the model does not run the same operators for another batch size")
     walk = _Walk(part, dict(zip(made, twins, strict=True)))
@@ -109,8 +110,13 @@ def weigh_loss(part: Program, pair: Program) -> LossWeights:
     return walk.result(loss)
 
 
-def _forward(program: Program) -> list[fx.Node]:
-    return [node for node in program.graph.nodes if node.op == "get_attr" or _is_forward(node)]
+def _leading_to(loss: fx.Node) -> list[fx.Node]:
+    """The nodes that a loss is computed from, and itself, in order."""
+    found = {loss}
+    for node in reversed(loss.graph.nodes):
+        if node in found:
+            found.update(node.all_input_nodes)
+    return [node for node in loss.graph.nodes if node in found]
 
 
 def _is_copy(node: fx.Node) -> bool:
@@ -123,10 +129,6 @@ def _kind(node: fx.Node) -> Any:
     if node.op != "call_function":
         return node.op
     return aten.view.default if node.target in (aten._unsafe_view.default, aten.reshape.default) else node.target
-
-
-def _is_forward(node: fx.Node) -> bool:
-    return node.meta.get("phase") == "forward" and node.op != "output"
 
 
 def _loss_of(program: Program) -> fx.Node | None:

@@ -14,8 +14,8 @@ from torch import fx
 
 from autoshard.errors import VerificationError
 from autoshard.ir.communicators import Purpose, without_purpose
+from autoshard.ir.lazy_module import lazy_module
 from autoshard.tracing.copy_node import copy_node
-from autoshard.tracing.lazy_module import lazy_module
 
 _TO_COPY = torch.ops.aten._to_copy.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default

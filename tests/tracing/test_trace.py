@@ -115,6 +115,24 @@ def test_tangents_are_for_losses_or_for_all() -> None:
     assert {node.meta["phase"] for node in none.graph.nodes if node.op == "call_function"} == {"forward"}
 
 
+def test_the_forward_alone_is_that_of_training() -> None:
+    """Without a backward, the model still runs as where gradients are wanted."""
+
+    class Training(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(x)
+            return (y.tanh() if torch.is_grad_enabled() else y).mean()
+
+    model, x = Training(), torch.randn(2, 3)
+    alone = trace(model, (x,), forward_only=True)
+    assert count_operators(alone) == count_operators(trace(model, (x,), grad=False)) | {"tanh": 1}
+    assert {slot.kind for slot in alone.outputs} == {OutputKind.OUTPUT}
+
+
 def test_without_parameters_that_require_grad_there_is_no_backward() -> None:
     """A frozen model gives a forward-only program."""
     model = LossAndLogits().requires_grad_(False)

@@ -11,8 +11,8 @@ from torch import Tensor, fx, nn
 
 import autoshard
 from autoshard import Mesh, P, VerificationError
+from autoshard.ir.lazy_module import lazy_module
 from autoshard.ir.lowered import PhasedProgram
-from autoshard.tracing.lazy_module import lazy_module
 from passes.verification.verify_phases import verify_phases
 
 aten = torch.ops.aten

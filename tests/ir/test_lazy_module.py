@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from autoshard.tracing.lazy_module import lazy_module
+from autoshard.ir.lazy_module import lazy_module
 
 
 def _doubled() -> fx.Graph:
