@@ -80,7 +80,7 @@ def test_layers_of_experts_that_are_split_equal_one_device(way: str) -> None:
     check_plan(model, SQUARE, inputs, plan=plan, steps=2, precise=torch.float64).raise_if_different()
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("memory_bytes", [None, ROOMY])
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_tokens_are_sent_to_the_experts_of_other_models(name: str, memory_bytes: int | None) -> None:
@@ -125,6 +125,7 @@ class Layers(nn.Module):
         return x.square().mean()
 
 
+@pytest.mark.sample(1)
 @pytest.mark.parametrize("mesh", [PAIR, Mesh({"pipeline": 2, "expert": 2})], ids=str)
 def test_rows_are_kept_of_each_micro_batch(mesh: Mesh) -> None:
     """A step of three micro-batches, in two stages of which several are in flight or alone, is that of one device."""

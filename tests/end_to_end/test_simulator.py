@@ -27,7 +27,7 @@ def reference(request: pytest.FixtureRequest) -> tuple[str, Training]:
     return request.param, train(model, inputs)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 def test_training_equals_one_device(reference: tuple[str, Training], mesh: Mesh) -> None:
     """Under the plan that the planner chooses: loss, gradients, and parameters after 3 steps of AdamW."""
@@ -39,7 +39,7 @@ def test_training_equals_one_device(reference: tuple[str, Training], mesh: Mesh)
 _ALONE = [pytest.param(name, marks=pytest.mark.slow) for name in ("data", "tensor")]
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("layout", ["data and tensor", "fully sharded", *_ALONE])
 def test_experts_layouts_equal_one_device(reference: tuple[str, Training], layout: str) -> None:
     """Under constraints that bring about data, tensor and fully sharded parallelism, and mixes."""
