@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -335,8 +336,10 @@ class Planner:
         plans, failure = [], None
         with self._searching() as control:
             for mesh in meshes:
+                elsewhere = min((plan.objective for plan in plans), default=math.inf)
+                options = replace(part._options(program, mesh, {}), elsewhere=elsewhere)
                 try:
-                    plans.append(part._search(program, mesh, part._options(program, mesh, {}), control))
+                    plans.append(part._search(program, mesh, options, control))
                 except AutoshardError as error:
                     failure = error
                 except SearchStopped:

@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -108,6 +109,7 @@ class PlanOptions:
         reduce_dtype: in which gradients of float32 travel between ranks; predicted, while the search prices their own.
         with_kernels: whether calls are priced within the Triton kernels that run in place of them.
         recipe: within which the plan is searched; None: everywhere.
+        elsewhere: seconds that the cheapest choice on another mesh costs; dearer ones by far are not looked at closely.
         control: told how the search goes, and may stop it: the plan is then the best until then.
     """
 
@@ -125,6 +127,7 @@ class PlanOptions:
     reduce_dtype: torch.dtype | None = None
     with_kernels: bool = False
     recipe: Recipe | None = None
+    elsewhere: float = math.inf
     control: SearchControl = field(default_factory=SearchControl)
 
 
@@ -152,12 +155,11 @@ class Decision:
     in_buckets: Assignment | None = None
     kept: Solution | None = None
 
-    def may_be_faster(self, other: Solution) -> bool:
-        """Whether another choice is nearly as cheap, or cheaper at the prices of buckets."""
-        if other.cost <= (1 + _NEAR) * (self.kept or self.solution).cost:
-            return True
-        priced = self.in_buckets
-        return priced is not None and priced.cost_of(other.choice) < priced.cost_of(self.solution.choice)
+    def may_be_faster(self, other: Solution, elsewhere: float) -> bool:
+        """Whether a choice is nearly as cheap as this and as that `elsewhere`, or cheaper at the prices of buckets."""
+        priced, nearest = self.in_buckets, min(elsewhere, (self.kept or self.solution).cost)
+        is_cheaper = priced is not None and priced.cost_of(other.choice) < priced.cost_of(self.solution.choice)
+        return is_cheaper or other.cost <= (1 + _NEAR) * nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +168,7 @@ class LoweredPlan:
 
     Args:
         plan: the plan.
-        phased: the program as `lower_program` makes it of the plan, without kernels; None: the plan was predicted with
-            kernels, or without blocks.
+        phased: what `lower_program` makes of it, without kernels; None: it was predicted with them, or without blocks.
     """
 
     plan: Plan
@@ -226,8 +227,8 @@ def fastest(
     if options.runtime.overlap is not None or options.with_kernels:
         return best
     seen = {solution.choice} if found.planning is planning else set()
-    for each in (*found.baselines.values(), found.kept, found.bucketed):
-        if each is None or each.choice in seen or not found.may_be_faster(each) or time.monotonic() >= until:
+    for each in takewhile(lambda _: time.monotonic() < until, (*found.baselines.values(), found.kept, found.bucketed)):
+        if each is None or each.choice in seen or not found.may_be_faster(each, options.elsewhere):
             continue
         seen.add(each.choice)
         other = _lowered_of(planning, each.choice, each.cost, solution.lower_bound, cluster, options)
