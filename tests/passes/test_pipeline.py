@@ -249,6 +249,28 @@ def test_what_keeps_everything_is_lowered_beside_what_recomputes_while_there_is_
     assert pipeline.fastest(planning, found, cluster, options, 0.0).plan.objective == found.solution.cost
 
 
+def test_what_another_mesh_beats_by_far_is_not_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of choices that cost far more than one on another mesh, the cheapest alone is."""
+    mesh, lowered = Mesh({"data": 4, "model": 2}), []
+    program, cluster, lower = blocks_program(batch=64, length=1024, hidden=4096), h100s(mesh), pipeline._lowered_of
+
+    def noting(*arguments: object) -> pipeline.LoweredPlan:
+        lowered.append(arguments[2])
+        return lower(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(pipeline, "_lowered_of", noting)
+    free = plan_program(program, mesh, cluster, PlanOptions())
+    counts = {1.0: len(lowered)}
+    assert counts[1.0] > 1
+    for share in (0.999, 0.5):
+        lowered.clear()
+        beaten = plan_program(program, mesh, cluster, PlanOptions(elsewhere=share * free.objective))
+        counts[share] = len(lowered)
+        assert beaten.predicted.step_time_s >= free.predicted.step_time_s
+    assert counts[1.0] >= counts[0.999] >= counts[0.5]
+    assert counts[0.5] <= 2  # the search's own, and what is cheaper in buckets
+
+
 def test_known_recipes_and_the_search_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the former took, the latter does not get again."""
     given, clock = [], [0.0]
