@@ -240,7 +240,7 @@ def check_specs(name: str, place: str, mesh: str, question: str, number: int) ->
 SPEC_QUESTIONS = [question for question in ("explain", *NAMES) if question != "hsdp"]
 
 
-@settings(max_examples=5)
+@settings(max_examples=8)
 @example("convolutions", "a node", "square", "data", 0)  # the batch was split at rest alone, and gathered for all else
 @given(
     st.sampled_from(list(OWN)), st.sampled_from(list(UNIFORM)), st.just("line"), st.sampled_from(SPEC_QUESTIONS),
