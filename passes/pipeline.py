@@ -109,7 +109,7 @@ class PlanOptions:
         reduce_dtype: in which gradients of float32 travel between ranks; predicted, while the search prices their own.
         with_kernels: whether calls are priced within the Triton kernels that run in place of them.
         recipe: within which the plan is searched; None: everywhere.
-        elsewhere: seconds that the cheapest choice on another mesh costs; dearer ones by far are not looked at closely.
+        elsewhere: seconds that a plan on another mesh costs, as its search counts; far dearer choices are not lowered.
         control: told how the search goes, and may stop it: the plan is then the best until then.
     """
 

@@ -24,8 +24,8 @@ _PARAMETERS = ("shape", "mask_prob", "mask_length", "attention_mask", "min_masks
 @contextlib.contextmanager
 def drawing_spans(device: torch.device) -> Iterator[None]:
     """Replace, within, the function by `draw_spans` in all Python modules that have it."""
-    modules = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
-    places = [module for module in modules if _NAME in module and _draws_spans(module[_NAME])]
+    namespaces = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
+    places = [each for each in namespaces if _NAME in each and _draws_spans(each[_NAME])]
     saved = [place[_NAME] for place in places]
     for place in places:
         place[_NAME] = functools.partial(draw_spans, device=device)

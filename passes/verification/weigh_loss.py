@@ -101,22 +101,13 @@ def weigh_loss(part: Program, pair: Program) -> LossWeights:
     """
     loss, twin = _loss_of(part), _loss_of(pair)
     assert loss is not None, "a step has a loss"
-    nodes, theirs = _leading_to(loss), [] if twin is None else _leading_to(twin)
+    nodes, theirs = _ancestors([loss]), [] if twin is None else _ancestors([twin])
     made, twins = ([node for node in found if not _is_copy(node)] for found in (nodes, theirs))
     if list(map(_kind, made)) != list(map(_kind, twins)):
         return _refused("the model does not run the same operators for another batch size")
     walk = _Walk(part, dict(zip(made, twins, strict=True)))
     walk.run(nodes)
     return walk.result(loss)
-
-
-def _leading_to(loss: fx.Node) -> list[fx.Node]:
-    """The nodes that a loss is computed from, and itself, in order."""
-    found = {loss}
-    for node in reversed(loss.graph.nodes):
-        if node in found:
-            found.update(node.all_input_nodes)
-    return [node for node in loss.graph.nodes if node in found]
 
 
 def _is_copy(node: fx.Node) -> bool:
@@ -433,14 +424,7 @@ def _is_random(node: fx.Node) -> bool:
 
 def _ancestors(nodes: Sequence[fx.Node]) -> list[fx.Node]:
     """Nodes and all that they are computed from, in the order of the graph."""
-    found: set[fx.Node] = set()
-    waiting = list(nodes)
-    while waiting:
-        node = waiting.pop()
-        if node not in found:
-            found.add(node)
-            waiting += node.all_input_nodes
-    return sorted(found)
+    return _until((), nodes)
 
 
 def _subgraph(module: fx.GraphModule, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.GraphModule:

@@ -8,25 +8,20 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
 from autoshard import Checkpoints, LostRankError
 from autoshard.checkpoints import files
 from autoshard.checkpoints.ranks import Ranks
-from tests.runtime.processes import PRELOADED
+from tests.runtime.processes import PRELOADED, held_store, join_ranks
 
 RANKS, TIMEOUT_S, DEADLINE_S = 3, 2.0, 120.0
 
 
 def work(rank: int, room: str, port: int, doomed: int, kind: int) -> None:
     """Save once, slowly on one rank; then one gets a signal while it writes, and the others say how they ended."""
-    os.environ.update(GLOO_SOCKET_IFNAME="lo")
-    torch.set_num_threads(1)
-    store = dist.TCPStore("localhost", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
+    join_ranks(port, rank, RANKS)
     checkpoints, model = Checkpoints(Path(room, "run"), timeout_s=TIMEOUT_S), nn.Linear(8, 8)
     write = files.Writer.write
 
@@ -62,8 +57,7 @@ def work(rank: int, room: str, port: int, doomed: int, kind: int) -> None:
 )
 def test_it_is_named_on_every_other_rank(doomed: int, kind: int, tmp_path: Path) -> None:
     """Within the time limit, not Gloo's half an hour; what was complete stays the latest."""
-    # As under torchrun, no rank holds the store. A rank that stops with the lock of a store in a file stops all others.
-    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = held_store()
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     signalled = (str(tmp_path), store.port, doomed, int(kind))

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import nn
 
@@ -19,7 +18,7 @@ import autoshard
 from autoshard import LostRankError, Mesh, P
 from autoshard.runtime.agreement import ControlGroup
 from autoshard.runtime.distributed import DistributedEngine
-from tests.runtime.processes import PRELOADED
+from tests.runtime.processes import PRELOADED, held_store, join_ranks
 
 RANKS = 3
 DEADLINE_S = 120.0
@@ -52,11 +51,9 @@ def error_of(run: Callable[[], Any]) -> str:
     return "no error"
 
 
-def work(rank: int, folder: str) -> None:
+def work(rank: int, folder: str, port: int) -> None:
     """Train; rank 2 dies before the last micro-batch of the second step, then rank 1 before it would agree with 0."""
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", WORLD_SIZE=str(RANKS), RANK=str(rank), LOCAL_RANK=str(rank))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    join_ranks(port, rank, RANKS)
     survivors = ControlGroup([0, 1], timeout_s=2.0) if rank < 2 else None
     model, batch = Small(), torch.linspace(-1, 1, 108).view(18, 6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -88,11 +85,9 @@ class Deep(nn.Module):
         return x.square().mean()
 
 
-def work_in_stages(rank: int, folder: str) -> None:
+def work_in_stages(rank: int, folder: str, port: int) -> None:
     """Train in stages; the last one dies amid the second step, and the others wait for it in a row."""
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", WORLD_SIZE=str(RANKS), RANK=str(rank), LOCAL_RANK=str(rank))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    join_ranks(port, rank, RANKS)
     model, batch = Deep(), torch.linspace(-1, 1, 108).view(18, 6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = autoshard.compile(model, Mesh({"pipeline": RANKS}), optimizer=optimizer, micro_batches=3, check="off")
@@ -103,11 +98,9 @@ def work_in_stages(rank: int, folder: str) -> None:
     os._exit(0)
 
 
-def work_with_one_that_stops(rank: int, folder: str) -> None:
+def work_with_one_that_stops(rank: int, folder: str, port: int) -> None:
     """Rank 2 is stopped before it compiles, as by a debugger; it neither ends nor answers."""
-    os.environ.update(GLOO_SOCKET_IFNAME="lo", WORLD_SIZE=str(RANKS), RANK=str(rank), LOCAL_RANK=str(rank))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    join_ranks(port, rank, RANKS)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
     start = time.monotonic()
@@ -124,11 +117,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(what: Callable[[int, str], None], path: Path, ending: int) -> list[int]:
+def run(what: Callable[[int, str, int], None], path: Path, ending: int) -> list[int]:
     """Run processes of which the first few are to end; those that did not."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    processes = [context.Process(target=what, args=(rank, str(path))) for rank in range(RANKS)]
+    store = held_store()
+    processes = [context.Process(target=what, args=(rank, str(path), store.port)) for rank in range(RANKS)]
     for process in processes:
         process.start()
     for process in processes[:ending]:

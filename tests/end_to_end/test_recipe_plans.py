@@ -11,11 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
 from autoshard import Cluster, Mesh, NotAvailableError, Plan, PlanMismatchError, Recipe, RecipeError
+from autoshard.runtime.launch import share_among_processes
 from autoshard.runtime.stage_meshes import is_elsewhere
 from cost_models.streams import overlap_of, simulate_streams
 from passes.memory.lowered_memory import peak_bytes
@@ -288,10 +288,7 @@ def test_a_step_has_the_micro_batches_of_its_plan() -> None:
 def check_on_gloo(recipe: Recipe) -> None:
     """With a process per rank."""
     layers = recipe.pipeline
-    plans = [plan_of(recipe, cluster_of(4), layers=layers) if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(plans)
-    (plan,) = plans
-    assert plan is not None
+    plan = share_among_processes(lambda: plan_of(recipe, cluster_of(4), layers=layers))
     sizes, names = zip(*((size, name) for name, size in plan.mesh.axes), strict=True)
     check_runs(plan, init_device_mesh("cpu", sizes, mesh_dim_names=names), layers=layers)
 

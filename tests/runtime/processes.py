@@ -46,6 +46,22 @@ def run_checks(checks: Mapping[str, Check], ranks: int = 4, deadline_s: float = 
         return {name: _outcome(Path(folder), name, ranks) for name in checks}
 
 
+def held_store() -> dist.TCPStore:
+    """A store that no rank holds, as under torchrun, for ranks that are killed or stopped; they call `join_ranks`.
+
+    In a file, a rank that is stopped with the file's lock, or killed within a record, would stop all others.
+    """
+    return dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+
+
+def join_ranks(port: int, rank: int, ranks: int) -> None:
+    """Become one rank of a Gloo group, whose store is at a port."""
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", WORLD_SIZE=str(ranks), RANK=str(rank), LOCAL_RANK=str(rank))
+    torch.set_num_threads(1)
+    store = dist.TCPStore("localhost", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+
+
 def checked_once(checks: Mapping[str, Check], **options: Any) -> Any:
     """A module's fixture: the outcomes of checks, which run when the first test asks for one; see `run_checks`.
 

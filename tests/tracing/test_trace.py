@@ -116,7 +116,7 @@ def test_tangents_are_for_losses_or_for_all() -> None:
 
 
 def test_the_forward_alone_is_that_of_training() -> None:
-    """Without a backward, the model still runs as where gradients are wanted."""
+    """The model runs as where gradients are wanted, and the program has no backward."""
 
     class Training(nn.Module):
         def __init__(self) -> None:
