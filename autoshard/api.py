@@ -45,6 +45,7 @@ from autoshard.choose_mesh import choose_mesh
 from autoshard.cluster import device_of_plans, meshes_of
 from autoshard.errors import DoesNotFitError, NotAvailableError
 from autoshard.fixed_plan import micro_batches_of, precision_of, read_plan, update_for
+from autoshard.ir.garbage import seldom_collecting
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.outputs import Outputs
 from autoshard.ir.plan import Plan
@@ -76,6 +77,7 @@ from autoshard.stage_plans import search_stages
 from cost_models.hardware import Cluster
 
 
+@seldom_collecting
 def compile(
     model: nn.Module,
     mesh: DeviceMesh | Mesh | Cluster,
@@ -256,6 +258,7 @@ def compile(
     return step
 
 
+@seldom_collecting
 def plan(
     model: nn.Module,
     mesh_or_cluster: DeviceMesh | Mesh | Cluster,

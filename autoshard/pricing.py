@@ -26,6 +26,7 @@ from autoshard.arguments import (
     split_inputs,
 )
 from autoshard.errors import NotAvailableError, RecipeError, TraceError
+from autoshard.ir.garbage import seldom_collecting
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from autoshard.ir.recipe import Recipe
@@ -41,6 +42,7 @@ _TRACED: weakref.WeakKeyDictionary[nn.Module, dict[object, PricedModel]] = weakr
 """Models that were priced before, by model, shapes of inputs and loss."""
 
 
+@seldom_collecting
 def price(
     model: nn.Module,
     cluster: Cluster,

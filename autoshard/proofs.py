@@ -23,6 +23,7 @@ from autoshard.arguments import (
 from autoshard.cluster import meshes_of
 from autoshard.errors import TraceError
 from autoshard.fixed_plan import of_specs, update_for
+from autoshard.ir.garbage import seldom_collecting
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.outputs import Outputs
 from autoshard.ir.plan import Plan
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from passes.verification.verify_program import VerificationReport
 
 
+@seldom_collecting
 def verify(compiled: ShardedModule | TrainStep) -> VerificationReport:
     """Prove again that every program compiled so far computes what its traced program does.
 
@@ -70,6 +72,7 @@ def verify(compiled: ShardedModule | TrainStep) -> VerificationReport:
     return report if last.weights is None else report.assuming(f"micro-batches weigh as the loss says: {last.weights}")
 
 
+@seldom_collecting
 def prove(
     model: nn.Module,
     target: DeviceMesh | Mesh | Cluster | Plan,

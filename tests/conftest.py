@@ -41,9 +41,7 @@ if settings().derandomize:
 os.environ["COLUMNS"] = "110"  # tables that are compared are as wide on any terminal
 
 torch.set_num_threads(1)
-# Graphs are many small objects. With this and frozen imports four files took 226 s of processor time, without either
-# 236; freezing alone is half a percent.
-gc.set_threshold(20_000, 20, 20)
+gc.set_threshold(100_000, 50, 100)  # graphs are many small objects
 torch.manual_seed(0)  # what is drawn while tests are collected must be the same in every worker
 
 if not torch.cuda.is_available():

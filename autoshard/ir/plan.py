@@ -18,6 +18,7 @@ from autoshard.errors import AutoshardError, FormulaError, NotAvailableError, Pl
 from autoshard.ir.brought_back import by_module
 from autoshard.ir.explanation import Comparison, Explanation, Limits, WhyNot, compare
 from autoshard.ir.files import read_text, write_text
+from autoshard.ir.garbage import seldom_collecting
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.offload import NO_OFFLOAD, Offload
 from autoshard.ir.page import render_page
@@ -298,6 +299,7 @@ class Plan:
             )
         return self.formulas.formula(self, name, dims=dims, fixed=fixed, even=even)
 
+    @seldom_collecting
     def explain(self, name: str) -> Explanation:
         """Why a value lies as it does: each spec that it could have, and what the best plan with it costs.
 
@@ -315,6 +317,7 @@ class Plan:
         """
         return self._alternatives(f"explain({name!r})").explain(self, name)
 
+    @seldom_collecting
     def why_not(self, feature: str) -> WhyNot:
         """Why the plan does not do something: what the best plan that does it costs, in each way. Print the result.
 
@@ -335,6 +338,7 @@ class Plan:
         """
         return self._alternatives(f"why_not({feature!r})").why_not(self, feature)
 
+    @seldom_collecting
     def limits(self) -> Limits:
         """What limits the plan: what more memory, or a part of the hardware that is faster, would be worth.
 

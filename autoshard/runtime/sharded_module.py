@@ -25,6 +25,7 @@ from torch import nn
 
 from autoshard.errors import NotAvailableError
 from autoshard.ir.derivative import Derivative, Derivatives
+from autoshard.ir.garbage import seldom_collecting
 from autoshard.ir.loss import find_loss
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.outputs import Outputs
@@ -362,6 +363,7 @@ class ShardedModule(nn.Module, HasWeights):
                 return self.get_buffer(slot.name)
         return self._next_seed() if seed is None else seed
 
+    @seldom_collecting
     @in_normal_mode
     def _compile(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 import time
@@ -14,6 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+from autoshard.ir.garbage import THRESHOLDS
 
 Check = Callable[[], None]
 
@@ -107,6 +110,8 @@ def _tells_less(outcome: str) -> tuple[bool, bool, str]:
 def _work(rank: int, ranks: int, folder: str, checks: dict[str, Check]) -> None:
     os.environ.update(GLOO_SOCKET_IFNAME="lo", WORLD_SIZE=str(ranks), RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported before the fork
+    gc.set_threshold(*THRESHOLDS)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
     for name, check in checks.items():
         outcome = _run(check)

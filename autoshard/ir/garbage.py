@@ -1,0 +1,60 @@
+"""Look for garbage seldom while programs are traced, planned and lowered.
+
+Most of the many small objects that a compiler makes live until it is done, so that looking through them finds little:
+at Python's own thresholds it takes a seventh of the time of `compile` (GPT-2, Llama and BERT of two layers), at these
+half of that.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from functools import wraps
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+THRESHOLDS = (100_000, 50, 100)
+"""See `gc.set_threshold`."""
+
+
+def seldom_collecting(function: Callable[P, T]) -> Callable[P, T]:
+    """`function`, during which Python looks for garbage seldom; the user's own thresholds hold again behind it.
+
+    Where the user has turned collections off, or made them rarer, that stays so.
+    """
+
+    @wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _RARE:
+            return function(*args, **kwargs)
+
+    return run
+
+
+class _Rare:
+    """Calls may be within each other, and in several threads: the first raises the thresholds, the last restores."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._running = 0
+        self._before = gc.get_threshold()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._running == 0:
+                self._before = gc.get_threshold()
+                if 0 < self._before[0] < THRESHOLDS[0]:
+                    gc.set_threshold(*THRESHOLDS)
+            self._running += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._running -= 1
+            if self._running == 0:
+                gc.set_threshold(*self._before)
+
+
+_RARE = _Rare()
