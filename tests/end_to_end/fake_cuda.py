@@ -70,8 +70,11 @@ class DeviceUse(TorchDispatchMode):
         if name.startswith(_READS):
             return self._read(args[0], name)
         given = _tensors((args, kwargs))
-        only_writes = "out" in kwargs or not func._schema.returns
-        found = kwargs.get("out") if only_writes else func(*args, **kwargs)
+        written = [kwargs[item.name] for item in func._schema.arguments if item.is_out and item.name in kwargs]
+        if written:
+            found = written[0] if len(written) == 1 else tuple(written)
+        else:
+            found = func(*args, **kwargs) if func._schema.returns else None
         if name != "aten.copy_.default" or not (*args, False)[2]:  # a copy that nothing waits for is none
             self._look(name, given, _tensors(found))
         return found
