@@ -49,7 +49,8 @@ from cost_models.hardware import Cluster
 from cost_models.memory import room_bytes
 
 if TYPE_CHECKING:
-    from passes.pipeline import LoweredPlan, PlanOptions
+    from passes.plan_of_choice import LoweredPlan
+    from passes.plan_options import PlanOptions
     from passes.questions.explain import PlanAlternatives
     from passes.solver.search_control import SearchControl
     from passes.verification.verify_program import VerificationReport
@@ -304,7 +305,7 @@ class Planner:
         return PlanAlternatives(program, mesh, self.cluster_for(mesh), self._options(program, mesh, {}), forecast)
 
     def _options(self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec]) -> PlanOptions:
-        from passes.pipeline import PlanOptions
+        from passes.plan_options import PlanOptions
         from passes.planning.constraints import constraints_on, whole_outputs
         from passes.prediction.predict import TODAY
 
@@ -387,7 +388,7 @@ class Planner:
     def _search_for(self, program: Program, request: Request, mesh: Mesh) -> Plan:
         """The plan of a call whose program is `program`; of a deep model, found without its inner blocks."""
         from passes.expand_plan import expand_plan
-        from passes.pipeline import prepare
+        from passes.lower_program import prepare
         from passes.strategies.elided import NotAlikeError
 
         for margin in () if request.placed else _MARGINS:
@@ -401,7 +402,7 @@ class Planner:
         return self.search(program, mesh, request.placed)
 
     def _made_for(self, program: Program, request: Request, mesh: Mesh) -> Plan | None:
-        from passes.pipeline import prepare_for
+        from passes.lower_program import prepare_for
 
         if self.made is None or self.made.mesh != mesh or request.placed:
             return None
@@ -435,7 +436,7 @@ class Planner:
 
         `predicted`, the program that the plan was predicted from, is taken unless another one runs: with kernels, say.
         """
-        from passes.pipeline import lower_program
+        from passes.lower_program import lower_program
         from passes.verification.verify_passes import verify_pass
         from passes.verification.verify_phases import verify_phases
         from passes.verification.verify_preparation import verify_preparation

@@ -21,8 +21,8 @@ from autoshard.ir.program import Program, describe
 from autoshard.ir.repeat import Repeat
 from autoshard.runtime.sharded_module import Request
 from autoshard.tracing import without
+from passes.lower_program import prepare
 from passes.lowering.lower import check_digest
-from passes.pipeline import prepare
 from passes.recomputation.recompute import InsertRecompute
 from passes.strategies.elided import NotAlikeError
 from passes.strategies.fold_blocks import module_paths

@@ -1,80 +1,52 @@
-"""The order of the passes, as data, and the two things that are made with them: plans and lowered programs."""
+"""How a plan is made: the problem, its search, and which of the choices found is fastest as it is lowered."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from itertools import takewhile
-from typing import Any
 
 import numpy as np
-import torch
 
 from autoshard.errors import RecipeError
-from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.offload import Offload
 from autoshard.ir.plan import Plan
-from autoshard.ir.plan_parts import UNKNOWN, NodePlan, Prediction
-from autoshard.ir.program import OWNERS, InputKind, OutputSlot, Program, describe
-from autoshard.ir.recipe import Recipe
+from autoshard.ir.plan_parts import Prediction
+from autoshard.ir.program import Program
 from autoshard.ir.recompute import Recompute
-from autoshard.ir.repeat import names_alike
-from autoshard.ir.reshard import StepCost
-from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
-from passes.kernels_on_one_device import fusion_of, kernels_of
+from passes.kernels_on_one_device import fusion_of
+from passes.lower_program import prepare
 from passes.lowering.bucket_collectives import BucketCollectives
-from passes.lowering.hoist import Hoist
-from passes.lowering.join_biases import JoinBiases
-from passes.lowering.lower import Lower, result_key
-from passes.lowering.name_communicators import NameCommunicators
-from passes.lowering.narrow_reductions import NarrowReductions
-from passes.lowering.node_time import NodeTime
-from passes.lowering.select_kernels import SelectKernels
-from passes.lowering.split_phases import SplitPhases
 from passes.memory.elided_lifetimes import with_elided
 from passes.memory.liveness import find_lifetimes
-from passes.memory.lowered_memory import peak_bytes
-from passes.overlap import buckets_of, overlapped, room_of
-from passes.phases import OnPass, phases_of, run_passes
+from passes.plan_of_choice import LoweredPlan, lowered_plan
+from passes.plan_options import PlanOptions
 from passes.planning.baselines import solve_baselines
 from passes.planning.bucket_prices import in_buckets, solve_in_buckets
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.planning.constraints import allowed_options
-from passes.planning.cover import cover
 from passes.planning.kernel_prices import NOTHING_FUSED
 from passes.planning.restrictions import restricted
 from passes.planning.search import Search
-from passes.prediction.name_layouts import plan_of_parameter
-from passes.prediction.predict import TODAY, Runtime, predict
-from passes.prediction.segment_step import folded_step
-from passes.prediction.walk_program import WalkedStep, walk_program
-from passes.preparation.canonicalize import Canonicalize
-from passes.preparation.insert_hubs import InsertHubs
-from passes.preparation.join_gelu import JoinGelu
 from passes.recomputation.fitting import JointSolution
 from passes.recomputation.plan_before import solution_of
-from passes.recomputation.recompute import InsertRecompute
 from passes.recomputation.recompute_search import solve_jointly
 from passes.recomputation.savings import savings_of
 from passes.recomputation.whole_blocks import joint_with_blocks, with_whole_blocks
 from passes.solver.assignment import Assignment, Solution
 from passes.solver.one_thread import one_blas_thread
-from passes.solver.search_control import ALL_PLANS, SearchControl
+from passes.solver.search_control import ALL_PLANS
 from passes.strategies.elided import find_elided
 from passes.strategies.enumerate_strategies import EnumerateStrategies
 from passes.strategies.fold_blocks import fold_blocks
-from passes.strategies.price import Prices, StepPrice
-from passes.strategies.price_nodes import NodePrices
+from passes.strategies.price import Prices
 
 logger = logging.getLogger(__name__)
-
-PREPARATION: Sequence[Callable[[Program], Program]] = (Canonicalize(), JoinGelu(), InsertHubs())
-"""What brings a traced program into the form that is planned and lowered, in order."""
 
 _NEAR = 0.1
 """A choice that costs this part more than the search's own is not faster by hiding its communication."""
@@ -90,48 +62,6 @@ _BASELINE_ROUNDS, _BASELINE_SHARE = 6, 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class PlanOptions:
-    """What a user may ask of a plan.
-
-    Args:
-        constraints: glob of qualified names to the spec they must have.
-        memory_budget: bytes per device, None for no limit.
-        time_budget_s: seconds for the search.
-        state_bytes_per_parameter_byte: optimizer state as a multiple of the parameters' bytes (2 for Adam in float32).
-        strict: refuse operators without a sharding rule.
-        with_baselines: price the known recipes too.
-        before: a plan of the program, on this mesh or another, to start from; the result is not worse than it is here,
-            if it fits (on another mesh: without what it recomputes and offloads).
-        micro_batches: how many of them a training step has; the program is that of one.
-        runtime: what the prediction is of: what runs today, or a runtime that overlaps (`passes.prediction.predict`).
-        recompute: whether values of the forward may be computed again in the backward where memory is short.
-        offload: whether, then, they may also lie in the host's memory until the backward.
-        reduce_dtype: in which gradients of float32 travel between ranks; predicted, while the search prices their own.
-        with_kernels: whether calls are priced within the Triton kernels that run in place of them.
-        recipe: within which the plan is searched; None: everywhere.
-        elsewhere: seconds that a plan on another mesh costs, as its search counts; far dearer choices are not lowered.
-        control: told how the search goes, and may stop it: the plan is then the best until then.
-    """
-
-    constraints: Mapping[str, PartitionSpec] = field(default_factory=dict)
-    memory_budget: float | None = None
-    time_budget_s: float = 60.0
-    state_bytes_per_parameter_byte: float = 0.0
-    strict: bool = False
-    with_baselines: bool = True
-    before: Plan | None = None
-    micro_batches: int = 1
-    runtime: Runtime = TODAY
-    recompute: bool = True
-    offload: bool = True
-    reduce_dtype: torch.dtype | None = None
-    with_kernels: bool = False
-    recipe: Recipe | None = None
-    elsewhere: float = math.inf
-    control: SearchControl = field(default_factory=SearchControl)
-
-
-@dataclass(frozen=True, slots=True)
 class Decision:
     """What a search decided.
 
@@ -142,7 +72,7 @@ class Decision:
         offload: what is offloaded.
         baselines: the best solutions of the known recipes, without recomputation; None where none fits.
         bucketed: the best solution with what is sent of parameters and gradients priced in buckets, likewise.
-        in_buckets: those prices.
+        in_buckets: those prices; None where neither the solution nor `kept` is of the problem that they are of.
         kept: a good solution that keeps everything, where the best recomputes or offloads; likewise.
     """
 
@@ -156,35 +86,19 @@ class Decision:
     kept: Solution | None = None
 
     def may_be_faster(self, other: Solution, elsewhere: float) -> bool:
-        """Whether a choice is nearly as cheap as this and as that `elsewhere`, or cheaper at the prices of buckets."""
-        priced, nearest = self.in_buckets, min(elsewhere, (self.kept or self.solution).cost)
-        is_cheaper = priced is not None and priced.cost_of(other.choice) < priced.cost_of(self.solution.choice)
-        return is_cheaper or other.cost <= (1 + _NEAR) * nearest
+        """Whether a choice is cheaper in buckets, or else was not searched for that and is nearly as cheap.
 
-
-@dataclass(frozen=True, slots=True)
-class LoweredPlan:
-    """A plan, and the program that it was predicted from.
-
-    Args:
-        plan: the plan.
-        phased: what `lower_program` makes of it, without kernels; None: it was predicted with them, or without blocks.
-    """
-
-    plan: Plan
-    phased: PhasedProgram | None = None
-
-
-_PREPARED = "autoshard: as traced, and prepared"
-
-
-def prepare(program: Program) -> Program:
-    """The program in the form that is planned and lowered; made once, and kept with the traced graph."""
-    traced, prepared = program.graph_module.meta.get(_PREPARED, (None, None))
-    if traced is not program:
-        prepared = run_passes(PREPARATION, program)
-        program.graph_module.meta[_PREPARED] = (program, prepared)
-    return prepared
+        Args:
+            other: the choice.
+            elsewhere: seconds that a choice on another mesh costs; see `PlanOptions`.
+        """
+        priced, best = self.in_buckets, self.kept or self.solution
+        if priced is not None:
+            if priced.cost_of(other.choice) < (1 - _SURE) * priced.cost_of(best.choice):
+                return True
+            if other is self.bucketed:
+                return False
+        return other.cost <= (1 + _NEAR) * min(elsewhere, best.cost)
 
 
 def plan_program(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions) -> Plan:
@@ -222,7 +136,7 @@ def fastest(
     From `until` on, a time of `time.monotonic`, no others are lowered.
     """
     solution = found.solution
-    best = _lowered_of(found.planning, solution.choice, solution.cost, solution.lower_bound, cluster, options)
+    best = lowered_plan(found.planning, solution.choice, solution.cost, solution.lower_bound, cluster, options)
     best = replace(best, plan=replace(best.plan, recompute=found.recompute, offload=found.offload))
     if options.runtime.overlap is not None or options.with_kernels:
         return best
@@ -231,7 +145,7 @@ def fastest(
         if each is None or each.choice in seen or not found.may_be_faster(each, options.elsewhere):
             continue
         seen.add(each.choice)
-        other = _lowered_of(planning, each.choice, each.cost, solution.lower_bound, cluster, options)
+        other = lowered_plan(planning, each.choice, each.cost, solution.lower_bound, cluster, options)
         predicted = other.plan.predicted
         fits = options.memory_budget is None or predicted.peak_memory_bytes <= options.memory_budget
         gain = _SURE if each is found.bucketed else 0.0
@@ -273,7 +187,8 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
     before = None if options.before is None else solution_of(options.before, planning, allowed)
     found = solve_jointly(planning, search, allowed, start, recompute=recompute, offload=offload, before=before)
     without, found = joint_with_blocks(found) if found.planning is planning else (planning, found)
-    priced = priced if found.planning is planning else None  # of another problem the choice has no such price
+    if found.planning is not planning and found.kept is None:
+        priced = None  # of another problem the choice has no such price
     return Decision(
         found.planning, found.solution, *savings_of(without, found), baselines, bucketed, priced, found.kept
     )
@@ -313,187 +228,3 @@ def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: Pl
     fusion = fusion_of(space, prices) if options.with_kernels else NOTHING_FUSED
     planning = build_problem(space, prices, liveness, fold_blocks(space), elided, fusion)
     return planning if options.recipe is None else with_whole_blocks(planning, options.recipe)
-
-
-def prepare_for(program: Program, plan: Plan) -> Program:
-    """The program in the form that a plan is for, with what it recomputes; `PlanMismatchError` if it is of another."""
-    return InsertRecompute(plan.recompute.nodes, plan.offload.nodes)(prepare(program))
-
-
-def lower_program(
-    program: Program,
-    plan: Plan,
-    cluster: Cluster | None = None,
-    *,
-    with_kernels: bool = False,
-    with_generated: bool = True,
-    with_native: bool = True,
-    with_overlap: bool = True,
-    reduce_dtype: torch.dtype | None = None,
-    saves_least: bool = False,
-    micro_batches: int = 1,
-    on_pass: OnPass | None = None,
-) -> PhasedProgram:
-    """The per-rank program of a plan, cut into forward and backward.
-
-    Args:
-        program: as traced.
-        plan: made for this program.
-        cluster: where it runs; decides between reshards of equal effect. None goes by bytes sent.
-        with_kernels: let Triton kernels stand in for operators of the phases; the lowered program as a whole stays
-            without, for verification.
-        with_generated: generated ones too, for the groups that hand-written ones leave.
-        with_native: let torch's fused kernels run semantic operators, rather than their definitions.
-        with_overlap: let collectives run beside computation, gradients' in buckets, and experts keep what was sent.
-        reduce_dtype: in which gradients of float32 travel between ranks; None: in their own.
-        saves_least: let the backward compute again what a compiler fuses; for programs without kernels.
-        micro_batches: how many a training step has: what depends on parameters alone is computed once for all of them.
-        on_pass: sees every pass, those that prepare the program too; it is then prepared anew.
-
-    Raises:
-        PlanMismatchError: the plan is of another program.
-    """
-    passes = (*PREPARATION, InsertRecompute(plan.recompute.nodes, plan.offload.nodes))
-    prepared = prepare_for(program, plan) if on_pass is None else run_passes(passes, program, on_pass)
-    return lower_prepared(
-        prepared, plan, cluster, with_kernels=with_kernels, with_generated=with_generated, with_native=with_native,
-        with_overlap=with_overlap, reduce_dtype=reduce_dtype, saves_least=saves_least, micro_batches=micro_batches,
-        on_pass=on_pass,
-    )  # fmt: skip
-
-
-def lower_prepared(
-    prepared: Program,
-    plan: Plan,
-    cluster: Cluster | None = None,
-    *,
-    with_kernels: bool = False,
-    with_generated: bool = True,
-    with_native: bool = True,
-    with_overlap: bool = True,
-    reduce_dtype: torch.dtype | None = None,
-    saves_least: bool = False,
-    micro_batches: int = 1,
-    on_pass: OnPass | None = None,
-) -> PhasedProgram:
-    """`lower_program` of a program as `prepare_for` gives it: what runs, and what a decided plan is predicted from."""
-    step_cost: StepCost | None = StepPrice(cluster, plan.mesh) if cluster is not None else None
-    lowered = run_passes((Lower(plan, step_cost),), prepared, on_pass)
-    narrow = () if reduce_dtype is None else (NarrowReductions(reduce_dtype),)
-    last = (*((SelectKernels(), JoinBiases()) if with_native else ()), NameCommunicators(), *narrow)
-    room = room_of(prepared, plan)
-    first = (SplitPhases(saves_least), Hoist(micro_batches, NodeTime(plan.mesh, cluster), room))
-    phased = phases_of(lowered, cluster, first, last, with_kernels, with_generated, on_pass)
-    return overlapped(phased, on_pass, micro_batches, room, cluster, not saves_least) if with_overlap else phased
-
-
-def plan_of_choice(
-    planning: PlanningProblem,
-    choice: Sequence[int],
-    objective: float,
-    lower_bound: float | None,
-    cluster: Cluster,
-    options: PlanOptions,
-) -> Plan:
-    """The plan that a choice of one option per variable of `planning` stands for; `objective` in seconds."""
-    return _lowered_of(planning, choice, objective, lower_bound, cluster, options).plan
-
-
-def _lowered_of(
-    planning: PlanningProblem,
-    choice: Sequence[int],
-    objective: float,
-    lower_bound: float | None,
-    cluster: Cluster,
-    options: PlanOptions,
-) -> LoweredPlan:
-    """`plan_of_choice`, with the program that it was predicted from."""
-    plan = _plan_of_operators(planning, choice, objective, lower_bound, cluster, options)
-    plan = replace(plan, predicted=predict(planning, choice, options.runtime, record=options.with_kernels))
-    if not options.with_kernels:
-        walked, phased = None, None
-        if options.runtime.overlap is None:
-            walked, phased = _walked(planning, plan, choice, cluster, options)
-        plan = replace(plan, predicted=predict(planning, choice, options.runtime, walked=walked, record=True))
-        return LoweredPlan(plan, None if planning.elided.sites else phased)
-    kernels = kernels_of(plan, planning.space.program, cluster, planning.elided.site_counts())
-    predicted = predict(planning, choice, options.runtime, kernels, record=True)
-    kernels = replace(kernels, breakdown_without=plan.predicted.breakdown)
-    return LoweredPlan(replace(plan, predicted=replace(predicted, kernels=kernels)))
-
-
-def _walked(
-    planning: PlanningProblem, plan: Plan, choice: Sequence[int], cluster: Cluster, options: PlanOptions
-) -> tuple[WalkedStep, PhasedProgram]:
-    """The step of a plan as its lowered program says, with what passes behind `SplitPhases` add to its peak; and that.
-
-    A program without its inner blocks is lowered without overlap, and nothing hoisted: what fits is not that of the
-    whole. Its step is that of the planning problem, as `folded_step` writes it down, with what travels in buckets.
-    """
-    micro_batches, is_whole = planning.liveness.micro_batches, not planning.elided.sites
-    made: dict[type, Any] = {}
-    phased = lower_prepared(
-        planning.space.program, plan, cluster, with_overlap=is_whole, reduce_dtype=options.reduce_dtype,
-        micro_batches=micro_batches if is_whole else 1, on_pass=lambda one, _, result: made.update({type(one): result}),
-    )  # fmt: skip
-    prices = NodePrices(cluster, plan.mesh)
-    if is_whole:
-        walked = walk_program(phased, prices, micro_batches)
-    else:
-        walked = folded_step(planning, choice, phased, prices, micro_batches, buckets_of(cluster).largest_bytes)
-    plain, peak = (peak_bytes(item, micro_batches=micro_batches) for item in (made[SplitPhases], phased))
-    return replace(walked, passes_bytes=peak - plain), phased
-
-
-def _plan_of_operators(
-    planning: PlanningProblem,
-    choice: Sequence[int],
-    objective: float,
-    lower_bound: float | None,
-    cluster: Cluster,
-    options: PlanOptions,
-) -> Plan:
-    """The plan without kernels, and without a prediction."""
-    program = planning.space.program
-    traced = program.nodes_by_name()
-    strategies = {name: planning.strategy(name, choice) for name in planning.space.sites}
-    nodes = {
-        name: NodePlan(strategies[name].inputs, strategies[name].outputs)
-        for name, site in planning.space.sites.items()
-        if site.node is not None
-    }
-    return Plan(
-        mesh=planning.space.mesh,
-        program_digest=program.digest(),
-        inputs={slot.name: describe(traced[slot.node].meta["val"]) for slot in program.inputs_of(InputKind.INPUT)},
-        nodes=nodes,
-        outputs={
-            result_key(whole): spec
-            for slot in program.outputs
-            for spec in (_result_spec(planning, choice, slot),)
-            for whole in (replace(slot, name=name) for name in names_alike(program.repeats, slot.name))
-        },
-        parameters={
-            name: place
-            for slot in program.inputs_of(InputKind.PARAMETER)
-            for place in (plan_of_parameter(planning, choice, slot),)
-            for name in names_alike(program.repeats, slot.name)
-        },
-        predicted=UNKNOWN,
-        objective=objective,
-        lower_bound=lower_bound,
-        search_time_s=0.0,
-        hardware=cluster.name,
-        micro_batches=planning.liveness.micro_batches,
-        recipe=options.recipe,
-        memory_budget=None if options.memory_budget is None else int(options.memory_budget),
-        replicated_operators=planning.space.replicated_operators,
-        operators=cover(planning, choice),
-        repeats=program.repeats,
-    )
-
-
-def _result_spec(planning: PlanningProblem, choice: Sequence[int], slot: OutputSlot) -> PartitionSpec:
-    if slot.kind not in OWNERS:
-        return planning.strategy(slot.name, choice).inputs[0]
-    return planning.strategy(planning.space.owner(slot), choice).outputs[0]

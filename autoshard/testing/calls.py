@@ -22,7 +22,7 @@ from autoshard.testing.decided_plans import greedy_plan
 from autoshard.testing.report import TOLERANCE, CheckReport, compare
 from autoshard.testing.rounding import nudge
 from autoshard.tracing import trace
-from passes.pipeline import lower_program, prepare
+from passes.lower_program import lower_program, prepare
 from passes.strategies.enumerate_strategies import Site, resolve
 
 CallSpecs = tuple[Sequence[PartitionSpec], Sequence[PartitionSpec]]

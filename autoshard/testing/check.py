@@ -38,7 +38,7 @@ from autoshard.testing.training import (
     train_precisely,
 )
 from autoshard.testing.whole_step import MakeOptimizer, WholeStep, trace_training
-from passes.pipeline import prepare_for
+from passes.lower_program import prepare_for
 
 _LOGGER = logging.getLogger(__name__)
 

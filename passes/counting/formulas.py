@@ -28,7 +28,7 @@ from passes.counting.count_plan import Counted, PlanCounting
 from passes.counting.fit_sizes import DoesNotRunError, InputDims, InputSize, input_sizes, resize
 from passes.counting.symbolic_program import Place, SymbolicProgram, symbolic_program
 from passes.expand_plan import expand_for
-from passes.pipeline import prepare_for
+from passes.lower_program import prepare_for
 
 if TYPE_CHECKING:
     from autoshard.runtime.sharded_module import Request

@@ -1,6 +1,6 @@
 """Price the kernels that would stand in for calls of a lowered program, without writing them.
 
-The program is fused as `pipeline.lower_program` fuses it, and counted on both sides (`count_launches`). A kernel takes
+The program is fused as `lower_program` fuses it, and counted on both sides (`count_launches`). A kernel takes
 
     launches * launch latency + max(products, bytes / bandwidth)
 

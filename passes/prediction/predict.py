@@ -15,7 +15,7 @@ The time is that of a simulated step of one rank (all ranks do the same at the s
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,7 +30,7 @@ from cost_models.intervals import KERNELS, MEASURED, step_time_uncertainty
 from cost_models.streams import Overlap, Segment, StreamTimes, overlap_of, simulate_streams
 from cost_models.timeline import Timeline
 from passes.planning.build_assignment import PlanningProblem
-from passes.planning.exact_memory import exact_memory
+from passes.planning.exact_memory import ExactMemory, exact_memory
 from passes.prediction.expert_load import expert_load
 from passes.prediction.segment_step import COPIES, repeated_step, segment_step
 from passes.prediction.utilisation import utilisation
@@ -64,6 +64,7 @@ def predict(
     runtime: Runtime = TODAY,
     kernels: Kernels = NO_KERNELS,
     *,
+    memory: ExactMemory | None = None,
     walked: WalkedStep | None = None,
     record: bool = False,
 ) -> Prediction:
@@ -74,6 +75,7 @@ def predict(
         choice: one option per variable.
         runtime: what runs the program; decides whether communication overlaps.
         kernels: what runs in place of calls; memory is that of the program without.
+        memory: what `exact_memory` says of the choice, where it is known already.
         walked: the step as the lowered program of the choice says; None: as the problem says.
         record: keep the timeline, for `Plan.trace`, and price all micro-batches where the problem says the step, not
             one of them; takes longer.
@@ -85,15 +87,16 @@ def predict(
     else:
         segments, overlap = walked.segments, overlap_of(planning.prices.cluster)
     times = simulate_streams(segments, overlap, dispatch_s=device.dispatch(runtime.dispatch), record=record)
-    memory = _memory_parts(planning, choice, times, 0 if walked is None else walked.passes_bytes)
+    parts = memory_at_peak(exact_memory(planning, choice) if memory is None else memory)
+    held = _beside(parts, times, 0 if walked is None else walked.passes_bytes)
     tokens = micro_batches * _tokens(planning)
     mfu, hfu = utilisation(planning, choice).shares(times.total_s / micro_batches)
     uncertainty = step_time_uncertainty(KERNELS if device.dispatch_s else MEASURED)
     return Prediction(
         step_time_s=times.total_s,
-        peak_memory_bytes=sum(memory.values()),
+        peak_memory_bytes=sum(held.values()),
         breakdown=_breakdown(planning, times),
-        memory_breakdown=memory,
+        memory_breakdown=held,
         tokens_per_s=tokens / times.total_s if tokens and times.total_s > 0 else None,
         mfu=mfu,
         hfu=hfu,
@@ -134,16 +137,18 @@ def trace_of(line: Timeline) -> Trace:
     return Trace.of(line.processes, spans)
 
 
-def _memory_parts(
-    planning: PlanningProblem, choice: Sequence[int], times: StreamTimes, passes_bytes: int
-) -> dict[str, int]:
+def memory_at_peak(memory: ExactMemory) -> dict[str, int]:
     """Bytes in use at the peak by what they are; they sum to it."""
-    memory = exact_memory(planning, choice)
     used = memory.used()
     point = int(np.argmax(used))
     parts = {name: int(size) for name, size in memory.at(point).items()}
     parts["activations"] += int(used[point]) - sum(parts.values())  # what truncation left
-    parts["activations"] += min(0, passes_bytes)
+    return parts
+
+
+def _beside(parts: Mapping[str, int], times: StreamTimes, passes_bytes: int) -> dict[str, int]:
+    """`memory_at_peak` with what passes add to it, and communication that is under way."""
+    parts = {**parts, "activations": parts["activations"] + min(0, passes_bytes)}
     buffers = int(times.held_bytes) + max(0, passes_bytes)
     return parts | ({BUFFERS: buffers} if buffers else {})
 

@@ -21,7 +21,9 @@ from autoshard.ir.program import Program
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
 from passes.kernels_on_one_device import kernels_of
-from passes.pipeline import PlanOptions, allowed_by, planning_problem, prepare_for
+from passes.lower_program import prepare_for
+from passes.pipeline import allowed_by, planning_problem
+from passes.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import constrainable, own_specs
 from passes.questions.feature_names import feature_named

@@ -19,7 +19,8 @@ from autoshard.ir.program import Program
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster, NodeType
 from cost_models.topology import Link
-from passes.pipeline import PlanOptions, allowed_by, fastest, planning_problem, solve
+from passes.pipeline import allowed_by, fastest, planning_problem, solve
+from passes.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.restrictions import ROLES, restrict_all
 from passes.questions.roles import has_role

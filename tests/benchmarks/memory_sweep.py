@@ -31,7 +31,9 @@ from autoshard.recipe_search import recipe_problem
 from autoshard.runtime.optimizer_state import named_optimizer
 from autoshard.runtime.sharded_module import Request
 from autoshard.runtime.traced_optimizer import update_of
-from passes.pipeline import Decision, PlanOptions, plan_of_choice, planning_problem, solve
+from passes.pipeline import Decision, planning_problem, solve
+from passes.plan_of_choice import plan_of_choice
+from passes.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from tests.benchmarks.decoder import Decoder, DecoderShape
 

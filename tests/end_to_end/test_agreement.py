@@ -22,7 +22,7 @@ from autoshard.runtime.agreement import ControlGroup
 from autoshard.runtime.engine import SimulatorEngine
 from autoshard.testing.decided_plans import most_recomputed_plan, most_split_plan
 from autoshard.tracing import trace
-from passes import pipeline
+from passes import lower_program
 from passes.lowering.lower import Lower
 from passes.verification.verify_phases import verify_phases
 from tests.end_to_end.training import assert_equal, train
@@ -113,7 +113,7 @@ def check_programs_that_differ(folder: Path) -> None:
 
 def check_collectives_in_another_order(folder: Path) -> None:
     """One rank starts a collective ahead of another: proven on its own, it would leave the other rank waiting."""
-    right = pipeline.overlapped
+    right = lower_program.overlapped
 
     def reordered(phased: PhasedProgram, *options: Any) -> PhasedProgram:
         made = right(phased, *options)
@@ -125,7 +125,7 @@ def check_collectives_in_another_order(folder: Path) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(pipeline, "overlapped", reordered)
+            patch.setattr(lower_program, "overlapped", reordered)
         with pytest.raises(RankMismatchError, match="Ranks disagree about compiled program"):
             compile_with(folder, NAMES[2])
 

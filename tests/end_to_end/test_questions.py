@@ -14,7 +14,8 @@ from autoshard import DoesNotFitError, Plan
 from autoshard.errors import NotAvailableError
 from autoshard.ir.explanation import Outcome, WhyNot
 from cost_models.hardware import Cluster as PricedCluster
-from passes.pipeline import plan_of_choice, solve
+from passes.pipeline import solve
+from passes.plan_of_choice import plan_of_choice
 from passes.planning.restrictions import ROLES, restrict
 from passes.questions.explain import PlanAlternatives
 from passes.questions.feature_names import NAMES

@@ -15,8 +15,8 @@ from autoshard.rules.enumeration import Strategy
 from autoshard.testing import check_plan
 from autoshard.testing.decided_plans import greedy_plan, laptop
 from autoshard.tracing import trace
+from passes.lower_program import lower_program
 from passes.memory.lowered_memory import peak_bytes
-from passes.pipeline import lower_program
 from passes.strategies.enumerate_strategies import Site
 
 MESH = Mesh({"model": 2})

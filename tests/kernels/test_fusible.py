@@ -14,7 +14,9 @@ from autoshard import Mesh
 from autoshard.kernels.cross_entropy import cross_entropy_backward_reference, cross_entropy_reference
 from autoshard.kernels.fusible import fusible_cross_entropy_backward, traced_through
 from autoshard.tracing import trace
-from passes.pipeline import PlanOptions, lower_program, plan_program
+from passes.lower_program import lower_program
+from passes.pipeline import plan_program
+from passes.plan_options import PlanOptions
 from tests.end_to_end.models import MODELS
 from tests.passes.blocks import h100s
 

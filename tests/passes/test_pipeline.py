@@ -17,7 +17,10 @@ from autoshard.ir.spec import P, PartitionSpec
 from autoshard.rules import registry
 from cost_models.hardware import Cluster
 from passes import pipeline
-from passes.pipeline import PlanOptions, lower_program, plan_program
+from passes.lower_program import PREPARATION, lower_program, prepare
+from passes.pipeline import plan_program
+from passes.plan_of_choice import LoweredPlan, plan_of_choice
+from passes.plan_options import PlanOptions
 from passes.planning.search import Search
 from passes.prediction.predict import HOST
 from tests.passes.blocks import blocks_program, h100s, perceptron_program
@@ -223,9 +226,9 @@ def test_a_plan_is_predicted_from_what_runs(share: float, micro_batches: int) ->
 def test_the_order_of_passes_is_data() -> None:
     """Preparation is a tuple of passes, each of which gives back a program."""
     program = perceptron_program()
-    for rewrite in pipeline.PREPARATION:
+    for rewrite in PREPARATION:
         program = rewrite(program)
-    assert program.digest() == pipeline.prepare(perceptron_program()).digest()
+    assert program.digest() == prepare(perceptron_program()).digest()
 
 
 def test_what_keeps_everything_is_lowered_beside_what_recomputes_while_there_is_time() -> None:
@@ -244,7 +247,7 @@ def test_what_keeps_everything_is_lowered_beside_what_recomputes_while_there_is_
         until: pipeline.fastest(planning, found, cluster, options, until).plan.predicted.step_time_s
         for until in (0.0, math.inf)
     }
-    alone = pipeline.plan_of_choice(planning, found.kept.choice, 0.0, None, cluster, options).predicted.step_time_s
+    alone = plan_of_choice(planning, found.kept.choice, 0.0, None, cluster, options).predicted.step_time_s
     assert steps[math.inf] <= min(steps[0.0], alone)
     assert pipeline.fastest(planning, found, cluster, options, 0.0).plan.objective == found.solution.cost
 
@@ -252,13 +255,13 @@ def test_what_keeps_everything_is_lowered_beside_what_recomputes_while_there_is_
 def test_what_another_mesh_beats_by_far_is_not_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The cheapest choice alone is, and what buckets make cheaper than it."""
     mesh, lowered = Mesh({"data": 4, "model": 2}), []
-    program, cluster, lower = blocks_program(batch=64, length=1024, hidden=4096), h100s(mesh), pipeline._lowered_of
+    program, cluster, lower = blocks_program(batch=64, length=1024, hidden=4096), h100s(mesh), pipeline.lowered_plan
 
-    def noting(*arguments: object) -> pipeline.LoweredPlan:
+    def noting(*arguments: object) -> LoweredPlan:
         lowered.append(arguments[2])
         return lower(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(pipeline, "_lowered_of", noting)
+    monkeypatch.setattr(pipeline, "lowered_plan", noting)
     free = plan_program(program, mesh, cluster, PlanOptions())
     counts = {1.0: len(lowered)}
     assert counts[1.0] > 1

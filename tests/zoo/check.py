@@ -36,7 +36,10 @@ from autoshard.runtime.seeds import SeedSequence
 from autoshard.runtime.sharded_module import Request, ShardedModule
 from autoshard.testing.training import drawing_alike
 from autoshard.tracing import check_guards, trace
-from passes.pipeline import PlanOptions, lower_program, plan_of_choice, planning_problem
+from passes.lower_program import lower_program
+from passes.pipeline import planning_problem
+from passes.plan_of_choice import plan_of_choice
+from passes.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.search import Search
 from passes.solver.assignment import Solution

@@ -23,7 +23,7 @@ from cost_models.hardware import Cluster
 from passes.counting.count_plan import PlanCounting
 from passes.counting.formulas import PlanFormulas
 from passes.counting.symbolic_program import symbolic_program
-from passes.pipeline import lower_program, prepare
+from passes.lower_program import lower_program, prepare
 from passes.strategies.enumerate_strategies import Site
 from tests.passes.counting import numeric_counts
 from tests.passes.decoders import dense

@@ -10,7 +10,9 @@ from torch import fx
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import P
-from passes.pipeline import PlanOptions, lower_program, plan_program
+from passes.lower_program import lower_program
+from passes.pipeline import plan_program
+from passes.plan_options import PlanOptions
 from tests.passes.blocks import blocks_program, h100s
 from tests.passes.families import FAMILIES
 from tests.passes.layouts import LAYOUTS, MESH, lowered_under, plan_of, planning_of, planning_on, program_of

@@ -24,8 +24,10 @@ from autoshard.kernels.registry import FUSED
 from autoshard.runtime.boundary import shard_all
 from autoshard.runtime.simulator import simulate
 from autoshard.tracing import trace
+from passes.lower_program import lower_program
 from passes.lowering.fuse_kernels import FuseKernels, fused_calls
-from passes.pipeline import PlanOptions, lower_program, plan_program
+from passes.pipeline import plan_program
+from passes.plan_options import PlanOptions
 from passes.verification.verify_passes import verify_pass
 from passes.verification.verify_phases import verify_phases
 from tests.passes.blocks import Blocks, h100s

@@ -21,7 +21,9 @@ from autoshard.ir.spec import P, PartitionSpec
 from autoshard.runtime.boundary import shard_all, unshard
 from autoshard.runtime.simulator import simulate
 from autoshard.tracing import trace
-from passes.pipeline import PlanOptions, lower_program, plan_program
+from passes.lower_program import lower_program
+from passes.pipeline import plan_program
+from passes.plan_options import PlanOptions
 from tests.passes.blocks import Perceptron, blocks_program, h100s
 
 MESH = Mesh({"data": 2, "model": 2})

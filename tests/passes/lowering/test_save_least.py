@@ -13,8 +13,10 @@ from autoshard.ir.lowered import PhasedProgram
 from autoshard.runtime.engine import SimulatorEngine
 from autoshard.runtime.executable import CompiledProgram, Executable
 from autoshard.tracing import trace
+from passes.lower_program import lower_program
 from passes.lowering.save_least import computed_again
-from passes.pipeline import PlanOptions, lower_program, plan_program
+from passes.pipeline import plan_program
+from passes.plan_options import PlanOptions
 from passes.verification.verify_phases import verify_phases
 from tests.end_to_end.models import MODELS
 from tests.passes.blocks import h100s

@@ -20,7 +20,9 @@ from autoshard.ir.update import Update, UpdateGroup, UpdateRule
 from autoshard.kernels.optimizers import ADAM_HYPER
 from autoshard.runtime.boundary import shard_all
 from autoshard.tracing import trace
-from passes.pipeline import PlanOptions, lower_program, plan_program
+from passes.lower_program import lower_program
+from passes.pipeline import plan_program
+from passes.plan_options import PlanOptions
 from passes.verification.verify_phases import verify_phases
 from passes.verification.verify_program import verify_program
 from tests.passes.blocks import Perceptron, h100s

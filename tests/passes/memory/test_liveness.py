@@ -9,8 +9,8 @@ from torch import nn
 
 from autoshard.ir.mesh import Mesh
 from autoshard.tracing import trace
+from passes.lower_program import prepare
 from passes.memory.liveness import find_lifetimes
-from passes.pipeline import prepare
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.strategies.enumerate_strategies import EnumerateStrategies
 from passes.strategies.price import Prices

@@ -15,7 +15,8 @@ from autoshard.ir.spec import P
 from autoshard.ir.update import Update, UpdateGroup, UpdateRule
 from autoshard.kernels.optimizers import ADAM_HYPER
 from autoshard.tracing import trace
-from passes.pipeline import PlanOptions, plan_program, planning_problem
+from passes.pipeline import plan_program, planning_problem
+from passes.plan_options import PlanOptions
 from passes.planning.baselines import BEFORE, HSDP, MEGATRON, solve_baselines
 from passes.planning.search import Search
 from tests.passes.blocks import Perceptron, h100s

@@ -14,7 +14,8 @@ from autoshard import Cluster, Mesh, P, Plan
 from autoshard.ir.reshard import ReshardKind, ReshardStep
 from autoshard.tracing import trace
 from passes import pipeline
-from passes.pipeline import PlanOptions, planning_problem
+from passes.pipeline import planning_problem
+from passes.plan_options import PlanOptions
 from passes.planning.bucket_prices import BucketPrice, in_buckets, solve_in_buckets
 from passes.planning.search import Search
 from passes.strategies.price import StepPrice

@@ -16,7 +16,8 @@ from autoshard.ir.spec import P, PartitionSpec
 from autoshard.ir.update import Update, UpdateGroup, UpdateRule
 from autoshard.kernels.optimizers import ADAM_HYPER, SGD_HYPER
 from autoshard.tracing import trace
-from passes.pipeline import PlanOptions, plan_program
+from passes.pipeline import plan_program
+from passes.plan_options import PlanOptions
 from tests.passes.blocks import Perceptron, h100s
 
 MESH = Mesh({"data": 2, "model": 2})

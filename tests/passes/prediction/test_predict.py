@@ -23,7 +23,8 @@ from cost_models.intervals import Uncertainty
 from cost_models.schedules import simulate_pipeline
 from cost_models.stages import Pipeline, StageTimes
 from cost_models.streams import Overlap
-from passes.pipeline import PlanOptions, plan_program, planning_problem
+from passes.pipeline import plan_program, planning_problem
+from passes.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import allowed_options
 from passes.planning.search import Search

@@ -12,7 +12,9 @@ import torch
 
 from autoshard import Cluster, FormulaError, Mesh, P, Plan, Recipe
 from autoshard.tracing import trace
-from passes.pipeline import PlanOptions, lower_program, plan_program
+from passes.lower_program import lower_program
+from passes.pipeline import plan_program
+from passes.plan_options import PlanOptions
 from passes.recipes.price_recipe import model_flops
 from passes.sections.price_model import PricedModel
 from tests.passes.counting import numeric_counts

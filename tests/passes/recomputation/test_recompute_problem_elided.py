@@ -11,7 +11,8 @@ from torch import nn
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from passes.expand_plan import expand_plan, match_nodes
-from passes.pipeline import PlanOptions, plan_of_choice
+from passes.plan_of_choice import plan_of_choice
+from passes.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.exact_memory import exact_peak
 from passes.prediction.predict import FORECAST, predict

@@ -14,10 +14,12 @@ import autoshard
 from autoshard import Mesh, NotAvailableError, VerificationError
 from autoshard.cluster import local_cluster
 from autoshard.tracing import trace
-from passes import pipeline
+from passes.lower_program import PREPARATION, lower_program
 from passes.lowering.fuse_kernels import FuseKernels
 from passes.lowering.lower import Lower
 from passes.lowering.split_phases import SplitPhases
+from passes.pipeline import plan_program
+from passes.plan_options import PlanOptions
 from passes.preparation.canonicalize import Canonicalize
 from passes.preparation.insert_hubs import InsertHubs
 from passes.verification.verify_passes import verify_pass
@@ -96,12 +98,12 @@ def test_the_pass_that_goes_wrong_is_named(name: str, monkeypatch: pytest.Monkey
 def test_kernels_that_go_wrong_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """With Triton's kernels, right ones are accepted too."""
     program = trace(Layers(), (torch.ones(4, 8),), {})
-    plan = pipeline.plan_program(program, MESH, local_cluster(MESH), pipeline.PlanOptions())
-    pipeline.lower_program(program, plan, with_kernels=True, on_pass=verify_pass)
+    plan = plan_program(program, MESH, local_cluster(MESH), PlanOptions())
+    lower_program(program, plan, with_kernels=True, on_pass=verify_pass)
     right = FuseKernels.__call__
     monkeypatch.setattr(FuseKernels, "__call__", lambda self, lowered: with_result_scaled(right(self, lowered)))
     with pytest.raises(VerificationError, match=r"^passes\.lowering\.fuse_kernels made another program"):
-        pipeline.lower_program(program, plan, with_kernels=True, on_pass=verify_pass)
+        lower_program(program, plan, with_kernels=True, on_pass=verify_pass)
 
 
 def test_passes_that_are_right_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,10 +115,10 @@ def test_passes_that_are_right_are_accepted(monkeypatch: pytest.MonkeyPatch) -> 
         verify_pass(rewrite, before, after)
 
     program = trace(Layers(), (torch.ones(4, 8),), {})
-    plan = pipeline.plan_program(program, MESH, local_cluster(MESH), pipeline.PlanOptions())
-    pipeline.lower_program(program, plan, on_pass=watched)
+    plan = plan_program(program, MESH, local_cluster(MESH), PlanOptions())
+    lower_program(program, plan, on_pass=watched)
     assert seen == [
-        *(type(item).__name__ for item in pipeline.PREPARATION),
+        *(type(item).__name__ for item in PREPARATION),
         "InsertRecompute",
         "Lower",
         "SplitPhases",

@@ -29,8 +29,11 @@ from autoshard.runtime.boundary import shard_all
 from autoshard.testing.plans import plans
 from autoshard.testing.programs import programs
 from autoshard.tracing import trace
+from passes.lower_program import lower_program, prepare
 from passes.memory.liveness import find_lifetimes
-from passes.pipeline import PlanOptions, lower_program, plan_of_choice, plan_program, prepare
+from passes.pipeline import plan_program
+from passes.plan_of_choice import plan_of_choice
+from passes.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.strategies.enumerate_strategies import EnumerateStrategies
 from passes.strategies.price import Prices
