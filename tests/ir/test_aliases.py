@@ -103,10 +103,12 @@ def _try_all(operators: list[torch._ops.OpOverload], writer: int) -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 1)
     os.dup2(nowhere, 2)
-    for operator in operators:
-        os.write(writer, b"t")
-        os.write(writer, b"1\n" if shares(operator) else b"0\n")
-    os._exit(0)
+    try:
+        for operator in operators:
+            os.write(writer, b"t")
+            os.write(writer, b"1\n" if shares(operator) else b"0\n")
+    finally:
+        os._exit(0)  # whatever is raised, or this process would go on as a second pytest
 
 
 @pytest.mark.slow

@@ -68,7 +68,7 @@ def test_a_deep_model_recomputes_without_its_inner_blocks(planned: tuple[Deep, P
     model, _ = planned
     x = torch.randn(256, 4, 16)
     free = autoshard.plan(model, MESH, example_inputs=(x,), optimizer="sgd", precision=None)
-    limit = int(0.8 * free.predicted.peak_memory_bytes)
+    limit = int(0.5 * free.predicted.peak_memory_bytes)  # all that is sharded and kept takes 0.51
     tight = autoshard.plan(model, MESH, example_inputs=(x,), optimizer="sgd", precision=None, memory_budget=limit)
     assert tight.repeats
     assert tight.recompute.nodes
