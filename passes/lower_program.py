@@ -28,7 +28,7 @@ from passes.recomputation.recompute import InsertRecompute
 from passes.strategies.price import StepPrice
 
 PREPARATION: Sequence[Callable[[Program], Program]] = (Canonicalize(), JoinGelu(), InsertHubs())
-"""What brings a traced program into the form that is planned and lowered, in order."""
+"""The passes that bring a traced program into the form that is planned and lowered, in order."""
 
 
 _PREPARED = "autoshard: as traced, and prepared"

@@ -1,4 +1,4 @@
-"""What a user may ask of a plan."""
+"""The options of planning a program on a mesh."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from passes.solver.search_control import SearchControl
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """What a user may ask of a plan.
+    """Limits, constraints and choices that a user may ask of a plan.
 
     Args:
         constraints: glob of qualified names to the spec they must have.

@@ -41,7 +41,7 @@ if settings().derandomize:
 os.environ["COLUMNS"] = "110"  # tables that are compared are as wide on any terminal
 
 torch.set_num_threads(1)
-gc.set_threshold(100_000, 50, 100)  # graphs are many small objects
+gc.set_threshold(100_000, 50, 100)  # those of autoshard.ir.garbage, which is not to be imported yet
 torch.manual_seed(0)  # what is drawn while tests are collected must be the same in every worker
 
 if not torch.cuda.is_available():

@@ -54,8 +54,8 @@ class LiveMemory(TorchDispatchMode):
             self._live[reference.cdata] = (reference, storage.nbytes())
 
 
-def peak_bytes_of(step: Any, held: Iterable[Tensor], times: int = 3) -> int:
-    """The largest number of bytes in use while `step()` runs, `held` included: the least of `times` runs.
+def peak_bytes_of(step: Any, held: Iterable[Tensor]) -> int:
+    """The largest number of bytes in use while `step()` runs, `held` included: the least of three runs.
 
     Gloo's threads hold the tensors of a collective a moment longer than its result is waited for; in one step of a
     hundred long enough to be counted. The table by which ranks digest what they compare is left out: it is the
@@ -64,7 +64,7 @@ def peak_bytes_of(step: Any, held: Iterable[Tensor], times: int = 3) -> int:
     held = [tensor.detach() for tensor in held]
     tables = [table_on(device) for device in {tensor.device for tensor in held}]
     peaks = []
-    for _ in range(times):
+    for _ in range(3):
         with LiveMemory(held, tables) as memory:
             step()
         peaks.append(memory.peak_bytes)

@@ -144,5 +144,6 @@ def test_chosen_plans_equal_one_device(name: str, mesh: str) -> None:
         tight = within(choose, budget)
         if tight.recompute.nodes:
             break
-    assert tight.recompute.nodes or name == "mixtral"  # on 4x1 sharding alone gets it below every limit, at 2 % more
+    # experts on a line fit without: within 0.9 and 0.8 sharding them costs 2 % more
+    assert tight.recompute.nodes or (name, mesh) == ("mixtral", "4x1")
     check(case, tight)

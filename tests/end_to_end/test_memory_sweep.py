@@ -10,7 +10,7 @@ import autoshard
 from tests.end_to_end.test_chosen_plans import ADAMW, CASES, MESHES, slow_h100s
 
 _SHARES = (0.82, 0.84, 0.86, 0.9, 0.96)
-"""Of the memory that the fastest plan takes; the least in which any is found is 0.812."""
+"""Parts of the memory that the fastest plan takes; the least in which any is found is 0.812."""
 
 
 @pytest.mark.slow

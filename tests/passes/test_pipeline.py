@@ -5,14 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from autoshard.errors import DoesNotFitError, InvalidSpecError, NoShardingRuleError, PlanMismatchError
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.offload import NO_OFFLOAD
 from autoshard.ir.plan import Plan
 from autoshard.ir.plan_parts import UNKNOWN
+from autoshard.ir.recompute import NO_RECOMPUTE
 from autoshard.ir.spec import P, PartitionSpec
 from autoshard.rules import registry
 from cost_models.hardware import Cluster
@@ -23,6 +27,7 @@ from passes.plan_of_choice import LoweredPlan, plan_of_choice
 from passes.plan_options import PlanOptions
 from passes.planning.search import Search
 from passes.prediction.predict import HOST
+from passes.solver.assignment import Assignment, Solution
 from tests.passes.blocks import blocks_program, h100s, perceptron_program
 
 WEIGHTS = ("up.weight", "down.weight")
@@ -273,6 +278,24 @@ def test_what_another_mesh_beats_by_far_is_not_lowered(monkeypatch: pytest.Monke
     assert counts[1.0] >= counts[0.999] >= counts[0.5]
     assert counts[0.5] < counts[1.0]
     assert counts[0.5] <= 2
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["solution", "kept"])
+def test_what_is_surely_cheaper_in_buckets_may_be_faster(keeps: bool) -> None:
+    """Beside the solution, or beside what keeps all where that recomputes; dear alone, or not."""
+    alone, within = np.array([1.0, 1.02, 5.0, 5.0, 5.0]), np.array([1.0, 1.0, 0.995, 0.98, 0.98])
+    first, near, hardly, surely, other = (Solution((number,), cost, 0.0) for number, cost in enumerate(alone.tolist()))
+    kept = {"solution": Solution((0,), 0.5, 0.0), "kept": first} if keeps else {"solution": first}
+    rest: Any = {"planning": None, "recompute": NO_RECOMPUTE, "offload": NO_OFFLOAD, "baselines": {}, **kept}
+    prices = Assignment((within,), ())
+    for bucketed, expected in ((near, False), (hardly, False), (surely, True)):
+        found = pipeline.Decision(**rest, bucketed=bucketed, in_buckets=prices)
+        assert found.may_be_faster(bucketed, math.inf) is expected
+    found = pipeline.Decision(**rest, bucketed=hardly, in_buckets=prices)
+    assert found.may_be_faster(near, math.inf)
+    assert not found.may_be_faster(near, 0.9)
+    assert found.may_be_faster(other, 0.9)
+    assert not replace(found, in_buckets=None).may_be_faster(other, math.inf)
 
 
 def test_known_recipes_and_the_search_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
