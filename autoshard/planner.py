@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -331,14 +330,15 @@ class Planner:
 
     def search_meshes(self, program: Program, meshes: Sequence[Mesh]) -> Plan:
         """The fastest plan on any of some meshes; the error of the last one if none has a plan."""
+        from passes.planning.baselines import least_baselines
         from passes.solver.search_control import SearchStopped
 
         part = replace(self, time_budget_s=self.time_budget_s / len(meshes))
-        plans, failure = [], None
+        plans: list[Plan] = []
+        failure = None
         with self._searching() as control:
             for mesh in meshes:
-                elsewhere = min((plan.objective for plan in plans), default=math.inf)
-                options = replace(part._options(program, mesh, {}), elsewhere=elsewhere)
+                options = replace(part._options(program, mesh, {}), elsewhere=tuple(plans))
                 try:
                     plans.append(part._search(program, mesh, options, control))
                 except AutoshardError as error:
@@ -351,7 +351,7 @@ class Planner:
             if not plans and failure is not None:
                 raise failure
         best = min(plans, key=lambda plan: plan.predicted.step_time_s)
-        return replace(best, was_interrupted=control.is_stopped)
+        return replace(best, baselines=least_baselines(plans), was_interrupted=control.is_stopped)
 
     def cluster_for(self, mesh: Mesh) -> Cluster:
         """What to price for."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
@@ -85,12 +85,12 @@ class Decision:
     in_buckets: Assignment | None = None
     kept: Solution | None = None
 
-    def may_be_faster(self, other: Solution, elsewhere: float) -> bool:
+    def may_be_faster(self, other: Solution, elsewhere: Sequence[Plan]) -> bool:
         """Whether a choice is cheaper in buckets, or else was not searched for that and is nearly as cheap.
 
         Args:
             other: the choice.
-            elsewhere: seconds that a choice on another mesh costs; see `PlanOptions`.
+            elsewhere: plans on other meshes.
         """
         priced, best = self.in_buckets, self.kept or self.solution
         if priced is not None:
@@ -98,7 +98,7 @@ class Decision:
                 return True
             if other is self.bucketed:
                 return False
-        return other.cost <= (1 + _NEAR) * min(elsewhere, best.cost)
+        return other.cost <= (1 + _NEAR) * min([best.cost, *(plan.objective for plan in elsewhere)])
 
 
 def plan_program(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions) -> Plan:
@@ -175,13 +175,15 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
         search, time_budget_s=_BASELINE_SHARE * options.time_budget_s, tolerance=1e-2, max_rounds=_BASELINE_ROUNDS,
         is_thorough=False, says_smallest=False, is_exact=False,
     )  # fmt: skip
-    baselines = solve_baselines(planning, quick, allowed, options.before, end) if options.with_baselines else {}
-    start, bucketed, priced = [found for found in baselines.values() if found is not None], None, None
+    baselines: Mapping[str, Solution | None] = {}
+    bucketed, priced = None, None
     if options.with_baselines:
+        baselines = solve_baselines(planning, quick, allowed, options.before, end, options.elsewhere)
         priced = in_buckets(planning, BucketCollectives().least_bytes)
         bucketed = solve_in_buckets(planning, priced, quick, allowed)
     search = replace(search, time_budget_s=max(0.0, end - time.monotonic()))
     options.control.problem = ALL_PLANS
+    start = [found for found in baselines.values() if found is not None]
     recompute = options.recompute and (options.recipe is None or options.recipe.recompute is None)
     offload = options.offload and (options.recipe is None or options.recipe.offload is None)
     before = None if options.before is None else solution_of(options.before, planning, allowed)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -35,7 +34,8 @@ class PlanOptions:
         reduce_dtype: in which gradients of float32 travel between ranks; predicted, while the search prices their own.
         with_kernels: whether calls are priced within the Triton kernels that run in place of them.
         recipe: within which the plan is searched; None: everywhere.
-        elsewhere: seconds that a plan on another mesh costs, as its search counts; far dearer choices are not lowered.
+        elsewhere: plans on other meshes; what is far dearer than those is not lowered, and known recipes that use every
+            axis alike are not priced again, see `solve_baselines`.
         control: told how the search goes, and may stop it: the plan is then the best until then.
     """
 
@@ -53,5 +53,5 @@ class PlanOptions:
     reduce_dtype: torch.dtype | None = None
     with_kernels: bool = False
     recipe: Recipe | None = None
-    elsewhere: float = math.inf
+    elsewhere: Sequence[Plan] = ()
     control: SearchControl = field(default_factory=SearchControl)

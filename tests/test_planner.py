@@ -17,6 +17,7 @@ from autoshard.planner import Planner
 from autoshard.runtime.engine import SimulatorEngine
 from autoshard.runtime.sharded_module import Request
 from autoshard.tracing import trace
+from passes.planning.baselines import HSDP, MEGATRON
 from tests.passes.deep import batch, summed
 
 
@@ -57,6 +58,14 @@ def test_a_mesh_without_a_plan_leaves_the_others() -> None:
     program = trace(nn.Linear(4, 4), (torch.randn(2, 4),))
     planner = Planner(constraints={"weight": P("model")}, time_budget_s=2.0)
     assert planner.search_meshes(program, [Mesh({"data": 2}), Mesh({"model": 2})]).mesh == Mesh({"model": 2})
+
+
+def test_a_plan_of_the_best_mesh_tells_of_recipes_on_every_mesh() -> None:
+    """HSDP and Megatron's have two axes, whichever mesh is chosen."""
+    model, rows = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.empty(64, 64)
+    cluster = autoshard.Cluster("h100_sxm", nodes=2, devices_per_node=2)
+    plan = autoshard.plan(model, cluster, example_inputs=(rows,))
+    assert set(plan.baselines) == {"data parallel", "fully sharded data parallel", HSDP, MEGATRON}
 
 
 def test_a_plan_for_another_mesh_is_made_anew() -> None:

@@ -11,7 +11,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -31,6 +31,7 @@ def solve_baselines(
     allowed: Mapping[int, np.ndarray],
     before: Plan | None = None,
     deadline: float = np.inf,
+    elsewhere: Sequence[Plan] = (),
 ) -> dict[str, Solution | None]:
     """The best plan of each recipe, None where none fits.
 
@@ -41,8 +42,12 @@ def solve_baselines(
         planning, search, allowed: as of the search itself.
         before: a plan of the program, on this mesh or another.
         deadline: of `time.monotonic`.
+        elsewhere: plans on other meshes of as many devices. A recipe that uses every axis alike and fits on one of
+            those is left out: it would be much the same plan, of more collectives.
     """
-    masks = {name: restrict_all(planning, roles) for name, roles in known_recipes(planning.space.mesh).items()}
+    priced = {name for plan in elsewhere for name in _EVERY_AXIS if plan.baselines.get(name) is not None}
+    recipes = {name: roles for name, roles in known_recipes(planning.space.mesh).items() if name not in priced}
+    masks = {name: restrict_all(planning, roles) for name, roles in recipes.items()}
     if before is not None:
         masks[BEFORE] = options_as_in(before, planning)
     found: dict[str, Solution | None] = {}
@@ -69,6 +74,15 @@ def _price(planning: PlanningProblem, search: Search, allowed: Mapping[int, np.n
         return search(planning, allowed)
     except DoesNotFitError:
         return None
+
+
+def least_baselines(plans: Sequence[Plan]) -> dict[str, float | None]:
+    """Seconds that each known recipe costs on the mesh where that is least; None where it fits on none."""
+    costs: dict[str, list[float]] = {}
+    for plan in plans:
+        for name, cost in plan.baselines.items():
+            costs.setdefault(name, []).extend(() if cost is None else (cost,))
+    return {name: min(found, default=None) for name, found in costs.items()}
 
 
 ZERO_1 = "ZeRO-1"

@@ -272,7 +272,7 @@ def test_what_another_mesh_beats_by_far_is_not_lowered(monkeypatch: pytest.Monke
     assert counts[1.0] > 1
     for share in (0.999, 0.5):
         lowered.clear()
-        beaten = plan_program(program, mesh, cluster, PlanOptions(elsewhere=share * free.objective))
+        beaten = plan_program(program, mesh, cluster, PlanOptions(elsewhere=[replace(free, objective=share * free.objective, baselines={})]))
         counts[share] = len(lowered)
         assert beaten.predicted.step_time_s >= free.predicted.step_time_s
     assert counts[1.0] >= counts[0.999] >= counts[0.5]
@@ -290,12 +290,13 @@ def test_what_is_surely_cheaper_in_buckets_may_be_faster(keeps: bool) -> None:
     prices = Assignment((within,), ())
     for bucketed, expected in ((near, False), (hardly, False), (surely, True)):
         found = pipeline.Decision(**rest, bucketed=bucketed, in_buckets=prices)
-        assert found.may_be_faster(bucketed, math.inf) is expected
+        assert found.may_be_faster(bucketed, []) is expected
     found = pipeline.Decision(**rest, bucketed=hardly, in_buckets=prices)
-    assert found.may_be_faster(near, math.inf)
-    assert not found.may_be_faster(near, 0.9)
-    assert found.may_be_faster(other, 0.9)
-    assert not replace(found, in_buckets=None).may_be_faster(other, math.inf)
+    cheaper: Any = SimpleNamespace(objective=0.9)
+    assert found.may_be_faster(near, [])
+    assert not found.may_be_faster(near, [cheaper])
+    assert found.may_be_faster(other, [cheaper])
+    assert not replace(found, in_buckets=None).may_be_faster(other, [])
 
 
 def test_known_recipes_and_the_search_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:

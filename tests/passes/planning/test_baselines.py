@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -17,7 +21,7 @@ from autoshard.kernels.optimizers import ADAM_HYPER
 from autoshard.tracing import trace
 from passes.pipeline import plan_program, planning_problem
 from passes.plan_options import PlanOptions
-from passes.planning.baselines import BEFORE, HSDP, MEGATRON, solve_baselines
+from passes.planning.baselines import BEFORE, HSDP, MEGATRON, least_baselines, solve_baselines
 from passes.planning.search import Search
 from tests.passes.blocks import Perceptron, h100s
 from tests.passes.deep import adamw
@@ -74,6 +78,28 @@ def test_recipes_of_two_axes_split_parameters_over_the_inner_one() -> None:
     assert axes == {HSDP: {("data", "model")}, MEGATRON: {("data",)}}
     plan = plan_program(program, mesh, h100s(mesh), PlanOptions())
     assert plan.objective <= min(cost for cost in plan.baselines.values() if cost is not None) * (1 + 1e-9)
+
+
+def test_recipes_that_use_all_axes_alike_are_priced_on_one_mesh() -> None:
+    """Where they fit on another mesh; the others are priced on each."""
+    mesh, rows = Mesh({"data": 2, "model": 2}), torch.empty(8, 16, device="meta")
+    program = trace(Perceptron(), (rows, rows))
+    flat = plan_program(program, MESH, h100s(MESH), PlanOptions())
+    assert list(flat.baselines) == ["data parallel", "fully sharded data parallel"]
+    found = plan_program(program, mesh, h100s(mesh), PlanOptions(elsewhere=[flat]))
+    assert list(found.baselines) == [HSDP, MEGATRON]
+    tight = replace(flat, baselines={"data parallel": None, "fully sharded data parallel": 1.0})
+    assert list(plan_program(program, mesh, h100s(mesh), PlanOptions(elsewhere=[tight])).baselines) == [
+        "data parallel", HSDP, MEGATRON,
+    ]  # fmt: skip
+
+
+def test_recipes_cost_what_they_do_on_the_best_mesh() -> None:
+    """None where they fit on none."""
+    plans: Any = [
+        SimpleNamespace(baselines=costs) for costs in ({"a": 2.0, "b": None, "c": None}, {"a": 3.0, "b": 1.0, "c": None})
+    ]
+    assert least_baselines(plans) == {"a": 2.0, "b": 1.0, "c": None}
 
 
 def test_a_program_without_state_has_no_zero_1() -> None:
