@@ -74,10 +74,8 @@ class DualState:
 
     def round(self) -> None:
         """Some message passing, rounding and, where memory binds, a move of the multipliers."""
-        choice, bound = (), -np.inf
-        for _ in range(_PASSES):
-            raw, choice = self.messages.iterate()
-            bound = max(bound, raw - self._offset())
+        raw, choice = self.messages.iterate(_PASSES)
+        bound = raw - self._offset()
         self.offer(choice)
         self.offer(self.messages.improve(choice))
         self._set_reach(bound > self.bound)
@@ -149,8 +147,7 @@ class DualState:
                 break
             self.multipliers = {point: times * weight for point, weight in self.best_multipliers.items()}
             self.weigh()
-            for _ in range(_PASSES):
-                _, choice = self.messages.iterate()
+            _, choice = self.messages.iterate(_PASSES)
             improved = self.messages.improve(choice)
             self.offer(choice)
             self.offer(improved)

@@ -34,8 +34,9 @@ class Messages:
             self._earlier[second].append(number)
         self._barred: _Barred | None = None
         self._share = [1.0 / max(len(a), len(b), 1) for a, b in zip(self._earlier, self._later, strict=True)]
-        self._forward = [np.zeros(table.shape[1]) for table in self._tables]
-        self._backward = [np.zeros(table.shape[0]) for table in self._tables]
+        self._forwards = _Vectors([table.shape[1] for table in self._tables])
+        self._backwards = _Vectors([table.shape[0] for table in self._tables])
+        self._forward, self._backward = self._forwards.each, self._backwards.each
 
     def weigh(self, rows: Mapping[int, tuple[MemoryRow, float]]) -> None:
         """Add `weight` seconds per byte of each memory row, by its point, to the costs; the messages stay.
@@ -57,10 +58,14 @@ class Messages:
                 edge = self._problem.edges[number]
                 self._tables[number] = self._tables[number] + weight * (sizes if edge.tail < edge.head else sizes.T)
 
-    def iterate(self) -> tuple[float, tuple[int, ...]]:
-        """One pass forth, which rounds, and one back, which bounds."""
-        choice = self._pass_forward()
-        return self._pass_backward(), choice
+    def iterate(self, times: int = 1) -> tuple[float, tuple[int, ...]]:
+        """Some passes forth and back: the best bound of all, and the choice that the last one rounded to."""
+        bound, choice = -np.inf, ()
+        for left in reversed(range(times)):
+            choice = self._round() if not left else ()
+            self._pass_forward()
+            bound = max(bound, self._pass_backward())
+        return bound, choice
 
     def _capped_tables(self) -> list[Floats]:
         """The costs of each edge, the earlier variable's options as rows; edges that share a table share it here."""
@@ -71,23 +76,31 @@ class Messages:
                 made[key] = np.minimum(_forward(edge), self._cap)
         return [made[id(edge.cost), edge.tail < edge.head] for edge in self._problem.edges]
 
-    def _pass_forward(self) -> tuple[int, ...]:
+    def _round(self) -> tuple[int, ...]:
+        """A choice, variable by variable, given what those before chose and what comes back from those behind."""
         choice: list[int] = []
         for variable, cost in enumerate(self._costs):
-            later = self._later[variable]
-            rounded = shared = cost
-            for number in later:
-                rounded = shared = shared + self._backward[number]
+            for number in self._later[variable]:
+                cost = cost + self._backward[number]
             for number in self._earlier[variable]:
-                rounded = rounded + self._tables[number][choice[self._ends[number][0]]]
-                shared = shared + self._forward[number]
-            choice.append(int(rounded.argmin()))
-            if later:
-                shared = self._share[variable] * shared
-                for number in later:
-                    message = _least((shared - self._backward[number])[:, None] + self._tables[number], 0)
-                    self._forward[number] = message - _least(message)
+                cost = cost + self._tables[number][choice[self._ends[number][0]]]
+            choice.append(int(cost.argmin()))
         return tuple(choice)
+
+    def _pass_forward(self) -> None:
+        for variable, cost in enumerate(self._costs):
+            later = self._later[variable]
+            if not later:
+                continue
+            for number in later:
+                cost = cost + self._backward[number]
+            for number in self._earlier[variable]:
+                cost = cost + self._forward[number]
+            shared = self._share[variable] * cost
+            for number in later:
+                table = (shared - self._backward[number])[:, None] + self._tables[number]
+                _least(table, 0, out=self._forward[number])
+        self._forwards.from_zero()
 
     def _pass_backward(self) -> float:
         bound = 0.0
@@ -98,15 +111,14 @@ class Messages:
                 belief = belief + self._forward[number]
             for number in self._later[variable]:
                 belief = belief + self._backward[number]
-            least = _least(belief)
-            bound += least
-            shared = self._share[variable] * (belief - least)
+            share = self._share[variable]
+            if len(earlier) * share < 1:
+                bound += (1 - len(earlier) * share) * float(_least(belief))
+            shared = share * belief
             for number in earlier:
-                message = _least(self._tables[number] + (shared - self._forward[number]), 1)
-                least = _least(message)
-                bound += least
-                self._backward[number] = message - least
-        return float(bound)
+                _least(self._tables[number] + (shared - self._forward[number]), 1, out=self._backward[number])
+        self._backwards.from_zero()
+        return bound
 
     def improve(self, choice: Sequence[int]) -> tuple[int, ...]:
         """Change one variable at a time as long as that lowers the weighed cost (iterated conditional modes)."""
@@ -178,6 +190,22 @@ def _spread(row: MemoryRow) -> float:
 
 _least = np.minimum.reduce
 """The least element, along an axis or of a vector; `ndarray.min` says the same more slowly."""
+
+
+class _Vectors:
+    """Messages along edges, one after the other in one array."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._lengths = np.array(lengths, dtype=np.intp)
+        self._starts = np.cumsum(self._lengths) - self._lengths
+        self._all = np.zeros(int(self._lengths.sum()))
+        self.each = np.split(self._all, self._starts[1:])
+        """Views, which hold what is written into them."""
+
+    def from_zero(self) -> None:
+        """Take its least element from each, so that they stay small; that changes no bound and no choice."""
+        if len(self._all):
+            self._all -= np.repeat(np.minimum.reduceat(self._all, self._starts), self._lengths)
 
 
 def _forward(edge: Edge) -> Floats:

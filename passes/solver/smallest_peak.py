@@ -18,6 +18,9 @@ from passes.solver.messages import Messages
 from passes.solver.search_control import SearchControl
 
 _ROUNDS = 24
+_PASSES = 3
+"""Message passes between two moves of the weights."""
+
 _RATE = 4.0
 _FORBIDDEN = 10.0
 """The price of an option that is not allowed, in peaks of an arbitrary choice: costs here are bytes."""
@@ -60,12 +63,11 @@ def choice_of_smallest_peak(
         total = sum(weights.values())
         messages.weigh({point: (rows[point], weight / total) for point, weight in weights.items()})
         known = sum(rows[point].constant * weight / total for point, weight in weights.items())
-        for _ in range(3):
-            if (control is not None and control.is_stopped) or time.monotonic() >= deadline:
-                return best
-            bound, choice = messages.iterate()
-            if bound + known > hopeless:  # the weighed mean of the points' bytes is at most the peak
-                return ()
+        if (control is not None and control.is_stopped) or time.monotonic() >= deadline:
+            return best
+        bound, choice = messages.iterate(_PASSES)
+        if bound + known > hopeless:  # the weighed mean of the points' bytes is at most the peak
+            return ()
         choice = messages.improve(choice)
     return best
 
