@@ -351,7 +351,10 @@ class Planner:
             if not plans and failure is not None:
                 raise failure
         best = min(plans, key=lambda plan: plan.predicted.step_time_s)
-        return replace(best, baselines=least_baselines(plans), was_interrupted=control.is_stopped)
+        searched_s = sum(plan.search_time_s for plan in plans)
+        return replace(
+            best, baselines=least_baselines(plans), search_time_s=searched_s, was_interrupted=control.is_stopped
+        )
 
     def cluster_for(self, mesh: Mesh) -> Cluster:
         """What to price for."""
