@@ -94,6 +94,11 @@ def plan_recipe(
             failure = error
     if not found:
         assert failure is not None, "something was tried"
+        if isinstance(failure, DoesNotFitError) and recipe.recompute == "none":
+            raise DoesNotFitError(
+                f"{failure} The recipe recomputes nothing: recompute=None leaves it to the search what is.",
+                smallest_bytes=failure.smallest_bytes,
+            ) from failure
         raise failure
     return min(found, key=attrgetter("step_time_s"))
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard import Mesh, Recipe
+from autoshard import DoesNotFitError, Mesh, Recipe
 from autoshard.planner import Planner
 from autoshard.recipe_plans import plan_recipe
 from autoshard.runtime.sharded_module import Request
@@ -57,3 +57,19 @@ def test_micro_batches_become_more_until_all_is_kept(case: str) -> None:
     found = plan_recipe(cast(Planner, planner), request, [Mesh({"data": 1})], recipe, 8)
     assert planner.asked == [(parts, 8 // parts) for parts in plans]
     assert found.planner.micro_batches == chosen
+
+
+@pytest.mark.parametrize(("recompute", "is_named"), [("none", True), ("full", False), (None, False)])
+def test_what_does_not_fit_may_with_recomputation(recompute: Any, is_named: bool) -> None:
+    """Where the recipe recomputes nothing, the error says how to let it."""
+
+    class NothingFits(PlannerOf):
+        def plan_call(self, request: Request, meshes: Sequence[Mesh], *, in_time: bool) -> tuple[None, Any]:
+            raise DoesNotFitError("no plan was found that fits.", smallest_bytes=7)
+
+    planner, request = NothingFits({}), Request(nn.Linear(2, 2), (torch.zeros(8, 2),), {}, grad=True)
+    recipe = Recipe(data=1, micro_batch=8, recompute=recompute)
+    with pytest.raises(DoesNotFitError, match=r"no plan was found that fits\.") as raised:
+        plan_recipe(cast(Planner, planner), request, [Mesh({"data": 1})], recipe, 8)
+    assert ("recompute=None" in str(raised.value)) is is_named
+    assert raised.value.smallest_bytes == 7

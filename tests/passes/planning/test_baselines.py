@@ -96,9 +96,8 @@ def test_recipes_that_use_all_axes_alike_are_priced_on_one_mesh() -> None:
 
 def test_recipes_cost_what_they_do_on_the_best_mesh() -> None:
     """None where they fit on none."""
-    plans: Any = [
-        SimpleNamespace(baselines=costs) for costs in ({"a": 2.0, "b": None, "c": None}, {"a": 3.0, "b": 1.0, "c": None})
-    ]
+    costs = ({"a": 2.0, "b": None, "c": None}, {"a": 3.0, "b": 1.0, "c": None})
+    plans: Any = [SimpleNamespace(baselines=each) for each in costs]
     assert least_baselines(plans) == {"a": 2.0, "b": 1.0, "c": None}
 
 
