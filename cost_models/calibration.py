@@ -280,15 +280,18 @@ def _added_time(collective: Callable[[], object], product: Callable[[], object],
     """Mean seconds that a collective adds to the products before it, on all ranks at once; at least its own error.
 
     One run is two turns of `PRODUCTS`, one without and one with the collective, the first of them changing: a machine
-    whose speed drifts changes both alike, and their difference is that of neighbours in time. One trial says how many
-    fit into the share, on the slowest rank: all ranks need the same count.
+    whose speed drifts changes both alike, and their difference is that of neighbours in time. The first run says how
+    many fit into the share, on the slowest rank: all ranks need the same count.
     """
     turns = (partial(_turn_time, product, _nothing), partial(_turn_time, product, collective))
-    turns[1]()
-    trial = torch.tensor(sum(turn() for turn in turns), dtype=torch.float64, device=_place())
-    distributed.all_reduce(trial, distributed.ReduceOp.MAX)
-    differences = torch.zeros(max(2, min(50, int(share_s / trial.item()))), dtype=torch.float64, device=_place())
-    for run in range(len(differences)):
+    for warm_up in (product, collective):
+        warm_up()
+    without, with_it = (turn() for turn in turns)
+    first = torch.tensor(without + with_it, dtype=torch.float64, device=_place())
+    distributed.all_reduce(first, distributed.ReduceOp.MAX)
+    differences = torch.zeros(max(2, min(50, int(share_s / first.item()))), dtype=torch.float64, device=_place())
+    differences[0] = with_it - without
+    for run in range(1, len(differences)):
         order = (0, 1) if run % 2 == 0 else (1, 0)
         seconds = {which: turns[which]() for which in order}
         differences[run] = seconds[1] - seconds[0]
