@@ -104,7 +104,8 @@ class Plan:
         predicted: cost of the plan.
         objective: what the search minimised, seconds; `lower_bound`: proven bound of it, or None.
         search_time_s: wall time of the search.
-        baselines: what the search minimises, of named recipes, seconds; None where it does not fit.
+        baselines: what the search minimises, of named recipes, seconds, each on the mesh where it is least; None where
+            it fits on none.
         hardware: name of the cluster that priced the plan.
         memory_budget: bytes per device that the plan had to fit in, or None.
         precision: "bf16", "f16" or "f32" where the program casts wider parameters; None where it computes in the
