@@ -27,7 +27,7 @@ from passes.memory.liveness import find_lifetimes
 from passes.plan_of_choice import LoweredPlan, lowered_plan
 from passes.plan_options import PlanOptions
 from passes.planning.baselines import solve_baselines
-from passes.planning.bucket_prices import in_buckets, solve_in_buckets
+from passes.planning.bucket_prices import hidden_part, in_buckets, solve_in_buckets
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.planning.constraints import allowed_options
 from passes.planning.kernel_prices import NOTHING_FUSED
@@ -71,7 +71,7 @@ class Decision:
         recompute: what is recomputed.
         offload: what is offloaded.
         baselines: the best solutions of the known recipes, without recomputation; None where none fits.
-        bucketed: the best solution with what is sent of parameters and gradients priced in buckets, likewise.
+        bucketed: the best solution with what is sent of parameters and gradients priced in buckets, less what hides.
         in_buckets: those prices; None where neither the solution nor `kept` is of the problem that they are of.
         kept: a good solution that keeps everything, where the best recomputes or offloads; likewise.
     """
@@ -176,11 +176,8 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
         is_thorough=False, says_smallest=False, is_exact=False,
     )  # fmt: skip
     baselines: Mapping[str, Solution | None] = {}
-    bucketed, priced = None, None
     if options.with_baselines:
         baselines = solve_baselines(planning, quick, allowed, options.before, end, options.elsewhere)
-        priced = in_buckets(planning, BucketCollectives().least_bytes)
-        bucketed = solve_in_buckets(planning, priced, quick, allowed)
     search = replace(search, time_budget_s=max(0.0, end - time.monotonic()))
     options.control.problem = ALL_PLANS
     start = [found for found in baselines.values() if found is not None]
@@ -189,8 +186,12 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
     before = None if options.before is None else solution_of(options.before, planning, allowed)
     found = solve_jointly(planning, search, allowed, start, recompute=recompute, offload=offload, before=before)
     without, found = joint_with_blocks(found) if found.planning is planning else (planning, found)
-    if found.planning is not planning and found.kept is None:
-        priced = None  # of another problem the choice has no such price
+    kept = found.solution if found.planning is planning else found.kept
+    bucketed, priced = None, None
+    if options.with_baselines and kept is not None and time.monotonic() < end:
+        hidden = hidden_part(planning, kept.choice)
+        priced = in_buckets(planning, BucketCollectives().least_bytes, hidden)
+        bucketed = solve_in_buckets(planning, priced, quick, allowed, [*start, kept])
     return Decision(
         found.planning, found.solution, *savings_of(without, found), baselines, bucketed, priced, found.kept
     )

@@ -16,7 +16,9 @@ from autoshard.tracing import trace
 from passes import pipeline
 from passes.pipeline import planning_problem
 from passes.plan_options import PlanOptions
-from passes.planning.bucket_prices import BucketPrice, in_buckets, solve_in_buckets
+from passes.planning.baselines import solve_baselines
+from passes.planning.bucket_prices import BucketPrice, hidden_part, in_buckets, solve_in_buckets
+from passes.planning.build_assignment import PlanningProblem
 from passes.planning.search import Search
 from passes.strategies.price import StepPrice
 from tests.passes.blocks import Perceptron
@@ -102,3 +104,50 @@ def test_what_is_cheaper_in_buckets_is_found_whatever_it_costs_alone() -> None:
     free, data = planned(), planned(constraints={"input:*": P("data"), "[0-9]*": P()})
     assert free.predicted.step_time_s <= data.predicted.step_time_s
     assert free.objective > 1.1 * free.lower_bound  # alone its collectives cost more than another plan's
+
+
+def _gathered(cluster: Cluster) -> tuple[PlanningProblem, list[int]]:
+    """The planning problem of a perceptron's step on two nodes, and a choice that gathers its parameters."""
+    rows = torch.empty(4096, 16, device="meta")
+    planning = planning_problem(trace(Perceptron(), (rows, rows)), Mesh({"data": 4}), cluster, PlanOptions())
+    found = solve_baselines(planning, Search(), {})["fully sharded data parallel"]
+    assert found is not None
+    return planning, list(found.choice)
+
+
+def _h100s(bytes_per_s: float) -> Cluster:
+    speed = {"network_bytes_per_s_per_device": bytes_per_s}
+    return Cluster.of("h100_sxm", 4, devices_per_node=2, network="roce_v2", **speed)
+
+
+def test_gpus_hide_what_they_can() -> None:
+    """At most what they compute meanwhile; CPUs hide nothing."""
+    assert hidden_part(*_gathered(Cluster("cpu_laptop", nodes=1, devices_per_node=4))) == 0.0
+    slow, fast = (hidden_part(*_gathered(_h100s(speed))) for speed in (1e3, 1e15))
+    assert 0 < slow < 0.01
+    assert slow < fast <= 0.8
+
+
+def test_what_is_hidden_costs_that_much_less() -> None:
+    """All hidden, a choice costs what it does without what is sent of parameters and gradients."""
+    planning, choice = _gathered(_h100s(25e9))
+    none, half, all_of_it = (in_buckets(planning, MIB, hidden).cost_of(choice) for hidden in (0.0, 0.5, 1.0))
+    assert half == pytest.approx((none + all_of_it) / 2)
+    assert all_of_it < none <= planning.assignment.cost_of(choice)
+
+
+def test_what_hides_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameters gathered beside computation, in place of activations that it waits for."""
+    mesh = Mesh({"data": 8, "model": 2})
+
+    def planned() -> float:
+        with torch.device("meta"):
+            model, rows = nn.Sequential(*(Block(2048, 8192) for _ in range(3))), torch.empty(16, 1024, 2048)
+        return autoshard.plan(
+            model, Cluster("a100_sxm_80gb", nodes=2), mesh=mesh, example_inputs=(rows,), optimizer="adamw",
+            loss_fn=lambda out: out.square().mean(),
+        ).predicted.step_time_s  # fmt: skip
+
+    found = planned()
+    monkeypatch.setattr(pipeline, "hidden_part", lambda *_: 0.0)
+    assert found < 0.95 * planned()
