@@ -93,9 +93,9 @@ def solve_in_buckets(
 
 _MOST_HIDDEN = 0.8
 """Part of what is sent of parameters and gradients that a GPU's step hides beside computation. At this share lowered
-programs of 90 choices of six models on 8 to 64 A100s and H100s (ZeRO-3, HSDP, Megatron's, what searches found) are
-predicted at 0.94 to 1.04 of their price, ZeRO-1's at 1.0 to 1.17, as it gathers behind its update; with nothing hidden
-all are at 0.73 to 0.99 (2026-11-28)."""
+programs of 82 choices of six models on 8 to 64 A100s and H100s (ZeRO-3, HSDP, Megatron's, what searches found) are
+predicted at 0.94 to 1.04 of their price, ZeRO-1's at 1.0 to 1.17, as it gathers behind its update; priced alone, with
+nothing hidden, all are at 0.49 to 0.87 (2026-11-28)."""
 
 
 def hidden_part(planning: PlanningProblem, choice: Sequence[int]) -> float:
