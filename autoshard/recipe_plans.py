@@ -96,7 +96,7 @@ def plan_recipe(
         assert failure is not None, "something was tried"
         if isinstance(failure, DoesNotFitError) and recipe.recompute == "none":
             raise DoesNotFitError(
-                f"{failure} The recipe recomputes nothing: recompute=None leaves it to the search what is.",
+                f"{failure} The recipe recomputes nothing; recompute=None lets the search decide what to recompute.",
                 smallest_bytes=failure.smallest_bytes,
             ) from failure
         raise failure

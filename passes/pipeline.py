@@ -72,7 +72,8 @@ class Decision:
         offload: what is offloaded.
         baselines: the best solutions of the known recipes, without recomputation; None where none fits.
         bucketed: the best solution with what is sent of parameters and gradients priced in buckets, less what hides.
-        in_buckets: those prices; None where neither the solution nor `kept` is of the problem that they are of.
+        in_buckets: those prices; None where neither the solution nor `kept` is of the problem that they are of, no
+            known recipes are asked for, or time was up.
         kept: a good solution that keeps everything, where the best recomputes or offloads; likewise.
     """
 
@@ -188,9 +189,11 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
     without, found = joint_with_blocks(found) if found.planning is planning else (planning, found)
     kept = found.solution if found.planning is planning else found.kept
     bucketed, priced = None, None
-    if options.with_baselines and kept is not None and time.monotonic() < end:
+    left_s = end - time.monotonic()
+    if options.with_baselines and kept is not None and left_s > 0:
         hidden = hidden_part(planning, kept.choice)
         priced = in_buckets(planning, BucketCollectives().least_bytes, hidden)
+        quick = replace(quick, time_budget_s=min(quick.time_budget_s, left_s))
         bucketed = solve_in_buckets(planning, priced, quick, allowed, [*start, kept])
     return Decision(
         found.planning, found.solution, *savings_of(without, found), baselines, bucketed, priced, found.kept

@@ -77,6 +77,8 @@ def solve_in_buckets(
 ) -> Solution | None:
     """The best choice at prices of buckets, with its cost at those of the problem; None where none fits.
 
+    How the search goes is not shown, as that would be at other prices.
+
     Args:
         planning: the problem.
         priced: what `in_buckets` gave for it.
@@ -85,7 +87,7 @@ def solve_in_buckets(
     """
     if search.control.is_stopped:
         return None
-    with suppress(DoesNotFitError):
+    with suppress(DoesNotFitError), search.control.unseen():
         choice = search(replace(planning, assignment=priced), allowed, start).choice
         return Solution(choice, planning.assignment.cost_of(choice), -math.inf)
     return None
@@ -101,7 +103,8 @@ nothing hidden, all are at 0.49 to 0.87 (2026-11-28)."""
 def hidden_part(planning: PlanningProblem, choice: Sequence[int]) -> float:
     """Part of what is sent of parameters and gradients that a step is likely to hide beside all else that it does.
 
-    On CPUs nothing, as communication takes the cores that compute.
+    On CPUs nothing: on one machine communication takes the cores that compute (`cost_models.streams.overlap_of`), and
+    what steps over a network hide was not measured.
     """
     if not planning.prices.cluster.device.dispatch_s:
         return 0.0

@@ -112,6 +112,7 @@ class Messages:
             for number in self._later[variable]:
                 belief = belief + self._backward[number]
             share = self._share[variable]
+            # shares go on with the messages, whatever is the same for all options too; what stays here is the bound's
             if len(earlier) * share < 1:
                 bound += (1 - len(earlier) * share) * float(_least(belief))
             shared = share * belief

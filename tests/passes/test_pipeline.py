@@ -27,6 +27,7 @@ from passes.plan_of_choice import LoweredPlan, plan_of_choice
 from passes.plan_options import PlanOptions
 from passes.planning.search import Search
 from passes.prediction.predict import HOST
+from passes.recomputation.fitting import JointSolution
 from passes.solver.assignment import Assignment, Solution
 from tests.passes.blocks import blocks_program, h100s, perceptron_program
 
@@ -320,3 +321,25 @@ def test_known_recipes_and_the_search_share_the_time(monkeypatch: pytest.MonkeyP
     with pytest.raises(InterruptedError):
         plan_program(perceptron_program(), mesh, h100s(mesh), PlanOptions(time_budget_s=40.0))
     assert given == [4.0, 28.0]
+
+
+@pytest.mark.parametrize(("taken_s", "expected"), [(10.0, [4.0]), (39.0, [1.0]), (40.0, [])])
+def test_prices_of_buckets_have_what_time_is_left(
+    taken_s: float, expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No more than known recipes, and nothing behind the end."""
+    given, clock, jointly = [], [0.0], pipeline.solve_jointly
+
+    def main(*arguments: Any, **options: Any) -> JointSolution:
+        clock[0] += taken_s
+        return jointly(*arguments, **options)
+
+    def in_buckets(planning: object, priced: object, search: Search, *others: object) -> None:
+        given.append(search.time_budget_s)
+
+    monkeypatch.setattr(pipeline, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(pipeline, "solve_jointly", main)
+    monkeypatch.setattr(pipeline, "solve_in_buckets", in_buckets)
+    mesh = Mesh({"x": 2})
+    plan_program(perceptron_program(), mesh, h100s(mesh), PlanOptions(time_budget_s=40.0))
+    assert given == expected

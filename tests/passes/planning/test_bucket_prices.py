@@ -20,6 +20,7 @@ from passes.planning.baselines import solve_baselines
 from passes.planning.bucket_prices import BucketPrice, hidden_part, in_buckets, solve_in_buckets
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.search import Search
+from passes.solver.search_control import Progress, SearchControl
 from passes.strategies.price import StepPrice
 from tests.passes.blocks import Perceptron
 
@@ -46,7 +47,7 @@ def test_members_share_the_price_of_their_bucket(kind: ReshardKind) -> None:
 
 
 def test_nothing_costs_more_in_buckets() -> None:
-    """No choice costs more than alone, and what is found is told with its cost alone."""
+    """No choice costs more than alone; what is found is told with its cost alone, and nothing at other prices."""
     rows = torch.empty(64, 16, device="meta")
     program = trace(Perceptron(), (rows, rows))
     planning = planning_problem(program, MESH, CLUSTER, PlanOptions())
@@ -55,9 +56,14 @@ def test_nothing_costs_more_in_buckets() -> None:
     for _ in range(20):
         choice = [int(generator.integers(len(cost))) for cost in bucketed.costs]
         assert bucketed.cost_of(choice) <= planning.assignment.cost_of(choice) + 1e-12
-    found = solve_in_buckets(planning, bucketed, Search(), {})
+    shown: list[Progress] = []
+    search = Search(control=SearchControl(shown.append))
+    found = solve_in_buckets(planning, bucketed, search, {})
     assert found is not None
     assert found.cost == planning.assignment.cost_of(found.choice)
+    assert not shown
+    search(planning)
+    assert shown
 
 
 class Block(nn.Module):
