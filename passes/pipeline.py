@@ -174,7 +174,7 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
     search = Search(options.memory_budget, options.time_budget_s, control=options.control)
     quick = replace(
         search, time_budget_s=_BASELINE_SHARE * options.time_budget_s, tolerance=1e-2, max_rounds=_BASELINE_ROUNDS,
-        is_thorough=False, says_smallest=False, is_exact=False,
+        is_thorough=False, says_smallest=False,
     )  # fmt: skip
     baselines: Mapping[str, Solution | None] = {}
     if options.with_baselines:

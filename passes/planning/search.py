@@ -1,7 +1,7 @@
 """Search: the cheapest choice of strategies that fits in memory.
 
-Small problems are solved exactly, where memory binds the smallest alone, with memory rows as they are needed
-(`row_search`); others by duality (`dual_search`), which proves how far off it is.
+Small problems are solved exactly as if memory were no object. Where that does not fit, and where problems are large,
+duality searches (`dual_search`), which proves how far off it is.
 
 A search that is stopped (`SearchControl`) gives the cheapest choice so far, with the bound proven by then; where none
 fits yet, the one that takes least memory.
@@ -25,21 +25,13 @@ from passes.memory.liveness import Liveness
 from passes.solver.assignment import Assignment, Floats, MemoryRow, Solution
 from passes.solver.dual_search import DualSearch
 from passes.solver.least_peak import LeastPeak, PeakSearch
-from passes.solver.row_search import RowSearch
 from passes.solver.search_control import SearchControl
 from passes.solver.smallest_peak import choice_of_smallest_peak
-from passes.solver.solve_milp import Effort, solve_milp
+from passes.solver.solve_milp import solve_milp
 from passes.strategies.enumerate_strategies import SearchSpace
 
 EXACT_PAIRS = 20_000
 """Pairs of options over all edges up to which a problem counts as small."""
-
-_ROW_PAIRS = 2_000
-"""The same where memory binds. Of GPT-2 and Llama of two layers, with 20,000 and more, exact search found nothing in
-eight times the time that was cheaper than what duality finds, and left it less of it."""
-
-_AT_FIRST = Effort(1e-9, 20)
-"""Effort of each exact solve of so small a problem; where it does not suffice, duality goes on."""
 
 _SHARE_EXACT = 0.7
 """The part of the time for exact search, where duality has the rest."""
@@ -83,7 +75,6 @@ class Search:
         is_thorough: whether large problems are searched on where something fits, see `DualSearch`.
         fineness: part of the tolerance up to which the best of all choices seen is taken where memory binds.
         says_smallest: whether the error of a large problem that does not fit says the smallest limit that would do.
-        is_exact: whether the smallest problems are solved exactly where memory binds, too.
         control: told how it goes, and may stop it.
     """
 
@@ -94,7 +85,6 @@ class Search:
     is_thorough: bool = True
     fineness: float = 1.0
     says_smallest: bool = True
-    is_exact: bool = True
     control: SearchControl = dataclasses.field(default_factory=SearchControl)
 
     def __call__(
@@ -117,11 +107,8 @@ class Search:
         problem = dataclasses.replace(restrict(planning.assignment, allowed or {}), limit=limit)
         choices = [solution.choice for solution in start]
         deadline = time.monotonic() + self.time_budget_s
-        pairs = _pairs(problem)
-        if pairs > EXACT_PAIRS:
+        if _pairs(problem) > EXACT_PAIRS:
             return self._by_duals(planning, problem, choices, deadline)
-        if self.is_exact and limit < np.inf and pairs <= _ROW_PAIRS:
-            return self._exactly(planning, problem, choices, deadline)
         return self._at_once(planning, problem, choices, deadline)
 
     def _by_duals(
@@ -144,20 +131,6 @@ class Search:
         if solution is None:
             raise self.does_not_fit(planning, float(planning.usage(frugal()).max()) if frugal() else None)
         return solution
-
-    def _exactly(
-        self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]], deadline: float
-    ) -> Solution:
-        """The smallest problems: to the proven optimum, unless that takes some effort."""
-        end = time.monotonic() + _SHARE_EXACT * (deadline - time.monotonic())
-        found, bound = RowSearch(partial(Tabled, planning), problem, end, self.control, effort=_AT_FIRST).cheapest()
-        if found is None and bound == np.inf:
-            raise self._nothing_fits(planning, problem)
-        if found is not None and found.is_optimal:
-            return found
-        known = [*start, found.choice] if found is not None else start
-        best = self._by_duals(planning, problem, known, deadline)
-        return dataclasses.replace(best, lower_bound=min(best.cost, max(bound, best.lower_bound)))
 
     def _at_once(
         self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]], deadline: float

@@ -101,12 +101,3 @@ class Solution:
     choice: tuple[int, ...]
     cost: float
     lower_bound: float
-
-    @property
-    def is_optimal(self) -> bool:
-        """Whether the bound leaves nothing cheaper, but for what a solver may be wrong by."""
-        return self.lower_bound >= self.cost * (1 - _ROUNDING)
-
-
-_ROUNDING = 1e-8
-"""Part of the objective by which a solver may be wrong."""

@@ -4,8 +4,9 @@ Under multipliers for memory every choice that messages round to is good at some
 they agree on is mostly right; where they differ, a mixed-integer program decides:
 
 1. Of each variable keep the options that any choice seen has, and forbid the others.
-2. Solve the rest with memory rows as they are needed (`row_search`), for what is cheaper than a target not far above
-   the bound; where nothing is found, than ones farther above, and at last than the incumbent.
+2. Solve the rest, for what is cheaper than the incumbent. Memory binds at few program points, and which ones is not
+   known before: where what is found takes too much, add the rows of those points, and solve again. Each problem that is
+   solved is a relaxation of the rest; so the first choice that fits is the best of it, as far as its tree was searched.
 
 That a tour which is best among the edges of some good ones is better than each is known of the travelling salesman
 (Cook and Seymour, "Tour Merging via Branch-Decomposition", 2003), and of mixed-integer programs, where most of what
@@ -16,19 +17,21 @@ improve MIP solutions", 2005). What is proven of the rest bounds nothing but tha
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+import time
+from contextlib import suppress
 
 import numpy as np
 
-from passes.solver.assignment import Floats, MemoryRow
+from passes.solver.assignment import row_against
 from passes.solver.dual_state import DualState
-from passes.solver.row_search import RowSearch
-from passes.solver.solve_milp import Effort
+from passes.solver.least_peak import highest_over
+from passes.solver.solve_milp import Effort, solve_milp
 
-_NODES = 50
+_NODES = 100
 """Nodes of the solver's tree in which the rest is solved."""
+
+_ROUNDING = 1e-9
+"""Part of the costs by which a solver may be wrong: what differs by less is as cheap."""
 
 
 def merge(state: DualState, tolerance: float, deadline: float) -> None:
@@ -39,9 +42,28 @@ def merge(state: DualState, tolerance: float, deadline: float) -> None:
         tolerance: relative gap at which the search is content.
         deadline: of `time.monotonic`.
     """
-    if not state.cuts or state.is_over(deadline):
+    if not state.cuts:
         return
-    _solve(state, _seen(state), tolerance, deadline)
+    masks, refused = _seen(state), set[tuple[int, ...]]()
+    costs = tuple(np.where(mask, cost, np.inf) for mask, cost in zip(masks, state.problem.costs, strict=True))
+    rows = [row.among(masks) for row in state.rows.values()]
+    below, effort = state.best_cost * (1 - _ROUNDING), Effort(0.5 * tolerance, _NODES)
+    with state.control.unseen(), suppress(TimeoutError):
+        while not state.is_over(deadline):
+            left = dataclasses.replace(state.problem, costs=costs, rows=tuple(rows))
+            left_s = deadline - time.monotonic()
+            found = solve_milp(left, time_limit_s=left_s, control=state.control, below=below, effort=effort)
+            if found is None:
+                return
+            over = highest_over(state.usage(found.choice), state.problem.limit)
+            if not over:
+                state.offer(found.choice)
+                return
+            if found.choice in refused:
+                rows.append(row_against(found.choice, costs, state.problem.limit))
+            else:
+                rows += [state.row(point).among(masks) for point in over]
+            refused.add(found.choice)
 
 
 def _seen(state: DualState) -> list[np.ndarray]:
@@ -51,43 +73,3 @@ def _seen(state: DualState) -> list[np.ndarray]:
         for mask, option in zip(masks, choice, strict=True):
             mask[option] = True
     return masks
-
-
-def _solve(state: DualState, masks: Sequence[np.ndarray], tolerance: float, deadline: float) -> None:
-    """Offer the cheapest choice that has only options which masks leave, if it is cheaper than the incumbent."""
-    costs = tuple(np.where(mask, cost, np.inf) for mask, cost in zip(masks, state.problem.costs, strict=True))
-    rows = tuple(row.among(masks) for row in state.rows.values())
-    left = dataclasses.replace(state.problem, costs=costs, rows=rows)
-    for above in (*_ABOVE, np.inf):
-        known = min(state.best_cost, state.bound * (1 + above * tolerance)) if above < np.inf else state.best_cost
-        effort = Effort(0.5 * tolerance, _NODES)
-        rounds = RowSearch(partial(_Used, state, masks), left, deadline, state.control, known, effort)
-        with state.control.unseen():
-            found, _ = rounds.cheapest()
-        if found is not None:
-            state.offer(found.choice)
-        if found is not None or known == state.best_cost or state.is_over(deadline):
-            return
-        left = dataclasses.replace(left, rows=rounds.problem.rows)
-
-
-_ABOVE = (4, 16, 64)
-"""How many times the tolerance targets are above the bound: of what may cost as much as a bad incumbent little can be
-left out."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Used:
-    """The memory under one choice of a state's problem."""
-
-    state: DualState
-    masks: Sequence[np.ndarray]
-    choice: Sequence[int]
-
-    def used(self) -> Floats:
-        """See `Counted`."""
-        return self.state.usage(self.choice)
-
-    def row(self, point: int) -> MemoryRow:
-        """See `Counted`."""
-        return self.state.row(point).among(self.masks)

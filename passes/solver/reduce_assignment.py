@@ -39,22 +39,7 @@ class Reduced:
     constant: float
     _kept: tuple[int, ...]
     _options: tuple[np.ndarray, ...]
-    _instead: tuple[np.ndarray, ...]
     _eliminated: tuple[tuple[int, _Decide], ...]
-
-    @property
-    def left(self) -> tuple[tuple[int, np.ndarray], ...]:
-        """The variable of the whole assignment that each of `problem` is; and for its options the one that is left and
-        no worse, -1 for those that are forbidden."""
-        return tuple((variable, self._stands_for(variable)) for variable in self._kept)
-
-    def _stands_for(self, variable: int) -> np.ndarray:
-        found = self._instead[variable]
-        while (further := np.where(found < 0, found, found[found]) != found).any():
-            found = np.where(further, found[found], found)
-        places = np.full(len(found), -1)
-        places[self._options[variable]] = np.arange(len(self._options[variable]))
-        return np.where(found < 0, -1, places[found])
 
     def expand(self, choice: Sequence[int]) -> tuple[int, ...]:
         """The choice for the whole assignment that belongs to `choice` for the reduced one."""
@@ -91,7 +76,6 @@ class _State:
     tables: dict[tuple[int, int], Floats]
     neighbours: list[set[int]]
     options: list[np.ndarray]
-    instead: list[np.ndarray]
     row_variables: list[dict[int, Floats]]
     row_tables: list[dict[tuple[int, int], Floats]]
     row_constants: list[float]
@@ -117,7 +101,6 @@ class _State:
             tables=tables,
             neighbours=neighbours,
             options=[np.arange(len(cost)) for cost in problem.costs],
-            instead=[np.arange(len(cost)) for cost in problem.costs],
             row_variables=[dict(row.variables) for row in problem.rows],
             row_tables=row_tables,
             row_constants=[row.constant for row in problem.rows],
@@ -138,7 +121,6 @@ class _State:
         """Remove dominated options of `variable`; whether any went."""
         allowed = self._allowed(variable)
         if allowed.any() and not allowed.all():
-            self.instead[variable][self.options[variable][~allowed]] = -1
             self._keep_options(variable, np.flatnonzero(allowed))
             self.drop_dominated(variable)
             return True
@@ -150,11 +132,9 @@ class _State:
             if variable in variables:
                 columns.append(variables[variable][:, None])
             columns += [t if key[0] == variable else t.T for key, t in tables.items() if variable in key]
-        instead = _undominated(np.concatenate(columns, axis=1))
-        keep = np.flatnonzero(instead == np.arange(len(instead)))
-        if len(keep) == len(instead):
+        keep = _undominated(np.concatenate(columns, axis=1))
+        if len(keep) == len(self.options[variable]):
             return False
-        self.instead[variable][self.options[variable]] = self.options[variable][instead]
         self._keep_options(variable, keep)
         return True
 
@@ -239,7 +219,7 @@ class _State:
             for constant, variables, tables in zip(self.row_constants, self.row_variables, self.row_tables, strict=True)
         )
         problem = Assignment(tuple(self.costs[item] for item in kept), edges, rows, limit)
-        return Reduced(problem, self.constant, kept, tuple(self.options), tuple(self.instead), tuple(self.eliminated))
+        return Reduced(problem, self.constant, kept, tuple(self.options), tuple(self.eliminated))
 
 
 def _ordered(first: int, second: int, table: Floats) -> tuple[tuple[int, int], Floats]:
@@ -259,17 +239,13 @@ def _take(table: Floats, key: tuple[int, int], variable: int, keep: np.ndarray) 
 
 
 def _undominated(profile: Floats) -> np.ndarray:
-    """For each row one that is nowhere above it, and below which none is so; of equal rows the first."""
+    """The rows that no other row is nowhere above, in order; of equal rows the first."""
     kept: list[int] = []
-    instead = np.arange(len(profile))
     order = np.lexsort((np.arange(len(profile)), np.where(np.isfinite(profile), profile, 1e30).sum(axis=1)))
     for row in order:
-        better = np.all(profile[kept] <= profile[row], axis=1) if kept else np.zeros(1, dtype=bool)
-        if better.any():
-            instead[row] = kept[int(np.argmax(better))]
-        else:
+        if not (kept and np.all(profile[kept] <= profile[row], axis=1).any()):
             kept.append(int(row))
-    return instead
+    return np.sort(kept)
 
 
 def _position(options: np.ndarray, option: int) -> int:

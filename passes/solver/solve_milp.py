@@ -131,33 +131,6 @@ def smallest_peak(
     return RowPeak(choice, peak, min(peak, bound))
 
 
-@dataclass(frozen=True, slots=True)
-class Multipliers:
-    """What an edge costs less and its ends cost more, and what memory costs, under which a relaxation is least.
-
-    Args:
-        edges: for each edge, seconds by the options of its tail, and of its head.
-        rows: for each memory row, seconds per byte.
-    """
-
-    edges: tuple[tuple[Floats, Floats], ...]
-    rows: Floats
-
-
-def best_multipliers(problem: Assignment, time_limit_s: float = 60.0) -> Multipliers | None:
-    """The multipliers of the linear relaxation, as good as the solver's tolerances; None if nothing fits.
-
-    Args:
-        problem: the assignment.
-        time_limit_s: seconds.
-
-    Raises:
-        TimeoutError: the time went by.
-    """
-    _check_time(time_limit_s)
-    return _Model(problem, minimise_peak=False).multipliers(time_limit_s)
-
-
 def _without_costs(problem: Assignment) -> Assignment:
     """The same problem where whatever is allowed costs nothing."""
     edges = tuple(Edge(edge.tail, edge.head, _keep_infinite(edge.cost, 0.0)) for edge in problem.edges)
@@ -237,10 +210,10 @@ class _Model:
         use = 0.0 if minimise_peak else self._scale
         self._first = [self._columns.add(_keep_infinite(cost, use), integer=True) for cost in problem.costs]
         self._add_choices()
-        self._flows = [self._add_edge(number, edge, use) for number, edge in enumerate(problem.edges)]
+        flows = [self._add_edge(number, edge, use) for number, edge in enumerate(problem.edges)]
         self._peak = self._add_peak_column() if minimise_peak else None
         for row in problem.rows:
-            self._add_row(row, self._flows)
+            self._add_row(row, flows)
         self._highs = QuietHighs()
         self._raised: BaseException | None = None
 
@@ -257,7 +230,7 @@ class _Model:
         tail_of, head_of = _first_of(tail_group), _first_of(head_group)
         cost = edge.cost[np.ix_(tail_of, head_of)]
         first = self._columns.add(_keep_infinite(cost.reshape(-1), use), integer=False)
-        flow = _Flow(first + np.arange(cost.size).reshape(cost.shape), tail_of, head_of, tail_group, head_group)
+        flow = _Flow(first + np.arange(cost.size).reshape(cost.shape), tail_of, head_of)
         self._couple(flow.columns, self._first[edge.tail], tail_group)
         self._couple(flow.columns.T, self._first[edge.head], head_group)
         return flow
@@ -307,7 +280,7 @@ class _Model:
             highs.setOptionValue("objective_bound", below * self._scale)
         if goes_on is not None:
             highs.cbMipInterrupt.subscribe(lambda event: self._look_up(event, goes_on))
-        highs.passModel(self._program(self._columns.integer))
+        highs.passModel(self._program())
         highs.run()
         if self._raised is not None:
             raise self._raised
@@ -334,30 +307,7 @@ class _Model:
         if is_over:
             event.interrupt()
 
-    def multipliers(self, time_limit_s: float) -> Multipliers | None:
-        """Those of the linear relaxation; None if it has no solution."""
-        highs = self._highs
-        for option, value in {"threads": 1, "time_limit": time_limit_s}.items():
-            highs.setOptionValue(option, value)
-        highs.passModel(self._program([False] * len(self._columns.cost)))
-        highs.run()
-        if highs.getModelStatus() in _NO_SOLUTION:
-            return None
-        if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-            raise TimeoutError(f"the relaxation was not solved in {time_limit_s} s")
-        return self._multipliers(np.array(highs.getSolution().row_dual) / self._scale)
-
-    def _multipliers(self, duals: Floats) -> Multipliers:
-        """The duals of rows, which come in the order in which they were added."""
-        place, moved = len(self._first), []
-        for flow in self._flows:
-            tail, head = flow.columns.shape
-            of_tail, of_head = duals[place : place + tail], duals[place + tail : place + tail + head]
-            moved.append((of_tail[flow.tail_group], of_head[flow.head_group]))
-            place += tail + head
-        return Multipliers(tuple(moved), np.maximum(0.0, -duals[place:] / self.unit))
-
-    def _program(self, integer: Sequence[bool]) -> highspy.HighsLp:
+    def _program(self) -> highspy.HighsLp:
         columns, rows = self._columns, self._rows
         program = highspy.HighsLp()
         program.num_col_, program.num_row_ = len(columns.cost), len(rows.lower)
@@ -370,7 +320,7 @@ class _Model:
         program.a_matrix_.index_ = np.array(rows.index)
         program.a_matrix_.value_ = np.array(rows.value)
         kinds = (highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger)
-        program.integrality_ = [kinds[flag] for flag in integer]
+        program.integrality_ = [kinds[flag] for flag in columns.integer]
         return program
 
     def choice(self) -> tuple[int, ...]:
@@ -386,13 +336,11 @@ class _Model:
 
 @dataclass(frozen=True, slots=True)
 class _Flow:
-    """The pair columns of one edge: `columns[r, c]`, with one option of each group, and the group of each option."""
+    """The pair columns of one edge: `columns[r, c]`, with one option of each group."""
 
     columns: np.ndarray
     tail_of: np.ndarray
     head_of: np.ndarray
-    tail_group: np.ndarray
-    head_group: np.ndarray
 
 
 _WITHOUT_DETOURS = {

@@ -189,7 +189,7 @@ def check_bounds(item: Outcome, other: Solution) -> None:
     assert item.lower_bound is not None
     assert item.lower_bound <= other.cost * (1 + 1e-9)
     assert other.lower_bound <= item.objective * (1 + 1e-9)
-    if other.is_optimal and item.objective <= item.lower_bound * (1 + 1e-9):
+    if other.cost <= other.lower_bound * (1 + 1e-9) and item.objective <= item.lower_bound * (1 + 1e-9):
         assert item.objective == pytest.approx(other.cost)
 
 

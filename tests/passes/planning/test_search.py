@@ -101,7 +101,7 @@ def test_a_search_that_need_not_be_exact_is_where_memory_does_not_bind(program: 
     limit = share * float(planning.usage([0] * len(planning.assignment.costs)).max())
     best = cheapest(planning, limit)
     try:
-        solution = Search(limit, is_exact=False)(planning)
+        solution = Search(limit)(planning)
     except DoesNotFitError:
         assert share < 1.0
         return

@@ -260,7 +260,7 @@ class Spending(Search):
         start: Sequence[Solution] = (),
     ) -> Solution:
         _CLOCK.spend(self.time_budget_s)
-        short = {"time_budget_s": 0.0, "max_rounds": 3, "is_thorough": False, "is_exact": False}
+        short = {"time_budget_s": 0.0, "max_rounds": 3, "is_thorough": False}
         fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
         return Search(**{**fields, **short})(planning, allowed, start)
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from passes.solver.assignment import Assignment, Edge, MemoryRow
 from passes.solver.dual_search import DualSearch
-from passes.solver.solve_exhaustive import solve_exhaustive
+from tests.passes.solver.exhaustive import solve_exhaustive
 from tests.passes.solver.test_dual_search import usage_of
 
 

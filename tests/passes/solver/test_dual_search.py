@@ -15,7 +15,7 @@ from passes.solver.dual_state import Usage
 from passes.solver.messages import Messages
 from passes.solver.search_control import Progress, SearchControl
 from passes.solver.smallest_peak import choice_of_smallest_peak
-from passes.solver.solve_exhaustive import solve_exhaustive
+from tests.passes.solver.exhaustive import solve_exhaustive
 from tests.passes.solver.test_solve_milp import assignments
 
 

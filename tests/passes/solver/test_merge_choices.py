@@ -14,8 +14,8 @@ from passes.solver.dual_search import DualSearch
 from passes.solver.dual_state import DualState
 from passes.solver.merge_choices import merge
 from passes.solver.search_control import Progress, SearchControl
-from passes.solver.solve_exhaustive import solve_exhaustive
 from tests.passes.solver.closing import check_closer, knapsacks
+from tests.passes.solver.exhaustive import solve_exhaustive
 from tests.passes.solver.test_dual_search import usage_of
 from tests.passes.solver.test_solve_milp import assignments
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from unittest import mock
 
 import numpy as np
@@ -14,8 +13,8 @@ from passes.solver import reduce_assignment as reduce_assignment_module
 from passes.solver.assignment import Assignment, Edge, MemoryRow
 from passes.solver.reduce_assignment import reduce_assignment
 from passes.solver.search_control import Progress, SearchControl
-from passes.solver.solve_exhaustive import solve_exhaustive
 from passes.solver.solve_milp import smallest_peak, solve_milp
+from tests.passes.solver.exhaustive import solve_exhaustive
 
 
 @st.composite
@@ -125,27 +124,6 @@ def test_what_costs_as_much_as_is_known_is_not_looked_for(problem: Assignment, s
     assert (found is None) == (best is None or best.cost >= below)
     if found is not None and best is not None:
         assert found.cost == pytest.approx(best.cost, rel=1e-9, abs=1e-15)
-
-
-@given(assignments())
-def test_what_a_reduction_leaves_stands_for_all_options(problem: Assignment) -> None:
-    """No choice with an option costs less than the best with what stands for it; the forbidden are in no choice."""
-    reduced = reduce_assignment(problem)
-    for number, (variable, places) in enumerate(reduced.left):
-        assert len(places) == len(problem.costs[variable])
-        for option, place in enumerate(places):
-            cost = _cheapest_with(problem, variable, option)
-            if place < 0:
-                assert cost == np.inf
-            else:
-                assert reduced.constant + _cheapest_with(reduced.problem, number, place) <= cost * (1 + 1e-9) + 1e-15
-
-
-def _cheapest_with(problem: Assignment, variable: int, option: int) -> float:
-    costs = list(problem.costs)
-    costs[variable] = np.where(np.arange(len(costs[variable])) == option, costs[variable], np.inf)
-    found = solve_exhaustive(replace(problem, costs=tuple(costs)))
-    return np.inf if found is None else found.cost
 
 
 @given(assignments())
