@@ -36,13 +36,17 @@ _NO_SOLUTION = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.k
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """What is spent on a program: until a relative gap, in a tree of so many nodes at most."""
+    """What is spent on a program: until a relative gap, in a tree of so many nodes, times columns, at most."""
 
     relative_gap: float
-    most_nodes: int
+    most_columns: float
+
+    def most_nodes(self, columns: int) -> int:
+        """Nodes of the tree of a program of so many columns."""
+        return int(min(highspy.kHighsIInf, max(1.0, self.most_columns / max(1, columns))))
 
 
-WHATEVER_IT_TAKES = Effort(1e-9, highspy.kHighsIInf)
+WHATEVER_IT_TAKES = Effort(1e-9, math.inf)
 
 
 def solve_milp(
@@ -274,7 +278,7 @@ class _Model:
     ) -> bool:
         """Solve; whether a choice was found (False: none costs less than `below`)."""
         highs = self._highs
-        for option, value in _options(time_limit_s, effort).items():
+        for option, value in _options(time_limit_s, effort, len(self._columns.cost)).items():
             highs.setOptionValue(option, value)
         if math.isfinite(below):
             highs.setOptionValue("objective_bound", below * self._scale)
@@ -358,13 +362,13 @@ is it to guess choices before its first relaxation, or to look for symmetries: t
 relaxations are whole, took 0.85 to 1.01 s with both, 0.49 s with neither."""
 
 
-def _options(time_limit_s: float, effort: Effort) -> dict[str, bool | int | float]:
+def _options(time_limit_s: float, effort: Effort, columns: int) -> dict[str, bool | int | float]:
     return {
         "threads": 1,
         "random_seed": 0,
         "time_limit": time_limit_s,
         "mip_rel_gap": effort.relative_gap,
-        "mip_max_nodes": effort.most_nodes,
+        "mip_max_nodes": effort.most_nodes(columns),
         "mip_abs_gap": 0.0,
         "primal_feasibility_tolerance": 1e-9,
         "mip_feasibility_tolerance": 1e-9,
