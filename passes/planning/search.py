@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from functools import cache, partial
+from functools import cache
 from typing import Protocol
 
 import numpy as np
@@ -22,9 +22,8 @@ import numpy as np
 from autoshard.errors import DoesNotFitError
 from autoshard.ir.text import format_bytes
 from passes.memory.liveness import Liveness
-from passes.solver.assignment import Assignment, Floats, MemoryRow, Solution
+from passes.solver.assignment import Assignment, MemoryRow, Solution
 from passes.solver.dual_search import DualSearch
-from passes.solver.least_peak import LeastPeak, PeakSearch
 from passes.solver.search_control import SearchControl
 from passes.solver.smallest_peak import choice_of_smallest_peak
 from passes.solver.solve_milp import solve_milp
@@ -147,27 +146,12 @@ class Search:
 
     def _nothing_fits(self, planning: Searchable, problem: Assignment) -> DoesNotFitError:
         """The error of a search that counts too much of every choice."""
-        frugal = self.frugal(planning, problem) if self.says_smallest else []
-        return self.does_not_fit(planning, frugal[0].peak if frugal else None)
+        frugal = self.frugal(planning, problem) if self.says_smallest else ()
+        return self.does_not_fit(planning, float(planning.usage(frugal).max()) if frugal else None)
 
-    def frugal(self, planning: Searchable, problem: Assignment) -> list[LeastPeak]:
-        """Choices of a small peak, as the search counts, the smallest first.
-
-        Of a small problem the smallest, if that is proven in time, and in any case one that is found under every limit.
-        What else is found without a proof depends on the time that there is, so it is not given.
-        """
-        rough = choice_of_smallest_peak(problem, planning.usage, planning.memory_row, control=self.control)
-        known = [LeastPeak(rough, float(planning.usage(rough).max()), 0.0)] if rough else []
-        if _pairs(problem) <= EXACT_PAIRS:
-            deadline = time.monotonic() + self.time_budget_s
-            search = PeakSearch(problem, partial(Tabled, planning), planning.usage, deadline, self.control)
-            with suppress(TimeoutError):
-                found = search(rough)
-                if found is None:
-                    return []
-                if found.is_proven or not rough:
-                    return [found, *known]
-        return known
+    def frugal(self, planning: Searchable, problem: Assignment) -> tuple[int, ...]:
+        """A choice of a small peak, as the search counts; nothing if none was found that is allowed."""
+        return choice_of_smallest_peak(problem, planning.usage, planning.memory_row, control=self.control)
 
     def does_not_fit(self, planning: Searchable, least: float | None = None) -> DoesNotFitError:
         """The error of a search that found nothing within its limit.
@@ -187,22 +171,6 @@ class Search:
             f"{would_do} {_largest(planning)} Use more devices, a smaller batch, or fewer constraints.",
             smallest_bytes=0 if least is None else int(np.ceil(least)),
         )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Tabled:
-    """The memory of a problem under one choice, as its tables count it."""
-
-    planning: Searchable
-    choice: Sequence[int]
-
-    def used(self) -> Floats:
-        """See `Counted`."""
-        return self.planning.usage(self.choice)
-
-    def row(self, point: int) -> MemoryRow:
-        """See `Counted`: the same under all choices."""
-        return self.planning.memory_row(point)
 
 
 def _pairs(problem: Assignment) -> int:

@@ -249,26 +249,22 @@ def _frugal(
     allowed: Mapping[int, np.ndarray],
     joint: Callable[[Solution], JointSolution],
 ) -> list[JointSolution]:
-    """Choices that take little: of small peaks by the problem's count, and a cheap one within the smallest of these."""
+    """Choices that take little: of a small peak by the problem's count, and a cheap one within that."""
     free = restrict(problem.assignment, allowed)
-    found = dataclasses.replace(search, time_budget_s=_SHARE_FRUGAL * search.time_budget_s).frugal(problem, free)
+    found = search.frugal(problem, free)
     if not found:
         return []
-    rough = [joint(Solution(each.choice, free.cost_of(each.choice), 0.0)) for each in found]
-    least = min(choice.peak_bytes() for choice in rough)
-    if search.control.is_stopped or least > _NEAR * (search.memory_limit_bytes or 0):
-        return rough
+    rough = joint(Solution(found, free.cost_of(found), 0.0))
+    if search.control.is_stopped or rough.peak_bytes() > _NEAR * (search.memory_limit_bytes or 0):
+        return [rough]
     quick = DualSearch(search.tolerance, _ROUNDS, np.inf, control=search.control)
-    cheap = quick(dataclasses.replace(free, limit=found[0].peak), problem.usage, problem.memory_row, [found[0].choice])
-    return rough if cheap is None else [*rough, joint(cheap)]
+    peak = float(problem.usage(found).max())
+    cheap = quick(dataclasses.replace(free, limit=peak), problem.usage, problem.memory_row, [found])
+    return [rough] if cheap is None else [rough, joint(cheap)]
 
 
 _NEAR = 1.1
 """How many times the limit a small peak may be for a cheap choice within it to be looked for: that might fit, too."""
-
-
-_SHARE_FRUGAL = 0.25
-"""Part of the time in which the smallest peak is proven, or is not: beyond the budget if need be."""
 
 
 def _within(limit: float, deadline: float, search: Search) -> Search:

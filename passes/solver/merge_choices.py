@@ -24,12 +24,11 @@ import numpy as np
 
 from passes.solver.assignment import row_against
 from passes.solver.dual_state import DualState
-from passes.solver.least_peak import highest_over
 from passes.solver.solve_milp import Effort, solve_milp
 
 _COLUMNS = 1e5
-"""Columns of all nodes of the solver's tree: some 80 nodes of a Llama-2 13B whose alike blocks are left out (0.3 s), and
-20 of a GPT-2 of two layers, whose 100 took 22 s for 0.1 % of its step."""
+"""Columns of all nodes of the solver's tree: some 80 nodes of a Llama-2 13B whose alike blocks are left out (0.3 s),
+and 20 of a GPT-2 of two layers, whose 100 took 22 s for 0.1 % of its step."""
 
 _ROUNDING = 1e-9
 """Part of the costs by which a solver may be wrong: what differs by less is as cheap."""
@@ -56,7 +55,7 @@ def merge(state: DualState, tolerance: float, deadline: float) -> None:
             found = solve_milp(left, time_limit_s=left_s, control=state.control, below=below, effort=effort)
             if found is None:
                 return
-            over = highest_over(state.usage(found.choice), state.problem.limit)
+            over = _highest_over(state.usage(found.choice), state.problem.limit)
             if not over:
                 state.offer(found.choice)
                 return
@@ -74,3 +73,17 @@ def _seen(state: DualState) -> list[np.ndarray]:
         for mask, option in zip(masks, choice, strict=True):
             mask[option] = True
     return masks
+
+
+_MOST_PEAKS = 4
+"""Points whose rows are added at a time."""
+
+
+def _highest_over(used: np.ndarray, limit: float) -> list[int]:
+    """The points of the highest peaks over a limit: of each run of points over it, the highest."""
+    over = np.flatnonzero(used > limit)
+    if not len(over):
+        return []
+    runs = np.split(over, np.flatnonzero(np.diff(over) > 1) + 1)
+    peaks = (int(run[np.argmax(used[run])]) for run in runs)
+    return sorted(peaks, key=lambda point: -used[point])[:_MOST_PEAKS]

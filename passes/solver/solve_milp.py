@@ -18,9 +18,8 @@ The objective is scaled so that the solver's absolute tolerances do not matter.
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import highspy
@@ -93,54 +92,6 @@ def _check_time(time_limit_s: float) -> None:
         raise TimeoutError("there was no time left to solve anything in")
 
 
-@dataclass(frozen=True, slots=True)
-class RowPeak:
-    """A choice that takes least where it takes most, among some rows.
-
-    Args:
-        choice: one option per variable.
-        peak: what the rows have under it at most, bytes.
-        bound: proven: no choice has less, bytes.
-    """
-
-    choice: tuple[int, ...]
-    peak: float
-    bound: float
-
-
-def smallest_peak(
-    problem: Assignment, time_limit_s: float = 60.0, control: SearchControl | None = None
-) -> RowPeak | None:
-    """The choice under which the rows have least bytes at most, whatever it costs; None if none is allowed.
-
-    Args:
-        problem: the assignment; its limit is ignored.
-        time_limit_s, control: as of `solve_milp`.
-
-    Raises:
-        TimeoutError: the time went by before any choice was found.
-    """
-    _check_time(time_limit_s)
-    reduced = reduce_assignment(_without_costs(problem))
-    found, bound = (), np.inf
-    if reduced.problem.costs:
-        model = _Model(reduced.problem, minimise_peak=True)
-        if not model.run(time_limit_s, None if control is None else lambda _: not control.is_stopped):
-            return None
-        found, bound = model.choice(), model.bound() * model.unit
-    choice = reduced.expand(found)
-    if not np.isfinite(problem.cost_of(choice)):
-        return None
-    peak = max((row.bytes_of(choice, problem.edges) for row in problem.rows), default=0.0)
-    return RowPeak(choice, peak, min(peak, bound))
-
-
-def _without_costs(problem: Assignment) -> Assignment:
-    """The same problem where whatever is allowed costs nothing."""
-    edges = tuple(Edge(edge.tail, edge.head, _keep_infinite(edge.cost, 0.0)) for edge in problem.edges)
-    return dataclasses.replace(problem, costs=tuple(_keep_infinite(cost, 0.0) for cost in problem.costs), edges=edges)
-
-
 _GoesOn = Callable[[float], bool]
 """Told the bound that is proven so far, seconds; whether the solver is to go on."""
 
@@ -160,7 +111,7 @@ def _watching(control: SearchControl | None, constant: float) -> _GoesOn | None:
 def _solve(
     problem: Assignment, time_limit_s: float, goes_on: _GoesOn | None, below: float, effort: Effort
 ) -> tuple[tuple[int, ...], float] | None:
-    model = _Model(problem, minimise_peak=False)
+    model = _Model(problem)
     if not model.run(time_limit_s, goes_on, below, effort):
         return None
     return model.choice(), model.bound()
@@ -205,17 +156,14 @@ class _Rows:
 class _Model:
     """The mixed-integer program of one assignment."""
 
-    def __init__(self, problem: Assignment, *, minimise_peak: bool) -> None:
+    def __init__(self, problem: Assignment) -> None:
         self._problem = problem
         self._columns, self._rows = _Columns(), _Rows()
-        self._scale = 1.0 if minimise_peak else _cost_scale(problem)
+        self._scale = _cost_scale(problem)
         self._limit = problem.limit
-        self.unit = _most_bytes(problem.rows) if minimise_peak else max(1.0, problem.limit)
-        use = 0.0 if minimise_peak else self._scale
-        self._first = [self._columns.add(_keep_infinite(cost, use), integer=True) for cost in problem.costs]
+        self._first = [self._columns.add(_keep_infinite(cost, self._scale), integer=True) for cost in problem.costs]
         self._add_choices()
-        flows = [self._add_edge(number, edge, use) for number, edge in enumerate(problem.edges)]
-        self._peak = self._add_peak_column() if minimise_peak else None
+        flows = [self._add_edge(number, edge) for number, edge in enumerate(problem.edges)]
         for row in problem.rows:
             self._add_row(row, flows)
         self._highs = QuietHighs()
@@ -225,7 +173,7 @@ class _Model:
         for first, cost in zip(self._first, self._problem.costs, strict=True):
             self._rows.add(list(range(first, first + len(cost))), [1.0] * len(cost), 1.0, 1.0)
 
-    def _add_edge(self, number: int, edge: Edge, use: float) -> _Flow:
+    def _add_edge(self, number: int, edge: Edge) -> _Flow:
         weights = [row.edges[number] for row in self._problem.rows if number in row.edges]
         tail_group, head_group = (
             _groups([edge.cost, *weights]),
@@ -233,7 +181,7 @@ class _Model:
         )
         tail_of, head_of = _first_of(tail_group), _first_of(head_group)
         cost = edge.cost[np.ix_(tail_of, head_of)]
-        first = self._columns.add(_keep_infinite(cost.reshape(-1), use), integer=False)
+        first = self._columns.add(_keep_infinite(cost.reshape(-1), self._scale), integer=False)
         flow = _Flow(first + np.arange(cost.size).reshape(cost.shape), tail_of, head_of)
         self._couple(flow.columns, self._first[edge.tail], tail_group)
         self._couple(flow.columns.T, self._first[edge.head], head_group)
@@ -247,13 +195,8 @@ class _Model:
         for columns, options in zip(flows.tolist(), members, strict=True):
             self._rows.add(columns + options, [1.0] * len(columns) + [-1.0] * len(options), 0.0, 0.0)
 
-    def _add_peak_column(self) -> int:
-        column = self._columns.add(np.array([1.0]), integer=False)
-        self._columns.upper[column] = np.inf
-        return column
-
     def _add_row(self, row: MemoryRow, flows: list[_Flow]) -> None:
-        unit = self.unit
+        unit = max(1.0, self._limit)
         index = [
             np.zeros(0, dtype=int),
             *(self._first[v] + np.arange(len(a)) for v, a in row.variables.items()),
@@ -263,10 +206,6 @@ class _Model:
             index.append(flows[number].columns.reshape(-1))
             value.append(array[np.ix_(flows[number].tail_of, flows[number].head_of)].reshape(-1) / unit)
         limit = (self._limit - row.constant) / unit
-        if self._peak is not None:
-            index.append(np.array([self._peak]))
-            value.append(np.array([-1.0]))
-            limit = -row.constant / unit
         self._rows.add(np.concatenate(index).tolist(), np.concatenate(value).tolist(), -np.inf, limit)
 
     def run(
@@ -374,16 +313,6 @@ def _options(time_limit_s: float, effort: Effort, columns: int) -> dict[str, boo
         "mip_feasibility_tolerance": 1e-9,
         **_WITHOUT_DETOURS,
     }
-
-
-def _most_bytes(rows: Sequence[MemoryRow]) -> float:
-    """As many bytes as any row may have: what rows are scaled by, so that the solver's tolerances are below a byte."""
-    tables = ([*row.variables.values(), *row.edges.values()] for row in rows)
-    most = (
-        abs(row.constant) + sum(float(np.abs(table).max()) for table in of_row)
-        for row, of_row in zip(rows, tables, strict=True)
-    )
-    return max(most, default=1.0) or 1.0
 
 
 def _cost_scale(problem: Assignment) -> float:

@@ -13,7 +13,7 @@ from passes.solver import reduce_assignment as reduce_assignment_module
 from passes.solver.assignment import Assignment, Edge, MemoryRow
 from passes.solver.reduce_assignment import reduce_assignment
 from passes.solver.search_control import Progress, SearchControl
-from passes.solver.solve_milp import smallest_peak, solve_milp
+from passes.solver.solve_milp import solve_milp
 from tests.passes.solver.exhaustive import solve_exhaustive
 
 
@@ -124,20 +124,3 @@ def test_what_costs_as_much_as_is_known_is_not_looked_for(problem: Assignment, s
     assert (found is None) == (best is None or best.cost >= below)
     if found is not None and best is not None:
         assert found.cost == pytest.approx(best.cost, rel=1e-9, abs=1e-15)
-
-
-@given(assignments())
-def test_the_smallest_peak_is_the_least_limit_that_admits_a_choice(problem: Assignment) -> None:
-    """At the smallest peak a choice fits, a byte below none does."""
-    found = smallest_peak(problem)
-    if found is None:
-        assert solve_exhaustive(Assignment(problem.costs, problem.edges)) is None
-        return
-    peak = found.peak
-    assert peak == max((row.bytes_of(found.choice, problem.edges) for row in problem.rows), default=0.0)
-    assert peak - 1e-6 <= found.bound <= peak
-    at_peak = Assignment(problem.costs, problem.edges, problem.rows, peak)
-    assert solve_exhaustive(at_peak) is not None
-    if problem.rows:
-        below = Assignment(problem.costs, problem.edges, problem.rows, peak - 1)
-        assert solve_exhaustive(below) is None
