@@ -72,9 +72,9 @@ class Decision:
         offload: what is offloaded.
         baselines: the best solutions of the known recipes, without recomputation; None where none fits.
         bucketed: the best solution with what is sent of parameters and gradients priced in buckets, less what hides.
-        in_buckets: those prices; None where neither the solution nor `kept` is of the problem that they are of, no
-            known recipes are asked for, or time was up.
-        kept: a good solution that keeps everything, where the best recomputes or offloads; likewise.
+        in_buckets: those prices; None where no known recipes are asked for, nothing that keeps all is known to fit, or
+            time was up.
+        own_s: what the solution itself costs at those prices, with what it recomputes and offloads.
     """
 
     planning: PlanningProblem
@@ -84,7 +84,7 @@ class Decision:
     baselines: Mapping[str, Solution | None]
     bucketed: Solution | None = None
     in_buckets: Assignment | None = None
-    kept: Solution | None = None
+    own_s: float = math.inf
 
     def may_be_faster(self, other: Solution, elsewhere: Sequence[Plan]) -> bool:
         """Whether a choice is cheaper in buckets, or else was not searched for that and is nearly as cheap.
@@ -93,13 +93,12 @@ class Decision:
             other: the choice.
             elsewhere: plans on other meshes.
         """
-        priced, best = self.in_buckets, self.kept or self.solution
-        if priced is not None:
-            if priced.cost_of(other.choice) < (1 - _SURE) * priced.cost_of(best.choice):
+        if self.in_buckets is not None:
+            if self.in_buckets.cost_of(other.choice) < (1 - _SURE) * self.own_s:
                 return True
             if other is self.bucketed:
                 return False
-        return other.cost <= (1 + _NEAR) * min([best.cost, *(plan.objective for plan in elsewhere)])
+        return other.cost <= (1 + _NEAR) * min([self.solution.cost, *(plan.objective for plan in elsewhere)])
 
 
 def plan_program(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions) -> Plan:
@@ -130,7 +129,7 @@ def plan_and_lower(program: Program, mesh: Mesh, cluster: Cluster, options: Plan
 def fastest(
     planning: PlanningProblem, found: Decision, cluster: Cluster, options: PlanOptions, until: float = math.inf
 ) -> LoweredPlan:
-    """The plan of the search, of a known recipe, with prices of buckets, or that keeps all, where it may be faster.
+    """The plan of the search, of a known recipe, or with prices of buckets, where it may be faster.
 
     Their lowered programs say which is fastest. The search adds up what a step does; what runs puts collectives into
     buckets and hides them, in some plans more than in others, and never what is recomputed. The bound is the search's.
@@ -142,7 +141,7 @@ def fastest(
     if options.runtime.overlap is not None or options.with_kernels:
         return best
     seen = {solution.choice} if found.planning is planning else set()
-    for each in takewhile(lambda _: time.monotonic() < until, (*found.baselines.values(), found.kept, found.bucketed)):
+    for each in takewhile(lambda _: time.monotonic() < until, (*found.baselines.values(), found.bucketed)):
         if each is None or each.choice in seen or not found.may_be_faster(each, options.elsewhere):
             continue
         seen.add(each.choice)
@@ -187,17 +186,17 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
     before = None if options.before is None else solution_of(options.before, planning, allowed)
     found = solve_jointly(planning, search, allowed, start, recompute=recompute, offload=offload, before=before)
     without, found = joint_with_blocks(found) if found.planning is planning else (planning, found)
-    kept = found.solution if found.planning is planning else found.kept
-    bucketed, priced = None, None
+    decision = Decision(found.planning, found.solution, *savings_of(without, found), baselines)
+    keeping_all = [*start, found.solution] if found.planning is planning else start
     left_s = end - time.monotonic()
-    if options.with_baselines and kept is not None and left_s > 0:
-        hidden = hidden_part(planning, kept.choice)
-        priced = in_buckets(planning, BucketCollectives().least_bytes, hidden)
-        quick = replace(quick, time_budget_s=min(quick.time_budget_s, left_s))
-        bucketed = solve_in_buckets(planning, priced, quick, allowed, [*start, kept])
-    return Decision(
-        found.planning, found.solution, *savings_of(without, found), baselines, bucketed, priced, found.kept
-    )
+    if not options.with_baselines or not keeping_all or left_s <= 0:
+        return decision
+    choice = found.solution.choice
+    priced = in_buckets(planning, BucketCollectives().least_bytes, hidden_part(planning, choice))
+    own_s = found.solution.cost + priced.cost_of(choice) - planning.assignment.cost_of(choice)
+    quick = replace(quick, time_budget_s=min(quick.time_budget_s, left_s))
+    bucketed = solve_in_buckets(planning, priced, quick, allowed, keeping_all)
+    return replace(decision, bucketed=bucketed, in_buckets=priced, own_s=own_s)
 
 
 def allowed_by(planning: PlanningProblem, options: PlanOptions) -> dict[int, np.ndarray]:

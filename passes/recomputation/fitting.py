@@ -31,7 +31,6 @@ class JointSolution:
         recomputable, offloadable: how many nodes might have been.
         host_bytes: what the host holds for each rank.
         counted_bytes: the most bytes in use on each rank as the search counted; infinite where that does not matter.
-        kept: a good choice that fits and keeps everything, where one is known beside this one.
     """
 
     planning: PlanningProblem
@@ -41,7 +40,6 @@ class JointSolution:
     offloadable: int = 0
     host_bytes: float = 0.0
     counted_bytes: float = math.inf
-    kept: Solution | None = None
 
     def peak_bytes(self) -> float:
         """The most bytes in use on each rank, counted exactly."""

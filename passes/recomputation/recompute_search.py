@@ -95,19 +95,9 @@ def _solve_jointly(
     if search.memory_limit_bytes is None or free.peak_bytes() <= search.memory_limit_bytes:
         return free
     coarse, bound = dataclasses.replace(search, tolerance=_TOLERANCE), free.solution.lower_bound
-    kept = _keeping_all(planning, _by(end, coarse), allowed, start)
-    if kept is not None and planning.elided.sites and kept.cost * (1 - _NEAR_FREE) <= bound:
-        return bounded(JointSolution(planning, kept), bound)
-    start = start if kept is None else [*start, kept]
     found = _where_memory_binds(planning, coarse, allowed, start, end, offload=offload)
     # neither strategies nor keepings cost less where memory is short
-    found = bounded(found, max(found.solution.lower_bound, bound))
-    return dataclasses.replace(found, kept=kept if found.again else None)
-
-
-_NEAR_FREE = 0.1
-"""Where blocks are left out, a choice that keeps everything is taken up to this gap: what it sends more is mostly
-hidden beside computation, which what is recomputed never is."""
+    return bounded(found, max(found.solution.lower_bound, bound))
 
 
 _SHARE_FREE = 0.7
@@ -284,15 +274,4 @@ _TOLERANCE = 0.01
 """Gap at which the search is content where memory binds: no finer than prices are, and soon reached."""
 
 _ROUNDS = 12
-"""Rounds of quick searches: for a solution without recomputation to start from, and for a cheap one that is frugal."""
-
-
-def _keeping_all(
-    planning: PlanningProblem, search: Search, allowed: Mapping[int, np.ndarray], start: Sequence[Solution]
-) -> Solution | None:
-    """A good solution without recomputation, if one that fits is soon found: what to start from."""
-    assert search.memory_limit_bytes is not None, "without a limit nothing is recomputed"
-    problem = restrict(planning.assignment, allowed)
-    problem = dataclasses.replace(problem, limit=float(search.memory_limit_bytes))
-    quick = DualSearch(search.tolerance, _ROUNDS, search.time_budget_s, control=search.control)
-    return quick(problem, planning.usage, planning.memory_row, [solution.choice for solution in start])
+"""Rounds of the quick search for a cheap choice that is frugal."""

@@ -238,7 +238,7 @@ def test_the_order_of_passes_is_data() -> None:
 
 
 def test_what_keeps_everything_is_lowered_beside_what_recomputes_while_there_is_time() -> None:
-    """Where memory is short a good choice that fits without is found, too; the faster step is taken."""
+    """Where memory is short a choice that fits without is found at prices of buckets; the faster step is taken."""
     mesh = Mesh({"data": 8})
     program, cluster = blocks_program(batch=64, length=1024, hidden=4096, count=4), h100s(mesh)
     options = PlanOptions(state_bytes_per_parameter_byte=2)
@@ -247,13 +247,14 @@ def test_what_keeps_everything_is_lowered_beside_what_recomputes_while_there_is_
     planning = pipeline.planning_problem(program, mesh, cluster, options)
     found = pipeline.solve(planning, options, {})
     assert found.recompute.nodes
-    assert found.kept is not None
-    assert planning.usage(found.kept.choice).max() <= limit
+    assert found.bucketed is not None
+    assert found.own_s > found.in_buckets.cost_of(found.solution.choice)  # type: ignore[union-attr]
+    assert planning.usage(found.bucketed.choice).max() <= limit
     steps = {
         until: pipeline.fastest(planning, found, cluster, options, until).plan.predicted.step_time_s
         for until in (0.0, math.inf)
     }
-    alone = plan_of_choice(planning, found.kept.choice, 0.0, None, cluster, options).predicted.step_time_s
+    alone = plan_of_choice(planning, found.bucketed.choice, 0.0, None, cluster, options).predicted.step_time_s
     assert steps[math.inf] <= min(steps[0.0], alone)
     assert pipeline.fastest(planning, found, cluster, options, 0.0).plan.objective == found.solution.cost
 
@@ -282,13 +283,12 @@ def test_what_another_mesh_beats_by_far_is_not_lowered(monkeypatch: pytest.Monke
     assert counts[0.5] <= 2
 
 
-@pytest.mark.parametrize("keeps", [False, True], ids=["solution", "kept"])
-def test_what_is_surely_cheaper_in_buckets_may_be_faster(keeps: bool) -> None:
-    """Beside the solution, or beside what keeps all where that recomputes; dear alone, or not."""
+def test_what_is_surely_cheaper_in_buckets_may_be_faster() -> None:
+    """Dear alone, or not."""
     alone, within = np.array([1.0, 1.02, 5.0, 5.0, 5.0]), np.array([1.0, 1.0, 0.995, 0.98, 0.98])
     first, near, hardly, surely, other = (Solution((number,), cost, 0.0) for number, cost in enumerate(alone.tolist()))
-    kept = {"solution": Solution((0,), 0.5, 0.0), "kept": first} if keeps else {"solution": first}
-    rest: Any = {"planning": None, "recompute": NO_RECOMPUTE, "offload": NO_OFFLOAD, "baselines": {}, **kept}
+    rest: Any = {"planning": None, "recompute": NO_RECOMPUTE, "offload": NO_OFFLOAD, "baselines": {}}
+    rest |= {"solution": first, "own_s": 1.0}
     prices = Assignment((within,), ())
     for bucketed, expected in ((near, False), (hardly, False), (surely, True)):
         found = pipeline.Decision(**rest, bucketed=bucketed, in_buckets=prices)
