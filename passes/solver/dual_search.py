@@ -16,10 +16,11 @@ Energy Minimization", 2006): variables are in program order, so the long chains 
 3. Stop when bound and choice meet within the tolerance, when they no longer approach each other, when nothing was found
    that fits for long, after `max_rounds`, when most of the time is up, or when the search is stopped from outside.
 4. Where memory binds: weigh it more, until what messages round to fits; where something does already, that may be left
-   out.
-5. Where they are still apart: take the best of all choices seen (`merge_choices`). Where nothing fits so far, one of a
-   small peak is asked for, if that finds nothing, and rounds go on.
-6. Improve the best choice one variable at a time.
+   out. Take the choices of least Lagrangian that do not fit and cost less than the best that does, and change in each
+   the variable that costs least per byte that it saves at the peak, until it fits. Then improve the best choice one
+   variable at a time.
+5. Before that, where they are still apart: take the best of all choices seen (`merge_choices`). Where nothing fits so
+   far, one of a small peak is asked for, if that finds nothing, and rounds go on.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class DualSearch:
         time_limit_s: seconds at most.
         presses: whether memory is weighed more although something fits.
         merges_above: relative gap above which the best of all choices seen is taken, see `merge_choices`.
-        control: told how it goes; may stop it after any round or change.
+        control: told how it goes; may stop it after any round, repair or change.
     """
 
     tolerance: float = 1e-3
@@ -83,6 +84,8 @@ class DualSearch:
             state.press(ends[1])
         if state.best is None:
             self._find_any(state, frugal, ends)
+        if state.gap() > finely:
+            state.repair(ends[1])
         if state.gap() > self.merges_above:
             merge(state, self.merges_above, ends[2])
         state.polish(ends[3])
@@ -100,4 +103,4 @@ class DualSearch:
 
 
 _SHARES = (0.5, 0.6, 0.95, 1.0)
-"""Until when rounds, weighing memory more, merging, and single changes go on, as parts of the time."""
+"""Until when rounds, repairs, merging, and single changes go on, as parts of the time."""

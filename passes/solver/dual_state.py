@@ -19,6 +19,9 @@ Usage = Callable[[Sequence[int]], np.ndarray]
 """Bytes in use at every program point under a choice."""
 
 
+_REPAIRS = 3
+"""Choices that are repaired."""
+
 _PRESSES = 8
 """Times that memory is weighed more to find choices that fit."""
 
@@ -156,6 +159,48 @@ class DualState:
         self.multipliers = dict(self.best_multipliers)
         self.weigh()
 
+    def repair(self, deadline: float) -> None:
+        """Make some choices fit that nearly do, of those that cost less than the incumbent: to fit adds to that."""
+        over = [cut for cut in self.cuts if cut[1].max() > self.problem.limit and cut[0] < self.best_cost]
+        for _, _, choice in sorted(over, key=lambda cut: self._lagrangian(cut[0], cut[1]))[:_REPAIRS]:
+            fitting = self._fitting(choice, deadline)
+            if fitting is not None:
+                self.offer(fitting)
+
+    def _lagrangian(self, cost: float, used: np.ndarray) -> float:
+        return cost + sum(weight * (used[p] - self.problem.limit) for p, weight in self.best_multipliers.items())
+
+    def _fitting(self, choice: tuple[int, ...], deadline: float) -> tuple[int, ...] | None:
+        """The choice after the cheapest changes that make it fit; None if none do, or not in time."""
+        used = self.usage(choice)
+        while used.max() > self.problem.limit:
+            peak = int(np.argmax(used))
+            row = self.row(peak)
+            for variable, option in self._savings(row.known(), choice, float(used[peak] - self.problem.limit)):
+                changed = (*choice[:variable], option, *choice[variable + 1 :])
+                after = self.usage(changed)
+                if after[peak] < used[peak] and after.max() <= used.max():
+                    choice, used = changed, after
+                    break
+            else:
+                return None
+            if self.is_over(deadline):
+                return None
+        return choice
+
+    def _savings(self, row: MemoryRow, choice: Sequence[int], wanted: float) -> list[tuple[int, int]]:
+        """Changes of one variable that save memory in a row, the cheapest by the byte first."""
+        found: list[tuple[float, int, int]] = []
+        for variable, sizes in row.variables.items():
+            saved = np.minimum(sizes[choice[variable]] - sizes, wanted)
+            if saved.max() > 0:
+                costs = self.messages.costs_given_neighbours(variable, choice)
+                with np.errstate(divide="ignore", invalid="ignore"):
+                    price = np.where(saved > 0, (costs - costs[choice[variable]]) / saved, np.inf)
+                option = int(price.argmin())
+                found.append((float(price[option]), variable, option))
+        return [(variable, option) for _, variable, option in sorted(found)]
+
     def polish(self, deadline: float) -> None:
         """Change one variable of the incumbent at a time as long as that is cheaper and fits."""
         changed = self.best is not None and bool(self.rows)
@@ -204,7 +249,7 @@ _NEAREST = 1.0
 
 _POINTS_WEIGHED = 16
 """Most program points that get a multiplier: 3 in a training step of 139 nodes whose memory binds. The bound is true
-without one, and what is over the limit there is left out."""
+without one, and what is over the limit there is repaired or left out."""
 
 
 def _best_multipliers(costs: Floats, slack: Floats, previous: Floats, reach: float) -> tuple[Floats, bool]:

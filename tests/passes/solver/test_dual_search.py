@@ -124,11 +124,11 @@ def _row(problem: Assignment, point: int):
     return problem.rows[point] if problem.rows else MemoryRow(0.0, {}, {})
 
 
-def test_of_choices_that_save_as_much_the_cheapest_is_found() -> None:
-    """Two of three alike values must be saved; nothing fits in the first round."""
+def test_a_choice_that_nearly_fits_is_repaired() -> None:
+    """After a single round nothing fits yet; the cheapest changes per byte make it fit."""
     costs = tuple(np.array([0.0, price]) for price in (1.0, 2.0, 5.0))
     row = MemoryRow(0.0, {variable: np.array([10.0, 1.0]) for variable in range(3)}, {})
     problem = Assignment(costs, (Edge(0, 1, np.zeros((2, 2))),), (row,), limit=15.0)
-    found = DualSearch()(problem, usage_of(problem), lambda point: row)
+    found = DualSearch(max_rounds=1)(problem, usage_of(problem), lambda point: row)
     assert found is not None
     assert (found.choice, found.cost) == ((1, 1, 0), 3.0)
