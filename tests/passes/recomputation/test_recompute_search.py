@@ -127,7 +127,7 @@ def test_a_search_that_is_stopped_while_it_builds_gives_what_fits_as_it_is(monke
 
 @pytest.mark.slow
 def test_time_that_is_up_while_it_builds_gives_what_fits_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The best known recipe that fits, or what is soon found that keeps everything."""
+    """The best known recipe that fits; where none is known it builds on, as something is to be found."""
 
     def late(planning: PlanningProblem, options: RecomputeOptions, *, deadline: float) -> RecomputeProblem:
         return build_recompute_problem(planning, options, deadline=deadline if deadline == math.inf else 0.0)
@@ -138,7 +138,8 @@ def test_time_that_is_up_while_it_builds_gives_what_fits_as_it_is(monkeypatch: p
         options = PlanOptions(memory_budget=budget, with_baselines=with_baselines)
         found = plan_program(program(), LINE, h100s(LINE), options)
         assert found.predicted.peak_memory_bytes <= budget
-        assert (found.recompute, found.offload) == (NO_RECOMPUTE, NO_OFFLOAD)
+        keeps_all = (found.recompute, found.offload) == (NO_RECOMPUTE, NO_OFFLOAD)
+        assert keeps_all is any(cost is not None for cost in found.baselines.values())
 
 
 @pytest.mark.parametrize("with_baselines", [False, True])
