@@ -73,7 +73,7 @@ class Search:
         tolerance, max_rounds: of the search of large problems, see `DualSearch`.
         is_thorough: whether large problems are searched on where something fits, see `DualSearch`.
         fineness: part of the tolerance up to which the best of all choices seen is taken where memory binds.
-        says_smallest: whether the error of a large problem that does not fit says the smallest limit that would do.
+        says_smallest: whether the error says a limit that would do even where it is proven that none fits.
         control: told how it goes, and may stop it.
     """
 
@@ -100,7 +100,7 @@ class Search:
             start: solutions that fit and are allowed, than which the result is not worse.
 
         Raises:
-            DoesNotFitError: no choice fits; says the smallest limit that one would fit in.
+            DoesNotFitError: none that fits was found; says a limit that one would fit in, if one is known.
         """
         limit = np.inf if self.memory_limit_bytes is None else float(self.memory_limit_bytes)
         problem = dataclasses.replace(restrict(planning.assignment, allowed or {}), limit=limit)
@@ -139,15 +139,10 @@ class Search:
         with suppress(TimeoutError):
             solution = solve_milp(problem, time_limit_s=left_s, control=self.control)
             if solution is None:
-                raise self._nothing_fits(planning, problem)
+                raise self.does_not_fit(planning)  # nothing is allowed, whatever memory it takes
             if planning.usage(solution.choice).max() <= problem.limit:
                 return solution
         return self._by_duals(planning, problem, start, deadline)
-
-    def _nothing_fits(self, planning: Searchable, problem: Assignment) -> DoesNotFitError:
-        """The error of a search that counts too much of every choice."""
-        frugal = self.frugal(planning, problem) if self.says_smallest else ()
-        return self.does_not_fit(planning, float(planning.usage(frugal).max()) if frugal else None)
 
     def frugal(self, planning: Searchable, problem: Assignment) -> tuple[int, ...]:
         """A choice of a small peak, as the search counts; nothing if none was found that is allowed."""
