@@ -144,10 +144,6 @@ class Search:
                 return solution
         return self._by_duals(planning, problem, start, deadline)
 
-    def frugal(self, planning: Searchable, problem: Assignment) -> tuple[int, ...]:
-        """A choice of a small peak, as the search counts; nothing if none was found that is allowed."""
-        return choice_of_smallest_peak(problem, planning.usage, planning.memory_row, control=self.control)
-
     def does_not_fit(self, planning: Searchable, least: float | None = None) -> DoesNotFitError:
         """The error of a search that found nothing within its limit.
 

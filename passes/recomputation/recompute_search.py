@@ -33,6 +33,7 @@ from passes.recomputation.with_again import host_bytes, with_again
 from passes.solver.assignment import Solution
 from passes.solver.dual_search import DualSearch
 from passes.solver.search_control import SearchStopped
+from passes.solver.smallest_peak import choice_of_smallest_peak
 
 
 def solve_jointly(
@@ -241,7 +242,7 @@ def _frugal(
 ) -> list[JointSolution]:
     """Choices that take little: of a small peak by the problem's count, and a cheap one within that."""
     free = restrict(problem.assignment, allowed)
-    found = search.frugal(problem, free)
+    found = choice_of_smallest_peak(free, problem.usage, problem.memory_row, control=search.control)
     if not found:
         return []
     rough = joint(Solution(found, free.cost_of(found), 0.0))

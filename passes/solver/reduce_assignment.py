@@ -239,7 +239,7 @@ def _take(table: Floats, key: tuple[int, int], variable: int, keep: np.ndarray) 
 
 
 def _undominated(profile: Floats) -> np.ndarray:
-    """The rows that no other row is nowhere above, in order; of equal rows the first."""
+    """Indices of the rows, less each that is nowhere below some other; of equal rows the first stays."""
     kept: list[int] = []
     order = np.lexsort((np.arange(len(profile)), np.where(np.isfinite(profile), profile, 1e30).sum(axis=1)))
     for row in order:

@@ -8,7 +8,6 @@ each round, the choice minimises the weighed memory (by message passing), and po
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -34,7 +33,6 @@ def choice_of_smallest_peak(
     hopeless: float = np.inf,
     *,
     control: SearchControl | None = None,
-    deadline: float = np.inf,
 ) -> tuple[int, ...]:
     """The choice with the smallest peak that was found (see the module's docstring).
 
@@ -43,7 +41,6 @@ def choice_of_smallest_peak(
         enough: a peak, in bytes, that need not be made smaller.
         hopeless: bytes: once it is proven that every peak is above, nothing is returned.
         control: may stop it.
-        deadline: of `time.monotonic`; passing it ends the search, too.
     """
     choice = tuple(int(np.argmin(cost)) for cost in problem.costs)
     messages = Messages(_without_costs(problem, forbidden=_FORBIDDEN * max(1.0, float(usage(choice).max()))))
@@ -63,7 +60,7 @@ def choice_of_smallest_peak(
         total = sum(weights.values())
         messages.weigh({point: (rows[point], weight / total) for point, weight in weights.items()})
         known = sum(rows[point].constant * weight / total for point, weight in weights.items())
-        if (control is not None and control.is_stopped) or time.monotonic() >= deadline:
+        if control is not None and control.is_stopped:
             return best
         bound, choice = messages.iterate(_PASSES)
         if bound + known > hopeless:  # the weighed mean of the points' bytes is at most the peak

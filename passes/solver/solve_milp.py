@@ -35,14 +35,17 @@ _NO_SOLUTION = (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.k
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """What is spent on a program: until a relative gap, in a tree of so many nodes, times columns, at most."""
+    """Limits of the search of a program: the relative gap at which it ends, and the most columns of all nodes.
+
+    A node has all columns of the program: of a larger one there are fewer nodes, as each takes longer.
+    """
 
     relative_gap: float
     most_columns: float
 
     def most_nodes(self, columns: int) -> int:
         """Nodes of the tree of a program of so many columns."""
-        return int(min(highspy.kHighsIInf, max(1.0, self.most_columns / max(1, columns))))
+        return int(min(highspy.kHighsIInf, max(1.0, self.most_columns / columns)))
 
 
 WHATEVER_IT_TAKES = Effort(1e-9, math.inf)
