@@ -1,0 +1,69 @@
+"""A table of uses: what one device computes, compiling computes too, or refuses in a sentence. Nothing is silent."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import pkgutil
+from collections.abc import Callable
+
+import pytest
+
+import autoshard
+from tests.end_to_end import uses
+from tests.end_to_end.uses.use import Use, one_device, sharded
+from tests.runtime.processes import checked_once
+
+MODULES = [
+    importlib.import_module(f"{uses.__name__}.{module.name}")
+    for module in pkgutil.iter_modules(uses.__path__)
+    if module.name != "use"
+]
+TABLE: tuple[Use, ...] = tuple(use for module in MODULES for use in module.USES)
+
+
+def outcome(use: Use) -> str:
+    """ "equal", or the sentence in which the use is refused; raises where it is neither."""
+    expected = use.script(one_device)
+    if use.refused is not None:
+        with pytest.raises(autoshard.AutoshardError, match=use.refused) as refusal:
+            use.script(sharded)
+        return str(refusal.value)
+    found = use.script(sharded)
+    assert len(found) == len(expected), f"{use.name}: {len(found)} numbers for {len(expected)}"
+    for mine, one in zip(found, expected, strict=True):
+        same = math.isclose(mine, one, rel_tol=use.tolerance, abs_tol=use.tolerance) or (mine != mine and one != one)
+        assert same, f"{use.name}: {mine} for {one}; all: {found} for {expected}"
+    return "equal"
+
+
+class _Check:
+    """One use as a check of processes, which is pickled by its name."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __call__(self) -> None:
+        outcome(next(use for use in TABLE if use.name == self.name))
+
+
+ON_PROCESSES: dict[str, Callable[[], None]] = {use.name: _Check(use.name) for use in TABLE if use.processes}
+
+on_processes = checked_once(ON_PROCESSES, ranks=2)
+
+
+@pytest.mark.parametrize("use", [use for use in TABLE if not use.processes], ids=lambda use: use.name)
+def test_simulated(use: Use) -> None:
+    """A use on two simulated ranks computes what one device computes, or is refused."""
+    outcome(use)
+
+
+@pytest.mark.parametrize("name", ON_PROCESSES)
+def test_two_ranks(name: str, on_processes: dict[str, str]) -> None:
+    """A use on two Gloo ranks computes what one device computes, or is refused."""
+    assert on_processes[name] == ""
+
+
+def test_names_are_unique() -> None:
+    """Each row of the table has a name of its own."""
+    assert len({use.name for use in TABLE}) == len(TABLE)

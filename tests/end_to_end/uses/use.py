@@ -1,0 +1,82 @@
+"""One row of the table of uses: lines a user would write, run on one device and compiled."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+import autoshard
+
+Numbers = Sequence[float]
+
+
+class Compile(Protocol):
+    """`autoshard.compile` without its mesh, or its stand-in on one device."""
+
+    def __call__(self, model: nn.Module, **options: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Use:
+    """Lines of a user's script, told apart by what `compile` they are given.
+
+    Args:
+        name: what the user does, in a few words.
+        script: builds a model from a fixed seed, gives it to `compile`, and returns numbers (losses, entries of
+            parameters, ...) that are the same on one device and compiled.
+        refused: where the use is refused by name, a pattern of the error's sentence; the error is an `AutoshardError`.
+        processes: run on two Gloo ranks, not on the simulator.
+        tolerance: the largest difference of a number, absolute and relative.
+    """
+
+    name: str
+    script: Callable[[Compile], Numbers]
+    refused: str | None = None
+    processes: bool = False
+    tolerance: float = 1e-5
+
+
+def one_device(model: nn.Module, **options: Any) -> Any:
+    """The stand-in of `compile` on one device: the model, or a plain training step."""
+    optimizer = options.get("optimizer")
+    return model if optimizer is None else _Step(model, optimizer, options.get("loss_fn"), options.get("max_grad_norm"))
+
+
+def sharded(model: nn.Module, **options: Any) -> Any:
+    """`compile` on two ranks that split the batch: of the simulator, or of the process group that there is."""
+    return autoshard.compile(model, autoshard.Mesh({"data": 2}), **options)
+
+
+def numbers(*values: Any) -> list[float]:
+    """Every entry of tensors (whole, where they are DTensors) and numbers, in one list."""
+    found: list[float] = []
+    for value in values:
+        tensor = torch.as_tensor(value).detach()
+        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        found += copy.deepcopy(whole).double().flatten().tolist()
+    return found
+
+
+class _Step:
+    """Forward, backward, clipping and update, as a script on one device has them."""
+
+    def __init__(self, model: nn.Module, optimizer: Any, loss_fn: Any, max_grad_norm: float | None) -> None:
+        self.model, self.optimizer, self.loss_fn, self.max_grad_norm = model, optimizer, loss_fn, max_grad_norm
+
+    def __call__(self, *inputs: Any, **named: Any) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        if self.loss_fn is None:
+            loss = self.model(*inputs, **named)
+        else:
+            loss = self.loss_fn(self.model(*inputs[:-1], **named), inputs[-1])
+        loss.backward()
+        if self.max_grad_norm is not None:
+            parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            nn.utils.clip_grad_norm_(parameters, self.max_grad_norm)
+        self.optimizer.step()
+        return loss.detach()
