@@ -17,6 +17,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -195,11 +196,20 @@ def load(folder: str, name: str) -> HardwareFile:
         raise UnknownHardwareError(f"{kind}={name!r} is a {type(name).__name__}; pass the name of a {kind}.")
     if name not in names(folder):
         raise UnknownHardwareError(
-            f"No hardware {name!r} in cost_models/data/{folder}. Known: {', '.join(names(folder))}. "
+            f"No hardware {name!r} in cost_models/data/{folder}. {_suggestion(folder, name)}"
+            f"Known: {', '.join(names(folder))}. "
             f"Add cost_models/data/{folder}/{name}.toml, "
             "or measure this machine with `autoshard calibrate` and use Cluster.load(path)."
         )
     return read(DATA / folder / f"{name}.toml")
+
+
+def _suggestion(folder: str, name: str) -> str:
+    """The names that contain a name, or else those spelled much like it: `Did you mean h100_pcie or h100_sxm? `."""
+    known = names(folder)
+    lowered = name.lower()
+    near = [item for item in known if lowered and lowered in item] or get_close_matches(lowered, known)
+    return f"Did you mean {' or '.join(near)}? " if near else ""
 
 
 def dump(texts: Mapping[str, str], constants: Mapping[str, Constant]) -> str:
