@@ -9,7 +9,7 @@ are; where a rule would reduce over ranks (a mean, a norm over the batch) a part
 2. Every value that the loss is computed from gets its state. The value of a part is m ** e times what it adds to that
    of the batch of m parts.
 3. A sum over a count that is made of inputs alone is a term with a count; graphs that compute it are cut out.
-4. Places in the batch (`arange(len(x))`) may read or write each sample at its own place, and nothing else (`places.py`).
+4. Places in the batch (`arange(len(x))`) may read or write each sample at its own place, and no other (`places.py`).
 5. The loss must be a sum of terms. Else the first node that mixes parts is named.
 """
 
@@ -25,7 +25,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import AutoshardError
-from autoshard.ir.loss_weights import Count, LossWeights, Term
+from autoshard.ir.loss_weights import Branches, Count, LossWeights, Term
 from autoshard.ir.program import InputKind, OutputKind, Program, tensor_values
 from autoshard.ir.spec import Reduction
 from autoshard.kernels.checks import checked
@@ -34,6 +34,7 @@ from autoshard.runtime.sharded_module import Request
 from autoshard.tracing.copy_node import copy_node
 from passes.strategies.enumerate_strategies import operands_of, rule_of
 from passes.verification.batch_states import Mixed, OfInputs, Place, Same, Split, State, Sum
+from passes.verification.combine_branches import combine_branches
 from passes.verification.places import COUNTS, READS_AT, WRITES_AT, argument, counts_from_zero, read_at_places
 
 aten = torch.ops.aten
@@ -71,7 +72,22 @@ def weigh_loss(part: Program, pair: Program) -> LossWeights:
         return _refused("the model does not run the same operators for another batch size")
     walk = _Walk(part, dict(zip(made, twins, strict=True)))
     walk.run(nodes)
-    return walk.result(loss)
+    return replace(walk.result(loss), branches=_branches(part, pair))
+
+
+def _branches(part: Program, pair: Program) -> Branches | None:
+    """How the branches of the batch follow from those of its parts; None where they do not, or there are none."""
+    if part.guard_program is None or pair.guard_program is None:
+        return None
+    nodes, theirs = (
+        [node for node in program.graph.nodes if node.op != "output"]
+        for program in (part.guard_program, pair.guard_program)
+    )
+    if list(map(_kind, nodes)) != list(map(_kind, theirs)):
+        return None
+    walk = _Walk(part, dict(zip(nodes, theirs, strict=True)))
+    walk.run(nodes)
+    return combine_branches(part, walk.twins, walk.states)
 
 
 def _is_copy(node: fx.Node) -> bool:
@@ -162,7 +178,7 @@ class _Walk:
 
     def _call(self, node: fx.Node) -> list[State]:
         results = len(tensor_values(node))
-        operands = operands_of(node)
+        operands = () if node.target in _NEW else operands_of(node)
         given = [self.states[operand][0] for operand in operands]
         mixed = next((state for state in given if isinstance(state, Mixed)), None)
         if mixed is not None:
@@ -436,9 +452,10 @@ _SIZED = (
     *(aten.slice.Tensor, aten.narrow.default, aten.split.Tensor, aten.select.int, *COUNTS),
     aten.native_group_norm.default,
 )
+_NEW = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default)
+"""Operators that read nothing of their operand."""
 _ALIKE = (
     *(aten.full.default, aten.zeros.default, aten.ones.default, aten.expand.default, aten.repeat.default),
-    *(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.empty.memory_format),
-    aten.new_empty.default,
+    *(*_NEW, aten.empty.memory_format),
 )
 """Operators whose results are the same at every place of a dim that grows with the batch."""

@@ -100,6 +100,7 @@ OWN_SAMPLES: dict[str, Loss] = {
     ),
     "instance norm": lambda m, z, x, y: F.instance_norm(z[:, :4].view(-1, 2, 2) * x[:, :4].view(-1, 2, 2)).tanh().sum(),
     "frozen batch norm": frozen,
+    "new tensors": lambda m, z, x, y: (z * z.new_ones(len(x), 1) + x.new_full((1,), 0.5)).square().sum(),
 }
 """Losses that read each sample alone, by its place in the batch or by an operator that is told how many there are."""
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -143,6 +144,45 @@ def test_other_optimizers_train_alike(optimizer: str) -> None:
 def normed(m: Model, z: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """A batch norm in training."""
     return m.layer(m.norm(x)).square().mean()
+
+
+def branching(reads: Callable[[Tensor], Any]) -> Loss:
+    """Twice the loss where a condition of the targets holds: of the batch, not of a part."""
+    return lambda m, z, x, y: z.square().mean() * (2 if reads(y) else 1)
+
+
+BRANCHES: dict[str, Loss] = {
+    "all": branching(lambda y: (y > 0).all()),
+    "not all": branching(lambda y: not (y > 0).all()),
+    "any": branching(lambda y: (y == 4).any()),
+    "counted": branching(lambda y: (y > 0).sum() == len(y)),
+    "a count": branching(lambda y: (y > 0).sum() > 1),
+    "the largest": branching(lambda y: y.max() > 3),
+    "both": branching(lambda y: (y == 3).any() and (y == 0).any()),
+}
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_a_part_branches_as_the_batch_does(name: str) -> None:
+    """Parts that branch differently run the program of the part that branches as one device does."""
+    compare(Model(BRANCHES[name]), [inputs(), inputs()], OPTIMIZERS["sgd"])
+
+
+UNLIKE: dict[str, Loss] = {
+    "each part has one of the targets": branching(lambda y: (y == 4).any() and (y == 2).any()),
+    "parts that are alike": branching(lambda y: (y > 0).sum() > 4),
+    "a deviation": branching(lambda y: y.float().std() > 0.9),
+    "the first sample": branching(lambda y: y[0] > 0),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_a_branch_that_no_part_takes_is_refused(name: str) -> None:
+    """Parts that branch otherwise than the batch, or of which that cannot be told."""
+    model = Model(UNLIKE[name])
+    step = autoshard.compile(model, MESH, optimizer=OPTIMIZERS["sgd"](model.parameters()), micro_batches=PARTS)
+    with pytest.raises(autoshard.NotAvailableError, match="no part of this batch is known to branch as the whole"):
+        step(*inputs())
 
 
 REFUSED: dict[str, tuple[Loss, str]] = {
