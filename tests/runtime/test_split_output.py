@@ -120,8 +120,9 @@ class _Check:
     def _compare(self, placement: Placement, z: Tensor, y: Tensor, where: str) -> None:
         mesh, compute = init_device_mesh("cpu", (2,)), COMPUTATIONS[self.name]
         alone, split = z.clone().requires_grad_(), distribute_tensor(z, mesh, [placement]).requires_grad_()
-        assert isinstance(split * 1.0, DTensor)
-        losses = [compute(alone * 1.0, y), compute(SplitOutput.of(split * 1.0), y)]
+        copied = split * 1.0
+        assert isinstance(copied, DTensor)
+        losses = [compute(alone * 1.0, y), compute(SplitOutput.of(copied), y)]
         for loss in losses:
             loss.backward()
         expected, found = (loss.item() for loss in losses)
