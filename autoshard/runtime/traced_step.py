@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.errors import NotAvailableError
 from autoshard.ir.loss import Output, loss_among, no_loss
+from autoshard.ir.loss_weights import ReadInput
 from autoshard.ir.lowered import LocalSlot
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind, OutputKind
@@ -87,7 +88,8 @@ class TracedStep:
         """One step on micro-batches, with the model's members as they are now; the sum of their shares of the loss."""
         find = partial(self._sharded.find_step, update=self._state.update(members), members=members)
         running = _Running()
-        running.weights = self._weights(parts, find)
+        running.executable = common_program(self._sharded, parts, find)
+        running.weights = self._weights(parts, running.executable)
         for task in self._order.tasks:
             match task.action:
                 case Action.FORWARD:
@@ -99,21 +101,19 @@ class TracedStep:
         losses = running.losses
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
-    def _weights(self, parts: Sequence[Part], find: Find) -> list[float]:
+    def _weights(self, parts: Sequence[Part], executable: Executable) -> list[float]:
         """What each micro-batch counts in the loss."""
         if len(parts) == 1:
             return [1.0]
-        executable, _ = find(*parts[0])
         return weights_of(self._sharded, executable.compiled, parts, self._order)
 
     def _run_forward_of(self, parts: Sequence[Part], task: Task, find: Find, running: _Running) -> None:
         """Keep a micro-batch's share of the loss, and what its backward needs."""
         assert task.micro_batch is not None, "a forward is of a micro-batch"
-        executable, call = find(*parts[task.micro_batch])
+        executable, (_, call) = running.executable, find(*parts[task.micro_batch])
+        assert executable is not None, "the program of all parts is known"
         if len(parts) > 1:
             _check_sums(executable)
-        _check_alike(running.executable or executable, executable)
-        running.executable = executable
         weight = running.weights[task.micro_batch]
         if self._graphs is None or not weight:
             loss, running.saved[task.micro_batch] = self._run_forward(executable, call, running)
@@ -200,13 +200,18 @@ def weights_of(
     """What each micro-batch counts in the loss; `NotAvailableError` where the loss is not made of theirs."""
     if compiled.weights is None:
         raise no_loss([tuple(slot.shape) for slot in compiled.phased.lowered.outputs])
+    return compiled.weights.of_parts(len(parts), order.divisor, reader_of(sharded, parts))
+
+
+def reader_of(sharded: ShardedModule, parts: Sequence[Part]) -> ReadInput:
+    """Reads inputs of micro-batches, and buffers, whole."""
     calls = [FlatCall.of(*part).tensors for part in parts]
 
     def read(part: int, kind: str, name: str) -> torch.Tensor:
         value = calls[part][name] if kind == InputKind.INPUT else sharded.get_buffer(name)
         return value.full_tensor() if isinstance(value, DTensor) else value
 
-    return compiled.weights.of_parts(len(parts), order.divisor, read)
+    return read
 
 
 def loss_of(executable: Executable) -> LocalSlot:
@@ -218,12 +223,28 @@ def loss_of(executable: Executable) -> LocalSlot:
     return slots[loss_among(outputs, {slot.slot.name for slot in executable.tangents}).name]
 
 
-def _check_alike(first: Executable, other: Executable) -> None:
-    if first is not other:
-        raise NotAvailableError(
-            "micro_batches: two parts of one batch need different programs, because the model branches on the values "
-            "of its inputs. Leave micro_batches out for this model."
-        )
+def common_program(sharded: ShardedModule, parts: Sequence[Part], find: Find) -> Executable:
+    """The program of all micro-batches: where they branch differently, that which branches as the whole batch does.
+
+    Raises:
+        NotAvailableError: no part branches as the batch does, or that cannot be told.
+    """
+    first, _ = find(*parts[0])
+    if len(parts) == 1 or not first.phased.lowered.traced.guards:
+        return first
+    found = dict.fromkeys(find(*part)[0] for part in parts)
+    read = reader_of(sharded, parts)
+    for executable in found:
+        weights = executable.compiled.weights
+        branches = None if weights is None else weights.branches
+        is_alike = len(found) == 1 if branches is None else branches.are_of_batch(len(parts), read)
+        if is_alike:
+            return executable
+    raise NotAvailableError(
+        f"micro_batches={len(parts)}: the model branches on the values of its inputs, and no part of this batch is "
+        "known to branch as the whole batch does. Compute without the branch (torch.where), or leave micro_batches, "
+        "and the axis 'pipeline' of the mesh, out for this model."
+    )
 
 
 def _check_sums(executable: Executable) -> None:
