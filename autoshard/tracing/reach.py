@@ -55,7 +55,8 @@ def _may_decline(node: _Node) -> bool:
 
     A function of several results gets zeros for results that no gradient comes in for, and hands zeros on.
     """
-    return isinstance(node, BackwardCFunction) and len(node._input_metadata) == 1
+    results: Sequence[Any] = node._input_metadata
+    return len(results) == 1 and isinstance(node, BackwardCFunction)
 
 
 def unreached_gradients(
