@@ -200,7 +200,7 @@ def _bytes_of(value: Any) -> memoryview:
     if not isinstance(value, torch.Tensor):
         return memoryview(value)
     flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()).cast("B") if flat.numel() else memoryview(b"")
+    return memoryview(flat.view(torch.uint8).numpy().data).cast("B") if flat.numel() else memoryview(b"")
 
 
 def _cannot_be_written(error: OSError, folder: Path, tensor: str) -> CheckpointError:
