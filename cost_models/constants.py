@@ -14,6 +14,7 @@ several files have in common stands in one of its own, which they name (`archite
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -111,7 +112,10 @@ def _read(path: Path, changed_ns: int, size: int) -> HardwareFile:
 def read_document(path: Path) -> dict[str, Any]:
     """What a TOML file holds. Raises HardwareFileError where it is none, or its tables lie in each other too deeply."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if deep := _DEEP_KEY.search(text):  # tomllib's time grows with the square of a key's parts
+            raise HardwareFileError(f"{path}: its tables lie in each other too deeply, from {deep[0][:60]!r} on.")
+        return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise HardwareFileError(f"{path}: not a TOML file: {error}.") from error
     except (RecursionError, ValueError) as error:  # of a number of thousands of digits, int() says so itself
@@ -125,6 +129,7 @@ def parse(document: Mapping[str, object], origin: str) -> HardwareFile:
 
 
 _MAX_DEPTH = 16
+_DEEP_KEY = re.compile(r"(?<![\w'\"-])(?:[\w'\"-]++[ \t]*+\.[ \t]*+){64}")
 _LARGEST: Mapping[str, float] = {"s": 1e6}
 _LARGEST_OF_OTHERS = 1e24
 _RATES = ("B/s", "FLOP/s")
