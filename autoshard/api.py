@@ -219,7 +219,6 @@ def compile(
     pipeline = pipeline_of(mesh, asked.schedule, asked.virtual_stages, micro_batches)
     if pipeline is not None:
         check_pipeline(update, optimizer, planner, backend, dynamic_lengths)
-    before = dict(model.named_parameters())
     finish = bucketing_of(backend, device)
     in_place = check_in_place if verify else None
     engine, messages = make_engines(mesh, device, wrap_of(backend), in_place, finish, timeout_s)
@@ -237,7 +236,7 @@ def compile(
         staged=None if messages is None else StagedForward(messages),
     )
     if optimizer is not None:
-        rebind_optimizer(optimizer, before, dict(sharded.named_parameters()))
+        rebind_optimizer(optimizer, sharded.parameters())
     step = sharded
     if optimizer is not None:
         step = TrainStep(

@@ -13,37 +13,34 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from autoshard.errors import TraceError
+from autoshard.runtime.replaced_parameter import ReplacedParameter, successor_of
 
 
-def rebind_optimizer(
-    optimizer: torch.optim.Optimizer, before: Mapping[str, nn.Parameter], after: Mapping[str, nn.Parameter]
-) -> None:
+def rebind_optimizer(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
     """Let `optimizer`, made over a model's parameters, update the ones that took their place.
 
     Groups, their options and attached schedulers stay.
 
     Args:
         optimizer: any torch optimizer.
-        before, after: the parameters that were and that are, by qualified name.
+        parameters: those of the model now.
 
     Raises:
         TraceError: the optimizer has parameters of another model, or has already taken steps, or made state without
             values, of parameters on the meta device.
     """
     _check_has_values(optimizer)
-    taken = {id(parameter): after[name] for name, parameter in before.items()}
-    kept = {id(parameter) for parameter in after.values()}
-    check_parameters(optimizer, {*taken, *kept})
     for group in optimizer.param_groups:
-        group["params"] = [taken.get(id(item), item) for item in group["params"]]
-    replaced = [parameter for parameter in optimizer.state if id(parameter) not in kept]
+        group["params"] = [successor_of(item) for item in group["params"]]
+    check_parameters(optimizer, {id(parameter) for parameter in parameters})
+    replaced = [parameter for parameter in optimizer.state if isinstance(parameter, ReplacedParameter)]
     if any(_has_stepped(optimizer.state[parameter]) for parameter in replaced):
         raise TraceError(
             f"optimizer={type(optimizer).__name__} has already taken steps on the unsharded model. Compile with "
             "a fresh optimizer, then load its state with load_state_dict."
         )
     for parameter in replaced:
-        optimizer.state[taken[id(parameter)]] = optimizer.state.pop(parameter)
+        optimizer.state[successor_of(parameter)] = optimizer.state.pop(parameter)
 
 
 def _has_stepped(state: Mapping[str, Any]) -> bool:

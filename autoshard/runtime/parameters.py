@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from autoshard.errors import TraceError
+from autoshard.runtime.replaced_parameter import ReplacedParameter, stand_for
 
 
 def replace_parameters(model: nn.Module, replace: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -24,13 +25,21 @@ def replace_parameters(model: nn.Module, replace: Callable[[torch.Tensor], torch
 
 
 def take_over_parameters(model: nn.Module, take: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Put `take(parameter)` in the place of each parameter for good: its hooks and `take(its gradient)` go with it."""
+    """Put `take(parameter)` in the place of each parameter for good: its hooks and `take(its gradient)` go with it.
+
+    The parameters from before stand for those that took their place, so what holds them goes on; the attributes that a
+    user set on them are on both.
+    """
     before = [parameter for _, _, parameter in _places(model)]
     replace_parameters(model, take)
     for old, (_, _, new) in zip(before, list(_places(model)), strict=True):
         if new is not old:
+            if isinstance(old, ReplacedParameter):
+                continue  # it has several names
             _Hooks.of(old).put_on(new)
             new.grad = None if old.grad is None else take(old.grad)
+            vars(new).update(vars(old))
+            stand_for(old, new)
 
 
 def swap_parameter(parameter: torch.Tensor, lay_out: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -40,7 +49,9 @@ def swap_parameter(parameter: torch.Tensor, lay_out: Callable[[torch.Tensor], to
     """
     grad, hooks = parameter.grad, _Hooks.of(parameter)
     _Hooks().put_on(parameter)
-    torch.utils.swap_tensors(parameter, nn.Parameter(lay_out(parameter), requires_grad=parameter.requires_grad))
+    laid_out = nn.Parameter(lay_out(parameter), requires_grad=parameter.requires_grad)
+    vars(laid_out).update(vars(parameter))
+    torch.utils.swap_tensors(parameter, laid_out)
     hooks.put_on(parameter)
     parameter.grad = None if grad is None else lay_out(grad)
 

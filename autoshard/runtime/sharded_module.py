@@ -7,7 +7,8 @@ shapes, training or evaluation, gradients or not) is compiled when it first come
 The user's own model shares its submodules and parameters with it. In the simulator nothing about them
 changes. With processes, parameters become DTensors of which each rank keeps its shard, as with FSDP's
 `fully_shard`. Parameter objects stay the same from then on, so an optimizer may be built before the first
-call.
+call. Parameter objects from before `compile` stand for those DTensors (`runtime.replaced_parameter`), so an
+optimizer, a list or an average over them goes on.
 """
 
 from __future__ import annotations

@@ -1,0 +1,155 @@
+"""Uses that hold parameters from before `compile`: optimizers, lists, averages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers
+
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+def _model() -> tuple[nn.Sequential, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 2)), torch.randn(8, 8)
+
+
+def _loss(compiled: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+    return compiled(inputs).square().mean()
+
+
+def optimizer_from_before(make: Make, *, compiles_first: bool = False, keeps_a_graph: bool = False) -> Callable:
+    """A loop whose optimizer was made before `compile`."""
+
+    def script(compile: Compile) -> Numbers:
+        model, inputs = _model()
+        optimizer = make(model.parameters())
+        kept = model(inputs) if keeps_a_graph else None
+        compiled = compile(model, **({"example_inputs": (inputs,)} if compiles_first else {}))
+        found = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = _loss(compiled, inputs)
+            loss.backward()
+            optimizer.step()
+            found.append(loss)
+        return numbers(*found, *compiled.parameters(), *([] if kept is None else [kept]))
+
+    return script
+
+
+def average_from_before(compile: Compile) -> Numbers:
+    """A moving average over parameters that were listed before, as many training scripts keep it."""
+    model, inputs = _model()
+    held = dict(model.named_parameters())
+    compiled = compile(model)
+    optimizer = torch.optim.SGD(compiled.parameters(), lr=0.5)
+    averages = {}
+    for _ in range(3):
+        optimizer.zero_grad()
+        _loss(compiled, inputs).backward()
+        nn.utils.clip_grad_norm_(held.values(), 0.1)
+        optimizer.step()
+        with torch.no_grad():
+            for name, parameter in held.items():
+                averages[name] = parameter.clone() if name not in averages else averages[name].lerp(parameter, 0.1)
+    return numbers(*averages.values())
+
+
+def written_from_before(compile: Compile) -> Numbers:
+    """Parameters that were listed before are frozen, and written in place, after compiling."""
+    model, inputs = _model()
+    held = list(model.parameters())
+    compiled = compile(model, example_inputs=(inputs,))
+    with torch.no_grad():
+        for parameter in held:
+            parameter.mul_(0.5)
+    held[0].requires_grad_(False)
+    _loss(compiled, inputs).backward()
+    return numbers(_loss(compiled, inputs), *(float(item.grad is None) for item in compiled.parameters()), held[2].grad)
+
+
+def groups_and_schedule(compile: Compile) -> Numbers:
+    """Two groups and a schedule, made before; tied weights."""
+    model, inputs = _model()
+    model.append(nn.Linear(2, 16, bias=False))
+    model[3].weight = nn.Parameter(model[0].weight[:, :2].detach().clone())
+    model.append(nn.Linear(16, 2))
+    model[4].weight = model[2].weight
+    optimizer = torch.optim.AdamW([{"params": [model[2].weight], "lr": 0.1}, {"params": model[0].parameters()}])
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    compiled = compile(model)
+    for _ in range(3):
+        optimizer.zero_grad()
+        _loss(compiled, inputs).backward()
+        optimizer.step()
+        schedule.step()
+    return numbers(_loss(compiled, inputs), *compiled.parameters())
+
+
+def recurrent(compile: Compile) -> Numbers:
+    """A recurrent layer, whose parameters torch holds weakly."""
+    torch.manual_seed(0)
+    model, inputs = nn.GRU(4, 6, batch_first=True), torch.randn(4, 3, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    compiled = compile(model)
+    found = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = compiled(inputs)[0].square().mean()
+        loss.backward()
+        optimizer.step()
+        found.append(loss)
+    return numbers(*found)
+
+
+def marked_parameters(compile: Compile) -> Numbers:
+    """Groups are made after compiling, by marks that were set on parameters before."""
+    model, inputs = _model()
+    for parameter in model.parameters():
+        parameter.scale = 1.0 if parameter.dim() == 1 else 2.0  # type: ignore[attr-defined]
+    compiled = compile(model, example_inputs=(inputs,))
+    groups = [{"params": [item], "lr": 0.1 * item.scale} for item in compiled.parameters()]
+    optimizer = torch.optim.SGD(groups)
+    _loss(compiled, inputs).backward()
+    optimizer.step()
+    return numbers(_loss(compiled, inputs))
+
+
+def stepped_before(compile: Compile) -> Numbers:
+    """A step is compiled with an optimizer that has taken a step on one device, and goes on from its state."""
+    model, inputs = _model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    _loss(model, inputs).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    step = compile(model, optimizer=optimizer, loss_fn=lambda outputs, inputs: outputs.square().mean())
+    return numbers(step(inputs, inputs), step(inputs, inputs))
+
+
+_OPTIMIZERS: dict[str, Make] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.5, momentum=0.9),
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
+    "AdamW of a foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True),
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01),
+}
+
+_SCRIPTS: dict[str, Callable[[Compile], Numbers]] = {
+    **{f"{name} from before": optimizer_from_before(make) for name, make in _OPTIMIZERS.items()},
+    "SGD from before, example inputs": optimizer_from_before(_OPTIMIZERS["SGD"], compiles_first=True),
+    "SGD from before, a kept graph": optimizer_from_before(_OPTIMIZERS["SGD"], keeps_a_graph=True),
+    "an average from before": average_from_before,
+    "parameters written from before": written_from_before,
+    "groups and a schedule from before": groups_and_schedule,
+    "a recurrent layer's optimizer from before": recurrent,
+    "parameters marked before": marked_parameters,
+}
+
+USES = (
+    *(Use(name, script, processes=True) for name, script in _SCRIPTS.items()),
+    Use("an optimizer that stepped before", stepped_before, processes=True, refused="has already taken steps"),
+    Use("SGD from before, simulated", _SCRIPTS["SGD from before"]),
+)
