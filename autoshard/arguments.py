@@ -25,6 +25,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind, OutputKind, Program
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
+from autoshard.ir.update import check_norm
 from cost_models.hardware import Cluster
 
 ExampleInputs = Sequence[Any] | Mapping[str, Any]
@@ -227,8 +228,7 @@ def check_optimizer(optimizer: Any, *, micro_batches: Any = None, max_grad_norm:
             raise NotAvailableError(f"{name}={value!r} belongs to a training step: pass optimizer= too.")
     if micro_batches is not None and not (_is_whole(micro_batches) and micro_batches >= 1):
         raise NotAvailableError(f"micro_batches={micro_batches!r} must be a whole number, at least 1.")
-    if max_grad_norm is not None and not (_is_number(max_grad_norm) and max_grad_norm > 0):
-        raise NotAvailableError(f"max_grad_norm={max_grad_norm!r} must be a positive number.")
+    check_norm(max_grad_norm)
     if optimizer is not None and _needs_closure(optimizer):
         raise NotAvailableError(
             f"optimizer={type(optimizer).__name__} calls the model itself, by the closure that its step() demands; a "

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from autoshard.errors import NotAvailableError
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +74,14 @@ class Update:
                 return False
             if any(other.groups[number].rule != group.rule for number in numbers if number is not None):
                 return False
-        mine = self.group_of()
-        return all(name in mine for name in groups if name in updated)
+        return groups.keys() <= self.group_of().keys()
+
+
+def check_norm(max_grad_norm: Any) -> None:
+    """Raise `NotAvailableError` unless gradients can be clipped to this norm; None does not clip."""
+    is_number = isinstance(max_grad_norm, Real) and not isinstance(max_grad_norm, bool)
+    if max_grad_norm is not None and not (is_number and max_grad_norm > 0):
+        raise NotAvailableError(f"max_grad_norm={max_grad_norm!r} must be a positive number.")
 
 
 def state_slot(state: str, parameter: str) -> str:

@@ -30,8 +30,7 @@ def rebind_optimizer(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.P
             values, of parameters on the meta device.
     """
     _check_has_values(optimizer)
-    for group in optimizer.param_groups:
-        group["params"] = [successor_of(item) for item in group["params"]]
+    follow_replaced(optimizer)
     check_parameters(optimizer, {id(parameter) for parameter in parameters})
     replaced = [parameter for parameter in optimizer.state if isinstance(parameter, ReplacedParameter)]
     if any(_has_stepped(optimizer.state[parameter]) for parameter in replaced):
@@ -41,6 +40,12 @@ def rebind_optimizer(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.P
         )
     for parameter in replaced:
         optimizer.state[successor_of(parameter)] = optimizer.state.pop(parameter)
+
+
+def follow_replaced(optimizer: torch.optim.Optimizer) -> None:
+    """Put the successors of parameters from before `compile` into the groups of an optimizer."""
+    for group in optimizer.param_groups:
+        group["params"] = [successor_of(item) for item in group["params"]]
 
 
 def _has_stepped(state: Mapping[str, Any]) -> bool:
@@ -137,8 +142,8 @@ class HyperparameterText:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
+        self.max_grad_norm = max_grad_norm
         self._optimizer = optimizer
-        self._max_grad_norm = max_grad_norm
         self._options: list[dict[str, Any]] | None = None
         self._text = ""
 
@@ -150,8 +155,8 @@ class HyperparameterText:
             self._options = options if is_plain else None
             groups = (", ".join(f"{name}={_as_text(group[name])}" for name in sorted(group.keys() - {"params"}))
                       for group in options)  # fmt: skip
-            self._text = f"{type(self._optimizer).__name__}({'; '.join(groups)}), max_grad_norm={self._max_grad_norm}"
-        return f"{self._text}, after {self._steps()} steps"
+            self._text = f"{type(self._optimizer).__name__}({'; '.join(groups)})"
+        return f"{self._text}, max_grad_norm={self.max_grad_norm}, after {self._steps()} steps"
 
     def _steps(self) -> str:
         state = self._optimizer.state

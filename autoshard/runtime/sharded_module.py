@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from functools import wraps
-from types import MethodType
 from typing import Any
 
 import torch
@@ -43,6 +41,7 @@ from autoshard.runtime.inference import in_normal_mode
 from autoshard.runtime.known_programs import KnownPrograms
 from autoshard.runtime.lengths import Lengths, refuse_statistics
 from autoshard.runtime.members import Members
+from autoshard.runtime.of_model import OfModel
 from autoshard.runtime.own_code import whole_parameters
 from autoshard.runtime.parameters import lent_parameters, outlined_parameters, refuse_new_parameters
 from autoshard.runtime.results import Results
@@ -59,11 +58,11 @@ MAX_PROGRAMS = 32
 """Programs that a module knows at once, unless it is told otherwise: a few lengths, in training and in evaluation."""
 
 
-class ShardedModule(nn.Module, HasWeights):
+class ShardedModule(OfModel, HasWeights):
     """A model that runs on all ranks of a mesh. Made by `autoshard.compile`; see the module's docstring.
 
-    Attributes that this class does not have are read from the user's model (`sharded.config`). A method
-    found so (`sharded.generate`) runs the user's own code, which does not use the compiled program: with processes
+    Attributes that this class does not have are the user's model's (`sharded.config`), read and set. A method found
+    so (`sharded.generate`) runs the user's own code, which does not use the compiled program: with processes
     on parameters that are gathered while it reads them, by the same code on every rank.
     """
 
@@ -82,7 +81,6 @@ class ShardedModule(nn.Module, HasWeights):
     ) -> None:
         super().__init__()
         engine.adopt(model)
-        self._original = (model,)  # in a tuple, so that it is no submodule of its own
         self._engine = engine
         self.compiler = compiler
         self._known = KnownPrograms(max_programs)
@@ -98,12 +96,7 @@ class ShardedModule(nn.Module, HasWeights):
         self.seeds = SeedSequence()
         self.agreement = StepAgreement(engine.control if engine.mesh.size > 1 else None, check)
         self.training = model.training
-        self._share_members(model)
-
-    def _share_members(self, model: nn.Module) -> None:
-        """Have the members of `model`, also those that it is given or loses later."""
-        self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
-        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        self._become(model)
 
     def members(self) -> Members:
         """Modules, parameters and buffers of the model as they are now."""
@@ -150,27 +143,6 @@ class ShardedModule(nn.Module, HasWeights):
         self._original[0].train(mode)
         self.training = mode
         return self
-
-    def __getattr__(self, name: str) -> Any:
-        """Members of this module, then attributes of the user's model."""
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            original = self.__dict__.get("_original")
-            if original is None:
-                raise
-            found = getattr(original[0], name)
-            return self._of_own_code(found) if isinstance(found, MethodType) else found
-
-    def _of_own_code(self, method: MethodType) -> Callable[..., Any]:
-        """A method of the user's model, which runs on whole parameters."""
-
-        @wraps(method)
-        def run_method(*args: Any, **kwargs: Any) -> Any:
-            with self.whole_parameters():
-                return method(*args, **kwargs)
-
-        return run_method
 
     def whole_parameters(self) -> AbstractContextManager[None]:
         """Within, the user's own code runs beside plain tensors, that of submodules too; see `runtime.own_code`."""

@@ -70,6 +70,10 @@ class StagedStep:
         self._loaded = PerProgram[_Loaded]()
         sharded.agreement.watches_members = messages.rank is None
 
+    def clip_to(self, max_grad_norm: float | None) -> None:
+        """Clip gradients to this norm from the next step on."""
+        self._max_grad_norm = self._state.max_grad_norm = max_grad_norm
+
     def compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan | None:
         """Compile the stages for a call now; returns the first one's plan."""
         members = self._sharded.members()

@@ -23,7 +23,7 @@ from autoshard.runtime.engine import Engine
 from autoshard.runtime.executable import Executable
 from autoshard.runtime.known_state import Held, KnownState
 from autoshard.runtime.members import Members
-from autoshard.runtime.optimizer_state import check_parameters
+from autoshard.runtime.optimizer_state import check_parameters, follow_replaced
 from autoshard.runtime.stage_meshes import is_elsewhere
 from autoshard.runtime.steps_taken import StepsTaken
 
@@ -129,17 +129,18 @@ class TracedState:
         self.optimizer = optimizer
         self._steps_taken = StepsTaken(optimizer)
         self._engine = engine
-        self._max_grad_norm = max_grad_norm
+        self.max_grad_norm = max_grad_norm
         self._known: KnownState | None = None
 
     def update(self, members: Members) -> Update:
         """What the optimizer does at the step that begins; `members` are the model's."""
         known, rules = self._known, [_rule_of(self.optimizer, options) for options in self.optimizer.param_groups]
         if known is None or not known.is_current(members) or not self._steps_taken.are_as_counted():
+            follow_replaced(self.optimizer)
             known = self._known = KnownState(self.optimizer, members)
-        if known.update is not None and known.rules == rules:
+        if known.update is not None and known.rules == rules and known.update.max_grad_norm == self.max_grad_norm:
             return known.update
-        update = describe_update(self.optimizer, members.names, self._max_grad_norm, self._steps_taken)
+        update = describe_update(self.optimizer, members.names, self.max_grad_norm, self._steps_taken)
         known.rules = rules
         known.update = update if self._steps_taken.are_counted_together(known.parameters) else None
         return update

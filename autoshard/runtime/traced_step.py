@@ -77,6 +77,10 @@ class TracedStep:
         self._graphs = graphs
         self._state = TracedState(optimizer, sharded.engine, max_grad_norm)
 
+    def clip_to(self, max_grad_norm: float | None) -> None:
+        """Clip gradients to this norm from the next step on."""
+        self._state.max_grad_norm = max_grad_norm
+
     def compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan | None:
         """Compile the program for a call now; returns its plan."""
         members = self._sharded.members()

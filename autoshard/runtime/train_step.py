@@ -17,6 +17,7 @@ from autoshard.errors import NotAvailableError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.step_order import Action, Task, one_after_another
+from autoshard.ir.update import check_norm
 from autoshard.runtime.graphed_passes import GraphedPasses
 from autoshard.runtime.has_weights import HasWeights
 from autoshard.runtime.members import Members
@@ -60,16 +61,40 @@ class TrainStep(HasWeights):
     ) -> None:
         self.sharded = sharded
         self.optimizer = optimizer
-        self.max_grad_norm = max_grad_norm
+        self._max_grad_norm = max_grad_norm
         self.micro_batches = micro_batches
         self.order = one_after_another(micro_batches)
         self._has_said_why = False
-        sharded.agreement.describe_hyperparameters = HyperparameterText(optimizer, max_grad_norm)
+        self._hyperparameters = HyperparameterText(optimizer, max_grad_norm)
+        sharded.agreement.describe_hyperparameters = self._hyperparameters
         self._traced: TracedStep | StagedStep | None = None
         if messages is not None:
             self._traced = StagedStep(sharded, optimizer, max_grad_norm, micro_batches, messages)
         elif traced:
             self._traced = TracedStep(sharded, optimizer, max_grad_norm, self.order, graphs)
+        self._is_made = True
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set `max_grad_norm`; refuse every other public attribute, which no later step would read."""
+        if name != "max_grad_norm" and not name.startswith("_") and "_is_made" in vars(self):
+            raise NotAvailableError(
+                f"step.{name} = {value!r}: of a compiled step only max_grad_norm can be set. Set options of the "
+                "optimizer in step.optimizer.param_groups, attributes of the model on step.sharded; for another "
+                "optimizer or micro_batches compile again."
+            )
+        super().__setattr__(name, value)
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        """Gradients are scaled down to this norm, or None; each new value of a traced step is a new program."""
+        return self._max_grad_norm
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | None) -> None:
+        check_norm(value)
+        self._max_grad_norm = self._hyperparameters.max_grad_norm = value
+        if self._traced is not None:
+            self._traced.clip_to(value)
 
     @property
     def is_traced(self) -> bool:

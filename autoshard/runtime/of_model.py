@@ -1,0 +1,68 @@
+"""A module with the members and attributes of a user's model."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
+from types import MethodType
+from typing import Any
+
+from torch import nn
+
+
+class OfModel(nn.Module, ABC):
+    """A module that stands for a user's model. What it has once it calls `_become` is its own."""
+
+    _original: tuple[nn.Module]
+    """The model, in a tuple, so that it is no submodule."""
+
+    @abstractmethod
+    def whole_parameters(self) -> AbstractContextManager[None]:
+        """Within, the user's own code runs beside plain tensors."""
+
+    def _become(self, model: nn.Module) -> None:
+        """Have the members of `model`, also those that it is given or loses later; and its attributes."""
+        self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
+        self._non_persistent_buffers_set = model._non_persistent_buffers_set
+        self._original = (model,)
+
+    def __getattr__(self, name: str) -> Any:
+        """Members of this module, then attributes of the user's model."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            original = self.__dict__.get("_original")
+            if original is None:
+                raise
+            found = getattr(original[0], name)
+            return self._of_own_code(found) if isinstance(found, MethodType) else found
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set what this module itself has; any other attribute is the user's model's."""
+        if self._is_own(name):
+            super().__setattr__(name, value)
+        if "_original" in vars(self) and (name == "training" or not self._is_own(name)):
+            setattr(self._original[0], name, value)
+
+    def __delattr__(self, name: str) -> None:
+        """See `__setattr__`."""
+        if self._is_own(name):
+            super().__delattr__(name)
+        else:
+            delattr(self._original[0], name)
+
+    def _is_own(self, name: str) -> bool:
+        own = vars(self)
+        return "_original" not in own or name in own or hasattr(type(self), name)
+
+    def _of_own_code(self, method: MethodType) -> Callable[..., Any]:
+        """A method of the user's model, which runs on whole parameters."""
+
+        @wraps(method)
+        def run_method(*args: Any, **kwargs: Any) -> Any:
+            with self.whole_parameters():
+                return method(*args, **kwargs)
+
+        return run_method
