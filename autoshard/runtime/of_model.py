@@ -13,7 +13,10 @@ from torch import nn
 
 
 class OfModel(nn.Module, ABC):
-    """A module that stands for a user's model. What it has once it calls `_become` is its own."""
+    """A module that stands for a user's model. What it has once it calls `_become` is its own.
+
+    Its class is then one of its own too, for the sake of the signature of `forward`.
+    """
 
     _original: tuple[nn.Module]
     """The model, in a tuple, so that it is no submodule."""
@@ -27,6 +30,12 @@ class OfModel(nn.Module, ABC):
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self._original = (model,)
+        self.__class__ = _class_for(type(self), type(model))
+
+    def __reduce__(self) -> Any:
+        """See `pickle`: the class is made anew."""
+        (kind, *_), (model,) = type(self).__bases__, self._original
+        return _new_for, (kind, type(model)), self.__getstate__()
 
     def __getattr__(self, name: str) -> Any:
         """Members of this module, then attributes of the user's model."""
@@ -66,3 +75,20 @@ class OfModel(nn.Module, ABC):
                 return method(*args, **kwargs)
 
         return run_method
+
+
+def _class_for(kind: type[OfModel], model_class: type[nn.Module]) -> type[OfModel]:
+    """A class as `kind`, whose `forward` has the signature of the model's: transformers' Trainer asks the class."""
+
+    @wraps(model_class.forward)
+    def forward(self: OfModel, *args: Any, **kwargs: Any) -> Any:
+        return kind.forward(self, *args, **kwargs)
+
+    return type(
+        f"{kind.__name__}Of{model_class.__name__}", (kind,), {"forward": forward, "__module__": kind.__module__}
+    )
+
+
+def _new_for(kind: type[OfModel], model_class: type[nn.Module]) -> OfModel:
+    made = _class_for(kind, model_class)
+    return made.__new__(made)

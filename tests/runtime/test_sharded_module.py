@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
+import pickle
 
 import pytest
 import torch
 from torch import nn
+from transformers.utils.generic import find_labels
 
 import autoshard
 from autoshard.ir.mesh import Mesh
@@ -168,3 +171,26 @@ def test_ranks_agree_on_what_they_run_and_with_what(monkeypatch: pytest.MonkeyPa
     programs = {"compiled program", "traced program"}
     expected = {"torch.initial_seed()", "call", "parameter 'weight'", "parameter 'bias'", *programs}
     assert expected <= set(map(str, seen))
+
+
+def test_forward_has_the_signature_of_the_model() -> None:
+    """The bound method, the class and a copy say which arguments the model takes, as transformers' Trainer asks."""
+
+    class Answering(nn.Module):
+        def forward(self, inputs: torch.Tensor, labels: torch.Tensor | None = None) -> torch.Tensor:
+            return inputs if labels is None else inputs + labels
+
+    sharded = autoshard.compile(Answering(), Mesh({"data": 2}))
+    for module in (sharded, copy.deepcopy(sharded)):
+        assert [*inspect.signature(module.forward).parameters] == ["inputs", "labels"]
+        assert [*inspect.signature(type(module).forward).parameters] == ["self", "inputs", "labels"]
+        assert isinstance(module, ShardedModule)
+        assert find_labels(type(module)) == ["labels"]
+
+
+def test_module_is_loaded_with_its_signature() -> None:
+    """A pickled module runs and has the model's signature."""
+    sharded = autoshard.compile(nn.Linear(4, 2), Mesh({"data": 2}))
+    loaded = pickle.loads(pickle.dumps(sharded))
+    assert [*inspect.signature(loaded.forward).parameters] == ["input"]
+    assert torch.equal(loaded(torch.ones(4, 4)), sharded(torch.ones(4, 4)))
