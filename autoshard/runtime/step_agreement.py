@@ -3,9 +3,9 @@
 Ranks that went on with other inputs or hyperparameters would compute, without a word, what no device computes. At each
 call, before the first collective of its program:
 
-1. Each rank sends `LENGTH` numbers: digests of the call, the program, the hyperparameters and the seed, of a bounded
-   sample of the inputs, of which parameters were changed in place since the last call, and of a few elements of a few
-   of the parameters and buffers, others each time.
+1. Each rank sends `LENGTH` numbers: digests of the call, the program, the hyperparameters and the seed, of the sum of
+   the inputs and a bounded sample of them, of which parameters were changed in place since the last call, and of a few
+   elements of a few of the parameters and buffers, others each time.
 2. While these are under way, the rank gathers what the program takes.
 3. Where numbers differ that should not, all ranks tell each other the facts behind them, and raise one error.
 
@@ -271,7 +271,7 @@ _PATIENCE = 2
 """Calls after one that was compiled whose ranks may be at work for long."""
 
 _MOST_BYTES = 16 << 10
-"""Bytes of all inputs together that are compared at a call."""
+"""Bytes of all inputs together whose order is compared at a call."""
 
 _COMMON = 5
 """The first numbers are the same on all ranks."""
@@ -317,7 +317,7 @@ def _are_alike(rows: Sequence[Row]) -> bool:
 
 
 def _digests_of(call: AgreedCall, ranks: int, turn: int) -> dict[Held, int | torch.Tensor]:
-    """The digest of a sample of the inputs at each place, others at each turn where they are large."""
+    """The digest of the inputs at each place: their sum, and a sample, another at each turn where they are large."""
     found: dict[tuple[str, str], list[torch.Tensor]] = {}
     for tensor in call.tensors.values():
         piece = piece_of(tensor, ranks)
