@@ -135,12 +135,12 @@ class DistributedEngine:
         if wrap is None:
             call_directly(bound)
         run_bound = taking_from_a_list(bound) if wrap is None else _spread(wrap(bound))
-        coordinates = self.groups.coordinates
+        coordinates, one_thread = self.groups.coordinates, self.control.one_thread
 
         @torch.no_grad()
         def run(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
             values.reverse()
-            with running_at(coordinates), naming_lost_ranks():
+            with one_thread, running_at(coordinates), naming_lost_ranks():
                 return tuple(run_bound(values))
 
         return run if wrap is None else self._showing_life_once(run)

@@ -21,7 +21,7 @@ import logging
 import re
 from array import array
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache, partial
@@ -102,12 +102,13 @@ class StepAgreement:
         check: when they compare.
 
     `describe_hyperparameters` gives the text of those of the optimizer, where there is one. Parameters and buffers are
-    compared where `watches_members`: ranks hold the same model, not stages of it.
+    compared where `watches_members`: ranks hold the same model, not stages of it. A call runs within `one_thread`.
     """
 
     def __init__(self, control: ControlGroup | None, check: Check = Check.ALWAYS) -> None:
         self._control = control
         self._check = Check.OFF if control is None else check
+        self.one_thread = nullcontext() if control is None else control.one_thread
         self.describe_hyperparameters: Callable[[], str] = str
         self.watches_members = True
         self._call: AgreedCall | None = None
