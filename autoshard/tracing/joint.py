@@ -24,6 +24,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from autoshard.errors import TraceError
 from autoshard.ir.program import InputKind
+from autoshard.tracing.assigned_data import WriteAssignedData
 from autoshard.tracing.attributes import keep_scalars, keeping_attributes
 from autoshard.tracing.bounded import bound_sizes
 from autoshard.tracing.caches import emptying_caches
@@ -134,6 +135,7 @@ class FlatModule(nn.Module):
             stack.enter_context(stateless._reparametrize_module(model, after, tie_weights=True))
             stack.enter_context(self._provenance.follow_modules())
             stack.enter_context(self._provenance)
+            stack.enter_context(WriteAssignedData())
             stack.enter_context(self.accesses.recording())
             value = self._options.call(model, args, kwargs)
             found = kept()
