@@ -108,6 +108,7 @@ def _finish(
         guards=guards,
         guard_program=guard_program,
         unreached=unreached,
+        own_gradients=joint.result.own_gradients,
     )
 
 
