@@ -80,7 +80,7 @@ class Update:
 def check_norm(max_grad_norm: Any) -> None:
     """Raise `NotAvailableError` unless gradients can be clipped to this norm; None does not clip."""
     is_number = isinstance(max_grad_norm, Real) and not isinstance(max_grad_norm, bool)
-    if max_grad_norm is not None and not (is_number and max_grad_norm > 0):
+    if max_grad_norm is not None and not (is_number and float(max_grad_norm) > 0):
         raise NotAvailableError(f"max_grad_norm={max_grad_norm!r} must be a positive number.")
 
 

@@ -30,7 +30,7 @@ class OfModel(nn.Module, ABC):
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self._original = (model,)
-        self.__class__ = _class_for(type(self), type(model))
+        self.__class__ = _class_for(type(self), type(model))  # type: ignore[assignment]
 
     def __reduce__(self) -> Any:
         """See `pickle`: the class is made anew."""

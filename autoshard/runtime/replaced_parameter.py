@@ -26,8 +26,8 @@ class ReplacedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        args, kwargs = tree_map_only(cls, successor_of, (tuple(args), dict(kwargs or {})))
-        return func(*args, **kwargs)
+        found, named = tree_map_only(cls, successor_of, (tuple(args), dict(kwargs or {})))
+        return func(*found, **named)
 
 
 def stand_for(parameter: nn.Parameter, successor: torch.Tensor) -> None:
