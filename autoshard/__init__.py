@@ -49,6 +49,8 @@ from cost_models.formulas import vectorise
 if TYPE_CHECKING:
     from autoshard import testing as testing
 
+__version__ = "0.1.0.dev0"
+
 __all__ = [
     "AutoshardError",
     "ChangedInPlaceError",
@@ -79,6 +81,7 @@ __all__ = [
     "TrainStep",
     "UnknownHardwareError",
     "VerificationError",
+    "__version__",
     "calibrate",
     "compile",
     "data",

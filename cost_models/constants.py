@@ -14,9 +14,11 @@ several files have in common stands in one of its own, which they name (`archite
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -110,7 +112,10 @@ def _read(path: Path, changed_ns: int, size: int) -> HardwareFile:
 def read_document(path: Path) -> dict[str, Any]:
     """What a TOML file holds. Raises HardwareFileError where it is none, or its tables lie in each other too deeply."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        if deep := _DEEP_KEY.search(text):  # tomllib's time grows with the square of a key's parts
+            raise HardwareFileError(f"{path}: its tables lie in each other too deeply, from {deep[0][:60]!r} on.")
+        return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise HardwareFileError(f"{path}: not a TOML file: {error}.") from error
     except (RecursionError, ValueError) as error:  # of a number of thousands of digits, int() says so itself
@@ -124,6 +129,7 @@ def parse(document: Mapping[str, object], origin: str) -> HardwareFile:
 
 
 _MAX_DEPTH = 16
+_DEEP_KEY = re.compile(r"(?<![\w'\"-])(?:[\w'\"-]++[ \t]*+\.[ \t]*+){64}")
 _LARGEST: Mapping[str, float] = {"s": 1e6}
 _LARGEST_OF_OTHERS = 1e24
 _RATES = ("B/s", "FLOP/s")
@@ -195,11 +201,20 @@ def load(folder: str, name: str) -> HardwareFile:
         raise UnknownHardwareError(f"{kind}={name!r} is a {type(name).__name__}; pass the name of a {kind}.")
     if name not in names(folder):
         raise UnknownHardwareError(
-            f"No hardware {name!r} in cost_models/data/{folder}. Known: {', '.join(names(folder))}. "
+            f"No hardware {name!r} in cost_models/data/{folder}. {_suggestion(folder, name)}"
+            f"Known: {', '.join(names(folder))}. "
             f"Add cost_models/data/{folder}/{name}.toml, "
             "or measure this machine with `autoshard calibrate` and use Cluster.load(path)."
         )
     return read(DATA / folder / f"{name}.toml")
+
+
+def _suggestion(folder: str, name: str) -> str:
+    """The names that contain a name, or else those spelled much like it: `Did you mean h100_pcie or h100_sxm? `."""
+    known = names(folder)
+    lowered = name.lower()
+    near = [item for item in known if lowered and lowered in item] or get_close_matches(lowered, known)
+    return f"Did you mean {' or '.join(near)}? " if near else ""
 
 
 def dump(texts: Mapping[str, str], constants: Mapping[str, Constant]) -> str:

@@ -21,7 +21,7 @@ from autoshard.checkpoints.files import Stored, Writer, Written
 from autoshard.checkpoints.ranks import Ranks
 from autoshard.checkpoints.snapshot import PartSnapshot, Spread, differing, suffix_of, take
 from autoshard.checkpoints.state import TrainingState, mesh_of, plan_of, ranks_of
-from autoshard.checkpoints.trees import own_slots, unpacked
+from autoshard.checkpoints.trees import own_slots
 from autoshard.errors import CheckpointError
 from autoshard.ir.plan import Plan
 from autoshard.runtime.train_step import TrainStep
@@ -54,8 +54,8 @@ class Checkpoints:
     """The checkpoints of a run in one folder, which all ranks see.
 
     A checkpoint holds the model, its optimizer, random numbers, the number of steps, the plan, and whatever is passed
-    by keyword. Its files are those of `torch.distributed.checkpoint`. It is complete or invisible: a crash at any
-    moment leaves the one before. See docs/checkpoints.md.
+    by keyword. No file of it is pickled, so loading a stranger's runs no code. It is complete or invisible: a crash
+    at any moment leaves the one before. See docs/checkpoints.md.
 
     Args:
         folder: where checkpoints lie, each in a folder of its own: `step-1000`.
@@ -65,6 +65,8 @@ class Checkpoints:
             False: it writes without a copy, and returns when the checkpoint is complete.
         timeout_s: seconds that ranks wait for one that neither saves or loads with them nor shows a sign of life; None:
             as many as `compile(timeout_s=)` has, and 60 for a plain module.
+        trust_pickle: `load` also reads checkpoints of earlier releases. They are pickles: loading one runs whatever
+            code is in it. What this release writes has none, and runs none.
 
     Raises:
         CheckpointError: `every` or `keep` is no whole number above 0, or `timeout_s` is not above 0.
@@ -92,13 +94,14 @@ class Checkpoints:
         keep: int | None = None,
         asynchronous: bool = True,
         timeout_s: float | None = None,
+        trust_pickle: bool = False,
     ) -> None:
         for name, value in (("every", every), ("keep", 1 if keep is None else keep)):
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise CheckpointError(f"{name}={value!r}: pass a whole number of at least 1.")
         if timeout_s is not None and not 0 < timeout_s < math.inf:
             raise CheckpointError(f"timeout_s={timeout_s!r}: pass a number of seconds above 0.")
-        self.folder, self.timeout_s = Path(folder), timeout_s
+        self.folder, self.timeout_s, self.trust_pickle = Path(folder), timeout_s, trust_pickle
         self.every, self.keep, self.asynchronous = every, keep, asynchronous
         self._ranks: Ranks | None = None
         self._saving: _Saving | None = None
@@ -171,10 +174,13 @@ class Checkpoints:
         if name is None:
             return 0
         what = f"Loading {self.folder / name}"
-        stored = ranks.do(what, partial(Stored, self.folder / name))
+        stored = ranks.do(what, partial(Stored, self.folder / name, trust_pickle=self.trust_pickle))
         names = ranks.do(what, lambda: state.wanted(stored, ranks.rank, ranks.size))
         found = _read(stored, dict.fromkeys(names.values()), ranks, what)
-        rests = {key: own_slots(unpacked(found[name]), suffix_of(name)) for key, name in names.items()}
+        rests = ranks.do(
+            what,
+            lambda: {key: own_slots(stored.unpacked(found[name]), suffix_of(name)) for key, name in names.items()},
+        )
         places = ranks.do(what, lambda: state.places(stored, rests, names))
         tensors = _read(stored, places, ranks, what)
         ranks.do(what, lambda: state.load(rests, tensors))

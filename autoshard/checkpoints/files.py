@@ -1,15 +1,15 @@
-"""The files of a checkpoint: written and read by torch.distributed.checkpoint, checked by us."""
+"""The files of a checkpoint: torch.distributed.checkpoint plans which bytes each rank writes and reads.
+
+Checkpoints of earlier releases are pickles. They are read where the user trusts them, by the library itself.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import io
 import os
 import pickle
-import struct
-import zipfile
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,51 +20,49 @@ from torch.distributed.checkpoint import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
     FileSystemReader,
-    FileSystemWriter,
     Metadata,
     SavePlan,
 )
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadPlan
-from torch.distributed.checkpoint.storage import WriteResult
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, WriteItem
+from torch.futures import Future
 
+from autoshard.checkpoints import contents as tables
 from autoshard.checkpoints import manifest as manifests
-from autoshard.checkpoints.manifest import BLOCK_BYTES, Manifest, Summer, Sums, damaged_blocks, refused
+from autoshard.checkpoints.contents import Contents, Extent
+from autoshard.checkpoints.manifest import BLOCK_BYTES, PICKLED, Manifest, Summer, Sums, damaged_blocks, refused
 from autoshard.checkpoints.snapshot import Item
+from autoshard.checkpoints.values import unpacked
 from autoshard.errors import CheckpointError
 
-_METADATA = ".metadata"
+_PICKLED_TABLE = ".metadata"
 PLAN = "plan.json"
 _SHOWN = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a rank has written: the plan by which, what the library says of it, and the checksums of its files."""
+    """A rank's part: the plan by which it wrote, where each item lies, and the checksums of its files."""
 
     plan: SavePlan
-    results: list[WriteResult]
+    extents: Mapping[MetadataIndex, Extent]
     files: Mapping[str, Sums]
 
 
 class _SummedFile(io.RawIOBase):
-    """A file that is written, with its checksums; `refused` is told when the system takes no more."""
+    """A file that is written, with its checksums."""
 
-    def __init__(self, path: Path, file: io.IOBase, summer: Summer, refused: Callable[[OSError], None]) -> None:
-        self._path, self._file, self._summer, self._refused = path, file, summer, refused
+    def __init__(self, path: Path, file: io.IOBase, summer: Summer) -> None:
+        self._path, self._file, self._summer = path, file, summer
 
     def writable(self) -> bool:
         return True
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        try:
-            with _naming(self._path):
-                self._file.write(view)  # type: ignore[attr-defined]
-        except OSError as error:
-            self._refused(error)
-            raise
+        with _naming(self._path):
+            self._file.write(view)  # type: ignore[attr-defined]
         self._summer.add(view)
         return len(view)
 
@@ -77,32 +75,21 @@ class _SummedFile(io.RawIOBase):
                 self._file.flush()
 
     def fileno(self) -> int:
-        self.flush()  # who asks syncs the file, and the library does not flush its metadata before
+        self.flush()  # who asks syncs the file
         return self._file.fileno()
 
 
 class _SummedFiles(FileSystem):
-    """Files that are written, with their checksums by name.
-
-    Where the system refuses to take more, `error` says so: torch.save then ends in an error of its own.
-    """
+    """Files that are written, with their checksums by name."""
 
     def __init__(self) -> None:
         self.summers: dict[str, Summer] = {}
-        self.error: OSError | None = None
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[io.IOBase]:
         with _naming(Path(path)), super().create_stream(path, mode) as file:
             self.summers[Path(path).name] = summer = Summer()
-            yield _SummedFile(Path(path), file, summer, self._refuse)
-
-    def _refuse(self, error: OSError) -> None:
-        self.error = self.error or error
-
-    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
-        super().rename(path, new_path)
-        self.summers[Path(new_path).name] = self.summers.pop(Path(path).name)
+            yield _SummedFile(Path(path), file, summer)
 
     def sums(self) -> dict[str, Sums]:
         return {name: summer.sums() for name, summer in self.summers.items()}
@@ -131,6 +118,9 @@ class _SavePlanner(DefaultSavePlanner):
         self.writing = index.fqn
         return self._values.pop(index.fqn)
 
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        return object
+
 
 class Writer:
     """Writes a checkpoint into a folder that is not complete yet.
@@ -144,8 +134,6 @@ class Writer:
         self.folder = folder
         self._rank = rank
         self._files = _SummedFiles()
-        self._writer = FileSystemWriter(folder, per_thread_copy_ahead=0)
-        self._writer.fs = self._files
 
     def write(self, items: dict[str, Item]) -> Written:
         """Write what is this rank's, to the disk; `items` is emptied, so that each copy is freed when it is written.
@@ -156,17 +144,22 @@ class Writer:
         planner = _SavePlanner(items)
         planner.set_up_planner({name: _described(item) for name, item in items.items()})
         items.clear()
+        plan = planner.create_local_plan()
         try:
-            self._writer.set_up_storage_writer(self._rank == 0)
-            plan = self._writer.prepare_local_plan(planner.create_local_plan())
-            plan = self._writer.prepare_global_plan([SavePlan([])] * self._rank + [plan])[-1]
-            results = self._writer.write_data(plan, planner).wait()
-        except (OSError, RuntimeError) as error:
-            cause = self._files.error or error
-            if not isinstance(cause, OSError):
-                raise
-            raise _cannot_be_written(cause, self.folder, planner.writing) from error
-        return Written(dataclasses.replace(plan, storage_data=None), results, self._files.sums())
+            self.folder.mkdir(parents=True, exist_ok=True)
+            extents = dict(self._write_items(plan, planner))
+        except OSError as error:
+            raise _cannot_be_written(error, self.folder, planner.writing) from error
+        return Written(plan, extents, self._files.sums())
+
+    def _write_items(self, plan: SavePlan, planner: _SavePlanner) -> Iterator[tuple[MetadataIndex, Extent]]:
+        name = f"__{self._rank}_0.distcp"
+        with self._files.create_stream(self.folder / name, "wb") as file:
+            for item in plan.items:
+                start, data = file.tell(), _bytes_of(planner.resolve_data(item))
+                file.write(data)  # type: ignore[attr-defined]
+                yield item.index, Extent(name, start, len(data), zlib.crc32(data))
+            os.fsync(file.fileno())
 
     def finish(self, everyone: Sequence[Written], step: int, mesh: str, plan: str | None) -> None:
         """On the first rank: write what makes one checkpoint of what all have written.
@@ -184,11 +177,13 @@ class Writer:
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         _, metadata = planner.create_global_plan([written.plan for written in everyone])
         try:
-            self._writer.finish(metadata, [written.results for written in everyone])
-            files |= self._files.sums()
+            extents = {index: extent for written in everyone for index, extent in written.extents.items()}
+            texts = {tables.NAME: Contents.of(metadata, extents).to_json()}
             if plan is not None:
-                manifests.write_through(self.folder / PLAN, plan.encode())
-                files[PLAN] = manifests.sums_of(plan.encode())
+                texts[PLAN] = plan.encode()
+            for name, text in texts.items():
+                manifests.write_through(self.folder / name, text)
+                files[name] = manifests.sums_of(text)
             Manifest(step, len(everyone), mesh, files).write(self.folder)
             _check_sizes(self.folder, files, {})
         except OSError as error:
@@ -198,6 +193,14 @@ class Writer:
 def _described(item: Item) -> Any:
     """What tells the planner how an item lies."""
     return item.value if item.source is None else item.source
+
+
+def _bytes_of(value: Any) -> memoryview:
+    """The bytes of a tensor in the order of its indices, or of a state."""
+    if not isinstance(value, torch.Tensor):
+        return memoryview(value)
+    flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy().data).cast("B") if flat.numel() else memoryview(b"")
 
 
 def _cannot_be_written(error: OSError, folder: Path, tensor: str) -> CheckpointError:
@@ -214,29 +217,49 @@ class Stored:
 
     Args:
         folder: where it lies.
+        trust_pickle: read one that an earlier release pickled, which runs whatever code is in it.
 
     Raises:
-        CheckpointError: it is damaged, as far as one sees without reading what it holds.
+        CheckpointError: it is damaged, as far as one sees without reading what it holds; or it is pickled, and not
+            trusted.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, trust_pickle: bool = False) -> None:
         self.folder = folder
         self.manifest = Manifest.read(folder)
-        _check_sizes(folder, {_METADATA: self.manifest.files[_METADATA]}, {})
-        self._check_blocks(_METADATA, range(len(self.manifest.files[_METADATA].blocks)), {})
-        self._metadata: Metadata = pickle.loads((folder / _METADATA).read_bytes())
-        self._held: dict[str, list[tuple[int, int, str]]] = {}
-        for index, place in self._metadata.storage_data.items():
-            where = (place.offset, place.offset + place.length, index.fqn)
-            self._held.setdefault(place.relative_path, []).append(where)
+        if self.manifest.version == PICKLED and not trust_pickle:
+            raise CheckpointError(
+                f"{folder} was written by an earlier release, as pickles, which run whatever code is in them when they "
+                "are read. If you trust who wrote it, pass Checkpoints(..., trust_pickle=True); what is saved from "
+                "then on has no pickles."
+            )
+        table = _PICKLED_TABLE if self.manifest.version == PICKLED else tables.NAME
+        if table not in self.manifest.files:
+            raise CheckpointError(f"{folder} names no {table} among its files. {refused(folder)}")
+        _check_sizes(folder, {table: self.manifest.files[table]}, {})
+        self._check_blocks(table, range(len(self.manifest.files[table].blocks)), {})
+        self.metadata = self._read_metadata()
+        self._extents: Mapping[MetadataIndex, Extent] = _extents_of(self.metadata)
+        self._held: dict[str, list[tuple[Extent, str]]] = {}
+        for index, extent in self._extents.items():
+            self._held.setdefault(extent.file, []).append((extent, index.fqn))
         _check_sizes(folder, self.manifest.files, self._held)
 
+    @property
+    def _is_pickled(self) -> bool:
+        return self.manifest.version == PICKLED
+
+    def _read_metadata(self) -> Metadata:
+        if self._is_pickled:
+            return pickle.loads((self.folder / _PICKLED_TABLE).read_bytes())
+        return Contents.read(self.folder, self.manifest.files).metadata()
+
     def __contains__(self, name: str) -> bool:
-        return name in self._metadata.state_dict_metadata
+        return name in self.metadata.state_dict_metadata
 
     def tensor(self, name: str) -> tuple[torch.Size, torch.dtype]:
         """Shape and type of a tensor that it holds."""
-        found = self._metadata.state_dict_metadata[name]
+        found = self.metadata.state_dict_metadata[name]
         assert isinstance(found, TensorStorageMetadata), f"{name} is no tensor"
         return found.size, found.properties.dtype
 
@@ -246,25 +269,30 @@ class Stored:
         Raises:
             CheckpointError: a byte of it is another one than was written.
         """
-        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(state, self._metadata, False)
-        reader = FileSystemReader(self.folder)
-        reader.set_up_storage_reader(self._metadata, False)
+        kind = DefaultLoadPlanner if self._is_pickled else _LoadPlanner
+        planner = kind(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(state, self.metadata, False)
+        reader = FileSystemReader(self.folder) if self._is_pickled else CheckpointReader(self.folder)
+        reader.set_up_storage_reader(self.metadata, False)
         plan = reader.prepare_local_plan(planner.create_local_plan())
         self._check(plan)
         return Reads(reader, planner, plan)
 
+    def unpacked(self, state: bytes) -> Any:
+        """What is no tensor of a part, of the bytes that were read for it."""
+        return pickle.loads(state) if self._is_pickled else unpacked(state)
+
     def _check(self, plan: LoadPlan) -> None:
         blocks: dict[str, set[int]] = {}
         for item in plan.items:
-            place = self._metadata.storage_data[item.storage_index]
-            last = place.offset + max(place.length, 1) - 1
-            needed = range(place.offset // BLOCK_BYTES, last // BLOCK_BYTES + 1)
-            blocks.setdefault(place.relative_path, set()).update(needed)
+            extent = self._extents[item.storage_index]
+            end = -(-(extent.start + extent.length) // BLOCK_BYTES)
+            needed = range(extent.start // BLOCK_BYTES, end) if extent.length else ()
+            blocks.setdefault(extent.file, set()).update(needed)
         for name, needed in blocks.items():
             self._check_blocks(name, sorted(needed), self._held)
 
-    def _check_blocks(self, name: str, blocks: Iterable[int], held: Mapping[str, list[tuple[int, int, str]]]) -> None:
+    def _check_blocks(self, name: str, blocks: Iterable[int], held: _Held) -> None:
         path = self.folder / name
         try:
             found = next(iter(damaged_blocks(path, self.manifest.files[name], blocks)), None)
@@ -273,8 +301,12 @@ class Stored:
         if found is None:
             return
         start, end = found * BLOCK_BYTES, (found + 1) * BLOCK_BYTES
-        there = [place for place in held.get(name, ()) if place[0] < end and place[1] > start]
-        tensors = [tensor for _, _, tensor in _damaged_items(path, there) or there]
+        there = [
+            (extent, item)
+            for extent, item in held.get(name, ())
+            if extent.start < end and extent.start + extent.length > start
+        ]
+        tensors = [tensor for _, tensor in _damaged_items(path, there) or there]
         raise CheckpointError(
             f"{path} is damaged: its bytes from {start} on are not those that were written{_holding(tensors)}. "
             f"{refused(self.folder)}"
@@ -294,42 +326,105 @@ class Reads:
         self._reader.read_data(self._planner.finish_plan(self._plan), self._planner).wait()
 
 
-def _damaged_items(path: Path, there: Sequence[tuple[int, int, str]]) -> list[tuple[int, int, str]]:
-    """Those of some items of a file that show the damage: each is a ZIP archive with checksums of its own."""
+class _LoadPlanner(DefaultLoadPlanner):
+    """Leaves states as bytes."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        self.state_dict[read_item.dest_index.fqn] = value.getvalue()
+
+
+class CheckpointReader(FileSystemReader):
+    """A checkpoint for `torch.distributed.checkpoint`: `dcp.load(state, storage_reader=CheckpointReader(path))`.
+
+    Args:
+        path: the folder of one checkpoint, such as `Checkpoints.latest`.
+
+    Example:
+        >>> import tempfile, autoshard, torch.distributed.checkpoint as dcp
+        >>> checkpoints = autoshard.Checkpoints(tempfile.mkdtemp(), asynchronous=False)
+        >>> checkpoints.save(torch.nn.Linear(2, 2), at=1)
+        True
+        >>> CheckpointReader(checkpoints.latest).read_metadata().state_dict_metadata["model.weight"].size
+        torch.Size([2, 2])
+    """
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The contents of the checkpoint."""
+        return Stored(Path(self.path)).metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """See `StorageReader`."""
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        self._boxes = {
+            MetadataIndex(name, chunk.offsets): (item.properties.dtype, chunk.sizes)
+            for name, item in metadata.state_dict_metadata.items()
+            if isinstance(item, TensorStorageMetadata)
+            for chunk in item.chunks
+        }
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """See `StorageReader`."""
+        for item in plan.items:
+            data = self._bytes_at(self.storage_data[item.storage_index])
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, io.BytesIO(data))
+                continue
+            dtype, shape = self._boxes[item.storage_index]
+            flat = torch.frombuffer(data, dtype=torch.uint8).view(dtype) if data else torch.empty(0, dtype=dtype)
+            stored = flat.reshape(shape)
+            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                stored = stored.narrow(dim, start, length)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(stored)
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _bytes_at(self, extent: Extent) -> bytearray:
+        with (Path(self.path) / extent.file).open("rb") as file:
+            file.seek(extent.start)
+            data = bytearray(extent.length)
+            file.readinto(data)
+        return data
+
+
+_Held = Mapping[str, Sequence[tuple[Extent, str]]]
+"""What lies in each file, by the file's name."""
+
+
+def _extents_of(metadata: Metadata) -> Mapping[MetadataIndex, Extent]:
+    """Where each item lies, also in a checkpoint of an earlier release."""
+    return {
+        index: place if isinstance(place, Extent) else Extent(place.relative_path, place.offset, place.length)
+        for index, place in metadata.storage_data.items()
+    }
+
+
+def _damaged_items(path: Path, there: Sequence[tuple[Extent, str]]) -> list[tuple[Extent, str]]:
+    """Those of some items of a file of which the checksum is another one."""
     found = []
     with path.open("rb") as file:
-        for first, last, tensor in there:
-            file.seek(first)
-            if _is_damaged(file.read(last - first)):
-                found.append((first, last, tensor))
+        for extent, tensor in there:
+            file.seek(extent.start)
+            if extent.crc32 is not None and zlib.crc32(file.read(extent.length)) != extent.crc32:
+                found.append((extent, tensor))
     return found
 
 
-_UNREADABLE = (zipfile.BadZipFile, zlib.error, struct.error, ValueError, RuntimeError, OSError, EOFError)
-"""What zipfile raises for archives that are none."""
-
-
-def _is_damaged(data: bytes) -> bool:
-    try:
-        with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            return archive.testzip() is not None
-    except _UNREADABLE:
-        return True
-
-
-def _check_sizes(folder: Path, files: Mapping[str, Sums], held: Mapping[str, list[tuple[int, int, str]]]) -> None:
+def _check_sizes(folder: Path, files: Mapping[str, Sums], held: _Held) -> None:
     for name, sums in files.items():
         path = folder / name
         try:
             found = path.stat().st_size
         except FileNotFoundError as error:
-            tensors = [tensor for _, _, tensor in held.get(name, ())]
+            tensors = [tensor for _, tensor in held.get(name, ())]
             raise CheckpointError(
                 f"{path} is missing{_holding(tensors)}. Every rank must see the folder (a file system that hosts "
                 f"share). {refused(folder)}"
             ) from error
         if found != sums.size_bytes:
-            tensors = [tensor for _, last, tensor in held.get(name, ()) if last > found]
+            tensors = [tensor for extent, tensor in held.get(name, ()) if extent.start + extent.length > found]
             raise CheckpointError(
                 f"{path} is damaged: it has {found} bytes, and {sums.size_bytes} were written{_holding(tensors)}. "
                 f"{refused(folder)}"

@@ -17,20 +17,22 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from autoshard.errors import CheckpointError
 
 _LOGGER = logging.getLogger(__name__)
 
-_COMPLETE = re.compile(r"step-(\d+)")
-_REPLACED = re.compile(r"\.step-(\d+)\.replaced")
-_LEFT_OVER = re.compile(r"\.step-\d+\.(writing|deleted)-[0-9a-f]+")
+_COMPLETE = re.compile(r"step-([0-9]+)")
+_REPLACED = re.compile(r"\.step-([0-9]+)\.replaced")
+_LEFT_OVER = re.compile(r"\.step-[0-9]+\.(writing|deleted)-[0-9a-f]+")
 
 
 def complete(folder: Path) -> dict[int, Path]:
     """The complete checkpoints, by their steps in order."""
-    names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+    names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     replaced = {int(found[1]): folder / name for name in names if (found := _REPLACED.fullmatch(name))}
     named = {int(found[1]): folder / name for name in names if (found := _COMPLETE.fullmatch(name))}
     return dict(sorted((replaced | named).items()))
@@ -59,17 +61,17 @@ def begin(folder: Path, step: int) -> Path:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what crashes left, and put back what was replaced by nothing."""
+    """Remove what crashes left, and put back what was replaced by nothing; what cannot be removed is a warning."""
     for path in list(folder.iterdir()) if folder.is_dir() else []:
         if _LEFT_OVER.fullmatch(path.name):
-            shutil.rmtree(path)
+            _or_warn(path, _remove, path)
         elif found := _REPLACED.fullmatch(path.name):
             _settle(folder, path, folder / f"step-{found[1]}")
 
 
 def _settle(folder: Path, replaced: Path, name: Path) -> None:
-    if name.exists():
-        _delete(replaced, name.name)
+    if os.path.lexists(name):
+        _or_warn(replaced, _delete, replaced, name.name)
     else:
         replaced.rename(name)
         sync(folder)
@@ -80,27 +82,35 @@ def commit(written: Path, step: int) -> Path:
     folder = written.parent
     name, replaced = folder / f"step-{step}", folder / f".step-{step}.replaced"
     sync(written)
-    if name.exists():
+    if os.path.lexists(name):
         name.rename(replaced)
         sync(folder)
     written.rename(name)
     sync(folder)
-    if replaced.exists():
-        _delete_or_warn(replaced, name.name)
+    if os.path.lexists(replaced):
+        _or_warn(replaced, _delete, replaced, name.name)
     return name
 
 
 def keep_latest(folder: Path, keep: int | None) -> None:
     """Delete all complete checkpoints but the latest `keep`; one that cannot be deleted is a warning."""
     for path in [] if keep is None else list(complete(folder).values())[:-keep]:
-        _delete_or_warn(path, path.name)
+        _or_warn(path, _delete, path, path.name)
 
 
-def _delete_or_warn(path: Path, name: str) -> None:
+def _or_warn(path: Path, delete: Callable[..., None], *arguments: Any) -> None:
     try:
-        _delete(path, name)
+        delete(*arguments)
     except OSError as error:
         _LOGGER.warning("the old checkpoint %s cannot be deleted: %s", path, error)
+
+
+def _remove(path: Path) -> None:
+    """Remove a folder with its files; of a symbolic link, the link alone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def _delete(path: Path, name: str) -> None:
@@ -108,7 +118,7 @@ def _delete(path: Path, name: str) -> None:
     gone = path.with_name(f".{name}.deleted-{secrets.token_hex(4)}")
     path.rename(gone)
     sync(path.parent)
-    shutil.rmtree(gone)
+    _remove(gone)
 
 
 def discard(written: Path) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import reprlib
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,9 @@ from typing import Any
 from autoshard.errors import CheckpointError
 
 NAME = "checkpoint.json"
-VERSION = 1
+VERSION = 2
+PICKLED = 1
+"""The version of checkpoints whose table and states are pickles."""
 BLOCK_BYTES = 1 << 20
 
 
@@ -70,12 +73,14 @@ class Manifest:
         ranks: how many ranks saved it.
         mesh: what it was saved on, for people.
         files: of each file, by name.
+        version: of the form of the files.
     """
 
     step: int
     ranks: int
     mesh: str
     files: Mapping[str, Sums]
+    version: int = VERSION
 
     def write(self, folder: Path) -> None:
         """Write it into a folder, to the disk."""
@@ -83,7 +88,7 @@ class Manifest:
 
     def _as_json(self) -> dict[str, Any]:
         files = {name: {"bytes": sums.size_bytes, "crc32": sums.blocks} for name, sums in sorted(self.files.items())}
-        body = {"version": VERSION, "step": self.step, "ranks": self.ranks, "mesh": self.mesh}
+        body = {"version": self.version, "step": self.step, "ranks": self.ranks, "mesh": self.mesh}
         body |= {"block_bytes": BLOCK_BYTES, "files": files}
         return {**body, "crc32": zlib.crc32(_text(body).encode())}
 
@@ -92,7 +97,7 @@ class Manifest:
         """The manifest of the checkpoint in a folder.
 
         Raises:
-            CheckpointError: there is none, it is damaged, or a later release wrote it.
+            CheckpointError: there is none, it is damaged, Checkpoints did not write it, or a later release did.
         """
         path = folder / NAME
         try:
@@ -102,13 +107,32 @@ class Manifest:
         found = _parsed(data)
         if found is None:
             raise CheckpointError(f"{path} is damaged: its checksum is another one. {refused(folder)}")
-        if found["version"] != VERSION:
+        version = found.get("version")
+        if version not in (PICKLED, VERSION):
             raise CheckpointError(
-                f"{path} has version={found['version']}, and this release reads {VERSION}. Load it with the release "
-                "that wrote it."
+                f"{path} has version={reprlib.repr(version)}, and this release reads {PICKLED} and {VERSION}. Load it "
+                "with the release that wrote it."
             )
-        files = {name: Sums(item["bytes"], tuple(item["crc32"])) for name, item in found["files"].items()}
-        return cls(found["step"], found["ranks"], found["mesh"], files)
+        try:
+            sums = {name: _sums(name, item["bytes"], item["crc32"]) for name, item in found["files"].items()}
+            return cls(_count(found["step"]), _count(found["ranks"]), str(found["mesh"]), sums, version)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise CheckpointError(f"{path} does not hold what Checkpoints writes. {refused(folder)}") from error
+
+
+def _sums(name: str, size: object, blocks: Sequence[object]) -> Sums:
+    if Path(name).name != name or name == "..":
+        raise ValueError(f"{name!r} is no name of a file in the folder")
+    sums = Sums(_count(size), tuple(map(_count, blocks)))
+    if len(sums.blocks) != -(-sums.size_bytes // BLOCK_BYTES):
+        raise ValueError(f"{len(sums.blocks)} checksums for {sums.size_bytes} bytes")
+    return sums
+
+
+def _count(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError("no whole number")
+    return value
 
 
 def refused(folder: Path) -> str:
@@ -124,7 +148,7 @@ def _parsed(data: bytes) -> dict[str, Any] | None:
     """What `Manifest.write` wrote; None where a byte of it is another one."""
     try:
         found = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(found, dict) or _text(found).encode() != data:
         return None

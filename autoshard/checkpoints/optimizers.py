@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
+from autoshard.checkpoints.values import Count
 from autoshard.errors import CheckpointError
 from autoshard.ir.lowered import LocalSlot
 from autoshard.ir.program import InputKind
@@ -18,19 +19,6 @@ from autoshard.runtime.sharded_module import ShardedModule
 _HOW = ("foreach", "fused", "capturable", "differentiable", "param_names")
 """Options of a group that say how it computes, and nothing of what: those of the optimizer that loads stay."""
 _STEP = "step"
-
-
-@dataclass(frozen=True, slots=True)
-class Count:
-    """Steps that an optimizer has counted in a tensor of one element."""
-
-    value: float
-    dtype: torch.dtype
-    shape: torch.Size
-
-    def tensor(self) -> torch.Tensor:
-        """Such a tensor, on the CPU."""
-        return torch.full(self.shape, self.value, dtype=self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
 
 from autoshard.checkpoints.ranks import Ranks
-from autoshard.checkpoints.trees import described, packed, split
+from autoshard.checkpoints.trees import described, split
+from autoshard.checkpoints.values import packed
 from autoshard.errors import CheckpointError
 from autoshard.runtime.digests import digest_of
 

@@ -14,7 +14,8 @@ from autoshard.checkpoints.files import Stored
 from autoshard.checkpoints.optimizers import NamedOptimizer
 from autoshard.checkpoints.ranks import Ranks
 from autoshard.checkpoints.snapshot import Part, Spread, own_name, refuse_meta, suffix_of, whole_name
-from autoshard.checkpoints.trees import Slot, join, slots_in, split
+from autoshard.checkpoints.trees import join, slots_in, split
+from autoshard.checkpoints.values import Slot
 from autoshard.errors import CheckpointError
 from autoshard.ir.plan import Plan
 from autoshard.runtime.sharded_module import ShardedModule

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import OrderedDict
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-
-@dataclass(frozen=True, slots=True)
-class Slot:
-    """In the place of a tensor.
-
-    Args:
-        name: under which the tensor is saved.
-        is_sharded: it was a DTensor.
-    """
-
-    name: str
-    is_sharded: bool
+from autoshard.checkpoints.values import Slot, packed
 
 
 def split(keyword: str, state: Any) -> tuple[dict[str, torch.Tensor], Any]:
@@ -37,7 +24,7 @@ def split(keyword: str, state: Any) -> tuple[dict[str, torch.Tensor], Any]:
     tensors: dict[str, torch.Tensor] = {}
 
     def walk(name: str, value: Any) -> Any:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and _is_dense(value):
             name = _unused(name, tensors) if name in tensors else name
             tensors[name] = value
             return Slot(name, isinstance(value, DTensor))
@@ -71,16 +58,6 @@ def own_slots(rest: Any, suffix: str) -> Any:
     return pytree.tree_map(own, rest)
 
 
-def packed(rest: Any) -> bytes:
-    """What has no tensors as bytes, which no later change of it reaches."""
-    return pickle.dumps(rest)
-
-
-def unpacked(data: bytes) -> Any:
-    """Of which `packed` gave `data`."""
-    return pickle.loads(data)
-
-
 def described(value: Any) -> str:
     """A text that is the same for equal values on every rank, for what states hold as a rule; else their bytes."""
     if isinstance(value, Mapping):
@@ -91,6 +68,11 @@ def described(value: Any) -> str:
         return f"{type(value).__name__}({','.join(map(described, value))})"
     is_plain = value is None or isinstance(value, bool | int | float | complex | str | bytes | Slot | torch.dtype)
     return repr(value) if is_plain else repr(packed(value))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is the bytes of its elements; sparse, quantized and nested ones are saved with the rest."""
+    return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 
 def _unused(name: str, taken: Mapping[str, Any]) -> str:

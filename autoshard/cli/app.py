@@ -1,7 +1,7 @@
 """The commands: plan a model for a cluster, and ask whether this machine is ready.
 
-Everything printed for a person is also there as JSON with `--json`. Exit status 0, or 1 with one clear
-sentence; 130 where Ctrl-C ended it before there was anything to print.
+Everything printed for a person is also there as JSON with `--json`. Exit status 0, or 1 with one clear sentence. Exit
+status 2: the command or an option does not exist or lacks its value. 130: Ctrl-C before there was anything to print.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.exceptions import TyperException
 
-from autoshard import api, pricing, proofs
+from autoshard import __version__, api, pricing, proofs
 from autoshard.cli.calibrate import calibration_json, calibration_table, measure_machine
 from autoshard.cli.coverage import coverage_json, coverage_rows, coverage_summary, coverage_table
 from autoshard.cli.doctor import Finding, diagnose
@@ -30,6 +30,7 @@ from autoshard.cluster import Cluster
 from autoshard.errors import AutoshardError, MeshError, NotAvailableError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
+from autoshard.ir.runtime import MEGATRON
 from cost_models.errors import CostModelError
 
 app = typer.Typer(
@@ -43,6 +44,9 @@ console = Console(highlight=False)
 
 _PRODUCTS = {"f32": torch.float32, "f16": torch.float16}
 """The dtype of a model whose recipes are searched, if it is not bfloat16: recipes are of models in that of products."""
+
+_WRONG_USAGE = 2
+"""Exit status of a command line that cannot be understood, as of Unix's own commands."""
 
 _INTERRUPTED = 130
 """What typer makes of a KeyboardInterrupt, and shells of a process that SIGINT ended."""
@@ -79,14 +83,14 @@ _Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of table
 
 
 def main() -> None:
-    """Run the command line; what a user did wrong ends in one sentence and exit status 1."""
+    """Run the command line; a user's mistake ends in one sentence and exit status 1, or 2 for wrong usage."""
     try:
         if app(standalone_mode=False) == _INTERRUPTED:
             _fail("interrupted before there was anything to print.", _INTERRUPTED)
     except (AutoshardError, CostModelError) as error:
         _fail(str(error))
     except TyperException as error:
-        _fail(error.format_message() or "name a command, as listed above.")
+        _fail(error.format_message() or "name a command, as listed above.", _WRONG_USAGE)
 
 
 def _fail(sentence: str, status: int = 1) -> None:
@@ -94,8 +98,19 @@ def _fail(sentence: str, status: int = 1) -> None:
     sys.exit(status)
 
 
+def _print_version(is_wanted: bool) -> None:
+    """Print the version and end, where `--version` is given."""
+    if is_wanted:
+        console.print(f"autoshard {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def _commands() -> None:
+def _commands(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
     """Plan, on a laptop, how a PyTorch model trains on a cluster."""
 
 
@@ -281,6 +296,9 @@ def price(
     cluster: _Cluster,
     recipe: Annotated[str, typer.Option(help="FIELD=VALUE,... (data=8,tensor=8,zero=1), or a JSON file.")],
     seq: _Seq = 1024,
+    runtime: Annotated[
+        str, typer.Option(help="Whose run is priced: megatron, fsdp2 or deepspeed. For ours: plan.")
+    ] = MEGATRON,
     optimizer: Annotated[
         str | None, typer.Option(help="adamw, adam, sgd or sgd_momentum, in place of the recipe's own.")
     ] = None,
@@ -288,13 +306,13 @@ def price(
     trust_remote_code: _TrustCode = False,
     as_json: _Json = False,
 ) -> None:
-    """Say what an expert's recipe would take: step time, memory, and where the time goes."""
+    """Say what an expert's recipe would take under another framework's runtime: step time, memory, breakdown."""
     _check_folder(out)
     asked = parse_recipe(recipe)
     dtype = _PRODUCTS.get(asked.precision, torch.bfloat16)
     loaded = load_model(model, batch=1, seq=seq, dtype=dtype, trust_remote_code=trust_remote_code)
     asked = asked if optimizer is None else replace(asked, optimizer=optimizer)
-    result = pricing.price(loaded.model, parse_cluster(cluster), asked, example_inputs=loaded.inputs)
+    result = pricing.price(loaded.model, parse_cluster(cluster), asked, example_inputs=loaded.inputs, runtime=runtime)
     if out is not None:
         _write(out, result.save)
     _show(result.to_json() if as_json else str(result))

@@ -29,6 +29,7 @@ def _parts(program: Program) -> Iterator[bytes]:
     for index, value in sorted(program.output_constants.items()):
         yield f"{index}: {_text(value)}".encode()
     yield repr((program.guards, sorted(program.kept.items()))).encode()
+    yield repr([(name, sorted(names)) for name, names in sorted(program.unreached.items())]).encode()
     yield from _constants(program.graph_module)
     if program.guard_program is not None:
         yield str(program.guard_program.graph).encode()

@@ -8,13 +8,14 @@ ignored, weights of classes, a mask). Counts are made of inputs alone, so a step
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import fx
 
 from autoshard.errors import NotAvailableError
+from autoshard.ir.spec import Reduction
 
 ReadInput = Callable[[int, str, str], torch.Tensor]
 """The value of an input of one micro-batch, by the kind and the name of its slot."""
@@ -68,6 +69,40 @@ class Term:
         return {0: "a sum over the batch", 1: "a mean over the batch"}.get(self.exponent, "a scaled sum over the batch")
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Branches:
+    """How the values that the trace of a part branched on follow, for the batch, from its parts.
+
+    Args:
+        of_part: from inputs of a micro-batch to results of reductions over its samples.
+        reductions: of those results over the parts.
+        of_whole: from the reduced results, and the number of parts, to the values of the whole batch.
+        expected: the values that the trace of the part relied on.
+        inputs: kind and name of each input.
+    """
+
+    of_part: fx.GraphModule
+    reductions: tuple[Reduction, ...]
+    of_whole: fx.GraphModule
+    expected: tuple[bool | int | float, ...]
+    inputs: tuple[tuple[str, str], ...]
+
+    def are_of_batch(self, parts: int, read: ReadInput) -> bool:
+        """Whether the whole batch branches as the trace did."""
+        found = [self.of_part(*(read(part, kind, name) for kind, name in self.inputs)) for part in range(parts)]
+        pairs = zip(self.reductions, zip(*found, strict=True), strict=True)
+        totals = [_REDUCE[reduction](torch.stack(values)) for reduction, values in pairs]
+        values = self.of_whole(*totals, torch.tensor(parts, dtype=torch.float64))
+        return all(value.item() == expected for value, expected in zip(values, self.expected, strict=True))
+
+
+_REDUCE: Mapping[Reduction, Callable[[torch.Tensor], torch.Tensor]] = {
+    Reduction.SUM: lambda values: values.sum(0, dtype=values.dtype),
+    Reduction.MIN: lambda values: values.amin(0),
+    Reduction.MAX: lambda values: values.amax(0),
+}
+
+
 @dataclass(frozen=True, slots=True)
 class LossWeights:
     """How the loss of a batch is made of those of its parts.
@@ -76,11 +111,13 @@ class LossWeights:
         terms: it is their sum; all must weigh a part alike.
         has_constant: whether what does not depend on the batch is added, which is to count once.
         refusal: why the loss is not made of those of parts; None where it is.
+        branches: of the batch; None where the program relies on no values, or where they do not follow from the parts.
     """
 
     terms: tuple[Term, ...]
     has_constant: bool = False
     refusal: str | None = None
+    branches: Branches | None = None
 
     def of_parts(self, parts: int, divisor: int, read: ReadInput) -> list[float]:
         """The weight of each of so many micro-batches, where a mean is over `divisor` of them.

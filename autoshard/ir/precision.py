@@ -18,6 +18,14 @@ PRECISIONS: Mapping[str, torch.dtype] = MappingProxyType(
     {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 )
 
+_SPELLINGS: Mapping[str, str] = MappingProxyType(
+    {str(dtype).removeprefix("torch."): name for name, dtype in PRECISIONS.items()}
+    | {name: name for name in PRECISIONS}
+    | {"fp16": "f16", "half": "f16", "fp32": "f32", "float": "f32", "16": "f16", "32": "f32"}
+    | {"16-mixed": "f16", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-true": "f16", "32-true": "f32"}
+)
+"""Other libraries' names of the precisions, without "torch." and in lower case."""
+
 
 def is_wider(tensor: Tensor, dtype: torch.dtype) -> bool:
     """Whether a tensor holds real numbers in more bits than `dtype` has."""
@@ -49,9 +57,11 @@ def effective_precision(model: nn.Module, precision: str | None) -> str | None:
     if precision is None:
         return None
     if not isinstance(precision, str) or precision not in PRECISIONS:
+        meant = _SPELLINGS.get(str(precision).removeprefix("torch.").lower())
+        suggestion = "" if meant is None else f" Did you mean {meant!r}?"
         raise NotAvailableError(
             f"precision={precision!r} is unknown; use {', '.join(map(repr, PRECISIONS))}, or None for the model's own "
-            "types."
+            f"types.{suggestion}"
         )
     dtype = PRECISIONS[precision]
     floating = [parameter for parameter in model.parameters() if parameter.is_floating_point()]

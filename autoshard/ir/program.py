@@ -114,6 +114,7 @@ class Program:
         guards: values that the trace relied on; `guard_program` computes them from the inputs.
         repeats: blocks of the model that the program leaves out; it is for planning only then.
         python: what the model's Python read and set while it was traced.
+        unreached: by the name of a tangent, what has no gradient (None, not zeros) in a backward from its output alone.
         kept: outputs that the call leaves in attributes of modules ("router.aux_loss"), by leaf index; not returned.
     """
 
@@ -127,6 +128,7 @@ class Program:
     repeats: tuple[Repeat, ...] = ()
     python: PythonUse = field(default_factory=PythonUse)
     kept: Mapping[int, str] = field(default_factory=dict)
+    unreached: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     @property
     def graph(self) -> fx.Graph:

@@ -179,6 +179,8 @@ class PartitionSpec:
         Raises:
             InvalidSpecError: the text is not of the form `P('data', None, partial={'model': 'sum'})`.
         """
+        if len(text) > _MAX_TEXT:
+            raise InvalidSpecError(f"spec={text[:40]!r}... has {len(text)} characters; write at most {_MAX_TEXT}.")
         try:
             call = ast.parse(text, mode="eval").body
             if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.func.id != "P":
@@ -186,7 +188,7 @@ class PartitionSpec:
             dims = [ast.literal_eval(argument) for argument in call.args]
             keywords = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
             return cls(*dims, **keywords)
-        except (SyntaxError, TypeError, ValueError) as error:
+        except (SyntaxError, TypeError, ValueError, RecursionError, MemoryError) as error:
             raise InvalidSpecError(
                 f"spec={text!r} cannot be read; write it as P('data', None) or P('data', partial={{'model': 'sum'}})."
             ) from error
@@ -199,6 +201,9 @@ class PartitionSpec:
 
 
 P = PartitionSpec
+
+_MAX_TEXT = 10_000
+"""Characters of a spec's text: Python's parser takes long over longer nested ones."""
 
 
 def _dim_axes(dim: DimAxes) -> tuple[str, ...]:

@@ -77,6 +77,8 @@ class ProgramFunction(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Run the backward phase; see `torch.autograd.Function`."""
         tangents = _tangents(ctx.call.executable, grads)
+        if not tangents:  # nothing comes in, so nothing goes on
+            return (None,) * (1 + len(ctx.needs_input_grad[1:]))
         if torch.is_grad_enabled():
             gradients = _differentiable_gradients(ctx, tangents)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -18,6 +18,7 @@ from autoshard.ir.staged import StagedProgram
 from autoshard.ir.update import Update, group_of
 from autoshard.runtime.engine import Engine, LikeWriter, Loaded, LocalValue, Reader
 from autoshard.runtime.idle_attributes import IdleAttributes, Trace
+from autoshard.runtime.missing_tangents import without_tangents
 from autoshard.runtime.owned_results import owned_results
 from autoshard.runtime.versions import Key, inputs_behind_gradients
 
@@ -82,6 +83,7 @@ class Executable:
     python_guards: list[PythonGuards] = field(default_factory=list)
     idle: IdleAttributes = field(default_factory=IdleAttributes)
     _served: list[Update] = field(default_factory=list)
+    _backward_from: dict[frozenset[str], Loaded] = field(default_factory=dict)
 
     @property
     def phased(self) -> PhasedProgram:
@@ -334,18 +336,39 @@ class Executable:
 
         Args:
             saved: what `run_forward` kept; emptied, so that each value is freed after its last use.
-            tangents: gradient of each output by the name of its tangent ("tangent:0"); zeros where one is
-            missing. likes: what each gradient belongs to, by name: that of a DTensor has its placements.
+            tangents: gradient of each output by the name of its tangent ("tangent:0"); nothing flows from others.
+            likes: what each gradient belongs to, by name: that of a DTensor has its placements.
         """
         values = [*saved, *self.read_tangents(tangents)]
         saved.clear()
-        results = self._backward(values)[: len(self.gradients)]
-        wanted = [likes.get(slot.slot.name) for slot in self.gradients]
+        results = self._find_backward(tangents)(values)[: len(self.gradients)]
+        unreached = self.unreached(tangents)
+        wanted = [None if slot.slot.name in unreached else likes.get(slot.slot.name) for slot in self.gradients]
         return {
             slot.slot.name: gradient
             for gradient, slot in zip(self._write_gradients(results, wanted), self.gradients, strict=True)
             if gradient is not None
         }
+
+    def unreached(self, tangents: Collection[str]) -> frozenset[str]:
+        """What has no gradient where only these tangents come in."""
+        by_tangent = self.phased.lowered.traced.unreached
+        if not by_tangent:
+            return frozenset()
+        return frozenset.intersection(*(by_tangent.get(name, frozenset()) for name in tangents))
+
+    def _find_backward(self, tangents: Collection[str]) -> Loaded:
+        """The backward from the outputs that these tangents belong to."""
+        if all(slot.slot.name in tangents for slot in self.tangents):
+            return self._backward
+        given = frozenset(tangents)
+        if given not in self._backward_from:
+            first = len(self.phased.saved)
+            places = {first + place: slot.slot.name for place, slot in enumerate(self.tangents)}
+            missing = [place for place, name in places.items() if name not in given]
+            graph_module = without_tangents(self.phased.backward, places, missing, self.engine.device)
+            self._backward_from[given] = self.engine.load(graph_module)
+        return self._backward_from[given]
 
     def run_to_gradients(self, saved: list[LocalValue], tangents: Mapping[str, torch.Tensor]) -> list[LocalValue]:
         """The local values that the backward carries into the update: gradients, as the update reads them.

@@ -54,6 +54,7 @@ def export_weights(
     """Write the weights of `model`, and what transformers needs beside them; see `HasWeights.export`."""
     if max_file_bytes < 1:
         raise WeightsError(f"max_file_bytes={max_file_bytes} holds no tensor; pass at least 1.")
+    _refuse_adapters(model)
     check_is_placed(model, "export")
     give_freed_memory_back()
     path = Path(path).resolve()
@@ -70,6 +71,18 @@ def export_weights(
         for name, held in files.items():
             together(engine, f"write {name}", lambda: _write(aside / name if is_writer else None, held))  # noqa: B023
         on_writer(f"export to {path}", lambda: _finish(model, files, path, aside))
+
+
+def _refuse_adapters(model: nn.Module) -> None:
+    """Raise `WeightsError` for a model with layers of peft: their names are nobody's but peft's."""
+    for name, module in model.named_modules():
+        if type(module).__module__.partition(".")[0] == "peft":
+            raise WeightsError(
+                f"{name or 'The model'} is a {type(module).__name__} of peft, and from_pretrained would read its names "
+                "as none of its own and leave random weights. Compile model.merge_and_unload(), and export that. For "
+                "the adapter alone, gather the state dict (full_tensor() on every rank), and pass it to "
+                "peft.get_peft_model_state_dict(model, state_dict=...)."
+            )
 
 
 @contextmanager

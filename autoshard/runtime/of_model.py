@@ -30,7 +30,7 @@ class OfModel(nn.Module, ABC):
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self._original = (model,)
-        self.__class__ = _class_for(type(self), type(model))  # type: ignore[assignment]
+        self.__class__ = _class_for(type(self), type(model))  # pyright: ignore[reportAttributeAccessIssue]
 
     def __reduce__(self) -> Any:
         """See `pickle`: the class is made anew."""
@@ -84,9 +84,7 @@ def _class_for(kind: type[OfModel], model_class: type[nn.Module]) -> type[OfMode
     def forward(self: OfModel, *args: Any, **kwargs: Any) -> Any:
         return kind.forward(self, *args, **kwargs)
 
-    return type(
-        f"{kind.__name__}Of{model_class.__name__}", (kind,), {"forward": forward, "__module__": kind.__module__}
-    )
+    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
 def _new_for(kind: type[OfModel], model_class: type[nn.Module]) -> OfModel:

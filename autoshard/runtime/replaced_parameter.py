@@ -26,8 +26,8 @@ class ReplacedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        found, named = tree_map_only(cls, successor_of, (tuple(args), dict(kwargs or {})))
-        return func(*found, **named)
+        positional = tree_map_only(cls, successor_of, tuple(args))
+        return func(*positional, **tree_map_only(cls, successor_of, dict(kwargs or {})))
 
 
 def stand_for(parameter: nn.Parameter, successor: torch.Tensor) -> None:

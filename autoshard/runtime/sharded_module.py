@@ -194,11 +194,13 @@ class ShardedModule(OfModel, HasWeights):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled program; arguments and result are the model's own, with global shapes."""
-        return self._run_padded(FlatCall.of(args, kwargs, self._outputs))
+        with self.agreement.one_thread:
+            return self._run_padded(FlatCall.of(args, kwargs, self._outputs))
 
     def run_for_loss(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """As a call that hands out the loss alone."""
-        return self._run_padded(FlatCall.of(args, kwargs, Outputs.LOSS))
+        with self.agreement.one_thread:
+            return self._run_padded(FlatCall.of(args, kwargs, Outputs.LOSS))
 
     def _run_padded(self, call: FlatCall) -> Any:
         call, length = self._padded(call)
@@ -266,7 +268,8 @@ class ShardedModule(OfModel, HasWeights):
         return self._compile_for(FlatCall.of(args, kwargs, Outputs.LOSS))
 
     def _compile_for(self, call: FlatCall) -> Plan | None:
-        executable, _ = self._find(self._padded(call)[0], self.members(), runs=False)
+        with self.agreement.one_thread:
+            executable, _ = self._find(self._padded(call)[0], self.members(), runs=False)
         return executable.compiled.plan
 
     def _wants_grad(self, call: FlatCall, members: Members) -> bool:

@@ -1,24 +1,30 @@
-"""Outputs that lie in parts on the ranks, and what a user computes with them.
+"""Outputs that lie in parts on the ranks, and results that a user computes with them.
 
 A `SplitOutput` is a DTensor: each rank holds its part, `full_tensor()` gathers it, `to_local()` is the part. It differs
-where a user who wrote for one device would be surprised, or DTensor would be wrong without a word:
+where DTensor would surprise a user who wrote for one device, or would be wrong without a word:
 
 * tensors beside it that are no DTensors are taken to be the same on every rank, as inputs are, so that
   `cross_entropy(logits, targets)` works;
-* what reads its values (`item()`, `tolist()`, `numpy()`, `bool()`) reads those of the whole. DTensor's `item()` of a
-  sum is this rank's addend;
-* `_ON_PARTS` names what is computed on parts. For any other function the whole is gathered first, and so is what is cut
-  unevenly: DTensor's gradient of `mse_loss` is too large by the number of parts, and it averages means of uneven ones.
+* functions that read its values (`item()`, `tolist()`, `numpy()`, `bool()`) read those of the whole. DTensor's `item()`
+  of a sum is this rank's addend;
+* `_ON_PARTS` names the functions that are computed on parts. For any other function the whole is gathered, torch's own
+  function runs on plain tensors, and its results are DTensors that every rank holds whole. Tensors that are cut
+  unevenly are gathered too: DTensor averages means of uneven parts;
+* results are never partial: a sum over a split dim is added up over the ranks at once;
+* a mean of cross-entropy is the sum over all parts, divided by the count of all targets (`_mean_cross_entropy`).
+  DTensor's is the average of the ranks' means, each over the targets that this rank does not ignore.
 
-What DTensor cannot do is one error that says how to have the output whole.
+Functions that fail on parts raise one error, which says how to have the output whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from inspect import signature
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils import _pytree as pytree
@@ -51,7 +57,7 @@ _ON_PARTS = frozenset(
         *("add", "sub", "mul", "div", "neg", "__add__", "__radd__", "__sub__", "__rsub__", "__mul__", "__rmul__"),
         *("__truediv__", "__rtruediv__", "__neg__", "__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"),
         *("eq", "ne", "lt", "le", "gt", "ge", "abs", "exp", "log", "sqrt", "square", "pow", "__pow__", "tanh"),
-        *("sigmoid", "relu", "clamp", "sum", "mean", "amax", "amin", "argmax", "argmin", "max", "min", "topk"),
+        *("sigmoid", "relu", "clamp", "sum", "mean", "argmax", "argmin", "max", "min", "topk"),
         *("softmax", "log_softmax", "logsumexp", "cross_entropy", "__getitem__", "transpose", "permute", "flatten"),
         *("unsqueeze", "squeeze", "narrow"),
     }
@@ -78,38 +84,112 @@ class SplitOutput(DTensor):
         """See `torch.Tensor`."""
         name, given = getattr(func, "__name__", str(func)), (args, dict(kwargs or {}))
         if func in _OF_AUTOGRAD:
-            return super().__torch_function__(func, types, *given)
+            return cls._as_outputs(super().__torch_function__(func, types, *given), given)
         if name in _READS:
-            args, keywords = pytree.tree_map_only(DTensor, _whole, given)
+            args, keywords = pytree.tree_map_only(DTensor, _value, given)
             return func(*args, **keywords)
         if _writes(name, given[1]):
             raise _not_on_parts(name, "it changes a tensor in place")
-        if name not in _LOOKS:
-            leaves = pytree.tree_leaves(given)
-            mesh = next(leaf.device_mesh for leaf in leaves if isinstance(leaf, SplitOutput))
-            is_on_parts = name in _ON_PARTS
-            given = pytree.tree_map_only(
-                torch.Tensor, lambda tensor: _operand(tensor, mesh, is_whole=not is_on_parts), given
+        if name == "__iter__":
+            return iter(args[0].unbind())
+        if name in _LOOKS:
+            return cls._on_parts(func, types, *given)
+        mesh = next(leaf.device_mesh for leaf in pytree.tree_leaves(given) if isinstance(leaf, SplitOutput))
+        if not _runs_on_parts(name, *given):
+            args, keywords = pytree.tree_map_only(DTensor, DTensor.full_tensor, given)
+            return pytree.tree_map_only(
+                torch.Tensor, lambda made: cls.of(_on_every_rank(made, mesh)), func(*args, **keywords)
             )
+        if name == "cross_entropy" and (mean := _asked_mean(*given)) is not None:
+            return _mean_cross_entropy(mean)
+        return cls._on_parts(func, types, *pytree.tree_map_only(torch.Tensor, lambda item: _operand(item, mesh), given))
+
+    @classmethod
+    def _on_parts(cls, func: Callable[..., Any], types: Iterable[type], args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Compute as DTensor does."""
         try:
-            result = super().__torch_function__(func, types, *given)
+            result = super().__torch_function__(func, types, args, kwargs)
         except (RuntimeError, NotImplementedError, IndexError, TypeError) as error:
-            raise _not_on_parts(name, _first_line(error)) from error
+            raise _not_on_parts(getattr(func, "__name__", str(func)), _first_line(error)) from error
+        return cls._as_outputs(result, (args, kwargs))
+
+    @classmethod
+    def _as_outputs(cls, result: Any, given: Any) -> Any:
+        """The results of a call that are new tensors, as outputs, none of them partial; `given` are its arguments."""
         known = {id(leaf) for leaf in pytree.tree_leaves(given)}
-        return pytree.tree_map_only(DTensor, lambda made: made if id(made) in known else cls.of(made), result)
+        return pytree.tree_map_only(
+            DTensor, lambda made: made if id(made) in known else cls.of(_added_up(made)), result
+        )
 
 
-def _whole(tensor: Any) -> torch.Tensor:
+def _value(tensor: Any) -> torch.Tensor:
     return tensor.detach().full_tensor()
 
 
-def _operand(tensor: torch.Tensor, mesh: DeviceMesh, *, is_whole: bool) -> torch.Tensor:
-    """What is computed with: a DTensor, whole on every rank, or in even parts."""
+def _runs_on_parts(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call is one that DTensor computes right on parts."""
+    if name in ("max", "min"):
+        return len(args) + len(kwargs) > 1  # the gradient of one number, and NaNs, are those of the whole
+    if name == "__getitem__":
+        return all(_is_place(index) for index in (args[1] if isinstance(args[1], tuple) else args[1:]))
+    return name in _ON_PARTS
+
+
+def _is_place(index: Any) -> bool:
+    """Whether an index is a place or a range of places: lists and masks read anywhere."""
+    return index is None or index is Ellipsis or isinstance(index, slice) or type(index) is int
+
+
+def _asked_mean(args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a call of `cross_entropy` by name, where it asks for a mean; else None."""
+    asked = signature(F.cross_entropy).bind(*args, **kwargs)
+    asked.apply_defaults()
+    named = dict(asked.arguments)
+    is_averaged, is_reduced = named.pop("size_average"), named.pop("reduce")
+    if is_averaged is not None or is_reduced is not None:  # the words of torch before "reduction"
+        named["reduction"] = "none" if is_reduced is False else "sum" if is_averaged is False else "mean"
+    return named if named["reduction"] == "mean" else None
+
+
+def _mean_cross_entropy(asked: Mapping[str, Any]) -> torch.Tensor:
+    """The sum of the losses of all targets, in float32 or more, over the count or the weight of those not ignored."""
+    target, weight = asked["target"], asked["weight"]
+    losses = F.cross_entropy(**{**asked, "reduction": "none"})
+    total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
+    if target.is_floating_point():
+        count: Any = losses.numel()
+    else:
+        target = _value(target) if isinstance(target, DTensor) else target
+        read = target[target != asked["ignore_index"]]
+        weight = _value(weight) if isinstance(weight, DTensor) else weight
+        count = read.numel() if weight is None else weight[read].sum(dtype=total.dtype)
+    return (total / count).to(losses.dtype)
+
+
+def _added_up(tensor: DTensor) -> DTensor:
+    """The tensor, or the sum of the ranks' addends: DTensor does not take numbers and integers beside addends."""
+    if not any(placement.is_partial() for placement in tensor.placements):
+        return tensor
+    mesh, placements = tensor.device_mesh, [Replicate() if it.is_partial() else it for it in tensor.placements]
+    local = tensor.redistribute(placements=placements).to_local()
+    return (
+        DTensor.from_local(  # whose gradient is added up too: DTensor cannot turn addends of a sum into those of a mean
+            local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+        )
+    )
+
+
+def _on_every_rank(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+    return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _operand(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
+    """An operand of a call on parts: a DTensor of the call's mesh, in even parts or whole on every rank."""
     if not isinstance(tensor, DTensor):
-        return DTensor.from_local(tensor, mesh, [Replicate()] * mesh.ndim, run_check=False) if tensor.dim() else tensor
-    if is_whole or _is_uneven(tensor):
-        return tensor.redistribute(placements=[Replicate()] * mesh.ndim)
-    return tensor
+        return _on_every_rank(tensor, mesh)
+    if tensor.device_mesh != mesh:
+        return _on_every_rank(tensor.full_tensor(), mesh)
+    return tensor.redistribute(placements=[Replicate()] * mesh.ndim) if _is_uneven(tensor) else tensor
 
 
 def _is_uneven(tensor: DTensor) -> bool:

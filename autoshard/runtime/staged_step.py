@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from autoshard.errors import NotAvailableError
 from autoshard.ir.plan import Plan
 from autoshard.ir.staged import StagedProgram
 from autoshard.ir.step_order import one_after_another
@@ -17,11 +17,12 @@ from autoshard.runtime.executable import Executable
 from autoshard.runtime.members import Members
 from autoshard.runtime.per_program import PerProgram
 from autoshard.runtime.sharded_module import ShardedModule
+from autoshard.runtime.signature import FlatCall
 from autoshard.runtime.stage_messages import StageMessages
 from autoshard.runtime.stage_update import StageUpdate
 from autoshard.runtime.staged_run import Given, Stage, StagedRun, load_stages
 from autoshard.runtime.traced_optimizer import TracedState
-from autoshard.runtime.traced_step import Part, weights_of
+from autoshard.runtime.traced_step import Part, common_program, weights_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +85,12 @@ class StagedStep:
     def run(self, parts: Sequence[Part], members: Members) -> torch.Tensor:
         """One step on micro-batches, with the model's members as they are now; the sum of their shares of the loss."""
         update = self._state.update(members)
-        executable, _ = self._sharded.find_step(*parts[0], update, members)
+        find = partial(self._sharded.find_step, update=update, members=members)
+        executable, calls = common_program(self._sharded, parts, find)
         loaded = self._load(executable)
         whole = len(parts) == 1
         weights = [1.0] if whole else weights_of(self._sharded, executable.compiled, parts, self._order)
-        given = [self._given(executable, part, members, update) for part in parts]
+        given = [self._given(executable, call) for call in calls]
         stages = {item.stage.number: item.stage for item in loaded.trained}
         run = StagedRun(
             *(loaded.table, stages, self._messages, given, weights),
@@ -108,13 +110,7 @@ class StagedStep:
             found = shares[0] if len(shares) == 1 else torch.stack(shares).sum()
         return self._messages.share(found, name, run.staged)
 
-    def _given(self, executable: Executable, part: Part, members: Members, update: Any) -> Given:
-        found, call = self._sharded.find_step(*part, update, members)
-        if found is not executable:
-            raise NotAvailableError(
-                "micro_batches: two parts of one batch need different programs, because the model branches on the "
-                "values of its inputs. Use a mesh without the axis 'pipeline', and leave micro_batches out."
-            )
+    def _given(self, executable: Executable, call: FlatCall) -> Given:
         tensors = self._sharded.gather_inputs(executable, call)
         executable.set_attributes()
         return dict(zip(executable.input_names, tensors, strict=True))

@@ -8,17 +8,18 @@ then.
 
 from __future__ import annotations
 
-import json
+import reprlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from autoshard.errors import WeightsError
+from autoshard.ir.read_json import parse
 from autoshard.runtime.unread import Region, Unread, shape_of
 
 SINGLE = "model.safetensors"
@@ -155,11 +156,23 @@ def _find(path: Path) -> _Found:
 def _of_index(path: Path) -> _Found:
     """The files of an index."""
     try:
-        names = json.loads(path.read_text())["weight_map"]
-        promised = {name: path.parent / file for name, file in names.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, UnicodeDecodeError) as error:
+        names = parse(path.read_text(encoding="utf-8"))["weight_map"]
+        outside = [file for file in names.values() if not _stays_inside(file)]
+        promised = {} if outside else {name: path.parent / file for name, file in names.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise WeightsError(f"{path} is damaged, or no index of safetensors files: {error!r}.") from error
+    if outside:
+        raise WeightsError(
+            f"{path} names {reprlib.repr(outside[0])}, which does not lie in its folder. An index may name files "
+            "beside it alone: copy the file there, and name it so."
+        )
     return _Found(tuple(sorted(set(promised.values()))), path, promised)
+
+
+def _stays_inside(file: str) -> bool:
+    """Whether a name of an index is that of a file in the index's folder."""
+    path = PurePosixPath(file)
+    return not (path.is_absolute() or ".." in path.parts or "\0" in file or "\\" in file)
 
 
 def describe(tensor: torch.Tensor | Unread) -> str:

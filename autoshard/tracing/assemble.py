@@ -29,6 +29,7 @@ from autoshard.tracing.joint import JointGraph
 from autoshard.tracing.operand_types import refuse_types
 from autoshard.tracing.provenance import attribute_nodes
 from autoshard.tracing.random_numbers import is_random
+from autoshard.tracing.reach import unreached_gradients
 from autoshard.tracing.simplify import Copier
 
 _KEPT_META = ("val", "phase", "module", "source")
@@ -58,16 +59,32 @@ def assemble_program(joint: JointGraph, model: nn.Module, call: Call) -> Program
     copier = Copier(joint.graph_module, _KEPT_META)
     live = _live_nodes([node for node, _, _ in results.outputs] + list(results.guarded))
     slots = _copy_inputs(copier, inputs, live)
+    unreached = unreached_gradients(graph, inputs, results.outputs, _reached(joint, inputs))
     computed = [node for node in graph.nodes if node in live and node.op not in ("placeholder", "output")]
     for node in sorted(computed, key=lambda node: node.meta["phase"] != "forward"):
         copier.copy(node)
-    program = _finish(copier, slots, results, joint, call)
+    program = _finish(copier, slots, results, unreached, joint, call)
     _check_operators(program)
     refuse_types(program)
     return program
 
 
-def _finish(copier: Copier, slots: tuple[InputSlot, ...], results: _Results, joint: JointGraph, call: Call) -> Program:
+def _reached(joint: JointGraph, inputs: Iterable[tuple[fx.Node, InputSlot]]) -> dict[str, frozenset[str]]:
+    """By the name of each tangent, the names of the inputs that autograd comes to from its output."""
+    tangents = {slot.name for _, slot in inputs if slot.kind is InputKind.TANGENT}
+    pairs = zip(joint.result.indices, joint.result.reached, strict=False)
+    named = {f"tangent:{index}": frozenset(joint.slots[place][1] for place in places) for index, places in pairs}
+    return {tangent: names for tangent, names in named.items() if tangent in tangents}
+
+
+def _finish(
+    copier: Copier,
+    slots: tuple[InputSlot, ...],
+    results: _Results,
+    unreached: Mapping[str, frozenset[str]],
+    joint: JointGraph,
+    call: Call,
+) -> Program:
     pairs = [
         (copier.node(node), value)
         for node, value in zip(results.guarded, joint.guarded_values, strict=True)
@@ -90,6 +107,7 @@ def _finish(copier: Copier, slots: tuple[InputSlot, ...], results: _Results, joi
         kept=dict(joint.result.kept),
         guards=guards,
         guard_program=guard_program,
+        unreached=unreached,
     )
 
 

@@ -71,7 +71,8 @@ class Result:
     `indices` are the leaf indices of the tensors, `constants` the other leaves; objects that a program cannot
     return are None there, and their types are in `dropped`. `kept` are tensors left in attributes of modules, by leaf
     index behind those returned; `lost` are attributes with tensors that a program does not leave there. `detached` are
-    the leaf indices of tensors that do not require grad.
+    the leaf indices of tensors that do not require grad. `reached`: for each tensor, the flat inputs that autograd
+    comes to from it (`reach.reached_inputs`).
     """
 
     tree: pytree.TreeSpec | None = None
@@ -81,6 +82,7 @@ class Result:
     kept: dict[int, str] = dataclasses.field(default_factory=dict)
     lost: tuple[str, ...] = ()
     detached: tuple[int, ...] = ()
+    reached: tuple[frozenset[int], ...] = ()
 
 
 def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

@@ -36,6 +36,7 @@ from autoshard.tracing.precision import Casts, cast_parameters, check_unchanged,
 from autoshard.tracing.provenance import ProvenanceMode
 from autoshard.tracing.python_use import Accesses
 from autoshard.tracing.random_numbers import number_random_operators, refusing_seeds
+from autoshard.tracing.reach import reached_inputs
 from autoshard.tracing.recurrent import computing_packed_sequences
 from autoshard.tracing.semantic import keep_operators_whole
 from autoshard.tracing.symbolic_counts import SymbolicCounts, UnboundedSizeError, new_environment
@@ -145,6 +146,7 @@ class FlatModule(nn.Module):
         outputs += keep_scalars(found, self.accesses, self.result)
         pairs = zip(self.result.indices, outputs, strict=True)
         self.result.detached = tuple(index for index, output in pairs if not output.requires_grad)
+        self.result.reached = reached_inputs(outputs, flat)
         outputs = outputs if casts is None else [widen_scalar(output) for output in outputs]
         self._guard_comparisons()
         guarded = [tensor.detach().clone() for tensor in self.reads.tensors]

@@ -9,7 +9,8 @@ are; where a rule would reduce over ranks (a mean, a norm over the batch) a part
 2. Every value that the loss is computed from gets its state. The value of a part is m ** e times what it adds to that
    of the batch of m parts.
 3. A sum over a count that is made of inputs alone is a term with a count; graphs that compute it are cut out.
-4. The loss must be a sum of terms. Else the first node that mixes parts is named.
+4. Places in the batch (`arange(len(x))`) may read or write each sample at its own place, and no other (`places.py`).
+5. The loss must be a sum of terms. Else the first node that mixes parts is named.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import AutoshardError
-from autoshard.ir.loss_weights import Count, LossWeights, Term
+from autoshard.ir.loss_weights import Branches, Count, LossWeights, Term
 from autoshard.ir.program import InputKind, OutputKind, Program, tensor_values
 from autoshard.ir.spec import Reduction
 from autoshard.kernels.checks import checked
@@ -32,48 +33,12 @@ from autoshard.rules.notation import BoundRule
 from autoshard.runtime.sharded_module import Request
 from autoshard.tracing.copy_node import copy_node
 from passes.strategies.enumerate_strategies import operands_of, rule_of
+from passes.verification.batch_states import Mixed, OfInputs, Place, Same, Split, State, Sum
+from passes.verification.combine_branches import combine_branches
+from passes.verification.places import COUNTS, READS_AT, WRITES_AT, argument, counts_from_zero, read_at_places
 
 aten = torch.ops.aten
 _WAY_OUT = "Return a sum or a mean over samples, each of which is computed for itself, or leave micro_batches out."
-
-
-@dataclass(frozen=True, slots=True)
-class Same:
-    """The same for all parts, but for the factor m ** exponent."""
-
-    exponent: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """A part has its own slice of a dim."""
-
-    dim: int
-    exponent: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Sum:
-    """A sum over the parts of terms (a count or None, and an exponent), and perhaps of what does not depend on them."""
-
-    terms: frozenset[tuple[fx.Node | None, int]]
-    has_constant: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class OfInputs:
-    """Computed from sums over inputs, and from nothing that is trained."""
-
-
-@dataclass(frozen=True, slots=True)
-class Mixed:
-    """Not made of the values of parts, for what `node` does."""
-
-    node: fx.Node
-    why: str
-
-
-State = Same | Split | Sum | OfInputs | Mixed
 
 
 def weigh_step(program: Program, trace: Callable[[Request], Program], request: Request) -> LossWeights | None:
@@ -107,7 +72,22 @@ def weigh_loss(part: Program, pair: Program) -> LossWeights:
         return _refused("the model does not run the same operators for another batch size")
     walk = _Walk(part, dict(zip(made, twins, strict=True)))
     walk.run(nodes)
-    return walk.result(loss)
+    return replace(walk.result(loss), branches=_branches(part, pair))
+
+
+def _branches(part: Program, pair: Program) -> Branches | None:
+    """How the branches of the batch follow from those of its parts; None where they do not, or there are none."""
+    if part.guard_program is None or pair.guard_program is None:
+        return None
+    nodes, theirs = (
+        [node for node in program.graph.nodes if node.op != "output"]
+        for program in (part.guard_program, pair.guard_program)
+    )
+    if list(map(_kind, nodes)) != list(map(_kind, theirs)):
+        return None
+    walk = _Walk(part, dict(zip(nodes, theirs, strict=True)))
+    walk.run(nodes)
+    return combine_branches(part, walk.twins, walk.states)
 
 
 def _is_copy(node: fx.Node) -> bool:
@@ -198,7 +178,7 @@ class _Walk:
 
     def _call(self, node: fx.Node) -> list[State]:
         results = len(tensor_values(node))
-        operands = operands_of(node)
+        operands = () if node.target in _NEW else operands_of(node)
         given = [self.states[operand][0] for operand in operands]
         mixed = next((state for state in given if isinstance(state, Mixed)), None)
         if mixed is not None:
@@ -208,6 +188,8 @@ class _Walk:
             return [Mixed(node, "reads a number that depends on the size of the batch")] * results
         if all(isinstance(state, Same) for state in given):
             return self._same(node, given, scale)
+        if any(isinstance(state, Place) for state in given):
+            return [self._of_places(node, given) or Mixed(node, _OF_PLACE)] * results
         if any(isinstance(state, Sum | OfInputs) for state in given):
             return [self._of_sums(node, operands, given, scale)] * results
         return self._split(node, given, scale)
@@ -234,9 +216,22 @@ class _Walk:
         is_alike = node.target in _ALIKE or _is_random(node) or self._reads_seed(node)
         made: list[State] = []
         for dim in grown:
-            where = Mixed(node, "depends on the place of a sample in its batch")
-            made.append(Same() if dim is None else Split(dim) if is_alike and dim >= 0 else where)
+            other = Place(0, node.meta["val"].shape[0]) if counts_from_zero(node) else Mixed(node, _OF_PLACE)
+            made.append(Same() if dim is None else Split(dim) if is_alike and dim >= 0 else other)
         return made
+
+    # Calls on places.
+
+    def _of_places(self, node: fx.Node, given: Sequence[State]) -> State | None:
+        """A call that moves places, or that reads or writes each sample at its own; None for any other."""
+        if node.target in (*READS_AT, *WRITES_AT):
+            return read_at_places(node, self.states)
+        rule = rule_of(self.twins[node])
+        place = given[0]
+        if len(given) > 1 or rule is None or not rule.transparent or not isinstance(place, Place):
+            return None
+        (moved,) = self._split(node, [Split(place.dim)], 0)
+        return Place(moved.dim, place.size) if isinstance(moved, Split) else None
 
     def _reads_seed(self, node: fx.Node) -> bool:
         """Whether a call draws numbers: each part draws its own."""
@@ -263,7 +258,9 @@ class _Walk:
         for dim, factors in enumerate(rule.outputs[index]):
             if factor in factors:
                 return Split(dim, exponent) if factors[0] == factor else Mixed(node, "mixes samples across the batch")
-        if node.target in _MEANS or _argument(node, "reduction") == _MEAN_REDUCTION:
+        if rule.local is None and index in rule.whole.get(factor, ()):  # it does not depend on the batch
+            return Same()
+        if node.target in _MEANS or argument(node, "reduction") == _MEAN_REDUCTION:
             is_counted = node.target in _COUNTED
             return Mixed(node, _USE_CROSS_ENTROPY) if is_counted else Sum(frozenset({(None, exponent + 1)}))
         is_sum = rule.is_reduced(factor, index) and rule.reduce[factor] is Reduction.SUM
@@ -382,7 +379,8 @@ def _factor(rule: BoundRule, given: Sequence[State]) -> str | None:
 
 def _reaches_across(node: fx.Node, rule: BoundRule, factor: str) -> bool:
     """Whether results at one sample depend on others."""
-    return factor in rule.exchanged or (factor in rule.whole and node.target not in (*_MEANS, *_COUNTED))
+    is_reduced = factor in rule.whole and rule.local is not None and node.target not in (*_MEANS, *_COUNTED)
+    return factor in rule.exchanged or is_reduced
 
 
 def _passes(rule: BoundRule, places: frozenset[int]) -> bool:
@@ -406,16 +404,6 @@ def _literals(node: fx.Node) -> list[Any]:
 def _loose(node: fx.Node) -> list[Any]:
     """The numbers that are not in lists: those in lists are sizes."""
     return [leaf for leaf in (*node.args, *node.kwargs.values()) if isinstance(leaf, int | float)]
-
-
-def _argument(node: fx.Node, name: str) -> Any:
-    """An argument of a call by its name in the schema, None where there is none."""
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return None
-    for position, argument in enumerate(node.target._schema.arguments):
-        if argument.name == name:
-            return node.args[position] if position < len(node.args) else node.kwargs.get(name, argument.default_value)
-    return None
 
 
 def _is_random(node: fx.Node) -> bool:
@@ -451,6 +439,7 @@ def _until(inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> list[fx.Nod
     return sorted(found)
 
 
+_OF_PLACE = "depends on the place of a sample in its batch"
 _MEAN_REDUCTION = 1
 _MEANS = (aten.mean.default, aten.mean.dim)
 _SUMS = (aten.sum.default, aten.sum.dim_IntList)
@@ -460,19 +449,13 @@ _QUOTIENTS = (aten.div.Tensor, aten.div.Scalar, aten.true_divide.Tensor)
 _PRODUCTS = (*_QUOTIENTS, aten.mul.Tensor, aten.mul.Scalar)
 _SHIFTS = (aten.add.Tensor, aten.add.Scalar, aten.sub.Tensor, aten.sub.Scalar)
 _SIZED = (
-    *(
-        aten.slice.Tensor,
-        aten.narrow.default,
-        aten.split.Tensor,
-        aten.select.int,
-        aten.arange.default,
-        aten.arange.start,
-    ),
-    aten.arange.start_step,
+    *(aten.slice.Tensor, aten.narrow.default, aten.split.Tensor, aten.select.int, *COUNTS),
+    aten.native_group_norm.default,
 )
+_NEW = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default)
+"""Operators that read nothing of their operand."""
 _ALIKE = (
     *(aten.full.default, aten.zeros.default, aten.ones.default, aten.expand.default, aten.repeat.default),
-    *(aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.empty.memory_format),
-    aten.new_empty.default,
+    *(*_NEW, aten.empty.memory_format),
 )
 """Operators whose results are the same at every place of a dim that grows with the batch."""

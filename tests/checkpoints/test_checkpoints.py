@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard import CheckpointError, Checkpoints, P
+from autoshard.checkpoints import CheckpointReader
 from tests.checkpoints.runs import (
     LINE,
     ONE,
@@ -239,12 +240,12 @@ def test_a_plain_module_loads(outcomes: dict[str, str], folder: Path) -> None:
 
 
 def test_the_library_reads_the_files(outcomes: dict[str, str], folder: Path) -> None:
-    """`torch.distributed.checkpoint` loads a checkpoint without us."""
+    """`torch.distributed.checkpoint` loads a checkpoint through our reader."""
     report(outcomes, "saving traced")
     values, _ = torch.load(folder / "traced.expected")
     state = {"model": net(3).state_dict()}
     with pytest.warns(UserWarning, match="single process"):
-        dcp.load(state, checkpoint_id=folder / "traced" / f"step-{SAVED}")
+        dcp.load(state, storage_reader=CheckpointReader(folder / "traced" / f"step-{SAVED}"))
     assert_same({f"model.{name}": item for name, item in state["model"].items()}, _under("model.", values))
 
 

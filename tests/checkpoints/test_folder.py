@@ -38,6 +38,42 @@ def test_steps_are_numbers(tmp_path: Path) -> None:
     assert folders.latest(tmp_path) == tmp_path / "step-10"
 
 
+def test_a_symbolic_link_goes_and_its_target_stays(tmp_path: Path) -> None:
+    """Among those that are kept, replaced, deleted or left over; a broken one, and a file of such a name, are none."""
+    target, runs = tmp_path / "old" / "step-1", tmp_path / "runs"
+    target.mkdir(parents=True)
+    runs.mkdir()
+    for name in ("step-1", "step-3", ".step-2.deleted-ab", ".step-2.writing-ab", ".step-3.replaced"):
+        (runs / name).symlink_to(target)
+    (runs / "step-2").symlink_to(tmp_path / "nowhere")
+    (runs / ".step-1.writing-cd").write_text("a file")
+    (runs / "step-9").write_text("a file")
+    assert [*folders.complete(runs)] == [1, 3]
+    folders.commit(written(runs, 3), 3)
+    folders.keep_latest(runs, 1)
+    assert names(runs) == ["step-2", "step-3", "step-9"]
+    assert target.is_dir()
+    (runs / "step-3" / "file").unlink()
+    (runs / "step-3").rmdir()
+    folders.commit(written(runs, 2), 2)
+    assert names(runs) == ["step-2", "step-9"]
+
+
+def test_what_cannot_be_removed_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Saving goes on."""
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / ".step-1.writing-ab").mkdir()
+    monkeypatch.setattr(folders.shutil, "rmtree", refuse)
+    folders.commit(written(tmp_path, 2), 2)
+    assert folders.latest(tmp_path) == tmp_path / "step-2"
+    assert "Permission denied" in caplog.text
+
+
 def test_it_is_complete_at_once(tmp_path: Path) -> None:
     """Until it has its name it is none."""
     path = written(tmp_path, 5)

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from autoshard.checkpoints.trees import Slot, described, join, own_slots, packed, slots_in, split, unpacked
+from autoshard.checkpoints.trees import described, join, own_slots, slots_in, split
+from autoshard.checkpoints.values import Slot, packed, unpacked
 
 
 def test_split_and_join() -> None:

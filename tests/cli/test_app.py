@@ -167,7 +167,6 @@ def test_doctor_finds_this_machine_ready(monkeypatch: pytest.MonkeyPatch, capsys
         (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--mesh", "data"), "must read AXIS=SIZE"),
         (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--precision", "f12"), "precision='f12' is unknown"),
         (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--precision", "f16"), "Train with precision='bf16'"),
-        (("plan", "MODEL"), "--cluster"),
         (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--memory-gib", "0.00001"), "would do"),
         (
             ("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--memory-gib", "-1"),
@@ -177,15 +176,12 @@ def test_doctor_finds_this_machine_ready(monkeypatch: pytest.MonkeyPatch, capsys
         (("verify", "MODEL", "--cluster", "h100_sxm:1x4", "--memory-gib", "inf"), "--memory-gib inf must be a number"),
         (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--mesh", "data=2,data=2"), "names axis 'data' twice; give"),
         (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--time-budget-s", "-1"), "must be a number of seconds"),
-        (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--batch", "-3"), "--batch"),
         (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--mesh", "data=3"), "has 3 ranks, and the cluster"),
         (("plan", "MODEL", "--cluster", "nowhere.toml"), "no file nowhere.toml of hardware"),
         (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--out", "nowhere/plan.json"), "there is no folder nowhere"),
         (("price", "MODEL", "--cluster", "h100_sxm:1x4", "--recipe", "nowhere.json"), "there is no file nowhere.json"),
         (("report", "MODEL", "--cluster", "h100_sxm:1x4", "--out", "nowhere/plan.html"), "there is no folder nowhere"),
         (("plan", "MODEL", "--cluster", "h100_sxm:1x4", "--previous", "nowhere.json"), "there is no file nowhere.json"),
-        ((), "name a command"),
-        (("dance",), "dance"),
     ],
 )
 def test_a_mistake_is_one_sentence(
@@ -201,6 +197,45 @@ def test_a_mistake_is_one_sentence(
     assert status == 1
     assert sentence in error
     assert len(error.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("plan", "mine.py:build", "--clusters", "h100_sxm"), "--clusters"),
+        (("plan", "mine.py:build"), "--cluster"),
+        (("plan", "mine.py:build", "--cluster", "h100_sxm:1x4", "--batch", "-3"), "--batch"),
+        ((), "name a command"),
+        (("dance",), "dance"),
+    ],
+)
+def test_wrong_usage_has_a_status_of_its_own(
+    arguments: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A command line that cannot be understood is one sentence and exit status 2."""
+    assert _run(monkeypatch, *arguments) == 2
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert len(error.strip().splitlines()) == 1
+
+
+def test_the_version_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--version` prints what `autoshard.__version__` says."""
+    assert _run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out.strip() == f"autoshard {autoshard.__version__}"
+
+
+def test_price_says_whose_run_it_prices(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], model: str
+) -> None:
+    """`price` takes `--runtime` and names it; ours is sent to `plan`."""
+    command = ("price", model, "--cluster", "h100_sxm:1x2", "--seq", "8", "--recipe", "data=2")
+    assert _run(monkeypatch, *command) == 0
+    assert "runtime='megatron'" in capsys.readouterr().out
+    assert _run(monkeypatch, *command, "--runtime", "fsdp2") == 0
+    assert "runtime='fsdp2'" in capsys.readouterr().out
+    assert _run(monkeypatch, *command, "--runtime", "autoshard") == 1
+    assert "autoshard.plan" in capsys.readouterr().err
 
 
 def test_ctrl_c_before_there_is_a_plan_is_one_sentence(

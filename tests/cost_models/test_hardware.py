@@ -162,10 +162,12 @@ def test_a_file_that_is_no_toml_is_refused(tmp_path):
     [
         ("[memory_bytes]", "[nodes]\nvalue = 1\n[memory_bytes]", "not a TOML file: Cannot declare"),
         ("[memory_bytes]", "deep = " + "[" * 100_000, "not a file of hardware: maximum recursion"),
-        ("[memory_bytes]", "[" + ".".join("a" * 2000) + "]", "its tables lie in each other too deeply"),
+        ("[memory_bytes]", "[" + ".".join("a" * 500_000) + "]", "its tables lie in each other too deeply"),
+        ("[memory_bytes]", " . ".join("a" * 500_000) + " = 1", "its tables lie in each other too deeply"),
+        ("[memory_bytes]", "[" + ".".join("a" * 100) + "]", "its tables lie in each other too deeply"),
         ("[memory_bytes]", "huge = " + "9" * 5000 + "\n[memory_bytes]", "not a file of hardware: Exceeds the limit"),
     ],
-    ids=("twice", "lists", "tables", "digits"),
+    ids=("twice", "lists", "long table", "long key", "tables", "digits"),
 )
 def test_a_file_that_nobody_would_write_is_refused(tmp_path, old, new, message):
     """Keys that stand twice, nesting and numbers without end: one error that names the file."""

@@ -70,6 +70,39 @@ PLAIN: dict[str, Loss] = {
     "bce": lambda m, z, x, y: F.binary_cross_entropy_with_logits(z, F.one_hot(y, CLASSES).float()),
     "sum of a sum": lambda m, z, x, y: z.square().sum() + z.abs().sum(0).sum() * 0.5,
 }
+
+
+def frozen(m: Model, z: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """A batch norm that reads its statistics, in a model in training."""
+    return m.layer(F.batch_norm(x, m.norm.running_mean, m.norm.running_var, m.norm.weight, m.norm.bias)).square().mean()
+
+
+def put(m: Model, z: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """One logit of each sample is written over."""
+    return z.index_put((torch.arange(len(x)), y), x[:, 0]).square().sum()
+
+
+OWN_SAMPLES: dict[str, Loss] = {
+    "logits of targets": lambda m, z, x, y: z[torch.arange(len(x)), y].sum(),
+    "two columns": lambda m, z, x, y: z[torch.arange(len(x))[:, None], torch.tensor([0, 2])].square().mean(),
+    "places of columns": lambda m, z, x, y: z.T[y, torch.arange(len(x))].sum(),
+    "all samples": lambda m, z, x, y: z[torch.arange(0, len(x), 1)].square().sum(),
+    "places apart": lambda m, z, x, y: z.view(-1, 1, CLASSES)[torch.arange(len(x)), :, y].square().sum(),
+    "pairs of places": lambda m, z, x, y: z.view(-1)[torch.arange(z.numel()).view(-1, CLASSES)].square().mean(),
+    "a mask of keys": lambda m, z, x, y: (
+        z.square()[torch.arange(len(x))[:, None, None], torch.arange(CLASSES)]
+        * (x > 0)[torch.arange(len(x))[:, None, None], torch.arange(CLASSES)]
+    ).sum(),
+    "written over": put,
+    "group norm": lambda m, z, x, y: F.group_norm(m.layer(x) * x[:, :1] + z, 1).tanh().mean(),
+    "group norm of images": lambda m, z, x, y: (
+        F.group_norm(z[:, :4].view(-1, 4, 1, 1).expand(-1, 4, 2, 2) + x.view(-1, 4, 2, 1), 2).tanh().sum()
+    ),
+    "instance norm": lambda m, z, x, y: F.instance_norm(z[:, :4].view(-1, 2, 2) * x[:, :4].view(-1, 2, 2)).tanh().sum(),
+    "frozen batch norm": frozen,
+    "new tensors": lambda m, z, x, y: (z * z.new_ones(len(x), 1) + x.new_full((1,), 0.5)).square().sum(),
+}
+"""Losses that read each sample alone, by its place in the batch or by an operator that is told how many there are."""
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.05),
     "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, eps=0.01),
@@ -95,11 +128,11 @@ def compare(model: nn.Module, batches: list[tuple[Tensor, ...]], make: Callable[
 
 
 @pytest.mark.sample(8)
-@pytest.mark.parametrize("name", [*PLAIN, *COUNTED])
+@pytest.mark.parametrize("name", [*PLAIN, *COUNTED, *OWN_SAMPLES])
 def test_the_loss_is_that_of_the_whole_batch(name: str) -> None:
     """Sums add up, means are averaged, and what is divided by a count is weighed by it; one part counts nothing."""
     batch = inputs(ignored=name in COUNTED)
-    compare(Model({**PLAIN, **COUNTED}[name]), [batch, batch], OPTIMIZERS["sgd"])
+    compare(Model({**PLAIN, **COUNTED, **OWN_SAMPLES}[name]), [batch, batch], OPTIMIZERS["sgd"])
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "rmsprop"])
@@ -111,6 +144,45 @@ def test_other_optimizers_train_alike(optimizer: str) -> None:
 def normed(m: Model, z: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """A batch norm in training."""
     return m.layer(m.norm(x)).square().mean()
+
+
+def branching(reads: Callable[[Tensor], Any]) -> Loss:
+    """Twice the loss where a condition of the targets holds: of the batch, not of a part."""
+    return lambda m, z, x, y: z.square().mean() * (2 if reads(y) else 1)
+
+
+BRANCHES: dict[str, Loss] = {
+    "all": branching(lambda y: (y > 0).all()),
+    "not all": branching(lambda y: not (y > 0).all()),
+    "any": branching(lambda y: (y == 4).any()),
+    "counted": branching(lambda y: (y > 0).sum() == len(y)),
+    "a count": branching(lambda y: (y > 0).sum() > 1),
+    "the largest": branching(lambda y: y.max() > 3),
+    "both": branching(lambda y: (y == 3).any() and (y == 0).any()),
+}
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_a_part_branches_as_the_batch_does(name: str) -> None:
+    """Parts that branch differently run the program of the part that branches as one device does."""
+    compare(Model(BRANCHES[name]), [inputs(), inputs()], OPTIMIZERS["sgd"])
+
+
+UNLIKE: dict[str, Loss] = {
+    "each part has one of the targets": branching(lambda y: (y == 4).any() and (y == 2).any()),
+    "parts that are alike": branching(lambda y: (y > 0).sum() > 4),
+    "a deviation": branching(lambda y: y.float().std() > 0.9),
+    "the first sample": branching(lambda y: y[0] > 0),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+def test_a_branch_that_no_part_takes_is_refused(name: str) -> None:
+    """Parts that branch otherwise than the batch, or of which that cannot be told."""
+    model = Model(UNLIKE[name])
+    step = autoshard.compile(model, MESH, optimizer=OPTIMIZERS["sgd"](model.parameters()), micro_batches=PARTS)
+    with pytest.raises(autoshard.NotAvailableError, match="no part of this batch is known to branch as the whole"):
+        step(*inputs())
 
 
 REFUSED: dict[str, tuple[Loss, str]] = {
@@ -125,6 +197,16 @@ REFUSED: dict[str, tuple[Loss, str]] = {
     "two weights": (lambda m, z, x, y: z.sum() + z.mean(), "adds a sum over the batch to a mean"),
     "summed penalty": (lambda m, z, x, y: z.square().sum() + penalty(m), "count once for each part"),
     "largest": (lambda m, z, x, y: z.max(), "max"),
+    "places turned round": (lambda m, z, x, y: z[torch.arange(len(x)).flip(0), y].sum(), "place of a sample"),
+    "the next sample": (lambda m, z, x, y: z[(torch.arange(len(x)) + 1) % len(x), y].sum(), "size of the batch|place"),
+    "places as numbers": (lambda m, z, x, y: (z[:, 0] * torch.arange(len(x))).sum(), "place of a sample"),
+    "places as classes": (lambda m, z, x, y: z[:, torch.arange(len(x)) % CLASSES].sum(), "place of a sample"),
+    "every second sample": (lambda m, z, x, y: z[torch.arange(0, len(x), 2)].sum(), "place of a sample"),
+    "half of the samples": (lambda m, z, x, y: z[torch.arange(len(x) // 2)].sum(), "place of a sample"),
+    "places of other targets": (
+        lambda m, z, x, y: (z[torch.arange(len(x))[:, None], y] * x[:, :1]).sum(),
+        "place of a sample",
+    ),
     "first": (lambda m, z, x, y: z[0].sum(), "mixes samples|place"),
 }
 

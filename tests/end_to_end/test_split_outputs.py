@@ -216,8 +216,8 @@ def check_errors_name_the_way_out() -> None:
         logits[:, -1] = -torch.inf
     with pytest.raises(NotAvailableError, match=r"mul_ failed .* changes a tensor in place"):
         logits.mul_(2)
-    with pytest.raises(NotAvailableError, match=r"nonzero failed on an output of the model .*full_tensor\(\)"):
-        logits.nonzero()
+    with pytest.raises(NotAvailableError, match=r"add failed on an output of the model .*full_tensor\(\)"):
+        logits.add(torch.ones(5))
 
 
 def check_loss_alone() -> None:

@@ -54,3 +54,12 @@ def test_casts_leave_the_rest_alone() -> None:
     assert all(cast(item, torch.bfloat16) is item for item in kept)
     assert all(widen(item) is item for item in (*kept[:2], torch.ones(2, dtype=torch.float64)))
     assert widen(kept[2]).dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("fp16", "f16"), (torch.bfloat16, "bf16"), ("BF16", "bf16"), ("float32", "f32")]
+)
+def test_a_precision_of_another_spelling_is_named(given: object, meant: str) -> None:
+    """The error says which of our names is meant."""
+    with pytest.raises(NotAvailableError, match=f"Did you mean '{meant}'"):
+        effective_precision(torch.nn.Linear(2, 2), given)  # type: ignore[arg-type]

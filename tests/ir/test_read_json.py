@@ -32,6 +32,7 @@ def test_what_json_writes_is_read(value: object) -> None:
     [
         ("[1,", "it is no JSON, Expecting value: line 1 column 4"),
         ('{"a": {"b": 1, "c": 2, "b": 1}}', "'b' stands twice in one object"),
+        ("{" + ",".join(f'"{number}":1' for number in range(60_000)) + ',"59999":1}', "'59999' stands twice"),
         ("[" * 100_000, "lie in each other too deeply"),
         ('{"a":' * 100_000, "lie in each other too deeply"),
         ('{"a": NaN}', "the number 'NaN' is not finite"),

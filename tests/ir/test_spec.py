@@ -97,8 +97,16 @@ def test_too_many_dims() -> None:
         P(None, "data").check(Mesh({"data": 2}), 1)
 
 
-@pytest.mark.parametrize("text", ["P(", "Q()", "P(x)", "3", "P(other=1)"])
+@pytest.mark.parametrize(
+    "text", ["P(", "Q()", "P(x)", "3", "P(other=1)", "P(" + "(" * 4000 + ")" * 4001, "P(" + "-" * 9000]
+)
 def test_unreadable_text(text: str) -> None:
     """`parse` says how specs are written."""
     with pytest.raises(InvalidSpecError, match="cannot be read"):
         PartitionSpec.parse(text)
+
+
+def test_a_text_without_end() -> None:
+    """It is not parsed."""
+    with pytest.raises(InvalidSpecError, match="has 1000003 characters; write at most 10000"):
+        PartitionSpec.parse("P(" + "(" * 1_000_000 + ")")

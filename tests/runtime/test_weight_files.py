@@ -54,6 +54,34 @@ def test_a_path_is_a_file_an_index_or_a_folder(tmp_path: Path) -> None:
     assert_all_there(tmp_path / SINGLE)
 
 
+@pytest.mark.parametrize("name", ["../secret.safetensors", "/secret.safetensors", "a/../../b", "a\\b", "\0", ".."])
+def test_an_index_names_no_files_outside_its_folder(tmp_path: Path, name: str) -> None:
+    """Though they are there."""
+    save_file(TENSORS, tmp_path / "secret.safetensors")
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(TENSORS, name)}))
+    with pytest.raises(WeightsError, match=r"which does not lie in its folder"):
+        WeightFiles(tmp_path / "inner")
+
+
+def test_files_of_an_index_may_be_links(tmp_path: Path) -> None:
+    """As in the cache of huggingface_hub."""
+    for name in ("blobs", "snapshot"):
+        (tmp_path / name).mkdir()
+    two_files(tmp_path / "blobs")
+    for path in (tmp_path / "blobs").iterdir():
+        (tmp_path / "snapshot" / path.name).symlink_to(path)
+    assert_all_there(tmp_path / "snapshot")
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"weight_map":' * 100_000, '{"weight_map":{"a":3}}', '{"a":1,"a":2}'])
+def test_an_index_without_end(tmp_path: Path, text: str) -> None:
+    """Deep ones, and those that are none, are one error."""
+    (tmp_path / INDEX).write_text(text)
+    with pytest.raises(WeightsError, match="is damaged, or no index"):
+        WeightFiles(tmp_path)
+
+
 def test_files_are_opened_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Values stay right when the file is closed and opened between two reads, so that few pages stay mapped."""
     monkeypatch.setattr(weight_files, "_MOST_MAPPED_BYTES", 1)

@@ -1,0 +1,223 @@
+"""Plain values as JSON: states without tensors are written and read without pickle, so reading runs no code.
+
+JSON's own values stand for themselves. Every other value is an object of one key, its kind: `{"tuple": [1, 2]}`.
+A value of a kind that is not listed here goes through `torch.save`, and must be one that
+`torch.load(weights_only=True)` takes.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import math
+import pickle
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from autoshard.errors import CheckpointError
+from autoshard.ir.read_json import parse
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """In the place of a tensor.
+
+    Args:
+        name: under which the tensor is saved.
+        is_sharded: it was a DTensor.
+    """
+
+    name: str
+    is_sharded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Steps that an optimizer has counted in a tensor of one element."""
+
+    value: float
+    dtype: torch.dtype
+    shape: torch.Size
+
+    def tensor(self) -> torch.Tensor:
+        """Such a tensor, on the CPU."""
+        return torch.full(self.shape, self.value, dtype=self.dtype)
+
+
+def packed(value: Any) -> bytes:
+    """The JSON text of a value, which no later change of the value reaches.
+
+    Raises:
+        CheckpointError: only pickle can write something in it, or it holds itself.
+
+    Example:
+        >>> packed({"betas": (0.9, 0.95)})
+        b'{"dict":{"betas":{"tuple":[0.9,0.95]}}}'
+    """
+    try:
+        return json.dumps(_encoded(value), separators=(",", ":"), allow_nan=False).encode()
+    except RecursionError as error:
+        raise CheckpointError(
+            f"A state of type {type(value).__name__} holds itself, or containers nested too deeply. Give a flatter "
+            "state in state_dict."
+        ) from error
+
+
+def unpacked(data: bytes) -> Any:
+    """The value of which `packed` gave `data`.
+
+    Raises:
+        ValueError: `packed` gives no such text.
+    """
+    try:
+        return _decoded(parse(bytes(data).decode()))
+    except (KeyError, TypeError, AttributeError, RuntimeError, RecursionError, pickle.UnpicklingError) as error:
+        raise ValueError(f"it is no state that Checkpoints wrote ({type(error).__name__}: {error})") from error
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """The type of tensors that has a name such as "float32"; `ValueError` where there is none."""
+    found = getattr(torch, name, None) if name.isidentifier() else None
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name[:60]!r} is no type of tensors")
+    return found
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """The name of a type of tensors: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+_EXACT = 2**53
+"""Integers from here on are written as text."""
+
+
+def _encoded(value: Any) -> Any:
+    kind = type(value)
+    if value is None or kind in (bool, str):
+        return value
+    if kind is int:
+        return value if -_EXACT < value < _EXACT else {"int": hex(value)}
+    if kind is float:
+        return value if math.isfinite(value) else {"float": repr(value)}
+    if kind is list:
+        return [_encoded(item) for item in value]
+    if kind is dict and all(type(key) is str for key in value):
+        return {"dict": {key: _encoded(item) for key, item in value.items()}}
+    if kind in _KINDS:
+        name, encode = _KINDS[kind]
+        return {name: encode(value)}
+    if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject and value.dtype.names is None:
+        array = np.asarray(value)
+        name = "array" if isinstance(value, np.ndarray) else "scalar"
+        return {name: [array.dtype.str, list(array.shape), _text(array.tobytes())]}
+    return {"torch": _text(_saved(value))}
+
+
+def _saved(value: Any) -> bytes:
+    """A value as `torch.save` writes it, which `weights_only=True` reads."""
+    file = io.BytesIO()
+    try:
+        torch.save(value, file)
+        file.seek(0)
+        torch.load(file, weights_only=True)
+    except (pickle.PickleError, TypeError, AttributeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"A state holds {type(value).__module__}.{type(value).__qualname__}, which only pickle reads, and pickle "
+            "runs code that a file holds. Give numbers, text, tensors and containers in state_dict, or allow the "
+            f"class on saving and loading: torch.serialization.add_safe_globals([{type(value).__name__}])."
+        ) from error
+    return file.getvalue()
+
+
+def _items(value: Mapping[Any, Any]) -> list[list[Any]]:
+    return [[_encoded(key), _encoded(item)] for key, item in value.items()]
+
+
+def _each(value: Any) -> list[Any]:
+    return [_encoded(item) for item in value]
+
+
+def _text(data: bytes | bytearray) -> str:
+    return base64.b64encode(data).decode()
+
+
+_KINDS: Mapping[type, tuple[str, Callable[[Any], Any]]] = {
+    Slot: ("slot", lambda slot: [slot.name, slot.is_sharded]),
+    Count: ("count", lambda count: [_encoded(count.value), name_of(count.dtype), list(count.shape)]),
+    dict: ("items", _items),
+    OrderedDict: ("ordered", _items),
+    tuple: ("tuple", _each),
+    set: ("set", _each),
+    frozenset: ("frozenset", _each),
+    deque: ("deque", lambda value: [_each(value), value.maxlen]),
+    complex: ("complex", lambda value: [_encoded(value.real), _encoded(value.imag)]),
+    bytes: ("bytes", _text),
+    bytearray: ("bytearray", _text),
+    torch.Size: ("size", list),
+    torch.dtype: ("dtype", name_of),
+    torch.device: ("device", str),
+}
+"""Kind of a value to the key of its object, and what stands there."""
+
+
+def _decoded(data: Any) -> Any:
+    if isinstance(data, list):
+        return [_decoded(item) for item in data]
+    if not isinstance(data, dict):
+        return data
+    ((name, inner),) = data.items()
+    return _DECODERS[name](inner)
+
+
+def _pairs(data: Any) -> list[tuple[Any, Any]]:
+    return [(_decoded(key), _decoded(item)) for key, item in data]
+
+
+def _bytes(data: Any) -> bytes:
+    return base64.b64decode(data, validate=True)
+
+
+def _array(data: Any) -> np.ndarray:
+    kind, shape, text = data
+    dtype = np.dtype(str(kind))
+    if dtype.hasobject:
+        raise ValueError("an array of Python objects")
+    return np.frombuffer(_bytes(text), dtype).reshape(shape).copy()
+
+
+def _slot(data: Any) -> Slot:
+    name, is_sharded = data
+    if not (isinstance(name, str) and isinstance(is_sharded, bool)):
+        raise ValueError("a slot without name")
+    return Slot(name, is_sharded)
+
+
+_DECODERS: Mapping[str, Callable[[Any], Any]] = {
+    "slot": _slot,
+    "count": lambda data: Count(_decoded(data[0]), dtype_named(data[1]), torch.Size(data[2])),
+    "dict": lambda data: {key: _decoded(item) for key, item in data.items()},
+    "items": lambda data: dict(_pairs(data)),
+    "ordered": lambda data: OrderedDict(_pairs(data)),
+    "tuple": lambda data: tuple(map(_decoded, data)),
+    "set": lambda data: set(map(_decoded, data)),
+    "frozenset": lambda data: frozenset(map(_decoded, data)),
+    "deque": lambda data: deque(map(_decoded, data[0]), data[1]),
+    "complex": lambda data: complex(_decoded(data[0]), _decoded(data[1])),
+    "bytes": _bytes,
+    "bytearray": lambda data: bytearray(_bytes(data)),
+    "size": torch.Size,
+    "dtype": dtype_named,
+    "device": torch.device,
+    "int": lambda data: int(data, 16),
+    "float": float,
+    "array": _array,
+    "scalar": lambda data: _array(data)[()],
+    "torch": lambda data: torch.load(io.BytesIO(_bytes(data)), weights_only=True),
+}

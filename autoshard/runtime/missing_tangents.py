@@ -1,0 +1,53 @@
+"""A backward from some of several outputs: nothing flows where no gradient comes in, as on one device.
+
+Before → after, without the tangent of `aux`: `add(mm(tangent_main, a), mm(tangent_aux, b))` →
+`add(mm(tangent_main, a), zeros)`. A zero tangent would not do: zero times an infinite derivative is NaN.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import fx
+
+_full = torch.ops.aten.full.default
+
+
+def without_tangents(
+    root: fx.GraphModule, tangents: Collection[int], missing: Collection[int], device: torch.device
+) -> fx.GraphModule:
+    """A backward that does not read some of its tangents; it takes the same inputs.
+
+    Args:
+        root: a functional graph of local values that returns a flat tuple, linear in its tangents.
+        tangents: places of its tangents among its inputs.
+        missing: places of the tangents that are not read.
+        device: where zeros are made.
+    """
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    after_tangent, absent = set[fx.Node](), set[fx.Node]()
+    inputs = [node for node in root.graph.nodes if node.op == "placeholder"]
+    after_tangent.update(inputs[place] for place in tangents)
+    absent.update(inputs[place] for place in missing)
+
+    def value(node: fx.Node) -> fx.Node:
+        return _zeros(graph, node, device) if node in absent else copies[node]
+
+    for node in root.graph.nodes:
+        flowing = [operand for operand in node.all_input_nodes if operand in after_tangent]
+        if flowing and node.op != "output":
+            after_tangent.add(node)
+            if absent.issuperset(flowing):
+                absent.add(node)
+                continue
+        copies[node] = graph.node_copy(node, value)
+    graph.eliminate_dead_code()
+    return fx.GraphModule(root, graph)
+
+
+def _zeros(graph: fx.Graph, node: fx.Node, device: torch.device) -> fx.Node:
+    like = node.meta["val"]
+    made = graph.call_function(_full, (list(like.shape), 0), {"dtype": like.dtype, "device": device})
+    made.meta = dict(node.meta)
+    return made

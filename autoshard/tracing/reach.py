@@ -1,0 +1,92 @@
+"""Gradients that a backward leaves None: which outputs of a call reach which of its inputs.
+
+On one device autograd walks from an output to the parameters behind it; a parameter that it does not come to has no
+gradient, and a parameter that it comes to with nothing has zeros. Autograd's own graph of the traced call says which
+is which. A Python function in it may decline to hand a gradient on (`return grad, None`), which its traced backward
+shows: there is no path from the tangent to the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, fx
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import get_gradient_edge
+
+from autoshard.ir.program import InputKind, InputSlot, OutputKind
+
+_Node = Any
+
+
+def reached_inputs(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[frozenset[int], ...]:
+    """For each output the inputs that autograd comes to, whatever Python functions of one result hand on."""
+    if sum(output.requires_grad for output in outputs) < 2:
+        return ()
+    edges = {i: get_gradient_edge(tensor) for i, tensor in enumerate(inputs) if tensor.requires_grad}
+    places: dict[_Node, set[int]] = {}
+    for index, edge in edges.items():
+        places.setdefault(edge.node, set()).add(index)
+    roots = [get_gradient_edge(output).node if output.requires_grad else None for output in outputs]
+    found = {node: frozenset(own) for node, own in places.items()}
+    for root in roots:
+        _find_reached(root, found)
+    return tuple(frozenset() if root is None else found[root] for root in roots)
+
+
+def _find_reached(root: _Node | None, found: dict[_Node, frozenset[int]]) -> None:
+    """Enter what is behind `root`, and behind all nodes on the way."""
+    waiting = [] if root is None else [root]
+    while waiting:
+        node = waiting[-1]
+        behind = [] if _may_decline(node) else [item for item, _ in node.next_functions if item is not None]
+        unknown = [] if node in found else [item for item in behind if item not in found]
+        if unknown:
+            waiting += unknown
+            continue
+        waiting.pop()
+        if node not in found:
+            found[node] = frozenset().union(*(found[item] for item in behind))
+
+
+def _may_decline(node: _Node) -> bool:
+    """Whether a node is a Python function of one result, whose backward may return None.
+
+    A function of several results gets zeros for results that no gradient comes in for, and hands zeros on.
+    """
+    results: Sequence[Any] = node._input_metadata
+    return len(results) == 1 and isinstance(node, BackwardCFunction)
+
+
+def unreached_gradients(
+    graph: fx.Graph,
+    inputs: Sequence[tuple[fx.Node, InputSlot]],
+    gradients: Sequence[tuple[fx.Node, OutputKind, str]],
+    reached: Mapping[str, frozenset[str]],
+) -> dict[str, frozenset[str]]:
+    """By the name of a tangent, what has no gradient where a backward starts at its output alone.
+
+    Args:
+        graph: the joint graph.
+        inputs: its placeholders.
+        gradients: its results.
+        reached: by the name of a tangent, the inputs that autograd comes to (`reached_inputs`).
+    """
+    if len(reached) < 2:
+        return {}
+    after: dict[fx.Node, frozenset[str]] = {}
+    for node, slot in inputs:
+        after[node] = frozenset((slot.name,)) if slot.kind is InputKind.TANGENT else frozenset()
+    for node in graph.nodes:
+        if node not in after:
+            after[node] = frozenset().union(*(after[operand] for operand in node.all_input_nodes))
+    wanted = [(name, after[node]) for node, kind, name in gradients if kind in _GRADIENTS]
+    result = {
+        tangent: frozenset(name for name, tangents in wanted if tangent not in tangents and name not in names)
+        for tangent, names in reached.items()
+    }
+    return result if any(result.values()) else {}
+
+
+_GRADIENTS = (OutputKind.GRADIENT, OutputKind.INPUT_GRADIENT)

@@ -1,0 +1,114 @@
+"""Find how the values that a model branches on follow, for a batch, from its parts.
+
+`if mask.all():` is true of a part without padding, and false of the batch. The reads of a trace are a graph of inputs:
+
+1. Each part computes reductions over its samples: `mask.sum()`, `mask.all()`, `x.max()`.
+2. Reductions of the batch are those of the parts, reduced.
+3. The rest of the graph is computed from them. A number that counts the batch (`mask.sum() == 24`, where two parts have
+   48) is compared with the sum over the number of parts.
+
+A graph of another form has no answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.ir.loss_weights import Branches
+from autoshard.ir.program import InputKind, Program
+from autoshard.ir.spec import Reduction
+from autoshard.tracing.copy_node import copy_node
+from passes.verification.batch_states import Split, State
+
+aten = torch.ops.aten
+_REDUCTIONS: Mapping[Any, Reduction] = {
+    aten.sum.default: Reduction.SUM,
+    aten.all.default: Reduction.MIN,
+    aten.any.default: Reduction.MAX,
+    aten.min.default: Reduction.MIN,
+    aten.max.default: Reduction.MAX,
+    aten.amin.default: Reduction.MIN,
+    aten.amax.default: Reduction.MAX,
+}
+_COMPARISONS = (*(aten.eq.Scalar, aten.ne.Scalar, aten.lt.Scalar, aten.le.Scalar, aten.gt.Scalar, aten.ge.Scalar),)
+
+
+def combine_branches(
+    part: Program, twins: Mapping[fx.Node, fx.Node], states: Mapping[fx.Node, Sequence[State]]
+) -> Branches | None:
+    """The branches of a batch, or None where they do not follow.
+
+    Args:
+        part: the program of a micro-batch.
+        twins: for each node of its guards, that of the guards of two micro-batches.
+        states: of those nodes.
+    """
+    assert part.guard_program is not None, "the program has guards"
+    nodes = list(part.guard_program.graph.nodes)
+    reduced = [node for node in nodes if _is_reduction(node, states)]
+    (results,) = next(node for node in nodes if node.op == "output").args
+    rest = list(_between(reduced, results))
+    if not all(_is_known(node, twins, reduced) for node in rest):
+        return None
+    slots = {slot.node: slot for slot in part.inputs}
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    if any(slots[str(node.target)].kind not in (InputKind.INPUT, InputKind.BUFFER) for node in inputs):
+        return None
+    of_part, of_whole = fx.Graph(), fx.Graph()
+    copies = {node: of_part.placeholder(node.name) for node in inputs}
+    for node in _between(inputs, reduced):
+        copies[node] = copy_node(of_part, node, copies.__getitem__)
+    of_part.output(tuple(copies[node] for node in reduced))
+    copies = {node: of_whole.placeholder(node.name) for node in reduced}
+    parts = of_whole.placeholder("parts")
+    for node in rest:
+        copies[node] = copy_node(of_whole, node, copies.__getitem__)
+        if _numbers(node) != _numbers(twins[node]):
+            with of_whole.inserting_before(copies[node]):
+                copies[node].update_arg(0, of_whole.call_function(aten.div.Tensor, (copies[node].args[0], parts)))
+    of_whole.output(tuple(copies[node] for node in results))
+    module = part.guard_program
+    return Branches(
+        fx.GraphModule(module, of_part),
+        tuple(_REDUCTIONS[node.target] for node in reduced),
+        fx.GraphModule(module, of_whole),
+        tuple(guard.value for guard in part.guards),
+        tuple((str(slots[str(node.target)].kind.value), slots[str(node.target)].name) for node in inputs),
+    )
+
+
+def _is_reduction(node: fx.Node, states: Mapping[fx.Node, Sequence[State]]) -> bool:
+    if node.target not in _REDUCTIONS or node.meta["val"].dim() or len(node.all_input_nodes) != 1:
+        return False
+    state = states[node.all_input_nodes[0]][0]
+    return isinstance(state, Split) and not state.exponent
+
+
+def _is_known(node: fx.Node, twins: Mapping[fx.Node, fx.Node], reduced: Sequence[fx.Node]) -> bool:
+    """Whether a call on reduced values is that of the batch, or compares a sum with a number that counts the batch."""
+    if node.op != "call_function" or not node.all_input_nodes:
+        return False
+    ours, theirs = _numbers(node), _numbers(twins[node])
+    if ours == theirs:
+        return True
+    is_sum = node.args[0] in reduced and node.args[0].target is aten.sum.default  # type: ignore[union-attr]
+    return node.target in _COMPARISONS and is_sum and theirs == [2 * number for number in ours]
+
+
+def _numbers(node: fx.Node) -> list[Any]:
+    return [value for value in (*node.args, *node.kwargs.values()) if isinstance(value, int | float)]
+
+
+def _between(first: Sequence[fx.Node], last: Sequence[fx.Node]) -> Iterator[fx.Node]:
+    """The nodes from which `last` are computed, in the order of the graph, up to `first`."""
+    found, waiting = set[fx.Node](), list(last)
+    while waiting:
+        node = waiting.pop()
+        if node not in found and node not in first:
+            found.add(node)
+            waiting += node.all_input_nodes
+    return iter(sorted(found))

@@ -1,0 +1,67 @@
+"""Places of samples in a batch: `x[arange(len(x)), y]` reads of each sample its own values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from passes.verification.batch_states import Place, Same, Split, State
+
+aten = torch.ops.aten
+
+COUNTS = (aten.arange.default, aten.arange.start, aten.arange.start_step)
+READS_AT = (aten.index.Tensor, aten._unsafe_index.Tensor)
+WRITES_AT = (aten.index_put.default, aten._unsafe_index_put.default)
+_FROM_ZERO = (("start", 0), ("step", 1))
+
+
+def counts_from_zero(node: fx.Node) -> bool:
+    """Whether a call counts 0, 1, 2, ..."""
+    return node.target in COUNTS and all(argument(node, name) in (None, default) for name, default in _FROM_ZERO)
+
+
+def _is_beside(state: State, dim: int) -> bool:
+    """Whether a value is the same for all parts, or has its samples along a dim."""
+    return state == Same() or state == Split(dim)
+
+
+def read_at_places(node: fx.Node, states: Mapping[fx.Node, Sequence[State]]) -> State | None:
+    """The state of a result that reads or writes each sample at its own place; None where it may be another's."""
+    source, indices = node.args[:2]
+    assert isinstance(source, fx.Node)
+    assert isinstance(indices, Sequence)
+    (state,) = states[source]
+    given = {dim: index for dim, index in enumerate(indices) if isinstance(index, fx.Node)}
+    values = {dim: index.meta["val"] for dim, index in given.items()}
+    if not isinstance(state, Split) or any(value.dtype in (torch.bool, torch.uint8) for value in values.values()):
+        return None
+    place = states[given[state.dim]][0] if state.dim in given else None
+    if not isinstance(place, Place) or place.size != source.meta["val"].shape[state.dim]:
+        return None
+    width = max(value.dim() for value in values.values())
+    sample = width - values[state.dim].dim() + place.dim
+    others = [(states[index][0], width - values[dim].dim()) for dim, index in given.items() if dim != state.dim]
+    if not all(_is_beside(other, sample - missing) for other, missing in others):
+        return None
+    first, last = min(given), max(given)
+    chosen = sample + (first if last - first == len(given) - 1 else 0)
+    if node.target in READS_AT:
+        return Split(chosen, state.exponent)
+    written = node.args[2]
+    assert isinstance(written, fx.Node)
+    missing = source.meta["val"].dim() - len(given) + width - written.meta["val"].dim()
+    is_alike = not state.exponent and _is_beside(states[written][0], chosen - missing)
+    return state if is_alike else None
+
+
+def argument(node: fx.Node, name: str) -> Any:
+    """An argument of a call by its name in the schema, None where there is none."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    for position, argument in enumerate(node.target._schema.arguments):
+        if argument.name == name:
+            return node.args[position] if position < len(node.args) else node.kwargs.get(name, argument.default_value)
+    return None

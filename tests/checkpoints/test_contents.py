@@ -1,0 +1,168 @@
+"""Checkpoints of a stranger run no code, and end in one error that leaves the model as it was."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+
+from autoshard import CheckpointError, Checkpoints
+from autoshard.checkpoints.manifest import PICKLED, Manifest, sums_of
+from autoshard.checkpoints.values import Slot
+from tests.checkpoints.hostile import RunsCode, edit_manifest, edit_table, replace
+
+
+def saved(folder: Path) -> Path:
+    torch.manual_seed(0)
+    Checkpoints(folder, asynchronous=False).save(nn.Linear(3, 2), at=1)
+    return folder / "step-1"
+
+
+def refused(folder: Path, words: str, **options: Any) -> None:
+    """One CheckpointError; the model is as before."""
+    model = nn.Linear(3, 2)
+    before = {name: item.clone() for name, item in model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=words):
+        Checkpoints(folder, **options).load(model)
+    assert all(torch.equal(item, before[name]) for name, item in model.state_dict().items())
+
+
+def test_nothing_is_pickled(tmp_path: Path) -> None:
+    """No file is a pickle or an archive with one in it; the tensors lie as their bytes."""
+    folder = saved(tmp_path)
+    for path in folder.iterdir():
+        data = path.read_bytes()
+        assert b"data.pkl" not in data
+        with pytest.raises((pickle.UnpicklingError, EOFError, ValueError, KeyError, IndexError, AttributeError)):
+            pickle.loads(data)
+    assert sorted(path.name for path in folder.iterdir()) == ["__0_0.distcp", "checkpoint.json", "metadata.json"]
+
+
+def test_code_in_a_checkpoint_does_not_run(tmp_path: Path) -> None:
+    """In a table of an earlier release, which is pickled, and in each file of this one."""
+    for name in (".metadata", "metadata.json", "__0_0.distcp"):
+        folder = saved(tmp_path / name)
+        replace(folder, name, pickle.dumps(RunsCode(tmp_path / "ran")))
+        if name != ".metadata":
+            refused(folder.parent, "no table of contents|names bytes that no file")
+        else:
+            assert Checkpoints(folder.parent).load(nn.Linear(3, 2)) == 1
+            edit_manifest(folder, lambda body: body.update(version=PICKLED))
+            refused(folder.parent, r"earlier release, as pickles.*trust_pickle=True")
+        assert not (tmp_path / "ran").exists()
+
+
+def piece(table: dict[str, Any]) -> dict[str, Any]:
+    return table["tensors"]["model.weight"]["pieces"][0]
+
+
+TABLES: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a file outside": lambda table: piece(table)["extent"].update(file="../../secret"),
+    "an absolute file": lambda table: piece(table)["extent"].update(file="/etc/passwd"),
+    "a start before the file": lambda table: piece(table)["extent"].update(start=-1),
+    "bytes behind the file": lambda table: piece(table)["extent"].update(start=10**12),
+    "too few bytes": lambda table: piece(table)["extent"].update(length=4),
+    "a piece outside its tensor": lambda table: piece(table).update(offset=[1, 0]),
+    "a piece before its tensor": lambda table: piece(table).update(offset=[-1, 0]),
+    "another rank": lambda table: piece(table).update(offset=[0]),
+    "no pieces": lambda table: table["tensors"]["model.weight"].update(pieces=[]),
+    "an unknown type": lambda table: table["tensors"]["model.weight"].update(dtype="load"),
+    "a wider type": lambda table: table["tensors"]["model.weight"].update(dtype="float64"),
+    "no tensors": lambda table: table.pop("tensors"),
+    "a list": lambda table: table.update(tensors=[]),
+    "a text for a number": lambda table: piece(table)["extent"].update(start="0"),
+    "a huge tensor": lambda table: table["tensors"]["model.weight"].update(shape=[10**15, 10**15]),
+}
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_tables_that_lie(tmp_path: Path, name: str) -> None:
+    """About where tensors are, and what they are."""
+    folder = saved(tmp_path)
+    edit_table(folder, TABLES[name])
+    refused(tmp_path, r"metadata\.json is damaged, or Checkpoints did not write it")
+
+
+MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "a file outside": lambda body: body["files"].update({"../x": {"bytes": 0, "crc32": []}}),
+    "too few checksums": lambda body: body["files"]["metadata.json"].update(crc32=[]),
+    "no table": lambda body: body["files"].pop("metadata.json"),
+    "files in a list": lambda body: body.update(files=[]),
+    "a step that is no number": lambda body: body.update(step="1"),
+    "no ranks": lambda body: body.pop("ranks"),
+    "a later version": lambda body: body.update(version=3),
+    "no version": lambda body: body.pop("version"),
+    "a version in a list": lambda body: body.update(version=[[]]),
+}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_manifests_that_lie(tmp_path: Path, name: str) -> None:
+    """About the files, and about themselves."""
+    edit_manifest(saved(tmp_path), MANIFESTS[name])
+    refused(tmp_path, r"does not hold what Checkpoints writes|names no metadata.json|has version=")
+
+
+@pytest.mark.parametrize("name", ["checkpoint.json", "metadata.json", "__0_0.distcp"])
+@pytest.mark.parametrize("text", [b"[" * 200_000, b'{"a":' * 200_000, b"9" * 10_000, b"\xff\xfe", b""])
+def test_texts_without_end(tmp_path: Path, name: str, text: bytes) -> None:
+    """Deep, long and empty ones are one error each."""
+    folder = saved(tmp_path)
+    if name == "checkpoint.json":
+        (folder / name).write_bytes(text)
+    else:
+        replace(folder, name, text)
+    refused(tmp_path, "damaged|names bytes|failed")
+
+
+def test_a_state_of_another_kind_is_refused(tmp_path: Path) -> None:
+    """The bytes of a state are no state."""
+    folder = saved(tmp_path)
+    extent = json.loads((folder / "metadata.json").read_text())["states"]["state:model"]
+    data = bytearray((folder / "__0_0.distcp").read_bytes())
+    data[extent["start"] : extent["start"] + extent["length"]] = b"[" * extent["length"]
+    replace(folder, "__0_0.distcp", bytes(data))
+    refused(tmp_path, r"Loading .*step-1 failed")
+
+
+def pickled(folder: Path, model: nn.Module) -> None:
+    """A checkpoint as an earlier release wrote it."""
+    rest = {name: Slot(f"model.{name}", is_sharded=False) for name in model.state_dict()}
+    random = {"torch": torch.get_rng_state().numpy().tobytes(), "python": None, "numpy": None, "accelerator": None}
+    import random as generators
+
+    import numpy as np
+
+    random.update(python=generators.getstate(), numpy=np.random.get_state())
+    parts = {"state:model": rest, "state:progress": {"step": 4, "seeds": None}, "state:random@0": random}
+    state = {f"model.{name}": item for name, item in model.state_dict().items()}
+    state |= {name: pickle.dumps(part) for name, part in parts.items()}
+    dcp.save(
+        state,
+        storage_writer=FileSystemWriter(folder),
+        planner=DefaultSavePlanner(flatten_state_dict=False),
+        no_dist=True,
+    )
+    files = {path.name: sums_of(path.read_bytes()) for path in folder.iterdir()}
+    Manifest(4, 1, "", files, PICKLED).write(folder)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_earlier_release_is_read_on_request(tmp_path: Path) -> None:
+    """Its files are pickles; what is saved after them is not."""
+    model = nn.Linear(3, 2)
+    pickled(tmp_path / "step-4", model)
+    refused(tmp_path, r"step-4 was written by an earlier release, as pickles.*Checkpoints\(..., trust_pickle=True\)")
+    fresh, checkpoints = nn.Linear(3, 2), Checkpoints(tmp_path, asynchronous=False, trust_pickle=True)
+    assert checkpoints.load(fresh) == 4
+    assert torch.equal(fresh.weight, model.weight)
+    checkpoints.save(fresh, at=5)
+    assert Checkpoints(tmp_path).load(nn.Linear(3, 2)) == 5

@@ -1,0 +1,164 @@
+"""States as JSON: whatever plain values hold comes back, and nothing that is read runs code."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+from collections import OrderedDict, deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoshard import CheckpointError
+from autoshard.checkpoints.values import Count, Slot, packed, unpacked
+from tests.checkpoints.hostile import RunsCode
+
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False)
+    | st.text()
+    | st.binary()
+    | st.complex_numbers(allow_nan=False),
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(st.text() | st.integers() | st.booleans(), inner)
+        | st.dictionaries(st.text(), inner).map(OrderedDict)
+    ),
+    max_leaves=12,
+)
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal, of the same kinds and in the same order."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return same(list(one.items()), list(other.items()))
+    if isinstance(one, list | tuple | deque):
+        return len(one) == len(other) and all(map(same, one, other))
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    return bool(one == other)
+
+
+@given(PLAIN)
+def test_plain_values_come_back(value: Any) -> None:
+    """Of the same kinds, in the same order, exact to the bit."""
+    assert same(unpacked(packed(value)), value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        random.getstate(),
+        np.random.get_state(),
+        np.random.default_rng(0).bit_generator.state,
+        {"kinds": {np.dtype("i4").type(3), np.float64(0.1)}},
+        [Slot("model.weight", is_sharded=True), Count(3.0, torch.float32, torch.Size([]))],
+        [torch.bfloat16, torch.Size([2, 3]), torch.device("cpu"), {1, 2}, frozenset({"a"}), bytearray(b"x")],
+        deque([1, 2], maxlen=3),
+        [float("inf"), -float("inf"), -0.0, 2**53, -(2**63), 2**64, 10**40],
+        {(1, "a"): 1, None: 2, 3: 3},
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_states_of_libraries_come_back(value: Any) -> None:
+    """Generators of Python and NumPy, torch's own kinds, and numbers that JSON has no text for."""
+    assert same(unpacked(packed(value)), value)
+
+
+def test_nan_comes_back() -> None:
+    """It equals nothing, itself included."""
+    assert np.isnan(unpacked(packed([float("nan")]))[0])
+
+
+def test_sparse_tensors_come_back() -> None:
+    """Through `weights_only`."""
+    assert torch.equal(unpacked(packed(torch.eye(3).to_sparse())).to_dense(), torch.eye(3))
+
+
+def test_text_is_json() -> None:
+    """Anyone can read it."""
+    assert json.loads(packed({"a": [1, (2.5, None)]})) == {"dict": {"a": [1, {"tuple": [2.5, None]}]}}
+
+
+class Own:
+    """A class of a user."""
+
+
+@pytest.mark.parametrize("value", [Own(), len, lambda: 0, {"a": [Own]}, os.system])
+def test_what_only_pickle_writes_is_refused(value: Any) -> None:
+    """By the name of its class, with two ways out."""
+    with pytest.raises(CheckpointError, match=r"only pickle reads.*add_safe_globals\(\["):
+        packed(value)
+
+
+def test_classes_that_the_user_allows() -> None:
+    """As `torch.load(weights_only=True)` takes them."""
+    own = Own()
+    own.number = 3  # type: ignore[attr-defined]
+    with torch.serialization.safe_globals([Own]):
+        assert unpacked(packed({"own": own}))["own"].number == 3
+
+
+def test_a_state_that_holds_itself_is_refused() -> None:
+    """It has no end."""
+    state: list[Any] = []
+    state.append(state)
+    with pytest.raises(CheckpointError, match="holds itself"):
+        packed(state)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        b"[" * 100_000,
+        b'{"tuple":' * 100_000,
+        b"\xff",
+        b'{"unknown":1}',
+        b"{}",
+        b'{"tuple":[],"set":[]}',
+        b'{"tuple":3}',
+        b'{"int":5}',
+        b'{"slot":["a"]}',
+        b'{"slot":[1,2]}',
+        b'{"dtype":"load"}',
+        b'{"dtype":"float32.x"}',
+        b'{"array":["O",[1],"AAAAAAAAAAA="]}',
+        b'{"array":["|O",[1],"AAAAAAAAAAA="]}',
+        b'{"array":["f4",[9],""]}',
+        b'{"bytes":"?"}',
+        b'{"set":[[]]}',
+        b'{"size":["a"]}',
+        b'{"torch":"AAAA"}',
+        b"NaN",
+        b"1" * 100,
+    ],
+    ids=lambda text: text[:20].decode(errors="replace"),
+)
+def test_other_texts_are_refused(text: bytes) -> None:
+    """With one kind of error."""
+    with pytest.raises(ValueError, match=r"."):
+        unpacked(text)
+
+
+def test_a_pickle_within_runs_no_code(tmp_path: Path) -> None:
+    """What `torch.save` wrote of somebody else is read by `weights_only`."""
+    import base64
+    import io
+
+    file = io.BytesIO()
+    torch.save(RunsCode(tmp_path / "ran"), file)
+    text = json.dumps({"torch": base64.b64encode(file.getvalue()).decode()}).encode()
+    with pytest.raises(ValueError, match="no state that Checkpoints wrote"):
+        unpacked(text)
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,133 @@
+"""Uses of a backward from some of several outputs."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers
+
+
+class _TwoLosses(nn.Module):
+    """A body with two heads, whose losses are outputs beside the body's own result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.main, self.aux = nn.Linear(8, 16), nn.Linear(16, 4), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.body(x).tanh()
+        return {"main": self.main(h).square().mean(), "aux": self.aux(h).square().mean(), "h": h}
+
+
+class _Infinite(_TwoLosses):
+    """Its auxiliary loss has an infinite derivative."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.body(x).tanh()
+        return {"main": self.main(h).square().mean(), "aux": ((h - h.detach()) * self.aux.weight[0]).sum().sqrt()}
+
+
+class _Steps(_TwoLosses):
+    """Its auxiliary loss is zero wherever it has a derivative: gradients that are zeros, not None."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.body(x).tanh()
+        return {"main": self.main(h).square().mean(), "aux": self.aux(h).round().mean()}
+
+
+def _inputs() -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randn(8, 8)
+
+
+def _gradients(model: nn.Module) -> list[float]:
+    """Which parameters have a gradient, and these gradients."""
+    found = [parameter.grad for parameter in model.parameters()]
+    return [*(float(grad is not None) for grad in found), *numbers(*(grad for grad in found if grad is not None))]
+
+
+def _train(compile: Compile, order: str) -> Numbers:
+    model = compile(_TwoLosses(), example_inputs=(_inputs(),))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, weight_decay=0.1)
+    for name in order.split():
+        optimizer.zero_grad()
+        model(_inputs())[name].sum().backward()
+        optimizer.step()
+    return numbers(*model.parameters())
+
+
+def alternating_losses(compile: Compile) -> Numbers:
+    """AdamW leaves the head alone whose turn it is not."""
+    return _train(compile, "main main aux main main aux")
+
+
+def one_head_alone(compile: Compile) -> Numbers:
+    """The auxiliary head is never trained, nor decayed."""
+    return _train(compile, "main main main")
+
+
+def hidden_result(compile: Compile) -> Numbers:
+    """A loss of an output that is no loss, now and then."""
+    return _train(compile, "h main h")
+
+
+def gradients_of_each(compile: Compile) -> Numbers:
+    """Gradients, or None, after a backward from each output, and from all."""
+    model, found = compile(_TwoLosses()), []
+    for names in (("main",), ("aux",), ("h",), ("main", "h"), ("main", "aux", "h")):
+        model.zero_grad()
+        outputs = model(_inputs())
+        torch.stack([outputs[name].sum() for name in names]).sum().backward()
+        found += _gradients(model)
+    return found
+
+
+def infinite_derivative_beside(compile: Compile) -> Numbers:
+    """A loss whose derivative is infinite does not spoil another loss's gradients."""
+    model = compile(_Infinite())
+    model(_inputs())["main"].backward()
+    return _gradients(model)
+
+
+def zeros_are_not_none(compile: Compile) -> Numbers:
+    """A loss that reaches parameters by a derivative of zero gives zeros."""
+    model, found = compile(_Steps()), []
+    for name in ("main", "aux"):
+        model.zero_grad()
+        model(_inputs())[name].backward()
+        found += _gradients(model)
+    return found
+
+
+def two_backwards_in_turn(compile: Compile) -> Numbers:
+    """One graph, a backward from each loss, gradients added up."""
+    model = compile(_TwoLosses())
+    outputs = model(_inputs())
+    outputs["aux"].backward(retain_graph=True)
+    found = _gradients(model)
+    outputs["main"].backward()
+    return found + _gradients(model)
+
+
+def penalty_of_one_loss(compile: Compile) -> Numbers:
+    """A gradient penalty of one loss leaves the other head's gradients None."""
+    model, x = compile(_TwoLosses()), _inputs().requires_grad_()
+    (gradient,) = torch.autograd.grad(model(x)["main"], x, create_graph=True)
+    gradient.square().sum().backward()
+    return _gradients(model)
+
+
+USES = (
+    Use("alternating losses under AdamW", alternating_losses),
+    Use("alternating losses under AdamW, on two ranks", alternating_losses, processes=True),
+    Use("an auxiliary head that is not trained", one_head_alone),
+    Use("a loss of a hidden result now and then", hidden_result),
+    Use("gradients of each of three outputs", gradients_of_each),
+    Use("gradients of each of three outputs, on two ranks", gradients_of_each, processes=True),
+    Use("an infinite derivative of the other loss", infinite_derivative_beside),
+    Use("zeros are no None", zeros_are_not_none),
+    Use("two backwards in turn", two_backwards_in_turn),
+    Use("a gradient penalty of one of two losses", penalty_of_one_loss),
+)
