@@ -90,7 +90,7 @@ class ShardedModule(OfModel, HasWeights):
         self._staged = staged
         self._placed: dict[str, PartitionSpec] = {}
         self._last: Executable | None = None
-        self._members: Members | None = None
+        self._members: Members | None = Members(model)
         self._notes: set[str] = set()
         self.results = Results(model)
         self.model_weights = Weights(model, engine, compiler)
@@ -102,6 +102,8 @@ class ShardedModule(OfModel, HasWeights):
     def members(self) -> Members:
         """Modules, parameters and buffers of the model as they are now."""
         if self._members is None or not self._members.are_unchanged():
+            if self._members is not None:
+                self._members.refuse_assigned_data()
             self._members = Members(self._original[0])
         return self._members
 

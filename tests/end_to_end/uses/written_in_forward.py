@@ -97,6 +97,15 @@ def moved_between_calls(move: Move) -> Callable[[Compile], Numbers]:
     return script
 
 
+def moved_model(compile: Compile) -> Numbers:
+    """The compiled model is sent to the device where it is, which sets or swaps its parameters."""
+    compiled = compile(_Momentum(lambda kept, new: None))
+    inputs = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    first = compiled(inputs)
+    compiled.to("cpu").float()
+    return numbers(first, compiled(inputs))
+
+
 def bounded_table(compile: Compile) -> Numbers:
     """A table whose rows are scaled down to a norm where they are looked up."""
     torch.manual_seed(0)
@@ -118,6 +127,14 @@ USES = (
     Use("a momentum buffer, on two ranks", trained(_Buffered, _set_data), processes=True),
     Use("an encoder moved between calls", moved_between_calls(_set_data)),
     Use("an encoder moved between calls in place, on two ranks", moved_between_calls(_write), processes=True),
+    Use("data in place between calls, on two ranks", moved_between_calls(_write_data), processes=True),
+    Use(
+        "data set between calls, on two ranks",
+        moved_between_calls(_set_data),
+        processes=True,
+        refused=".data of key.weight was set.*Write in place",
+    ),
+    Use("a model sent to its device, on two ranks", moved_model, processes=True),
     Use("data of another shape", trained(_Buffered, _transpose_data), refused="a program keeps shapes"),
     Use("a table of bounded rows", bounded_table, refused="in place in forward"),
 )
