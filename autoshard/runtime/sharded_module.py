@@ -170,11 +170,6 @@ class ShardedModule(OfModel, HasWeights):
         """All but the programs, which are compiled anew where the module is loaded."""
         return {**self.__dict__, "_known": KnownPrograms(self._known.most), "_last": None, "_members": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """See `nn.Module`; random numbers go on from where they were."""
-        super().__setstate__(state)
-        self.seeds.load(self.seeds.state())
-
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self._original[0]._save_to_state_dict(destination, prefix, keep_vars)
         if self.seeds.count or may_draw(self._original[0]):
@@ -479,8 +474,8 @@ class ShardedModule(OfModel, HasWeights):
     def _renew_seeds(self) -> None:
         if self.seeds.is_outdated:
             self.agreement.settle()
-            self._engine.agree(lambda: {"torch.initial_seed()": str(torch.initial_seed())})
-            self.seeds.restart()
+            self._engine.agree(lambda: {"torch.initial_seed()": self.seeds.describe()})
+            self.seeds.renew()
 
 
 def _seed_among(executable: Executable, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
