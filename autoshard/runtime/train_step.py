@@ -114,6 +114,10 @@ class TrainStep(HasWeights):
     @torch.compiler.disable(reason="autoshard has compiled the step: leave fullgraph=True out")
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One step on a global batch; returns the global loss, a scalar without gradient."""
+        with self.sharded.agreement.one_thread:
+            return self._step(args, kwargs)
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         members = self.sharded.members()
         if isinstance(self._traced, StagedStep):
             self._refuse_gradients(members)

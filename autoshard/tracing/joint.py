@@ -24,6 +24,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from autoshard.errors import TraceError
 from autoshard.ir.program import InputKind
+from autoshard.tracing.assigned_data import WriteAssignedData
 from autoshard.tracing.attributes import keep_scalars, keeping_attributes
 from autoshard.tracing.bounded import bound_sizes
 from autoshard.tracing.caches import emptying_caches
@@ -35,7 +36,7 @@ from autoshard.tracing.precision import Casts, cast_parameters, check_unchanged,
 from autoshard.tracing.provenance import ProvenanceMode
 from autoshard.tracing.python_use import Accesses
 from autoshard.tracing.random_numbers import number_random_operators, refusing_seeds
-from autoshard.tracing.reach import reached_inputs
+from autoshard.tracing.reach import own_gradients, reached_inputs
 from autoshard.tracing.recurrent import computing_packed_sequences
 from autoshard.tracing.semantic import keep_operators_whole
 from autoshard.tracing.symbolic_counts import SymbolicCounts, UnboundedSizeError, new_environment
@@ -134,6 +135,7 @@ class FlatModule(nn.Module):
             stack.enter_context(stateless._reparametrize_module(model, after, tie_weights=True))
             stack.enter_context(self._provenance.follow_modules())
             stack.enter_context(self._provenance)
+            stack.enter_context(WriteAssignedData())
             stack.enter_context(self.accesses.recording())
             value = self._options.call(model, args, kwargs)
             found = kept()
@@ -145,6 +147,7 @@ class FlatModule(nn.Module):
         pairs = zip(self.result.indices, outputs, strict=True)
         self.result.detached = tuple(index for index, output in pairs if not output.requires_grad)
         self.result.reached = reached_inputs(outputs, flat)
+        self.result.own_gradients = own_gradients(outputs)
         outputs = outputs if casts is None else [widen_scalar(output) for output in outputs]
         self._guard_comparisons()
         guarded = [tensor.detach().clone() for tensor in self.reads.tensors]

@@ -62,6 +62,7 @@ def trace(
     derivatives: Sequence[Derivative] = (),
     loss_only: bool = False,
     forward_only: bool = False,
+    as_compiled: bool = False,
     whole_experts: bool = True,
 ) -> Program:
     """Trace a call of a model, and its backward, into a program with global shapes.
@@ -89,6 +90,8 @@ def trace(
         loss_only: the program returns the first floating scalar of the model's outputs, and nothing that only the
             others need is in it.
         forward_only: the program has no backward, while the model runs as it does where gradients are wanted.
+        as_compiled: `torch.compiler.is_compiling()` is true for the model's code. Without, it is if the model cannot be
+            traced otherwise.
         whole_experts: layers of experts of transformers' models are one operator each (`tracing.experts`); else what
             their implementation calls.
 
@@ -111,6 +114,7 @@ def trace(
         model_call = GradientCall.of(model_call, derivatives)
     options = TraceOptions(grad=grad, all_tangents=all_tangents, call=model_call, casts=casts, seed=seed, device=device)
     options = replace(options, keeps_gradients=update is None, whole_experts=whole_experts, forward_only=forward_only)
+    options = replace(options, as_compiled=as_compiled)
     before, generators = python_state(model), host_generators()
     with watching_hooks(model) as hooks:
         joint = _capture(model, call, options, values)
