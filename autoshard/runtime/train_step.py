@@ -111,6 +111,7 @@ class TrainStep(HasWeights):
         """The plan of the step's program, or None before the first call."""
         return self.sharded.plan
 
+    @torch.compiler.disable(reason="autoshard has compiled the step: leave fullgraph=True out")
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One step on a global batch; returns the global loss, a scalar without gradient."""
         with self.sharded.agreement.one_thread:

@@ -23,6 +23,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from autoshard.errors import NotAvailableError, TraceError
 from autoshard.ir.derivative import Derivative
 from autoshard.ir.program import Program
+from autoshard.ir.under_trace import under_trace
 from autoshard.ir.update import Update
 from autoshard.tracing.assemble import assemble_program
 from autoshard.tracing.attributes import kept_note
@@ -140,7 +141,7 @@ def _capture(model: nn.Module, call: Call, options: TraceOptions, values: LendVa
         if failures and not rung.helps_with(failures[-1][1]):
             continue
         try:
-            with _unreported(), values(model) if rung.needs_values else contextlib.nullcontext():
+            with _unreported(), under_trace(), values(model) if rung.needs_values else contextlib.nullcontext():
                 return rung.capture(model, call, options)
         except (TraceError, NotAvailableError):
             raise
