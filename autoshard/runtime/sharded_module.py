@@ -95,7 +95,7 @@ class ShardedModule(OfModel, HasWeights):
         self.results = Results(model)
         self.model_weights = Weights(model, engine, compiler)
         self.seeds = SeedSequence()
-        self.agreement = StepAgreement(engine.control if engine.mesh.size > 1 else None, check)
+        self.agreement = StepAgreement(engine.control, check)
         self.training = model.training
         self._become(model)
 

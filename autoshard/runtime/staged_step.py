@@ -68,7 +68,6 @@ class StagedStep:
         self._messages = messages
         self._state = TracedState(optimizer, sharded.engine, max_grad_norm)
         self._loaded = PerProgram[_Loaded]()
-        sharded.agreement.watches_members = messages.rank is None
 
     def clip_to(self, max_grad_norm: float | None) -> None:
         """Clip gradients to this norm from the next step on."""
