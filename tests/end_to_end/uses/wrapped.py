@@ -129,7 +129,23 @@ def _wrap_a_part(model: nn.Module) -> nn.Module:
     return model
 
 
+def backward_of_a_step(compile: Compile) -> Numbers:
+    """A loop that kept its `loss.backward()`, scaled for accumulation, beside a whole step."""
+    model, inputs = _model()
+    loss = compile(Outer(model), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))(inputs)
+    if compile is not one_device:
+        (loss / 4).backward()
+    return numbers(loss)
+
+
 USES = (
+    Use("backward of a step's loss", backward_of_a_step, refused="the step has run the backward already"),
+    Use(
+        "backward of a step's loss, on two ranks",
+        backward_of_a_step,
+        refused="the step has run the backward already",
+        processes=True,
+    ),
     Use("torch.compile of the compiled", torch_compile),
     Use("torch.compile of the compiled, on two ranks", torch_compile, processes=True),
     Use("compiled.compile()", torch_compile_in_place),
