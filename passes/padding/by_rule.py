@@ -23,7 +23,7 @@ from autoshard.ir.spec import Reduction
 from autoshard.rules.notation import BoundRule, Dims
 from autoshard.rules.registry import bound_rule
 from autoshard.tracing.bounded import ROWWISE, runs_as_it_is
-from passes.padding.contents import Content, constant, content_of_call, content_of_type, either
+from passes.padding.contents import Content, constant, content_of_call, content_of_type, either, is_masked, masked_sum
 from passes.padding.padded_calls import PaddedCall, Results
 from passes.padding.padded_values import CLEAN, Dim, PaddedValue, Place, ReachedError, Region, is_padded_part
 
@@ -161,7 +161,7 @@ class _Ruled:
             fills = self.bound.padding[factor]
             known = [index for index, dims in enumerate(self.bound.inputs) if _has(dims, factor)]
             reduction = self.bound.reduce.get(factor)
-            if not known or not all(_changes_nothing(reduction, fills[i], found[i], clean[i]) for i in known):
+            if not known or not all(changes_nothing(reduction, fills[i], found[i], clean[i]) for i in known):
                 return False
         return True
 
@@ -206,6 +206,8 @@ class _Ruled:
             if not is_pointwise and self._has_zero_addends(result, region, subsets):
                 return constant(0)
             found = [self._operands(result, region, labels) for labels in subsets]
+            if mask := self._added_mask(found):
+                return masked_sum(mask)
             together = [combine(items) for items in zip(*found, strict=True)]
             return _made(self.call, index, together, [self._is_clean(result, region, i) for i in range(len(together))])
 
@@ -216,6 +218,15 @@ class _Ruled:
         wanted = {self._label(self.bound.outputs[result], place) for place in region}
         value, dims = self.call.operands[operand], self.bound.inputs[operand]
         return not any(self._label(dims, place) in wanted for place in value.places)
+
+    def _added_mask(self, found: Sequence[Sequence[Content]]) -> Content | None:
+        """The mask that a product of ordinary numbers is added to."""
+        if len(self.bound.added) != 1 or self.call.node.kwargs:
+            return None
+        (added,) = self.bound.added
+        others = [item for contents in found for index, item in enumerate(contents) if index != added]
+        is_mask = is_masked(found[0][added]) and all(item.is_finite for item in others)
+        return found[0][added] if is_mask else None
 
     def _has_zero_addends(self, result: int, region: Region, subsets: Sequence[frozenset[Label]]) -> bool:
         """Whether the results are zero: linear in operands that are, and nothing is added."""
@@ -268,7 +279,8 @@ def _assign(parts: dict[str, Dim], factors: tuple[str, ...], dim: Dim, sizes: Ma
     parts[factor] = ((size, size),)
 
 
-def _changes_nothing(reduction: Reduction | None, fill: Any, padding: Content, clean: Content) -> bool:
+def changes_nothing(reduction: Reduction | None, fill: Any, padding: Content, clean: Content) -> bool:
+    """Whether a reduction of clean elements is the same beside what padding holds."""
     if reduction is Reduction.MAX:
         return padding.high <= _least(clean)
     if reduction is Reduction.MIN:

@@ -24,8 +24,8 @@ aten = torch.ops.aten
 _EXACT = 2.0**53
 """Whole numbers below it are floats exactly."""
 
-_HUGE = 1e9
-"""A score that is so much below zero has no weight in a softmax. Masks that are added hold -1e9, or less."""
+_MASKED = -5e3
+"""Scores below it have no weight in a softmax: masks that are added hold -1e4 or less, other scores are ordinary."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +86,14 @@ def either(contents: Iterable[Content]) -> Content:
     )
 
 
-def is_masked(content: Content, dtype: torch.dtype) -> bool:
+def is_masked(content: Content) -> bool:
     """Whether scores in it have no weight in a softmax: -inf, the least number of their type, -1e9."""
-    return dtype.is_floating_point and content.high <= max(-_HUGE, torch.finfo(dtype).min)
+    return content.high <= _MASKED
+
+
+def masked_sum(mask: Content) -> Content:
+    """The sum of a mask without weight and ordinary scores."""
+    return Content(-math.inf, 0.9 * mask.high, mask.is_finite)
 
 
 def content_of_call(node: fx.Node, operands: Sequence[Content], *, are_clean: Sequence[bool] = ()) -> Content:
@@ -116,7 +121,7 @@ def _dtype_of(node: fx.Node) -> torch.dtype | None:
 
 def _from_range(found: Range, *, is_finite: bool) -> Content:
     is_infinity = found.low == found.high and math.isinf(found.low)
-    return Content(found.low, found.high, not is_infinity and (is_finite or found.is_finite))
+    return Content(found.low, found.high, is_finite and not is_infinity)
 
 
 # Known numbers are computed.
@@ -186,12 +191,13 @@ def _are_boolean(node: fx.Node) -> bool:
 
 def _sum(node: fx.Node, operands: Sequence[Content]) -> Content | None:
     """Beside a score of ordinary size, the number that a mask adds decides."""
-    if len(node.args) > 2 or node.kwargs:
+    dtype = _dtype_of(node)
+    if len(node.args) > 2 or node.kwargs or dtype is None or not dtype.is_floating_point:
         return None
     one, other = _arguments(node, operands)
     for number, beside in ((one, other), (other, one)):
-        if number.is_constant and number.low <= -_HUGE and beside.is_finite and not beside.is_constant:
-            return Content(-math.inf, number.low / 2, number.is_finite)
+        if is_masked(number) and beside.is_finite and not is_masked(beside):
+            return masked_sum(number)
     return None
 
 
@@ -242,9 +248,15 @@ def _convert(node: fx.Node, operands: Sequence[Content]) -> Content | None:
         return constant(torch.full((), x.low, dtype=torch.float64).to(dtype).item())
     if dtype == torch.bool:
         return constant(1) if x.is_finite and (x.low > 0 or x.high < 0) else None
-    limits = torch.finfo(dtype) if dtype.is_floating_point else torch.iinfo(dtype)
-    fits = dtype.is_floating_point or x.lies_in(limits.min, limits.max)
-    return x if fits and x.is_finite else None
+    if dtype.is_floating_point:
+        return x
+    limits = torch.iinfo(dtype)
+    return x if x.is_finite and x.lies_in(limits.min, limits.max) else None
+
+
+def _made_finite(node: fx.Node, operands: Sequence[Content]) -> Content | None:
+    found = _range_of(node, operands)
+    return Content(found.low, found.high, is_finite=True) if found.is_finite else None
 
 
 _FUNCTIONS: Mapping[Any, _Function] = {
@@ -264,6 +276,7 @@ _FUNCTIONS: Mapping[Any, _Function] = {
     aten.ne: _differs,
     **dict.fromkeys((aten.all, aten.any), _of_booleans),
     aten._to_copy: _convert,
+    aten.nan_to_num: _made_finite,
 }
 """By the name of an operator; None leaves it to `_bound`."""
 
@@ -277,15 +290,22 @@ def _combine(node: fx.Node, operands: Sequence[Content], dtype: torch.dtype) -> 
 
 
 def _bound(node: fx.Node, operands: Sequence[Content], are_clean: Sequence[bool], dtype: torch.dtype) -> Content:
-    found = range_of_call(node, [Range(item.low, item.high) for item in operands])
-    is_finite = all(item.is_finite for item in operands) and _stays_finite(node, operands, are_clean)
-    if dtype.is_floating_point:
-        return _from_range(found, is_finite=is_finite)
-    if found.is_finite and is_finite:
-        whole = range_of_type(dtype)
-        if whole.low <= found.low and found.high <= whole.high:
-            return _from_range(found, is_finite=True)
-    return content_of_type(dtype)
+    if not dtype.is_floating_point:
+        return _bound_whole(node, operands, dtype)
+    if not all(item.is_finite for item in operands):
+        return UNKNOWN
+    found = _range_of(node, operands)
+    return _from_range(found, is_finite=_stays_finite(node, operands, are_clean) or found.is_finite)
+
+
+def _bound_whole(node: fx.Node, operands: Sequence[Content], dtype: torch.dtype) -> Content:
+    found, whole = _range_of(node, operands), range_of_type(dtype)
+    fits = whole.low <= found.low and found.high <= whole.high and all(item.is_finite for item in operands)
+    return Content(found.low, found.high, is_finite=True) if fits else content_of_type(dtype)
+
+
+def _range_of(node: fx.Node, operands: Sequence[Content]) -> Range:
+    return range_of_call(node, [Range(item.low, item.high) for item in operands])
 
 
 def _positive(node: fx.Node, operands: Sequence[Content]) -> bool:

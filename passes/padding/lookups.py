@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from passes.padding.by_rule import by_rule
+from autoshard.ir.spec import Reduction
+from passes.padding.by_rule import by_rule, changes_nothing
 from passes.padding.contents import Content, either
 from passes.padding.padded_calls import PaddedCall, Results, padded_call
 from passes.padding.padded_values import CLEAN, Dim, PaddedValue, ReachedError, Region
@@ -168,8 +169,8 @@ def _extremes(call: PaddedCall) -> Results:
         return by_rule(call)
     part = x.plain_part(dim)
     clean, padding = x.content(CLEAN), x.content({(dim, 0)})
-    is_greatest = call.target in (aten.argmax.default, aten.max.dim)
-    if not (padding.high <= clean.low if is_greatest else padding.low >= clean.high):
+    reduction = Reduction.MAX if call.target in (aten.argmax.default, aten.max.dim) else Reduction.MIN
+    if not changes_nothing(reduction, None, padding, clean):
         raise ReachedError("takes padding into its result")
     keepdim = call.argument(2, "keepdim", False)
     dims = (*x.dims[:dim], *([((1, 1),)] if keepdim else []), *x.dims[dim + 1 :])

@@ -30,14 +30,13 @@ def _softmax(call: PaddedCall) -> Results:
     if not x.is_padded or not x.is_dim_padded(dim):
         return by_rule(call)
     along = _places_in(x, dim)
-    _check_masked(call, x, along)
-    dtype = call.dtypes()[0]
+    _check_masked(x, along)
 
     def content(region: Region) -> Content:
-        is_finite = x.content(region - along).is_finite
+        is_finite = region <= along or x.content(region - along).is_finite
         if call.target in _LOGARITHMS:
             return Content(-math.inf, 0, is_finite and not region & along)
-        if region & along and is_masked(x.content(region), dtype) and is_finite:
+        if region & along and is_masked(x.content(region)) and is_finite:
             return constant(0)
         return Content(0, 1, is_finite)
 
@@ -48,10 +47,9 @@ def _places_in(x: PaddedValue, dim: int) -> frozenset[Place]:
     return frozenset(place for place in x.places if place[0] == dim)
 
 
-def _check_masked(call: PaddedCall, x: PaddedValue, along: frozenset[Place]) -> None:
-    dtype = call.dtypes()[0]
+def _check_masked(x: PaddedValue, along: frozenset[Place]) -> None:
     for region, content in x.contents.items():
-        if region and region <= along and not is_masked(content, dtype):
+        if region and region <= along and not is_masked(content):
             raise ReachedError("weighs padding, whose scores are not masked (-inf)")
 
 
@@ -64,14 +62,14 @@ def _log_sum_exp(call: PaddedCall) -> Results:
     along = frozenset(place for place in x.places if place[0] in removed)
     if not along:
         return by_rule(call)
-    _check_masked(call, x, along)
+    _check_masked(x, along)
     keepdim = call.argument(2, "keepdim", False)
     kept = [dim for dim in range(len(x.dims)) if dim not in removed or keepdim]
     dims: list[Dim] = [((1, 1),) if dim in removed else x.dims[dim] for dim in kept]
 
     def content(region: Region) -> Content:
         found = x.content((kept[dim], part) for dim, part in region)
-        return Content(-math.inf, math.inf, found.is_finite)
+        return Content(-math.inf, math.inf, not region or found.is_finite)
 
     return (PaddedValue.of(dims, content),)
 
@@ -112,7 +110,7 @@ def _check_mask(call: PaddedCall, mask: PaddedValue | None) -> None:
     mask.plain_part(place[0])
     dtype = call.node.args[3].meta["val"].dtype  # type: ignore[union-attr]
     content = mask.content({place})
-    if not (content.is_zero if dtype == torch.bool else is_masked(content, dtype)):
+    if not (content.is_zero if dtype == torch.bool else is_masked(content)):
         raise ReachedError("attends to padding, which its mask does not leave out")
 
 
