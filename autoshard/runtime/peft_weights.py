@@ -204,7 +204,7 @@ def _not_written(adapter: str, config: Any) -> WeightsError:
     kind = getattr(config.peft_type, "value", config.peft_type)
     return WeightsError(
         f"The adapter {adapter!r} is of the type {kind}, of which peft computes what it writes, from whole tensors. "
-        "With sharded.whole_parameters(): on every rank, call model.save_pretrained(path, is_main_process=rank == 0)."
+        "Inside `with sharded.whole_parameters()`, call model.save_pretrained(path, is_main_process=rank == 0) on all."
     )
 
 
