@@ -15,13 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Required, Self, TypedDict, Unpack
 
-import networkx
-
 from cost_models import constants
 from cost_models.constants import Constant, HardwareFile
 from cost_models.device import Device, MatmulCurve, device, device_numbers, read_device
 from cost_models.errors import HardwareFileError, TopologyError, UnknownHardwareError
-from cost_models.graph import build_graph
 from cost_models.topology import SWITCHED, GroupLinks, Layout, Link, MeasuredCollective, Protocol, Wiring, group_links
 
 __all__ = ["Cluster", "Device", "MatmulCurve", "NodeParts", "NodeType", "assemble_node", "device", "node_type"]
@@ -249,22 +246,11 @@ class Cluster:
         total = self.node.host_memory_bytes
         return None if total is None else total / self.devices_per_node
 
-    def axis_links(self, mesh_axes: Mapping[str, int]) -> dict[str, GroupLinks]:
-        """For each mesh axis, the links that a group along it uses. Raises TopologyError if the mesh is too large."""
-        return {axis: self.group_links(mesh_axes, (axis,)) for axis in mesh_axes}
-
     def group_links(self, mesh_axes: Mapping[str, int], axes: tuple[str, ...]) -> GroupLinks:
         """The links that a group over several axes jointly uses (a reshard over ("data", "model"))."""
         shape, node = tuple(mesh_axes.items()), self.node
         places = (self.nodes, self.devices_per_node, node.intra, node.inter, node.wiring, node.devices_per_node)
         return group_links(shape, axes, *places)
-
-    def topology(self) -> networkx.Graph:
-        """Devices, switches, network cards, pods and spine as a graph; see `cost_models.graph.build_graph`."""
-        node = self.node
-        return build_graph(
-            self.nodes, self.devices_per_node, node.intra, node.inter, node.wiring, node.devices_per_node
-        )
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

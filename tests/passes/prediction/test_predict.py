@@ -20,7 +20,6 @@ from autoshard.planner import Planner
 from autoshard.tracing import trace
 from cost_models.hardware import Cluster
 from cost_models.intervals import Uncertainty
-from cost_models.schedules import simulate_pipeline
 from cost_models.stages import Pipeline, StageTimes
 from cost_models.streams import Overlap
 from passes.pipeline import plan_program, planning_problem
@@ -30,6 +29,7 @@ from passes.planning.constraints import allowed_options
 from passes.planning.search import Search
 from passes.prediction import predict as predict_module
 from passes.prediction.predict import BUFFERS, FORECAST, HOST, SLOWED, Runtime, predict, trace_of
+from tests.cost_models.simulated_pipelines import simulate_pipeline
 from tests.ir.test_trace import check_trace_events
 from tests.passes.blocks import blocks_program, h100s
 from tests.passes.prediction.test_segment_step import drawn_choice
