@@ -36,8 +36,6 @@ from cost_models.intervals import (
     KERNELS,
     RECIPES,
     Uncertainty,
-    conformal,
-    keep_step_time_uncertainty,
 )
 from cost_models.step import StepModel, fitted
 from passes.recipes.pipeline_stages import Stage
@@ -50,6 +48,7 @@ from tests.benchmarks.accuracy_metrics import attainable, bias, mape, regret, re
 from tests.benchmarks.published_runs import Row, cluster_of, is_16_bit, model_shape, read_rows, recipe_of
 from tests.benchmarks.section_table import SectionTable
 from tests.benchmarks.step_fit import FITTED, Runs, fit_all, leave_one_out
+from tests.benchmarks.uncertainty import conformal, keep_step_time_uncertainty
 
 RUNTIME = Path(constants.__file__).parent / "data" / "runtime"
 GIB = 2**30
