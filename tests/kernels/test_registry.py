@@ -58,8 +58,6 @@ def _calls(device: str, dtype: torch.dtype = torch.float32) -> list[tuple[torch.
             (x(4, 6), statistic(4), statistic(4), target, target > 1, target > 2, -0.9, 0.1),
         ),
         (autoshard.dropout.default, (rows, seed, 0.5, 1, [0, 0, 0], [2, 4, 6])),
-        (autoshard.quantise.default, (x(5, 6), torch.float8_e4m3fn, 4)),
-        (autoshard.dequantise_sum.default, (x(2, 6).to(torch.int8), statistic(2, 2), dtype, 4)),
         (aten.embedding.default, (x(5, 6), target, 1)),
         (aten.embedding_dense_backward.default, (x(4, 6), target, 5, 1, False)),
         (aten._grouped_mm.default, (half(16, 8), half(2, 8, 16), torch.tensor([3, 16], device=device).int())),
@@ -71,7 +69,7 @@ def _describe(results: Tensor | tuple[Tensor | None, ...]) -> list[tuple[object,
     return [None if x is None else (x.shape, x.dtype, x.stride()) for x in results]
 
 
-@pytest.mark.parametrize("index", range(20))
+@pytest.mark.parametrize("index", range(18))
 def test_replacement_gives_the_operators_results(index: int) -> None:
     """On meta tensors a replacement gives its operator's shapes, dtypes and strides."""
     operator, arguments = _calls("meta")[index]
@@ -80,7 +78,7 @@ def test_replacement_gives_the_operators_results(index: int) -> None:
     assert _describe(kernel.replacement(*arguments)) == _describe(operator(*arguments))
 
 
-@pytest.mark.parametrize("index", range(20))
+@pytest.mark.parametrize("index", range(18))
 def test_replacement_takes_the_operators_arguments(index: int) -> None:
     """A replacement's schema names the operator's arguments in the same order."""
     operator, _ = _calls("meta")[index]
@@ -90,7 +88,7 @@ def test_replacement_takes_the_operators_arguments(index: int) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs through the interpreter")
-@pytest.mark.parametrize("index", range(20))
+@pytest.mark.parametrize("index", range(18))
 def test_opcheck(index: int) -> None:
     """Schema, real run and fake run of each replacement agree."""
     operator, arguments = _calls("cpu")[index]
