@@ -10,6 +10,7 @@ be exchanged: `node_type("h100_sxm").with_network("roce_v2", bytes_per_s_per_dev
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -21,7 +22,17 @@ from cost_models.device import Device, MatmulCurve, device, device_numbers, read
 from cost_models.errors import HardwareFileError, TopologyError, UnknownHardwareError
 from cost_models.topology import SWITCHED, GroupLinks, Layout, Link, MeasuredCollective, Protocol, Wiring, group_links
 
-__all__ = ["Cluster", "Device", "MatmulCurve", "NodeParts", "NodeType", "assemble_node", "device", "node_type"]
+__all__ = [
+    "Cluster",
+    "Device",
+    "MatmulCurve",
+    "NodeParts",
+    "NodeType",
+    "assemble_node",
+    "device",
+    "node_of_driver",
+    "node_type",
+]
 
 MAX_DEVICES = 2**20
 """Devices of the largest cluster: ten times the largest that trained a model, and what can still be listed."""
@@ -286,6 +297,27 @@ def node_type(name: str) -> NodeType:
         if key in file.texts:
             file = file.overlay(constants.load(folder, file.text(key)), prefix)
     return _node(file, device(file.text("device")))
+
+
+def node_of_driver(device_name: str) -> str:
+    """The node type that devices of a driver's name are found in; the longest `driver_name` that is part of it counts.
+
+    Raises:
+        UnknownHardwareError: the name has no such part; names those known.
+
+    Example:
+        >>> node_of_driver("NVIDIA H100 80GB HBM3"), node_of_driver("NVIDIA H100 PCIe")
+        ('h100_sxm', 'h100_pcie')
+    """
+    texts = [constants.load("nodes", name).texts for name in constants.names("nodes")]
+    known = {found["driver_name"]: found["name"] for found in texts if "driver_name" in found}
+    fitting = [part for part in known if re.search(rf"\b{re.escape(part)}\b", device_name)]
+    if not fitting:
+        raise UnknownHardwareError(
+            f"No hardware file describes {device_name!r}; there are {', '.join(sorted(known))}. "
+            "Add `driver_name` to its file in cost_models/data/nodes."
+        )
+    return known[max(fitting, key=len)]
 
 
 def _node(file: HardwareFile, unit: Device) -> NodeType:
