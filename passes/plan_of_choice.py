@@ -68,14 +68,12 @@ def lowered_plan(
     memory = exact_memory(planning, choice)
     if not options.with_kernels:
         plan = replace(plan, predicted=replace(UNKNOWN, memory_breakdown=memory_at_peak(memory)))
-        walked, phased = None, None
-        if options.runtime.overlap is None:
-            walked, phased = _walked(planning, plan, choice, cluster, options)
-        predicted = predict(planning, choice, options.runtime, memory=memory, walked=walked, record=True)
+        walked, phased = _walked(planning, plan, choice, cluster, options)
+        predicted = predict(planning, choice, dispatch=options.dispatch, memory=memory, walked=walked, record=True)
         return LoweredPlan(replace(plan, predicted=predicted), None if planning.elided.sites else phased)
-    plan = replace(plan, predicted=predict(planning, choice, options.runtime, memory=memory, record=True))
+    plan = replace(plan, predicted=predict(planning, choice, dispatch=options.dispatch, memory=memory, record=True))
     kernels = kernels_of(plan, planning.space.program, cluster, planning.elided.site_counts())
-    predicted = predict(planning, choice, options.runtime, kernels, memory=memory, record=True)
+    predicted = predict(planning, choice, kernels, dispatch=options.dispatch, memory=memory, record=True)
     kernels = replace(kernels, breakdown_without=plan.predicted.breakdown)
     return LoweredPlan(replace(plan, predicted=replace(predicted, kernels=kernels)))
 

@@ -22,7 +22,6 @@ from passes.lower_program import lower_program
 from passes.memory.lowered_memory import peak_bytes
 from passes.pipeline import planning_problem
 from passes.plan_of_choice import plan_of_choice
-from passes.prediction.predict import TODAY
 from passes.prediction.walk_program import walk_program
 from passes.questions.explain import PlanAlternatives
 from passes.recomputation.plan_before import solution_of
@@ -114,7 +113,7 @@ def check_price(plan: Plan, cluster: Cluster) -> None:
     of_specs = plan_of_choice(same.planning, same.solution.choice, same.solution.cost, None, cluster, options).predicted
     phased = lower_program(asked.program, plan, cluster, micro_batches=plan.micro_batches)
     walked = walk_program(phased, NodePrices(cluster, plan.mesh), micro_batches=plan.micro_batches)
-    times = simulate_streams(walked.segments, overlap_of(cluster), dispatch_s=cluster.device.dispatch(TODAY.dispatch))
+    times = simulate_streams(walked.segments, overlap_of(cluster), dispatch_s=cluster.device.dispatch("eager"))
     for seconds in (of_specs.step_time_s, times.total_s):
         assert seconds == pytest.approx(plan.predicted.step_time_s, rel=1e-6)
     for size in (of_specs.peak_memory_bytes, peak_bytes(phased, micro_batches=plan.micro_batches)):
