@@ -43,18 +43,6 @@ class LoweredPlan:
     phased: PhasedProgram | None = None
 
 
-def plan_of_choice(
-    planning: PlanningProblem,
-    choice: Sequence[int],
-    objective: float,
-    lower_bound: float | None,
-    cluster: Cluster,
-    options: PlanOptions,
-) -> Plan:
-    """The plan that a choice of one option per variable of `planning` stands for; `objective` in seconds."""
-    return lowered_plan(planning, choice, objective, lower_bound, cluster, options).plan
-
-
 def lowered_plan(
     planning: PlanningProblem,
     choice: Sequence[int],
@@ -63,7 +51,10 @@ def lowered_plan(
     cluster: Cluster,
     options: PlanOptions,
 ) -> LoweredPlan:
-    """`plan_of_choice`, with the program that it was predicted from."""
+    """The plan of a choice of one option per variable of `planning`, and the program that it is predicted from.
+
+    `objective` is in seconds.
+    """
     plan = _plan_of_operators(planning, choice, objective, lower_bound, cluster, options)
     memory = exact_memory(planning, choice)
     if not options.with_kernels:

@@ -11,7 +11,7 @@ from torch import nn
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from passes.expand_plan import expand_plan, match_nodes
-from passes.plan_of_choice import plan_of_choice
+from passes.plan_of_choice import lowered_plan
 from passes.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.exact_memory import exact_peak
@@ -82,7 +82,7 @@ def test_the_short_program_recomputes_and_offloads_what_the_whole_one_does(
 
 
 def _plan(running: PlanningProblem, choice: Sequence[int], again: Again) -> Plan:
-    plan = plan_of_choice(running, choice, 0.0, None, running.prices.cluster, PlanOptions())
+    plan = lowered_plan(running, choice, 0.0, None, running.prices.cluster, PlanOptions()).plan
     recompute = dataclasses.replace(plan.recompute, nodes=again.recomputed)
     return dataclasses.replace(
         plan, recompute=recompute, offload=dataclasses.replace(plan.offload, nodes=again.offloaded)
