@@ -292,7 +292,8 @@ class Plan:
         if self.formulas is None:
             raise FormulaError(
                 f"formula({name!r}) counts on the model's graph, and this plan has no model at hand: it is from a "
-                "file, or from `compile` or another process. Call autoshard.plan or autoshard.price with the model."
+                "file, has stages, or is from `compile` or another process. Call autoshard.plan or autoshard.price "
+                "with the model, and a mesh without an axis 'pipeline'."
             )
         return self.formulas.formula(self, name, dims=dims, fixed=fixed, even=even)
 
@@ -352,7 +353,8 @@ class Plan:
         if self.alternatives is None:
             raise NotAvailableError(
                 f"{question} searches again, and this plan has no model at hand: it is from a file, prices a "
-                "recipe, or `compile` made it. Call autoshard.plan with the model."
+                "recipe, has stages, or `compile` made it. Call autoshard.plan with the model, and a mesh without an "
+                "axis 'pipeline'."
             )
         return self.alternatives
 
