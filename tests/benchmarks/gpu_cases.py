@@ -48,7 +48,7 @@ from autoshard.kernels.triton_split_cross_entropy import (
     triton_split_cross_entropy_backward,
 )
 from cost_models.work import MatmulShape
-from tests.benchmarks.gpu_attention_cases import attention, packed_attention
+from tests.benchmarks.gpu_attention_cases import attention
 from tests.benchmarks.gpu_case import CLASSES, HEADS, HIDDEN, INNER, SIZE, TOKENS, Case, bytes_of, draw, form
 from tests.benchmarks.gpu_liger import Liger
 
@@ -396,4 +396,3 @@ def cases() -> Iterator[Case]:
     for size in (64, 128):
         for length in (2048, 8192, 32768):
             yield from attention(size, length)
-    yield from packed_attention()
