@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,7 +29,7 @@ class Deep(nn.Module):
     def __init__(self, blocks: Sequence[nn.Module | None]) -> None:
         super().__init__()
         self.body = nn.Module()
-        self.body.layers = nn.ModuleList(blocks)
+        self.body.layers = nn.ModuleList(blocks)  # type: ignore[arg-type]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.body.layers:  # type: ignore[union-attr]
@@ -91,4 +92,5 @@ def test_places_without_a_block_are_alike() -> None:
     short = shorten(Deep(blocks))
     (found,) = short.lists
     assert (found.kinds, found.kept) == ((0, 1, 1, 1, 0, 1, 1, 1, 1), (0, 1, 2, 4))
-    assert [layer is None for layer in short.model.body.layers] == [True, False, False, True]
+    body: Any = short.model.body
+    assert [layer is None for layer in body.layers] == [True, False, False, True]
