@@ -47,7 +47,7 @@ from autoshard.runtime.own_code import whole_parameters
 from autoshard.runtime.parameters import lent_parameters, outlined_parameters, refuse_new_parameters
 from autoshard.runtime.results import Results
 from autoshard.runtime.seeds import SeedSequence
-from autoshard.runtime.signature import FlatCall, describe_call, key_of
+from autoshard.runtime.signature import FlatCall, check_devices, describe_call, key_of
 from autoshard.runtime.staged_forward import StagedForward
 from autoshard.runtime.state import extra_state_of, lay_out_state, may_draw, take_seeds, write_seeds
 from autoshard.runtime.step_agreement import Check, StepAgreement, facts_to_compile
@@ -278,6 +278,8 @@ class ShardedModule(OfModel, HasWeights):
         """
         grad = self._wants_grad(call, members)
         key = key_of(call, members, grad=grad, updates=update is not None)
+        if runs:
+            check_devices(call.tensors, self._engine.device, {})
         self.agreement.enter(key, call.tensors if runs else {}, lambda: self._describe(call, grad))
         executable = self._known.find(key, lambda known: self._serves(known, call, update))
         self.agreement.post(executable, self.seeds)
@@ -448,6 +450,7 @@ class ShardedModule(OfModel, HasWeights):
         """What the program takes, in order, once the ranks agreed on the call."""
         assert self._members is not None, "the call's program is found"
         given, parameters = call.tensors, self._members.parameters
+        check_devices(given, self._engine.device, executable.traced_devices)
         result = []
         for kind, name in executable.input_names:
             if kind is InputKind.PARAMETER:

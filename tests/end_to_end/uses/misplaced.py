@@ -1,4 +1,4 @@
-"""Uses of other wrappers around what is compiled, and within it."""
+"""Uses of compiled modules where they do not belong: within other wrappers, on inputs elsewhere, after a step."""
 
 from __future__ import annotations
 
@@ -129,6 +129,22 @@ def _wrap_a_part(model: nn.Module) -> nn.Module:
     return model
 
 
+def input_on_meta(compile: Compile) -> Numbers:
+    """An input that was made for planning alone."""
+    model, inputs = _model()
+    compiled = compile(model)
+    compiled(inputs)
+    return numbers(compiled(inputs.to("meta") if compile is not one_device else inputs))
+
+
+def target_on_meta(compile: Compile) -> Numbers:
+    """A target of a step that has no values."""
+    model, inputs = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = compile(model, optimizer=optimizer, loss_fn=nn.functional.mse_loss)
+    return numbers(step(inputs, torch.ones(8, 2, device="cpu" if compile is one_device else "meta")))
+
+
 def backward_of_a_step(compile: Compile) -> Numbers:
     """A loop that kept its `loss.backward()`, scaled for accumulation, beside a whole step."""
     model, inputs = _model()
@@ -139,6 +155,10 @@ def backward_of_a_step(compile: Compile) -> Numbers:
 
 
 USES = (
+    Use("an input on meta", input_on_meta, refused=r"input:0 .* is on device='meta'"),
+    Use("an input on meta, on two ranks", input_on_meta, refused=r"input:0 .* is on device='meta'", processes=True),
+    Use("a target on meta", target_on_meta, refused=r"input:1 .* is on device='meta'"),
+    Use("a target on meta, on two ranks", target_on_meta, refused=r"input:1 .* is on device='meta'", processes=True),
     Use("backward of a step's loss", backward_of_a_step, refused="the step has run the backward already"),
     Use(
         "backward of a step's loss, on two ranks",
