@@ -44,7 +44,7 @@ from autoshard.runtime.lengths import Lengths, PaddingProof
 from autoshard.runtime.members import Members
 from autoshard.runtime.of_model import OfModel
 from autoshard.runtime.own_code import whole_parameters
-from autoshard.runtime.parameters import lent_parameters, outlined_parameters, refuse_new_parameters
+from autoshard.runtime.parameters import gather_buffers, lent_parameters, outlined_parameters, refuse_new_parameters
 from autoshard.runtime.results import Results
 from autoshard.runtime.seeds import SeedSequence
 from autoshard.runtime.signature import FlatCall, check_devices, describe_call, key_of
@@ -104,6 +104,7 @@ class ShardedModule(OfModel, HasWeights):
         if self._members is None or not self._members.are_unchanged():
             if self._members is not None:
                 self._members.refuse_assigned_data()
+            gather_buffers(self._original[0])
             self._members = Members(self._original[0])
         return self._members
 
