@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -26,30 +27,38 @@ class Piece:
         local: its part, or the whole.
         place: dims of the device mesh that the tensor is cut along, and this rank's index there: ranks with equal
             places hold equal pieces. Empty where every rank holds the whole.
-        copies: how many ranks hold it.
     """
 
     local: torch.Tensor
     place: tuple[tuple[int, int], ...]
-    copies: int
 
 
-def piece_of(tensor: torch.Tensor, ranks: int) -> Piece:
-    """What this rank holds of a tensor, of which a plain one is the same on all so many `ranks`."""
+def piece_of(tensor: torch.Tensor) -> Piece:
+    """What this rank holds of a tensor, of which a plain one is the same on all ranks."""
     if not isinstance(tensor, DTensor):
-        return Piece(tensor, (), ranks)
-    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+        return Piece(tensor, ())
+    coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "this process is on the mesh"
-    cut = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
-    copies = mesh.size()
-    for dim in cut:
-        copies //= mesh.size(dim)
-    return Piece(local_of(tensor), tuple((dim, coordinate[dim]) for dim in cut if mesh.size(dim) > 1), copies)
+    return Piece(local_of(tensor), tuple((dim, coordinate[dim]) for dim in _cut_dims(tensor)))
 
 
-def facts_of(named: Iterable[tuple[str, torch.Tensor]], ranks: int) -> Facts:
+def copies_of(tensor: torch.Tensor, ranks: int) -> int:
+    """How many of `ranks` hold the same piece of a tensor; a plain one is the same on all.
+
+    An input lies alike on the ranks of every stage of a pipeline: `ranks` are those of all stages.
+    """
+    parts = [tensor.device_mesh.size(dim) for dim in _cut_dims(tensor)] if isinstance(tensor, DTensor) else []
+    return ranks // math.prod(parts)
+
+
+def _cut_dims(tensor: DTensor) -> list[int]:
+    mesh = tensor.device_mesh
+    return [dim for dim, item in enumerate(tensor.placements) if not item.is_replicate() and mesh.size(dim) > 1]
+
+
+def facts_of(named: Iterable[tuple[str, torch.Tensor]]) -> Facts:
     """The digest of each piece, for the ranks that hold it, by the name of its tensor."""
-    pieces = ((name, piece_of(tensor, ranks)) for name, tensor in named if not is_elsewhere(tensor))
+    pieces = ((name, piece_of(tensor)) for name, tensor in named if not is_elsewhere(tensor))
     return {Held(name, str(piece.place)): digest_of(piece.local) for name, piece in pieces}
 
 

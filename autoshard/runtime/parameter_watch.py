@@ -13,8 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.runtime.agreement import Facts, Held
 from autoshard.runtime.digests import bytes_of, digest_of_bytes, digest_of_words, words_of
-from autoshard.runtime.held import facts_of, piece_of
+from autoshard.runtime.held import WHOLE, copies_of, facts_of, piece_of
 from autoshard.runtime.known_layouts import local_of
+from autoshard.runtime.stage_meshes import is_elsewhere
 
 SAMPLE = "values of parameters and buffers"
 
@@ -29,11 +30,12 @@ class ParameterWatch:
     """Over tensors as they lie from now on.
 
     In-place changes are seen in torch's version counters. Writes that these do not show (through `.data`) are seen by
-    the values of a few elements of a few tensors at a time, where another rank holds the same piece.
+    the values of a few elements of a few tensors at a time, where another rank holds the same piece. A parameter that
+    the ranks of another stage hold has a version too, as a change in place is a line that all ranks run.
 
     Args:
         named: parameters and buffers.
-        ranks: how many hold the buffers.
+        ranks: how many there are, those of every stage of a pipeline.
     """
 
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]], ranks: int) -> None:
@@ -61,9 +63,10 @@ class ParameterWatch:
         if not self._groups:
             return {}
         place, rows = self._groups[turn % len(self._groups)]
+        step = self._step(turn)
+        place = f"{place} from {step}"  # stages may have other numbers of groups
         if not rows[0].is_on_host:
             return {Held(SAMPLE, place): digest_of_words(words_of(self._elements_at(turn)[1]))}
-        step = self._step(turn)
         return {Held(SAMPLE, place): digest_of_bytes(row.memory(step) for row in rows)}
 
     def elements(self, turn: int) -> dict[str, list[float]]:
@@ -82,11 +85,15 @@ class ParameterWatch:
         """What says which tensors differ: every piece's digest, and how often those that nobody shares were changed."""
         names = [name for name, tensor in self._named if not tensor.is_inference()]
         changed = {
-            f"in-place changes of {name} between two calls": str(count)
+            Held(f"in-place changes of {name} between two calls", WHOLE): str(count)
             for name, tensor, count in zip(names, self._counted, self._changes, strict=True)
-            if piece_of(tensor, self._ranks).copies == 1
+            if is_elsewhere(tensor) or self._copies(tensor) == 1
         }
-        return {**facts_of(self._named, self._ranks), **changed}
+        return {**facts_of(self._named), **changed}
+
+    def _copies(self, tensor: torch.Tensor) -> int:
+        """How many ranks hold the same piece: of a parameter, ranks of one stage."""
+        return copies_of(tensor, tensor.device_mesh.size() if isinstance(tensor, DTensor) else self._ranks)
 
     def _read_versions(self) -> list[int]:
         return [*map(_version_of, self._counted)]
@@ -105,12 +112,16 @@ class ParameterWatch:
         """Tensors that other ranks hold too, a few at a time, all at one place, of one device and type."""
         found: dict[tuple, list[_Row]] = {}
         for _, tensor in self._named:
-            piece = piece_of(tensor, self._ranks)
-            if piece.copies > 1 and piece.local.numel() and piece.local.is_contiguous() and not tensor.is_meta:
-                found.setdefault((piece.place, tensor.device, tensor.dtype), []).append(_Row(tensor))
-        for (place, *_), rows in found.items():
+            if is_elsewhere(tensor) or self._copies(tensor) == 1:
+                continue
+            piece, stage = piece_of(tensor), -1
+            if isinstance(tensor, DTensor) and tensor.device_mesh.size() < self._ranks:
+                stage = int(tensor.device_mesh.mesh.min())
+            if piece.local.numel() and piece.local.is_contiguous() and not tensor.is_meta:
+                found.setdefault((piece.place, stage, tensor.device, tensor.dtype), []).append(_Row(tensor))
+        for (place, stage, *_), rows in found.items():
             for start in range(0, len(rows), _AT_ONCE):
-                yield str(place), rows[start : start + _AT_ONCE]
+                yield f"{place} of stage {stage}, {start}", rows[start : start + _AT_ONCE]
 
 
 class _Row:

@@ -8,7 +8,7 @@ of such a graph, which torch's functional collectives can then run.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, cast
 
@@ -91,14 +91,18 @@ class ProcessGroups:
             )
         return self.name(group)
 
+    def new(self, members: Sequence[int], axis: str) -> dist.ProcessGroup:
+        """A group of ranks of the mesh, in their order, with the backend of an axis; made by all ranks together."""
+        backend = dist.get_backend(self._device_mesh.get_group(axis))
+        return _new_group([self._ranks[member] for member in members], self._timeout, backend)
+
     def _group(self, name: str) -> dist.ProcessGroup:
         axes = group_axes(name)
         if name in self.mesh.axis_names:
             return self._device_mesh.get_group(name)
-        backend = dist.get_backend(self._device_mesh.get_group(axes[0]))
         mine: dist.ProcessGroup | None = None
         for members in self.mesh.groups(*axes):
-            group = _new_group([self._ranks[member] for member in members], self._timeout, backend)
+            group = self.new(members, axes[0])
             if self.rank in members:
                 mine = group
         assert mine is not None, f"rank {self.rank} is in no group along {axes}"

@@ -90,18 +90,20 @@ class ShardedModule(OfModel, HasWeights):
         self._staged = staged
         self._placed: dict[str, PartitionSpec] = {}
         self._last: Executable | None = None
-        self._members: Members | None = None
+        self._members: Members | None = Members(model)
         self._notes: set[str] = set()
         self.results = Results(model)
         self.model_weights = Weights(model, engine, compiler)
         self.seeds = SeedSequence()
-        self.agreement = StepAgreement(engine.control if engine.mesh.size > 1 else None, check)
+        self.agreement = StepAgreement(engine.control, check)
         self.training = model.training
         self._become(model)
 
     def members(self) -> Members:
         """Modules, parameters and buffers of the model as they are now."""
         if self._members is None or not self._members.are_unchanged():
+            if self._members is not None:
+                self._members.refuse_assigned_data()
             self._members = Members(self._original[0])
         return self._members
 
@@ -168,11 +170,6 @@ class ShardedModule(OfModel, HasWeights):
         """All but the programs, which are compiled anew where the module is loaded."""
         return {**self.__dict__, "_known": KnownPrograms(self._known.most), "_last": None, "_members": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """See `nn.Module`; random numbers go on from where they were."""
-        super().__setstate__(state)
-        self.seeds.load(self.seeds.state())
-
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self._original[0]._save_to_state_dict(destination, prefix, keep_vars)
         if self.seeds.count or may_draw(self._original[0]):
@@ -193,11 +190,13 @@ class ShardedModule(OfModel, HasWeights):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled program; arguments and result are the model's own, with global shapes."""
-        return self._run(FlatCall.of(args, kwargs, self._outputs))
+        with self.agreement.one_thread:
+            return self._run(FlatCall.of(args, kwargs, self._outputs))
 
     def run_for_loss(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """As a call that hands out the loss alone."""
-        return self._run(FlatCall.of(args, kwargs, Outputs.LOSS))
+        with self.agreement.one_thread:
+            return self._run(FlatCall.of(args, kwargs, Outputs.LOSS))
 
     def _run(self, call: FlatCall) -> Any:
         executable, call = self._find_padded(call, self.members())
@@ -254,7 +253,8 @@ class ShardedModule(OfModel, HasWeights):
         return self._compile_for(FlatCall.of(args, kwargs, Outputs.LOSS))
 
     def _compile_for(self, call: FlatCall) -> Plan | None:
-        executable, _ = self._find_padded(call, self.members(), runs=False)
+        with self.agreement.one_thread:
+            executable, _ = self._find_padded(call, self.members(), runs=False)
         return executable.compiled.plan
 
     def _wants_grad(self, call: FlatCall, members: Members) -> bool:
@@ -474,8 +474,8 @@ class ShardedModule(OfModel, HasWeights):
     def _renew_seeds(self) -> None:
         if self.seeds.is_outdated:
             self.agreement.settle()
-            self._engine.agree(lambda: {"torch.initial_seed()": str(torch.initial_seed())})
-            self.seeds.restart()
+            self._engine.agree(lambda: {"torch.initial_seed()": self.seeds.describe()})
+            self.seeds.renew()
 
 
 def _seed_among(executable: Executable, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:

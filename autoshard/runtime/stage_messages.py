@@ -179,10 +179,10 @@ class MessagesBetweenRanks:
         """The group of this process's coordinates for messages from one pipeline rank to another."""
         mine = None
         for column in self._mesh.groups(PIPELINE_AXIS):
-            ranks = [self._ranks[column[maker]], self._ranks[column[reader]]]
-            group = dist.new_group(sorted(ranks), backend=dist.get_backend(self._pipeline))
+            pair = column[maker], column[reader]
+            group = self._groups.new(sorted(pair), PIPELINE_AXIS)
             if self._ranks[column[self.rank]] == dist.get_rank():
-                mine = group, *ranks
+                mine = group, *(self._ranks[member] for member in pair)
         return mine
 
     def begin(self, table: CrossingTable, weights: Sequence[float]) -> None:

@@ -3,9 +3,9 @@
 Ranks that went on with other inputs or hyperparameters would compute, without a word, what no device computes. At each
 call, before the first collective of its program:
 
-1. Each rank sends `LENGTH` numbers: digests of the call, the program, the hyperparameters and the seed, of a bounded
-   sample of the inputs, of which parameters were changed in place since the last call, and of a few elements of a few
-   of the parameters and buffers, others each time.
+1. Each rank sends `LENGTH` numbers: digests of the call, the program, the hyperparameters and the seed, of the sum of
+   the inputs and a bounded sample of them, of which parameters were changed in place since the last call, and of a few
+   elements of a few of the parameters and buffers, others each time.
 2. While these are under way, the rank gathers what the program takes.
 3. Where numbers differ that should not, all ranks tell each other the facts behind them, and raise one error.
 
@@ -21,7 +21,7 @@ import logging
 import re
 from array import array
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache, partial
@@ -35,7 +35,7 @@ from autoshard.ir.mesh import Mesh
 from autoshard.runtime.agreement import ControlGroup, Facts, Held
 from autoshard.runtime.digests import combine, digest_of_samples, digest_of_text, hex_of
 from autoshard.runtime.executable import Executable
-from autoshard.runtime.held import WHOLE, facts_of, named_tensors, piece_of
+from autoshard.runtime.held import WHOLE, copies_of, facts_of, named_tensors, piece_of
 from autoshard.runtime.late_numbers import BEFORE, LateNumbers
 from autoshard.runtime.parameter_watch import SAMPLE, ParameterWatch
 from autoshard.runtime.seeds import SeedSequence
@@ -98,18 +98,18 @@ class StepAgreement:
     """What a module's ranks compare at its calls; nothing where one process runs alone.
 
     Args:
-        control: the ranks, or None where this process runs alone.
+        control: the ranks of the whole run, those of every stage of a pipeline; None where this process runs alone.
         check: when they compare.
 
-    `describe_hyperparameters` gives the text of those of the optimizer, where there is one. Parameters and buffers are
-    compared where `watches_members`: ranks hold the same model, not stages of it.
+    `describe_hyperparameters` gives the text of those of the optimizer, where there is one. A call runs
+    within `one_thread`.
     """
 
     def __init__(self, control: ControlGroup | None, check: Check = Check.ALWAYS) -> None:
-        self._control = control
-        self._check = Check.OFF if control is None else check
+        self._control = control if control is not None and len(control.channel.ranks) > 1 else None
+        self._check = Check.OFF if self._control is None else check
+        self.one_thread = nullcontext() if control is None else control.one_thread
         self.describe_hyperparameters: Callable[[], str] = str
-        self.watches_members = True
         self._call: AgreedCall | None = None
         self._has_met = False
         self._posted: _Posted | None = None
@@ -202,8 +202,7 @@ class StepAgreement:
         """Know the program that was compiled for the present call, and the model's tensors as they lie now."""
         if self._check is not Check.OFF and self._call is not None:
             self._seen.add(_identify(self._call, executable))
-            watched = named_tensors(model) if self.watches_members else []
-            self._watch = ParameterWatch(watched, len(self._ranks.channel.ranks))
+            self._watch = ParameterWatch(named_tensors(model), len(self._ranks.channel.ranks))
 
     @property
     def _ranks(self) -> ControlGroup:
@@ -260,7 +259,7 @@ class StepAgreement:
             "hyperparameters": posted.call.hyperparameters,
             "torch.initial_seed()": posted.seed,
             **{name: hex_of(value) for name, value in posted.values.items() if name.name.endswith(BEFORE)},
-            **facts_of(posted.call.tensors.items(), len(self._ranks.channel.ranks)),
+            **facts_of(posted.call.tensors.items()),
             **self._watch.facts(),
         }
 
@@ -271,7 +270,7 @@ _PATIENCE = 2
 """Calls after one that was compiled whose ranks may be at work for long."""
 
 _MOST_BYTES = 16 << 10
-"""Bytes of all inputs together that are compared at a call."""
+"""Bytes of all inputs together whose order is compared at a call."""
 
 _COMMON = 5
 """The first numbers are the same on all ranks."""
@@ -293,7 +292,7 @@ def facts_to_compile(model: nn.Module, signature: str, mesh: Mesh, placed: Colle
         "torch version": torch.__version__,
         "torch.initial_seed()": str(torch.initial_seed()),
         "call": signature,
-        **facts_of(((name, item) for name, item in named_tensors(model) if name not in known), mesh.size),
+        **facts_of(((name, item) for name, item in named_tensors(model) if name not in known)),
     }
 
 
@@ -317,11 +316,11 @@ def _are_alike(rows: Sequence[Row]) -> bool:
 
 
 def _digests_of(call: AgreedCall, ranks: int, turn: int) -> dict[Held, int | torch.Tensor]:
-    """The digest of a sample of the inputs at each place, others at each turn where they are large."""
+    """The digest of the inputs at each place: their sum, and a sample, another at each turn where they are large."""
     found: dict[tuple[str, str], list[torch.Tensor]] = {}
     for tensor in call.tensors.values():
-        piece = piece_of(tensor, ranks)
-        if piece.copies > 1:
+        if copies_of(tensor, ranks) > 1:
+            piece = piece_of(tensor)
             place = str(piece.place) if piece.place else WHOLE
             found.setdefault((piece.local.device.type, place), []).append(piece.local)
     most = max(8, _MOST_BYTES // max(1, len(call.tensors)))

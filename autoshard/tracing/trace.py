@@ -20,9 +20,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from autoshard.errors import TraceError
+from autoshard.errors import NotAvailableError, TraceError
 from autoshard.ir.derivative import Derivative
 from autoshard.ir.program import Program
+from autoshard.ir.under_trace import under_trace
 from autoshard.ir.update import Update
 from autoshard.tracing.assemble import assemble_program
 from autoshard.tracing.attributes import kept_note
@@ -140,9 +141,9 @@ def _capture(model: nn.Module, call: Call, options: TraceOptions, values: LendVa
         if failures and not rung.helps_with(failures[-1][1]):
             continue
         try:
-            with _unreported(), values(model) if rung.needs_values else contextlib.nullcontext():
+            with _unreported(), under_trace(), values(model) if rung.needs_values else contextlib.nullcontext():
                 return rung.capture(model, call, options)
-        except TraceError:
+        except (TraceError, NotAvailableError):
             raise
         except Exception as error:  # whatever the user's model raises under a trace
             _LOGGER.debug("tracing %s failed", rung.name, exc_info=error)

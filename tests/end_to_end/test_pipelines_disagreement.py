@@ -1,0 +1,253 @@
+"""Ranks of a pipeline that disagree, or do not come: one error on every rank, whatever ranks a stage has."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard
+
+import autoshard
+from autoshard import LostRankError, Mesh, P, RankMismatchError
+from autoshard.runtime.stage_meshes import is_elsewhere
+from autoshard.runtime.staged_run import StagedRun
+from tests.end_to_end.test_disagreement import assert_all_raise, on_second_rank
+from tests.runtime.processes import checked_once, report
+
+TIMEOUT_S = 3.0
+
+
+class Layers(nn.Module):
+    """Two layers, a buffer, and a loss."""
+
+    scale: torch.Tensor
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.register_buffer("scale", torch.ones(8))
+        self.second.weight.data.mul_(scale)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (self.second(torch.tanh(self.first(x)) * self.scale) - y).square().mean()
+
+
+def batch(rows: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    drawn = torch.linspace(-1, 1, rows * 16).view(rows, 16)
+    return drawn[:, :8].clone(), drawn[:, 8:].clone()
+
+
+def mesh_here() -> Mesh:
+    """Stages of one rank, or of two, as many processes as there are."""
+    return Mesh({"pipeline": 2}) if dist.get_world_size() == 2 else Mesh({"pipeline": 2, "data": 2})
+
+
+def compiled(steps: int = 4, scale: float = 1.0, **asked: Any) -> Any:
+    """A step that all ranks have called, so that they compare calls the fast way."""
+    model = Layers(scale)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    constraints = {"*weight": P("data"), "*bias": P()} if "data" in mesh_here().axis_names else {}
+    settings = {"timeout_s": TIMEOUT_S, "constraints": constraints, "micro_batches": 2, **asked}
+    step = autoshard.compile(model, mesh_here(), optimizer=optimizer, **settings)
+    for _ in range(steps):
+        step(*batch())
+    return step
+
+
+def check_other_labels() -> None:
+    """Then they may go on."""
+    step = compiled()
+    x, y = batch()
+    assert_all_raise(RankMismatchError, "Ranks disagree about input:1", lambda: step(x, y + on_second_rank()))
+    step(x, y)
+
+
+def check_other_inputs_when_it_compiles() -> None:
+    """At the first call."""
+    step = compiled(steps=0)
+    x, y = batch()
+    assert_all_raise(RankMismatchError, "Ranks disagree about input:0", lambda: step(x * (1 + on_second_rank()), y))
+
+
+def check_another_last_micro_batch() -> None:
+    """Nothing was run of the ones before."""
+    step = compiled()
+    x, y = batch()
+    before = state_of(step)
+    x[-1] += on_second_rank()
+    assert_all_raise(RankMismatchError, "Ranks disagree about input:0", lambda: step(x, y))
+    assert all(torch.equal(one, other) for one, other in zip(before, state_of(step), strict=True))
+
+
+def state_of(step: Any) -> list[torch.Tensor]:
+    parts = [item for item in step.sharded.parameters() if isinstance(item, DTensor) and not is_elsewhere(item)]
+    return [item.to_local().detach().clone() for item in parts]
+
+
+def check_another_learning_rate() -> None:
+    """Changed by hand on one rank."""
+    step = compiled()
+    step.optimizer.param_groups[0]["lr"] = 0.2 if on_second_rank() else 0.1
+    match = r"hyperparameters: SGD\(.*lr=0.1,.* on ranks \[0(, 2, 3)?\], SGD\(.*lr=0.2,.* on ranks \[1\]"
+    assert_all_raise(RankMismatchError, match, lambda: step(*batch()))
+
+
+def check_another_norm() -> None:
+    """Set on one rank."""
+    step = compiled(max_grad_norm=1.0)
+    step.max_grad_norm = 0.5 if on_second_rank() else 1.0
+    assert_all_raise(RankMismatchError, "Ranks disagree about", lambda: step(*batch()))
+
+
+def check_another_shape() -> None:
+    """No node is blamed."""
+    step = compiled()
+    match = r"Ranks disagree about call, .* call: .*float32\[2, 8\].*float32\[3, 8\]"
+    assert_all_raise(RankMismatchError, match, lambda: step(*batch(6 if on_second_rank() else 4)))
+
+
+def check_evaluation_beside_training() -> None:
+    """One rank trains, another one evaluates; and inputs of an evaluation."""
+    step = compiled()
+    x, y = batch()
+    with torch.no_grad():
+        step.sharded(x, y)
+        assert_all_raise(
+            RankMismatchError, "Ranks disagree about input:1", lambda: step.sharded(x, y + on_second_rank())
+        )
+
+    def run() -> None:
+        with torch.no_grad():
+            step.sharded(x, y) if on_second_rank() else step(x, y)
+
+    assert_all_raise(RankMismatchError, "Ranks disagree about", run)
+
+
+def check_other_parameters_when_it_compiles() -> None:
+    """One rank has other weights, of a stage that it does not run."""
+    match = "Ranks disagree about parameter 'second.weight'"
+    assert_all_raise(RankMismatchError, match, lambda: compiled(scale=1.0 + (dist.get_rank() == 0)))
+
+
+def check_a_late_rank() -> None:
+    """Between two steps, of one that compares calls the fast way."""
+    step = compiled(timeout_s=1.0)
+    if on_second_rank():
+        time.sleep(4.0)
+    assert_all_raise(LostRankError, r"Ranks \[1\] did not come", lambda: step(*batch()))
+
+
+def check_a_rank_late_to_compile() -> None:
+    """Before the first step."""
+    step = compiled(steps=0, timeout_s=1.0)
+    if on_second_rank():
+        time.sleep(2.5)
+    assert_all_raise(LostRankError, r"Ranks \[1\] did not come within 1 s", lambda: step(*batch()))
+
+
+def check_a_buffer_changed() -> None:
+    """Every stage has buffers whole."""
+    step = compiled()
+    if on_second_rank():
+        step.sharded.scale.mul_(2)
+    assert_all_raise(RankMismatchError, "buffer 'scale'", lambda: step(*batch()))
+
+
+def check_off() -> None:
+    """Calls are not compared, as told."""
+    step = compiled(check="off")
+    x, y = batch()
+    step(x, y + on_second_rank())
+
+
+def check_a_stage_asleep_amid_a_step() -> None:
+    """The other stage waits for its message as long as `timeout_s`, and no longer."""
+    step, right = compiled(timeout_s=1.0), StagedRun._run_forward
+
+    def slowly(run: StagedRun, stage: Any, micro_batch: int) -> None:
+        time.sleep(3.0 if on_second_rank() else 0.0)
+        right(run, stage, micro_batch)
+
+    with mock.patch.object(StagedRun, "_run_forward", slowly):
+        assert_all_raise(LostRankError, "stopped or did not answer in time", lambda: step(*batch()))
+
+
+def check_a_parameter_changed() -> None:
+    """In place, by one of the ranks of a stage; on ranks of the other stage it is not there."""
+    for name in ("first.weight", "first.bias", "second.bias"):
+        step = compiled()
+        if on_second_rank():
+            with torch.no_grad():
+                step.sharded.get_parameter(name).add_(1.0)
+        assert_all_raise(RankMismatchError, f"parameter '{name}'", partial(step, *batch()))
+
+
+def check_parameters_changed_by_all() -> None:
+    """As one device would; what `load_state_dict` does, too."""
+    step = compiled()
+    with torch.no_grad():
+        for parameter in step.sharded.parameters():
+            parameter.mul_(0.5)
+    step(*batch())
+    step.load_state_dict(step.state_dict())
+    step(*batch())
+
+
+def check_a_parameter_changed_through_data() -> None:
+    """Version counters do not show it: another rank of the stage does, a few steps later."""
+    step = compiled()
+    bias = step.sharded.first.bias
+    if on_second_rank() and not is_elsewhere(bias):
+        bias.to_local().data.mul_(2)
+    assert_all_raise(RankMismatchError, "parameter 'first.bias'", lambda: [step(*batch()) for _ in range(4)])
+
+
+def check_rows_of_its_own() -> None:
+    """Rows that ranks of a stage loaded for themselves are compared with those of the other stage."""
+    step = compiled(micro_batches=1, constraints={"input:*": P("data")})
+    mesh, (x, y) = step.sharded.engine.device_mesh, batch()
+    place = mesh.get_coordinate()[0] * 2
+
+    def own(x: torch.Tensor) -> torch.Tensor:
+        return DTensor.from_local(x[place:][:2], mesh, [Shard(0)], run_check=False)
+
+    step(own(x), own(y))
+    match = r"Ranks disagree about input:1\. input:1: \w+ on ranks \[1\], \w+ on ranks \[3\]"
+    assert_all_raise(RankMismatchError, match, lambda: step(own(x), own(y + on_second_rank())))
+
+
+OF_FOUR = ("a_parameter_changed", "a_parameter_changed_through_data", "rows_of_its_own")
+"""Checks of stages that have two ranks; the other ones are of stages of one."""
+
+ALSO_OF_FOUR = ("other_labels", "another_learning_rate", "parameters_changed_by_all")
+
+CHECKS: dict[str, Callable[[], None]] = {
+    name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")
+}
+
+
+ON_TWO = {name: check for name, check in CHECKS.items() if name not in OF_FOUR}
+ON_FOUR = {name: CHECKS[name] for name in (*ALSO_OF_FOUR, *OF_FOUR)}
+
+on_two = checked_once(ON_TWO, ranks=2, deadline_s=200)
+on_four = checked_once(ON_FOUR, ranks=4, deadline_s=200)
+
+
+@pytest.mark.parametrize("name", ON_TWO)
+def test_stages_of_one_rank(on_two: dict[str, str], name: str) -> None:
+    """The check passes on both ranks."""
+    report(on_two, name)
+
+
+@pytest.mark.parametrize("name", ON_FOUR)
+def test_stages_of_two_ranks(on_four: dict[str, str], name: str) -> None:
+    """The check passes on all ranks."""
+    report(on_four, name)
