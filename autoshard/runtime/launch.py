@@ -19,10 +19,14 @@ from autoshard.runtime.agreement import ControlGroup
 from autoshard.runtime.control_channel import TIMEOUT_S
 from autoshard.runtime.distributed import CheckInPlace, DistributedEngine, FinishInPlace
 from autoshard.runtime.engine import Engine, SimulatorEngine
+from autoshard.runtime.meeting import launcher_keeps_store, meet
 
 T = TypeVar("T")
 
 _LOGGER = logging.getLogger(__name__)
+
+_PATIENCE_S = 1800.0
+"""How long processes with accelerators wait for each other to start: as torch does."""
 
 
 def world_size() -> int:
@@ -41,7 +45,11 @@ def _all_processes(timeout_s: float) -> ControlGroup:
     """All processes of this run; groups that are made here give up after `timeout_s` on CPUs."""
     if not dist.is_initialized():
         timeout = None if torch.accelerator.is_available() else timedelta(seconds=timeout_s)
-        dist.init_process_group(timeout=timeout)
+        if launcher_keeps_store():
+            store, rank, ranks = meet(timeout_s if timeout else _PATIENCE_S)
+            dist.init_process_group(timeout=timeout, store=store, rank=rank, world_size=ranks)
+        else:
+            dist.init_process_group(timeout=timeout)
     return ControlGroup(range(dist.get_world_size()), timeout_s)
 
 
