@@ -62,7 +62,7 @@ from autoshard.recipe_search import RecipeForecast, optimizer_name, recipe_searc
 from autoshard.runtime.control_channel import TIMEOUT_S
 from autoshard.runtime.engine import SimulatorEngine
 from autoshard.runtime.launch import world_size
-from autoshard.runtime.lengths import Lengths
+from autoshard.runtime.lengths import Lengths, Prove
 from autoshard.runtime.micro_batches import batch_size, parts_of
 from autoshard.runtime.optimizer_state import named_optimizer, rebind_optimizer, state_bytes_per_parameter_byte
 from autoshard.runtime.sharded_module import MAX_PROGRAMS, Request, ShardedModule
@@ -147,8 +147,8 @@ def compile(
         time_budget_s: seconds that the search for a plan may take; Ctrl-C ends it too, see `plan`.
         dynamic_lengths: names of arguments to what their padding holds: {"input_ids": 0, "attention_mask": 0,
             "labels": -100}. Dim 1 of these is padded to one of few lengths, at most half more, and results are cut
-            back, so that calls of many lengths share few programs. At the first call that pads, the model is run in
-            evaluation with and without padding; results that differ are an error.
+            back, so that calls of many lengths share few programs. Before a program is compiled, it is proven that
+            padding reaches no result; where that fails, calls are compiled at their own lengths, with a warning.
         max_programs: how many programs are kept, each for one kind of call; the least recently used are given up.
         check: when processes compare what they call: program, mode, hyperparameters, inputs, parameters. "always", at
             each call; "first", at the first call of each program; "off". See docs/running.md.
@@ -225,7 +225,7 @@ def compile(
     if backend == "inductor" and isinstance(engine, SimulatorEngine):
         raise NotAvailableError("backend='inductor' needs a process per rank; the simulator runs eagerly.")
     graphs = graphs_of(cuda_graph, engine, is_traced=update is not None, has_stages=pipeline is not None)
-    lengths = None if dynamic_lengths is None else Lengths(model, dynamic_lengths)
+    lengths = None if dynamic_lengths is None else Lengths(model, dynamic_lengths, _prover())
     compiler = planner if pipeline is None else StagePlanner(planner, pipeline, messages.rank if messages else None)
     sharded = ShardedModule(
         *(model, engine, compiler),
@@ -449,6 +449,13 @@ def _within(priced: Plan, memory_budget: int | None) -> Plan:
 
 
 _COMPILED = (ShardedModule, TrainStep)
+
+
+def _prover() -> Prove:
+    """What looks for proofs that padding changes nothing."""
+    from passes.padding.prove_padding import prove_padding
+
+    return prove_padding
 
 
 def _check_order(step: TrainStep) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import InvalidSpecError, MeshError, NotAvailableError, PlanMismatchError, TraceError
@@ -34,11 +36,31 @@ BACKENDS = ("auto", "inductor", "reference", "triton")
 
 
 def check_model(model: Any, compiled: type | tuple[type, ...] = ()) -> None:
-    """Raise `TraceError` for what is no module, or of the types of those that are compiled already."""
+    """Raise `TraceError` for what is no module, or for modules that are compiled or distributed already.
+
+    Args:
+        model: the argument.
+        compiled: the types of compiled modules.
+    """
     if isinstance(model, compiled):
         raise TraceError(f"model is a {type(model).__name__}, compiled already; pass the module it was made of.")
     if not isinstance(model, nn.Module):
         raise TraceError(f"model={model!r} is a {type(model).__name__}; pass a torch.nn.Module.")
+    for name, module in model.named_modules():
+        title = f"model.{name}" if name else "model"
+        if isinstance(module, compiled):
+            raise TraceError(
+                f"{title} is a {type(module).__name__}, compiled already, and a program cannot call another one. "
+                "Compile the whole model alone, with the module that the part was made of."
+            )
+        if isinstance(module, _DISTRIBUTED):
+            raise TraceError(
+                f"{title} is a {type(module).__name__}, which adds up gradients of the ranks and lays out parameters "
+                "by itself. compile does both: pass the module as it was before DistributedDataParallel or fully_shard."
+            )
+
+
+_DISTRIBUTED = (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
 
 
 def check_backend(name: Any) -> None:

@@ -198,6 +198,7 @@ class Planner:
             derivatives=request.derivatives,
             loss_only=request.outputs is Outputs.LOSS,
             forward_only=request.forward_only,
+            as_compiled=request.as_compiled,
         )
         _LOGGER.debug("tracing took %.3f s", time.perf_counter() - start)
         return program

@@ -38,6 +38,7 @@ _PASSES: dict[str, tuple[str, ...]] = {
     "passes.recomputation": _PROGRAMS,
     "passes.verification": _PROVEN,
     "passes.lowering": (*_PROVEN, "passes.verification", "passes.memory"),
+    "passes.padding": (),
     "passes.counting": (*_PROGRAMS[:3], "passes.recomputation", "passes.lowering", "passes"),
     "passes.sections": (*_PROGRAMS[:3], "passes.verification", "passes.lowering", "passes"),
     "passes.recipes": (*_PROGRAMS[:3], "passes.sections", "passes.counting", "passes.lowering"),

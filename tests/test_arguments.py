@@ -284,3 +284,10 @@ def test_plans_are_for_the_hardware_that_is_given() -> None:
     sharded = autoshard.compile(nn.Linear(4, 2), Mesh({"data": 2}), cluster=given, example_inputs=(torch.ones(4, 4),))
     assert sharded.plan is not None
     assert sharded.plan.hardware == given.name
+
+
+def test_a_part_that_is_compiled() -> None:
+    model = nn.Sequential(nn.Sequential(autoshard.compile(small(), MESH)))
+    message = r"model\.0\.0 is a ShardedModule, compiled already, and a program cannot call another one\. Compile the"
+    with pytest.raises(TraceError, match=message):
+        autoshard.plan(model, MESH, example_inputs=INPUTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
 
 _SHOWN_CALLS = 4
 
+_TOLD = 0.05
+"""Part of all parameters from which on a layout is told in the sentence above the tables."""
+
 
 def render_plan(plan: Plan) -> str:
     """A plan as tables, without colours, as wide as the terminal but at most 110 columns (so where there is none)."""
@@ -26,7 +30,7 @@ def render_plan(plan: Plan) -> str:
     tables += [_parameter_table(plan.parameters), _cost_table(plan)]
     tables += [_kernel_table(kernels.uses)] if kernels.uses else []
     tables += [_replicated_table(whole)] if whole else []
-    return as_text(summary(plan), *recipe_lines(plan), *tables)
+    return as_text(summary(plan), *in_words(plan), *recipe_lines(plan), *tables)
 
 
 def summary(plan: Plan) -> str:
@@ -46,6 +50,36 @@ def summary(plan: Plan) -> str:
         + _offload(plan)
         + (f"\nWith {predicted.kernels}." if predicted.kernels.uses else "")
     )
+
+
+def in_words(plan: Plan) -> list[str]:
+    """One sentence: the axes that split inputs, and where most parameters lie; nothing for a plan without parameters.
+
+    "Inputs are split over data; 64% of parameters are ZeRO-3 over model, copied over data, 36% are split over model."
+    """
+    if not plan.parameters:
+        return []
+    inputs = [plan.nodes[name].outputs[0] for name in plan.nodes if name.startswith("input_")]
+    axes = [axis for axis in plan.mesh.axis_names if any(axis in spec.sharded_axes for spec in inputs)]
+    counts = plan.layouts or _split_elements(plan.parameters)
+    total = sum(counts.values())
+    places = [
+        f"{count / total:.0%} of parameters are {place.replace(';', ',')}"
+        for place, count in counts.items()
+        if count >= _TOLD * total
+    ]
+    split = f"split over {' and '.join(axes)}" if axes else "whole on every rank"
+    return [f"Inputs are {split}; {', '.join(places)}."]
+
+
+def _split_elements(parameters: Mapping[str, ParameterPlan]) -> dict[str, int]:
+    """Elements of parameters by the axes that split these, most first."""
+    counts: dict[str, int] = {}
+    for item in parameters.values():
+        axes = item.spec.sharded_axes
+        place = f"split over {' and '.join(axes)}" if axes else "whole on every rank"
+        counts[place] = counts.get(place, 0) + math.prod(item.shape)
+    return dict(sorted(counts.items(), key=lambda pair: -pair[1]))
 
 
 def _precision(plan: Plan) -> str:

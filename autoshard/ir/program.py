@@ -115,6 +115,7 @@ class Program:
         repeats: blocks of the model that the program leaves out; it is for planning only then.
         python: what the model's Python read and set while it was traced.
         unreached: by the name of a tangent, what has no gradient (None, not zeros) in a backward from its output alone.
+        own_gradients: functions of `torch.autograd.Function` in the model, whose gradients are as their authors say.
         kept: outputs that the call leaves in attributes of modules ("router.aux_loss"), by leaf index; not returned.
     """
 
@@ -129,6 +130,7 @@ class Program:
     python: PythonUse = field(default_factory=PythonUse)
     kept: Mapping[int, str] = field(default_factory=dict)
     unreached: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    own_gradients: tuple[str, ...] = ()
 
     @property
     def graph(self) -> fx.Graph:

@@ -26,7 +26,7 @@ from autoshard.kernels.random_numbers import random
 from autoshard.kernels.recurrent import gru, gru_backward, lstm, lstm_backward, rnn, rnn_backward
 from autoshard.kernels.rejection import binomial, gamma, poisson
 from autoshard.kernels.ring_attention import ring_attention, ring_attention_backward
-from autoshard.kernels.rms_norm import rms_norm_backward_reference
+from autoshard.kernels.rms_norm import rms_norm_backward_reference, rms_norm_composite
 from autoshard.kernels.split_cross_entropy import split_cross_entropy, split_cross_entropy_backward
 
 __all__ = [
@@ -67,6 +67,7 @@ __all__ = [
     "ring_attention",
     "ring_attention_backward",
     "rms_norm_backward_reference",
+    "rms_norm_composite",
     "rnn",
     "rnn_backward",
     "sgd_update",

@@ -124,7 +124,7 @@ def attention_composite(
     site: int,
     offset: Sequence[int],
     global_shape: Sequence[int],
-) -> Tensor:
+) -> tuple[Tensor]:
     """Attention made of small differentiable operators: for a mask that requires grad (arguments as above).
 
     Its dropout goes through `autoshard::dropout`, which is differentiable, at the same global index and so
@@ -137,7 +137,7 @@ def attention_composite(
     weights = torch.where(is_dead, 0.0, weights)
     if dropout_p > 0.0:
         weights = torch.ops.autoshard.dropout(weights, seed, dropout_p, site, offset, global_shape)
-    return _merge(torch.matmul(_group(weights, k), v.to(scores.dtype)), q).to(q.dtype)
+    return (_merge(torch.matmul(_group(weights, k), v.to(scores.dtype)), q).to(q.dtype),)
 
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, dropout_p: float) -> None:
@@ -297,4 +297,4 @@ attention = define("attention", ARGUMENTS, attention_reference, fake_attention)
 attention_backward = define(
     "attention_backward", BACKWARD_ARGUMENTS, attention_backward_reference, fake_attention_backward
 )
-differentiate(attention, _setup_context, _backward)
+differentiate(attention, _setup_context, _backward, attention_composite)

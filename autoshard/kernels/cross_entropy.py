@@ -49,6 +49,13 @@ def cross_entropy_reference(
     return torch.where(is_counted, loss, 0.0), lse
 
 
+def cross_entropy_composite(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> tuple[Tensor]:
+    """The loss of each row, in operators that have derivatives; arguments as of `cross_entropy_reference`."""
+    is_counted = (target != ignore_index).unsqueeze(1)  # a row that does not count may hold infinities
+    loss, _ = cross_entropy_reference(torch.where(is_counted, logits, 0.0), target, ignore_index, label_smoothing)
+    return (loss,)
+
+
 def cross_entropy_backward_reference(
     grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
 ) -> Tensor:
@@ -112,4 +119,4 @@ cross_entropy_backward = define(
     cross_entropy_backward_reference,
     fake_backward,
 )
-differentiate(cross_entropy, _setup_context, _backward)
+differentiate(cross_entropy, _setup_context, _backward, cross_entropy_composite)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from autoshard.kernels.library import define, differentiate
+from autoshard.kernels.library import define, differentiate, refuse_derivative
 
 aten = torch.ops.aten
 
@@ -104,3 +104,4 @@ ctc_loss_backward = define(
     _fake_backward,
 )
 differentiate(ctc_loss, _setup_context, _backward)
+refuse_derivative(ctc_loss_backward, "CTC loss")

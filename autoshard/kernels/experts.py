@@ -149,6 +149,13 @@ class Experts:
         """Results of experts, [R, H], not weighed."""
         return groups.products(self._gate.forward(u), self._down)
 
+    def results_of_all(self, x: Tensor, is_chosen: Tensor) -> Tensor:
+        """Results of each expert for each token x [T, H], not weighed: [E, T, H]; of use where is_chosen [E, T, 1]."""
+        u = torch.matmul(x, self._gate_up)  # [E, T, g I]
+        u = u if self.gate_up_bias is None else u + self.gate_up_bias.flatten(1).unsqueeze(1)
+        hidden, _ = self.hidden(torch.where(is_chosen, u, 0.0).flatten(0, 1))  # finite where it is of no use
+        return torch.matmul(hidden.unflatten(0, u.shape[:2]), self._down)
+
     def backward(self, grad: Tensor, x: Tensor, weights: Tensor, groups: Groups) -> tuple[Any, ...]:
         """Gradients of x [R, H], weights [R], gate_up, gate_up_bias (None without one) and down.
 
@@ -245,6 +252,17 @@ def experts_reference(
     return add_up(rows, groups.order, index).to(x.dtype)
 
 
+def experts_composite(
+    x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, experts: int,
+    activation: str, transposed: bool, interleaved: bool, alpha: float, limit: float,
+) -> tuple[Tensor]:  # fmt: skip
+    """`experts_reference` in operators that have derivatives: each token goes through all experts."""
+    held = Experts(gate_up, gate_up_bias, down, activation, transposed, interleaved, alpha, limit)
+    is_chosen = index.unsqueeze(2) == torch.arange(held.count, device=index.device)  # [T, k, E]
+    share = torch.where(is_chosen, weights.unsqueeze(2), 0.0).sum(1).mT.unsqueeze(2)  # [E, T, 1]
+    return ((held.results_of_all(x, is_chosen.any(1).mT.unsqueeze(2)) * share).sum(0).to(x.dtype),)
+
+
 def experts_backward_reference(
     grad_out: Tensor, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
     down: Tensor, experts: int, activation: str, transposed: bool, interleaved: bool, alpha: float, limit: float,
@@ -313,4 +331,4 @@ experts_backward = define(
     experts_backward_reference,
     fake_experts_backward,
 )
-differentiate(experts, _setup_context, _backward)
+differentiate(experts, _setup_context, _backward, experts_composite)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autoshard.kernels.attention import attention_backward_reference, attention_reference
-from autoshard.kernels.library import accumulation_dtype, define, differentiate
+from autoshard.kernels.library import accumulation_dtype, define, differentiate, refuse_derivative
 
 
 def packed_attention_reference(
@@ -167,3 +167,4 @@ packed_attention_backward = define(
     fake_backward,
 )
 differentiate(packed_attention, _setup_context, _backward)
+refuse_derivative(packed_attention_backward, "Attention within packed sequences")

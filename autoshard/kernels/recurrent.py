@@ -71,6 +71,22 @@ def lstm_reference(
     return y, h, c.to(c0.dtype), gates, cells
 
 
+def lstm_composite(
+    inputs: Tensor, h0: Tensor, c0: Tensor, w_hh: Tensor, w_hr: Tensor | None, lengths: Tensor | None, reverse: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The first three results of `lstm_reference`, with nothing in place, so that they have derivatives."""
+    h, c, outputs = h0, c0.to(accumulation_dtype(inputs.dtype)), []
+    for t in _order(inputs, reverse):
+        i, f, g, o = torch.addmm(inputs[:, t], h, w_hh.mT).to(c.dtype).chunk(4, dim=1)
+        cell = torch.sigmoid(f) * c + torch.sigmoid(i) * torch.tanh(g)
+        hidden = (torch.sigmoid(o) * torch.tanh(cell)).to(inputs.dtype)
+        hidden = hidden if w_hr is None else torch.mm(hidden, w_hr.mT)
+        running = _running(lengths, t)
+        h, c = _advance(running, hidden, h), _advance(running, cell, c)
+        outputs.append(h)
+    return _stack(outputs, inputs, reverse), h, c.to(c0.dtype)
+
+
 def lstm_backward_reference(
     grad_y: Tensor | None, grad_h: Tensor | None, grad_c: Tensor | None, h0: Tensor, c0: Tensor, w_hh: Tensor,
     w_hr: Tensor | None, lengths: Tensor | None, y: Tensor, gates: Tensor, cells: Tensor, reverse: bool,
@@ -417,6 +433,6 @@ rnn_backward = define(
     rnn_backward_reference,
     _fake_rnn_backward,
 )
-differentiate(lstm, _setup_lstm, _differentiate_lstm)
-differentiate(gru, _setup_gru, _differentiate_gru)
-differentiate(rnn, _setup_rnn, _differentiate_rnn)
+differentiate(lstm, _setup_lstm, _differentiate_lstm, lstm_composite)
+differentiate(gru, _setup_gru, _differentiate_gru, gru_reference)
+differentiate(rnn, _setup_rnn, _differentiate_rnn, rnn_reference)

@@ -21,6 +21,25 @@ from torch.library import Library
 from autoshard.kernels.library import accumulation_dtype
 
 
+def rms_norm_composite(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
+    """Both results of `aten::_fused_rms_norm`, in operators that have derivatives.
+
+    Args:
+        x: [*, C].
+        normalized_shape: the trailing dims that one norm spans.
+        weight: `normalized_shape`, or None.
+        eps: added to the mean of squares; None: the smallest difference from one in the accumulation dtype.
+    """
+    values = x.to(accumulation_dtype(x.dtype))
+    eps = torch.finfo(values.dtype).eps if eps is None else eps
+    dims = list(range(-len(normalized_shape), 0))
+    rstd = torch.rsqrt(values.square().mean(dims, keepdim=True) + eps)
+    normed = values * rstd
+    return (normed if weight is None else normed * weight.to(values.dtype)).to(x.dtype), rstd
+
+
 def rms_norm_backward_reference(
     grad_out: Tensor,
     x: Tensor,

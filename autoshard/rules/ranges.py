@@ -87,12 +87,14 @@ def _of_node(node: fx.Node, found: dict[fx.Node, Range]) -> Range:
     dtype = value.dtype if isinstance(value, torch.Tensor) else None
     if dtype is not None and (dtype.is_complex or not (dtype.is_floating_point or node.target in _OF_INTEGERS)):
         return range_of_type(dtype)
-    function = _functions.get(node.target)
-    if function is None:
-        return ANYTHING
-    operands = [operand for operand in _operands(node) if operand in found]
-    made = function(node, [found[operand] for operand in operands])
+    made = range_of_call(node, [found[operand] for operand in _operands(node) if operand in found])
     return made if dtype is None else _rounded(made, dtype)
+
+
+def range_of_call(node: fx.Node, operands: Sequence[Range]) -> Range:
+    """The range of a call's results before they are rounded to their type, from the ranges of its tensor operands."""
+    function = _functions.get(node.target)
+    return ANYTHING if function is None else function(node, operands)
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from autoshard.errors import AutoshardError, LostRankError, RankMismatchError
 from autoshard.runtime.control_channel import TIMEOUT_S, ControlChannel
 from autoshard.runtime.engine import Engine
+from autoshard.runtime.one_thread import OneThread
 from autoshard.runtime.vector_exchange import VectorExchange, connect
 
 _LOGGER = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class ControlGroup:
 
     def __init__(self, ranks: Sequence[int], timeout_s: float = TIMEOUT_S) -> None:
         self.channel = ControlChannel(ranks, timeout_s)
+        self.one_thread = OneThread()
         self._is_telling = False
 
     @cached_property

@@ -40,6 +40,7 @@ class Request:
         derivatives: what the call returns instead of the model's outputs, the innermost first; see `Derivative`.
         outputs: what the call hands out.
         forward_only: leave out the backward, for one who only looks at the forward.
+        as_compiled: tell the model's Python that it is compiled (`torch.compiler.is_compiling()`), from the start.
     """
 
     model: nn.Module
@@ -57,6 +58,7 @@ class Request:
     derivatives: Derivatives = ()
     outputs: Outputs = Outputs.AS_PLANNED
     forward_only: bool = False
+    as_compiled: bool = False
 
 
 class Compiler(Protocol):

@@ -61,14 +61,21 @@ def digest_of(tensor: torch.Tensor) -> str:
 
 
 def digest_of_samples(tensors: Sequence[torch.Tensor], most: int, turn: int) -> int | torch.Tensor:
-    """A digest of at most so many bytes of each of some tensors of one device, others at every `turn`.
+    """A digest of some tensors of one device: the sum of all their words, and at most so many bytes of each in order.
+
+    A value that differs anywhere changes the sum. Values in another order leave the sum; those among the bytes, others
+    at every `turn`, are noticed.
 
     Returns:
         A number where the device is the CPU, found by a hash of bytes; else a 0-dim int64 tensor.
     """
     if tensors[0].device.type == "cpu":
-        return digest_of_bytes(_sample_of_bytes(bytes_of(tensor), most, turn) for tensor in tensors)
-    return digest_of_words(torch.cat([sample_of(words_of(tensor), most // 8, turn) for tensor in tensors]))
+        memories = [bytes_of(tensor) for tensor in tensors]
+        sums = [_sum_of_words(memory) for memory in memories if len(memory) > most]
+        return digest_of_bytes([*(_sample_of_bytes(memory, most, turn) for memory in memories), *sums])
+    rows = [words_of(tensor) for tensor in tensors]
+    sums = [words.sum().reshape(1) for words in rows if len(words) > most // 8]
+    return digest_of_words(torch.cat([*(sample_of(words, most // 8, turn) for words in rows), *sums]))
 
 
 def sample_of(words: torch.Tensor, most: int, turn: int) -> torch.Tensor:
@@ -84,6 +91,12 @@ def _sample_of_bytes(memory: npt.NDArray[np.uint8], most: int, turn: int) -> npt
         return memory
     rows, length, start, width = _spread(len(memory), most, turn)
     return memory[: rows * length].reshape(rows, length)[:, start : start + width].reshape(-1)
+
+
+def _sum_of_words(memory: npt.NDArray[np.uint8]) -> bytes:
+    """The sum of 64-bit words modulo 2^64, and of the bytes behind the last one."""
+    whole = len(memory) // 8 * 8
+    return memory[:whole].view(np.uint64).sum().tobytes() + memory[whole:].tobytes()
 
 
 def _spread(count: int, most: int, turn: int) -> tuple[int, int, int, int]:

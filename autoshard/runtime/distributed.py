@@ -40,6 +40,7 @@ from autoshard.runtime.layouts import Layout, Layouts
 from autoshard.runtime.local_part import index_of
 from autoshard.runtime.lost_ranks import naming_lost_ranks
 from autoshard.runtime.parameters import give_buffers_memory, memory_of, swap_parameter, take_over_parameters
+from autoshard.runtime.pickled_shards import pickle_wholes_alone
 from autoshard.runtime.process_groups import ProcessGroups, bind, reduce_in_place, taking_from_a_list
 from autoshard.runtime.split_output import SplitOutput
 from autoshard.runtime.stage_meshes import StageMeshes, is_elsewhere
@@ -96,6 +97,7 @@ class DistributedEngine:
         self._finish_in_place = finish_in_place
         self._reshard_loaded = lru_cache(_MOST_RESHARDS)(self._load_reshard)
         self._layouts = Layouts(self.groups.mesh, self.groups.rank)
+        pickle_wholes_alone([device_mesh] if stages is None else stages.meshes)
         if self.groups.on_cpu:
             keep_freed_memory()
 
@@ -133,12 +135,12 @@ class DistributedEngine:
         if wrap is None:
             call_directly(bound)
         run_bound = taking_from_a_list(bound) if wrap is None else _spread(wrap(bound))
-        coordinates = self.groups.coordinates
+        coordinates, one_thread = self.groups.coordinates, self.control.one_thread
 
         @torch.no_grad()
         def run(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
             values.reverse()
-            with running_at(coordinates), naming_lost_ranks():
+            with one_thread, running_at(coordinates), naming_lost_ranks():
                 return tuple(run_bound(values))
 
         return run if wrap is None else self._showing_life_once(run)

@@ -1,47 +1,92 @@
 """Calls of many lengths served by few programs: inputs are padded to one of few lengths, outputs are cut back.
 
-The lengths are 8, 12, 16, 24, 32, 48 and so on, each a half or a third more than the one before. That padding changes
-nothing is for the user to say and for the model to see to (a mask, targets that the loss leaves out); it is checked
-at the first call that pads: in evaluation, the padded call and the call as it is must have the same results.
+The lengths are 8, 12, 16, 24, 32, 48 and so on, each a half or a third more than the one before. Padding must reach no
+result: attention is masked or causal, the loss leaves padded targets out. That is proven of each program before it is
+compiled (`Prove`). Calls for which there is no proof are compiled at their own lengths, with a warning.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import TraceError
-from autoshard.ir.program import InputKind, OutputKind, Program
+from autoshard.ir.program import Program
+from autoshard.runtime.compiler import Request
+from autoshard.runtime.executable import Executable
+from autoshard.runtime.per_program import PerProgram
 from autoshard.runtime.signature import FlatCall
 
 DIM = 1
 """The dim of inputs that is padded; dim 0 is the batch."""
 
 _SHORTEST = 8
-_TOLERANCE, _NARROW_TOLERANCE = 1e-4, 3e-2
-"""Errors relative to a result's largest element that are taken for rounding: of 32 bits or more, and of fewer."""
+_COMPARED = 2
+"""A proof is of so many lengths that are padded to the same one: two neighbours, of which one is odd."""
 
-Run = Callable[[FlatCall], Any]
 Grown = Mapping[int, int]
 """Dims of a result that grow with the inputs, with how much longer than these they are (-1 of shifted predictions)."""
+
+
+@dataclass(frozen=True, slots=True)
+class PaddingProof:
+    """Whether padding is shown to reach no result of a call.
+
+    Args:
+        cuts: what grows with the inputs, by the number of the result.
+        as_compiled: whether the program must be traced as compiled code (`Request.as_compiled`).
+        reason: how padding may reach a result; empty where it is shown that it does not.
+    """
+
+    cuts: Mapping[int, Grown] = field(default_factory=dict)
+    as_compiled: bool = False
+    reason: str = ""
+
+
+class Prove(Protocol):
+    """Looks for a proof; given by `autoshard.api`. See `passes.padding.prove_padding`."""
+
+    def __call__(
+        self,
+        trace: Callable[[Request], Program],
+        padded: Request,
+        exact: Mapping[int, Request],
+        length: int,
+        fills: Mapping[str, float],
+    ) -> PaddingProof:
+        """The proof for a padded call, and for the calls that are `exact`, by their lengths."""
+        ...
 
 
 def padded_length(length: int) -> int:
     """The length that inputs of `length` are padded to.
 
     Example:
-        >>> [padded_length(length) for length in (1, 9, 12, 13, 100)]
-        [8, 12, 12, 16, 128]
+        >>> [padded_length(length) for length in (1, 2, 9, 12, 13, 100)]
+        [1, 8, 12, 12, 16, 128]
     """
+    if length == 1:  # code for one token is seldom that for several
+        return 1
     power = max(_SHORTEST, 1 << (length - 1).bit_length())
     middle = 3 * power // 4
     return middle if length <= middle and middle > _SHORTEST else power
+
+
+def shorter_lengths(padded: int) -> tuple[int, ...]:
+    """The lengths that a proof for a padded length looks at: the shortest that are padded to it, and half as long.
+
+    Example:
+        >>> shorter_lengths(8), shorter_lengths(16), shorter_lengths(1)
+        ((4, 5), (13, 14), ())
+    """
+    all_lengths = range(max(2, padded // 2), padded)
+    return tuple(length for length in all_lengths if padded_length(length) == padded)[:_COMPARED]
 
 
 @dataclass(slots=True)
@@ -51,15 +96,18 @@ class Lengths:
     Args:
         model: the user's model, whose `forward` names the arguments.
         padding: name of an argument, or "input:2" for the positional one with that number, to what its padding holds.
+        find_proof: looks for the proof that padding changes nothing.
     """
 
     model: nn.Module
     padding: Mapping[str, float]
-    _cuts: dict[int, Grown] | None = field(default=None, init=False)
-    """What grows with the inputs, by the number of the result; None until it was checked."""
+    find_proof: Prove
+    _proofs: PerProgram[PaddingProof | None] = field(default_factory=PerProgram, init=False)
+    _known: dict[Hashable, PaddingProof] = field(default_factory=dict, init=False)
+    """What was shown of the padded calls of a kind, the last time that it was looked for."""
 
-    def pad(self, call: FlatCall) -> tuple[FlatCall, int]:
-        """The call with padded inputs, and the length that they had.
+    def pad(self, call: FlatCall) -> FlatCall:
+        """The call with padded inputs; the call itself where nothing is padded.
 
         Raises:
             TraceError: an argument that is to be padded is missing, no tensor, or not as long as the others.
@@ -74,35 +122,65 @@ class Lengths:
         length = next(iter(lengths.values()))
         more = padded_length(length) - length
         if not more:
-            return call, length
+            return call
         kwargs = {name: self._pad(name, value, more) for name, value in kwargs.items()}
         args = tuple(self._pad(self._position(i), value, more) for i, value in enumerate(args))
-        return FlatCall.of(args, kwargs, call.outputs), length
+        return replace(FlatCall.of(args, kwargs, call.outputs), exact=call)
 
-    def check(self, exact: FlatCall, padded: FlatCall, run: Run) -> None:
-        """Compare the results of the two calls, the first time; `run` runs one in evaluation.
+    def choose(self, padded: FlatCall, kind: Callable[[FlatCall], Hashable]) -> FlatCall:
+        """The padded call that there is a proof of, or may be; or the call without padding, where there is none."""
+        if padded.exact is None:
+            return padded
+        proof = self._known.get(kind(padded))
+        if proof is None:
+            return padded
+        return padded.exact if proof.reason else replace(padded, as_compiled=proof.as_compiled)
 
-        Raises:
-            TraceError: padding changes a result.
-        """
-        if self._cuts is not None or exact is padded:
-            return
-        expected, found = _tensors(run(exact)), _tensors(run(padded))
-        if expected.keys() != found.keys():
-            raise TraceError(f"dynamic_lengths: padding changes which results the model has, {[*expected]}.")
-        lengths = [self._length_of(call) for call in (exact, padded)]
-        cuts = {number: _grown(number, expected[number], found[number], *lengths) for number in expected}
-        for number, value in found.items():
-            _compare(number, expected[number], _cut(value, cuts[number], lengths[0]))
-        self._cuts = cuts
+    def prove(self, trace: Callable[[Request], Program], call: FlatCall, request: Request) -> PaddingProof:
+        """What can be shown of a padded call, of which `request` asks for the program."""
+        arguments = call.assemble(range(len(call.leaves)))
+        places = {number: name for name, number in self._named(*arguments).items()}
+        length = self._length_of(call)
+        leaves = pytree.tree_leaves((request.args, dict(request.kwargs)))
 
-    def cut(self, outputs: Any, length: int) -> Any:
-        """The results of a padded call, without what stands for padding."""
-        if self._cuts is None:
+        def shortened(exact: int) -> Request:
+            cut = [leaf.narrow(DIM, 0, exact) if number in places else leaf for number, leaf in enumerate(leaves)]
+            args, kwargs = call.assemble(cut)
+            return replace(request, args=args, kwargs=kwargs)
+
+        exact = {each: shortened(each) for each in shorter_lengths(length)}
+        fills = {f"input:{number}": self.padding[name] for number, name in places.items()}
+        return self.find_proof(trace, request, exact, length, fills)
+
+    def learn(self, kind: Hashable, proof: PaddingProof) -> tuple[str, ...]:
+        """Know what was shown of the padded calls of a kind; the warning where that is nothing."""
+        self._known[kind] = proof
+        if not proof.reason:
+            return ()
+        return (
+            f"dynamic_lengths: calls are compiled at their own lengths, as padding may reach results: {proof.reason}. "
+            "Pad an attention mask with 0, targets with what the loss leaves out (-100), and take means over what is "
+            "counted; or leave dynamic_lengths out.",
+        )
+
+    def keep(self, executable: Executable, proof: PaddingProof | None) -> None:
+        """Know the proof of a program, as the model's Python is now; None: there is none, and it may not pad."""
+        self._proofs.keep(executable, proof)
+
+    def may_run(self, executable: Executable, call: FlatCall) -> bool:
+        """Whether a program may run a call: where inputs are padded, there must be a proof."""
+        return call.exact is None or self._proofs.get(executable) is not None
+
+    def cut(self, executable: Executable, outputs: Any, call: FlatCall) -> Any:
+        """The results of a call, without what stands for padding."""
+        if call.exact is None:
             return outputs
+        proof, length = self._proofs.get(executable), self._length_of(call.exact)
+        assert proof is not None, "a padded call runs a program with a proof"
         leaves, tree = pytree.tree_flatten(outputs)
-        for number, grown in self._cuts.items():
-            leaves[number] = _cut(leaves[number], grown, length)
+        for number, grown in proof.cuts.items():
+            if grown and number < len(leaves):
+                leaves[number] = _cut(leaves[number], grown, length)
         return pytree.tree_unflatten(leaves, tree)
 
     def _length_of(self, call: FlatCall) -> int:
@@ -135,56 +213,7 @@ class Lengths:
         return torch.cat([value, value.new_full(shape, self.padding[name])], DIM)
 
 
-def refuse_statistics(program: Program) -> None:
-    """Raise for a program that a padded call would run and that puts what it computes into buffers.
-
-    Raises:
-        TraceError: it names the buffer; padding would count in its value.
-    """
-    read = {slot.name: slot.node for slot in program.inputs if slot.kind == InputKind.BUFFER}
-    nodes = program.nodes_by_name()
-    for slot in program.outputs:
-        if slot.kind == OutputKind.BUFFER_UPDATE and nodes[read[slot.name]].meta["val"].is_floating_point():
-            raise TraceError(
-                f"dynamic_lengths: the model updates buffer {slot.name!r} in training (statistics of the batch, say), "
-                "and padding would count in it. Leave dynamic_lengths out, or call the model in evaluation."
-            )
-
-
-def _tensors(outputs: Any) -> dict[int, torch.Tensor]:
-    leaves = pytree.tree_leaves(outputs)
-    return {number: leaf.detach() for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
-
-
-def _grown(number: int, expected: torch.Tensor, found: torch.Tensor, length: int, padded: int) -> Grown:
-    """The dims in which a result of the padded call is larger; it must be so by the padding."""
-    dims = [dim for dim, size in enumerate(expected.shape) if found.dim() <= dim or found.shape[dim] != size]
-    differences = {dim: expected.shape[dim] - length for dim in dims}
-    if found.dim() != expected.dim() or any(found.shape[dim] != padded + more for dim, more in differences.items()):
-        raise TraceError(
-            f"dynamic_lengths: result {number} of the model has shape={tuple(expected.shape)} for inputs of length "
-            f"{length}, and {tuple(found.shape)} for {padded}: it does not grow as they do. Leave dynamic_lengths out."
-        )
-    return differences
-
-
 def _cut(value: torch.Tensor, grown: Grown, length: int) -> torch.Tensor:
     for dim, more in grown.items():
         value = value.narrow(dim, 0, length + more)
     return value
-
-
-def _compare(number: int, expected: torch.Tensor, found: torch.Tensor) -> None:
-    """Raise unless the two are equal but for rounding."""
-    if not expected.numel():
-        return
-    narrow = expected.is_floating_point() and expected.dtype.itemsize < 4
-    scale = float(expected.double().abs().nan_to_num(0.0, 0.0, 0.0).max())
-    tolerance = (_NARROW_TOLERANCE if narrow else _TOLERANCE) * scale
-    if not torch.allclose(found.double(), expected.double(), rtol=0.0, atol=tolerance, equal_nan=True):
-        error = float((found.double() - expected.double()).abs().max())
-        raise TraceError(
-            f"dynamic_lengths: padding changes result {number} of the model by up to {error:.3g} (largest element: "
-            f"{scale:.3g}). The model must not look at padding: pad an attention mask with 0, targets with what the "
-            "loss leaves out (-100), and take means over what is counted; or leave dynamic_lengths out."
-        )

@@ -8,10 +8,13 @@ from functools import cached_property
 from itertools import chain
 from operator import attrgetter, is_, methodcaller
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from autoshard.errors import NotAvailableError
 
 _FLAGS = attrgetter("training", "_parameters", "_buffers", "_modules")
 _TRAITS = attrgetter("dtype", "shape", "requires_grad")
@@ -54,6 +57,8 @@ class Members:
         tensors = [value for value in self._values if isinstance(value, torch.Tensor)]
         self._dtensors = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
         self._spec_traits = _flat(map(_SPEC_TRAITS, self._dtensors))
+        self._shards = [ref(tensor._local_tensor) for tensor in self._dtensors]  # else placing would free none
+        self._storages = [*map(_STORAGE, self._dtensors)]
         self._tensors = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
         self._traits = [*map(_TRAITS, self._tensors)]
         self._model = model
@@ -67,7 +72,18 @@ class Members:
             and all(map(is_, _chained(map(_VALUES, self._dicts)), self._values))
             and all(map(is_, _chained(map(_SPEC_TRAITS, self._dtensors)), self._spec_traits))
             and [*map(_TRAITS, self._tensors)] == self._traits
+            and all(map(is_, map(_STORAGE, self._dtensors), self._storages))
         )
+
+    def refuse_assigned_data(self) -> None:
+        """Raise `NotAvailableError` where `.data` of a DTensor was set: its shards are what they were."""
+        for tensor, shard, storage in zip(self._dtensors, self._shards, self._storages, strict=True):
+            if tensor._local_tensor is shard() and tensor.untyped_storage() is not storage:
+                name = self.names.get(id(tensor), "a parameter that was taken out of the model")
+                raise NotAvailableError(
+                    f".data of {name} was set, and with processes that leaves its shards as they were. Write in place: "
+                    "under torch.no_grad(), parameter.copy_(value), or parameter.mul_(m).add_(other, alpha=1 - m)."
+                )
 
     @cached_property
     def parameters(self) -> Mapping[str, nn.Parameter]:
@@ -107,6 +123,7 @@ class Members:
 
 
 _VALUES = methodcaller("values")
+_STORAGE = methodcaller("untyped_storage")
 _chained = chain.from_iterable
 
 

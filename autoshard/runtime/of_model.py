@@ -9,7 +9,11 @@ from functools import wraps
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
+
+from autoshard.errors import TraceError
+from autoshard.ir.under_trace import is_under_trace
 
 
 class OfModel(nn.Module, ABC):
@@ -78,13 +82,22 @@ class OfModel(nn.Module, ABC):
 
 
 def _class_for(kind: type[OfModel], model_class: type[nn.Module]) -> type[OfModel]:
-    """A class as `kind`, whose `forward` has the signature of the model's: transformers' Trainer asks the class."""
+    """A class as `kind`, whose `forward` has the signature of the model's: transformers' Trainer asks the class.
+
+    `torch.compile` of the module, or of code that calls it, leaves the call as it is.
+    """
 
     @wraps(model_class.forward)
     def forward(self: OfModel, *args: Any, **kwargs: Any) -> Any:
+        if is_under_trace():
+            raise TraceError(
+                f"The traced code calls a {kind.__name__}, the compiled {model_class.__qualname__}, and a program "
+                "cannot call another one. Compile the whole alone, with the module that the part was made of."
+            )
         return kind.forward(self, *args, **kwargs)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    whole = torch.compiler.disable(forward, reason="autoshard has compiled the module: leave fullgraph=True out")
+    return type(kind.__name__, (kind,), {"forward": whole, "__module__": kind.__module__})
 
 
 def _new_for(kind: type[OfModel], model_class: type[nn.Module]) -> OfModel:

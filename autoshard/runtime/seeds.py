@@ -2,49 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+
+from autoshard.runtime.generator_marks import Mark
 
 _MASK = (1 << 64) - 1
 _SIGN = 1 << 63
 _CPU = torch.device("cpu")
 
+_STRIDE = 4096
+"""Numbers by which a call that draws moves torch's generator; 20 us.
+
+Fewer numbers that somebody else draws behind a seed never end where a call did.
+"""
+
+_KNOWN = 4096
+"""Places of torch's generator that are remembered."""
+
 
 class SeedSequence:
     """One seed per call that draws, and per micro-batch, from torch's initial seed and the number of those so far.
 
-    After `torch.manual_seed(s)` with another `s` than before, the module starts the sequence of `s`; with
-    the same `s`,
-    `restart` does. Ranks must set equal seeds; they compare them when they compile and when the seed changes.
+    As on one device, a call that draws moves torch's generator on, and whoever moves the generator back (a seed that
+    is set, the same one too; the end of `torch.random.fork_rng`; a state that is set) moves the sequence back. Numbers
+    that are drawn elsewhere do not move the sequence, so ranks may draw unlike numbers of them.
+
+    Ranks must set equal seeds; they compare them when they compile and when the sequence moves.
     A state that is loaded goes on with the sequence that it was saved from, whatever torch's seed is then.
     """
 
     def __init__(self) -> None:
-        self.base = self._seen = torch.initial_seed()
-        self.count = 0
+        self.base, self.count = torch.initial_seed(), 0
+        self._left = Mark.now()
+        self._known = {self._left: (self.base, 0)}
+        self._is_loaded = False
+
+    def __reduce__(self) -> tuple[Callable[[torch.Tensor], SeedSequence], tuple[torch.Tensor]]:
+        """How to copy or pickle it: places of the generator are those of one process."""
+        return _loaded, (self.state(),)
 
     @property
     def is_outdated(self) -> bool:
-        """Whether torch was given another seed since."""
-        return torch.initial_seed() != self._seen
+        """Whether torch's generator was moved to where the sequence is another, or was elsewhere."""
+        return self._find() != (self.base, self.count)
+
+    def renew(self) -> None:
+        """Go where torch's generator is now."""
+        self.base, self.count = self._find()
 
     def restart(self, count: int = 0) -> None:
         """Go on after `count` calls of the sequence of torch's present seed."""
-        self.base, self.count = torch.initial_seed(), count
-        self._seen = self.base
+        self.base, self.count, self._is_loaded = torch.initial_seed(), count, False
+        self._leave()
 
     def state(self) -> torch.Tensor:
         """The sequence and the number of calls so far, to go on from: int64[2]."""
-        base = (self.base & _MASK) - ((self.base & _SIGN) << 1)
-        return torch.tensor([base, self.count], dtype=torch.int64)
+        base, count = self._find()
+        return torch.tensor([(base & _MASK) - ((base & _SIGN) << 1), count], dtype=torch.int64)
 
     def load(self, state: torch.Tensor) -> None:
         """Go on from where `state` was taken."""
         base, count = state.tolist()
-        self.base, self.count, self._seen = base & _MASK, count, torch.initial_seed()
+        self.base, self.count, self._is_loaded = base & _MASK, count, True
+        self._left = Mark.now()
+        self._known = {}
 
     def describe(self) -> str:
         """Where the sequence stands at the next call, for messages: `0, from which 4 calls have drawn`."""
-        base, count = (torch.initial_seed(), 0) if self.is_outdated else (self.base, self.count)
+        base, count = self._find()
         return f"{base}{f', from which {count} calls have drawn' if count else ''}"
 
     def peek(self, device: torch.device = _CPU) -> torch.Tensor:
@@ -53,10 +80,52 @@ class SeedSequence:
         return torch.full((), seed, dtype=torch.int64, device=device)
 
     def draw(self) -> torch.Tensor:
-        """The next seed."""
+        """The next seed; torch's generator moves on."""
         seed = self.peek()
+        self._leave()
+        torch.empty(_STRIDE, dtype=torch.int32, device=_CPU).random_()
         self.count += 1
+        self._leave()
+        self._is_loaded = False
         return seed
+
+    def _leave(self) -> None:
+        """Remember that the sequence stands where it does while torch's generator is where it is."""
+        self._left = Mark.now()
+        self._known.pop(self._left, None)
+        self._known[self._left] = self.base, self.count
+        if len(self._known) > _KNOWN:
+            del self._known[next(iter(self._known))]
+
+    def _find(self) -> tuple[int, int]:
+        """Base and count where torch's generator is now.
+
+        1. Where the sequence was before, it is what it was then.
+        2. Behind a seed that is new to it, it begins.
+        3. Further on than it was left, it is what it was: somebody else drew.
+        4. Elsewhere, it is what it was at the last place before, where there is one; else it begins.
+        """
+        now = Mark.now()
+        if now == self._left or self._goes_on_loaded(now):
+            return self.base, self.count
+        if now in self._known:
+            return self._known[now]
+        behind = [mark for mark in reversed(self._known) if mark.seed == now.seed]
+        if behind and now.seed == self._left.seed and now.follows(self._left):
+            return self.base, self.count
+        before = [mark for mark in behind if now.follows(mark)]
+        last = max(before, key=lambda mark: (mark.block == now.block, mark.place, mark.drawn), default=None)
+        return (now.seed, 0) if last is None else self._known[last]
+
+    def _goes_on_loaded(self, now: Mark) -> bool:
+        """Whether nobody set a seed since a state was loaded; torch's own state may be loaded after it."""
+        return self._is_loaded and now.seed in (self._left.seed, self.base) and not now.is_fresh
+
+
+def _loaded(state: torch.Tensor) -> SeedSequence:
+    result = SeedSequence()
+    result.load(state)
+    return result
 
 
 def seed_of_weights(seed: int) -> int:

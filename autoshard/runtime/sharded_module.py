@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from autoshard.runtime.executable import CompiledProgram, Executable, check_stat
 from autoshard.runtime.has_weights import HasWeights
 from autoshard.runtime.inference import in_normal_mode
 from autoshard.runtime.known_programs import KnownPrograms
-from autoshard.runtime.lengths import Lengths, refuse_statistics
+from autoshard.runtime.lengths import Lengths, PaddingProof
 from autoshard.runtime.members import Members
 from autoshard.runtime.of_model import OfModel
 from autoshard.runtime.own_code import whole_parameters
@@ -89,7 +90,7 @@ class ShardedModule(OfModel, HasWeights):
         self._staged = staged
         self._placed: dict[str, PartitionSpec] = {}
         self._last: Executable | None = None
-        self._members: Members | None = None
+        self._members: Members | None = Members(model)
         self._notes: set[str] = set()
         self.results = Results(model)
         self.model_weights = Weights(model, engine, compiler)
@@ -101,6 +102,8 @@ class ShardedModule(OfModel, HasWeights):
     def members(self) -> Members:
         """Modules, parameters and buffers of the model as they are now."""
         if self._members is None or not self._members.are_unchanged():
+            if self._members is not None:
+                self._members.refuse_assigned_data()
             self._members = Members(self._original[0])
         return self._members
 
@@ -167,11 +170,6 @@ class ShardedModule(OfModel, HasWeights):
         """All but the programs, which are compiled anew where the module is loaded."""
         return {**self.__dict__, "_known": KnownPrograms(self._known.most), "_last": None, "_members": None}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """See `nn.Module`; random numbers go on from where they were."""
-        super().__setstate__(state)
-        self.seeds.load(self.seeds.state())
-
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         self._original[0]._save_to_state_dict(destination, prefix, keep_vars)
         if self.seeds.count or may_draw(self._original[0]):
@@ -192,21 +190,16 @@ class ShardedModule(OfModel, HasWeights):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled program; arguments and result are the model's own, with global shapes."""
-        return self._run_padded(FlatCall.of(args, kwargs, self._outputs))
+        with self.agreement.one_thread:
+            return self._run(FlatCall.of(args, kwargs, self._outputs))
 
     def run_for_loss(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """As a call that hands out the loss alone."""
-        return self._run_padded(FlatCall.of(args, kwargs, Outputs.LOSS))
-
-    def _run_padded(self, call: FlatCall) -> Any:
-        call, length = self._padded(call)
-        outputs = self._run(call)
-        if self._lengths is None or call.outputs is Outputs.LOSS:
-            return outputs
-        return self._lengths.cut(outputs, length)
+        with self.agreement.one_thread:
+            return self._run(FlatCall.of(args, kwargs, Outputs.LOSS))
 
     def _run(self, call: FlatCall) -> Any:
-        executable, call = self._find(call, self.members())
+        executable, call = self._find_padded(call, self.members())
         tensors = self.gather_inputs(executable, call)
         if executable.compiled.staged is not None:
             assert self._staged is not None, "only a compiler for a pipeline cuts a program into stages"
@@ -214,7 +207,9 @@ class ShardedModule(OfModel, HasWeights):
         else:
             outputs = run(self._call_of(executable, call, _seed_among(executable, tensors)), tensors)
         result = self.results.hand_out(executable, outputs)
-        return find_loss(result) if call.outputs is Outputs.LOSS else result
+        if call.outputs is Outputs.LOSS:
+            return find_loss(result)
+        return result if self._lengths is None else self._lengths.cut(executable, result, call)
 
     def _call_of(
         self, executable: Executable, call: FlatCall, seed: torch.Tensor | None, derivatives: Derivatives = ()
@@ -225,7 +220,8 @@ class ShardedModule(OfModel, HasWeights):
 
         def differentiate(derivative: Derivative, tangents: Sequence[torch.Tensor]) -> Call:
             check_state(state, was_training=training, is_training=self.training)
-            of_gradients = FlatCall.of((*call.assemble(call.leaves), tuple(tangents)), {}, call.outputs)
+            arguments = (*call.assemble(call.leaves), tuple(tangents))
+            of_gradients = replace(FlatCall.of(arguments, {}, call.outputs), as_compiled=call.as_compiled)
             outer = (*derivatives, derivative)
             return self._call_of(self._find_with_all_tangents(of_gradients, seed, outer), of_gradients, seed, outer)
 
@@ -235,25 +231,18 @@ class ShardedModule(OfModel, HasWeights):
 
         return Call(executable, call.tensors, again, differentiate)
 
-    def _padded(self, call: FlatCall) -> tuple[FlatCall, int]:
-        """The call with inputs of one of few lengths, and the length that they had; see `lengths`."""
-        if self._lengths is None:
-            return call, 0
-        padded, length = self._lengths.pad(call)
-        if self.model_weights.have_values:
-            self._lengths.check(call, padded, self._run_in_evaluation)
-        return padded, length
+    def _find_padded(
+        self, call: FlatCall, members: Members, update: Update | None = None, *, runs: bool = True
+    ) -> tuple[Executable, FlatCall]:
+        """The program for a call with inputs of one of few lengths, and this call; see `lengths`."""
+        if self._lengths is not None:
+            call = self._lengths.choose(self._lengths.pad(call), lambda padded: self._kind(padded, members, update))
+        return self._find(call, members, update, runs=runs)
 
-    @torch.no_grad()
-    def _run_in_evaluation(self, call: FlatCall) -> Any:
-        model = self._original[0]
-        before = [(module, module.training) for module in model.modules()]
-        model.eval()
-        try:
-            return self._run(call.handing_out(Outputs.WHOLE))
-        finally:
-            for module, training in before:
-                module.training = training
+    def _kind(self, padded: FlatCall, members: Members, update: Update | None) -> Hashable:
+        """What padded calls have in common of which one proof is looked for."""
+        plain, grad = replace(padded, as_compiled=False), self._wants_grad(padded, members)
+        return key_of(plain, members, grad=grad, updates=update is not None), self.training
 
     def compile_for(self, *args: Any, **kwargs: Any) -> Plan | None:
         """Compile the program for a call now, without running it; returns its plan."""
@@ -264,7 +253,8 @@ class ShardedModule(OfModel, HasWeights):
         return self._compile_for(FlatCall.of(args, kwargs, Outputs.LOSS))
 
     def _compile_for(self, call: FlatCall) -> Plan | None:
-        executable, _ = self._find(self._padded(call)[0], self.members(), runs=False)
+        with self.agreement.one_thread:
+            executable, _ = self._find_padded(call, self.members(), runs=False)
         return executable.compiled.plan
 
     def _wants_grad(self, call: FlatCall, members: Members) -> bool:
@@ -277,12 +267,15 @@ class ShardedModule(OfModel, HasWeights):
     ) -> tuple[Executable, FlatCall]:
         """The program of a whole training step, compiled now if there is none; `runs`: ranks compare its inputs."""
         with torch.enable_grad():
-            return self._find(self._padded(FlatCall.of(args, kwargs, Outputs.LOSS))[0], members, update, runs=runs)
+            return self._find_padded(FlatCall.of(args, kwargs, Outputs.LOSS), members, update, runs=runs)
 
     def _find(
         self, call: FlatCall, members: Members, update: Update | None = None, *, runs: bool = True
     ) -> tuple[Executable, FlatCall]:
-        """The program for a call, compiled now if there is none, and the call as the program flattens it."""
+        """The program for a call, compiled now if there is none, and the call as the program flattens it.
+
+        Where there is no proof that padding changes nothing, that is the call without padding.
+        """
         grad = self._wants_grad(call, members)
         key = key_of(call, members, grad=grad, updates=update is not None)
         self.agreement.enter(key, call.tensors if runs else {}, lambda: self._describe(call, grad))
@@ -292,11 +285,25 @@ class ShardedModule(OfModel, HasWeights):
             self.agreement.settle()
         if executable is None:
             with self.agreement.working():
-                executable = self._compile(call, grad, all_tangents=False, update=update)
+                proof = self._prove(call, grad)
+            if self._lengths is not None and proof is not None:
+                self._say(self._lengths.learn(self._kind(call, members, update), proof))
+                call = self._lengths.choose(call, lambda padded: self._kind(padded, members, update))
+                if call.exact is None:
+                    return self._find(call, members, update, runs=runs)
+            with self.agreement.working():
+                executable = self._compile(call, grad, all_tangents=False, update=update, proof=proof)
             call = call.flattened_again()  # tracing may have made more types known to pytrees
             self._known.add(key_of(call, self.members(), grad=grad, updates=update is not None), executable)
         self._last = executable
         return executable, call
+
+    def _prove(self, call: FlatCall, grad: bool) -> PaddingProof | None:
+        """What can be shown of a padded call; None for any other call."""
+        if self._lengths is None or call.exact is None:
+            return None
+        with self._requesting(call, grad) as request:
+            return self._lengths.prove(self.compiler.trace, call, request)
 
     def _find_with_all_tangents(
         self, call: FlatCall, seed: torch.Tensor | None, derivatives: Derivatives = ()
@@ -317,6 +324,8 @@ class ShardedModule(OfModel, HasWeights):
         self, executable: Executable, call: FlatCall, update: Update | None = None, seed: torch.Tensor | None = None
     ) -> bool:
         if not executable.does(update) or not executable.serves_state():
+            return False
+        if self._lengths is not None and not self._lengths.may_run(executable, call):
             return False
         program = executable.phased.lowered.traced
         if not program.guards:
@@ -346,6 +355,7 @@ class ShardedModule(OfModel, HasWeights):
         update: Update | None = None,
         seed: torch.Tensor | None = None,
         derivatives: Derivatives = (),
+        proof: PaddingProof | None = None,
     ) -> Executable:
         """Compile the program for a call; `seed` is what the call drew, None before it draws.
 
@@ -365,21 +375,10 @@ class ShardedModule(OfModel, HasWeights):
             _LOGGER.info("planning anew for a call %s%s%s", signature, every, because)
         model = self._original[0]
         self._engine.agree(lambda: facts_to_compile(model, signature, self.mesh, self._placed))
-        leaves = [self._example(leaf) for leaf in call.leaves]
-        args, kwargs = call.assemble(leaves)
-        seed = self._next_seed() if seed is None else seed
-        with outlined_parameters(model) as own:
-
-            def values(traced: nn.Module) -> AbstractContextManager[None]:
-                return lent_parameters(traced, lambda outline: self._engine.global_copy(own[outline]))
-
-            request = Request(
-                *(model, args, kwargs, grad, all_tangents, dict(self._placed), signature, update, seed),
-                device=self._engine.device,
-                values=values,
-                known=tuple(item.compiled for item in known),
-                derivatives=derivatives,
-                outputs=call.outputs,
+        with self._requesting(call, grad, seed) as asked:
+            known_programs = tuple(item.compiled for item in known)
+            request = replace(
+                asked, all_tangents=all_tangents, update=update, known=known_programs, derivatives=derivatives
             )
             compiled = self.compiler(request, self._engine)
             executable = next((item for item in known if item.phased is compiled.phased), None)
@@ -387,14 +386,35 @@ class ShardedModule(OfModel, HasWeights):
                 self._say(executable.look_for_idle(lambda: self.compiler.trace(request)))
         if executable is None:
             executable = Executable(compiled, self._engine)
-            if self._lengths is not None:
-                refuse_statistics(executable.phased.lowered.traced)
             self._place(executable)
             executable.load()
+        if self._lengths is not None:
+            self._lengths.keep(executable, proof)
         self._say(compiled.python.notes)
         executable.serve_state(compiled.python, [*model.parameters(), *model.buffers()])
         self.agreement.add(executable, model)
         return executable
+
+    @contextmanager
+    def _requesting(self, call: FlatCall, grad: bool, seed: torch.Tensor | None = None) -> Iterator[Request]:
+        """The request for the program of a call; within, parameters are outlines."""
+        model = self._original[0]
+        args, kwargs = call.assemble([self._example(leaf) for leaf in call.leaves])
+        with outlined_parameters(model) as own:
+
+            def values(traced: nn.Module) -> AbstractContextManager[None]:
+                return lent_parameters(traced, lambda outline: self._engine.global_copy(own[outline]))
+
+            yield Request(
+                *(model, args, kwargs, grad),
+                placed=dict(self._placed),
+                signature=self._describe(call, grad),
+                seed=self._next_seed() if seed is None else seed,
+                device=self._engine.device,
+                values=values,
+                outputs=call.outputs,
+                as_compiled=call.as_compiled,
+            )
 
     def _say(self, notes: Iterable[str]) -> None:
         """Warn of what was not said yet."""
@@ -454,8 +474,8 @@ class ShardedModule(OfModel, HasWeights):
     def _renew_seeds(self) -> None:
         if self.seeds.is_outdated:
             self.agreement.settle()
-            self._engine.agree(lambda: {"torch.initial_seed()": str(torch.initial_seed())})
-            self.seeds.restart()
+            self._engine.agree(lambda: {"torch.initial_seed()": self.seeds.describe()})
+            self.seeds.renew()
 
 
 def _seed_among(executable: Executable, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:

@@ -19,11 +19,16 @@ from autoshard.runtime.members import Members
 
 @dataclass(frozen=True, slots=True)
 class FlatCall:
-    """The arguments of a call as flat leaves, keyword arguments in the order of their names; and what it hands out."""
+    """The arguments of a call as flat leaves, keyword arguments in the order of their names; and what it hands out.
+
+    `as_compiled`: its program is traced as compiled code. `exact`: of a call whose inputs are padded, the call itself.
+    """
 
     leaves: tuple[Any, ...]
     tree: pytree.TreeSpec
     outputs: Outputs = Outputs.AS_PLANNED
+    as_compiled: bool = False
+    exact: FlatCall | None = None
 
     @classmethod
     def of(cls, args: Sequence[Any], kwargs: Mapping[str, Any], outputs: Outputs = Outputs.AS_PLANNED) -> FlatCall:
@@ -42,7 +47,8 @@ class FlatCall:
 
     def flattened_again(self) -> FlatCall:
         """The same call, flattened with the types that are known now."""
-        return FlatCall.of(*self.assemble(self.leaves), self.outputs)
+        again = FlatCall.of(*self.assemble(self.leaves), self.outputs)
+        return replace(again, as_compiled=self.as_compiled, exact=self.exact)
 
     def assemble(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """`(args, kwargs)` with other leaves."""
@@ -73,7 +79,7 @@ def key_of(
     return (
         (updates, all_tangents, derivatives),
         grad,
-        call.outputs,
+        (call.outputs, call.as_compiled),
         repr(call.tree),
         tuple(_leaf_signature(leaf, grad=grad) for leaf in call.leaves),
         members.with_gradients if grad else members.without_gradients,

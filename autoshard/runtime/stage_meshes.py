@@ -38,8 +38,8 @@ class Elsewhere(DTensor):
         """Refuse to gather."""
         raise NotAvailableError(
             f"A tensor of shape {tuple(self.shape)} is held by other ranks of the axis 'pipeline' alone, so torch "
-            "cannot gather it (full_tensor, full_state_dict=True). Use step.export(path) for whole weights, and "
-            "Checkpoints for the whole state."
+            "cannot gather or save it (full_tensor, full_state_dict=True, torch.save). Use step.export(path) for whole "
+            "weights, and Checkpoints for the whole state."
         )
 
     def full_tensor(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -59,7 +59,7 @@ class Elsewhere(DTensor):
         return as_elsewhere(super().clone(**kwargs))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As the DTensor that it is for torch, so that torch alone loads a file that a rank saved."""
+        """As the DTensor that it is for torch, so that a process of torch alone takes what a rank sends it."""
         return DTensor(self._local_tensor, self._spec, requires_grad=self.requires_grad).__reduce_ex__(protocol)
 
 

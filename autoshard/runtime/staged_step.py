@@ -85,11 +85,11 @@ class StagedStep:
         """One step on micro-batches, with the model's members as they are now; the sum of their shares of the loss."""
         update = self._state.update(members)
         find = partial(self._sharded.find_step, update=update, members=members)
-        executable = common_program(self._sharded, parts, find)
+        executable, calls = common_program(self._sharded, parts, find)
         loaded = self._load(executable)
         whole = len(parts) == 1
         weights = [1.0] if whole else weights_of(self._sharded, executable.compiled, parts, self._order)
-        given = [self._given(executable, find(*part)[1]) for part in parts]
+        given = [self._given(executable, call) for call in calls]
         stages = {item.stage.number: item.stage for item in loaded.trained}
         run = StagedRun(
             *(loaded.table, stages, self._messages, given, weights),

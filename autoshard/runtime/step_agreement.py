@@ -3,9 +3,9 @@
 Ranks that went on with other inputs or hyperparameters would compute, without a word, what no device computes. At each
 call, before the first collective of its program:
 
-1. Each rank sends `LENGTH` numbers: digests of the call, the program, the hyperparameters and the seed, of a bounded
-   sample of the inputs, of which parameters were changed in place since the last call, and of a few elements of a few
-   of the parameters and buffers, others each time.
+1. Each rank sends `LENGTH` numbers: digests of the call, the program, the hyperparameters and the seed, of the sum of
+   the inputs and a bounded sample of them, of which parameters were changed in place since the last call, and of a few
+   elements of a few of the parameters and buffers, others each time.
 2. While these are under way, the rank gathers what the program takes.
 3. Where numbers differ that should not, all ranks tell each other the facts behind them, and raise one error.
 
@@ -21,7 +21,7 @@ import logging
 import re
 from array import array
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import lru_cache, partial
@@ -101,12 +101,14 @@ class StepAgreement:
         control: the ranks of the whole run, those of every stage of a pipeline; None where this process runs alone.
         check: when they compare.
 
-    `describe_hyperparameters` gives the text of those of the optimizer, where there is one.
+    `describe_hyperparameters` gives the text of those of the optimizer, where there is one. A call runs
+    within `one_thread`.
     """
 
     def __init__(self, control: ControlGroup | None, check: Check = Check.ALWAYS) -> None:
         self._control = control if control is not None and len(control.channel.ranks) > 1 else None
         self._check = Check.OFF if self._control is None else check
+        self.one_thread = nullcontext() if control is None else control.one_thread
         self.describe_hyperparameters: Callable[[], str] = str
         self._call: AgreedCall | None = None
         self._has_met = False
@@ -268,7 +270,7 @@ _PATIENCE = 2
 """Calls after one that was compiled whose ranks may be at work for long."""
 
 _MOST_BYTES = 16 << 10
-"""Bytes of all inputs together that are compared at a call."""
+"""Bytes of all inputs together whose order is compared at a call."""
 
 _COMMON = 5
 """The first numbers are the same on all ranks."""
@@ -314,7 +316,7 @@ def _are_alike(rows: Sequence[Row]) -> bool:
 
 
 def _digests_of(call: AgreedCall, ranks: int, turn: int) -> dict[Held, int | torch.Tensor]:
-    """The digest of a sample of the inputs at each place, others at each turn where they are large."""
+    """The digest of the inputs at each place: their sum, and a sample, another at each turn where they are large."""
     found: dict[tuple[str, str], list[torch.Tensor]] = {}
     for tensor in call.tensors.values():
         if copies_of(tensor, ranks) > 1:

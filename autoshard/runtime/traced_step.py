@@ -38,14 +38,18 @@ class _Running:
     """A step that runs: shares of the loss, what micro-batches keep for their backward, and gradients so far.
 
     Args:
+        executable: the program of all micro-batches.
+        calls: of each micro-batch.
+        weights: the count of each micro-batch in the loss.
         gradients: of micro-batches whose backward ran with their forward.
         is_summed: `carried` are sums of several micro-batches' gradients, no more results of a backward.
         held: what is computed once for all micro-batches, from the first forward to the last backward.
     """
 
-    executable: Executable | None = None
+    executable: Executable
+    calls: Sequence[FlatCall]
+    weights: Sequence[float]
     losses: list[torch.Tensor] = field(default_factory=list)
-    weights: Sequence[float] = ()
     saved: dict[int, list[LocalValue]] = field(default_factory=dict)
     gradients: dict[int, list[LocalValue]] = field(default_factory=dict)
     carried: list[LocalValue] | None = None
@@ -91,13 +95,14 @@ class TracedStep:
     def run(self, parts: Sequence[Part], members: Members) -> torch.Tensor:
         """One step on micro-batches, with the model's members as they are now; the sum of their shares of the loss."""
         find = partial(self._sharded.find_step, update=self._state.update(members), members=members)
-        running = _Running()
-        running.executable = common_program(self._sharded, parts, find)
-        running.weights = self._weights(parts, running.executable)
+        executable, calls = common_program(self._sharded, parts, find)
+        if len(parts) > 1:
+            _check_sums(executable)
+        running = _Running(executable, calls, self._weights(parts, executable))
         for task in self._order.tasks:
             match task.action:
                 case Action.FORWARD:
-                    self._run_forward_of(parts, task, find, running)
+                    self._run_forward_of(task, running)
                 case Action.BACKWARD:
                     self._run_backward_of(task, running)
                 case Action.UPDATE:
@@ -111,25 +116,23 @@ class TracedStep:
             return [1.0]
         return weights_of(self._sharded, executable.compiled, parts, self._order)
 
-    def _run_forward_of(self, parts: Sequence[Part], task: Task, find: Find, running: _Running) -> None:
+    def _run_forward_of(self, task: Task, running: _Running) -> None:
         """Keep a micro-batch's share of the loss, and what its backward needs."""
         assert task.micro_batch is not None, "a forward is of a micro-batch"
-        executable, (_, call) = running.executable, find(*parts[task.micro_batch])
-        assert executable is not None, "the program of all parts is known"
-        if len(parts) > 1:
-            _check_sums(executable)
+        executable, call = running.executable, running.calls[task.micro_batch]
         weight = running.weights[task.micro_batch]
         if self._graphs is None or not weight:
             loss, running.saved[task.micro_batch] = self._run_forward(executable, call, running)
         else:
             loss, gradients = self._run_both(self._graphs, executable, call, running, weight)
-            running.gradients[task.micro_batch] = [item.clone() for item in gradients] if len(parts) > 1 else gradients
+            running.gradients[task.micro_batch] = (
+                [item.clone() for item in gradients] if len(running.calls) > 1 else gradients
+            )
         running.losses.append(loss * weight if weight else torch.zeros_like(loss))
 
     def _run_backward_of(self, task: Task, running: _Running) -> None:
         """Add a micro-batch's gradients to what is carried into the update."""
         executable = running.executable
-        assert executable is not None, "a backward comes after its forward"
         assert task.micro_batch is not None, "a backward is of a micro-batch"
         gradients = running.gradients.pop(task.micro_batch, None)
         if gradients is None:
@@ -146,7 +149,6 @@ class TracedStep:
     def _run_update(self, running: _Running) -> None:
         """Parameters and state become what the update makes of the gradients of all micro-batches."""
         executable, carried, running.held = running.executable, running.carried, None
-        assert executable is not None, "a step has a micro-batch"
         if executable.phased.update is not None and carried is not None:
             held = self._state.hold(executable)
             executable.run_update(carried, held)
@@ -227,23 +229,26 @@ def loss_of(executable: Executable) -> LocalSlot:
     return slots[loss_among(outputs, {slot.slot.name for slot in executable.tangents}).name]
 
 
-def common_program(sharded: ShardedModule, parts: Sequence[Part], find: Find) -> Executable:
-    """The program of all micro-batches: where they branch differently, that which branches as the whole batch does.
+def common_program(sharded: ShardedModule, parts: Sequence[Part], find: Find) -> tuple[Executable, Sequence[FlatCall]]:
+    """The program of all micro-batches, and their calls, each looked up once.
+
+    Where micro-batches branch differently, the program is the one that branches as the whole batch does.
 
     Raises:
         NotAvailableError: no part branches as the batch does, or that cannot be told.
     """
-    first, _ = find(*parts[0])
+    executables, calls = zip(*(find(*part) for part in parts), strict=True)
+    found = dict.fromkeys(executables)
+    first = executables[0]
     if len(parts) == 1 or not first.phased.lowered.traced.guards:
-        return first
-    found = dict.fromkeys(find(*part)[0] for part in parts)
+        return first, calls
     read = reader_of(sharded, parts)
     for executable in found:
         weights = executable.compiled.weights
         branches = None if weights is None else weights.branches
         is_alike = len(found) == 1 if branches is None else branches.are_of_batch(len(parts), read)
         if is_alike:
-            return executable
+            return executable, calls
     raise NotAvailableError(
         f"micro_batches={len(parts)}: the model branches on the values of its inputs, and no part of this batch is "
         "known to branch as the whole batch does. Compute without the branch (torch.where), or leave micro_batches, "

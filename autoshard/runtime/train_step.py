@@ -26,6 +26,7 @@ from autoshard.runtime.optimizer_state import HyperparameterText, lay_out_loaded
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.stage_messages import StageMessages
 from autoshard.runtime.staged_step import StagedStep
+from autoshard.runtime.step_loss import StepLoss
 from autoshard.runtime.traced_optimizer import why_by_autograd
 from autoshard.runtime.traced_step import Part, TracedStep, weights_of
 from autoshard.runtime.weights import Weights
@@ -111,8 +112,13 @@ class TrainStep(HasWeights):
         """The plan of the step's program, or None before the first call."""
         return self.sharded.plan
 
+    @torch.compiler.disable(reason="autoshard has compiled the step: leave fullgraph=True out")
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One step on a global batch; returns the global loss, a scalar without gradient."""
+        with self.sharded.agreement.one_thread:
+            return StepLoss.of(self._step(args, kwargs))
+
+    def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         members = self.sharded.members()
         if isinstance(self._traced, StagedStep):
             self._refuse_gradients(members)

@@ -108,6 +108,7 @@ def _finish(
         guards=guards,
         guard_program=guard_program,
         unreached=unreached,
+        own_gradients=joint.result.own_gradients,
     )
 
 
@@ -160,9 +161,14 @@ def _owner(slot: tuple[InputKind, str], call: Call) -> str:
 
 
 def _changed_in_place(slot: tuple[InputKind, str], call: Call) -> TraceError:
+    advice = "Work on a copy (`x = x.clone()`), or make it a buffer."
+    if slot[0] is InputKind.PARAMETER:
+        advice = (
+            "Move an average (a teacher, a momentum encoder) after the call instead, under torch.no_grad(), or keep it "
+            "in buffers (register_buffer)."
+        )
     return TraceError(
-        f"The model changes {_owner(slot, call)} in place in forward; a program can only update buffers. Work on a "
-        f"copy (`x = x.clone()`), or make it a buffer."
+        f"The model changes {_owner(slot, call)} in place in forward; a program can only update buffers. {advice}"
     )
 
 

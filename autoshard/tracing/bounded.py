@@ -40,8 +40,7 @@ from autoshard.tracing.symbolic_counts import UnboundedSizeError
 aten = torch.ops.aten
 _own = torch.ops.autoshard
 
-
-_CREATIONS: Mapping[Any, int] = {
+CREATIONS: Mapping[Any, int] = {
     **dict.fromkeys((aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format), 0),
     **dict.fromkeys((aten.new_zeros.default, aten.new_ones.default, aten.new_empty.default, aten.new_full.default), 1),
     aten.arange.default: 0,
@@ -51,7 +50,7 @@ _CREATIONS: Mapping[Any, int] = {
 they make of more rows begins with what they make of fewer."""
 
 _SIZED: Mapping[Any, int] = {
-    **_CREATIONS,
+    **CREATIONS,
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default), 1),
     _own.dropout.default: 5,
 }
@@ -62,7 +61,7 @@ _LOOKUPS = frozenset(
 )
 """Operators whose rewrite is about the dim that indices point into."""
 
-_ROWWISE = _LOOKUPS | frozenset(
+ROWWISE = _LOOKUPS | frozenset(
     {
         *(aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default),
         *(aten.squeeze.dim, aten.squeeze.dims),
@@ -322,7 +321,7 @@ class _Bounding:
     def _checked_call(self, node: Any, target: Any, args: Any, kwargs: Any) -> fx.Node:
         """A call on padded operands, filled as its rule says; its results are padded where their sizes are symbols."""
         expected = [self._padded_dims(value) for value in tensor_values(node)]
-        if target in _CREATIONS:
+        if target in CREATIONS:
             copy = self._call(target, args, kwargs)
         else:
             values = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, fx.Node)]
@@ -420,16 +419,16 @@ def _factors(target: Any, bound: BoundRule, operands: list[Padded], results: lis
         if any(factor in found and dim not in padded for dim, factors in enumerate(dims) for factor in factors):
             raise UnboundedSizeError(f"{target} takes it for another size")
     for factor in found:
-        if factor not in bound.padding or not _runs_as_it_is(target, bound, factor):
+        if factor not in bound.padding or not runs_as_it_is(target, bound, factor):
             raise UnboundedSizeError(f"{target} needs all of it")
     return frozenset(found)
 
 
-def _runs_as_it_is(target: Any, bound: BoundRule, factor: str) -> bool:
+def runs_as_it_is(target: Any, bound: BoundRule, factor: str) -> bool:
     """Whether a call needs no rewrite for a piece of `factor`."""
     if bound.local is None or target in _LOOKUPS:
         return True
-    return target in _ROWWISE and not bound.may_communicate(factor)
+    return target in ROWWISE and not bound.may_communicate(factor)
 
 
 def _is_spread(known: Any, mask: Any, size: list[int]) -> bool:

@@ -72,7 +72,8 @@ class Result:
     return are None there, and their types are in `dropped`. `kept` are tensors left in attributes of modules, by leaf
     index behind those returned; `lost` are attributes with tensors that a program does not leave there. `detached` are
     the leaf indices of tensors that do not require grad. `reached`: for each tensor, the flat inputs that autograd
-    comes to from it (`reach.reached_inputs`).
+    comes to from it (`reach.reached_inputs`). `own_gradients`: names of the functions of the user with a backward of
+    their own (`torch.autograd.Function`) that results come from.
     """
 
     tree: pytree.TreeSpec | None = None
@@ -83,6 +84,7 @@ class Result:
     lost: tuple[str, ...] = ()
     detached: tuple[int, ...] = ()
     reached: tuple[frozenset[int], ...] = ()
+    own_gradients: tuple[str, ...] = ()
 
 
 def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:

@@ -24,6 +24,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from autoshard.errors import TraceError
 from autoshard.ir.program import InputKind
+from autoshard.tracing.assigned_data import WriteAssignedData
 from autoshard.tracing.attributes import keep_scalars, keeping_attributes
 from autoshard.tracing.bounded import bound_sizes
 from autoshard.tracing.caches import emptying_caches
@@ -35,7 +36,7 @@ from autoshard.tracing.precision import Casts, cast_parameters, check_unchanged,
 from autoshard.tracing.provenance import ProvenanceMode
 from autoshard.tracing.python_use import Accesses
 from autoshard.tracing.random_numbers import number_random_operators, refusing_seeds
-from autoshard.tracing.reach import reached_inputs
+from autoshard.tracing.reach import own_gradients, reached_inputs
 from autoshard.tracing.recurrent import computing_packed_sequences
 from autoshard.tracing.semantic import keep_operators_whole
 from autoshard.tracing.symbolic_counts import SymbolicCounts, UnboundedSizeError, new_environment
@@ -105,6 +106,7 @@ class FlatModule(nn.Module):
         self._call = call
         self._options = options
         self._state = state
+        self._places = _places(model, state)
         self._provenance = ProvenanceMode(model)
         self.result = Result()
         self.reads = Reads()
@@ -128,12 +130,13 @@ class FlatModule(nn.Module):
             self.reads = stack.enter_context(answer_reads(known, self.counts))
             narrow = {} if casts is None else cast_parameters(casts.names(model), traced_state, casts.dtype)
             given = traced_state | narrow
-            after = dict(given)
+            after = {place: given[name] for place, name in self._places.items()}
             stack.enter_context(number_random_operators(flat[-1]))
             stack.enter_context(contextlib.nullcontext() if casts is None else casts.running())
-            stack.enter_context(stateless._reparametrize_module(model, after, tie_weights=True))
+            stack.enter_context(stateless._reparametrize_module(model, after))
             stack.enter_context(self._provenance.follow_modules())
             stack.enter_context(self._provenance)
+            stack.enter_context(WriteAssignedData())
             stack.enter_context(self.accesses.recording())
             value = self._options.call(model, args, kwargs)
             found = kept()
@@ -145,6 +148,7 @@ class FlatModule(nn.Module):
         pairs = zip(self.result.indices, outputs, strict=True)
         self.result.detached = tuple(index for index, output in pairs if not output.requires_grad)
         self.result.reached = reached_inputs(outputs, flat)
+        self.result.own_gradients = own_gradients(outputs)
         outputs = outputs if casts is None else [widen_scalar(output) for output in outputs]
         self._guard_comparisons()
         guarded = [tensor.detach().clone() for tensor in self.reads.tensors]
@@ -181,6 +185,14 @@ class FlatModule(nn.Module):
         if self._options.known is Known.STATE:
             pairs += [(traced_state[name], real) for name, real in self._state.items()]
         return [(traced, real) for traced, real in pairs if not real.is_meta]
+
+
+def _places(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, str]:
+    """Where tensors of `state` are held, each place once, though its module may have several names; and their names."""
+    names = {id(tensor): name for name, tensor in state.items()}
+    held = ((path, {**module._parameters, **module._buffers}) for path, module in model.named_modules())
+    places = ((f"{path}.{leaf}".removeprefix("."), item) for path, own in held for leaf, item in own.items())
+    return {place: names[id(item)] for place, item in places if item is not None}
 
 
 def _keep_assigned(state: Mapping[str, Tensor], given: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:

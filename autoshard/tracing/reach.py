@@ -59,6 +59,25 @@ def _may_decline(node: _Node) -> bool:
     return len(results) == 1 and isinstance(node, BackwardCFunction)
 
 
+def own_gradients(outputs: Sequence[Tensor]) -> tuple[str, ...]:
+    """Names of the Python functions, not of torch or autoshard, that autograd comes to from outputs."""
+    waiting = [get_gradient_edge(output).node for output in outputs if output.requires_grad]
+    seen: set[_Node] = set(waiting)
+    found: dict[str, None] = {}
+    while waiting:
+        node: _Node = waiting.pop()
+        function: Any = getattr(node, "_forward_cls", None) if isinstance(node, BackwardCFunction) else None
+        if function is not None and not function.__module__.startswith(_LIBRARIES):
+            found[function.__qualname__] = None
+        behind = {item for item, _ in node.next_functions if item is not None} - seen
+        seen |= behind
+        waiting += behind
+    return tuple(found)
+
+
+_LIBRARIES = ("torch.", "autoshard.")
+
+
 def unreached_gradients(
     graph: fx.Graph,
     inputs: Sequence[tuple[fx.Node, InputSlot]],

@@ -23,8 +23,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.nn import functional as F
 
+import autoshard.kernels as kernels
+from autoshard.tracing.transforms import call_operator
+
 aten = torch.ops.aten
-autoshard_ops = torch.ops.autoshard
 
 _State = tuple[Tensor, ...]
 """The state of one layer and direction: h [B, P], or h and c [B, H]."""
@@ -81,7 +83,7 @@ def _lstm_direction(
 ) -> tuple[Tensor, _State]:
     inputs = F.linear(x, weights.w_ih, weights.both_biases())
     h0, c0, w_hh, w_hr = _cast(inputs.dtype, *state, weights.w_hh, weights.w_hr)
-    y, h, c, _, _ = autoshard_ops.lstm(inputs, h0, c0, w_hh, w_hr, lengths, reverse)
+    y, h, c = call_operator(kernels.lstm, inputs, h0, c0, w_hh, w_hr, lengths, reverse)[:3]
     return y, (h, c)
 
 
@@ -90,7 +92,7 @@ def _gru_direction(
 ) -> tuple[Tensor, _State]:
     inputs = F.linear(x, weights.w_ih, weights.b_ih)
     h0, w_hh, b_hh = _cast(inputs.dtype, *state, weights.w_hh, weights.b_hh)
-    y, h, _ = autoshard_ops.gru(inputs, h0, w_hh, b_hh, lengths, reverse)
+    y, h = call_operator(kernels.gru, inputs, h0, w_hh, b_hh, lengths, reverse)[:2]
     return y, (h,)
 
 
@@ -100,7 +102,7 @@ def _rnn_direction(relu: bool) -> _Direction:
     ) -> tuple[Tensor, _State]:
         inputs = F.linear(x, weights.w_ih, weights.both_biases())
         h0, w_hh = _cast(inputs.dtype, *state, weights.w_hh)
-        y, h = autoshard_ops.rnn(inputs, h0, w_hh, lengths, relu, reverse)
+        y, h = call_operator(kernels.rnn, inputs, h0, w_hh, lengths, relu, reverse)
         return y, (h,)
 
     return direction

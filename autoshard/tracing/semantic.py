@@ -23,10 +23,12 @@ from torch.nn import functional as F
 import autoshard.kernels as kernels
 from autoshard.errors import TraceError
 from autoshard.ir.precision import widen
+from autoshard.kernels.library import gradients_with_graph
 from autoshard.tracing.ctc import CTC
 from autoshard.tracing.dense import DENSE
 from autoshard.tracing.random_numbers import SITES
 from autoshard.tracing.recurrent import RECURRENT
+from autoshard.tracing.transforms import call_operator, is_transformed
 
 _MEAN, _SUM = 1, 2
 _CROSS_ENTROPY: OpOverload = torch.ops.aten.cross_entropy_loss.default
@@ -115,8 +117,8 @@ def _attention_4d(
         seed, site = sites.seed, sites.take()
     rest = (seed, dropout_p, is_causal, scale, site, [0, 0, 0, 0], probabilities)
     if mask is not None and mask.requires_grad:
-        return kernels.attention_composite(q, k, v, mask, *rest)
-    return torch.ops.autoshard.attention(q, k, v, mask, *rest)[0]
+        return kernels.attention_composite(q, k, v, mask, *rest)[0]
+    return call_operator(kernels.attention, q, k, v, mask, *rest)[0]
 
 
 def _broadcast_lead(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[int, ...]:
@@ -192,7 +194,7 @@ def _wide_cross_entropy(
     if weight is not None:
         loss, count = _weighted_rows(widen(rows), row_target, weight, ignore_index, label_smoothing)
     else:
-        loss, _ = torch.ops.autoshard.cross_entropy(rows, row_target, ignore_index, label_smoothing)
+        loss = call_operator(kernels.cross_entropy, rows, row_target, ignore_index, label_smoothing)[0]
         count = (row_target != ignore_index).sum()
     return _reduce_rows(loss, count, reduction, target.shape)
 
@@ -246,13 +248,16 @@ class _RmsNorm(torch.autograd.Function):
         with torch._C._AutoDispatchBelowAutograd():
             out, rstd = torch.ops.aten._fused_rms_norm.default(x, normalized_shape, weight, eps)
         ctx.save_for_backward(x, rstd, weight)
-        ctx.normalized_shape = normalized_shape
+        ctx.normalized_shape, ctx.eps = normalized_shape, eps
         ctx.mark_non_differentiable(rstd)
         return out, rstd
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Any) -> Any:
         x, rstd, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():
+            operands = (x, ctx.normalized_shape, weight, ctx.eps)
+            return gradients_with_graph(ctx, kernels.rms_norm_composite, operands, (grad, None))
         mask = [ctx.needs_input_grad[0], weight is not None and ctx.needs_input_grad[2]]
         dx, dw = torch.ops.aten._fused_rms_norm_backward.default(grad, x, ctx.normalized_shape, rstd, weight, mask)
         return dx if mask[0] else None, None, dw if mask[1] else None, None
@@ -264,11 +269,16 @@ def _fused_rms_norm(
     """Below autograd the operator is kept: NotImplemented is how a decomposition declines."""
     if torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradFunctionality):
         return NotImplemented
-    return _RmsNorm.apply(x, normalized_shape, weight, eps)
+    return _norm(x, normalized_shape, weight, eps)
 
 
 def _rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    return _RmsNorm.apply(x, normalized_shape, weight, eps)[0]
+    return _norm(x, normalized_shape, weight, eps)[0]
+
+
+def _norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+    run = kernels.rms_norm_composite if is_transformed() else _RmsNorm.apply
+    return run(x, normalized_shape, weight, eps)
 
 
 _REPLACEMENTS: dict[OpOverload, Callable[..., Any]] = {

@@ -20,9 +20,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from autoshard.errors import TraceError
+from autoshard.errors import NotAvailableError, TraceError
 from autoshard.ir.derivative import Derivative
 from autoshard.ir.program import Program
+from autoshard.ir.under_trace import under_trace
 from autoshard.ir.update import Update
 from autoshard.tracing.assemble import assemble_program
 from autoshard.tracing.attributes import kept_note
@@ -61,6 +62,7 @@ def trace(
     derivatives: Sequence[Derivative] = (),
     loss_only: bool = False,
     forward_only: bool = False,
+    as_compiled: bool = False,
     whole_experts: bool = True,
 ) -> Program:
     """Trace a call of a model, and its backward, into a program with global shapes.
@@ -88,6 +90,8 @@ def trace(
         loss_only: the program returns the first floating scalar of the model's outputs, and nothing that only the
             others need is in it.
         forward_only: the program has no backward, while the model runs as it does where gradients are wanted.
+        as_compiled: `torch.compiler.is_compiling()` is true for the model's code. Without, it is if the model cannot be
+            traced otherwise.
         whole_experts: layers of experts of transformers' models are one operator each (`tracing.experts`); else what
             their implementation calls.
 
@@ -110,6 +114,7 @@ def trace(
         model_call = GradientCall.of(model_call, derivatives)
     options = TraceOptions(grad=grad, all_tangents=all_tangents, call=model_call, casts=casts, seed=seed, device=device)
     options = replace(options, keeps_gradients=update is None, whole_experts=whole_experts, forward_only=forward_only)
+    options = replace(options, as_compiled=as_compiled)
     before, generators = python_state(model), host_generators()
     with watching_hooks(model) as hooks:
         joint = _capture(model, call, options, values)
@@ -136,9 +141,9 @@ def _capture(model: nn.Module, call: Call, options: TraceOptions, values: LendVa
         if failures and not rung.helps_with(failures[-1][1]):
             continue
         try:
-            with _unreported(), values(model) if rung.needs_values else contextlib.nullcontext():
+            with _unreported(), under_trace(), values(model) if rung.needs_values else contextlib.nullcontext():
                 return rung.capture(model, call, options)
-        except TraceError:
+        except (TraceError, NotAvailableError):
             raise
         except Exception as error:  # whatever the user's model raises under a trace
             _LOGGER.debug("tracing %s failed", rung.name, exc_info=error)

@@ -33,6 +33,7 @@ from autoshard.runtime import digests, distributed, late_numbers
 from autoshard.runtime.compiler import Compiler, Request
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.executable import CompiledProgram
+from autoshard.runtime.one_thread import OneThread
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep
 
@@ -112,6 +113,7 @@ class OneOfMany:
     def __init__(self, ranks: Sequence[int], timeout_s: float = 0.0) -> None:
         self.channel = self.vectors = self
         self.ranks, self.rank = tuple(ranks), 0
+        self.one_thread = OneThread()
 
     def agree(self, facts: Callable[[], Any], what: str = "") -> None:
         """Ask nobody."""

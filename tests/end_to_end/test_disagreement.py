@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import autoshard
-from autoshard import DoesNotFitError, LostRankError, Mesh, P, RankMismatchError
+from autoshard import DoesNotFitError, LostRankError, Mesh, NotAvailableError, P, RankMismatchError
 from autoshard.runtime import step_agreement
 from autoshard.runtime.control_channel import ControlChannel
 from autoshard.runtime.vector_exchange import VectorExchange
@@ -85,14 +86,39 @@ def check_other_inputs() -> None:
 
 
 def check_one_element_of_a_large_input() -> None:
-    """Of a large input samples are compared, others at each call: what differs in every row shows at once."""
+    """One row of thousands that differs on one rank shows at once."""
     sharded = autoshard.compile(Small(), PAIR, timeout_s=TIMEOUT_S)
     large = torch.zeros(1 << 13, 8)
     for _ in range(3):
         sharded(large)
     if on_second_rank():
-        large[:, 0] = 1
+        large[4321, 3] = 1
     assert_all_raise(RankMismatchError, "Ranks disagree about input:0", lambda: sharded(large))
+
+
+def check_a_second_thread() -> None:
+    """While a thread runs the model, a second one gets an error at once; the first goes on, and so may the second."""
+    sharded = compiled()
+    seen: list[str] = []
+
+    def call() -> None:
+        try:
+            sharded(batch())
+        except NotAvailableError as error:
+            seen.append(str(error))
+
+    def in_another_thread() -> None:
+        thread = threading.Thread(target=call, name="second")
+        thread.start()
+        thread.join()
+
+    with sharded.agreement.one_thread:
+        in_another_thread()
+        sharded(batch())
+    assert len(seen) == 1
+    assert "Thread 'second' calls a compiled model that thread 'MainThread' is running" in seen[0]
+    in_another_thread()
+    assert len(seen) == 1
 
 
 def check_training_beside_evaluation() -> None:

@@ -187,10 +187,9 @@ def check_state_dicts(folder: Path) -> None:
     state = copy.deepcopy(step.state_dict())
     dcp.save(step.sharded.state_dict(), checkpoint_id=folder / f"plain {dist.get_world_size()}")
     expected = losses(step, inputs)
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    step.load_state_dict(torch.load(file))
+    with pytest.raises(NotAvailableError, match=r"cannot gather or save.*export\(path\)"):
+        torch.save(state, io.BytesIO())
+    step.load_state_dict(state)
     assert losses(step, inputs) == expected
     model, _ = skips()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4)

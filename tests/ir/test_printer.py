@@ -9,8 +9,8 @@ import pytest
 from autoshard.ir.kernels import Kernels, KernelUse
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
-from autoshard.ir.plan_parts import ParameterPlan, Prediction
-from autoshard.ir.printer import render_plan
+from autoshard.ir.plan_parts import NodePlan, ParameterPlan, Prediction
+from autoshard.ir.printer import in_words, render_plan
 from autoshard.ir.spec import PartitionSpec
 
 
@@ -32,6 +32,31 @@ def test_what_is_not_known_is_not_printed() -> None:
     assert "forecast" not in text
     assert "hidden" not in text
     assert "tokens" not in text
+
+
+def test_a_sentence_says_where_parameters_lie() -> None:
+    """By the words for layouts of a whole step, and by specs without an update; small parts are left out."""
+    split, whole = PartitionSpec("x"), PartitionSpec()
+    without = {
+        "a": ParameterPlan(split, (75, 1), 0),
+        "b": ParameterPlan(whole, (24,), 0),
+        "c": ParameterPlan(whole, (1,), 0),
+    }
+    plan = replace(plan_with(TODAY), parameters=without)
+    said = (
+        "Inputs are whole on every rank; 75% of parameters are split over x, 25% of parameters are whole on every rank."
+    )
+    assert in_words(plan) == [said]
+    words = {"a": "ZeRO-3 over x; copied over y", "b": "split over x; copied over y", "c": "copied over x, y"}
+    laid_out = {name: replace(item, layout=words[name]) for name, item in without.items()}
+    told = in_words(replace(plan, parameters=laid_out, nodes={"input_0": NodePlan((), (split,))}))
+    assert told == [
+        "Inputs are split over x; 75% of parameters are ZeRO-3 over x, copied over y, "
+        "24% of parameters are split over x, copied over y."
+    ]
+    assert told[0] in " ".join(
+        render_plan(replace(plan, parameters=laid_out, nodes={"input_0": NodePlan((), (split,))})).split()
+    )
 
 
 def test_a_forecast_says_so() -> None:
@@ -88,5 +113,5 @@ def test_tables_are_no_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) 
     """A long name is folded, not torn by the terminal."""
     monkeypatch.setenv("COLUMNS", "60")
     parameters = {f"{'a_long_name.' * 6}weight": ParameterPlan(PartitionSpec("x"), (8, 4), 64)}
-    tables = render_plan(replace(plan_with(TODAY), parameters=parameters)).splitlines()[1:]
+    tables = render_plan(replace(plan_with(TODAY), parameters=parameters)).splitlines()[2:]
     assert max(map(len, tables)) == 60

@@ -158,7 +158,7 @@ def test_composite_equals_operator_and_has_a_mask_gradient(p: float) -> None:
     mask = torch.randn(5, 6, dtype=torch.float64)
     mask[3] = -float("inf")
     mask.requires_grad_()
-    out = attention_composite(q, k, v, mask, SEED, p, False, SCALE, 1, [0] * 4, [2, 4, 5, 6])
+    (out,) = attention_composite(q, k, v, mask, SEED, p, False, SCALE, 1, [0] * 4, [2, 4, 5, 6])
     expected, _ = _attend(q, k, v, mask.detach(), p=p)
     torch.testing.assert_close(out, expected)
     (grad,) = torch.autograd.grad(out.sum(), mask, retain_graph=True)

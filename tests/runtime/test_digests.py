@@ -73,12 +73,22 @@ def seen_otherwise(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [tensor.clone().requires_grad_()] if tensor.dtype is torch.float32 else []
 
 
-def test_a_sample_on_the_host_sees_other_bytes_at_each_turn() -> None:
-    """A change anywhere in a large tensor shows within few turns; one in a small tensor at once."""
-    large, small = torch.zeros(1 << 15), torch.zeros(8)
-    for tensor, turns in ((large, 40), (small, 1)):
+@pytest.mark.parametrize("size", [8, (1 << 15) + 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bfloat16, torch.int64])
+def test_a_change_anywhere_shows_at_once(size: int, dtype: torch.dtype) -> None:
+    """In a large tensor, too, of which only a part is looked at in order."""
+    tensor = torch.arange(size).remainder(100).to(dtype)
+    for place in (0, 5, size // 2, size - 1):
         changed = tensor.clone()
-        changed[5] = 1
-        pairs = ((digest_of_samples([x], 4096, turn) for x in (tensor, changed)) for turn in range(turns))
-        assert any(one != other for one, other in pairs)
-        assert digest_of_samples([tensor], 4096, 0) == digest_of_samples([tensor.clone()], 4096, 0)
+        changed[place] += 1
+        assert digest_of_samples([tensor], 4096, 0) != digest_of_samples([changed], 4096, 0)
+    assert digest_of_samples([tensor], 4096, 0) == digest_of_samples([tensor.clone()], 4096, 0)
+
+
+def test_another_order_shows_within_some_turns() -> None:
+    """Rows of a large tensor that are exchanged leave the sum as it is."""
+    rows = torch.randn(1 << 10, 32, generator=torch.Generator().manual_seed(0))
+    changed = rows.clone()
+    changed[[3, 700]] = rows[[700, 3]]
+    pairs = ((digest_of_samples([x], 4096, turn) for x in (rows, changed)) for turn in range(40))
+    assert any(one != other for one, other in pairs)

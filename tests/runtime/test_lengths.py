@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import copy
+import re
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils import _pytree as pytree
 
 import autoshard
 from autoshard import Mesh, TraceError
 from autoshard.runtime.lengths import padded_length
+from autoshard.runtime.sharded_module import ShardedModule
 
 WORDS, WIDTH = 12, 8
 
@@ -102,16 +106,38 @@ def test_a_training_step_pads() -> None:
         torch.testing.assert_close(model.get_parameter(name), parameter)
 
 
-def test_a_model_that_looks_at_padding_is_refused() -> None:
-    """The first call that pads says by how much padding changes a result."""
-    sharded = autoshard.compile(Mean(), Mesh({"data": 2}), dynamic_lengths=PADDING)
-    sharded(*batch(12))
-    with pytest.raises(TraceError, match=r"dynamic_lengths: padding changes result 0 of the model by up to"):
-        sharded(*batch(11))
+def equal_to_one_device(model: nn.Module, padding: dict[str, float], *calls: tuple[torch.Tensor, ...]) -> ShardedModule:
+    """A compiled model, which computed the calls as one device does, with their gradients."""
+    plain = copy.deepcopy(model)
+    sharded = autoshard.compile(model, Mesh({"data": 2}), dynamic_lengths=padding)
+    for call in calls:
+        for found, expected in zip(leaves_of(sharded(*call)), leaves_of(plain(*call)), strict=True):
+            torch.testing.assert_close(found, expected)
+            if expected.requires_grad:
+                found.square().sum().backward(retain_graph=True)
+                expected.square().sum().backward(retain_graph=True)
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(model.get_buffer(name), buffer)
+    return sharded
 
 
-def test_statistics_of_the_batch_are_refused() -> None:
-    """Padding would count in a running mean."""
+def leaves_of(outputs: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
+
+
+def test_a_model_that_looks_at_padding_runs_at_its_own_lengths(caplog: pytest.LogCaptureFixture) -> None:
+    """One warning names the operator and the line, and results are those of one device."""
+    sharded = equal_to_one_device(Mean(), PADDING, *(batch(length) for length in (9, 10, 11, 12)))
+    assert len(sharded.programs) == 4
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(warnings) == 1
+    assert re.search(r"own lengths.*aten\.mean\.default at test_lengths\.py:\d+ in forward", warnings[0])
+
+
+def test_statistics_of_the_batch_are_those_of_the_batch() -> None:
+    """A running mean counts no padding."""
 
     class Normed(nn.Module):
         def __init__(self) -> None:
@@ -121,21 +147,58 @@ def test_statistics_of_the_batch_are_refused() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.norm(x.transpose(1, 2)).transpose(1, 2)
 
-    sharded = autoshard.compile(Normed(), Mesh({"data": 2}), dynamic_lengths={"x": 0})
-    with pytest.raises(TraceError, match=r"the model updates buffer 'norm\.running_mean' in training"):
-        sharded(torch.randn(4, 5, 3))
+    equal_to_one_device(Normed(), {"x": 0}, (torch.randn(4, 5, 3),), (torch.randn(4, 6, 3),))
 
 
-def test_results_that_grow_otherwise_are_refused() -> None:
-    """A result twice as long as the inputs is not cut back to a guess."""
+def test_results_that_grow_otherwise_are_not_cut_to_a_guess() -> None:
+    """A result twice as long as the inputs is that of the inputs' own length."""
 
     class Doubled(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return torch.cat([x, x], 1)
 
-    sharded = autoshard.compile(Doubled(), Mesh({"data": 2}), dynamic_lengths={"input:0": 0})
-    with pytest.raises(TraceError, match=r"result 0 of the model has shape=\(4, 10\).*does not grow as they do"):
-        sharded(torch.randn(4, 5))
+    equal_to_one_device(Doubled(), {"x": 0}, (torch.randn(4, 5),))
+
+
+class Pooled(nn.Module):
+    """A classifier that pools words; `how` it does is what padding may reach."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.how, self.words, self.head = how, nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 4)
+        if how == "zero-initialised head":
+            nn.init.zeros_(self.head.weight)
+        if how == "padding's row begins at zero":
+            nn.init.zeros_(self.words.weight[0].data)
+
+    def forward(self, tokens: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        words = self.words(tokens)
+        match self.how:
+            case "zero-initialised head":
+                pooled = words.mean(1)
+            case "padding's row begins at zero":
+                pooled = words.sum(1)
+            case _:
+                pooled = words.mean(1) if self.training else words[:, 0]
+        return F.cross_entropy(self.head(pooled), label)
+
+
+@pytest.mark.parametrize("how", ["zero-initialised head", "padding's row begins at zero", "pools in training only"])
+def test_padding_that_counts_later_on_does_not_count(how: str) -> None:
+    """Where padding changes nothing at first, or in evaluation, training is that of one device all the same."""
+    model = Pooled(how)
+    plain = copy.deepcopy(model)
+    sharded = autoshard.compile(model, Mesh({"data": 2}), dynamic_lengths={"tokens": 0})
+    optimizers = [torch.optim.SGD(each.parameters(), 1.0) for each in (model, plain)]
+    for step in range(4):
+        tokens, label = batch(9 + step % 3, step)[0].clamp(min=1), torch.tensor([0, 1, 2, 3])
+        losses = [each(tokens, label) for each in (sharded, plain)]
+        torch.testing.assert_close(*losses)
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
 
 
 def test_arguments_that_do_not_share_a_length_are_refused() -> None:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import grad, jacfwd, vmap
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from autoshard.errors import TraceError
+from autoshard.errors import NotAvailableError, TraceError
 from autoshard.ir.program import OutputKind
 from autoshard.tracing import trace
 from tests.tracing.running import assert_equals_eager, count_operators, run_program
@@ -142,3 +144,65 @@ def test_operators_are_as_before_after_a_trace() -> None:
     with pytest.raises(TraceError, match="has no attribute"):
         trace(Call(lambda w: w.nothing, 3), ())
     assert torch.ops.aten.dropout.default.py_kernels == before
+
+
+def _twice(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The square of a function's gradient by its first argument, and its value."""
+
+    def call(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        value = function(x, *args, **kwargs).square().sum()
+        (gradient,) = torch.autograd.grad(value, x, create_graph=True)
+        return gradient.square().sum() + value
+
+    return call
+
+
+def _by_transforms(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The same of each row, by `torch.func`."""
+
+    def call(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def one(row: Tensor) -> Tensor:
+            return function(row[None].expand_as(x), *args, **kwargs).square().sum()
+
+        return vmap(grad(one))(x).square().sum() + jacfwd(one)(x[0]).square().sum()
+
+    return call
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own, of jacfwd
+@pytest.mark.parametrize("taken", [_twice, _by_transforms])
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        (lambda x: F.cross_entropy(x, torch.tensor([1, -100, 2]), label_smoothing=0.1), (3, 4)),
+        (lambda x: F.cross_entropy(x, torch.tensor([1, 0, 2]), reduction="none", weight=_WEIGHT), (3, 5)),
+        (lambda x: F.scaled_dot_product_attention(x, x.sin(), x.cos(), is_causal=True), (2, 2, 3, 4)),
+        (lambda x: F.rms_norm(x, (2, 4), eps=1e-3), (3, 2, 4)),
+        (lambda x: F.layer_norm(x, (2, 4)), (3, 2, 4)),
+        (lambda x: torch.ops.aten._fused_rms_norm(x, [4], torch.ones(4), 1e-3)[0], (3, 4)),
+    ],
+    ids=["cross-entropy", "weighted cross-entropy", "attention", "RMS norm", "layer norm", "fused RMS norm"],
+)
+def test_derivatives_of_derivatives(
+    taken: Callable[..., Any], function: Callable[..., Tensor], shape: tuple[int, ...]
+) -> None:
+    """Gradients of gradients, and transforms, go through operators that have them."""
+    with sdpa_kernel(SDPBackend.MATH):
+        model = Call(taken(function), *shape)
+        assert_equals_eager(trace(model), model, ())
+
+
+def test_first_derivatives_stay_whole() -> None:
+    """A model that takes one gradient of its loss inside keeps the operators of the others."""
+    inner = _twice(lambda x: F.cross_entropy(x, torch.tensor([1, 0])))
+    model = Call(lambda x: inner(x) + F.cross_entropy(x, torch.tensor([0, 1])), 2, 4)
+    counts = count_operators(trace(model))
+    assert (counts["autoshard::cross_entropy"], counts["autoshard::cross_entropy_backward"]) == (2, 2)
+
+
+def test_a_missing_second_derivative_is_refused() -> None:
+    """CTC loss has none, here and in torch."""
+    lengths = torch.tensor([5, 5]), torch.tensor([2, 2])
+    model = Call(_twice(lambda x: F.ctc_loss(x.log_softmax(2), torch.tensor([[1, 2], [3, 1]]), *lengths)), 5, 2, 4)
+    with pytest.raises(NotAvailableError, match="CTC loss has no second derivative"):
+        trace(model)

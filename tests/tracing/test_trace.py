@@ -299,6 +299,28 @@ def test_tied_parameters_have_aliases() -> None:
     assert_equals_eager(program, model, (x,))
 
 
+def test_a_module_with_two_names_keeps_its_tensors() -> None:
+    """Its buffers are the model's own after a trace, and what it assigns to one is part of the program."""
+
+    class Scale(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("factor", torch.full((3,), 2.0))
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count = self.count + 1
+            return x * self.factor * self.count
+
+    scale = Scale()
+    model, held = nn.Sequential(nn.Linear(3, 3), scale, nn.Tanh(), scale), dict(scale.named_buffers())
+    x = torch.randn(2, 3)
+    program = trace(model, (x,))
+    assert all(tensor is held[name] for name, tensor in scale.named_buffers())
+    assert [slot.name for slot in program.outputs if slot.kind is OutputKind.BUFFER_UPDATE] == ["1.count"]
+    assert_equals_eager(program, model, (x,))
+
+
 @pytest.mark.parametrize(
     ("model", "shapes"),
     [

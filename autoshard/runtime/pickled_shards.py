@@ -1,0 +1,74 @@
+"""What pickle (`torch.save`) writes of DTensors on ranks that a model was compiled for.
+
+`if rank == 0: torch.save(model.state_dict(), path)` is everyone's habit, and torch writes the shards of that one rank
+into the file. Pickle cannot gather, as the other ranks do not come to it. So a tensor that this rank holds whole is
+written as a plain tensor, which one device reads, and any other tensor is refused.
+
+`copyreg` is Python's table for pickling objects of foreign classes. Copies, other processes of this rank (the process
+that `torch.distributed.checkpoint.async_save` starts), and DTensors of other libraries get what torch gives them.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import sys
+from collections.abc import Iterable
+from multiprocessing.reduction import ForkingPickler
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from autoshard.errors import NotAvailableError
+from autoshard.runtime.split_output import SplitOutput
+from autoshard.runtime.stage_meshes import Elsewhere
+
+_PROTOCOL = 2
+"""Torch pickles alike under every protocol from this one on."""
+
+_OURS: WeakSet[DeviceMesh] = WeakSet()
+"""Meshes that models were compiled for."""
+
+
+def pickle_wholes_alone(meshes: Iterable[DeviceMesh]) -> None:
+    """From now on, pickle takes DTensors on `meshes` only where this rank holds them whole."""
+    _OURS.update(meshes)
+    for kind in (DTensor, SplitOutput, Elsewhere):
+        copyreg.pickle(kind, _reduced)  # type: ignore[arg-type]  # typeshed knows fewer forms than pickle takes
+        ForkingPickler.register(kind, _as_torch_does)
+
+
+def _reduced(tensor: DTensor) -> Any:
+    """How pickle writes a tensor; see `object.__reduce_ex__`."""
+    is_copied = sys._getframe(1).f_code is copy.copy.__code__
+    if is_copied or tensor.device_mesh not in _OURS:
+        return _as_torch_does(tensor)
+    if isinstance(tensor, Elsewhere):
+        tensor.redistribute()
+    if not _is_whole(tensor):
+        raise NotAvailableError(
+            f"A tensor of shape {tuple(tensor.shape)} lies in parts on {tensor.device_mesh} ({tensor.placements}), and "
+            "pickle (torch.save, say) would write this rank's part alone. On every rank, gather with "
+            "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, options=StateDictOptions("
+            "full_state_dict=True, cpu_offload=True)), which gives rank 0 the whole, for torch.save. Or use "
+            "sharded.export(path), autoshard.Checkpoints, torch.distributed.checkpoint, or full_tensor() of a tensor."
+        )
+    whole = tensor.to_local().detach()
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(whole, requires_grad=tensor.requires_grad).__reduce_ex__(_PROTOCOL)
+    return whole.requires_grad_(tensor.requires_grad).__reduce_ex__(_PROTOCOL)
+
+
+def _is_whole(tensor: DTensor) -> bool:
+    """Whether this rank holds all of a tensor."""
+    mesh = tensor.device_mesh
+    pairs = zip(tensor.placements, mesh.shape, strict=True)
+    return all(it.is_replicate() or size == 1 for it, size in pairs)
+
+
+def _as_torch_does(tensor: torch.Tensor) -> Any:
+    return tensor.__reduce_ex__(_PROTOCOL)

@@ -1,0 +1,49 @@
+"""The loss that a step returns: a plain scalar, whose backward says that the step has run it.
+
+Numbers that are made of the loss by scaling (`loss / 4`, a `GradScaler`) say so too; any other result is plain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from autoshard.errors import NotAvailableError
+
+_SCALES = frozenset(
+    {"mul", "multiply", "div", "divide", "true_divide", "__mul__", "__rmul__", "__truediv__", "sum", "mean"}
+)
+
+
+class StepLoss(torch.Tensor):
+    """The loss of a step that has run; see the module's docstring."""
+
+    @classmethod
+    def of(cls, loss: torch.Tensor) -> StepLoss:
+        """The loss."""
+        made = loss.as_subclass(cls)
+        vars(made)["plain"] = loss
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """See `torch.Tensor`: every function is called on the plain tensor."""
+        args, keywords = pytree.tree_map_only(StepLoss, lambda loss: vars(loss)["plain"], (args, dict(kwargs or {})))
+        if func in _BACKWARDS and not any(
+            leaf.requires_grad for leaf in pytree.tree_leaves(args[:1]) if isinstance(leaf, torch.Tensor)
+        ):
+            raise NotAvailableError(
+                "loss.backward(): the step has run the backward already, and the optimizer's update. Leave "
+                "loss.backward() and optimizer.step() out; or compile without optimizer= for a loop of your own."
+            )
+        result = func(*args, **keywords)
+        is_scaled = func.__name__ in _SCALES and type(result) is torch.Tensor and not result.requires_grad
+        return cls.of(result) if is_scaled else result
+
+
+_BACKWARDS = frozenset({torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad})

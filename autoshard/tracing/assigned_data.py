@@ -1,0 +1,33 @@
+"""Tensors whose `.data` the model sets while it is traced (a momentum encoder): they are written in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from autoshard.errors import TraceError
+
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+
+class WriteAssignedData(TorchFunctionMode):
+    """While it is active, `tensor.data = value` copies `value` into `tensor`, where a trace sees it."""
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func != _SET_DATA:
+            return func(*args, **(kwargs or {}))
+        tensor, value = args
+        if (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+            raise TraceError(
+                f"The model sets .data of a tensor of shape={tuple(tensor.shape)}, {tensor.dtype}, to one of "
+                f"shape={tuple(value.shape)}, {value.dtype}, in forward; a program keeps shapes and types. Assign the "
+                "tensor itself, or set .data between calls."
+            )
+        with torch.no_grad():
+            tensor.detach().copy_(value)
+        return None

@@ -1,0 +1,1 @@
+"""Proofs that padding of inputs reaches no result of a program."""

@@ -1,0 +1,347 @@
+"""Numbers that a region of a tensor can hold, and the numbers that a pointwise call makes of them.
+
+A region is the clean part of a padded tensor, or one part of its padding. Its content is an interval, and whether all
+its numbers are finite. Parameters and inputs are taken to be finite, and so are results of operators that make no
+infinity of finite numbers; overflow is not looked at.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.rules.linearity import Range
+from autoshard.rules.ranges import range_of_call, range_of_type
+
+aten = torch.ops.aten
+
+_EXACT = 2.0**53
+"""Whole numbers below it are floats exactly."""
+
+_MASKED = -5e3
+"""Scores below it have no weight in a softmax: masks that are added hold -1e4 or less, other scores are ordinary."""
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """The numbers from `low` to `high`; where `is_finite`, none of them is infinite or no number.
+
+    Example:
+        >>> constant(0.0).is_constant, UNKNOWN.is_constant
+        (True, False)
+    """
+
+    low: float
+    high: float
+    is_finite: bool
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all elements are one known number."""
+        return self.low == self.high
+
+    @property
+    def is_zero(self) -> bool:
+        """Whether all elements are zero."""
+        return self.low == self.high == 0
+
+    def is_only(self, number: float) -> bool:
+        """Whether all elements are `number`."""
+        return self.low == self.high == number
+
+    def lies_in(self, low: float, high: float) -> bool:
+        """Whether all elements lie in an interval."""
+        return low <= self.low and self.high <= high
+
+
+UNKNOWN = Content(-math.inf, math.inf, is_finite=False)
+_FINITE = Content(-math.inf, math.inf, is_finite=True)
+
+
+def constant(number: Any) -> Content:
+    """The content of elements that are all one number; unknown for any other object."""
+    if not isinstance(number, (int, float)) or math.isnan(number):
+        return UNKNOWN
+    return Content(float(number), float(number), math.isfinite(number))
+
+
+def content_of_type(dtype: torch.dtype) -> Content:
+    """Any finite numbers of a type."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return _FINITE
+    return _from_range(range_of_type(dtype), is_finite=True)
+
+
+def either(contents: Iterable[Content]) -> Content:
+    """The content of elements that have one of these contents."""
+    known = list(contents)
+    return Content(
+        min(item.low for item in known), max(item.high for item in known), all(item.is_finite for item in known)
+    )
+
+
+def is_masked(content: Content) -> bool:
+    """Whether scores in it have no weight in a softmax: -inf, the least number of their type, -1e9."""
+    return content.high <= _MASKED
+
+
+def masked_sum(mask: Content) -> Content:
+    """The sum of a mask without weight and ordinary scores."""
+    return Content(-math.inf, 0.9 * mask.high, mask.is_finite)
+
+
+def content_of_call(node: fx.Node, operands: Sequence[Content], *, are_clean: Sequence[bool] = ()) -> Content:
+    """The content of elements that a call makes of elements of its operands.
+
+    Args:
+        node: the call.
+        operands: contents of its tensor operands, in order.
+        are_clean: the operands whose elements are those of a clean part. A clean part is as finite as on one device.
+    """
+    dtype = _dtype_of(node)
+    if dtype is None or dtype.is_complex:
+        return UNKNOWN if dtype is None else Content(-math.inf, math.inf, all(item.is_finite for item in operands))
+    are_clean = are_clean or [False] * len(operands)
+    made = _compute(node, operands) or _combine(node, operands, dtype)
+    return made or _bound(node, operands, are_clean, dtype)
+
+
+def _dtype_of(node: fx.Node) -> torch.dtype | None:
+    value = node.meta.get("val")
+    if isinstance(value, (tuple, list)):
+        value = value[0]
+    return value.dtype if isinstance(value, torch.Tensor) else None
+
+
+def _from_range(found: Range, *, is_finite: bool) -> Content:
+    is_infinity = found.low == found.high and math.isinf(found.low)
+    return Content(found.low, found.high, is_finite and not is_infinity)
+
+
+# Known numbers are computed.
+
+
+def _compute(node: fx.Node, operands: Sequence[Content]) -> Content | None:
+    """One number, where all operands are one number each: by the operator itself."""
+    if torch.Tag.pointwise not in getattr(node.target, "tags", ()) or not operands:
+        return None
+    if not all(item.is_constant and (abs(item.low) < _EXACT or not item.is_finite) for item in operands):
+        return None
+    given = iter(operands)
+
+    def scalar(operand: fx.Node) -> torch.Tensor:
+        return torch.full((), next(given).low, dtype=operand.meta["val"].dtype)
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), scalar)
+    result = node.target(*args, **kwargs)  # type: ignore[operator]
+    return constant(result.item()) if isinstance(result, torch.Tensor) and not result.is_complex() else None
+
+
+# Operators with a function of their own.
+
+_Function = Callable[[fx.Node, Sequence[Content]], Content | None]
+
+
+def _arguments(node: fx.Node, operands: Sequence[Content]) -> list[Content]:
+    """Contents of the positional arguments, of which some may be numbers."""
+    given = iter(operands)
+    return [next(given) if isinstance(item, fx.Node) else constant(item) for item in node.args]
+
+
+def _where(node: fx.Node, operands: Sequence[Content]) -> Content | None:
+    condition, one, other = _arguments(node, operands)
+    if condition.is_constant:
+        return one if condition.low else other
+    return either((one, other))
+
+
+def _masked_fill(node: fx.Node, operands: Sequence[Content]) -> Content | None:
+    x, mask, value = _arguments(node, operands)
+    if mask.is_constant:
+        return value if mask.low else x
+    return either((x, value))
+
+
+def _mul(node: fx.Node, operands: Sequence[Content]) -> Content | None:
+    one, other = _arguments(node, operands)
+    if (one.is_zero and other.is_finite) or (other.is_zero and one.is_finite):
+        return constant(0)
+    return None
+
+
+def _and(node: fx.Node, operands: Sequence[Content]) -> Content | None:
+    given = _arguments(node, operands)
+    return constant(0) if any(item.is_zero for item in given) else None
+
+
+def _or(node: fx.Node, operands: Sequence[Content]) -> Content | None:
+    given = _arguments(node, operands)
+    return constant(1) if _are_boolean(node) and any(item.is_only(1) for item in given) else None
+
+
+def _are_boolean(node: fx.Node) -> bool:
+    return all(operand.meta["val"].dtype == torch.bool for operand in node.all_input_nodes)
+
+
+def _sum(node: fx.Node, operands: Sequence[Content]) -> Content | None:
+    """Beside a score of ordinary size, the number that a mask adds decides."""
+    dtype = _dtype_of(node)
+    if len(node.args) > 2 or node.kwargs or dtype is None or not dtype.is_floating_point:
+        return None
+    one, other = _arguments(node, operands)
+    for number, beside in ((one, other), (other, one)):
+        if is_masked(number) and beside.is_finite and not is_masked(beside):
+            return masked_sum(number)
+    return None
+
+
+def _comparison(holds: Callable[[float, float], bool], *, at_ends: str) -> _Function:
+    """A comparison that holds for all elements, for none, or for some.
+
+    Args:
+        holds: the comparison of two numbers.
+        at_ends: how it follows from the ends of intervals: "less" where it holds for lesser first operands.
+    """
+
+    def function(node: fx.Node, operands: Sequence[Content]) -> Content | None:
+        one, other = _arguments(node, operands)
+        if not (one.is_finite and other.is_finite):
+            return None
+        first, second = (one.high, other.low), (one.low, other.high)
+        always, ever = (first, second) if at_ends == "less" else (second, first)
+        if holds(*always):
+            return constant(1)
+        return None if holds(*ever) else constant(0)
+
+    return function
+
+
+def _is_equal(node: fx.Node, operands: Sequence[Content]) -> Content | None:
+    one, other = _arguments(node, operands)
+    if one.is_finite and other.is_finite:
+        return constant(0) if one.high < other.low or other.high < one.low else None
+    is_infinity = [item.is_constant and math.isinf(item.low) for item in (one, other)]
+    are_apart = (is_infinity[0] and other.is_finite) or (is_infinity[1] and one.is_finite)
+    return constant(0) if are_apart else None
+
+
+def _differs(node: fx.Node, operands: Sequence[Content]) -> Content | None:
+    found = _is_equal(node, operands)
+    return None if found is None else constant(1)
+
+
+def _of_booleans(node: fx.Node, operands: Sequence[Content]) -> Content | None:
+    return operands[0] if _are_boolean(node) else None
+
+
+def _convert(node: fx.Node, operands: Sequence[Content]) -> Content | None:
+    """A conversion: numbers that the type has stay as they are."""
+    (x,), dtype = operands, _dtype_of(node)
+    assert dtype is not None
+    if x.is_constant:
+        return constant(torch.full((), x.low, dtype=torch.float64).to(dtype).item())
+    if dtype == torch.bool:
+        return constant(1) if x.is_finite and (x.low > 0 or x.high < 0) else None
+    if dtype.is_floating_point:
+        return x
+    limits = torch.iinfo(dtype)
+    return x if x.is_finite and x.lies_in(limits.min, limits.max) else None
+
+
+def _made_finite(node: fx.Node, operands: Sequence[Content]) -> Content | None:
+    found = _range_of(node, operands)
+    return Content(found.low, found.high, is_finite=True) if found.is_finite else None
+
+
+_FUNCTIONS: Mapping[Any, _Function] = {
+    aten.where: _where,
+    aten.masked_fill: _masked_fill,
+    aten.mul: _mul,
+    aten.logical_and: _and,
+    aten.bitwise_and: _and,
+    aten.logical_or: _or,
+    aten.bitwise_or: _or,
+    aten.add: _sum,
+    aten.lt: _comparison(operator.lt, at_ends="less"),
+    aten.le: _comparison(operator.le, at_ends="less"),
+    aten.gt: _comparison(operator.gt, at_ends="more"),
+    aten.ge: _comparison(operator.ge, at_ends="more"),
+    aten.eq: _is_equal,
+    aten.ne: _differs,
+    **dict.fromkeys((aten.all, aten.any), _of_booleans),
+    aten._to_copy: _convert,
+    aten.nan_to_num: _made_finite,
+}
+"""By the name of an operator; None leaves it to `_bound`."""
+
+
+def _combine(node: fx.Node, operands: Sequence[Content], dtype: torch.dtype) -> Content | None:
+    function = _FUNCTIONS.get(getattr(node.target, "overloadpacket", None))
+    return None if function is None else function(node, operands)
+
+
+# All other operators: by their ranges.
+
+
+def _bound(node: fx.Node, operands: Sequence[Content], are_clean: Sequence[bool], dtype: torch.dtype) -> Content:
+    if not dtype.is_floating_point:
+        return _bound_whole(node, operands, dtype)
+    if not all(item.is_finite for item in operands):
+        return UNKNOWN
+    found = _range_of(node, operands)
+    return _from_range(found, is_finite=_stays_finite(node, operands, are_clean) or found.is_finite)
+
+
+def _bound_whole(node: fx.Node, operands: Sequence[Content], dtype: torch.dtype) -> Content:
+    found, whole = _range_of(node, operands), range_of_type(dtype)
+    fits = whole.low <= found.low and found.high <= whole.high and all(item.is_finite for item in operands)
+    return Content(found.low, found.high, is_finite=True) if fits else content_of_type(dtype)
+
+
+def _range_of(node: fx.Node, operands: Sequence[Content]) -> Range:
+    return range_of_call(node, [Range(item.low, item.high) for item in operands])
+
+
+def _positive(node: fx.Node, operands: Sequence[Content]) -> bool:
+    return operands[0].low > 0
+
+
+def _divisor(node: fx.Node, operands: Sequence[Content]) -> bool:
+    divisor = _arguments(node, operands)[1]
+    return divisor.low > 0 or divisor.high < 0
+
+
+def _exponent(node: fx.Node, operands: Sequence[Content]) -> bool:
+    exponent = node.args[1]
+    is_whole = isinstance(exponent, int | float) and exponent >= 0 and float(exponent).is_integer()
+    return is_whole or operands[0].low > 0
+
+
+def _never(node: fx.Node, operands: Sequence[Content]) -> bool:
+    return False
+
+
+_RISKS: Mapping[Any, Callable[[fx.Node, Sequence[Content]], bool]] = {
+    **dict.fromkeys((aten.log, aten.log2, aten.log10, aten.rsqrt, aten.reciprocal), _positive),
+    aten.sqrt: lambda node, operands: operands[0].low >= 0,
+    aten.log1p: lambda node, operands: operands[0].low > -1,
+    **dict.fromkeys((aten.div, aten.true_divide, aten.floor_divide, aten.remainder, aten.fmod), _divisor),
+    aten.pow: _exponent,
+    **dict.fromkeys(
+        (aten.acos, aten.asin, aten.acosh, aten.atanh, aten.erfinv, aten.logit, aten.lgamma, aten.digamma, aten.xlogy),
+        _never,
+    ),
+    **dict.fromkeys((aten.addcdiv, aten.linalg_inv_ex, aten.linalg_solve_triangular, aten.linalg_cholesky_ex), _never),
+}
+"""Operators that make infinities, or what is no number, of some finite numbers; and of which they do not."""
+
+
+def _stays_finite(node: fx.Node, operands: Sequence[Content], are_clean: Sequence[bool]) -> bool:
+    holds = _RISKS.get(getattr(node.target, "overloadpacket", None))
+    return holds is None or all(are_clean) or holds(node, operands)

@@ -1,0 +1,224 @@
+"""Padding in calls that look up by index, or give an index.
+
+Indices are taken to be those of a call that one device can run: none lies behind the end of the exact dim. They must
+count from the start: -1 is another element of the padded dim.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from autoshard.ir.spec import Reduction
+from passes.padding.by_rule import by_rule, changes_nothing
+from passes.padding.contents import Content, either
+from passes.padding.padded_calls import PaddedCall, Results, padded_call
+from passes.padding.padded_values import CLEAN, Dim, PaddedValue, ReachedError, Region
+
+aten = torch.ops.aten
+
+
+@padded_call(aten.embedding.default)
+def _embedding(call: PaddedCall) -> Results:
+    """Padding must look up rows that the table has."""
+    table, indices = call.operands[0], call.operands[1]
+    rows = table.shape(0)[0]
+    for region, content in indices.contents.items():
+        if region and content.low >= 0 and rows <= content.high < _UNBOUNDED:
+            raise ReachedError(f"looks up row {content.high:.0f} for padding, in a table of {rows} rows")
+    return by_rule(call)
+
+
+_UNBOUNDED = 2.0**62
+"""Whole numbers beyond it are not known to have a bound."""
+
+
+@padded_call(aten.index.Tensor, aten._unsafe_index.Tensor)
+def _index(call: PaddedCall) -> Results:
+    """Elements at indices that are broadcast against each other."""
+    x = call.operands[0]
+    nodes: Sequence[Any] = call.argument(1, "indices")
+    if not call.is_padded:
+        return by_rule(call)
+    if any(node is not None and node.meta["val"].dtype in (torch.bool, torch.uint8) for node in nodes):
+        raise ReachedError("takes elements by a mask")
+    indices = {dim: call.values[node] for dim, node in enumerate(nodes) if node is not None}
+    index_dims = _broadcast(list(indices.values()))
+    present = sorted(indices)
+    are_adjacent = present == [*range(present[0], present[-1] + 1)]
+    before = [dim for dim in range(len(x.dims)) if dim not in indices and are_adjacent and dim < present[0]]
+    behind = [dim for dim in range(len(x.dims)) if dim not in indices and dim not in before]
+    first, last = len(before), len(before) + len(index_dims)
+    dims = [*(x.dims[dim] for dim in before), *index_dims, *(x.dims[dim] for dim in behind)]
+
+    def content(region: Region) -> Content:
+        kept = {
+            (before[dim] if dim < first else behind[dim - last], part)
+            for dim, part in region
+            if not first <= dim < last
+        }
+        return _looked_up(
+            x, frozenset(kept), {dim: _at(index, region, first, len(index_dims)) for dim, index in indices.items()}
+        )
+
+    return (PaddedValue.of(dims, content),)
+
+
+def _at(index: PaddedValue, region: Region, first: int, rank: int) -> tuple[Content, bool]:
+    """What an index holds for a region of the result, and whether the region is clean."""
+    shift = first + rank - len(index.dims)
+    of_index = {(dim - shift, part) for dim, part in region}
+    return index.content(of_index & {*index.places}), not region
+
+
+def _looked_up(x: PaddedValue, kept: Region, indices: dict[int, tuple[Content, bool]]) -> Content:
+    """What the elements at some indices are, for a region of the dims that are not indexed."""
+    regions = [kept]
+    for dim, (index, is_clean) in indices.items():
+        if not x.is_dim_padded(dim):
+            continue
+        size, exact = x.plain_part(dim)
+        if is_clean:
+            _check_from_start(index)
+            continue
+        if index.lies_in(exact, size - 1):
+            regions = [region | {(dim, 0)} for region in regions]
+        elif not index.lies_in(0, exact - 1):
+            regions = [*regions, *(region | {(dim, 0)} for region in regions)]
+    return either(map(x.content, regions))
+
+
+def _check_from_start(index: Content) -> None:
+    if index.low < 0:
+        raise ReachedError("takes elements of the padded dim at indices that may count from its end")
+
+
+def _broadcast(indices: Sequence[PaddedValue]) -> list[Dim]:
+    """The dims that indices have together."""
+    rank = max(len(index.dims) for index in indices)
+    result: list[Dim] = [((1, 1),)] * rank
+    for index in indices:
+        for dim, parts in enumerate(index.dims, start=rank - len(index.dims)):
+            if math.prod(size for size, _ in parts) == 1:
+                continue
+            if math.prod(size for size, _ in result[dim]) != 1 and result[dim] != parts:
+                raise ReachedError("takes the padded dim and another one for the same")
+            result[dim] = parts
+    return result
+
+
+@padded_call(aten.index_select.default)
+def _index_select(call: PaddedCall) -> Results:
+    x, index = call.operands
+    dim = call.argument(1, "dim") % len(x.dims)
+    if not x.is_dim_padded(dim):
+        return by_rule(call)
+    dims = (*x.dims[:dim], index.dims[0] if index.dims else ((1, 1),), *x.dims[dim + 1 :])
+
+    def content(region: Region) -> Content:
+        along = frozenset(place for place in region if place[0] == dim)
+        found = index.content((0, part) for _, part in along)
+        return _looked_up(x, region - along, {dim: (found, not region)})
+
+    return (PaddedValue.of(dims, content),)
+
+
+@padded_call(aten.gather.default)
+def _gather(call: PaddedCall) -> Results:
+    x, index = call.operands
+    dim = call.argument(1, "dim") % max(len(x.dims), 1)
+    if not x.is_dim_padded(dim):
+        return by_rule(call)
+    others = [place for place in range(len(x.dims)) if place != dim]
+    if any(
+        x.dims[place] != index.dims[place] for place in others if x.is_dim_padded(place) or index.is_dim_padded(place)
+    ):
+        raise ReachedError("takes the padded dim and another one for the same")
+
+    def content(region: Region) -> Content:
+        kept = frozenset(place for place in region if place[0] != dim)
+        return _looked_up(x, kept, {dim: (index.content(region), not region)})
+
+    return (PaddedValue.of(index.dims, content),)
+
+
+# Indices of extremes: the first of several.
+
+
+@padded_call(aten.argmax.default, aten.argmin.default)
+def _arg_extreme(call: PaddedCall) -> Results:
+    (found,) = _extremes(call)
+    return (found,)
+
+
+@padded_call(aten.max.dim, aten.min.dim)
+def _extreme(call: PaddedCall) -> Results:
+    return _extremes(call)
+
+
+def _extremes(call: PaddedCall) -> Results:
+    """An extreme of a padded dim is clean where padding is no better than what comes first."""
+    (x,) = call.operands
+    dim = call.argument(1, "dim")
+    if dim is None and x.is_padded:
+        raise ReachedError("needs all of the padded dim")
+    if dim is None or not x.is_dim_padded(dim := dim % len(x.dims)):
+        return by_rule(call)
+    part = x.plain_part(dim)
+    clean, padding = x.content(CLEAN), x.content({(dim, 0)})
+    reduction = Reduction.MAX if call.target in (aten.argmax.default, aten.max.dim) else Reduction.MIN
+    if not changes_nothing(reduction, None, padding, clean):
+        raise ReachedError("takes padding into its result")
+    keepdim = call.argument(2, "keepdim", False)
+    dims = (*x.dims[:dim], *([((1, 1),)] if keepdim else []), *x.dims[dim + 1 :])
+    moved = 0 if keepdim else 1
+
+    def origin(region: Region) -> Region:
+        return frozenset((place + (moved if place >= dim else 0), index) for place, index in region)
+
+    def place_of(region: Region) -> Content:
+        return Content(0, (part[1] if not region else part[0]) - 1, is_finite=True)
+
+    def value_of(region: Region) -> Content:
+        return either((x.content(origin(region)), x.content(origin(region) | {(dim, 0)})))
+
+    index = PaddedValue.of(dims, place_of)
+    if call.target in (aten.argmax.default, aten.argmin.default):
+        return (index,)
+    return (PaddedValue.of(dims, value_of), index)
+
+
+@padded_call(
+    aten.cumsum.default, aten.cumprod.default, aten.cummax.default, aten.cummin.default, aten.logcumsumexp.default
+)
+def _scan(call: PaddedCall) -> Results:
+    """Each element is made of those before it."""
+    (x,) = call.operands
+    dim = call.argument(1, "dim") % max(len(x.dims), 1)
+    if not x.is_padded or not x.is_dim_padded(dim):
+        return by_rule(call)
+    x.plain_part(dim)
+    from passes.padding.contents import content_of_type
+
+    def result(number: int) -> PaddedValue:
+        value = call.node.meta["val"]
+        value = value[number] if isinstance(value, (tuple, list)) else value
+        made = content_of_type(value.dtype)
+
+        def content(region: Region) -> Content:
+            found = either((x.content(region), x.content(region - {(dim, 0)})))
+            if call.target in _MOVING and not number:
+                return found
+            if call.target is aten.cumsum.default and found.low >= 0:
+                return Content(0, math.inf if value.is_floating_point() else made.high, found.is_finite)
+            return Content(made.low, made.high, found.is_finite)
+
+        return PaddedValue.of(x.dims, content)
+
+    return tuple(result(number) for number in range(len(call.shapes(0))))
+
+
+_MOVING = (aten.cummax.default, aten.cummin.default)

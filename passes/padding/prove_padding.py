@@ -1,0 +1,256 @@
+"""Proof that padding of inputs reaches no result of a program.
+
+The program of a padded call is walked beside the program of the same call without padding (the exact program), node by
+node. For each pair of nodes it is shown that the clean part of the padded value is the exact value: it is made of the
+clean parts of operands, by the same operator with the same numbers. The numbers in padding are followed too, as far as
+masks, ignored targets and zeros need it. Then results have equal clean parts, whatever parameters and inputs hold; and
+so have their gradients, as derivatives of equal functions.
+
+1. Two exact programs are traced, of the two shortest lengths that are padded to the same length. A number that depends
+   on the length in another way than as a size (a divisor, a window, a branch) differs between the programs.
+2. Where the Python of the model reads a value that padding changes (`mask.all()`), the call is traced as compiled code,
+   for which models of transformers have no such branches.
+
+It is taken for granted that a gradient is the derivative of its result. Functions of `torch.autograd.Function` say
+otherwise, so a program with one is not proven. Dropout draws a mask for the padded batch.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+import passes.padding.lookups
+import passes.padding.moves
+import passes.padding.weighting  # noqa: F401  (fill the table of calls)
+from autoshard.errors import TraceError
+from autoshard.ir.program import InputKind, OutputKind, Program
+from autoshard.rules.ranges import range_of_values
+from autoshard.runtime.compiler import Request
+from autoshard.runtime.lengths import Grown, PaddingProof
+from passes.padding.contents import Content, constant, content_of_type
+from passes.padding.padded_calls import PaddedCall, results_of
+from passes.padding.padded_values import Dim, PaddedValue, ReachedError, Region
+
+_LOGGER = logging.getLogger(__name__)
+
+Values = dict[fx.Node, Any]
+"""The padded value of each node of the padded program; of several results, a tuple."""
+
+
+def prove_padding(
+    trace: Callable[[Request], Program],
+    padded: Request,
+    exact: Mapping[int, Request],
+    length: int,
+    fills: Mapping[str, float],
+) -> PaddingProof:
+    """Whether padding reaches a result of a call, and which dims of results grow with its inputs.
+
+    Args:
+        trace: traces a request.
+        padded: the padded call.
+        exact: calls with shorter inputs, by their lengths.
+        length: of the padded inputs.
+        fills: what the padding of an input holds, by its name in programs: "input:0".
+    """
+    reason = ""
+    for as_compiled in (False, True):
+        asked = [
+            replace(item, forward_only=True, update=None, as_compiled=as_compiled) for item in (padded, *exact.values())
+        ]
+        try:
+            program, *others = map(trace, asked)
+        except TraceError as error:
+            _LOGGER.debug("padding is not proven, as a call cannot be traced: %s", error)
+            return PaddingProof(reason=reason or "the call with padding, or one without, cannot be traced")
+        try:
+            _check_gradients(program)
+            found = [_Pair(program, other, fills).cuts(length, own) for own, other in zip(exact, others, strict=True)]
+            if any(cuts != found[0] for cuts in found):
+                raise ReachedError("a result does not grow as the inputs do")
+            return PaddingProof(found[0], as_compiled=as_compiled)
+        except ReachedError as error:
+            reason = str(error)
+        if not any(item.guards for item in (program, *others)):
+            break
+    return PaddingProof(reason=reason)
+
+
+def _check_gradients(program: Program) -> None:
+    if program.own_gradients:
+        raise ReachedError(f"the gradient of {program.own_gradients[0]} is written by hand")
+
+
+class _Pair:
+    """A padded program and an exact one."""
+
+    def __init__(self, padded: Program, exact: Program, fills: Mapping[str, float]) -> None:
+        self._padded, self._exact, self._fills = padded, exact, fills
+
+    def cuts(self, length: int, exact: int) -> Mapping[int, Grown]:
+        """The dims of each result that grow with the inputs.
+
+        Raises:
+            ReachedError: padding may reach a result.
+        """
+        self._check_alike()
+        inputs = self._inputs()
+        values = _walk(
+            self._padded.graph, self._exact.graph, inputs, self._padded.graph_module, self._exact.graph_module
+        )
+        self._check_guards(inputs)
+        nodes = self._padded.nodes_by_name()
+        cuts: dict[int, Grown] = {}
+        for slot in self._padded.outputs:
+            value = values[nodes[slot.node]]
+            grown = _grown(value, slot.name, length, exact)
+            if slot.kind is OutputKind.OUTPUT:
+                cuts[int(slot.name.split(":")[1])] = grown
+            elif grown:
+                raise ReachedError(f"{slot.name} grows with the inputs")
+        return cuts
+
+    def _check_alike(self) -> None:
+        one, other = self._padded, self._exact
+        same_results = [(slot.kind, slot.name) for slot in one.outputs] == [
+            (slot.kind, slot.name) for slot in other.outputs
+        ]
+        if not same_results or [slot.name for slot in one.inputs] != [slot.name for slot in other.inputs]:
+            raise ReachedError("the results of the model depend on the length")
+        constants = [{key: _plain(value) for key, value in item.output_constants.items()} for item in (one, other)]
+        if constants[0] != constants[1]:
+            raise ReachedError("a number among the results depends on the length")
+
+    def _inputs(self) -> dict[str, PaddedValue]:
+        """The values of the placeholders, by the names of their nodes."""
+        found: dict[str, PaddedValue] = {}
+        nodes, others = self._padded.nodes_by_name(), self._exact.nodes_by_name()
+        for slot, other in zip(self._padded.inputs, self._exact.inputs, strict=True):
+            value, exact = nodes[slot.node].meta["val"], others[other.node].meta["val"]
+            fill = self._fills.get(slot.name) if slot.kind is InputKind.INPUT else None
+            found[slot.node] = _input(value, exact, fill)
+        return found
+
+    def _check_guards(self, inputs: Mapping[str, PaddedValue]) -> None:
+        """Values that tracing relied on are the same with padding."""
+        one, other = self._padded, self._exact
+        if [guard.value for guard in one.guards] != [guard.value for guard in other.guards]:
+            raise ReachedError("the model reads a value that padding changes")
+        if one.guard_program is None or other.guard_program is None:
+            return
+        modules = (one.guard_program, other.guard_program)
+        values = _walk(modules[0].graph, modules[1].graph, inputs, *modules)
+        results = pytree.tree_leaves(modules[0].graph.output_node().args)
+        if any(values[node].is_padded for node in results):
+            raise ReachedError("the model reads a value that padding changes")
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (bool, int, float, str, tuple)) else None
+
+
+def _input(value: torch.Tensor, exact: torch.Tensor, fill: float | None) -> PaddedValue:
+    if value.dim() != exact.dim() or value.dtype != exact.dtype:
+        raise ReachedError("the inputs depend on the length")
+    dims: list[Dim] = [(sizes,) for sizes in zip(value.shape, exact.shape, strict=True)]
+    clean = content_of_type(value.dtype)
+    number = None if fill is None else constant(torch.tensor(fill).to(value.dtype).item())
+
+    def content(region: Region) -> Content:
+        return number if region and number is not None else clean
+
+    return PaddedValue.of(dims, content)
+
+
+def _grown(value: PaddedValue, name: str, length: int, exact: int) -> Grown:
+    grown = {}
+    for dim, index in value.places:
+        sizes = value.part((dim, index))
+        if len(value.dims[dim]) != 1 or sizes[0] - sizes[1] != length - exact:
+            raise ReachedError(f"result {name.split(':')[-1]} does not grow as the inputs do")
+        grown[dim] = sizes[1] - exact
+    return grown
+
+
+# The walk.
+
+
+def _walk(
+    padded: fx.Graph, exact: fx.Graph, inputs: Mapping[str, PaddedValue], module: fx.GraphModule, other: fx.GraphModule
+) -> Values:
+    """The padded values of all nodes.
+
+    Raises:
+        ReachedError: a node's clean part may depend on padding; the text names it.
+    """
+    values: Values = {}
+    twins: dict[fx.Node, fx.Node] = {}
+    nodes = [[node for node in graph.nodes if node.op != "placeholder"] for graph in (padded, exact)]
+    starts = [[node for node in graph.nodes if node.op == "placeholder"] for graph in (padded, exact)]
+    if len(nodes[0]) != len(nodes[1]) or len(starts[0]) != len(starts[1]):
+        raise ReachedError(f"{_first_difference(*nodes)} is not in both the program with padding and the one without")
+    for node, twin in zip(*starts, strict=True):
+        values[node], twins[node] = inputs[str(node.target)], twin
+    for node, twin in zip(*nodes, strict=True):
+        if not _are_twins(node, twin, twins):
+            raise ReachedError(f"{_named(node)} is not in both the program with padding and the one without")
+        twins[node] = twin
+        if node.op == "output":
+            continue
+        try:
+            values[node] = _value_of(node, twin, values, module, other)
+        except ReachedError as error:
+            raise ReachedError(f"{_named(node)} {error}") from error
+    return values
+
+
+def _first_difference(one: Sequence[fx.Node], other: Sequence[fx.Node]) -> str:
+    pairs = zip(one, other, strict=False)
+    return _named(next((node for node, twin in pairs if node.target != twin.target), one[-1]))
+
+
+def _are_twins(node: fx.Node, twin: fx.Node, twins: Mapping[fx.Node, fx.Node]) -> bool:
+    """Whether two nodes call one operator on operands that are twins."""
+    if (node.op, node.target) != (twin.op, twin.target):
+        return False
+    sides = [pytree.tree_flatten((item.args, item.kwargs)) for item in (node, twin)]
+    if sides[0][1] != sides[1][1]:
+        return False
+    return all(
+        twins.get(one) is other if isinstance(one, fx.Node) else not isinstance(other, fx.Node)
+        for one, other in zip(sides[0][0], sides[1][0], strict=True)
+    )
+
+
+def _value_of(node: fx.Node, twin: fx.Node, values: Values, module: fx.GraphModule, other: fx.GraphModule) -> Any:
+    if node.op == "get_attr":
+        return _constant_of(getattr(module, str(node.target)), getattr(other, str(twin.target)))
+    if node.target is operator.getitem:
+        return values[node.args[0]][node.args[1]]  # type: ignore[index]
+    operands: list[fx.Node] = []
+    fx.map_arg((node.args, node.kwargs), operands.append)
+    results = results_of(PaddedCall(node, twin, tuple(values[operand] for operand in operands), values))
+    return results[0] if isinstance(node.meta["val"], torch.Tensor) else results
+
+
+def _constant_of(value: torch.Tensor, other: torch.Tensor) -> PaddedValue:
+    if value.shape != other.shape or not torch.equal(value, other):
+        raise ReachedError("is a tensor that depends on the length")
+    found = range_of_values(value)
+    is_finite = bool(torch.isfinite(value).all())
+    return PaddedValue.of(
+        [((size, size),) for size in value.shape], lambda _: Content(found.low, found.high, is_finite)
+    )
+
+
+def _named(node: fx.Node) -> str:
+    source = node.meta.get("source")
+    return f"{node.target} at {source}" if source else str(node.target)

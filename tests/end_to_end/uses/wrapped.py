@@ -1,0 +1,180 @@
+"""Uses of other wrappers around what is compiled, and within it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers, one_device
+
+
+class Outer(nn.Module):
+    """A module around another one."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.inner(inputs).square().mean()
+
+
+def _model() -> tuple[nn.Sequential, torch.Tensor]:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 2)), torch.randn(8, 8)
+
+
+def _trained(called: Any, model: nn.Module, inputs: torch.Tensor) -> Numbers:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = called(inputs).square().mean()
+        loss.backward()
+        optimizer.step()
+        found.append(loss)
+    return numbers(*found)
+
+
+def torch_compile(compile: Compile) -> Numbers:
+    """`torch.compile` of what `compile` returned."""
+    model, inputs = _model()
+    compiled = compile(model)
+    return _trained(torch.compile(compiled, backend="eager"), compiled, inputs)
+
+
+def torch_compile_in_place(compile: Compile) -> Numbers:
+    """`compiled.compile()`, after a call."""
+    model, inputs = _model()
+    compiled = compile(model)
+    compiled(inputs)
+    compiled.compile(backend="eager")
+    return _trained(compiled, compiled, inputs)
+
+
+def torch_compile_around(compile: Compile) -> Numbers:
+    """`torch.compile` of a function that calls the compiled module."""
+    model, inputs = _model()
+    compiled = compile(model)
+
+    @torch.compile(backend="eager")
+    def called(inputs: torch.Tensor) -> torch.Tensor:
+        return compiled(inputs + 1)
+
+    return _trained(called, compiled, inputs)
+
+
+def torch_compile_of_a_step(compile: Compile) -> Numbers:
+    """`torch.compile` of a training step."""
+    model, inputs = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = compile(Outer(model), optimizer=optimizer)
+    if compile is not one_device:
+        step = torch.compile(step, backend="eager")
+    return numbers(*(step(inputs) for _ in range(3)))
+
+
+def compiled_part(compile: Compile) -> Numbers:
+    """A compiled module within a model that is compiled."""
+    model, inputs = _model()
+    return numbers(compile(Outer(compile(model)))(inputs))
+
+
+def compiled_later(compile: Compile) -> Numbers:
+    """A part that is compiled after the whole."""
+    model, inputs = _model()
+    outer = Outer(model)
+    whole = compile(outer)
+    found = whole(inputs)
+    outer.inner = compile(model)
+    return numbers(found, whole(inputs))
+
+
+def compiled_in_loss(compile: Compile) -> Numbers:
+    """A loss function that calls another compiled module."""
+    model, inputs = _model()
+    judge = compile(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = compile(model, optimizer=optimizer, loss_fn=lambda made, wanted: (judge(made) - wanted).square().mean())
+    return numbers(step(inputs, torch.ones(8, 1)))
+
+
+def part_of_eager(compile: Compile) -> Numbers:
+    """A compiled module within a module that is not: it runs as it does alone."""
+    model, inputs = _model()
+    outer = Outer(compile(model))
+    outer(inputs).backward()
+    return numbers(outer(inputs), *(parameter.grad for parameter in outer.parameters()))
+
+
+def distributed_before(wrap: Callable[[nn.Module], nn.Module]) -> Callable[[Compile], Numbers]:
+    """A model of which a part, or all, is wrapped for data parallelism before."""
+
+    def script(compile: Compile) -> Numbers:
+        model, inputs = _model()
+        if compile is not one_device:
+            model = wrap(model)
+        return _trained(compiled := compile(model), compiled, inputs)
+
+    return script
+
+
+def _wrap_a_part(model: nn.Module) -> nn.Module:
+    model[0] = DistributedDataParallel(model[0])  # type: ignore[index]
+    return model
+
+
+def backward_of_a_step(compile: Compile) -> Numbers:
+    """A loop that kept its `loss.backward()`, scaled for accumulation, beside a whole step."""
+    model, inputs = _model()
+    loss = compile(Outer(model), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))(inputs)
+    if compile is not one_device:
+        (loss / 4).backward()
+    return numbers(loss)
+
+
+USES = (
+    Use("backward of a step's loss", backward_of_a_step, refused="the step has run the backward already"),
+    Use(
+        "backward of a step's loss, on two ranks",
+        backward_of_a_step,
+        refused="the step has run the backward already",
+        processes=True,
+    ),
+    Use("torch.compile of the compiled", torch_compile),
+    Use("torch.compile of the compiled, on two ranks", torch_compile, processes=True),
+    Use("compiled.compile()", torch_compile_in_place),
+    Use("compiled.compile(), on two ranks", torch_compile_in_place, processes=True),
+    Use("torch.compile around the compiled", torch_compile_around),
+    Use("torch.compile around the compiled, on two ranks", torch_compile_around, processes=True),
+    Use("torch.compile of a step", torch_compile_of_a_step),
+    Use("torch.compile of a step, on two ranks", torch_compile_of_a_step, processes=True),
+    Use("a compiled part", compiled_part, refused="model.inner is a ShardedModule, compiled already"),
+    Use("a part compiled later", compiled_later, refused="calls a ShardedModule, the compiled Sequential"),
+    Use("a compiled module in the loss", compiled_in_loss, refused="calls a ShardedModule, the compiled Linear"),
+    Use("a compiled part of an eager module", part_of_eager),
+    Use("a compiled part of an eager module, on two ranks", part_of_eager, processes=True),
+    Use(
+        "DistributedDataParallel given to compile",
+        distributed_before(DistributedDataParallel),
+        refused="model is a DistributedDataParallel, .* pass the module as it was before",
+        processes=True,
+    ),
+    Use(
+        "DistributedDataParallel in what is given to compile",
+        distributed_before(_wrap_a_part),
+        refused=r"model\.0 is a DistributedDataParallel",
+        processes=True,
+    ),
+    Use(
+        "fully_shard before compile",
+        distributed_before(fully_shard),
+        refused=r"model is a FSDPSequential, .* pass the module as it was before",
+        processes=True,
+    ),
+)

@@ -1,0 +1,140 @@
+"""Uses that write parameters and buffers through `.data` and in place: momentum encoders, teachers, tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers
+
+Move = Callable[[Tensor, Tensor], None]
+
+
+def _set_data(kept: Tensor, new: Tensor) -> None:
+    kept.data = kept.data * 0.5 + new.data * 0.5
+
+
+def _write_data(kept: Tensor, new: Tensor) -> None:
+    kept.data.mul_(0.5).add_(new.data, alpha=0.5)
+
+
+@torch.no_grad()
+def _write(kept: Tensor, new: Tensor) -> None:
+    kept.mul_(0.5).add_(new, alpha=0.5)
+
+
+@torch.no_grad()
+def _copy(kept: Tensor, new: Tensor) -> None:
+    kept.copy_(kept.lerp(new, 0.5))
+
+
+def _transpose_data(kept: Tensor, new: Tensor) -> None:
+    kept.data = new.data[:1]
+
+
+class _Momentum(nn.Module):
+    """A query encoder, and a key encoder whose parameters `forward` moves."""
+
+    def __init__(self, move: Move) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self.key, self._move = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False), move
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for new, kept in zip(self.query.parameters(), self.key.parameters(), strict=True):
+            self._move(kept, new)
+        return (self.query(inputs) - self.key(inputs)).square().mean()
+
+
+class _Buffered(nn.Module):
+    """As `_Momentum`, with what moves in buffers."""
+
+    def __init__(self, move: Move) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.query, self._move = nn.Linear(8, 8), move
+        self.register_buffer("weight", torch.randn(8, 8))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self._move(self.weight, self.query.weight)
+        return (self.query(inputs) - F.linear(inputs, self.weight)).square().mean()
+
+
+def trained(kind: Callable[[Move], nn.Module], move: Move) -> Callable[[Compile], Numbers]:
+    """Three steps of a model that moves what it keeps."""
+
+    def script(compile: Compile) -> Numbers:
+        compiled = compile(kind(move))
+        optimizer = torch.optim.SGD([item for item in compiled.parameters() if item.requires_grad], lr=0.1)
+        inputs, found = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)), []
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = compiled(inputs)
+            loss.backward()
+            optimizer.step()
+            found.append(loss)
+        return numbers(*found, *compiled.state_dict().values())
+
+    return script
+
+
+def moved_between_calls(move: Move) -> Callable[[Compile], Numbers]:
+    """The key encoder is moved by the loop, not by the model."""
+
+    def script(compile: Compile) -> Numbers:
+        model = _Momentum(lambda kept, new: None)
+        compiled = compile(model)
+        inputs, found = torch.randn(8, 8, generator=torch.Generator().manual_seed(1)), []
+        for _ in range(3):
+            found.append(compiled(inputs))
+            for new, kept in zip(compiled.query.parameters(), compiled.key.parameters(), strict=True):
+                move(kept, new)
+        return numbers(*found)
+
+    return script
+
+
+def moved_model(compile: Compile) -> Numbers:
+    """The compiled model is sent to the device where it is, which sets or swaps its parameters."""
+    compiled = compile(_Momentum(lambda kept, new: None))
+    inputs = torch.randn(8, 8, generator=torch.Generator().manual_seed(1))
+    first = compiled(inputs)
+    compiled.to("cpu").float()
+    return numbers(first, compiled(inputs))
+
+
+def bounded_table(compile: Compile) -> Numbers:
+    """A table whose rows are scaled down to a norm where they are looked up."""
+    torch.manual_seed(0)
+    compiled = compile(nn.Sequential(nn.Embedding(8, 4, max_norm=1.0), nn.Linear(4, 1)))
+    return numbers(compiled(torch.arange(8)))
+
+
+_REFUSED = "changes parameter .* in place in forward.*after the call"
+
+USES = (
+    *(
+        Use(f"a momentum encoder, {move.__name__}", trained(_Momentum, move), refused=_REFUSED)
+        for move in (_set_data, _write_data, _write, _copy)
+    ),
+    *(
+        Use(f"a momentum buffer, {move.__name__}", trained(_Buffered, move))
+        for move in (_set_data, _write_data, _write, _copy)
+    ),
+    Use("a momentum buffer, on two ranks", trained(_Buffered, _set_data), processes=True),
+    Use("an encoder moved between calls", moved_between_calls(_set_data)),
+    Use("an encoder moved between calls in place, on two ranks", moved_between_calls(_write), processes=True),
+    Use("data in place between calls, on two ranks", moved_between_calls(_write_data), processes=True),
+    Use(
+        "data set between calls, on two ranks",
+        moved_between_calls(_set_data),
+        processes=True,
+        refused=".data of key.weight was set.*Write in place",
+    ),
+    Use("a model sent to its device, on two ranks", moved_model, processes=True),
+    Use("data of another shape", trained(_Buffered, _transpose_data), refused="a program keeps shapes"),
+    Use("a table of bounded rows", bounded_table, refused="in place in forward"),
+)
