@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -89,8 +89,27 @@ def make_engine(
         return SimulatorEngine(mesh, device)
     kind = "cuda" if device.type == "cuda" else "cpu"
     _all_processes(timeout_s).agree(lambda: {"mesh": str(mesh), "timeout_s": str(timeout_s)}, f"make {mesh}")
-    device_mesh = init_device_mesh(kind, mesh.shape, mesh_dim_names=mesh.axis_names)
-    return DistributedEngine(device_mesh, wrap, check_in_place, finish_in_place, timeout_s)
+    return DistributedEngine(_device_mesh(mesh, kind, timeout_s), wrap, check_in_place, finish_in_place, timeout_s)
+
+
+def _device_mesh(mesh: Mesh, kind: str, timeout_s: float) -> DeviceMesh:
+    """The processes of a mesh; torch's own function gives groups along axes half an hour, whatever the run has."""
+    if kind != "cpu":
+        return init_device_mesh(kind, mesh.shape, mesh_dim_names=mesh.axis_names)
+    groups = [_group_along(mesh, axis, timedelta(seconds=timeout_s)) for axis in mesh.axis_names]
+    ranks = torch.arange(mesh.size).view(mesh.shape)
+    return DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=mesh.axis_names)
+
+
+def _group_along(mesh: Mesh, axis: str, timeout: timedelta) -> dist.ProcessGroup:
+    """The group of this process along an axis: that of all processes, or one that is made."""
+    columns = [list(column) for column in mesh.groups(axis)]
+    world = dist.group.WORLD
+    if len(columns) == 1 and world is not None:
+        return world
+    group: Any
+    group, _ = dist.new_subgroups_by_enumeration(columns, timeout=timeout)
+    return cast(dist.ProcessGroup, group)
 
 
 def _log_simulation(mesh: Mesh, processes: int) -> None:
