@@ -14,8 +14,6 @@ from autoshard.kernels.launch import Tile
 
 # Specimens of kernels over rows are made for rows of these many elements: several rows a program, one, the longest.
 SPECIMEN_COLUMNS = (200, 4096, 16384)
-# The sizes that models usually have: at these no kernel may spill.
-TYPICAL_SIZES = (4096, 64, 128)
 
 
 @dataclass(frozen=True, slots=True)

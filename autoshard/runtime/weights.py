@@ -16,7 +16,7 @@ from autoshard.runtime.compiler import Compiler
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.inference import in_normal_mode
 from autoshard.runtime.init_weights import init_weights
-from autoshard.runtime.unset_weights import UnsetWeights, check_is_placed, on_meta
+from autoshard.runtime.unset_weights import UnsetWeights, check_is_placed
 
 InitFunction = Callable[[nn.Module], Any]
 
@@ -31,11 +31,6 @@ class Weights:
     unset: UnsetWeights = field(default_factory=UnsetWeights)
     holders: dict[str, int] = field(default_factory=dict)
     """By each name of a parameter, the place of the pipeline whose ranks alone hold it; empty where there is none."""
-
-    @property
-    def have_values(self) -> bool:
-        """Whether all of them have values, as far as this rank can tell."""
-        return not on_meta(self.model) and not self.unset.names(self.model)
 
     def place(self, specs: Mapping[str, PartitionSpec]) -> None:
         """Lay parameters out as `specs` say; what is on the meta device gets memory, on the ranks that hold it."""

@@ -3,7 +3,7 @@
 Run: python -m tests.benchmarks.rule_completeness [--samples 6] [--only NAME ...]
 
 The calls are those that PyTorch's own samples (op_db) make below autograd, forward and backward, each once: operators
-with and without a rule. `autoshard.testing.oracle` finds the valid placements on one axis of two ranks. Both columns
+with and without a rule. `tests.rules.oracle` finds the valid placements on one axis of two ranks. Both columns
 are counted in one run over the same placements; DTensor admits one if it moves no operand for it.
 
 Each operator runs in a process of its own: brute force gives operators indices that do not fit their operands, which
@@ -35,10 +35,10 @@ from autoshard.ir.mesh import Mesh
 from autoshard.rules import has_rule
 from autoshard.rules.enumeration import enumerate_strategies
 from autoshard.rules.registry import bound_rule
-from autoshard.testing.oracle import NotJudgedError, Strategy, ValidPlacement, find_valid_placements
-from autoshard.testing.run_strategy import results_of
 from tests.rules.dtensor_rules import admitted_outputs, fake_mesh
+from tests.rules.oracle import NotJudgedError, Strategy, ValidPlacement, find_valid_placements
 from tests.rules.recording import Call, database_calls, even_samples, is_functional
+from tests.rules.run_strategy import results_of
 
 RESULTS = Path(__file__).with_name("results") / "rule_completeness.json"
 AXIS_SIZE = 2

@@ -25,6 +25,9 @@ from autoshard.kernels.candidates import MAX_STAGES_HIP
 from autoshard.kernels.kernel import Specimen
 from autoshard.kernels.registry import FUSED, KERNELS
 
+TYPICAL_SIZES = (4096, 64, 128)
+"""The sizes that models usually have: at these no kernel may spill."""
+
 _WARP, _WAVEFRONT = 32, 64
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
 _VECTOR_REGISTERS = re.compile(r"\.vgpr_count:\s+(\d+)")

@@ -12,8 +12,8 @@ import dataclasses
 import json
 import sys
 
-from autoshard.kernels.kernel import TYPICAL_SIZES, Specimen
-from tests.kernels.ahead import compile_ahead, specimens
+from autoshard.kernels.kernel import Specimen
+from tests.kernels.ahead import TYPICAL_SIZES, compile_ahead, specimens
 
 
 def main(architectures: str, sizes: str) -> None:

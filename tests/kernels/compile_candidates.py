@@ -15,8 +15,8 @@ import sys
 from collections.abc import Iterator, Sequence
 
 from autoshard.kernels.candidates import TUNABLE, choice_of, neighbours
-from autoshard.kernels.kernel import TYPICAL_SIZES, Specimen
-from tests.kernels.ahead import compile_ahead, specimens
+from autoshard.kernels.kernel import Specimen
+from tests.kernels.ahead import TYPICAL_SIZES, compile_ahead, specimens
 
 
 def candidates_of(specimen: Specimen, tunable: Sequence[str]) -> Iterator[tuple[str, Specimen]]:

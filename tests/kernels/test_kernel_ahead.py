@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from autoshard.errors import KernelError
-from autoshard.kernels.kernel import TYPICAL_SIZES
 from autoshard.kernels.launch import ARCHITECTURES
-from tests.kernels.ahead import compile_ahead, specimens
+from tests.kernels.ahead import TYPICAL_SIZES, compile_ahead, specimens
 
 SCRIPT = Path(__file__).with_name("compile_ahead.py")
 ROOT = SCRIPT.parents[2]

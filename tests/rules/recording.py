@@ -22,7 +22,7 @@ from autoshard.errors import AutoshardError
 from autoshard.ir.mesh import Mesh
 from autoshard.rules.enumeration import enumerate_strategies
 from autoshard.rules.registry import bound_rule, has_rule
-from autoshard.testing.run_strategy import check_strategy, results_of
+from tests.rules.run_strategy import check_strategy, results_of
 
 aten = torch.ops.aten
 

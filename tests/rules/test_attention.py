@@ -15,8 +15,8 @@ from autoshard.ir.mesh import Mesh
 from autoshard.rules import strategies
 from autoshard.rules.enumeration import enumerate_strategies
 from autoshard.rules.registry import bound_rule
-from autoshard.testing.run_strategy import check_strategy, results_of
 from tests.rules.recording import MESHES, check_recorded, check_splits
+from tests.rules.run_strategy import check_strategy, results_of
 
 ops = torch.ops.autoshard
 _MESHES = (*MESHES, Mesh({"a": 4, "b": 2}))

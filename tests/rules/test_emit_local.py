@@ -12,8 +12,8 @@ from autoshard.ir.spec import P, PartitionSpec
 from autoshard.rules.enumeration import Strategy, enumerate_strategies
 from autoshard.rules.notation import BoundRule
 from autoshard.rules.registry import bound_rule
-from autoshard.testing.run_strategy import local_program, results_of
 from tests.rules.recording import tensor
+from tests.rules.run_strategy import local_program, results_of
 
 aten = torch.ops.aten
 _MESH = Mesh({"data": 2, "model": 2})

@@ -14,9 +14,9 @@ from autoshard import P
 from autoshard.ir.mesh import Mesh
 from autoshard.rules.enumeration import enumerate_strategies
 from autoshard.rules.registry import bound_rule
-from autoshard.testing.run_strategy import results_of
 from tests.kernels.experts import Layer, layers
 from tests.rules.recording import MESH_PAIRS, check_splits
+from tests.rules.run_strategy import results_of
 
 ops = torch.ops.autoshard
 

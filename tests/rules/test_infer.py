@@ -17,7 +17,7 @@ from autoshard.ir.mesh import Mesh
 from autoshard.rules import infer, registry, strategies
 from autoshard.rules.enumeration import enumerate_strategies
 from autoshard.rules.registry import as_overload, bound_rule, inferred_operators
-from autoshard.testing.run_strategy import check_strategy, results_of
+from tests.rules.run_strategy import check_strategy, results_of
 
 _generator = torch.Generator().manual_seed(0)
 

@@ -19,8 +19,8 @@ from autoshard.rules.linearity import Range
 from autoshard.rules.notation import Carry
 from autoshard.rules.ranges import ANYTHING, range_of_values
 from autoshard.rules.registry import bound_rule, tensor_operands
-from autoshard.testing.run_strategy import check_strategy, results_of
 from tests.rules.recording import Call, database_calls, even_samples
+from tests.rules.run_strategy import check_strategy, results_of
 
 aten = torch.ops.aten
 MESH = Mesh({"a": 2})

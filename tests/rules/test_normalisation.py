@@ -16,9 +16,9 @@ from autoshard.ir.mesh import Mesh
 from autoshard.rules.enumeration import enumerate_strategies
 from autoshard.rules.notation import Carry
 from autoshard.rules.registry import bound_rule
-from autoshard.testing.run_strategy import check_strategy, results_of
 from autoshard.testing.strategies import meshes
 from tests.rules.recording import MESHES, check_call, check_recorded, check_splits
+from tests.rules.run_strategy import check_strategy, results_of
 
 aten = torch.ops.aten
 

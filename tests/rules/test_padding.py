@@ -15,9 +15,9 @@ from autoshard.ir.spec import P
 from autoshard.rules.enumeration import Strategy, enumerate_strategies
 from autoshard.rules.notation import BoundRule
 from autoshard.rules.registry import bound_rule
-from autoshard.testing.run_strategy import check_strategy, results_of
 from autoshard.testing.strategies import meshes
 from tests.rules.recording import tensor
+from tests.rules.run_strategy import check_strategy, results_of
 
 aten = torch.ops.aten
 ours = torch.ops.autoshard

@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from autoshard.ir.mesh import Mesh
 from autoshard.rules import strategies
 from autoshard.rules.registry import bound_rule
-from autoshard.testing.run_strategy import results_of
 from tests.rules.recording import check_call, check_database, check_recorded, check_splits, tensor
+from tests.rules.run_strategy import results_of
 
 aten = torch.ops.aten
 MESHES = (Mesh({"a": 2}), Mesh({"a": 2, "b": 2}))

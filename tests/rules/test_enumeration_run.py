@@ -17,7 +17,7 @@ from autoshard.ir.spec import Reduction
 from autoshard.rules.enumeration import Strategy, enumerate_strategies
 from autoshard.rules.notation import BoundRule, Rule
 from autoshard.rules.registry import bound_rule, sharding_rule
-from autoshard.testing.run_strategy import addends, check_strategy, results_of
+from tests.rules.run_strategy import addends, check_strategy, results_of
 
 aten = torch.ops.aten
 

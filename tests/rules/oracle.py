@@ -37,7 +37,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 from autoshard.errors import AutoshardError
 from autoshard.ir.spec import Reduction
 from autoshard.rules.sampling import Call, Sampler, agree, call_of
-from autoshard.testing.run_strategy import addends
+from tests.rules.run_strategy import addends
 
 Placements = tuple[Placement, ...]
 """One placement for each tensor operand, or each tensor result, of a call."""

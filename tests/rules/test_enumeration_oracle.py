@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from autoshard.testing.oracle import NotJudgedError, ValidPlacement, find_valid_placements
+from tests.rules.oracle import NotJudgedError, ValidPlacement, find_valid_placements
 
 aten = torch.ops.aten
 
