@@ -7,7 +7,6 @@ of a micro-batch is saved so often.
 
 from __future__ import annotations
 
-import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
     from autoshard.ir.lowered import PhasedProgram
     from passes.prediction.predict_pipeline import PipelinePrediction
 
-_LOGGER = logging.getLogger(__name__)
 
 FORWARD = "forward"
 """The name of the order of a call without gradients."""

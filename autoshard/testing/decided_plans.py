@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -26,7 +25,7 @@ from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, Recomp
 from passes.recomputation.recompute_problem import RecomputeProblem, build_recompute_problem
 from passes.recomputation.with_again import host_bytes, with_again
 from passes.solver.assignment import Assignment
-from passes.strategies.enumerate_strategies import EnumerateStrategies, Site, operands_of
+from passes.strategies.enumerate_strategies import EnumerateStrategies, Site
 from passes.strategies.price import Prices
 
 
@@ -39,50 +38,6 @@ def greedy_plan(program: Program, mesh: Mesh, score: Callable[[Site, Strategy], 
         return int(max(options, key=lambda option: score(site, site.strategies[int(option)])))
 
     return decided_plan(planning, laptop(mesh), pick)
-
-
-def most_uneven_plan(program: Program, mesh: Mesh) -> Plan:
-    """A legal plan with as many uneven splits as a greedy choice in program order finds: what padding is tested on."""
-    return greedy_plan(program, mesh, partial(_uneven_splits, mesh))
-
-
-def most_split_plan(program: Program, mesh: Mesh) -> Plan:
-    """A legal plan with as many splits as a greedy choice in program order finds.
-
-    The planner repeats calls that are too small to be worth a collective, as those of most tests are.
-    """
-    return greedy_plan(program, mesh, _splits)
-
-
-def most_recomputed_plan(program: Program, mesh: Mesh) -> Plan:
-    """A legal plan that recomputes what it may, as late as it may; of strategies, greedily, those that split most."""
-    cluster = Cluster("cpu_laptop", nodes=1, devices_per_node=mesh.size)  # without a host to offload to
-    planning = unfolded_problem(program, mesh, cluster)
-
-    def pick(variable: int, options: np.ndarray) -> int:
-        site = planning.space.sites[planning.members[variable][0]]
-        count = len(site.strategies)
-
-        def rank(option: int) -> tuple[int, int]:
-            return option // count, _splits(site, site.strategies[option % count])
-
-        return int(max(options, key=rank))
-
-    return decided_plan(planning, cluster, pick, recompute=True)
-
-
-def _splits(_: Site, strategy: Strategy) -> int:
-    """How many dims of operands and results axes split."""
-    specs = (*strategy.inputs, *strategy.outputs)
-    return sum(len(spec.axes_of(dim)) for spec in specs for dim in range(len(spec.dims)))
-
-
-def _uneven_splits(mesh: Mesh, site: Site, strategy: Strategy) -> int:
-    """How many operands and results hold padding under a strategy."""
-    operands = [] if site.node is None else [operand.meta["val"].shape for operand in operands_of(site.node)]
-    shapes = [*operands, *(result.shape for result in site.results)]
-    specs = (*strategy.inputs, *strategy.outputs) if site.node is not None else ()
-    return sum(not spec.is_even(shape, mesh) for shape, spec in zip(shapes, specs, strict=True))
 
 
 def laptop(mesh: Mesh) -> Cluster:

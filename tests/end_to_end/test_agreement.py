@@ -20,12 +20,12 @@ from autoshard.ir.lowered import PhasedProgram
 from autoshard.planner import Planner
 from autoshard.runtime.agreement import ControlGroup
 from autoshard.runtime.engine import SimulatorEngine
-from autoshard.testing.decided_plans import most_recomputed_plan, most_split_plan
 from autoshard.tracing import trace
 from passes import lower_program
 from passes.lowering.lower import Lower
 from passes.verification.verify_phases import verify_phases
 from tests.end_to_end.training import assert_equal, train
+from tests.passes.greedy_plans import most_recomputed_plan, most_split_plan
 from tests.passes.mutations import copy_of, scale_value
 from tests.passes.overlap_mutants import start_earlier
 from tests.runtime.processes import report, run_checks

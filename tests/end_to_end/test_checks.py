@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import autoshard
 from autoshard import Mesh
 from autoshard.testing import check_plan
-from autoshard.testing.decided_plans import most_split_plan
 from autoshard.tracing import trace
+from tests.passes.greedy_plans import most_split_plan
 
 MESH = Mesh({"data": 2, "model": 2})
 

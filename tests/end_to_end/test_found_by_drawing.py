@@ -10,11 +10,12 @@ import torch
 from autoshard import Mesh
 from autoshard.rules.enumeration import Strategy
 from autoshard.testing import check_plan, traced_call
-from autoshard.testing.decided_plans import greedy_plan, most_split_plan
+from autoshard.testing.decided_plans import greedy_plan
 from autoshard.testing.programs import run_source
 from autoshard.tracing import trace
 from passes.strategies.enumerate_strategies import Site
 from tests.end_to_end.drawn_pairs import runs_in_bf16
+from tests.passes.greedy_plans import most_split_plan
 
 _HEAD = """
 import torch

@@ -15,12 +15,12 @@ import autoshard
 from autoshard import Mesh, P, PartitionSpec
 from autoshard.ir.recompute import Recompute, RecomputedNode
 from autoshard.rules.hub import hub
-from autoshard.testing.decided_plans import most_split_plan
 from autoshard.tracing import trace
 from passes.lower_program import prepare
 from passes.recomputation.recompute import InsertRecompute
 from tests.end_to_end.random_models import FAMILIES, Drawing
 from tests.end_to_end.training import whole
+from tests.passes.greedy_plans import most_split_plan
 from tests.runtime.processes import report, run_checks
 
 ONE, PAIR, SQUARE, THREE = Mesh({"a": 1}), Mesh({"data": 2}), Mesh({"data": 2, "model": 2}), Mesh({"a": 3})

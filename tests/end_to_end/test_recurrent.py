@@ -15,9 +15,9 @@ import autoshard
 from autoshard import Mesh, P
 from autoshard.ir.plan import Plan
 from autoshard.testing import check_plan
-from autoshard.testing.decided_plans import most_split_plan, most_uneven_plan
 from autoshard.tracing import trace
 from tests.end_to_end.training import assert_equal, train
+from tests.passes.greedy_plans import most_split_plan, most_uneven_plan
 
 SQUARE = Mesh({"data": 2, "model": 2})
 BY_BATCH = {"input:*": P("data")}

@@ -13,10 +13,10 @@ import autoshard
 from autoshard import Mesh, P
 from autoshard.runtime import boundary, engine
 from autoshard.testing import DrawnProgram, check_plan, programs
-from autoshard.testing.decided_plans import most_uneven_plan
 from autoshard.tracing import trace
 from passes.lower_program import prepare
 from tests.end_to_end.models import odd
+from tests.passes.greedy_plans import most_uneven_plan
 
 MESHES = [Mesh({"model": 4}), Mesh({"model": 3}), Mesh({"data": 2, "model": 2})]
 

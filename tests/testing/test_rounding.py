@@ -12,9 +12,9 @@ from torch import nn
 
 from autoshard import Mesh, NotAvailableError, P
 from autoshard.testing import check, check_calls, check_plan, report
-from autoshard.testing.decided_plans import most_split_plan
 from autoshard.testing.rounding import nudge
 from autoshard.tracing import trace
+from tests.passes.greedy_plans import most_split_plan
 
 
 @given(dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]), number=st.integers(0, 9))

@@ -16,9 +16,9 @@ from torch import nn
 import autoshard
 from autoshard import Mesh, P, PlanMismatchError, VerificationError
 from autoshard.testing import WholeStep, check_calls, check_plan
-from autoshard.testing.decided_plans import most_split_plan
 from autoshard.testing.source import run_code
 from autoshard.tracing import trace
+from tests.passes.greedy_plans import most_split_plan
 
 MESH = Mesh({"data": 2})
 

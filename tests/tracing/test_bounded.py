@@ -13,8 +13,8 @@ from autoshard import Mesh
 from autoshard.planner import Planner
 from autoshard.runtime.engine import SimulatorEngine
 from autoshard.runtime.sharded_module import ShardedModule
-from autoshard.testing.decided_plans import most_uneven_plan
 from autoshard.tracing import check_guards, trace
+from tests.passes.greedy_plans import most_uneven_plan
 from tests.tracing.running import assert_equals_eager
 
 ROWS, WIDTH = 7, 4

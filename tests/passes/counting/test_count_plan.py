@@ -17,7 +17,7 @@ from autoshard.ir.program import Program
 from autoshard.rules.attention import is_ring
 from autoshard.rules.enumeration import Strategy
 from autoshard.runtime.sharded_module import Request
-from autoshard.testing.decided_plans import greedy_plan, most_recomputed_plan, most_split_plan
+from autoshard.testing.decided_plans import greedy_plan
 from autoshard.tracing import trace
 from cost_models.hardware import Cluster
 from passes.counting.count_plan import PlanCounting
@@ -27,6 +27,7 @@ from passes.lower_program import lower_program, prepare
 from passes.strategies.enumerate_strategies import Site
 from tests.passes.counting import numeric_counts
 from tests.passes.decoders import dense
+from tests.passes.greedy_plans import most_recomputed_plan, most_split_plan
 
 MESH = Mesh({"data": 2, "model": 2})
 TOKENS = torch.zeros(4, 8, dtype=torch.int64, device="meta")

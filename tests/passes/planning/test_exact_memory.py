@@ -15,7 +15,6 @@ from autoshard import Mesh, tracing
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from autoshard.ir.spec import PartitionSpec as P
-from autoshard.testing.decided_plans import most_uneven_plan
 from autoshard.testing.plans import plans
 from autoshard.testing.programs import programs
 from cost_models.hardware import Cluster
@@ -25,6 +24,7 @@ from passes.plan_of_choice import lowered_plan
 from passes.plan_options import PlanOptions
 from passes.planning.exact_memory import PARTS, exact_memory, exact_peak
 from tests.passes.blocks import blocks_program, h100s, perceptron_program, problem_of
+from tests.passes.greedy_plans import most_uneven_plan
 from tests.passes.prediction.test_segment_step import drawn_choice
 
 LINE, SQUARE, THREE = Mesh({"x": 2}), Mesh({"x": 2, "y": 2}), Mesh({"x": 3})

@@ -18,7 +18,6 @@ from autoshard.ir.plan_parts import NodePlan
 from autoshard.ir.program import Program
 from autoshard.ir.recompute import PHASE, Recompute, RecomputedNode
 from autoshard.kernels.offload import from_host, to_host
-from autoshard.testing.decided_plans import most_split_plan
 from autoshard.tracing import trace
 from passes.lower_program import lower_program, prepare
 from passes.lowering.split_phases import SplitPhases
@@ -26,6 +25,7 @@ from passes.recomputation.recompute import InsertRecompute, moved_by, original_o
 from passes.verification.verify_phases import verify_phases
 from passes.verification.verify_preparation import verify_preparation
 from passes.verification.verify_program import verify_program
+from tests.passes.greedy_plans import most_split_plan
 from tests.passes.mutations import copy_of
 
 MESH = Mesh({"x": 2})
