@@ -6,7 +6,7 @@ order. Computation runs on one stream, one operation after the other. A communic
 * It starts when what it needs is computed and its stream is free; streams run what is issued to them in order.
 * Nobody waits for it but the operations that need it; those of a later segment, and the end of the step, for all.
 * What needs nothing of the step (gathering parameters, as FSDP does: Zhao et al. 2023, section 4.2) is issued
-  `prefetch` segments early, at the start of that segment, which bounds the memory that waits for its use.
+  `prefetch` segments early, at the start of that segment.
 * While any communication runs, computation takes (1 + slowdown) times as long: both use the same processors and memory.
 * The host issues operations in program order, `dispatch_s` apart, ahead of the device; none starts before its issue.
 
@@ -41,8 +41,6 @@ class Op(NamedTuple):
         needs: indices of earlier operations of the segment: of a communication, what makes its operands; of a
             computation, the communications that it waits for (computations wait for each other anyway).
         early: a communication that needs nothing of the step.
-        held_bytes: of a communication that computation does not wait for at once: memory that it takes meanwhile,
-            what is gathered until its first use, or what is reduced until that is done.
         launches: how often the host issues something for it; 0 for views.
     """
 
@@ -52,7 +50,6 @@ class Op(NamedTuple):
     stream: str = COMPUTE
     needs: tuple[int, ...] = ()
     early: bool = False
-    held_bytes: float = 0.0
     launches: int = 1
 
 
@@ -111,7 +108,6 @@ class StreamTimes:
         exposed_s: by label of communication, the time that computation waits for it.
         host_s: the time that the device waits for the host to issue something.
         communication_s: by label of communication, the time that it takes; what is not exposed is overlapped.
-        held_bytes: most that is held at once for communication under way (see `Op`).
         timeline: what ran when, if it was asked for.
     """
 
@@ -121,7 +117,6 @@ class StreamTimes:
     exposed_s: Mapping[str, float]
     host_s: float
     communication_s: Mapping[str, float]
-    held_bytes: float
     timeline: Timeline | None = None
 
     @property
@@ -191,7 +186,6 @@ class _Compiled(NamedTuple):
     is_barrier: bool
     early: tuple[tuple[int, Op], ...]
     ops: tuple[tuple[int, _Chain], ...]
-    waited: frozenset[int]
     compute_s: Mapping[str, float]
 
 
@@ -202,14 +196,13 @@ def _compile(segment: Segment, overlaps: bool, dispatch_s: float, merge: bool) -
     if overlaps:
         places = {index: index if op.stream == COMPUTE else _place(op, segment.ops) for index, op in ops}
         ops.sort(key=lambda item: (places[item[0]], item[1].stream != COMPUTE, item[0]))
-    waited = frozenset(need for op in segment.ops for need in op.needs)
     compute: dict[str, float] = defaultdict(float)
     for op in segment.ops:
         if op.stream == COMPUTE:
             compute[op.label] += op.seconds
     chains = [(index, _Chain.of(op, dispatch_s)) for index, op in ops]
     chains = _merge(chains, segment.ops, dispatch_s) if merge else chains
-    return _Compiled(segment.name, segment.is_barrier, early, tuple(chains), waited, dict(compute))
+    return _Compiled(segment.name, segment.is_barrier, early, tuple(chains), dict(compute))
 
 
 def _place(op: Op, ops: Sequence[Op]) -> int:
@@ -227,11 +220,6 @@ def _merge(ordered: Sequence[tuple[int, _Chain]], ops: Sequence[Op], dispatch_s:
         else:
             merged.append((index, chain))
     return merged
-
-
-class _Held(NamedTuple):
-    time_s: float
-    size: float
 
 
 @dataclass(slots=True)
@@ -261,7 +249,6 @@ class _Run:
     streams: dict[str, _Stream] = field(default_factory=lambda: defaultdict(_Stream))
     early: dict[int, dict[int, tuple[float, float, str]]] = field(default_factory=dict)
     exposed: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    held: list[_Held] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
 
     def all_segments(self) -> None:
@@ -295,7 +282,6 @@ class _Run:
             exposed_s=dict(self.exposed),
             host_s=self.host_s,
             communication_s=dict(busy),
-            held_bytes=_peak(self.held),
             timeline=Timeline(spans, ("each rank",)) if self.record else None,
         )
 
@@ -305,26 +291,20 @@ class _Run:
         for index, op in self.segments[number].early:
             ready = max((done[need][1] for need in op.needs), default=self.clock)
             done[index] = (*self._communicate(op, ready), op.stream)
-            if op.held_bytes:
-                self.held.append(_Held(done[index][0], op.held_bytes))
 
     def _run_segment(self, number: int, segment: _Compiled) -> None:
         ends = self.early.pop(number, {})
-        unused = {index: op for index, op in segment.early if op.held_bytes}
         for index, chain in segment.ops:
             op = chain.op
             if op.stream != COMPUTE:
-                ends[index] = self._issue(op, ends, deferred=index not in segment.waited)
+                ends[index] = self._issue(op, ends)
                 continue
             for need in op.needs:
                 if need in ends:
                     self._wait(*ends[need][1:])
-                if need in unused:
-                    self.held.append(_Held(self.clock, -unused.pop(need).held_bytes))
             ends[index] = (self.clock, self._compute(chain), COMPUTE)
-        self.held += [_Held(self.clock, -op.held_bytes) for op in unused.values()]
 
-    def _issue(self, op: Op, ends: Mapping[int, tuple[float, float, str]], deferred: bool) -> tuple[float, float, str]:
+    def _issue(self, op: Op, ends: Mapping[int, tuple[float, float, str]]) -> tuple[float, float, str]:
         """Issue a communication of the present segment: once what it needs is done, or here where nothing overlaps."""
         if self.overlap is None:
             start, end = self._communicate(op, self.clock)
@@ -332,8 +312,6 @@ class _Run:
             return start, end, op.stream
         ready = max((ends[need][1] for need in op.needs if need in ends), default=self.clock)
         start, end = self._communicate(op, ready)
-        if deferred and op.held_bytes:
-            self.held += [_Held(ready, op.held_bytes), _Held(end, -op.held_bytes)]
         return start, end, op.stream
 
     def _communicate(self, op: Op, ready: float) -> tuple[float, float]:
@@ -426,15 +404,6 @@ class _Run:
                 busy |= start <= now
                 change = min(change, end if start <= now else start)
         return change, busy
-
-
-def _peak(held: Sequence[_Held]) -> float:
-    """Most that is held at once; what is freed at a moment makes room for what comes then."""
-    alive = peak = 0.0
-    for _, size in sorted(held):
-        alive += size
-        peak = max(peak, alive)
-    return peak
 
 
 def _check(segment: Segment) -> None:

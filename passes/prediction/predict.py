@@ -66,7 +66,7 @@ def predict(
         segments, overlap = walked.segments, overlap_of(planning.prices.cluster)
     times = simulate_streams(segments, overlap, dispatch_s=device.dispatch(dispatch), record=record)
     parts = memory_at_peak(exact_memory(planning, choice) if memory is None else memory)
-    held = _beside(parts, times, 0 if walked is None else walked.passes_bytes)
+    held = _beside(parts, 0 if walked is None else walked.passes_bytes)
     tokens = micro_batches * _tokens(planning)
     mfu, hfu = utilisation(planning, choice).shares(times.total_s / micro_batches)
     uncertainty = step_time_uncertainty(KERNELS if device.dispatch_s else MEASURED)
@@ -123,11 +123,10 @@ def memory_at_peak(memory: ExactMemory) -> dict[str, int]:
     return parts
 
 
-def _beside(parts: Mapping[str, int], times: StreamTimes, passes_bytes: int) -> dict[str, int]:
-    """`memory_at_peak` with what passes add to it, and communication that is under way."""
+def _beside(parts: Mapping[str, int], passes_bytes: int) -> dict[str, int]:
+    """`memory_at_peak` with what passes add to it, or take from it."""
     parts = {**parts, "activations": parts["activations"] + min(0, passes_bytes)}
-    buffers = int(times.held_bytes) + max(0, passes_bytes)
-    return parts | ({BUFFERS: buffers} if buffers else {})
+    return parts | ({BUFFERS: passes_bytes} if passes_bytes > 0 else {})
 
 
 def _tokens(planning: PlanningProblem) -> int:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -43,7 +43,7 @@ from passes.prediction.walk_program import (
 )
 from passes.preparation.insert_hubs import is_gradient_hub
 from passes.strategies.enumerate_strategies import Link, Site, leaves_program
-from passes.strategies.price import StepPrice, local_bytes
+from passes.strategies.price import StepPrice
 from passes.strategies.price_nodes import NodePrices
 
 _LinkKey = tuple[int, int, int, int]
@@ -60,16 +60,14 @@ class _Sent(NamedTuple):
 
 
 class _Reshard(NamedTuple):
-    """A reshard: its collectives in order, seconds and number of copies, and bytes before and after on each rank."""
+    """A reshard: its collectives in order, seconds and number of copies."""
 
     sent: tuple[_Sent, ...]
     copied_s: float
     copies: int
-    bytes_before: int
-    bytes_after: int
 
 
-_NOTHING = _Reshard((), 0.0, 0, 0, 0)
+_NOTHING = _Reshard((), 0.0, 0)
 
 
 class _Call(NamedTuple):
@@ -172,9 +170,7 @@ class _Costs:
             for step, (seconds, _) in zip(steps, times, strict=True)
             if seconds > 0
         )
-        value, mesh = self.planning.space.sites[link.tail].results[link.result], self.planning.space.mesh
-        sizes = (local_bytes(value, spec, mesh) for spec in (steps[0].source, steps[-1].target))
-        return _Reshard(sent, sum(copied for _, copied in times), len(steps), *sizes)
+        return _Reshard(sent, sum(copied for _, copied in times), len(steps))
 
     def _steps(self, link: Link, price: StepPrice | BucketPrice) -> Sequence[ReshardStep]:
         space = self.planning.space
@@ -270,7 +266,7 @@ class _Writing:
         if reshard.sent:
             early = link.tail in self.costs.layout.free
             behind = (self.made[link.tail],) if link.tail in self.made and not early else ()
-            needs = (self._write_chain(reshard.sent, behind, early=early, held=reshard.bytes_after if early else 0),)
+            needs = (self._write_chain(reshard.sent, behind, early=early),)
         self._write_copy(link, reshard, needs)
 
     def _write_leaving(self, link: Link) -> None:
@@ -280,16 +276,15 @@ class _Writing:
             self._write_copy(link, reshard, ())
         if reshard.sent:
             behind = len(self.ops) - 1 if reshard.copied_s > 0 else self.made.get(link.tail, -1)
-            self._write_chain(reshard.sent, (behind,) if behind >= 0 else (), held=reshard.bytes_before)
+            self._write_chain(reshard.sent, (behind,) if behind >= 0 else ())
 
     def _write_copy(self, link: Link, reshard: _Reshard, needs: tuple[int, ...]) -> None:
         self._add(Op(f"copy {link.tail}", COPIES, reshard.copied_s, needs=needs, launches=reshard.copies))
 
-    def _write_chain(self, sent: Sequence[_Sent], needs: tuple[int, ...], *, early: bool = False, held: int = 0) -> int:
+    def _write_chain(self, sent: Sequence[_Sent], needs: tuple[int, ...], *, early: bool = False) -> int:
         """Collectives one after the other; the index of the last."""
         for item in sent:
-            size = float(held) if item is sent[-1] else 0.0
-            self._add(Op(item.name, item.axis, item.seconds, item.stream, needs, early, size, item.launches))
+            self._add(Op(item.name, item.axis, item.seconds, item.stream, needs, early, item.launches))
             needs = (len(self.ops) - 1,)
         return len(self.ops) - 1
 
@@ -343,8 +338,6 @@ def repeated_step(
 ) -> tuple[Segment, ...]:
     """The segments of a whole step: forward and backward for each micro-batch, adding gradients up, and the update.
 
-    They hold nothing for communication under way: what runs overlaps within the peak that it has without.
-
     Args:
         planning, choice, kernels: as of `segment_step`.
         micro_batches: how many the step has.
@@ -355,9 +348,8 @@ def repeated_step(
     layout, adds_up = step_layout(planning), micro_batches > 1
     costs = _Costs(planning, choice, layout, kernels, largest_bytes, computed, adds_up)
     segments = _segments(costs, shares=False)
-    light = [replace(item, ops=tuple(op._replace(held_bytes=0.0) for op in item.ops)) for item in segments]
-    once = [item for item in light if is_of_update(item.name)]
-    each = [item for item in light if not is_of_update(item.name)]
+    once = [item for item in segments if is_of_update(item.name)]
+    each = [item for item in segments if not is_of_update(item.name)]
     return (*each * micro_batches, *adding_up(planning.adding_s(choice), micro_batches), *once)
 
 

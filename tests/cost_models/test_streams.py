@@ -25,8 +25,7 @@ def segments(draw):
         allowed = [before for before in range(index) if ops[before].early or not early]
         needs = draw(st.sets(st.sampled_from(allowed), max_size=2)) if allowed else ()
         label = "work" if stream == COMPUTE else draw(st.sampled_from(["data", "model"]))
-        held = draw(st.integers(0, 4)) if stream != COMPUTE else 0
-        ops.append(Op(f"op{index}", label, draw(EIGHTHS), stream, tuple(sorted(needs)), early, float(held)))
+        ops.append(Op(f"op{index}", label, draw(EIGHTHS), stream, tuple(sorted(needs)), early))
     return Segment("block", tuple(ops), draw(st.booleans()))
 
 
@@ -136,7 +135,6 @@ def test_the_recorded_step_is_the_same(step, prefetch, slowdown):
     overlap = Overlap(prefetch, slowdown)
     plain, recorded = simulate_streams(step, overlap), simulate_streams(step, overlap, record=True)
     assert recorded.total_s == pytest.approx(plain.total_s)
-    assert recorded.held_bytes == pytest.approx(plain.held_bytes)
     assert recorded.timeline is not None
     assert len(recorded.timeline.spans) == sum(len(segment.ops) for segment in step)
     computing = [(span.start_s, span.end_s) for span in recorded.timeline.spans if span.stream == COMPUTE]
@@ -234,22 +232,6 @@ def test_communication_slows_computation():
     times = simulate_streams([block], Overlap(0, 0.5))
     assert times.slowdown_s == pytest.approx(0.5)
     assert times.total_s == pytest.approx(3.5)
-
-
-def test_prefetching_holds_memory():
-    """One block ahead, two blocks' parameters are there at once at most: the one to come, and that of this block until
-    its first use; without prefetching, one."""
-    gather = Op("gather", "data", 1.0, "network", early=True, held_bytes=8.0)
-    block = Segment("block", (gather, product("mm", 4.0, 0)))
-    assert simulate_streams([block] * 4, Overlap(0, 0.0)).held_bytes == 8.0
-    assert simulate_streams([block] * 4, Overlap(1, 0.0)).held_bytes == 8.0
-    assert simulate_streams([block] * 4, Overlap(2, 0.0)).held_bytes == 16.0
-
-
-def test_gradients_wait_in_memory_for_a_slow_network():
-    """Those of three blocks at last, where each reduction takes two blocks' backward."""
-    block = Segment("block", (product("mm", 1.0), Op("reduce", "data", 2.0, "network", (0,), held_bytes=8.0)))
-    assert simulate_streams([block] * 4, FREE).held_bytes == 24.0
 
 
 def test_the_slowdown_has_a_source():
