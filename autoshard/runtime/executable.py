@@ -169,6 +169,14 @@ class Executable:
         return tuple((InputKind(slot.slot.kind), slot.slot.name) for slot in self.inputs)
 
     @cached_property
+    def traced_devices(self) -> Mapping[str, str]:
+        """The type of the device that each input was traced on, by the input's name."""
+        traced = self.phased.lowered.traced
+        names = {slot.node: slot.name for slot in traced.inputs if slot.kind is InputKind.INPUT}
+        nodes = traced.graph_module.graph.find_nodes(op="placeholder")
+        return {names[node.name]: node.meta["val"].device.type for node in nodes if node.name in names}
+
+    @cached_property
     def outputs(self) -> tuple[LocalSlot, ...]:
         """The slots that a forward call yields, in order: outputs and buffer updates."""
         return tuple(self.phased.lowered.outputs[index] for index in self.phased.forward_outputs)

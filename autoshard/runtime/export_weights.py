@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +21,7 @@ import torch
 from torch import nn
 
 from autoshard.errors import WeightsError
-from autoshard.runtime import transformers_weights
+from autoshard.runtime import peft_weights, transformers_weights
 from autoshard.runtime.engine import NO_HOLDERS, Engine
 from autoshard.runtime.freed_memory import give_freed_memory_back
 from autoshard.runtime.inference import in_normal_mode
@@ -37,8 +38,13 @@ MAX_FILE_BYTES = 5_000_000_000
 BLOCK_BYTES = 8 * 2**20
 """Bytes that are gathered, and written, at a time."""
 
-_OURS = re.compile(rf"{re.escape(SINGLE)}|{re.escape(INDEX)}|model-\d{{5}}-of-\d{{5}}\.safetensors")
-"""Names of the files of weights that an export writes, and replaces."""
+_OF_ADAPTERS = re.compile("|".join(map(re.escape, (peft_weights.FILE, peft_weights.CONFIG))))
+"""Names of the files of an adapter that an export writes, and replaces."""
+
+_OURS = re.compile(
+    rf"{re.escape(SINGLE)}|{re.escape(INDEX)}|model-\d{{5}}-of-\d{{5}}\.safetensors|{_OF_ADAPTERS.pattern}"
+)
+"""Names of the files of weights that an export writes, and replaces, and of an adapter, which would change them."""
 
 
 @in_normal_mode
@@ -49,12 +55,12 @@ def export_weights(
     path: str | Path,
     *,
     max_file_bytes: int,
+    merge: bool = False,
     holders: Mapping[str, int] = NO_HOLDERS,
 ) -> None:
     """Write the weights of `model`, and what transformers needs beside them; see `HasWeights.export`."""
     if max_file_bytes < 1:
         raise WeightsError(f"max_file_bytes={max_file_bytes} holds no tensor; pass at least 1.")
-    _refuse_adapters(model)
     check_is_placed(model, "export")
     give_freed_memory_back()
     path = Path(path).resolve()
@@ -64,25 +70,16 @@ def export_weights(
     def on_writer(what: str, do: Callable[[], None]) -> None:
         together(engine, what, lambda: do() if is_writer else None)
 
-    tensors = together(engine, f"export to {path}", lambda: _tensors(model, engine, holders))
-    files = _files(tensors, max_file_bytes)
+    tensors = _tensors(model, engine, holders)
+    if peft_weights.has_adapters(model) and not merge:
+        content = _adapters(model, engine, tensors)
+    else:
+        content = together(engine, f"export to {path}", lambda: _weights(model, tensors, max_file_bytes))
     on_writer(f"export to {path}", lambda: _begin(path, aside))
     with _removed_on_failure(aside if is_writer else None):
-        for name, held in files.items():
+        for name, held in content.files.items():
             together(engine, f"write {name}", lambda: _write(aside / name if is_writer else None, held))  # noqa: B023
-        on_writer(f"export to {path}", lambda: _finish(model, files, path, aside))
-
-
-def _refuse_adapters(model: nn.Module) -> None:
-    """Raise `WeightsError` for a model with layers of peft: their names are nobody's but peft's."""
-    for name, module in model.named_modules():
-        if type(module).__module__.partition(".")[0] == "peft":
-            raise WeightsError(
-                f"{name or 'The model'} is a {type(module).__name__} of peft, and from_pretrained would read its names "
-                "as none of its own and leave random weights. Compile model.merge_and_unload(), and export that. For "
-                "the adapter alone, gather the state dict (full_tensor() on every rank), and pass it to "
-                "peft.get_peft_model_state_dict(model, state_dict=...)."
-            )
+        on_writer(f"export to {path}", lambda: _finish(content, path, aside))
 
 
 @contextmanager
@@ -97,17 +94,47 @@ def _removed_on_failure(aside: Path | None) -> Iterator[None]:
 
 
 def _tensors(model: nn.Module, engine: Engine, holders: Mapping[str, int]) -> Mapping[str, Unread]:
-    """What is written, by name."""
-    held = persistent_tensors(model)
+    """The tensors of a state dict, by name."""
 
     def unread_of(name: str, tensor: torch.Tensor) -> Unread:
         gather = partial(engine.gather_region, tensor, holder=holders.get(name))
         return Unread(tensor.shape, tensor.dtype, gather)
 
-    unread = {name: unread_of(name, tensor) for name, tensor in held.items()}
-    written = to_write(model, unread, names_by_tensor(held))
+    return {name: unread_of(name, tensor) for name, tensor in persistent_tensors(model).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What a folder gets.
+
+    Args:
+        files: the tensors of each file.
+        write_beside: writes into a folder what stands beside the weights.
+        replaced: names of files that go from a folder that was there.
+    """
+
+    files: Mapping[str, Mapping[str, Unread]]
+    write_beside: Callable[[Path], None]
+    replaced: re.Pattern[str]
+
+
+def _adapters(model: nn.Module, engine: Engine, tensors: Mapping[str, Unread]) -> _Content:
+    """The adapters of a model of peft, whose names the first rank asks peft for: it may look them up in the hub."""
+    named = engine.share(lambda: peft_weights.adapters_of(model))
+    files = {file: {name: tensors[own] for name, own in names.items()} for file, names in named.items()}
+    for held in files.values():
+        check_types(held)
+    return _Content(files, partial(peft_weights.write_configurations, model), _OF_ADAPTERS)
+
+
+def _weights(model: nn.Module, tensors: Mapping[str, Unread], max_file_bytes: int) -> _Content:
+    """The weights of a model, with adapters merged into them."""
+    if peft_weights.has_adapters(model):
+        model, tensors = peft_weights.merged(model, tensors)
+    written = to_write(model, tensors, names_by_tensor(persistent_tensors(model)))
     check_types(written)
-    return written
+    files = _files(written, max_file_bytes)
+    return _Content(files, partial(_write_beside, model, files), _OURS)
 
 
 def _files(tensors: Mapping[str, Unread], max_file_bytes: int) -> dict[str, dict[str, Unread]]:
@@ -139,6 +166,7 @@ def _write(path: Path | None, tensors: Mapping[str, Unread]) -> None:
     blocks = _blocks(tensors)
     try:
         if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
             with SafetensorsWriter(path, tensors) as writer:
                 for tensor, region in blocks:
                     writer.write(tensor.read(region))
@@ -162,31 +190,36 @@ def _gather(blocks: Iterator[tuple[Unread, Region]]) -> None:
         tensor.read(region)
 
 
-def _finish(model: nn.Module, files: Mapping[str, Mapping[str, Unread]], path: Path, aside: Path) -> None:
-    """Write what stands beside the weights, and give the folder its name."""
+def _write_beside(model: nn.Module, files: Mapping[str, Mapping[str, Unread]], folder: Path) -> None:
+    """Write the index, and what the model is built from."""
     if len(files) > 1:
         total_bytes = sum(tensor.nbytes for held in files.values() for tensor in held.values())
         places = {name: file for file, held in files.items() for name in held}
         index = {"metadata": {"total_size": total_bytes}, "weight_map": places}
-        (aside / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
     if transformers_weights.applies_to(model):
-        transformers_weights.write_config(model, aside)
+        transformers_weights.write_config(model, folder)
     else:
         save_config = getattr(getattr(model, "config", None), "save_pretrained", None)
         if callable(save_config):
-            save_config(aside)
-    _keep_others(path, aside)
-    for file in aside.iterdir():
-        _sync(file)
-    _sync(aside)
+            save_config(folder)
+
+
+def _finish(content: _Content, path: Path, aside: Path) -> None:
+    """Write what stands beside the weights, and give the folder its name."""
+    content.write_beside(aside)
+    _keep_others(path, aside, content.replaced)
+    for folder, _, files in os.walk(aside):
+        for name in (*files, "."):
+            _sync(Path(folder, name))
     _swap(path, aside)
 
 
-def _keep_others(path: Path, aside: Path) -> None:
+def _keep_others(path: Path, aside: Path, replaced: re.Pattern[str]) -> None:
     """Have what lies beside the weights in a folder that is to be replaced (a tokenizer's files) in the new one too."""
     for old in path.iterdir() if path.exists() else ():
         new = aside / old.name
-        if new.exists() or _OURS.fullmatch(old.name):
+        if new.exists() or replaced.fullmatch(old.name):
             continue
         if old.is_dir() and not old.is_symlink():
             shutil.copytree(old, new, symlinks=True, copy_function=_link)

@@ -51,15 +51,19 @@ class HasWeights(ABC):
         weights.check_are_placed("load_weights")
         load_weights(weights.model, weights.engine, path, strict=strict, cast=cast)
 
-    def export(self, path: str | Path, *, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+    def export(self, path: str | Path, *, merge: bool = False, max_file_bytes: int = MAX_FILE_BYTES) -> None:
         """Write a folder of safetensors files that transformers (`from_pretrained`) and `load_weights` read.
+
+        Of a model with adapters of peft, write the adapters, which `PeftModel.from_pretrained` reads.
 
         The ranks gather a part of a tensor at a time, and the first writes it. The folder also gets the model's
         configuration, if it has one. In a folder that is there weights are replaced, and other files stay.
 
         Args:
             path: the folder.
-            max_file_bytes: bytes of tensors in a file; with more there are several files and an index.
+            merge: write the whole model, with active adapters merged into its weights.
+            max_file_bytes: bytes of tensors in a file; with more there are several files and an index. An adapter is
+                one file.
 
         Raises:
             WeightsError: on every rank: what cannot be written, and why.
@@ -67,4 +71,5 @@ class HasWeights(ABC):
         weights = self._model_weights()
         weights.check_are_placed("export")
         weights.refuse_use()
-        export_weights(weights.model, weights.engine, path, max_file_bytes=max_file_bytes, holders=weights.holders)
+        sizes = {"merge": merge, "max_file_bytes": max_file_bytes}
+        export_weights(weights.model, weights.engine, path, **sizes, holders=weights.holders)

@@ -79,11 +79,11 @@ def padded_length(length: int) -> int:
 
 
 def shorter_lengths(padded: int) -> tuple[int, ...]:
-    """The lengths that a proof for a padded length looks at: the shortest that are padded to it.
+    """The lengths that a proof for a padded length looks at: the shortest that are padded to it, and half as long.
 
     Example:
         >>> shorter_lengths(8), shorter_lengths(16), shorter_lengths(1)
-        ((2, 3), (13, 14), ())
+        ((4, 5), (13, 14), ())
     """
     all_lengths = range(max(2, padded // 2), padded)
     return tuple(length for length in all_lengths if padded_length(length) == padded)[:_COMPARED]

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import nn
 
-import autoshard
 from autoshard.errors import NotAvailableError, WeightsError
 from autoshard.ir.mesh import Mesh
 from autoshard.runtime import export_weights as module
@@ -195,25 +194,3 @@ def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 def _weights(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
-
-
-class Adapted(nn.Module):
-    """A layer as peft replaces it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.base_layer, self.lora_A, self.lora_B = nn.Linear(4, 4), nn.Linear(4, 2), nn.Linear(2, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base_layer(x) + self.lora_B(self.lora_A(x))
-
-
-@pytest.mark.parametrize("inner", [True, False])
-def test_a_model_of_peft_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, inner: bool) -> None:
-    """By the name of its first such layer, and nothing is written."""
-    monkeypatch.setattr(Adapted, "__module__", "peft.tuners.lora.layer")
-    model = nn.Sequential(nn.Linear(4, 4), Adapted()) if inner else Adapted()
-    sharded = autoshard.compile(model, Mesh({"data": 2}), example_inputs=(torch.ones(2, 4),))
-    with pytest.raises(WeightsError, match=r"is a Adapted of peft.*merge_and_unload\(\)"):
-        sharded.export(tmp_path / "out")
-    assert not [*tmp_path.iterdir()]

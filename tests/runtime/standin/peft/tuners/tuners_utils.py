@@ -1,0 +1,11 @@
+"""What all ways to adapt derive from."""
+
+from torch import nn
+
+
+class BaseTuner(nn.Module):
+    """A model whose layers are replaced."""
+
+
+class BaseTunerLayer(nn.Module):
+    """A layer that stands for another."""

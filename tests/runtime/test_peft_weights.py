@@ -1,0 +1,258 @@
+"""Adapters of peft as files, and merged. peft itself where it is installed, else a stand-in written by hand."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+import autoshard
+from autoshard import Mesh, P
+from autoshard.errors import WeightsError
+from tests.runtime.processes import checked_once, report
+
+PAIR = Mesh({"data": 2})
+INPUTS = torch.arange(24.0).reshape(4, 6) / 24
+TOKENS = dict.fromkeys(("input_ids", "labels"), torch.arange(32).reshape(4, 8))
+
+
+def peft() -> Any:
+    """The library, or the stand-in."""
+    if find_spec("peft") is None:
+        sys.path.insert(0, str(Path(__file__).with_name("standin")))
+    return importlib.import_module("peft")
+
+
+class Net(nn.Module):
+    """Layers to adapt and one to leave; a head that may be the first layer's weight."""
+
+    def __init__(self, *, tied: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.rest, self.head = nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6)
+        if tied:
+            self.head.weight = self.up.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rest(self.up(x).tanh()).tanh()).square().mean()
+
+
+class Wrapped(nn.Module):
+    """A model of peft inside a user's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = adapted(Net()), nn.Linear(6, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.scale(x))
+
+
+def adapted(model: nn.Module, **options: Any) -> Any:
+    """The model with adapters that change it."""
+    config = peft().LoraConfig(**{"r": 2, "lora_alpha": 6, "target_modules": ["up"], **options})
+    found = peft().get_peft_model(model, config)
+    for name, parameter in found.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(parameter)
+    return found
+
+
+def tied_llama() -> transformers.LlamaForCausalLM:
+    """Two layers, whose head is the embedding."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=40, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        max_position_embeddings=16, use_cache=False, tie_word_embeddings=True,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config)
+
+
+def trained(model: nn.Module, **inputs: Tensor) -> Any:
+    """The step of a compiled model whose matrices lie in parts, which has changed them."""
+    rows = {name: P("data") for name, item in model.named_parameters() if item.dim() > 1 and not item.shape[0] % 2}
+    optimizer = torch.optim.SGD([item for item in model.parameters() if item.requires_grad], lr=0.1)
+    step = autoshard.compile(model, PAIR, optimizer=optimizer, constraints=rows)
+    step(**inputs or {"x": INPUTS})
+    return step
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """A new folder, the same on both ranks."""
+    names = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(names)
+    yield Path(names[0])
+    dist.barrier()
+    if dist.get_rank() == 0:
+        shutil.rmtree(names[0])
+
+
+def wholes(step: Any) -> dict[str, Tensor]:
+    """Every parameter of the model, whole."""
+    named = step.sharded.named_parameters()
+    return {name: item.detach().full_tensor() if isinstance(item, DTensor) else item for name, item in named}
+
+
+def assert_computes(plain: nn.Module, step: Any) -> None:
+    torch.testing.assert_close(plain(INPUTS), step.sharded(INPUTS), rtol=1e-5, atol=1e-6)
+
+
+def assert_same_loss(plain: Any, step: Any) -> None:
+    torch.testing.assert_close(plain(**TOKENS).loss, step.sharded(**TOKENS).loss, rtol=1e-5, atol=1e-6)
+
+
+def check_adapter() -> None:
+    """Under peft's names, with what the adapter trained beside it, its configuration, and nothing of the base."""
+    step = trained(adapted(Net(), modules_to_save=["head"]))
+    expected = wholes(step)
+    with shared_folder() as folder:
+        (folder / "out").mkdir(exist_ok=True)
+        (folder / "out" / "model.safetensors").touch()
+        step.export(folder / "out")
+        found = load_file(folder / "out" / "adapter_model.safetensors")
+        config = json.loads((folder / "out" / "adapter_config.json").read_text())
+        names = ("adapter_config.json", "adapter_model.safetensors", "model.safetensors")
+        assert sorted(file.name for file in (folder / "out").iterdir()) == [*names]
+    prefix = "base_model.model."
+    of_file = {
+        f"{prefix}up.lora_A.weight": f"{prefix}up.lora_A.default.weight",
+        f"{prefix}up.lora_B.weight": f"{prefix}up.lora_B.default.weight",
+        f"{prefix}head.weight": f"{prefix}head.modules_to_save.default.weight",
+        f"{prefix}head.bias": f"{prefix}head.modules_to_save.default.bias",
+    }
+    assert found.keys() == of_file.keys()
+    assert all(torch.equal(found[name], expected[own]) for name, own in of_file.items())
+    assert config["peft_type"] == "LORA"
+    assert config["inference_mode"] is True
+    assert config["auto_mapping"]["base_model_class"] == "Net"
+
+
+def check_merged() -> None:
+    """The plain model loads what is written strictly, and computes the same; training goes on as before."""
+    step = trained(adapted(Net(), modules_to_save=["head"]))
+    before = wholes(step)
+    with shared_folder() as folder:
+        step.export(folder)
+        step.export(folder, merge=True)
+        assert [file.name for file in folder.iterdir()] == ["model.safetensors"]
+        plain = Net()
+        plain.load_state_dict(load_file(folder / "model.safetensors"))
+    assert_computes(plain, step)
+    assert all(torch.equal(item, before[name]) for name, item in wholes(step).items())
+    step(INPUTS)
+
+
+def check_merged_inside() -> None:
+    """A model of peft inside another is merged; its adapter alone has no file."""
+    step = trained(Wrapped())
+    with shared_folder() as folder:
+        with pytest.raises(WeightsError, match=r"inner.* of peft\) is a part of Wrapped.*merge=True"):
+            step.export(folder / "a")
+        assert not [*folder.iterdir()]
+        step.export(folder / "b", merge=True)
+        plain = Wrapped()
+        plain.inner = Net()
+        plain.load_state_dict(load_file(folder / "b" / "model.safetensors"))
+    assert_computes(plain, step)
+
+
+def check_tied() -> None:
+    """What is tied to a weight with an adapter would change with it; a trained copy of the head is tied no more."""
+    step = trained(adapted(Net(tied=True)))
+    with shared_folder() as folder:
+        with pytest.raises(WeightsError, match=r"'up.weight' and 'head.weight' are one tensor"):
+            step.export(folder / "a", merge=True)
+        step.export(folder / "a")
+        copied = trained(adapted(Net(tied=True), target_modules=["rest"], modules_to_save=["head"]))
+        copied.export(folder / "b", merge=True)
+        plain = Net()
+        plain.load_state_dict(load_file(folder / "b" / "model.safetensors"))
+    assert_computes(plain, copied)
+
+
+def check_transformers(**options: Any) -> None:
+    """The class of the base model reads merged weights, and the configuration says that the head is its own now."""
+    step = trained(adapted(tied_llama(), **options), **TOKENS)
+    with shared_folder() as folder:
+        step.export(folder, merge=True, max_file_bytes=20_000)
+        plain = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_pretrained(folder))
+        found: dict[str, Tensor] = {}
+        for file in folder.glob("*.safetensors"):
+            found |= load_file(file)
+    plain.load_state_dict(found)
+    assert len(found) == len(list(plain.parameters()))
+    assert_same_loss(plain, step)
+
+
+def check_no_adapters() -> None:
+    """A model without adapters is exported as it is."""
+    step = trained(Net())
+    with shared_folder() as folder:
+        step.export(folder, merge=True)
+        assert load_file(folder / "model.safetensors").keys() == wholes(step).keys()
+
+
+def check_what_peft_computes() -> None:
+    """An adapter whose file peft computes from whole tensors is refused by its name, on both ranks."""
+    step = trained(adapted(Net()))
+    step.sharded.peft_config["default"] = SimpleNamespace(is_prompt_learning=True, peft_type="PROMPTS")
+    with shared_folder() as folder:
+        with pytest.raises(WeightsError, match=r"'default' is of the type PROMPTS.*whole_parameters"):
+            step.export(folder / "a")
+        with pytest.raises(WeightsError, match=r"cannot be merged.*export\(path\)"):
+            step.export(folder / "a", merge=True)
+
+
+CHECKS: dict[str, Callable[[], None]] = {
+    "adapter": check_adapter,
+    "merged": check_merged,
+    "merged inside": check_merged_inside,
+    "tied": check_tied,
+    "transformers: a head": partial(
+        check_transformers, target_modules=["q_proj", "down_proj"], modules_to_save=["lm_head"]
+    ),
+    "transformers: an adapted head": partial(check_transformers, target_modules=["lm_head"]),
+    "no adapters": check_no_adapters,
+    "what peft computes": check_what_peft_computes,
+}
+
+outcomes = checked_once(CHECKS, ranks=2)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_with_a_process_per_rank(outcomes: dict[str, str], name: str) -> None:
+    """On two ranks, each with rows of every matrix."""
+    report(outcomes, name)
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed: checked above with a stand-in")
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"use_rslora": True}, {"trainable_token_indices": [1, 3]}])
+def test_peft_loads_what_is_written(tmp_path: Path, options: dict[str, Any]) -> None:
+    """`PeftModel.from_pretrained` and `from_pretrained` compute what the compiled model does."""
+    model = tied_llama()
+    model.save_pretrained(tmp_path / "base")
+    step = trained(adapted(model, target_modules=["q_proj"], task_type="CAUSAL_LM", **options), **TOKENS)
+    step.export(tmp_path / "adapter")
+    step.export(tmp_path / "merged", merge=True)
+    load = transformers.LlamaForCausalLM.from_pretrained
+    assert_same_loss(peft().PeftModel.from_pretrained(load(tmp_path / "base"), tmp_path / "adapter"), step)
+    assert_same_loss(load(tmp_path / "merged"), step)
