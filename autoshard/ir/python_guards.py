@@ -30,6 +30,7 @@ from autoshard.ir.python_values import (
     items_of,
     slots_of,
 )
+from autoshard.ir.watched_numbers import Condition
 
 _COMPARED_BYTES = 4 << 20
 """Bytes of arrays and tensors that a call compares, for all of them together: 0.25 ms."""
@@ -189,6 +190,7 @@ class PythonGuards:
         contents: containers among these values, and what they held.
         empties: containers that held nothing, each with its title.
         memories: arrays, and tensors that are neither parameters, buffers nor inputs.
+        conditions: what Python did with numbers that are not compared by value.
         settings: see `PythonUse`; what a call sets when these guards hold.
         of_another: they are on another model than the one that is called, of which it is a copy: they do not hold.
     """
@@ -198,6 +200,7 @@ class PythonGuards:
     empties: tuple[Any, ...] = ()
     empty_titles: tuple[str, ...] = ()
     memories: tuple[Memory, ...] = ()
+    conditions: tuple[Condition, ...] = ()
     settings: tuple[tuple[Any, str, Any], ...] = ()
     of_another: bool = False
 
@@ -209,6 +212,7 @@ class PythonGuards:
             and all(item.holds() for item in self.namespaces)
             and all(item.holds() for item in self.contents)
             and all(item.holds() for item in self.memories)
+            and all(item.holds() for item in self.conditions)
         )
 
     def without(self, attributes: Collection[tuple[int, str]]) -> PythonGuards:
@@ -228,7 +232,7 @@ class PythonGuards:
         """The names of what changed, in the user's words: `layers.0.dropout.p`."""
         found = [name for item in (*self.namespaces, *self.contents) for name in item.changes()]
         found += [title for title, held in zip(self.empty_titles, self.empties, strict=True) if held]
-        found += [name for item in self.memories for name in item.changes()]
+        found += [name for item in (*self.memories, *self.conditions) for name in item.changes()]
         return tuple(dict.fromkeys(found))
 
 

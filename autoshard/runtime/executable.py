@@ -18,9 +18,9 @@ from autoshard.ir.python_values import MISSING
 from autoshard.ir.staged import StagedProgram
 from autoshard.ir.update import Update, group_of
 from autoshard.runtime.engine import Engine, LikeWriter, Loaded, LocalValue, Reader
-from autoshard.runtime.idle_attributes import IdleAttributes, Trace
 from autoshard.runtime.missing_tangents import without_tangents
 from autoshard.runtime.owned_results import owned_results
+from autoshard.runtime.varying_numbers import Trace, VaryingNumbers
 from autoshard.runtime.versions import Key, inputs_behind_gradients
 
 
@@ -76,13 +76,13 @@ class Executable:
         compiled: the program.
         engine: where it runs.
         python_guards: the states of the model's Python that a trace gave this program for, newest last: any may hold.
-        idle: attributes of the model that do not matter.
+        varying: numbers of the model that change from call to call.
     """
 
     compiled: CompiledProgram
     engine: Engine
     python_guards: list[PythonGuards] = field(default_factory=list)
-    idle: IdleAttributes = field(default_factory=IdleAttributes)
+    varying: VaryingNumbers = field(default_factory=VaryingNumbers)
     _served: list[Update] = field(default_factory=list)
     _backward_from: dict[frozenset[str], Loaded] = field(default_factory=dict)
 
@@ -124,11 +124,11 @@ class Executable:
     def serve_state(self, use: PythonUse, registered: Iterable[torch.Tensor]) -> None:
         """Serve the model's Python as it is now, for which a trace gave the program; see `PythonUse.guards`."""
         del self.python_guards[: -_STATES + 1]
-        self.python_guards.append(self.idle.guards(use, registered))
+        self.python_guards.append(self.varying.guards(use, registered))
 
-    def look_for_idle(self, trace: Trace) -> Iterator[str]:
-        """Look for attributes that do not matter, once a trace gave the program again; says which."""
-        return self.idle.look(self.python_guards, self.compiled.fingerprint, trace)
+    def look_for_varying(self, trace: Trace) -> Iterator[str]:
+        """Look for numbers that change, once a trace gave the program again; says which."""
+        return self.varying.look(self.python_guards, self.compiled.fingerprint, trace)
 
     def set_attributes(self) -> None:
         """Set the plain attributes that the model's own call sets, in the state that was last found to be served."""

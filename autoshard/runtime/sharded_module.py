@@ -386,7 +386,7 @@ class ShardedModule(OfModel, HasWeights):
             compiled = self.compiler(request, self._engine)
             executable = next((item for item in known if item.phased is compiled.phased), None)
             if executable is not None:
-                self._say(executable.look_for_idle(lambda: self.compiler.trace(request)))
+                self._say(executable.look_for_varying(lambda: self.compiler.trace(request)))
         if executable is None:
             executable = Executable(compiled, self._engine)
             self._place(executable)

@@ -16,6 +16,7 @@ from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
 from autoshard.errors import NotAvailableError, TraceError
 from autoshard.ir.program import InputKind
+from autoshard.ir.watched_numbers import is_watching
 from autoshard.tracing.calling import Call, ModelCall
 from autoshard.tracing.joint import JointGraph, TraceOptions, export_joint
 
@@ -37,8 +38,10 @@ def capture_with_dynamo(model: nn.Module, call: Call, options: TraceOptions) -> 
 
     Raises:
         NotAvailableError: it can be captured, but not in a precision of its own.
-        TypeError: the call returns gradients, which are not captured so.
+        TypeError: the call returns gradients, which are not captured so; or numbers are watched, and no Python runs.
     """
+    if is_watching():
+        raise TypeError("what Python does with numbers is not seen by way of Dynamo")
     if not isinstance(options.call, ModelCall):
         raise TypeError("gradients of gradients are not captured by way of Dynamo")
     args, kwargs = call.assemble(_told_apart(call.tensors.values()))

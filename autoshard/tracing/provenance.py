@@ -21,9 +21,10 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.overrides import TorchFunctionMode
 
 _MODULE, _SOURCE = "autoshard_module", "autoshard_source"
-_PACKAGES = tuple(
+PACKAGES = tuple(
     os.path.dirname(os.path.abspath(path)) + os.sep for path in (torch.__file__, os.path.dirname(__file__))
 )
+"""Folders of code that is not the user's."""
 
 
 class ProvenanceMode(TorchFunctionMode):
@@ -80,7 +81,7 @@ def user_line(frame: FrameType | None) -> str:
     """`model.py:12 in forward`: the innermost frame at or above `frame` outside torch and autoshard, or ""."""
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith(_PACKAGES) and not path.startswith("<"):
+        if not path.startswith(PACKAGES) and not path.startswith("<"):
             return f"{os.path.basename(path)}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return ""
@@ -92,7 +93,7 @@ def line_of_error(error: BaseException) -> str:
     trace = error.__traceback__
     while trace is not None:
         path = trace.tb_frame.f_code.co_filename
-        if not path.startswith(_PACKAGES) and not path.startswith("<"):
+        if not path.startswith(PACKAGES) and not path.startswith("<"):
             code = trace.tb_frame.f_code
             lines.append(f"{os.path.basename(path)}:{trace.tb_lineno} in {code.co_name}")
         trace = trace.tb_next

@@ -12,6 +12,7 @@ from autoshard.errors import TraceError
 from autoshard.ir.fingerprint import fingerprint
 from autoshard.ir.program import Program
 from autoshard.ir.python_values import held_by, is_record, is_setting, text_of
+from autoshard.ir.watched_numbers import unwatched
 
 _OWN = frozenset(nn.Module().__dict__) - {"training"}
 """The attributes that every module has; they hold tensors, modules and hooks."""
@@ -22,13 +23,14 @@ State = Mapping[tuple[str, str], Any]
 
 def python_state(model: nn.Module) -> State:
     """What plain values and what holds them the modules of a model have now."""
-    return {
-        (name, path): text_of(value)
-        for name, module in model.named_modules()
-        for attribute, held in vars(module).items()
-        if attribute not in _OWN and not isinstance(held, torch.Tensor) and is_setting(held)
-        for path, value in _opened(attribute, held)
-    }
+    with unwatched():
+        return {
+            (name, path): text_of(value)
+            for name, module in model.named_modules()
+            for attribute, held in vars(module).items()
+            if attribute not in _OWN and not isinstance(held, torch.Tensor) and is_setting(held)
+            for path, value in _opened(attribute, held)
+        }
 
 
 def _opened(path: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -1,13 +1,15 @@
 """Which attributes a traced call reads, those that a program depends on, and which it sets.
 
-While the call runs, looking an attribute up in any module is noted, and so is setting one. An attribute that the call
-sets before it reads it does not depend on what it was. Dynamo reads bytecode instead of running it; then all that
-modules hold counts as read.
+While the call runs, looking an attribute up in any module is noted, and so is setting one; code that asks for `vars`
+reads all that a module holds. An attribute that the call sets before it reads it does not depend on what it was. Dynamo
+reads bytecode instead of running it; then all that modules hold counts as read.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,9 +18,14 @@ from torch.nn.modules import module as torch_module
 
 from autoshard.ir.python_guards import PythonUse
 from autoshard.ir.python_values import PLAIN
+from autoshard.ir.watched_numbers import plain_number
+from autoshard.tracing.provenance import PACKAGES
 
 _NOT_READ = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"})
 """Members and modes: a program is looked up by parameters, buffers and modes; submodules are always guarded."""
+
+_INNER = (*PACKAGES, functools.__file__)
+"""Code that reads the `__dict__` of a module and not what it holds."""
 
 _GLOBAL_HOOKS = (
     "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks",
@@ -43,6 +50,9 @@ class Accesses:
         set_attribute = nn.Module.__setattr__
 
         def get(module: nn.Module, name: str) -> Any:
+            if name == "__dict__" and not sys._getframe(1).f_code.co_filename.startswith(_INNER):
+                held = object.__getattribute__(module, name)
+                read.names(module).update(held.keys() - written.names(module))
             if name not in written.names(module):
                 read.names(module).add(name)
             return object.__getattribute__(module, name)
@@ -61,7 +71,7 @@ class Accesses:
             for key, (module, names) in read.items():
                 self._read.setdefault(key, (module, set()))[1].update(names)
             self._set = [
-                (module, name, module.__dict__[name])
+                (module, name, plain_number(module.__dict__[name]))
                 for module, names in written.values()
                 for name in sorted(names)
                 if isinstance(module.__dict__.get(name, self), PLAIN)

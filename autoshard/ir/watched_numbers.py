@@ -1,0 +1,457 @@
+"""Numbers that tell what Python does with them, while the call of a model is traced.
+
+A watched number stands in an attribute's place. Arithmetic with it gives another watched number, whose expression is of
+attributes. Where a plain value leaves it (a comparison, a truth value, a conversion, a text) the expression and that
+value are noted as a condition. A call under which all conditions hold takes the same way through the model's Python.
+
+No number is a subclass of `int` or `float`: C code would read its value without a word. What `type(number)` says cannot
+be answered; code that asks for types is found by its bytecode, and then nothing is known of the numbers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import gc
+import math
+import operator
+import os
+import sys
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils import _pytree as pytree
+
+from autoshard.ir.python_values import MISSING, PLAIN, are_alike
+
+KINDS = (int, float)
+"""Types of the attributes that are watched."""
+
+_MOST_CONDITIONS = 64
+_MOST_OPERATIONS = 128
+_DIVIDING = (operator.truediv, operator.floordiv, operator.mod)
+_FAILING = (pow, operator.lshift, operator.rshift, round, math.trunc, math.floor, math.ceil)
+_TELLING = (str, repr, format, float, complex, operator.index)
+_ERRORS = (ArithmeticError, TypeError, ValueError)
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+_LIBRARIES = tuple(
+    os.path.dirname(path or "") + os.sep for path in (torch.__file__, np.__file__, os.path.dirname(__file__))
+)
+
+_IS_PAUSED: ContextVar[bool] = ContextVar("autoshard_is_paused", default=False)
+_IS_WATCHING: ContextVar[bool] = ContextVar("autoshard_is_watching", default=False)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attribute:
+    """A number that an object holds.
+
+    Args:
+        title: the object in the user's words.
+        holder: the object.
+        name: under which its `vars` hold the number.
+        kind: the number's type.
+    """
+
+    title: str
+    holder: Any
+    name: str
+    kind: type
+
+    size = 1
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """What tells it from others."""
+        return id(self.holder), self.name
+
+    @property
+    def path(self) -> str:
+        """The attribute in the user's words: `layers.0.step`."""
+        return f"{self.title}.{self.name}".removeprefix(".")
+
+    @property
+    def attributes(self) -> tuple[Attribute, ...]:
+        """Itself."""
+        return (self,)
+
+    def value(self) -> Any:
+        """The number now.
+
+        Raises:
+            TypeError: it is of another type, or gone.
+        """
+        found = vars(self.holder).get(self.name, MISSING)
+        if type(found) is not self.kind:
+            raise TypeError(f"{self.path} is no longer of type {self.kind.__name__}")
+        return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Operation:
+    """A function of attributes and plain values.
+
+    Args:
+        function: the function.
+        operands: expressions and plain values.
+    """
+
+    function: Callable[..., Any]
+    operands: tuple[Any, ...]
+
+    @property
+    def size(self) -> int:
+        """Attributes and operations in it."""
+        return 1 + sum(item.size for item in self.operands if isinstance(item, (Attribute, Operation)))
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What tells it from others."""
+        keys = (
+            item.key if isinstance(item, (Attribute, Operation)) else (type(item), repr(item)) for item in self.operands
+        )
+        return (self.function.__name__, *keys)
+
+    @property
+    def attributes(self) -> tuple[Attribute, ...]:
+        """The attributes in it."""
+        inner = (item for item in self.operands if isinstance(item, (Attribute, Operation)))
+        return tuple(attribute for item in inner for attribute in item.attributes)
+
+    def value(self) -> Any:
+        """What it gives now."""
+        operands = (item.value() if isinstance(item, (Attribute, Operation)) else item for item in self.operands)
+        return self.function(*operands)
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """What a trace found of an expression.
+
+    Args:
+        expression: of attributes.
+        outcome: its value, which Python saw.
+    """
+
+    expression: Attribute | Operation
+    outcome: Any
+
+    @property
+    def fixed(self) -> Attribute | None:
+        """The attribute of which no other value gives this outcome, if it is one alone."""
+        match self.expression:
+            case Attribute():
+                return self.expression
+            case Operation(function, (Attribute() as attribute, *rest)) if not any(rest):
+                return attribute if function in _TELLING or (function is int and attribute.kind is int) else None
+        return None
+
+    def holds(self) -> bool:
+        """Whether the expression has the same value now."""
+        try:
+            return are_alike(self.expression.value(), self.outcome)
+        except _ERRORS:
+            return False
+
+    def changes(self) -> list[str]:
+        """The attributes in it, if it does not hold."""
+        return [] if self.holds() else [item.path for item in self.expression.attributes]
+
+
+class Watch:
+    """The conditions that were noted of some numbers, in their order."""
+
+    def __init__(self) -> None:
+        self._conditions: dict[Any, Condition] = {}
+        self._made: list[weakref.ref[_Number]] = []
+        self._is_open = True
+        self.is_exhausted = False
+        self.asks_for_types = False
+
+    @property
+    def conditions(self) -> tuple[Condition, ...]:
+        """What was noted."""
+        return tuple(self._conditions.values())
+
+    def number(self, expression: Attribute | Operation, value: float) -> Any:
+        """A number that is watched."""
+        number = (_Float if isinstance(value, float) else _Integer)(expression, value, self)
+        self._made.append(weakref.ref(number))
+        return number
+
+    def derived(self, function: Callable[..., Any], *operands: Any) -> Any:
+        """A number that is computed with watched ones, watched too."""
+        value = self._apply(function, operands)
+        expression = Operation(function, tuple(map(_expression_of, operands)))
+        if type(value) not in (bool, *KINDS) or expression.size > _MOST_OPERATIONS:
+            self._note_exactly(operands)
+            return value
+        if function in _FAILING or (function in _DIVIDING and isinstance(operands[1], _Number)):
+            self._note(Operation(type, (expression,)), type(value))  # another value is an error, or of another type
+        return self.number(expression, value) if self._is_watching() else value
+
+    def noted(self, function: Callable[..., Any], *operands: Any) -> Any:
+        """A plain value that is computed with watched numbers, which is a condition."""
+        value = self._apply(function, operands)
+        self._note(Operation(function, tuple(map(_expression_of, operands))), value)
+        return value
+
+    def exact(self, number: _Number) -> Any:
+        """The plain value of a number, which is a condition."""
+        self._note(number._expression, number._value)
+        return number._value
+
+    def _apply(self, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+        try:
+            return function(*(item._value if isinstance(item, _Number) else item for item in operands))
+        except _ERRORS:
+            self._note_exactly(operands)  # that it is raised depends on the values
+            raise
+
+    def _note_exactly(self, operands: Iterable[Any]) -> None:
+        for item in operands:
+            if isinstance(item, _Number):
+                self.exact(item)
+
+    def _note(self, expression: Attribute | Operation, value: Any) -> None:
+        if not self._is_watching():
+            return
+        if expression.size > _MOST_OPERATIONS or len(self._conditions) >= _MOST_CONDITIONS:
+            self.is_exhausted = True
+        else:
+            self._conditions.setdefault(expression.key, Condition(expression, value))
+
+    def _is_watching(self) -> bool:
+        return self._is_open and not _IS_PAUSED.get()
+
+    def close(self) -> None:
+        """Note nothing more; put plain numbers in the place of those that were left in containers and objects."""
+        self._is_open = False
+        left = [number for made in self._made if (number := made()) is not None]
+        plain = {id(number): number._value for number in left}
+        for holder in gc.get_referrers(*left) if left else ():
+            if holder is not left:
+                _replace(holder, plain)
+
+
+def _expression_of(operand: Any) -> Any:
+    return operand._expression if isinstance(operand, _Number) else operand
+
+
+def _replace(holder: Any, plain: Mapping[int, Any]) -> None:
+    if isinstance(holder, (list, deque)):
+        for index, item in enumerate(holder):
+            if id(item) in plain:
+                holder[index] = plain[id(item)]
+    elif isinstance(holder, dict):
+        for name, item in list(holder.items()):
+            if id(name) in plain:
+                del holder[name]
+            if id(name) in plain or id(item) in plain:
+                holder[plain.get(id(name), name)] = plain.get(id(item), item)
+    elif isinstance(holder, set):
+        for item in [item for item in holder if id(item) in plain]:
+            holder.remove(item)
+            holder.add(plain[id(item)])
+    elif isinstance(holder, types.CellType):
+        holder.cell_contents = plain.get(id(holder.cell_contents), holder.cell_contents)
+    elif not isinstance(holder, (tuple, types.FrameType)) and isinstance(getattr(holder, "__dict__", None), dict):
+        _replace(vars(holder), plain)
+
+
+@contextlib.contextmanager
+def watching(attributes: Iterable[Attribute]) -> Iterator[Watch]:
+    """Within, watched numbers stand in the place of attributes.
+
+    Raises:
+        TypeError, AttributeError: an object does not take them.
+    """
+    watch, before = Watch(), [(item, item.value()) for item in attributes]
+    codes: set[types.CodeType] = set()
+
+    def look(frame: types.FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            codes.add(frame.f_code)
+
+    profiler, token = sys.getprofile(), _IS_WATCHING.set(True)
+    try:
+        for item, value in before:
+            _put(item, watch.number(item, value))
+        if profiler is None:
+            sys.setprofile(look)
+        yield watch
+    finally:
+        if profiler is None:
+            sys.setprofile(None)
+        _IS_WATCHING.reset(token)
+        for item, value in before:
+            _put(item, value)
+        watch.asks_for_types = profiler is not None or any(map(_asks_for_types, codes))
+        watch.close()
+
+
+def _put(item: Attribute, value: Any) -> None:
+    held = vars(item.holder)
+    if isinstance(held, dict):
+        held[item.name] = value
+    else:
+        setattr(item.holder, item.name, value)  # a class
+
+
+@contextlib.contextmanager
+def unwatched() -> Iterator[None]:
+    """Within, what is done with watched numbers is not noted."""
+    token = _IS_PAUSED.set(True)
+    try:
+        yield
+    finally:
+        _IS_PAUSED.reset(token)
+
+
+def is_watching() -> bool:
+    """Whether numbers are watched: they can be traced by running Python alone."""
+    return _IS_WATCHING.get()
+
+
+def plain_number(value: Any) -> Any:
+    """A value, and for a watched number its plain value, which is a condition."""
+    return value._watch.exact(value) if isinstance(value, _Number) else value
+
+
+def _asks_for_types(code: types.CodeType) -> bool:
+    """Whether code of a user's calls `type`, but of `self`."""
+    file = code.co_filename
+    is_standard = file.startswith((_STANDARD, "<frozen")) and "site-packages" not in file
+    if "type" not in code.co_names or is_standard or file.startswith(_LIBRARIES):
+        return False
+    return any(
+        item.opname in ("LOAD_GLOBAL", "LOAD_NAME") and item.argval == "type" and following.argval != "self"
+        for item, following in pairwise(dis.get_instructions(code))
+    )
+
+
+def _binary(function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+    def method(self: _Number, other: Any) -> Any:
+        return self._watch.derived(function, self, other) if isinstance(other, _OPERANDS) else NotImplemented
+
+    return method
+
+
+def _reflected(function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+    def method(self: _Number, other: Any) -> Any:
+        return self._watch.derived(function, other, self) if isinstance(other, _OPERANDS) else NotImplemented
+
+    return method
+
+
+def _compared(function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
+    def method(self: _Number, other: Any) -> Any:
+        return self._watch.noted(function, self, other) if isinstance(other, _OPERANDS) else NotImplemented
+
+    return method
+
+
+def _unary(function: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: _Number, *arguments: Any) -> Any:
+        return self._watch.derived(function, self, *map(plain_number, arguments))
+
+    return method
+
+
+def _converted(function: Callable[..., Any]) -> Callable[..., Any]:
+    def method(self: _Number, *arguments: Any) -> Any:
+        return self._watch.noted(function, self, *arguments)
+
+    return method
+
+
+class _Number:
+    """A number that is watched."""
+
+    __slots__ = ("__weakref__", "_expression", "_value", "_watch")
+
+    def __init__(self, expression: Attribute | Operation, value: Any, watch: Watch) -> None:
+        self._expression, self._value, self._watch = expression, value, watch
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        return type(self._value)
+
+    def __getattr__(self, name: str) -> Any:
+        getattr(self._value, name)  # that there is none does not depend on the value
+        return getattr(self._watch.exact(self), name)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], _: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        plain_args, plain_kwargs = pytree.tree_map(plain_number, (tuple(args), dict(kwargs or {})))
+        return function(*plain_args, **plain_kwargs)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        return np.asarray(self._watch.exact(self), dtype)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self._watch.exact(self).__reduce_ex__(protocol)
+
+    def __hash__(self) -> int:
+        return hash(self._watch.exact(self))
+
+    def __pow__(self, other: Any, modulus: Any = None) -> Any:
+        if not isinstance(other, _OPERANDS) or not isinstance(modulus, _OPERANDS):
+            return NotImplemented
+        return self._watch.derived(pow, self, other, modulus)
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
+
+    __eq__, __ne__ = _compared(operator.eq), _compared(operator.ne)  # type: ignore[assignment]
+    __lt__, __le__ = _compared(operator.lt), _compared(operator.le)
+    __gt__, __ge__ = _compared(operator.gt), _compared(operator.ge)
+    __add__, __radd__ = _binary(operator.add), _reflected(operator.add)
+    __sub__, __rsub__ = _binary(operator.sub), _reflected(operator.sub)
+    __mul__, __rmul__ = _binary(operator.mul), _reflected(operator.mul)
+    __truediv__, __rtruediv__ = _binary(operator.truediv), _reflected(operator.truediv)
+    __floordiv__, __rfloordiv__ = _binary(operator.floordiv), _reflected(operator.floordiv)
+    __mod__, __rmod__ = _binary(operator.mod), _reflected(operator.mod)
+    __rpow__ = _reflected(pow)
+    __neg__, __pos__, __abs__ = _unary(operator.neg), _unary(operator.pos), _unary(abs)
+    __round__, __trunc__ = _unary(round), _unary(math.trunc)
+    __floor__, __ceil__ = _unary(math.floor), _unary(math.ceil)
+    __bool__, __int__, __float__, __complex__ = map(_converted, (bool, int, float, complex))
+    __str__, __repr__, __format__ = _converted(str), _converted(repr), _converted(format)  # type: ignore[assignment]
+
+
+class _Float(_Number):
+    """A floating-point number."""
+
+    __slots__ = ()
+
+
+class _Integer(_Number):
+    """An integer or a truth value."""
+
+    __slots__ = ()
+
+    __index__ = _converted(operator.index)
+    __and__, __rand__ = _binary(operator.and_), _reflected(operator.and_)
+    __or__, __ror__ = _binary(operator.or_), _reflected(operator.or_)
+    __xor__, __rxor__ = _binary(operator.xor), _reflected(operator.xor)
+    __lshift__, __rlshift__ = _binary(operator.lshift), _reflected(operator.lshift)
+    __rshift__, __rrshift__ = _binary(operator.rshift), _reflected(operator.rshift)
+    __invert__ = _unary(operator.invert)
+
+
+_OPERANDS = (_Number, *PLAIN)
