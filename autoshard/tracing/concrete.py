@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from autoshard.tracing.counted import COUNTED, is_counted
+from autoshard.tracing.dense import sparse_coo_tensor
 from autoshard.tracing.masked import ASSIGNMENTS
 from autoshard.tracing.symbolic_counts import SYMBOLIC, SymbolicCounts, ValueUnavailableError
 
@@ -195,4 +196,8 @@ def _tensor(data: Any, **options: Any) -> Tensor:
     return torch.tensor(data, **options)
 
 
-_REWRITTEN: Mapping[Any, Callable[..., Any]] = {torch.tensor: _tensor, **ASSIGNMENTS}
+_REWRITTEN: Mapping[Any, Callable[..., Any]] = {
+    torch.tensor: _tensor,
+    torch.sparse_coo_tensor: sparse_coo_tensor,
+    **ASSIGNMENTS,
+}
