@@ -10,6 +10,7 @@ from torch.ao.quantization import FakeQuantize, PerChannelMinMaxObserver
 from torch.func import vmap
 from torch.nn import functional as F
 
+from autoshard import P
 from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers
 
 Forward = Callable[["Layers", Tensor], Tensor]
@@ -140,6 +141,19 @@ def sparse_buffer(compile: Compile) -> Numbers:
     return numbers(compile(model)(torch.randn(8, 8)))
 
 
+def own_update(kind: type[torch.optim.Optimizer], spec: P) -> Callable[[Compile], Numbers]:
+    """Steps with an optimizer whose update is not traced, on weights that lie as a spec says."""
+
+    def script(compile: Compile) -> Numbers:
+        torch.manual_seed(0)
+        model, x = Layers(_skips), torch.randn(8, 8)
+        optimizer = kind(model.parameters(), lr=0.01)  # type: ignore[call-arg]
+        step = compile(model, optimizer=optimizer, constraints={"*.weight": spec})
+        return numbers(*(step(x) for _ in range(3)))
+
+    return script
+
+
 USES = (
     Use("a list of layers with None in it", trains(_skips)),
     Use("torch.cond whose predicate changes", trains(_branches)),
@@ -155,5 +169,19 @@ USES = (
     Use("nested tensors", trains(_nested), refused="makes a nested tensor in forward"),
     Use("a weight quantised by channel, called once before", quantised(first_call=True)),
     Use("a weight quantised by channel", quantised(first_call=False), refused="call the model once before compile"),
+    Use("Adafactor on whole weights", own_update(torch.optim.Adafactor, P()), processes=True),
+    Use(
+        "Adafactor on split weights",
+        own_update(torch.optim.Adafactor, P("data")),
+        processes=True,
+        refused="optimizer=Adafactor does not step split weights.*Keep the weights whole",
+    ),
+    Use(
+        "Rprop on split weights",
+        own_update(torch.optim.Rprop, P("data")),
+        processes=True,
+        refused="optimizer=Rprop does not step split weights",
+    ),
+    Use("Adamax on split weights", own_update(torch.optim.Adamax, P("data")), processes=True),
     Use("a sparse buffer", sparse_buffer, refused="keeps 'adjacency' of layout=torch.sparse_coo"),
 )
