@@ -321,7 +321,8 @@ def check_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         if not isinstance(leaf, torch.Tensor):
             continue
         if leaf.layout is not torch.strided or leaf.is_nested:
-            raise TraceError(f"input:{number} is of layout={leaf.layout}; pass a dense tensor, tensor.to_dense().")
+            dense = "torch.nested.to_padded_tensor(tensor, 0.0)" if leaf.is_nested else "tensor.to_dense()"
+            raise TraceError(f"input:{number} is of layout={leaf.layout}; pass a dense tensor, {dense}.")
         if 0 in leaf.shape:
             raise TraceError(
                 f"input:{number} has shape={tuple(leaf.shape)}, no elements: there is nothing to split over a mesh, or "

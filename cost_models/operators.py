@@ -241,5 +241,6 @@ def binary_search(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], a
 def sparse(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
     """What is stored is not in the shapes that a trace knows, so there is no formula."""
     raise UnknownOperatorError(
-        f"Sparse products have no cost formula: how many elements are stored is not known. Inputs: {list(inputs)}."
+        "Sparse products have no cost formula: how many elements are stored is not known. Multiply the dense matrix, "
+        f"matrix.to_dense() @ x. Inputs: {list(inputs)}."
     )

@@ -210,8 +210,20 @@ class TrainStep(HasWeights):
         if self.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(self.sharded.parameters(), self.max_grad_norm)
         lay_out_loaded_state(self.optimizer, self.sharded.engine.lay_out_like)
-        self.optimizer.step()
+        self._step_optimizer()
         self.optimizer.zero_grad(set_to_none=True)
+
+    def _step_optimizer(self) -> None:
+        try:
+            self.optimizer.step()
+        except RuntimeError as error:
+            if "Sharding propagation failed" not in str(error):
+                raise
+            raise NotAvailableError(
+                f"optimizer={type(self.optimizer).__name__} does not step split weights: an operator of its step has "
+                "no sharded form in torch. Keep the weights whole with constraints={'*.weight': P()}, or use AdamW, "
+                "Adam or SGD."
+            ) from error
 
     def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Part]:
         """The call of each micro-batch."""

@@ -203,6 +203,18 @@ def check_fits(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
         ) from error
 
 
+def check_layouts(model: nn.Module) -> None:
+    """Raise `TraceError` for a model whose parameters and buffers are not all dense."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout is torch.strided and not tensor.is_nested:
+            continue
+        raise TraceError(
+            f"{type(model).__qualname__} keeps {name!r} of layout={tensor.layout}, but programs keep dense tensors. "
+            "Register the tensor's indices and values as buffers, and make it in forward: torch.sparse_coo_tensor("
+            "self.indices, self.values, size). Or register the dense one."
+        )
+
+
 def _is_positional(parameter: inspect.Parameter) -> bool:
     return parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
 

@@ -11,6 +11,7 @@ Twins of parameters would mean running the whole model; they are made only when 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,8 +25,11 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from autoshard.errors import TraceError
 from autoshard.tracing.counted import COUNTED, is_counted
+from autoshard.tracing.dense import sparse_coo_tensor
 from autoshard.tracing.masked import ASSIGNMENTS
+from autoshard.tracing.provenance import user_line
 from autoshard.tracing.symbolic_counts import SYMBOLIC, SymbolicCounts, ValueUnavailableError
 
 Value = bool | int | float
@@ -195,4 +199,21 @@ def _tensor(data: Any, **options: Any) -> Tensor:
     return torch.tensor(data, **options)
 
 
-_REWRITTEN: Mapping[Any, Callable[..., Any]] = {torch.tensor: _tensor, **ASSIGNMENTS}
+def _resize(x: Tensor, *size: Any, **options: Any) -> Tensor:
+    try:
+        return x.resize_(*size, **options)
+    except RuntimeError as error:  # torch's functionalisation has no other
+        where = user_line(sys._getframe(1))
+        raise TraceError(
+            f"The model resizes a tensor of shape={tuple(x.shape)} in forward{f' at {where}' if where else ''}, but "
+            "buffers of a program keep their shapes. Where the first call sets them (FakeQuantize for each channel), "
+            "call the model once before compile."
+        ) from error
+
+
+_REWRITTEN: Mapping[Any, Callable[..., Any]] = {
+    torch.tensor: _tensor,
+    Tensor.resize_: _resize,
+    torch.sparse_coo_tensor: sparse_coo_tensor,
+    **ASSIGNMENTS,
+}

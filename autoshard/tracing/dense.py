@@ -1,16 +1,19 @@
-"""Gradients of lookups are dense in programs, whatever `sparse=` says: the same numbers, zeros among them.
+"""Gradients of lookups and products are dense in programs: the same numbers, zeros among them.
 
-A sparse gradient has as many rows as were looked up, which a sharded table would not have on each of its ranks.
+A sparse gradient has as many rows as were looked up, which a sharded table would not have on each of its ranks. How
+many elements a sparse matrix stores is not known to a plan, so that `torch.sparse.mm` multiplies the dense matrix.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch._subclasses.functional_tensor import FunctionalTensor
 
 aten = torch.ops.aten
 
@@ -43,10 +46,44 @@ def _embedding_bag(
     return of(weight.contiguous(), indices.contiguous(), offsets.contiguous(), *rest, padding)
 
 
+def _sparse_product(left: Tensor, right: Tensor) -> Tensor:
+    if left.layout is not torch.strided and right.layout is not torch.strided:
+        return aten._sparse_sparse_matmul.default(left, right)
+    return aten.mm.default(*(x if x.layout is torch.strided else x.to_dense() for x in (left, right)))
+
+
+def sparse_coo_tensor(indices: Any, values: Any, size: Any = None, **options: Any) -> Tensor:
+    """`torch.sparse_coo_tensor`; a dense tensor where the values require grad, which the trace would lose."""
+    is_trained = isinstance(values, Tensor) and values.requires_grad and torch.is_grad_enabled()
+    if not is_trained or size is None:
+        return torch.sparse_coo_tensor(indices, values, *() if size is None else (size,), **options)
+    values = values.to(dtype=options.get("dtype"), device=options.get("device"))
+    places = torch.as_tensor(indices, device=values.device).unbind()
+    return values.new_zeros(size).index_put(places, values, accumulate=True)
+
+
+def _to_dense(self: Tensor, dtype: torch.dtype | None = None, *, masked_grad: bool | None = None) -> Tensor:
+    if self.layout is torch.strided:
+        return self if dtype is None else self.to(dtype)
+    return aten._to_dense.default(self, dtype, masked_grad)
+
+
+@contextlib.contextmanager
+def differentiating_to_dense() -> Iterator[None]:
+    """Within, `x.to_dense()` of a sparse tensor has a gradient: torch's own under a trace loses it."""
+    saved = FunctionalTensor.to_dense
+    FunctionalTensor.to_dense = _to_dense
+    try:
+        yield
+    finally:
+        FunctionalTensor.to_dense = saved
+
+
 DENSE: dict[OpOverload, Callable[..., Any]] = {
     aten.embedding_backward.default: _embedding_backward,
     aten.gather_backward.default: _gather_backward,
     aten.embedding_bag.default: _embedding_bag,
     aten.embedding_bag.padding_idx: _embedding_bag,
+    aten._sparse_mm.default: _sparse_product,
 }
 """Composite operators of torch and what stands for them while a model is traced."""

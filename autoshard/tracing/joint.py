@@ -31,8 +31,10 @@ from autoshard.tracing.caches import emptying_caches
 from autoshard.tracing.calling import Call, Result, flatten_result
 from autoshard.tracing.checks import keeping_checks
 from autoshard.tracing.concrete import Reads, Value, answer_reads
+from autoshard.tracing.dense import differentiating_to_dense
 from autoshard.tracing.experts import keep_experts_whole
 from autoshard.tracing.higher_order import calling_plainly
+from autoshard.tracing.nested import refusing_nested_tensors
 from autoshard.tracing.precision import Casts, cast_parameters, check_unchanged, place_casts, widen_scalar
 from autoshard.tracing.provenance import ProvenanceMode
 from autoshard.tracing.python_use import Accesses
@@ -257,9 +259,11 @@ def _contexts(options: TraceOptions, mode: FakeTensorMode) -> Iterator[contextli
     yield keep_operators_whole(wide_losses=options.casts is not None)
     yield keep_experts_whole() if options.whole_experts else contextlib.nullcontext()
     yield keeping_checks()
+    yield differentiating_to_dense()
     yield without_checkpoints()
     yield _refusing_inner_backward()
     yield refusing_seeds()
+    yield refusing_nested_tensors()
     yield _without_attention_fast_path()
     yield computing_packed_sequences()
     yield fx_traceback.preserve_node_meta()

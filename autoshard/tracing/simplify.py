@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autoshard.errors import TraceError
 from autoshard.ir.lazy_module import lazy_module
 from autoshard.ir.program import InputKind, InputSlot
 
@@ -144,6 +145,12 @@ class Copier:
         value = _attribute(self._source, str(node.target))
         if not isinstance(value, Tensor):
             return self._hold(f"constant_{node.target}", value)
+        if value.layout is not torch.strided:
+            raise TraceError(
+                f"The model computes with a constant tensor of layout={value.layout}, shape={tuple(value.shape)}, but "
+                "programs keep dense tensors. Register its indices and values as buffers, and make it in forward: "
+                "torch.sparse_coo_tensor(self.indices, self.values, size). Or use the dense one."
+            )
         node.meta.setdefault("val", torch.empty_like(value, device="meta"))
         if _is_uniform(value):
             return self._full(node.meta["val"], value.flatten()[0].item() if value.numel() else 0, "constant")

@@ -27,7 +27,15 @@ from autoshard.ir.under_trace import under_trace
 from autoshard.ir.update import Update
 from autoshard.tracing.assemble import assemble_program
 from autoshard.tracing.attributes import kept_note
-from autoshard.tracing.calling import Call, ModelCall, check_fits, count_targets, take_apart, warn_of_dropped
+from autoshard.tracing.calling import (
+    Call,
+    ModelCall,
+    check_fits,
+    check_layouts,
+    count_targets,
+    take_apart,
+    warn_of_dropped,
+)
 from autoshard.tracing.derivative import GradientCall, innermost_arguments, refuse_casts
 from autoshard.tracing.dynamo import capture_with_dynamo
 from autoshard.tracing.hooks import hooks_note, refuse_idle_hooks, watching_hooks
@@ -107,6 +115,7 @@ def trace(
     casts = None if compute_dtype is None else Casts.of(model, compute_dtype)
     own_args, own_kwargs = innermost_arguments(args, kwargs, len(derivatives))
     targets = 0 if loss_fn is None else count_targets(model, loss_fn, len(own_args))
+    check_layouts(model)
     check_fits(model, own_args, own_kwargs, targets)
     model_call = ModelCall(loss_fn, targets, None if casts is None else casts.cast_inputs, loss_only)
     if derivatives:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import autoshard
+from autoshard.errors import TraceError
 
 MESHES = (autoshard.Mesh({"data": 2}), autoshard.Mesh({"data": 2, "model": 2}))
 
@@ -74,3 +78,63 @@ def test_sparse_adam_is_refused_by_name() -> None:
     autoshard.compile(model, MESHES[0])(torch.randint(0, 12, (8, 4))).backward()
     with pytest.raises(RuntimeError, match="SparseAdam does not support dense gradients"):
         optimizer.step()
+
+
+class Products(nn.Module):
+    """Products with a matrix that is sparse within."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.function, self.weight = function, nn.Parameter(torch.randn(6, 6, generator=generator))
+        self.register_buffer("places", torch.tensor([[0, 1, 1, 5], [2, 0, 4, 5]]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x).square().sum()
+
+
+def _edges(model: Any, x: Tensor) -> Tensor:
+    return torch.sparse_coo_tensor(model.places, model.weight[0, :4] * x.sum(), (6, 6))
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda model, x: torch.sparse.mm(_edges(model, x), x @ model.weight),
+        lambda model, x: torch.sparse.mm(x @ model.weight.relu(), _edges(model, x)),
+        lambda model, x: _edges(model, x) @ x,
+        lambda model, x: _edges(model, x).to_dense() @ x,
+        lambda model, x: torch.sparse.mm((x @ model.weight).relu().to_sparse(), x),
+        lambda model, x: (x @ model.weight).relu().to_sparse().to_dense().cos(),
+        lambda model, x: (x @ model.weight).to_dense(dtype=torch.float64).cos(),
+    ],
+)
+def test_matrices_that_are_sparse_within(function: Callable[..., Tensor]) -> None:
+    """Losses and gradients are those of one device."""
+    model, x = Products(function), torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
+    loss = model(x)
+    (expected,) = torch.autograd.grad(loss, [model.weight])
+    compiled: Any = autoshard.compile(model, MESHES[0])
+    found = compiled(x)
+    found.backward()
+    torch.testing.assert_close(found, loss)
+    torch.testing.assert_close(next(iter(compiled.parameters())).grad, expected)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+def test_buffers_that_are_sparse(layout: torch.layout) -> None:
+    """A sparse buffer is refused with the way to keep the same matrix."""
+    model = Products(lambda model, x: model.matrix @ x)
+    model.register_buffer("matrix", torch.eye(6).to_sparse(layout=layout))
+    with pytest.raises(TraceError, match=r"keeps 'matrix' of layout=torch.sparse_.*make it in forward"):
+        autoshard.compile(model, MESHES[0], example_inputs=(torch.ones(6, 6),))
+
+
+def test_constants_that_are_sparse() -> None:
+    """A sparse tensor that is no buffer is refused likewise."""
+    matrix = torch.eye(6).to_sparse()
+    model = Products(lambda model, x: matrix @ (x * model.weight))
+    with pytest.raises(TraceError, match=r"constant tensor of layout=torch.sparse_coo, shape=\(6, 6\)"):
+        autoshard.compile(model, MESHES[0], example_inputs=(torch.ones(6, 6),))

@@ -1,0 +1,187 @@
+"""Models that one device trains: control flow, grouped products, sparse matrices, odd lists of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.ao.quantization import FakeQuantize, PerChannelMinMaxObserver
+from torch.func import vmap
+from torch.nn import functional as F
+
+from autoshard import P
+from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers
+
+Forward = Callable[["Layers", Tensor], Tensor]
+
+
+class Layers(nn.Module):
+    """A function of three layers, of which one may be missing, and of buffers."""
+
+    edges: Tensor
+
+    def __init__(self, forward: Forward) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8), None, nn.Linear(8, 8)])  # type: ignore[list-item]
+        self.experts = nn.Parameter(torch.randn(4, 8, 8) / 3)
+        self.register_buffer("edges", torch.tensor([[0, 1, 2, 7], [1, 2, 3, 0]]))
+        self.function = forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(self, x).square().mean()
+
+
+def _skips(model: Layers, x: Tensor) -> Tensor:
+    for layer in model.layers:
+        x = x.sin() if layer is None else layer(x)
+    return x
+
+
+def _branches(model: Layers, x: Tensor) -> Tensor:
+    return torch.cond(x.mean() > 0, model.layers[0], model.layers[1], (x,))
+
+
+def _rows_branch(model: Layers, x: Tensor) -> Tensor:
+    return vmap(lambda row: torch.cond(row.mean() > 0, model.layers[0], model.layers[1], (row,)))(x)
+
+
+def _groups(model: Layers, x: Tensor) -> Tensor:
+    ends = torch.tensor([2, 2, 5, 8], dtype=torch.int32)
+    return F.grouped_mm(model.layers[0](x), model.experts, offs=ends)
+
+
+def _batches(model: Layers, x: Tensor) -> Tensor:
+    return F.grouped_mm(model.layers[0](x).expand(4, 8, 8), model.experts)
+
+
+def _propagates(model: Layers, x: Tensor) -> Tensor:
+    weights = torch.ones(4)
+    adjacency = torch.sparse_coo_tensor(model.edges, weights, (8, 8), check_invariants=False)
+    return torch.sparse.mm(adjacency, model.layers[0](x))
+
+
+def _weighs_edges(model: Layers, x: Tensor) -> Tensor:
+    source, target = model.edges
+    hidden = model.layers[0](x)
+    weights = torch.softmax((hidden[source] * hidden[target]).sum(1), 0)
+    return torch.sparse_coo_tensor(model.edges, weights, (8, 8), check_invariants=False) @ hidden
+
+
+def _sparse_within(model: Layers, x: Tensor) -> Tensor:
+    return model.layers[0](x).relu().to_sparse().to_dense() * x
+
+
+def _drops_by_rows(model: Layers, x: Tensor) -> Tensor:
+    return vmap(lambda row: F.dropout(model.layers[0](row), 0.5, training=False), randomness="different")(x)
+
+
+def _nested(model: Layers, x: Tensor) -> Tensor:
+    rows = torch.nested.as_nested_tensor([x[:3], model.layers[0](x)], layout=torch.jagged)
+    return torch.nested.to_padded_tensor(rows, 0.0)
+
+
+def trains(forward: Forward) -> Callable[[Compile], Numbers]:
+    """Three steps of a loop on inputs whose mean changes its sign."""
+
+    def script(compile: Compile) -> Numbers:
+        torch.manual_seed(0)
+        x = torch.randn(8, 8)
+        compiled = compile(Layers(forward))
+        optimizer = torch.optim.AdamW(compiled.parameters(), lr=0.01, weight_decay=0.5)
+        losses = []
+        for sign in (1, -1, 1):
+            optimizer.zero_grad()
+            losses.append(compiled(sign * x))
+            losses[-1].backward()
+            optimizer.step()
+        return numbers(*losses, *compiled.parameters())
+
+    return script
+
+
+class Quantized(nn.Module):
+    """A layer whose weight is quantised by channel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        options = {"dtype": torch.qint8, "qscheme": torch.per_channel_symmetric, "ch_axis": 0}
+        self.layer, self.quantize = nn.Linear(8, 4), FakeQuantize(PerChannelMinMaxObserver, -128, 127, **options)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.quantize(self.layer.weight), self.layer.bias).square().mean()
+
+
+def quantised(*, first_call: bool) -> Callable[[Compile], Numbers]:
+    """Training with a quantised weight, after one call of the model or without."""
+
+    def script(compile: Compile) -> Numbers:
+        torch.manual_seed(0)
+        model, x = Quantized(), torch.randn(8, 8)
+        if first_call:
+            model(x)
+        compiled = compile(model)
+        optimizer = torch.optim.SGD(compiled.parameters(), lr=0.5)
+        losses = []
+        for _ in range(3):
+            optimizer.zero_grad()
+            losses.append(compiled(x))
+            losses[-1].backward()
+            optimizer.step()
+        return numbers(*losses, *compiled.parameters())
+
+    return script
+
+
+def sparse_buffer(compile: Compile) -> Numbers:
+    """A graph convolution as tutorials write it."""
+    torch.manual_seed(0)
+    model = Layers(lambda model, x: torch.sparse.mm(model.adjacency, model.layers[0](x)))
+    model.register_buffer("adjacency", torch.eye(8).to_sparse())
+    return numbers(compile(model)(torch.randn(8, 8)))
+
+
+def own_update(kind: type[torch.optim.Optimizer], spec: P) -> Callable[[Compile], Numbers]:
+    """Steps with an optimizer whose update is not traced, on weights that lie as a spec says."""
+
+    def script(compile: Compile) -> Numbers:
+        torch.manual_seed(0)
+        model, x = Layers(_skips), torch.randn(8, 8)
+        optimizer = kind(model.parameters(), lr=0.01)  # type: ignore[call-arg]
+        step = compile(model, optimizer=optimizer, constraints={"*.weight": spec})
+        return numbers(*(step(x) for _ in range(3)))
+
+    return script
+
+
+USES = (
+    Use("a list of layers with None in it", trains(_skips)),
+    Use("torch.cond whose predicate changes", trains(_branches)),
+    Use("torch.cond whose predicate changes, on two ranks", trains(_branches), processes=True),
+    Use("torch.cond for each row", trains(_rows_branch)),
+    Use("grouped_mm of float32", trains(_groups)),
+    Use("grouped_mm of batches of float32", trains(_batches)),
+    Use("a sparse adjacency made in forward", trains(_propagates)),
+    Use("a sparse adjacency made in forward, on two ranks", trains(_propagates), processes=True),
+    Use("attention over the edges of a graph", trains(_weighs_edges)),
+    Use("to_sparse and to_dense", trains(_sparse_within)),
+    Use("dropout under vmap in evaluation", trains(_drops_by_rows)),
+    Use("nested tensors", trains(_nested), refused="makes a nested tensor in forward"),
+    Use("a weight quantised by channel, called once before", quantised(first_call=True)),
+    Use("a weight quantised by channel", quantised(first_call=False), refused="call the model once before compile"),
+    Use("Adafactor on whole weights", own_update(torch.optim.Adafactor, P()), processes=True),
+    Use(
+        "Adafactor on split weights",
+        own_update(torch.optim.Adafactor, P("data")),
+        processes=True,
+        refused="optimizer=Adafactor does not step split weights.*Keep the weights whole",
+    ),
+    Use(
+        "Rprop on split weights",
+        own_update(torch.optim.Rprop, P("data")),
+        processes=True,
+        refused="optimizer=Rprop does not step split weights",
+    ),
+    Use("Adamax on split weights", own_update(torch.optim.Adamax, P("data")), processes=True),
+    Use("a sparse buffer", sparse_buffer, refused="keeps 'adjacency' of layout=torch.sparse_coo"),
+)
