@@ -13,7 +13,8 @@ from autoshard.ir.loss_weights import LossWeights
 from autoshard.ir.lowered import LocalSlot, PhasedProgram
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import OWNERS, InputKind, OutputKind
-from autoshard.ir.python_guards import MISSING, PythonGuards, PythonUse
+from autoshard.ir.python_guards import PythonGuards, PythonUse
+from autoshard.ir.python_values import MISSING
 from autoshard.ir.staged import StagedProgram
 from autoshard.ir.update import Update, group_of
 from autoshard.runtime.engine import Engine, LikeWriter, Loaded, LocalValue, Reader
