@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from jinja2 import Environment, PackageLoader, select_autoescape
 
 from autoshard.ir.plan_parts import OperatorCoverage
-from autoshard.ir.printer import figure_rows, parameter_rows, stage_rows, summary, times_chosen
+from autoshard.ir.printer import figure_rows, in_words, parameter_rows, running_lines, stage_rows, summary, times_chosen
 from autoshard.ir.text import format_bytes, format_time
 from autoshard.ir.trace import Trace, TraceSpan
 
@@ -57,10 +57,10 @@ class Lane(NamedTuple):
 
 
 def render_page(plan: Plan) -> str:
-    """A plan as HTML: in one sentence, where the time goes, what fills the memory, the timeline, and all specs."""
+    """A plan as HTML: in a few sentences, where the time goes, what fills the memory, the timeline, and all specs."""
     predicted = plan.predicted
     return _TEMPLATES.get_template("page.html.j2").render(
-        summary=summary(plan),
+        lines=[summary(plan), *in_words(plan), *running_lines(plan)],
         width=WIDTH,
         time=_bar(predicted.breakdown, format_time),
         memory=_bar(predicted.memory_breakdown, format_bytes),

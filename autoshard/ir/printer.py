@@ -17,7 +17,7 @@ from autoshard.ir.text import any_block, as_text, common_name, format_bytes, for
 if TYPE_CHECKING:
     from autoshard.ir.plan import Plan
 
-_SHOWN_CALLS = 4
+_SHOWN_CALLS, _SHOWN_INPUTS = 4, 6
 
 _TOLD = 0.05
 """Part of all parameters from which on a layout is told in the sentence above the tables."""
@@ -30,7 +30,7 @@ def render_plan(plan: Plan) -> str:
     tables += [_parameter_table(plan.parameters), _cost_table(plan)]
     tables += [_kernel_table(kernels.uses)] if kernels.uses else []
     tables += [_replicated_table(whole)] if whole else []
-    return as_text(summary(plan), *in_words(plan), *recipe_lines(plan), *tables)
+    return as_text(summary(plan), *in_words(plan), *running_lines(plan), *tables)
 
 
 def summary(plan: Plan) -> str:
@@ -86,23 +86,38 @@ def _precision(plan: Plan) -> str:
     return "" if plan.precision is None else f" in {plan.precision}"
 
 
-def recipe_lines(plan: Plan) -> list[str]:
-    """What a plan's recipe is, and which of it `compile` runs; nothing for a plan without."""
-    if plan.recipe is None:
-        return []
-    lines = [f"Recipe: {plan.recipe.words}."]
+def running_lines(plan: Plan) -> list[str]:
+    """The recipe of a plan, where it has one; the batch of a step; and whether `compile` runs the plan."""
+    lines = [_batch(plan)]
+    if plan.recipe is not None:
+        lines.insert(0, f"Recipe: {plan.recipe.words}.")
     if plan.runs:
+        trains = plan.recipe is not None or plan.updates or plan.stages
+        given = f"model, {plan.mesh}{', optimizer=...' if trains else ''}, plan=plan"
         parts = f", in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
-        return [*lines, f"compile(model, {plan.mesh}, optimizer=..., plan=plan) runs it{parts}."]
+        return [*lines, f"compile({given}) runs it{parts}."]
     if plan.offload.host_bytes:
         size, time = format_bytes(plan.offload.host_bytes), format_time(plan.offload.time_s)
         lines.append(f"Offload: {size} on the host for each device, at most; {time} of a step's copies are waited for.")
-    if why := plan.forecast or plan.recipe.without_program:
+    why = plan.forecast or ("" if plan.recipe is None else plan.recipe.without_program)
+    if why:
         return [*lines, f"A forecast, which compile does not run: {why}."]
     return [
         *lines,
         f"The price of a run under runtime={plan.runtime!r}. For compile, plan with recipe=plan.recipe.",
     ]
+
+
+def _batch(plan: Plan) -> str:
+    """A recipe's batch in sequences; of other plans the inputs of a call, or of a micro-batch."""
+    recipe = plan.recipe
+    if recipe is not None and (recipe.is_complete or recipe.global_batch is not None):
+        return f"Batch: {recipe.batch} sequences."
+    parts = plan.micro_batches if plan.order is None else plan.order.micro_batches
+    shown = [f"{name} {text}" for name, text in plan.inputs.items()]
+    more = f" and {len(shown) - _SHOWN_INPUTS} others" if len(shown) > _SHOWN_INPUTS else ""
+    title = f"Inputs of each of {parts} micro-batches" if parts > 1 else "Inputs"
+    return f"{title}: {', '.join(shown[:_SHOWN_INPUTS]) or 'none'}{more}."
 
 
 def _schedule(plan: Plan) -> str:

@@ -44,6 +44,7 @@ from autoshard.runtime.pickled_shards import pickle_wholes_alone
 from autoshard.runtime.process_groups import ProcessGroups, bind, reduce_in_place, taking_from_a_list
 from autoshard.runtime.split_output import SplitOutput
 from autoshard.runtime.stage_meshes import StageMeshes, is_elsewhere
+from autoshard.runtime.state_in_loops import look_at_state_again
 from autoshard.runtime.unread import shape_of
 from autoshard.runtime.write_in_place import write_in_place
 
@@ -267,6 +268,7 @@ class DistributedEngine:
     def adopt(self, model: nn.Module) -> None:
         """See `Engine`: parameters become DTensors, for now with a copy on each rank."""
         take_over_parameters(model, self._replicate)
+        look_at_state_again()
 
     def has_adopted(self, parameter: torch.Tensor) -> bool:
         """See `Engine`."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from autoshard.errors import TraceError
+from autoshard.errors import AutoshardError, TraceError
 from autoshard.runtime.traced_step import Part
 
 
@@ -32,6 +33,21 @@ def parts_of(args: Sequence[Any], kwargs: Mapping[str, Any], parts: int) -> list
     size = _checked_size(leaves, parts)
     cut = [_cut(leaf, size, parts) for leaf in leaves]
     return [pytree.tree_unflatten(list(part), tree) for part in zip(*cut, strict=True)]
+
+
+@contextmanager
+def naming_micro_batches(parts: int) -> Iterator[None]:
+    """Within, an error of the model's own code says that the model was called with a part of the batch."""
+    try:
+        yield
+    except TraceError as error:
+        if parts == 1 or error.__cause__ is None or isinstance(error.__cause__, AutoshardError):
+            raise
+        raise TraceError(
+            f"micro_batches={parts} calls the model with one of {parts} equal parts of the batch. A model that needs "
+            "the whole batch (a table of the batch's size, batch norm over one row of a part) takes no micro-batches: "
+            f"leave micro_batches out, or give larger batches. {error}"
+        ) from error.__cause__
 
 
 def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:

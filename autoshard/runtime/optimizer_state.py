@@ -79,7 +79,8 @@ def lay_out_loaded_state(
     optimizer: torch.optim.Optimizer, lay_out: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> None:
     """Whole tensors of state, as a plain `load_state_dict` leaves them beside DTensors, lie as their parameters do."""
-    for parameter, state in optimizer.state.items():
+    for held, state in optimizer.state.items():
+        parameter = successor_of(held)
         if isinstance(parameter, DTensor):
             for name, value in state.items():
                 if type(value) is torch.Tensor and value.dim() and value.shape == parameter.shape:

@@ -21,7 +21,7 @@ from autoshard.ir.update import check_norm
 from autoshard.runtime.graphed_passes import GraphedPasses
 from autoshard.runtime.has_weights import HasWeights
 from autoshard.runtime.members import Members
-from autoshard.runtime.micro_batches import parts_of
+from autoshard.runtime.micro_batches import naming_micro_batches, parts_of
 from autoshard.runtime.of_model import refuse_capture
 from autoshard.runtime.optimizer_state import HyperparameterText, lay_out_loaded_state
 from autoshard.runtime.sharded_module import ShardedModule
@@ -116,7 +116,7 @@ class TrainStep(HasWeights):
     @torch.compiler.disable(reason="autoshard has compiled the step: leave fullgraph=True out")
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """One step on a global batch; returns the global loss, a scalar without gradient."""
-        with self.sharded.agreement.one_thread:
+        with self.sharded.agreement.one_thread, naming_micro_batches(self.micro_batches):
             return StepLoss.of(self._step(args, kwargs))
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
@@ -135,10 +135,11 @@ class TrainStep(HasWeights):
     def compile_for(self, *args: Any, **kwargs: Any) -> Plan | None:
         """Compile the program of a step on a global batch now, without running it; returns its plan."""
         part_args, part_kwargs = self._parts(args, kwargs)[0]
-        if self._traced is not None:
-            return self._traced.compile_for(part_args, part_kwargs)
-        with torch.enable_grad():
-            return self.sharded.compile_for_loss(part_args, part_kwargs)
+        with naming_micro_batches(self.micro_batches):
+            if self._traced is not None:
+                return self._traced.compile_for(part_args, part_kwargs)
+            with torch.enable_grad():
+                return self.sharded.compile_for_loss(part_args, part_kwargs)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of model (with its random numbers) and optimizer, to go on from."""

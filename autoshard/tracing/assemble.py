@@ -165,7 +165,8 @@ def _changed_in_place(slot: tuple[InputKind, str], call: Call) -> TraceError:
     if slot[0] is InputKind.PARAMETER:
         advice = (
             "Move an average (a teacher, a momentum encoder) after the call instead, under torch.no_grad(), or keep it "
-            "in buffers (register_buffer)."
+            "in buffers (register_buffer). An embedding with max_norm= goes without it: before each call scale the "
+            "rows, weight.mul_((max_norm / weight.norm(dim=1, keepdim=True)).clamp(max=1))."
         )
     return TraceError(
         f"The model changes {_owner(slot, call)} in place in forward; a program can only update buffers. {advice}"

@@ -100,6 +100,18 @@ def line_of_error(error: BaseException) -> str:
     return lines[-1] if lines else ""
 
 
+def module_of_error(error: BaseException, model: nn.Module) -> tuple[str, nn.Module] | None:
+    """The innermost module of `model` whose forward raised `error`, with its name; None for the model's own code."""
+    names = {id(module): name for name, module in model.named_modules() if name}
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        owner = trace.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module) and id(owner) in names:
+            found = names[id(owner)], owner
+        trace = trace.tb_next
+    return found
+
+
 def attribute_nodes(graph: fx.Graph) -> None:
     """Set "module" and "source" on every node, from its annotation or its forward operator's."""
     by_sequence: dict[int, tuple[str, str]] = {}

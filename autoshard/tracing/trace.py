@@ -42,7 +42,7 @@ from autoshard.tracing.hooks import hooks_note, refuse_idle_hooks, watching_hook
 from autoshard.tracing.host_numbers import host_generators, refuse_host_numbers
 from autoshard.tracing.joint import JointGraph, Known, TraceOptions, export_joint
 from autoshard.tracing.precision import Casts
-from autoshard.tracing.provenance import line_of_error
+from autoshard.tracing.provenance import line_of_error, module_of_error
 from autoshard.tracing.python_state import counting_note, python_state, refuse_counting
 from autoshard.tracing.python_use import all_reads
 from autoshard.tracing.symbolic_counts import UnboundedSizeError, ValueUnavailableError
@@ -279,8 +279,23 @@ def _refusal(model: nn.Module, failures: list[tuple[_Rung, Exception]]) -> Trace
             f"use an operator in place of the Python branch (torch.where)."
         )
     else:
-        cause = f"{where or 'The model'} raised {type(first).__name__} while it was traced."
+        place = module_of_error(first, model)
+        source = f"{where or 'The model'}{'' if place is None else f', module {place[0]} ({type(place[1]).__name__}),'}"
+        cause = f"{source} raised {type(first).__name__} while it was traced.{_way_out(place)}"
     return TraceError(f"Cannot trace {type(model).__qualname__}. {cause} Tried:\n" + "\n".join(lines))
+
+
+def _way_out(place: tuple[str, nn.Module] | None) -> str:
+    """What to do where a norm has one value of each channel, of which there is no variance."""
+    if place is not None and isinstance(place[1], _NORMS) and place[1].training:
+        return " In training it needs several values of each channel: pass a larger batch, or call .eval()."
+    return ""
+
+
+_NORMS = (
+    *(nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm),
+    *(nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d),
+)
 
 
 def _first_line(error: BaseException) -> str:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -69,7 +70,12 @@ def weigh_loss(part: Program, pair: Program) -> LossWeights:
     nodes, theirs = _ancestors([loss]), [] if twin is None else _ancestors([twin])
     made, twins = ([node for node in found if not _is_copy(node)] for found in (nodes, theirs))
     if list(map(_kind, made)) != list(map(_kind, twins)):
-        return _refused("the model does not run the same operators for another batch size")
+        pairs = zip_longest(made, twins)
+        one, two = next((one, two) for one, two in pairs if one is None or two is None or _kind(one) != _kind(two))
+        return _refused(
+            f"the model does not run the same operators for another batch size: {_named(one)} where two micro-batches "
+            f"at once run {_named(two)}"
+        )
     walk = _Walk(part, dict(zip(made, twins, strict=True)))
     walk.run(nodes)
     return replace(walk.result(loss), branches=_branches(part, pair))
@@ -109,6 +115,13 @@ def _loss_of(program: Program) -> fx.Node | None:
     return next(scalars, None)
 
 
+def _named(node: fx.Node | None) -> str:
+    """A node, its operator, and the line that issued it; "nothing" for none."""
+    if node is None:
+        return "nothing"
+    return f"node {node.name!r} ({node.target}, {node.meta.get('source') or 'an unknown line'})"
+
+
 def _refused(why: str) -> LossWeights:
     text = f"micro_batches: the loss of a batch is not made of those of its parts, as {why}. {_WAY_OUT}"
     return LossWeights((), refusal=text)
@@ -144,8 +157,7 @@ class _Walk:
         """What the state of the loss says."""
         (state,) = self.states[loss]
         if isinstance(state, Mixed):
-            line = state.node.meta.get("source") or "an unknown line"
-            return _refused(f"node {state.node.name!r} ({state.node.target}, {line}) {state.why}")
+            return _refused(f"{_named(state.node)} {state.why}")
         if isinstance(state, Same):
             return LossWeights((Term(1),))
         if not isinstance(state, Sum):

@@ -14,6 +14,7 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.page import WIDTH, lanes, render_page
 from autoshard.ir.plan import Plan
 from autoshard.ir.plan_parts import NodePlan, OperatorCoverage, ParameterPlan, Prediction
+from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.trace import Trace
 
@@ -131,3 +132,14 @@ def test_a_bar_leaves_out_what_is_nothing() -> None:
     """Parts of no time are not in the legend."""
     parts: Mapping[str, float] = {"forward compute": 1e-3, "copies": 0.0}
     assert "copies" not in render_page(replace(PLAN, predicted=replace(PLAN.predicted, breakdown=parts)))
+
+
+def test_a_page_says_what_is_planned() -> None:
+    """The recipe, the batch of a step, and whether `compile` runs the plan."""
+    priced = replace(PLAN, recipe=Recipe(data=2, global_batch=16), runtime="megatron")
+    text = " ".join(_Page(render_page(priced)).text)
+    assert "Recipe: data 2" in text
+    assert "Batch: 16 sequences." in text
+    assert "The price of a run under runtime='megatron'." in text
+    text = " ".join(_Page(render_page(PLAN)).text)
+    assert "compile(model, Mesh(x=2), plan=plan) runs it." in text

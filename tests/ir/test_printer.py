@@ -10,7 +10,8 @@ from autoshard.ir.kernels import Kernels, KernelUse
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.plan_parts import NodePlan, ParameterPlan, Prediction
-from autoshard.ir.printer import in_words, render_plan
+from autoshard.ir.printer import in_words, render_plan, running_lines
+from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
 
 
@@ -57,6 +58,35 @@ def test_a_sentence_says_where_parameters_lie() -> None:
     assert told[0] in " ".join(
         render_plan(replace(plan, parameters=laid_out, nodes={"input_0": NodePlan((), (split,))})).split()
     )
+
+
+def test_batch_and_whether_it_runs_are_told() -> None:
+    """By the recipe in sequences; without one by the inputs, of a micro-batch where a step has several."""
+    plan = replace(plan_with(TODAY), inputs={"input:0": "i64[4, 8]"})
+    assert running_lines(plan) == ["Inputs: input:0 i64[4, 8].", "compile(model, Mesh(x=2), plan=plan) runs it."]
+    trains = replace(
+        plan,
+        micro_batches=2,
+        inputs={f"input:{index}": "f32[2]" for index in range(8)},
+        outputs={"parameter_update w": PartitionSpec()},
+    )
+    inputs = ", ".join(f"input:{index} f32[2]" for index in range(6))
+    assert running_lines(trains) == [
+        f"Inputs of each of 2 micro-batches: {inputs} and 2 others.",
+        "compile(model, Mesh(x=2), optimizer=..., plan=plan) runs it, in 2 micro-batches.",
+    ]
+    priced = replace(plan, recipe=Recipe(data=2, global_batch=16), runtime="megatron")
+    assert running_lines(priced) == [
+        f"Recipe: {Recipe(data=2, global_batch=16).words}.",
+        "Batch: 16 sequences.",
+        "The price of a run under runtime='megatron'. For compile, plan with recipe=plan.recipe.",
+    ]
+    free = replace(plan, recipe=Recipe(data=None))
+    assert running_lines(free)[1:] == [
+        "Inputs: input:0 i64[4, 8].",
+        "compile(model, Mesh(x=2), optimizer=..., plan=plan) runs it.",
+    ]
+    assert " ".join(running_lines(priced)) in " ".join(render_plan(priced).split())
 
 
 def test_a_forecast_says_so() -> None:
@@ -113,5 +143,5 @@ def test_tables_are_no_wider_than_the_terminal(monkeypatch: pytest.MonkeyPatch) 
     """A long name is folded, not torn by the terminal."""
     monkeypatch.setenv("COLUMNS", "60")
     parameters = {f"{'a_long_name.' * 6}weight": ParameterPlan(PartitionSpec("x"), (8, 4), 64)}
-    tables = render_plan(replace(plan_with(TODAY), parameters=parameters)).splitlines()[2:]
+    tables = render_plan(replace(plan_with(TODAY), parameters=parameters)).splitlines()[5:]
     assert max(map(len, tables)) == 60

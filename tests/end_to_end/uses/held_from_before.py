@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import nn
 
+import autoshard
 from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -21,14 +23,19 @@ def _loss(compiled: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
     return compiled(inputs).square().mean()
 
 
-def optimizer_from_before(make: Make, *, compiles_first: bool = False, keeps_a_graph: bool = False) -> Callable:
+_SPLIT = {"*.weight": autoshard.P("data")}
+
+
+def optimizer_from_before(
+    make: Make, *, compiles_first: bool = False, keeps_a_graph: bool = False, **options: Any
+) -> Callable:
     """A loop whose optimizer was made before `compile`."""
 
     def script(compile: Compile) -> Numbers:
         model, inputs = _model()
         optimizer = make(model.parameters())
         kept = model(inputs) if keeps_a_graph else None
-        compiled = compile(model, **({"example_inputs": (inputs,)} if compiles_first else {}))
+        compiled = compile(model, **({"example_inputs": (inputs,)} if compiles_first else {}), **options)
         found = []
         for _ in range(3):
             optimizer.zero_grad()
@@ -130,17 +137,72 @@ def stepped_before(compile: Compile) -> Numbers:
     return numbers(step(inputs, inputs), step(inputs, inputs))
 
 
+def loop_goes_on(make: Make, *, loads: bool = False, **options: Any) -> Callable[[Compile], Numbers]:
+    """A loop on one device whose model is compiled after some steps; `loads`: by the state of another optimizer."""
+
+    def script(compile: Compile) -> Numbers:
+        model, inputs = _model()
+        optimizer = make(model.parameters())
+
+        def step(called: nn.Module) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = _loss(called, inputs)
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        found = [step(model) for _ in range(2)]
+        state = optimizer.state_dict()
+        compiled = compile(model, **options)
+        if loads:
+            optimizer = make(compiled.parameters())
+            optimizer.load_state_dict(state)
+        found += [step(compiled) for _ in range(2)]
+        return numbers(*found, *compiled.parameters())
+
+    return script
+
+
+def two_models(compile: Compile) -> Numbers:
+    """One optimizer of two models, the second of which is compiled later."""
+    first, inputs = _model()
+    second = nn.Linear(2, 2)
+    optimizer = torch.optim.Adagrad([*first.parameters(), *second.parameters()], lr=0.1)
+    compiled, other, found = compile(first), second, []
+    for index in range(4):
+        if index == 2:
+            other = compile(second)
+        optimizer.zero_grad()
+        loss = _loss(compiled, inputs) + other(inputs[:, :2]).square().mean()
+        loss.backward()
+        optimizer.step()
+        found.append(loss)
+    return numbers(*found)
+
+
 _OPTIMIZERS: dict[str, Make] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.5, momentum=0.9),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
     "AdamW of a foreach": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, foreach=True),
     "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, initial_accumulator_value=0.5),
+    "Adagrad of a foreach": lambda parameters: torch.optim.Adagrad(parameters, lr=0.1, foreach=True),
 }
 
 _SCRIPTS: dict[str, Callable[[Compile], Numbers]] = {
     **{f"{name} from before": optimizer_from_before(make) for name, make in _OPTIMIZERS.items()},
     "SGD from before, example inputs": optimizer_from_before(_OPTIMIZERS["SGD"], compiles_first=True),
     "SGD from before, a kept graph": optimizer_from_before(_OPTIMIZERS["SGD"], keeps_a_graph=True),
+    "Adagrad from before, example inputs": optimizer_from_before(_OPTIMIZERS["Adagrad"], compiles_first=True),
+    "a loop that goes on with AdamW": loop_goes_on(_OPTIMIZERS["AdamW"]),
+    "a loop that goes on with Adagrad": loop_goes_on(_OPTIMIZERS["Adagrad"]),
+    "a loop that loads AdamW's state": loop_goes_on(_OPTIMIZERS["AdamW"], loads=True),
+    "Adagrad from before, split weights": optimizer_from_before(_OPTIMIZERS["Adagrad"], constraints=_SPLIT),
+    "a loop that goes on with AdamW, split weights": loop_goes_on(_OPTIMIZERS["AdamW"], constraints=_SPLIT),
+    "a loop that loads AdamW's state, split weights": loop_goes_on(
+        _OPTIMIZERS["AdamW"], loads=True, constraints=_SPLIT
+    ),
+    "one optimizer of two models": two_models,
     "an average from before": average_from_before,
     "parameters written from before": written_from_before,
     "groups and a schedule from before": groups_and_schedule,
@@ -149,6 +211,15 @@ _SCRIPTS: dict[str, Callable[[Compile], Numbers]] = {
 }
 
 USES = (
+    *(
+        Use(
+            f"a fused Adagrad {when}, on two ranks",
+            script(lambda parameters: torch.optim.Adagrad(parameters, fused=True)),
+            refused="optimizer=Adagrad has fused=True, a kernel that torch does not run on DTensors",
+            processes=True,
+        )
+        for when, script in (("from before", optimizer_from_before), ("that goes on", loop_goes_on))
+    ),
     *(Use(name, script, processes=True) for name, script in _SCRIPTS.items()),
     Use("an optimizer that stepped before", stepped_before, processes=True, refused="has already taken steps"),
     Use("SGD from before, simulated", _SCRIPTS["SGD from before"]),
