@@ -150,7 +150,7 @@ def fastest(
     solution = found.solution
     best = lowered_plan(found.planning, solution.choice, solution.cost, solution.lower_bound, cluster, options)
     best = replace(best, plan=replace(best.plan, recompute=found.recompute, offload=found.offload))
-    if options.runtime.overlap is not None or options.with_kernels:
+    if options.with_kernels:
         return best
     seen = {solution.choice} if found.planning is planning else set()
     for each in takewhile(lambda _: time.monotonic() < until, (*found.baselines.values(), found.bucketed)):

@@ -18,6 +18,8 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from autoshard.errors import LostRankError
+from autoshard.runtime.lost_ranks import naming_a_lost_store
+from autoshard.runtime.meeting import refuse_a_kept_store
 
 TIMEOUT_S = 60.0
 """How long ranks wait for one that shows no sign of life, where the user does not say."""
@@ -51,7 +53,7 @@ class ControlChannel:
 
     def say(self, value: bytes) -> None:
         """Take part in the next turn without waiting for what other ranks say."""
-        with _naming_a_lost_store():
+        with naming_a_lost_store(self.rank):
             self._say(value)
 
     def exchange(self, value: bytes, what: str, timeout_s: float | None = None) -> list[bytes]:
@@ -65,7 +67,7 @@ class ControlChannel:
         Raises:
             LostRankError: on every rank, also on one that comes late, if a rank did not come in time.
         """
-        with _naming_a_lost_store():
+        with naming_a_lost_store(self.rank):
             turn = self._say(value)
             verdict = self._wait_for_verdict(turn, what, self.timeout_s if timeout_s is None else timeout_s)
             if verdict != _ALL_CAME:
@@ -168,17 +170,6 @@ def _store_of(ranks: tuple[int, ...], rank: int) -> dist.Store:
     assert world is not None, "there is a process group"
     name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]
     store = world.get_group_store()
+    refuse_a_kept_store(store)
     number = store.add(f"autoshard/{name}/made/{rank}", 1)
     return dist.PrefixStore(f"autoshard/{name}/{number}", store)
-
-
-@contextmanager
-def _naming_a_lost_store() -> Iterator[None]:
-    """Within, a store that cannot be reached is a `LostRankError`."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise LostRankError(
-            f"Rank {dist.get_rank()} cannot reach the store of the run: the process that holds it (the first rank, or "
-            f"the launcher) ended. Look for its error first. ({error})"
-        ) from error

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,14 @@ from autoshard.runtime.agreement import ControlGroup
 from autoshard.runtime.control_channel import TIMEOUT_S
 from autoshard.runtime.distributed import CheckInPlace, DistributedEngine, FinishInPlace
 from autoshard.runtime.engine import Engine, SimulatorEngine
+from autoshard.runtime.meeting import launcher_keeps_store, meet
 
 T = TypeVar("T")
 
 _LOGGER = logging.getLogger(__name__)
+
+_PATIENCE_S = 1800.0
+"""How long processes with accelerators wait for each other to start: as torch does."""
 
 
 def world_size() -> int:
@@ -41,7 +45,11 @@ def _all_processes(timeout_s: float) -> ControlGroup:
     """All processes of this run; groups that are made here give up after `timeout_s` on CPUs."""
     if not dist.is_initialized():
         timeout = None if torch.accelerator.is_available() else timedelta(seconds=timeout_s)
-        dist.init_process_group(timeout=timeout)
+        if launcher_keeps_store():
+            store, rank, ranks = meet(timeout_s if timeout else _PATIENCE_S)
+            dist.init_process_group(timeout=timeout, store=store, rank=rank, world_size=ranks)
+        else:
+            dist.init_process_group(timeout=timeout)
     return ControlGroup(range(dist.get_world_size()), timeout_s)
 
 
@@ -81,8 +89,27 @@ def make_engine(
         return SimulatorEngine(mesh, device)
     kind = "cuda" if device.type == "cuda" else "cpu"
     _all_processes(timeout_s).agree(lambda: {"mesh": str(mesh), "timeout_s": str(timeout_s)}, f"make {mesh}")
-    device_mesh = init_device_mesh(kind, mesh.shape, mesh_dim_names=mesh.axis_names)
-    return DistributedEngine(device_mesh, wrap, check_in_place, finish_in_place, timeout_s)
+    return DistributedEngine(_device_mesh(mesh, kind, timeout_s), wrap, check_in_place, finish_in_place, timeout_s)
+
+
+def _device_mesh(mesh: Mesh, kind: str, timeout_s: float) -> DeviceMesh:
+    """The processes of a mesh; torch's own function gives groups along axes half an hour, whatever the run has."""
+    if kind != "cpu":
+        return init_device_mesh(kind, mesh.shape, mesh_dim_names=mesh.axis_names)
+    groups = [_group_along(mesh, axis, timedelta(seconds=timeout_s)) for axis in mesh.axis_names]
+    ranks = torch.arange(mesh.size).view(mesh.shape)
+    return DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=mesh.axis_names)
+
+
+def _group_along(mesh: Mesh, axis: str, timeout: timedelta) -> dist.ProcessGroup:
+    """The group of this process along an axis: that of all processes, or one that is made."""
+    columns = [list(column) for column in mesh.groups(axis)]
+    world = dist.group.WORLD
+    if len(columns) == 1 and world is not None:
+        return world
+    group: Any
+    group, _ = dist.new_subgroups_by_enumeration(columns, timeout=timeout)
+    return cast(dist.ProcessGroup, group)
 
 
 def _log_simulation(mesh: Mesh, processes: int) -> None:

@@ -31,3 +31,15 @@ def naming_lost_ranks() -> Iterator[None]:
             "time. Look for the rank that failed first and its own error (killed for memory, a failing node); then "
             f"start the run again from its last checkpoint. ({error})"
         ) from error
+
+
+@contextlib.contextmanager
+def naming_a_lost_store(rank: int) -> Iterator[None]:
+    """Within, a store that this rank cannot reach is a `LostRankError`."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise LostRankError(
+            f"Rank {rank} cannot reach the store of the run: the process that holds it (the first rank, or "
+            f"the launcher) ended. Look for its error first. ({error})"
+        ) from error

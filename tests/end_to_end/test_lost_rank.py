@@ -7,7 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 import pytest
 import torch
@@ -109,6 +109,33 @@ def work_with_one_that_stops(rank: int, folder: str, port: int) -> None:
     os._exit(0)
 
 
+def stop_this_rank(*_: object) -> NoReturn:
+    """As a debugger does, or a device that hangs: the process neither ends nor answers."""
+    os.kill(os.getpid(), signal.SIGSTOP)
+    raise AssertionError("nobody lets a stopped process go on")
+
+
+def work_on_two_axes(rank: int, folder: str, port: int) -> None:
+    """Train on a mesh of two axes; the last rank is stopped amid the second step."""
+    join_ranks(port, rank, 4)
+    model, batch = cast(nn.Module, Small()), torch.linspace(-1, 1, 72).view(12, 6)
+    names = Path(folder).name.split()
+    if "pipeline" in names:
+        model = Deep()
+    optimizer, mesh = torch.optim.SGD(model.parameters(), lr=0.1), Mesh(dict.fromkeys(names, 2))
+    asked: dict[str, Any] = {"optimizer": optimizer, "micro_batches": 2, "check": "off", "timeout_s": 5.0}
+    if "model" in names:
+        asked["constraints"] = {"input:*": P("data"), "layer.weight": P(None, "model")}
+    step = autoshard.compile(model, mesh, **asked)
+    step(batch)
+    if rank == 3:
+        DistributedEngine.add = stop_this_rank  # type: ignore[method-assign]
+    start = time.monotonic()
+    error = error_of(lambda: [step(batch) for _ in range(3)])  # a rank that talks to others alone ends the step
+    Path(folder, f"{rank}").write_text(f"{time.monotonic() - start} {error}")
+    os._exit(0)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the ranks wrote the errors that they ended in."""
@@ -117,12 +144,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(what: Callable[[int, str, int], None], path: Path, ending: int) -> list[int]:
+def run(what: Callable[[int, str, int], None], path: Path, ending: int, ranks: int = RANKS) -> list[int]:
     """Run processes of which the first few are to end; those that did not."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     store = held_store()
-    processes = [context.Process(target=what, args=(rank, str(path), store.port)) for rank in range(RANKS)]
+    processes = [context.Process(target=what, args=(rank, str(path), store.port)) for rank in range(ranks)]
     for process in processes:
         process.start()
     for process in processes[:ending]:
@@ -169,3 +196,15 @@ def test_a_rank_that_is_stopped_before_it_compiles(tmp_path: Path) -> None:
         assert error.startswith(f"{LostRankError.__name__}: Ranks [2] did not come within 1 s")
         assert "while ranks [0, 1] waited to make Mesh(data=3)" in error
         assert float(waited_s) < 10
+
+
+@pytest.mark.parametrize("axes", ["data model", "pipeline data"])
+def test_a_rank_that_is_stopped_amid_a_step(tmp_path: Path, axes: str) -> None:
+    """Each other one gives up within the time that is allowed, along whichever axis it waits."""
+    path = tmp_path / axes
+    path.mkdir()
+    assert run(work_on_two_axes, path, 3, 4) == []
+    for rank in range(3):
+        waited_s, error = (path / f"{rank}").read_text().split(" ", 1)
+        assert error.startswith(f"{LostRankError.__name__}: Rank {rank} was communicating with other ranks, and one of")
+        assert float(waited_s) < 60
