@@ -125,7 +125,8 @@ def plan_and_lower(program: Program, mesh: Mesh, cluster: Cluster, options: Plan
     left_s = options.time_budget_s - (built - start)
     if left_s < (least_s := _LEAST_SHARE * options.time_budget_s):
         logger.warning(
-            "listing and pricing all strategies took %.1f s of time_budget_s=%g; the search has %.1f s more",
+            "listing and pricing all strategies took %.1f s of the %.1f s that time_budget_s leaves; the search has "
+            "%.1f s more",
             *(built - start, options.time_budget_s, least_s),
         )
     in_time = replace(options, time_budget_s=max(left_s, least_s))

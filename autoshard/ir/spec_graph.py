@@ -67,6 +67,14 @@ class Move:
         return f"{self.kind.value}({', '.join(parts)})"
 
 
+@lru_cache(maxsize=2**14)
+def _move(
+    kind: ReshardKind, axis: str, dim: int | None, to_dim: int | None, reduction: Reduction | None = None
+) -> Move:
+    """The move; equal ones are one object, as a graph of many axes has hundreds of thousands of edges."""
+    return Move(kind, axis, dim, to_dim, reduction)
+
+
 Partials = tuple[tuple[str, Reduction], ...]
 
 Stacks = tuple[tuple[str, ...], ...]
@@ -100,33 +108,32 @@ def _moves_of_splits(stacks: Stacks, partial: Partials) -> Iterator[tuple[Move, 
             continue
         axis = axes[-1]
         without = (*stacks[:dim], axes[:-1], *stacks[dim + 1 :])
-        yield Move(ReshardKind.ALL_GATHER, axis, dim=dim), (without, partial)
+        yield _move(ReshardKind.ALL_GATHER, axis, dim, None), (without, partial)
         for to_dim in range(len(stacks)):
             if to_dim != dim:
-                yield Move(ReshardKind.ALL_TO_ALL, axis, dim, to_dim), (_push(without, to_dim, axis), partial)
+                yield _move(ReshardKind.ALL_TO_ALL, axis, dim, to_dim), (_push(without, to_dim, axis), partial)
 
 
 def _moves_of_partial(
     stacks: Stacks, partial: Partials, axis: str, reduction: Reduction
 ) -> Iterator[tuple[Move, State]]:
     rest = tuple(item for item in partial if item[0] != axis)
-    yield Move(ReshardKind.ALL_REDUCE, axis, reduction=reduction), (stacks, rest)
+    yield _move(ReshardKind.ALL_REDUCE, axis, None, None, reduction), (stacks, rest)
     for to_dim in range(len(stacks)):
-        move = Move(ReshardKind.REDUCE_SCATTER, axis, to_dim=to_dim, reduction=reduction)
-        yield move, (_push(stacks, to_dim, axis), rest)
+        yield _move(ReshardKind.REDUCE_SCATTER, axis, None, to_dim, reduction), (_push(stacks, to_dim, axis), rest)
 
 
 def _moves_of_copies(
     stacks: Stacks, partial: Partials, axis: str, reductions: Sequence[Reduction]
 ) -> Iterator[tuple[Move, State]]:
     for to_dim in range(len(stacks)):
-        yield Move(ReshardKind.SLICE, axis, to_dim=to_dim), (_push(stacks, to_dim, axis), partial)
+        yield _move(ReshardKind.SLICE, axis, None, to_dim), (_push(stacks, to_dim, axis), partial)
     pending = {reduction for _, reduction in partial}
     for reduction in reductions:
         if pending - {reduction}:
             continue
         after = tuple(sorted((*partial, (axis, reduction))))
-        yield Move(ReshardKind.MAKE_PARTIAL, axis, reduction=reduction), (stacks, after)
+        yield _move(ReshardKind.MAKE_PARTIAL, axis, None, None, reduction), (stacks, after)
 
 
 def _push(stacks: Stacks, dim: int, axis: str) -> Stacks:
@@ -219,7 +226,11 @@ def spec_graph(mesh: Mesh, ndim: int, reductions: tuple[Reduction, ...]) -> Spec
     stack_index: dict[tuple[str, ...], int] = {}
     stack_ids = [[stack_index.setdefault(axes, len(stack_index)) for axes in state[0]] for state in index]
     classes: dict[tuple[ReshardKind, str, Reduction | None], int] = {}
-    keys = [classes.setdefault((move.kind, move.axis, move.reduction), len(classes)) for move, _, _ in edges]
+    class_of = {  # of each object: hashing its fields takes long
+        id(move): classes.setdefault((move.kind, move.axis, move.reduction), len(classes))
+        for move in {id(move): move for move, _, _ in edges}.values()
+    }
+    keys = [class_of[id(move)] for move, _, _ in edges]
     sources = np.array([source for _, source, _ in edges], dtype=np.int64)
     return SpecGraph(
         mesh=mesh,

@@ -20,7 +20,7 @@ from autoshard.ir.reshard import ReshardKind, ReshardStep, reshard_costs
 from autoshard.ir.spec import PartitionSpec
 from autoshard.kernels.offload import TRANSFERS, to_host
 from autoshard.rules.emit_local import fills
-from autoshard.rules.enumeration import Split, Strategy
+from autoshard.rules.enumeration import Choice, Split, Strategy
 from autoshard.rules.hub import hub
 from cost_models.collectives import all_gather_time, all_reduce_time, all_to_all_time, reduce_scatter_time
 from cost_models.compute import accumulation_time, memory_time, work_time
@@ -79,6 +79,7 @@ class Prices:
     _calls: dict[Any, float] = field(default_factory=dict, repr=False)
     _locals: dict[Any, TensorInfo] = field(default_factory=dict, repr=False)
     _reshards: dict[Any, Floats] = field(default_factory=dict, repr=False)
+    _choices: dict[Any, tuple[Choice, ...]] = field(default_factory=dict, repr=False)
 
     @property
     def step_price(self) -> StepPrice:
@@ -129,7 +130,7 @@ class Prices:
     ) -> float:
         inputs = tuple(map(self._local, operands, strategy.inputs))
         outputs = tuple(map(self._local, site.results, strategy.outputs))
-        choices = strategy.choices if _is_rewritten(site, strategy, self.mesh) else None
+        choices = self._alike(strategy.choices) if _is_rewritten(site, strategy, self.mesh) else None
         filled = _fill_counts(site, strategy, self.mesh)
         key = (call, inputs, outputs, choices, filled)
         if key not in self._calls:
@@ -141,6 +142,18 @@ class Prices:
                 done = work(name, inputs, outputs, arguments)
                 self._calls[key] = work_time(done, self.cluster.device, name) + self._fill_time(filled, inputs)
         return self._calls[key]
+
+    def _alike(self, choices: tuple[Choice, ...]) -> tuple[Choice, ...]:
+        """The same choices for all that differ by which of some equal axes makes which."""
+        if not choices or not _has_equal_axes(self.mesh, self.cluster):
+            return choices
+        if choices not in self._choices:
+            ordered = list(choices)
+            for places in _equal_axes(self.mesh):
+                for place, choice in zip(places, sorted((choices[i] for i in places), key=repr), strict=True):
+                    ordered[place] = choice
+            self._choices[choices] = tuple(ordered)
+        return self._choices[choices]
 
     def runs_as_it_is(self, site: Site, strategy: Strategy) -> bool:
         """Whether each rank calls the operator on its pieces, with no communication, and no padding filled, within."""
@@ -189,6 +202,20 @@ class Prices:
                 sources, targets, value.shape, self.mesh, value.itemsize, self.step_price
             )
         return self._reshards[key]
+
+
+_FEW_AXES = 2
+"""Axes up to which each strategy is priced by itself."""
+
+
+def _has_equal_axes(mesh: Mesh, cluster: Cluster) -> bool:
+    """Whether axes of one size are of equal links: all lie in one node."""
+    return len(mesh.axes) > _FEW_AXES and cluster.nodes == 1
+
+
+def _equal_axes(mesh: Mesh) -> list[list[int]]:
+    """The places of axes in a mesh, by their size."""
+    return [[i for i, size in enumerate(mesh.shape) if size == each] for each in dict.fromkeys(mesh.shape)]
 
 
 def local_bytes(value: ValueInfo, spec: PartitionSpec, mesh: Mesh) -> int:

@@ -25,6 +25,7 @@ from passes.lower_program import PREPARATION, lower_program, prepare
 from passes.pipeline import plan_program
 from passes.plan_of_choice import LoweredPlan, lowered_plan
 from passes.plan_options import PlanOptions
+from passes.planning.build_assignment import PlanningProblem
 from passes.planning.search import Search
 from passes.prediction.predict import HOST
 from passes.recomputation.fitting import JointSolution
@@ -321,6 +322,34 @@ def test_known_recipes_and_the_search_share_the_time(monkeypatch: pytest.MonkeyP
     with pytest.raises(InterruptedError):
         plan_program(perceptron_program(), mesh, h100s(mesh), PlanOptions(time_budget_s=40.0))
     assert given == [4.0, 28.0]
+
+
+@pytest.mark.parametrize(("taken_s", "left_s"), [(12.0, 28.0), (39.0, 10.0)])
+def test_what_building_took_the_search_does_not_get_again(
+    taken_s: float, left_s: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A quarter of the time it has in any case, and a warning says so."""
+    clock, build = [0.0], pipeline.build_problem
+
+    def slowly(*arguments: Any) -> PlanningProblem:
+        clock[0] += taken_s
+        return build(*arguments)
+
+    def search(planning: object, options: PlanOptions, allowed: object) -> None:
+        assert options.time_budget_s == left_s
+        raise InterruptedError
+
+    monkeypatch.setattr(pipeline, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(pipeline, "build_problem", slowly)
+    monkeypatch.setattr(pipeline, "solve", search)
+    mesh = Mesh({"x": 2})
+    with pytest.raises(InterruptedError):
+        plan_program(perceptron_program(), mesh, h100s(mesh), PlanOptions(time_budget_s=40.0))
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == (taken_s > 30.0)
+    assert all(
+        "took 39.0 s of the 40.0 s that time_budget_s leaves; the search has 10.0 s more" in each for each in said
+    )
 
 
 @pytest.mark.parametrize(("taken_s", "expected"), [(10.0, [4.0]), (39.0, [1.0]), (40.0, [])])
