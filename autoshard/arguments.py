@@ -36,7 +36,7 @@ BACKENDS = ("auto", "inductor", "reference", "triton")
 
 
 def check_model(model: Any, compiled: type | tuple[type, ...] = ()) -> None:
-    """Raise `TraceError` for what is no module, or for modules that are compiled or distributed already.
+    """Raise `TraceError` for what is no module, or for modules that are compiled, distributed or scripted already.
 
     Args:
         model: the argument.
@@ -57,6 +57,11 @@ def check_model(model: Any, compiled: type | tuple[type, ...] = ()) -> None:
             raise TraceError(
                 f"{title} is a {type(module).__name__}, which adds up gradients of the ranks and lays out parameters "
                 "by itself. compile does both: pass the module as it was before DistributedDataParallel or fully_shard."
+            )
+        if isinstance(module, torch.jit.ScriptModule):
+            raise TraceError(
+                f"{title} is a {type(module).__name__}, compiled by torch.jit, and its members cannot be replaced. "
+                "Pass the module as it was before torch.jit.script or torch.jit.trace."
             )
 
 

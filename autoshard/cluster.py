@@ -18,33 +18,7 @@ from autoshard.runtime.launch import world_size
 from cost_models.device import Device
 from cost_models.errors import CostModelError
 from cost_models.hardware import Cluster as PricedCluster
-from cost_models.hardware import NodeParts, NodeType, node_type
-
-# Parts of the name that the driver gives a device, the more specific first, and the node type it is found in.
-_NODES_BY_DEVICE = {
-    "GB300": "gb300_nvl72",
-    "GB200": "gb200_nvl72",
-    "B300": "b300",
-    "B200": "b200",
-    "H200": "h200",
-    "H800": "h800_sxm",
-    "H100 PCIe": "h100_pcie",
-    "H100": "h100_sxm",
-    "A800": "a800_sxm_80gb",
-    "A100-PCIE-40GB": "a100_pcie_40gb",
-    "A100 80GB PCIe": "a100_pcie_80gb",
-    "A100-SXM4-40GB": "a100_sxm_40gb",
-    "A100": "a100_sxm_80gb",
-    "V100-SXM2-16GB": "aws_p3_16xlarge",
-    "V100": "dgx1_v100",
-    "L40S": "l40s",
-    "L4": "l4",
-    "RTX 4090": "rtx4090",
-    "RTX A6000": "rtx_a6000",
-    "MI300X": "mi300x",
-    "MI325X": "mi325x",
-    "MI355X": "mi355x",
-}
+from cost_models.hardware import NodeParts, NodeType, node_of_driver, node_type
 
 
 @contextmanager
@@ -144,12 +118,10 @@ def local_cluster(mesh: Mesh) -> PricedCluster:
         kind = kind if per_node == mesh.size else kind.with_network("ethernet_1g")
         kind = replace(kind, devices_per_node=max(per_node, kind.devices_per_node))
         return PricedCluster(kind, mesh.size // per_node, per_node)
-    found = torch.cuda.get_device_name()
-    name = next((node for part, node in _NODES_BY_DEVICE.items() if part in found), None)
-    if name is None:
-        raise NotAvailableError(
-            f"No hardware file describes {found!r}; there are {', '.join(_NODES_BY_DEVICE.values())}. Pass a Cluster."
-        )
+    try:
+        name = node_of_driver(torch.cuda.get_device_name())
+    except CostModelError as error:
+        raise NotAvailableError(f"{error} Or pass a Cluster.") from error
     per_node = ranks_per_host(mesh.size)
     return PricedCluster(name, nodes=mesh.size // per_node, devices_per_node=per_node)
 

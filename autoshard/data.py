@@ -22,6 +22,7 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import InputKind
 from autoshard.ir.spec import PartitionSpec
 from autoshard.runtime.distributed import DistributedEngine
+from autoshard.runtime.micro_batches import CutBatch
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep
 
@@ -40,7 +41,8 @@ class RankSampler(Sampler[int]):
     Args:
         length: samples of the dataset. What is left behind the last whole batch is not drawn.
         global_batch: samples of a batch on all ranks.
-        pieces, index: into how many a batch is cut, and which of these is this rank's.
+        pieces, index: into how many each micro-batch is cut, and which of these is this rank's.
+        micro_batches: equal parts of a batch, which a step runs one after another; this rank has rows of each.
         shuffle: draw in an order of their own for each epoch, the same on all ranks, from `seed`.
         layout: what `whole` makes of this rank's rows; None where they are the whole batch.
     """
@@ -52,12 +54,13 @@ class RankSampler(Sampler[int]):
         *,
         pieces: int = 1,
         index: int = 0,
+        micro_batches: int = 1,
         shuffle: bool = True,
         seed: int = 0,
         layout: Layout | None = None,
     ) -> None:
         self.length, self.global_batch = length, global_batch
-        self.pieces, self.index = pieces, index
+        self.pieces, self.index, self.micro_batches = pieces, index, micro_batches
         self.shuffle, self.seed, self.epoch = shuffle, seed, 0
         self.layout = layout
 
@@ -75,7 +78,8 @@ class RankSampler(Sampler[int]):
         if self.shuffle:
             order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + self.epoch))
         whole = self.length // self.global_batch * self.global_batch
-        rows = order[:whole].view(-1, self.pieces, self.batch_size)  # [batches, pieces, rows of a rank]
+        # [batches of parts, pieces, rows of a rank]
+        rows = order[:whole].view(-1, self.pieces, self.batch_size // self.micro_batches)
         return iter(rows[:, self.index].flatten().tolist())
 
     def __len__(self) -> int:
@@ -83,6 +87,8 @@ class RankSampler(Sampler[int]):
 
     def whole(self, batch: Any) -> Any:
         """The global batch that this rank's rows are of: its tensors as DTensors; without processes, as they are.
+
+        For a step with micro-batches a tensor becomes a `CutBatch` of DTensors, which the step alone takes.
 
         Args:
             batch: a pytree of what the loader gave: tensors of `batch_size` rows, and whatever else.
@@ -92,7 +98,7 @@ class RankSampler(Sampler[int]):
         """
         return pytree.tree_map_only(torch.Tensor, self._whole, batch)
 
-    def _whole(self, rows: torch.Tensor) -> torch.Tensor:
+    def _whole(self, rows: torch.Tensor) -> torch.Tensor | CutBatch:
         if rows.dim() == 0 or rows.shape[0] != self.batch_size:
             raise TraceError(
                 f"whole(...): a tensor of shape={list(rows.shape)} is no part of a batch, of which this rank has "
@@ -100,8 +106,10 @@ class RankSampler(Sampler[int]):
             )
         if self.layout is None:
             return rows
-        local = rows.to(self.layout.device_mesh.device_type)
-        return DTensor.from_local(local, self.layout.device_mesh, self.layout.placements, run_check=False)
+        mesh, placements = self.layout.device_mesh, self.layout.placements
+        local = rows.to(mesh.device_type).chunk(self.micro_batches)
+        parts = tuple(DTensor.from_local(part, mesh, placements, run_check=False) for part in local)
+        return parts[0] if self.micro_batches == 1 else CutBatch(parts)
 
 
 def sampler(dataset: Sized, sharded: ShardedModule | TrainStep, *, shuffle: bool = True, seed: int = 0) -> RankSampler:
@@ -117,7 +125,7 @@ def sampler(dataset: Sized, sharded: ShardedModule | TrainStep, *, shuffle: bool
     Raises:
         TraceError: it is not what `compile` gave, or nothing has been compiled yet.
         NotAvailableError: the dataset has no length, or fewer samples than a batch; inputs have no batch in common; the
-            step has micro-batches, each of which is shared out on its own.
+            model is a pipeline, whose ranks read inputs on meshes of their own.
 
     Example:
         >>> import autoshard
@@ -134,26 +142,37 @@ def sampler(dataset: Sized, sharded: ShardedModule | TrainStep, *, shuffle: bool
         raise TraceError(f"sampler(...): a {type(module).__name__} is not compiled; pass what autoshard.compile gave.")
     if module.program is None:
         raise TraceError("sampler(...): nothing has been compiled yet; call the model once, or pass example_inputs=.")
-    if isinstance(sharded, TrainStep) and sharded.micro_batches > 1:
+    if module.program.staged is not None:
         raise NotAvailableError(
-            f"sampler(...): the step cuts each batch into micro_batches={sharded.micro_batches}, whose rows are shared "
-            "out one by one; pass whole batches, or compile without micro_batches=."
+            f"sampler(...): {module.mesh} cuts the model into stages, which read inputs on meshes of their own. Pass "
+            "whole batches, the same on all ranks."
         )
+    parts = sharded.micro_batches if isinstance(sharded, TrainStep) else 1
     slots = [item for item in module.program.phased.lowered.inputs if item.slot.kind is InputKind.INPUT]
-    batch = _batch_of(slots)
+    rows = _batch_of(slots)
+    batch = rows * parts
     if not isinstance(dataset, Sized) or len(dataset) < batch:
         found = f"{len(dataset)} samples" if isinstance(dataset, Sized) else "no length"
         raise NotAvailableError(f"sampler(...): the dataset has {found}, and a batch {batch} rows.")
     engine = module.engine
     if not isinstance(engine, DistributedEngine):
         return RankSampler(len(dataset), batch, shuffle=shuffle, seed=seed)
-    axes = _axes_of(slots, batch, module.mesh)
+    axes = _axes_of(slots, rows, module.mesh)
     index = 0
     for axis in axes:
         index = index * module.mesh.axis_size(axis) + engine.groups.coordinates[axis]
     layout = Layout(engine.device_mesh, PartitionSpec(axes).to_placements(module.mesh))
     pieces = module.mesh.shards(axes)
-    return RankSampler(len(dataset), batch, pieces=pieces, index=index, shuffle=shuffle, seed=seed, layout=layout)
+    return RankSampler(
+        len(dataset),
+        batch,
+        pieces=pieces,
+        index=index,
+        micro_batches=parts,
+        shuffle=shuffle,
+        seed=seed,
+        layout=layout,
+    )
 
 
 def _batch_of(slots: list[LocalSlot]) -> int:

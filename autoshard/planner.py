@@ -307,7 +307,6 @@ class Planner:
     def _options(self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec]) -> PlanOptions:
         from passes.plan_options import PlanOptions
         from passes.planning.constraints import constraints_on, whole_outputs
-        from passes.prediction.predict import TODAY
 
         constraints = constraints_on(program, self.constraints, without_state=self.has_update and not updates(program))
         whole = whole_outputs(program, self.constraints, gather=self.gather_outputs)
@@ -322,7 +321,7 @@ class Planner:
             state_bytes_per_parameter_byte=0.0 if updates(program) else self.state_ratio,
             strict=self.strict,
             micro_batches=self.micro_batches,
-            runtime=replace(TODAY, dispatch="graph") if self.cuda_graph else TODAY,
+            dispatch="graph" if self.cuda_graph else "eager",
             with_kernels=self.with_kernels,
             reduce_dtype=self.reduce_dtype,
             before=self.before,

@@ -7,12 +7,11 @@ cut into tile_m x tile_n tiles, `units` processors compute one tile each at a ti
 The efficiency of a device is what long runs reach: with random operands the power limit holds the clock below nominal
 (He 2024, "Strangely, matrix multiplications on GPUs run faster when given predictable data": 257 of 312 on an A100).
 
-Fused attention: `device.AttentionCurve`. Operators are issued ahead of the device: `issued_time`.
+Fused attention: `device.AttentionCurve`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import lru_cache
 from math import ceil, inf
 
@@ -92,62 +91,6 @@ def work_time(work: Work, device: Device, operator: str = "") -> float:
         waits = (work.steps - 1) * device.launch_latency_s
         return waits + operator_time(work.flops, moved, work.dtype, device, work.kind)
     return work.steps * device.launch_latency_s + max(arithmetic, memory_time(moved, device))
-
-
-def attention_time(shape: AttentionShape, dtype: str, device: Device) -> float:
-    """Seconds of a fused attention, launch included: the kernel's curve (see `AttentionCurve`), or its operands' bytes.
-
-    With fewer blocks of queries than processors, the rest of the device is idle. A device whose file names no kernel
-    (a CPU) runs at `attention_efficiency`. For another kernel: `device.with_attention("flash3")`.
-
-    Raises:
-        UnknownHardwareError: the device has no peak for `dtype`.
-    """
-    itemsize, per_head = ITEMSIZE[dtype], shape.depth + shape.value_depth
-    moved = itemsize * shape.heads * (shape.queries + shape.keys) * per_head * (2 if shape.backward else 1)
-    return device.launch_latency_s + max(_attention_time(shape, dtype, device), memory_time(moved, device))
-
-
-SCORE_PASSES = {False: 4, True: 7}  # see `unfused_attention_time`
-
-
-def unfused_attention_time(shape: AttentionShape, dtype: str, device: Device) -> float:
-    """Seconds of attention whose scores go through memory: products, and passes over heads * queries * keys elements.
-
-    Forward, the scores are written, read and written by softmax, and read: 4 passes; two more when a causal mask is
-    filled in. Backward, the gradient of the probabilities is written, it and they are read and the gradient of the
-    scores is written, which is read twice, as are the probabilities once more: 7. All products run in full, causal or
-    not. Against "standard attention" of Shah et al. 2024 (FlashAttention-3, figures 5 and 6, head dim 128, 8192
-    keys, not causal): 139 and 181 TFLOP/s measured, forward and backward.
-    """
-    rows, keys = shape.queries, shape.keys
-    inner, outer = (
-        MatmulShape(rows, keys, shape.depth, shape.heads),
-        MatmulShape(rows, shape.value_depth, keys, shape.heads),
-    )
-    products = (inner, inner, outer, outer) if shape.backward else (inner, outer)
-    passes = SCORE_PASSES[shape.backward] + (2 if shape.causal and not shape.backward else 0)
-    scores = memory_time(passes * ITEMSIZE[dtype] * shape.heads * rows * keys, device)
-    kernels = len(products) + 1
-    return kernels * device.launch_latency_s + sum(_product_time(p, dtype, device) for p in products) + scores
-
-
-def issued_time(kernels_s: Iterable[float], dispatch_s: float) -> float:
-    """Seconds from the first call on the host until the last kernel of a stream has run.
-
-        issued(i) = (i + 1) * dispatch,   end(i) = max(end(i - 1), issued(i)) + kernel(i)
-
-    Long kernels hide the host; kernels shorter than `dispatch_s` (see `Device.dispatch`) leave the device waiting.
-
-    Example:
-        >>> [round(1e6 * issued_time([kernel_s] * 100, 5e-6)) for kernel_s in (10e-6, 2e-6)]
-        [1005, 502]
-    """
-    end = issued = 0.0
-    for kernel_s in kernels_s:
-        issued += dispatch_s
-        end = max(end, issued) + kernel_s
-    return end
 
 
 def known_time(work: Work, device: Device) -> float:

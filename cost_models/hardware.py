@@ -10,21 +10,29 @@ be exchanged: `node_type("h100_sxm").with_network("roce_v2", bytes_per_s_per_dev
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Required, Self, TypedDict, Unpack
 
-import networkx
-
 from cost_models import constants
 from cost_models.constants import Constant, HardwareFile
 from cost_models.device import Device, MatmulCurve, device, device_numbers, read_device
 from cost_models.errors import HardwareFileError, TopologyError, UnknownHardwareError
-from cost_models.graph import build_graph
 from cost_models.topology import SWITCHED, GroupLinks, Layout, Link, MeasuredCollective, Protocol, Wiring, group_links
 
-__all__ = ["Cluster", "Device", "MatmulCurve", "NodeParts", "NodeType", "assemble_node", "device", "node_type"]
+__all__ = [
+    "Cluster",
+    "Device",
+    "MatmulCurve",
+    "NodeParts",
+    "NodeType",
+    "assemble_node",
+    "device",
+    "node_of_driver",
+    "node_type",
+]
 
 MAX_DEVICES = 2**20
 """Devices of the largest cluster: ten times the largest that trained a model, and what can still be listed."""
@@ -249,22 +257,11 @@ class Cluster:
         total = self.node.host_memory_bytes
         return None if total is None else total / self.devices_per_node
 
-    def axis_links(self, mesh_axes: Mapping[str, int]) -> dict[str, GroupLinks]:
-        """For each mesh axis, the links that a group along it uses. Raises TopologyError if the mesh is too large."""
-        return {axis: self.group_links(mesh_axes, (axis,)) for axis in mesh_axes}
-
     def group_links(self, mesh_axes: Mapping[str, int], axes: tuple[str, ...]) -> GroupLinks:
         """The links that a group over several axes jointly uses (a reshard over ("data", "model"))."""
         shape, node = tuple(mesh_axes.items()), self.node
         places = (self.nodes, self.devices_per_node, node.intra, node.inter, node.wiring, node.devices_per_node)
         return group_links(shape, axes, *places)
-
-    def topology(self) -> networkx.Graph:
-        """Devices, switches, network cards, pods and spine as a graph; see `cost_models.graph.build_graph`."""
-        node = self.node
-        return build_graph(
-            self.nodes, self.devices_per_node, node.intra, node.inter, node.wiring, node.devices_per_node
-        )
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
@@ -300,6 +297,27 @@ def node_type(name: str) -> NodeType:
         if key in file.texts:
             file = file.overlay(constants.load(folder, file.text(key)), prefix)
     return _node(file, device(file.text("device")))
+
+
+def node_of_driver(device_name: str) -> str:
+    """The node type that devices of a driver's name are found in; the longest `driver_name` that is part of it counts.
+
+    Raises:
+        UnknownHardwareError: the name has no such part; names those known.
+
+    Example:
+        >>> node_of_driver("NVIDIA H100 80GB HBM3"), node_of_driver("NVIDIA H100 PCIe")
+        ('h100_sxm', 'h100_pcie')
+    """
+    texts = [constants.load("nodes", name).texts for name in constants.names("nodes")]
+    known = {found["driver_name"]: found["name"] for found in texts if "driver_name" in found}
+    fitting = [part for part in known if re.search(rf"\b{re.escape(part)}\b", device_name)]
+    if not fitting:
+        raise UnknownHardwareError(
+            f"No hardware file describes {device_name!r}; there are {', '.join(sorted(known))}. "
+            "Add `driver_name` to its file in cost_models/data/nodes."
+        )
+    return known[max(fitting, key=len)]
 
 
 def _node(file: HardwareFile, unit: Device) -> NodeType:

@@ -1,4 +1,4 @@
-"""Memory in bytes: peak by liveness, and what lies on a device beside the program's values.
+"""Memory in bytes that lies on a device beside the program's values, and the memory that is left for values.
 
 The classes of a run's memory, and which measurement holds them:
 
@@ -6,16 +6,15 @@ The classes of a run's memory, and which measurement holds them:
 |---|---|---|---|
 | parameters, gradients, optimizer state, activations, buffers of collectives: values of the program | x | x | x |
 | workspace of the matrix library (`workspace_bytes`) | x | x | x |
-| rounding to blocks (`allocator.replay`) | x | x | x |
-| segments that are kept (`allocator.replay`) | | x | x |
+| rounding to blocks of 512 B | x | x | x |
+| free parts of the allocator's segments (`fragmentation`) | | x | x |
 | NCCL's buffers (`communicator_bytes`), the CUDA context (`context_bytes`) | | | x |
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-from cost_models.allocator import allocator_rules
 from cost_models.constants import load
 from cost_models.device import Device
 from cost_models.errors import CostArgumentError, UnknownHardwareError
@@ -37,16 +36,6 @@ MOMENTS: Mapping[str, int] = {
     "lion": 1,
     "muon": 1,
 }
-
-
-def round_block(tensor_bytes: int) -> int:
-    """Bytes that an allocation takes: the next multiple of 512 B, zero for an empty tensor."""
-    return allocator_rules().round_block(tensor_bytes)
-
-
-def round_segment(block_bytes: int) -> int:
-    """Bytes that the allocator asks of the driver for one block: 2 MiB, 20 MiB, or the next multiple of 2 MiB."""
-    return allocator_rules().round_segment(block_bytes)
 
 
 def workspace_bytes(architecture: str, handles: int | None = None) -> int:
@@ -87,35 +76,6 @@ def communicator_bytes(communicators: int, channels: int | None = None, connecti
 def context_bytes() -> int:
     """Bytes of the CUDA context with the kernels that a training step loads."""
     return int(load("software", "cuda_context").number("context", "B"))
-
-
-def peak(events: Iterable[tuple[int, int, int]]) -> int:
-    """Largest sum of bytes alive at once.
-
-    Args:
-        events: (birth, death, bytes), alive during [birth, death): a value last used by step t dies at t + 1, so the
-            operands and results of one step are alive together.
-
-    Example:
-        >>> peak([(0, 2, 100), (1, 3, 50), (2, 4, 70)])
-        150
-    """
-    return max((alive for _, alive in usage(events)), default=0)
-
-
-def usage(events: Iterable[tuple[int, int, int]]) -> list[tuple[int, int]]:
-    """(time, bytes alive from then on), in order of time; see `peak` for `events`."""
-    changes: dict[int, int] = {}
-    for birth, death, size in events:
-        if death < birth:
-            raise CostArgumentError(f"A value is born at {birth} and dies before, at {death}.")
-        changes[birth] = changes.get(birth, 0) + _checked(size)
-        changes[death] = changes.get(death, 0) - size
-    alive, points = 0, []
-    for time in sorted(changes):
-        alive += changes[time]
-        points.append((time, alive))
-    return points
 
 
 def room_bytes(device: Device, axes: int) -> int:

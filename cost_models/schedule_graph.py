@@ -1,8 +1,17 @@
-"""A pipeline schedule as a graph, built once for a shape: what waits for what, whatever the stages take.
+"""A pipeline schedule as a graph, built once for a shape: which node waits for which, whatever the stages take.
 
-It says what `schedules.simulate_pipeline` does step by step. A node is a slot that a rank runs, a transfer, a join that
-takes no time, or the gathering of a stage's parameters; it starts when the two nodes ended that it waits for (often
-one, named twice):
+Each pipeline rank stands for all ranks at its place. An action starts when its rank is free and its inputs are there:
+
+    F(s, i)           after F(s - 1, i), sent here if that stage sits on another rank
+    B or I(s, i)      after F(s, i) and after B or I(s + 1, i), sent here likewise
+    W(s, i)           after I(s, i)
+
+Transfers run on streams of their own, one per ordered pair of ranks. The runtime overlaps transfers with computation,
+or it does not: torch's 1F1B (as Megatron's) then swaps, between a forward and a backward, what it has made for what it
+needs next, and both neighbours wait for the swap. Other schedules without overlap wait for each of their sends.
+
+A node is a slot that a rank runs, a transfer, a join that takes no time, or the gathering of a stage's parameters. A
+node starts when the two nodes ended that it waits for (often one, named twice):
 
     end(i) = max(end(first(i)), end(second(i))) + duration(kind(i))
 

@@ -18,7 +18,7 @@ Stage s of a looped schedule sits on rank s mod p; of a V, on rank s, then back 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 from functools import lru_cache
@@ -156,30 +156,9 @@ def last_forward_stage(schedule: str, ranks: int, virtual_stages: int) -> int:
     return 0 if schedule in V_SHAPED else ranks * (virtual_stages - 1)
 
 
-def peak_in_flight(order: Sequence[Slot], sizes: Mapping[int, float] | None = None) -> float:
-    """Most that a rank holds at once of what forwards save for backwards.
-
-    What F saves is held until B, or until W where the backward is cut (W reads the inputs of the stage's products).
-
-    Args:
-        order: what the rank runs.
-        sizes: what one micro-batch saves, by stage, in any unit; default 1 each, so that micro-batches are counted.
-    """
-    held, peak = 0.0, 0.0
-    for slot in order:
-        for action in slot:
-            size = 1.0 if sizes is None else sizes[action.stage]
-            if action.kind is F:
-                held += size
-                peak = max(peak, held)
-            elif action.kind is not I:
-                held -= size
-    return peak
-
-
 @lru_cache(maxsize=8192)
 def most_in_flight(schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> tuple[int, ...]:
-    """By rank, `peak_in_flight` of its order, without the order.
+    """By rank, the most micro-batches in flight (each stage's counts), found without the order.
 
     Example:
         >>> most_in_flight("1F1B", 4, 8), most_in_flight("ZBVZeroBubble", 4, 8, 2)

@@ -1,4 +1,4 @@
-"""Time of one step of a pipeline without simulating it: what `schedules.simulate_pipeline` finds, in milliseconds.
+"""Time of one step of a pipeline, by its schedule's graph: planning it takes milliseconds, not a simulation.
 
 1. The schedule's graph is built once for a shape (`schedule_graph`); the step is its longest path, one pass over lists.
 2. Steps of many micro-batches repeat themselves: their graph is that of fewer with periods put in. So that of few
@@ -34,9 +34,14 @@ _CLOSE = 1e-10
 
 @dataclass(frozen=True, slots=True)
 class PipelineTimes:
-    """A step; see `schedules.PipelineTimeline`.
+    """The times of a step.
 
-    `nodes` is how many nodes of a graph were run.
+    Args:
+        total_s: the whole step.
+        ranks: its parts, by pipeline rank.
+        in_flight: by rank, the most micro-batches held at once between forward and backward (each stage's counts).
+        activation_bytes: by rank, the most bytes that those micro-batches hold at once.
+        nodes: how many nodes of a graph were run.
     """
 
     total_s: float
@@ -52,7 +57,10 @@ class PipelineTimes:
 
 
 def pipeline_times(pipeline: Pipeline) -> PipelineTimes:
-    """The times of one step; errors as those of `schedules.simulate_pipeline`.
+    """The times of one step.
+
+    Raises:
+        CostArgumentError: numbers that the schedule does not admit.
 
     Example:
         >>> times = pipeline_times(Pipeline("1F1B", [StageTimes(1.0, 1.0, 1.0)] * 4, micro_batches=100_000))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
-
-from cost_models.errors import CostArgumentError
 
 
 class Kind(Enum):
@@ -79,22 +76,3 @@ class Work(NamedTuple):
     products: tuple[MatmulShape, ...] = ()
     attention: AttentionShape | None = None
     steps: int = 1
-
-
-def fuse(works: Sequence[Work], bytes_read: float, bytes_written: float) -> Work:
-    """A chain of memory-bound operators in one kernel: values inside it stay in registers.
-
-    Args:
-        works: the chain's operators; none of them a matrix product or attention.
-        bytes_read: of what enters the chain, each value once.
-        bytes_written: of what leaves it.
-
-    Raises:
-        CostArgumentError: an operator that is not memory-bound, or none at all.
-    """
-    heavy = [work for work in works if work.kind in (Kind.MATMUL, Kind.ATTENTION)]
-    if heavy or not works:
-        raise CostArgumentError(f"Only memory-bound operators fuse into one kernel, not {heavy or 'none'}.")
-    kinds = [work.kind for work in works]
-    kind = next((kind for kind in (Kind.GATHER, Kind.REDUCTION) if kind in kinds), Kind.POINTWISE)
-    return Work(sum(work.flops for work in works), bytes_read, bytes_written, kind, works[0].dtype)

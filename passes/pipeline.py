@@ -33,6 +33,7 @@ from passes.planning.constraints import allowed_options
 from passes.planning.kernel_prices import NOTHING_FUSED
 from passes.planning.restrictions import restricted
 from passes.planning.search import Search
+from passes.planning.tie_axes import space_in_time, tied_levels
 from passes.recomputation.fitting import JointSolution
 from passes.recomputation.plan_before import solution_of
 from passes.recomputation.recompute_search import solve_jointly
@@ -56,6 +57,9 @@ _SURE = 0.01
 
 _ALIKE = 0.02
 """Part of a step within which plans on CPUs are as fast: prices are off by more (`tests.benchmarks.local_plans`)."""
+
+_LEAST_SHARE = 0.25
+"""The part of the time that a search has, however long it took to list and price what it is over."""
 
 _BASELINE_ROUNDS, _BASELINE_SHARE = 6, 0.1
 """Rounds of the search for the best plan within a known recipe, and the part of the time that it may take."""
@@ -118,7 +122,14 @@ def plan_and_lower(program: Program, mesh: Mesh, cluster: Cluster, options: Plan
         planning = planning_problem(program, mesh, cluster, options)
     built = time.monotonic()
     logger.debug("enumeration took %.3f s", built - start)
-    found = solve(planning, options, allowed_by(planning, options))
+    left_s = options.time_budget_s - (built - start)
+    if left_s < (least_s := _LEAST_SHARE * options.time_budget_s):
+        logger.warning(
+            "listing and pricing all strategies took %.1f s of time_budget_s=%g; the search has %.1f s more",
+            *(built - start, options.time_budget_s, least_s),
+        )
+    in_time = replace(options, time_budget_s=max(left_s, least_s))
+    found = solve(planning, in_time, allowed_by(planning, options))
     logger.debug("search took %.3f s", time.monotonic() - built)
     best = fastest(planning, found, cluster, options, start + options.time_budget_s)
     costs = {name: None if priced is None else priced.cost for name, priced in found.baselines.items()}
@@ -138,7 +149,7 @@ def fastest(
     solution = found.solution
     best = lowered_plan(found.planning, solution.choice, solution.cost, solution.lower_bound, cluster, options)
     best = replace(best, plan=replace(best.plan, recompute=found.recompute, offload=found.offload))
-    if options.runtime.overlap is not None or options.with_kernels:
+    if options.with_kernels:
         return best
     seen = {solution.choice} if found.planning is planning else set()
     for each in takewhile(lambda _: time.monotonic() < until, (*found.baselines.values(), found.bucketed)):
@@ -226,7 +237,9 @@ def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: Pl
     Raises:
         NotAlikeError: the program leaves out blocks, and those beside them are not alike, or do not recompute alike.
     """
-    space = EnumerateStrategies(mesh, options.strict, prune=True, wide_gradients=True)(prepare(program))
+    strategies = EnumerateStrategies(mesh, options.strict, prune=True, wide_gradients=True)
+    levels = tied_levels(mesh, options.constraints.values(), options.before, options.recipe)
+    space = space_in_time(strategies, prepare(program), levels, options.time_budget_s)
     elided, prices = find_elided(space), Prices(cluster, mesh)
     ratio = options.state_bytes_per_parameter_byte
     liveness = with_elided(find_lifetimes(space, ratio, options.micro_batches), elided, space)

@@ -43,18 +43,6 @@ class LoweredPlan:
     phased: PhasedProgram | None = None
 
 
-def plan_of_choice(
-    planning: PlanningProblem,
-    choice: Sequence[int],
-    objective: float,
-    lower_bound: float | None,
-    cluster: Cluster,
-    options: PlanOptions,
-) -> Plan:
-    """The plan that a choice of one option per variable of `planning` stands for; `objective` in seconds."""
-    return lowered_plan(planning, choice, objective, lower_bound, cluster, options).plan
-
-
 def lowered_plan(
     planning: PlanningProblem,
     choice: Sequence[int],
@@ -63,19 +51,20 @@ def lowered_plan(
     cluster: Cluster,
     options: PlanOptions,
 ) -> LoweredPlan:
-    """`plan_of_choice`, with the program that it was predicted from."""
+    """The plan of a choice of one option per variable of `planning`, and the program that it is predicted from.
+
+    `objective` is in seconds.
+    """
     plan = _plan_of_operators(planning, choice, objective, lower_bound, cluster, options)
     memory = exact_memory(planning, choice)
     if not options.with_kernels:
         plan = replace(plan, predicted=replace(UNKNOWN, memory_breakdown=memory_at_peak(memory)))
-        walked, phased = None, None
-        if options.runtime.overlap is None:
-            walked, phased = _walked(planning, plan, choice, cluster, options)
-        predicted = predict(planning, choice, options.runtime, memory=memory, walked=walked, record=True)
+        walked, phased = _walked(planning, plan, choice, cluster, options)
+        predicted = predict(planning, choice, dispatch=options.dispatch, memory=memory, walked=walked, record=True)
         return LoweredPlan(replace(plan, predicted=predicted), None if planning.elided.sites else phased)
-    plan = replace(plan, predicted=predict(planning, choice, options.runtime, memory=memory, record=True))
+    plan = replace(plan, predicted=predict(planning, choice, dispatch=options.dispatch, memory=memory, record=True))
     kernels = kernels_of(plan, planning.space.program, cluster, planning.elided.site_counts())
-    predicted = predict(planning, choice, options.runtime, kernels, memory=memory, record=True)
+    predicted = predict(planning, choice, kernels, dispatch=options.dispatch, memory=memory, record=True)
     kernels = replace(kernels, breakdown_without=plan.predicted.breakdown)
     return LoweredPlan(replace(plan, predicted=replace(predicted, kernels=kernels)))
 

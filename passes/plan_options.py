@@ -10,7 +10,6 @@ import torch
 from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
-from passes.prediction.predict import TODAY, Runtime
 from passes.solver.search_control import SearchControl
 
 
@@ -28,7 +27,7 @@ class PlanOptions:
         before: a plan of the program, on this mesh or another, to start from; the result is not worse than it is here,
             if it fits (on another mesh: without what it recomputes and offloads).
         micro_batches: how many of them a training step has; the program is that of one.
-        runtime: what the prediction is of: what runs today, or a runtime that overlaps (`passes.prediction.predict`).
+        dispatch: how the host issues operators, see `cost_models.device.Device.dispatch`.
         recompute: whether values of the forward may be computed again in the backward where memory is short.
         offload: whether, then, they may also lie in the host's memory until the backward.
         reduce_dtype: in which gradients of float32 travel between ranks; predicted, while the search prices their own.
@@ -47,7 +46,7 @@ class PlanOptions:
     with_baselines: bool = True
     before: Plan | None = None
     micro_batches: int = 1
-    runtime: Runtime = TODAY
+    dispatch: str = "eager"
     recompute: bool = True
     offload: bool = True
     reduce_dtype: torch.dtype | None = None

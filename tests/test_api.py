@@ -8,7 +8,7 @@ from torch import nn
 
 import autoshard
 from autoshard import Mesh, api
-from passes.lowering.fuse_kernels import fused_calls
+from tests.passes.launches import fused_calls
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])

@@ -24,15 +24,18 @@ def total(y: torch.Tensor) -> torch.Tensor:
 
 
 @given(
-    length=st.integers(1, 60), rows=st.integers(1, 4), pieces=st.integers(1, 4), shuffle=st.booleans(),
-    epoch=st.integers(0, 3),
+    length=st.integers(1, 60), rows=st.integers(1, 4), pieces=st.integers(1, 4), parts=st.integers(1, 3),
+    shuffle=st.booleans(), epoch=st.integers(0, 3),
 )  # fmt: skip
 def test_ranks_together_draw_the_batches_of_one_device(
-    length: int, rows: int, pieces: int, shuffle: bool, epoch: int
+    length: int, rows: int, pieces: int, parts: int, shuffle: bool, epoch: int
 ) -> None:
-    """Their rows behind each other are the global batch; nothing is drawn twice, and each rank draws as many."""
-    batch = rows * pieces
-    ranks = [RankSampler(length, batch, pieces=pieces, index=index, shuffle=shuffle, seed=7) for index in range(pieces)]
+    """Their rows of a micro-batch behind each other are that micro-batch; nothing is drawn twice, all draw as many."""
+    batch = rows * pieces * parts
+    ranks = [
+        RankSampler(length, batch, pieces=pieces, index=index, micro_batches=parts, shuffle=shuffle, seed=7)
+        for index in range(pieces)
+    ]
     alone = RankSampler(length, batch, shuffle=shuffle, seed=7)
     for each in (*ranks, alone):
         each.set_epoch(epoch)
@@ -86,10 +89,31 @@ def test_what_is_no_part_of_a_batch_is_refused(sharded: Any) -> None:
     model = nn.Linear(4, 2)
     with pytest.raises(AutoshardError, match="nothing has been compiled yet"):
         autoshard.data.sampler(ROWS, autoshard.compile(model, MESH))
+
+
+def test_a_step_of_micro_batches_loads_whole_batches(sharded: Any) -> None:
+    """Its program is of a micro-batch, and its loader's batches are what the step takes."""
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters())
     step = autoshard.compile(
         model, MESH, example_inputs=(ROWS[:8],), optimizer=optimizer, loss_fn=total, micro_batches=2
     )
-    with pytest.raises(AutoshardError, match="micro_batches=2, whose rows are shared out one by one"):
+    rows = autoshard.data.sampler(ROWS, step, shuffle=False)
+    assert rows.batch_size == 8
+    for batch in DataLoader(ROWS, batch_size=rows.batch_size, sampler=rows):  # type: ignore[arg-type]
+        step(rows.whole(batch))
+
+
+def test_pipelines_are_refused() -> None:
+    """Ranks of a pipeline's stages read inputs on meshes of their own."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    step = autoshard.compile(
+        model,
+        Mesh({"pipeline": 2}),
+        example_inputs=(ROWS[:8],),
+        optimizer=torch.optim.SGD(model.parameters()),
+        loss_fn=total,
+        micro_batches=2,
+    )
+    with pytest.raises(AutoshardError, match="cuts the model into stages, which read inputs on meshes of their own"):
         autoshard.data.sampler(ROWS, step)

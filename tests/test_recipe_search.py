@@ -98,13 +98,6 @@ def test_print_says_in_words_what_it_is() -> None:
     assert "until then" in str(dataclasses.replace(flat, was_interrupted=True))
 
 
-def test_plans_of_older_schemas_are_read() -> None:
-    """They have no recipe."""
-    data = _plan(recipe=Recipe(data=4, global_batch=16)).to_json()
-    del data["recipe"], data["was_interrupted"]
-    assert Plan.from_json({**data, "autoshard_plan": 2}).recipe is None
-
-
 def test_what_does_not_fit_names_what_would() -> None:
     """And with that much, or with as many nodes, it does."""
     with pytest.raises(DoesNotFitError, match=r"the smallest needs .* of optimizer state, .* \(data") as raised:

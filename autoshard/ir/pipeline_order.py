@@ -1,4 +1,4 @@
-"""What each rank of a pipeline does in a step, transfers included, as data: what would be run is what is proven."""
+"""What each rank of a pipeline does in a step, transfers included, as data: what is proven is what runs."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from autoshard.ir.read_json import check_keys, is_required, parse, read
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.recompute import NO_RECOMPUTE, Recompute
 from autoshard.ir.repeat import Repeat
-from autoshard.ir.runtime import AUTOSHARD, MEGATRON
+from autoshard.ir.runtime import AUTOSHARD
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.trace import Trace
 
@@ -38,11 +38,7 @@ if TYPE_CHECKING:
     import sympy
 
 SCHEMA_VERSION = 7
-"""Version 2 adds the timeline, the interval, and what overlaps, to `predicted`; version 3 precision and `repeats`;
-version 4 the recipe, and recomputation; version 5 offload; version 6 the kernels of `predicted`; version 7 stages,
-the order that they run in, the runtime, micro-batches, and why a plan is a forecast."""
-
-_READABLE_VERSIONS = (1, 2, 3, 4, 5, 6, 7)
+"""The version that files have; a file of another version is refused."""
 
 _Specs = tuple[PartitionSpec, ...]
 _OF_OTHER_FORM: Mapping[str, Any] = {
@@ -50,7 +46,7 @@ _OF_OTHER_FORM: Mapping[str, Any] = {
     "nodes": Mapping[str, tuple[_Specs, _Specs]],
     "memory_budget": float | None,
 }
-"""Fields that a file has in another form, or had once."""
+"""Fields that a file has in another form."""
 
 _VERSION, _TIMELINE = "autoshard_plan", "timeline"
 _NOT_IN_FILES = ("formulas", "alternatives")
@@ -229,8 +225,7 @@ class Plan:
         """Read a plan that `save` wrote.
 
         Raises:
-            PlanMismatchError: there is no such file, it is no plan, or of a schema version that this release does not
-                read.
+            PlanMismatchError: there is no such file, it is no plan, or of another schema version.
         """
         text, refused = read_text(path), f"{os.fspath(path)!r} is not a plan that autoshard wrote"
         try:
@@ -250,11 +245,12 @@ class Plan:
         One process per rank that differs from the others, one thread per stream.
 
         Raises:
-            NotAvailableError: the plan has no timeline: it prices a recipe, or an older release saved it.
+            NotAvailableError: the plan has no timeline: it is a price, which `compile` does not run.
         """
         if self.predicted.timeline is None:
             raise NotAvailableError(
-                "this plan has no timeline: it prices a recipe, or an older release saved it; plan again to get one."
+                "this plan has no timeline: it is a price, which compile does not run; "
+                "plan with runtime='autoshard' to get one."
             )
         self.predicted.timeline.write(path)
 
@@ -296,7 +292,8 @@ class Plan:
         if self.formulas is None:
             raise FormulaError(
                 f"formula({name!r}) counts on the model's graph, and this plan has no model at hand: it is from a "
-                "file, or from `compile` or another process. Call autoshard.plan or autoshard.price with the model."
+                "file, has stages, or is from `compile` or another process. Call autoshard.plan or autoshard.price "
+                "with the model, and a mesh without an axis 'pipeline'."
             )
         return self.formulas.formula(self, name, dims=dims, fixed=fixed, even=even)
 
@@ -356,7 +353,8 @@ class Plan:
         if self.alternatives is None:
             raise NotAvailableError(
                 f"{question} searches again, and this plan has no model at hand: it is from a file, prices a "
-                "recipe, or `compile` made it. Call autoshard.plan with the model."
+                "recipe, has stages, or `compile` made it. Call autoshard.plan with the model, and a mesh without an "
+                "axis 'pipeline'."
             )
         return self.alternatives
 
@@ -410,11 +408,11 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
-        """The inverse of `to_json`; fields that an older schema lacks keep their defaults.
+        """The inverse of `to_json`; fields that are not there have their defaults.
 
         Raises:
-            PlanMismatchError: it is no plan, or of a schema version that this release does not read; names the field
-                that is missing, unknown, or not what it must be.
+            PlanMismatchError: it is no plan, or of another schema version; names the field that is missing,
+                unknown, or not what it must be.
         """
         _check_version(data.get(_VERSION))
         kinds = {**get_type_hints(cls), **_OF_OTHER_FORM}
@@ -432,8 +430,6 @@ class Plan:
         found["stages"] = _read_stages(data.get("stages", []))
         found["order"] = None if data.get("order") is None else PipelineOrder.from_json(data["order"])
         _check_precision(found.get("precision"))
-        if found.get("recipe") is not None:
-            found.setdefault("runtime", MEGATRON)  # files of version 6 and before
         timeline = data.get(_TIMELINE)
         trace = None if timeline is None else Trace.from_json(timeline)
         nodes = {name: NodePlan(*specs) for name, specs in found["nodes"].items()}
@@ -451,10 +447,11 @@ def _read_stages(data: object) -> tuple[Plan, ...]:
 
 
 def _check_version(version: object) -> None:
-    if isinstance(version, bool) or version not in _READABLE_VERSIONS:
-        known = ", ".join(map(str, _READABLE_VERSIONS))
+    if isinstance(version, bool) or version != SCHEMA_VERSION:
         way_out = "Upgrade autoshard, or plan again." if isinstance(version, int) else "Plan again."
-        raise PlanMismatchError(f"the plan has schema version {version!r}; this release reads {known}. {way_out}")
+        raise PlanMismatchError(
+            f"the plan has schema version {version!r}; this release reads {SCHEMA_VERSION}. {way_out}"
+        )
 
 
 def _check_precision(precision: str | None) -> None:

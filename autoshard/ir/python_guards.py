@@ -7,26 +7,35 @@ microseconds; values that are no longer the same object are compared by type and
 
 from __future__ import annotations
 
-import enum
-import types
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import array
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import repeat
 from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-MISSING = enum.Enum("Missing", "NAME").NAME  # type: ignore[attr-defined]
-"""Stands for the value of a name that a namespace does not have."""
+from autoshard.ir.python_values import (
+    CONTAINERS,
+    MEMORIES,
+    MISSING,
+    PLAIN,
+    are_alike,
+    as_array,
+    is_container,
+    is_record,
+    items_of,
+    slots_of,
+)
 
-PLAIN = (
-    bool, int, float, complex, str, bytes, type(None), enum.Enum, slice, range, types.EllipsisType,
-    torch.dtype, torch.device, torch.layout, torch.memory_format,
-)  # fmt: skip
-"""Types of values that are compared by type and value."""
+_COMPARED_BYTES = 4 << 20
+"""Bytes of arrays and tensors that a call compares, for all of them together: 0.25 ms."""
 
-CONTAINERS = (dict, list, set, tuple)
+_SAMPLED = 2048
+"""Elements of an array or a tensor that a call compares where there is no room for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +89,7 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a dict, list or set held.
+    """What a dict, list, set, deque, array of objects or object with slots held.
 
     Args:
         title: who holds it in the user's words: "layers.0.sizes".
@@ -95,11 +104,11 @@ class Content:
     @classmethod
     def of(cls, title: str, holder: Any) -> Content:
         """Take down the content of the container now."""
-        return cls(title, holder, _items(holder))
+        return cls(title, holder, items_of(holder))
 
     def holds(self) -> bool:
         """Whether the container still holds the same."""
-        found = _items(self.holder)
+        found = items_of(self.holder)
         return len(found) == len(self.items) and (
             all(map(is_, found, self.items)) or all(map(are_alike, found, self.items))
         )
@@ -110,6 +119,68 @@ class Content:
 
 
 @dataclass(frozen=True, slots=True)
+class Memory:
+    """The numbers in an array, a bytearray or a tensor.
+
+    Args:
+        title: who holds it in the user's words.
+        holder: the array or tensor.
+        form: shape and type; of a tensor its version and the address of its memory.
+        read: gives the bytes that are compared: all, or a sample; none of memory that cannot be looked at.
+        found: these bytes.
+        alias: what keeps the memory of a tensor, so that its address stays its own.
+    """
+
+    title: str
+    holder: Any
+    form: tuple[Any, ...]
+    read: Callable[[], bytes]
+    found: bytes
+    alias: torch.Tensor | None
+
+    @classmethod
+    def of(cls, title: str, holder: Any, room: int) -> Memory:
+        """Take down what is there now, whole if it fits into `room` bytes."""
+        alias = holder.detach() if isinstance(holder, torch.Tensor) else None
+        read = _reader_of(holder, room)
+        return cls(title, holder, _form_of(holder), read, read(), alias)
+
+    def holds(self) -> bool:
+        """Whether the memory still holds the same."""
+        return _form_of(self.holder) == self.form and self.read() == self.found
+
+    def changes(self) -> list[str]:
+        """The array, if it holds something else."""
+        return [] if self.holds() else [self.title]
+
+
+def _form_of(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, torch.Tensor):
+        has_memory = type(value) in (torch.Tensor, torch.nn.Parameter) and value.layout is torch.strided
+        return (0 if value.is_inference() else value._version, value.data_ptr() if has_memory else 0)
+    return (value.dtype, value.shape) if isinstance(value, np.ndarray) else (len(value),)
+
+
+def _reader_of(value: Any, room: int) -> Callable[[], bytes]:
+    if isinstance(value, (bytearray, array.array)):
+        step = 1 if len(value) * memoryview(value).itemsize <= room else -(-len(value) // _SAMPLED)
+        return lambda: bytes(memoryview(value)[::step])  # a view that is kept would keep them from growing
+    elements = as_array(value)
+    if elements is None:
+        return bytes
+    return (elements if elements.nbytes <= room else _spread(elements)).tobytes
+
+
+def _spread(elements: NDArray[Any]) -> NDArray[Any]:
+    """Elements at even distances, as a view: of each of the last dims a part."""
+    for dim in range(elements.ndim):
+        if elements.size > _SAMPLED:
+            step = min(elements.shape[dim], -(-elements.size // _SAMPLED))
+            elements = elements[(*[slice(None)] * dim, slice(None, None, step))]
+    return elements
+
+
+@dataclass(frozen=True, slots=True)
 class PythonGuards:
     """All that a trace relied on in Python.
 
@@ -117,7 +188,7 @@ class PythonGuards:
         namespaces: objects and what they held under the names that were read.
         contents: containers among these values, and what they held.
         empties: containers that held nothing, each with its title.
-        versions: tensors that are neither parameters, buffers nor inputs, each with its title and its version.
+        memories: arrays, and tensors that are neither parameters, buffers nor inputs.
         settings: see `PythonUse`; what a call sets when these guards hold.
         of_another: they are on another model than the one that is called, of which it is a copy: they do not hold.
     """
@@ -126,7 +197,7 @@ class PythonGuards:
     contents: tuple[Content, ...] = ()
     empties: tuple[Any, ...] = ()
     empty_titles: tuple[str, ...] = ()
-    versions: tuple[tuple[str, torch.Tensor, int], ...] = ()
+    memories: tuple[Memory, ...] = ()
     settings: tuple[tuple[Any, str, Any], ...] = ()
     of_another: bool = False
 
@@ -137,7 +208,7 @@ class PythonGuards:
             and not any(self.empties)
             and all(item.holds() for item in self.namespaces)
             and all(item.holds() for item in self.contents)
-            and all(tensor._version == version for _, tensor, version in self.versions)
+            and all(item.holds() for item in self.memories)
         )
 
     def without(self, attributes: Collection[tuple[int, str]]) -> PythonGuards:
@@ -157,7 +228,7 @@ class PythonGuards:
         """The names of what changed, in the user's words: `layers.0.dropout.p`."""
         found = [name for item in (*self.namespaces, *self.contents) for name in item.changes()]
         found += [title for title, held in zip(self.empty_titles, self.empties, strict=True) if held]
-        found += [title for title, tensor, version in self.versions if tensor._version != version]
+        found += [name for item in self.memories for name in item.changes()]
         return tuple(dict.fromkeys(found))
 
 
@@ -170,12 +241,14 @@ class PythonUse:
         containers: dicts, lists and sets that were read as a whole, with their titles.
         settings: attributes that the call sets to plain values: object, name and value.
         notes: sentences for the user: what a compiled call does not do.
+        counting: titles of attributes that every call changes and that do not matter: they are not guarded.
     """
 
     names: tuple[tuple[str, Any, tuple[str, ...]], ...] = ()
     containers: tuple[tuple[str, Any], ...] = ()
     settings: tuple[tuple[Any, str, Any], ...] = ()
     notes: tuple[str, ...] = ()
+    counting: frozenset[str] = frozenset()
 
     def beside(self, other: PythonUse) -> PythonUse:
         """The same, and what another trace read."""
@@ -184,11 +257,12 @@ class PythonUse:
             mine = names.get(id(holder), (title, holder, ()))[2]
             names[id(holder)] = (title, holder, tuple(dict.fromkeys((*mine, *found))))
         containers = {id(item[1]): item for item in (*self.containers, *other.containers)}
-        return replace(self, names=tuple(names.values()), containers=tuple(containers.values()))
+        counting = self.counting | other.counting
+        return replace(self, names=tuple(names.values()), containers=tuple(containers.values()), counting=counting)
 
     def guards(self, registered: Iterable[torch.Tensor]) -> PythonGuards:
         """Guards on what is there now; `registered` are tensors that the program takes as inputs."""
-        collected = _Collected({id(tensor) for tensor in registered})
+        collected = _Collected({id(tensor) for tensor in registered}, self.counting)
         for title, holder, names in self.names:
             collected.add(title, holder, names)
         for title, value in self.containers:
@@ -199,85 +273,59 @@ class PythonUse:
 class _Collected:
     """Guards on what was read: the values themselves, and what containers and records among them hold."""
 
-    def __init__(self, registered: set[int]) -> None:
+    def __init__(self, registered: set[int], counting: frozenset[str]) -> None:
         self._seen = registered
+        self._counting = counting
         self._namespaces: list[Namespace] = []
         self._contents: list[Content] = []
         self._empties: list[tuple[str, Any]] = []
-        self._versions: list[tuple[str, torch.Tensor, int]] = []
+        self._memories: list[Memory] = []
+        self._room = _COMPARED_BYTES
 
     def add(self, title: str, holder: Any, names: Iterable[str]) -> None:
         """Guard what an object holds under some names."""
-        namespace = Namespace.of(title, holder, names)
+        namespace = Namespace.of(title, holder, self._without_counting(title, names))
         self._namespaces.append(namespace)
         for name, value in zip(namespace.names, namespace.values, strict=True):
             self.open(f"{title}.{name}".removeprefix("."), value)
 
     def open(self, title: str, value: Any) -> None:
-        """Guard what a container, a record or a tensor holds; other values hold nothing that could change."""
+        """Guard what a container, a record, an array or a tensor holds; other values hold nothing that could change."""
         if isinstance(value, PLAIN) or id(value) in self._seen:
             return
         self._seen.add(id(value))
-        if isinstance(value, torch.Tensor):
-            self._versions.append((title, value, value._version))
-        elif isinstance(value, CONTAINERS):
+        if is_container(value):
             self._open_container(title, value)
+        elif isinstance(value, (torch.Tensor, *MEMORIES)):
+            self._memories.append(Memory.of(title, value, self._room))
+            self._room -= len(self._memories[-1].found)
         elif is_record(value):
-            self.add(title, value, vars(value))
+            self._open_record(title, value)
 
     def _open_container(self, title: str, value: Any) -> None:
-        if not isinstance(value, tuple):
-            if not value:
+        if not isinstance(value, (tuple, frozenset)):
+            if isinstance(value, CONTAINERS) and not value:
                 self._empties.append((title, value))
                 return
             self._contents.append(Content.of(title, value))
-        for item in value.values() if isinstance(value, dict) else value:
+        for item in value.values() if isinstance(value, Mapping) else items_of(value):
             self.open(title, item)
+
+    def _open_record(self, title: str, value: Any) -> None:
+        if hasattr(value, "__dict__"):
+            self.add(title, value, vars(value))
+        slots = slots_of(value)
+        guarded = self._without_counting(title, slots)
+        if slots and len(guarded) == len(slots):
+            self._contents.append(Content.of(title, value))
+        for name in guarded:
+            self.open(f"{title}.{name}", slots[name])
+
+    def _without_counting(self, title: str, names: Iterable[str]) -> list[str]:
+        return [name for name in names if f"{title}.{name}".removeprefix(".") not in self._counting]
 
     def guards(self) -> PythonGuards:
         """The guards on all that was added."""
         titles, empties = zip(*self._empties, strict=True) if self._empties else ((), ())
-        return PythonGuards(tuple(self._namespaces), tuple(self._contents), empties, titles, tuple(self._versions))
-
-
-def are_alike(found: Any, value: Any) -> bool:
-    """Whether two values are the same object, or plain ones (containers of them too) of equal type and value."""
-    if found is value:
-        return True
-    if type(found) is not type(value):
-        return False
-    if isinstance(value, (float, complex)):
-        return repr(found) == repr(value)  # NaN is NaN, and -0.0 is not 0.0
-    if isinstance(value, PLAIN):
-        return bool(found == value)
-    if isinstance(value, types.MethodType):
-        return bool(found.__func__ is value.__func__ and found.__self__ is value.__self__)
-    if isinstance(value, CONTAINERS):
-        one, two = _items(found), _items(value)
-        return len(one) == len(two) and all(map(are_alike, one, two))
-    return False
-
-
-def is_record(value: Any, depth: int = 4) -> bool:
-    """Whether an object only holds settings: plain values, functions and types, containers of them, other records."""
-    held = getattr(value, "__dict__", None)
-    if not isinstance(held, dict) or not held or isinstance(value, (type, torch.nn.Module, _CALLABLE)):
-        return False
-    return depth > 0 and all(_is_setting(item, depth - 1) for item in held.values())
-
-
-def _is_setting(value: Any, depth: int) -> bool:
-    if isinstance(value, (*PLAIN, type, _CALLABLE)):
-        return True
-    if isinstance(value, CONTAINERS):
-        return depth > 0 and all(_is_setting(item, depth - 1) for item in _items(value))
-    return is_record(value, depth)
-
-
-_CALLABLE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
-
-
-def _items(container: Any) -> tuple[Any, ...]:
-    if isinstance(container, Mapping):
-        return (*container.keys(), *container.values())
-    return tuple(container)
+        namespaces, contents = tuple(self._namespaces), tuple(self._contents)
+        return PythonGuards(namespaces, contents, empties, titles, tuple(self._memories))

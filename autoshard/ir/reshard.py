@@ -31,7 +31,6 @@ __all__ = [
     "StepCost",
     "bytes_sent",
     "plan_reshard",
-    "price_plan",
     "reshard_costs",
 ]
 
@@ -126,11 +125,6 @@ def plan_reshard(
         ['all_to_all(data, dim=0, to_dim=1)']
     """
     return _plan(source, target, tuple(shape), mesh, itemsize, cost or bytes_sent)
-
-
-def price_plan(steps: Sequence[ReshardStep], cost: StepCost | None = None) -> float:
-    """The sum of the prices of `steps`, in the unit of `cost` (default: `bytes_sent`)."""
-    return sum(map(cost or bytes_sent, steps), 0.0)
 
 
 def reshard_costs(

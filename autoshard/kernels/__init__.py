@@ -1,7 +1,7 @@
 """Semantic operators and their kernels; nothing here knows of graphs, meshes or plans.
 
 Importing this package defines the semantic operators of the torch library "autoshard" (attention, dropout, random
-numbers, cross-entropy, recurrent layers, experts and their backwards, quantising), each with a plain PyTorch
+numbers, cross-entropy, recurrent layers, experts and their backwards), each with a plain PyTorch
 reference. The Triton kernels and the table that says which operator they may stand in for are in
 `autoshard.kernels.registry`, which imports triton.
 """
@@ -20,8 +20,7 @@ from autoshard.kernels.exchanged_experts import (
 from autoshard.kernels.experts import experts, experts_backward
 from autoshard.kernels.optimizers import adam_update, amsgrad_update, momentum_update, sgd_update, sum_of_squares
 from autoshard.kernels.packed_attention import packed_attention, packed_attention_backward
-from autoshard.kernels.philox import keep_mask, philox_4x32, random_words, uniform
-from autoshard.kernels.quantise import dequantise_sum, quantisation_error, quantise
+from autoshard.kernels.philox import keep_mask, philox_4x32, random_words
 from autoshard.kernels.random_numbers import random
 from autoshard.kernels.recurrent import gru, gru_backward, lstm, lstm_backward, rnn, rnn_backward
 from autoshard.kernels.rejection import binomial, gamma, poisson
@@ -41,7 +40,6 @@ __all__ = [
     "cross_entropy_backward",
     "ctc_loss",
     "ctc_loss_backward",
-    "dequantise_sum",
     "dropout",
     "exchanged_experts",
     "exchanged_experts_backward",
@@ -60,8 +58,6 @@ __all__ = [
     "packed_attention_backward",
     "philox_4x32",
     "poisson",
-    "quantisation_error",
-    "quantise",
     "random",
     "random_words",
     "ring_attention",
@@ -74,5 +70,4 @@ __all__ = [
     "split_cross_entropy",
     "split_cross_entropy_backward",
     "sum_of_squares",
-    "uniform",
 ]

@@ -21,7 +21,7 @@ Results lie in memory as those of torch's fused kernels: out as q does, gradient
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -124,18 +124,21 @@ def attention_composite(
     site: int,
     offset: Sequence[int],
     global_shape: Sequence[int],
+    drop: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor]:
     """Attention made of small differentiable operators: for a mask that requires grad (arguments as above).
 
-    Its dropout goes through `autoshard::dropout`, which is differentiable, at the same global index and so
-    with the same mask as `autoshard::attention`.
+    Its dropout is `drop`'s, or goes through `autoshard::dropout`, which is differentiable, at the same global index
+    and so with the same mask as `autoshard::attention`.
     """
     check_attention(q, k, v, seed, dropout_p)
     scores = _scores(q, k, mask, is_causal, scale, offset)
     is_dead = (scores == -_INFINITY).all(-1, keepdim=True)
     weights = torch.softmax(torch.where(is_dead, 0.0, scores), dim=-1)
     weights = torch.where(is_dead, 0.0, weights)
-    if dropout_p > 0.0:
+    if drop is not None:
+        weights = drop(weights)
+    elif dropout_p > 0.0:
         weights = torch.ops.autoshard.dropout(weights, seed, dropout_p, site, offset, global_shape)
     return (_merge(torch.matmul(_group(weights, k), v.to(scores.dtype)), q).to(q.dtype),)
 

@@ -46,7 +46,7 @@ def packed_attention_reference(
     """
     out, lse = _fake(q, k, v, query_starts, key_starts, is_causal, window, scale)
     for rows, columns in _sequences(query_starts, key_starts):
-        heads = (heads_first(q[rows]), heads_first(k[columns]), heads_first(v[columns]))
+        heads = (_heads_first(q[rows]), _heads_first(k[columns]), _heads_first(v[columns]))
         found, norm = attention_reference(*heads, *_options(heads[0], heads[1], is_causal, window, scale))
         out[rows], lse[:, rows] = _heads_second(found), norm[0]
     return out, lse
@@ -66,12 +66,12 @@ def packed_attention_backward_reference(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v in their shapes and dtypes; grad_out is [S, H, D]."""
-    grads = fake_backward(grad_out, q, k, v)
+    grads = _fake_backward(grad_out, q, k, v)
     for rows, columns in _sequences(query_starts, key_starts):
-        heads = (heads_first(q[rows]), heads_first(k[columns]), heads_first(v[columns]))
+        heads = (_heads_first(q[rows]), _heads_first(k[columns]), _heads_first(v[columns]))
         mask, *rest = _options(heads[0], heads[1], is_causal, window, scale)
-        results = (heads_first(out[rows]), lse[None, :, rows])
-        found = attention_backward_reference(heads_first(grad_out[rows]), *heads, mask, *results, *rest)
+        results = (_heads_first(out[rows]), lse[None, :, rows])
+        found = attention_backward_reference(_heads_first(grad_out[rows]), *heads, mask, *results, *rest)
         for grad, part, value in zip(grads, (rows, columns, columns), found, strict=True):
             grad[part] = _heads_second(value)
     return grads
@@ -84,7 +84,7 @@ def _sequences(query_starts: Tensor, key_starts: Tensor) -> Iterator[tuple[slice
         yield slice(*queries[index : index + 2]), slice(*keys[index : index + 2])
 
 
-def heads_first(x: Tensor) -> Tensor:
+def _heads_first(x: Tensor) -> Tensor:
     """[S, H, D] as [1, H, S, D]."""
     return x.transpose(0, 1)[None]
 
@@ -129,8 +129,7 @@ def _fake(
     return q.new_empty(q.shape), q.new_empty((q.shape[1], q.shape[0]), dtype=accumulation_dtype(q.dtype))
 
 
-def fake_backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty gradients of q, k and v, in their shapes and dtypes."""
+def _fake_backward(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -150,21 +149,21 @@ def _backward(ctx: Any, grad_out: Tensor | None, grad_lse: None) -> tuple[Tensor
     return *grads, *nothing
 
 
-CONSTANTS = "Tensor query_starts, Tensor key_starts, bool is_causal, SymInt window, float scale"
+_CONSTANTS = "Tensor query_starts, Tensor key_starts, bool is_causal, SymInt window, float scale"
 """The last arguments of both operators."""
 
 packed_attention = define(
     "packed_attention",
-    f"(Tensor q, Tensor k, Tensor v, {CONSTANTS}) -> (Tensor out, Tensor lse)",
+    f"(Tensor q, Tensor k, Tensor v, {_CONSTANTS}) -> (Tensor out, Tensor lse)",
     packed_attention_reference,
     _fake,
 )
 packed_attention_backward = define(
     "packed_attention_backward",
-    f"(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {CONSTANTS})"
+    f"(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, {_CONSTANTS})"
     " -> (Tensor dq, Tensor dk, Tensor dv)",
     packed_attention_backward_reference,
-    fake_backward,
+    _fake_backward,
 )
 differentiate(packed_attention, _setup_context, _backward)
 refuse_derivative(packed_attention_backward, "Attention within packed sequences")

@@ -86,14 +86,6 @@ def random_block(
     return philox_4x32(counter, key)
 
 
-def uniform(
-    shape: Sequence[int], offset: Sequence[int], global_shape: Sequence[int], seed: Tensor, site: int
-) -> Tensor:
-    """float32 numbers in [0, 1), the upper 24 bits of `random_words` (same arguments)."""
-    words = random_words(shape, offset, global_shape, seed, site)
-    return (words >> 8).to(torch.float32) * 2.0**-24
-
-
 def keep_mask(
     shape: Sequence[int],
     offset: Sequence[int],

@@ -21,7 +21,6 @@ from torch._ops import OpOverload
 
 from autoshard.kernels import (
     biased_product,
-    triton_adam,
     triton_add_norm,
     triton_attention,
     triton_attention_backward,
@@ -34,15 +33,13 @@ from autoshard.kernels import (
     triton_grouped_matmul,
     triton_layer_norm,
     triton_linear_cross_entropy,
-    triton_packed_attention,
     triton_permutation,
-    triton_quantise,
     triton_rms_norm,
     triton_rotary,
     triton_softmax,
     triton_split_cross_entropy,
 )
-from autoshard.kernels.kernel import FusedKernel, Kernel, Specimen
+from autoshard.kernels.kernel import FusedKernel, Kernel
 
 _MODULES = (
     triton_attention,
@@ -52,8 +49,6 @@ _MODULES = (
     triton_embedding,
     triton_grouped_matmul,
     triton_layer_norm,
-    triton_packed_attention,
-    triton_quantise,
     triton_rms_norm,
     triton_softmax,
     triton_split_cross_entropy,
@@ -86,13 +81,6 @@ KERNELS = _tabulate(kernel for module in _MODULES for kernel in module.KERNELS)
 FUSED: tuple[FusedKernel, ...] = tuple(kernel for module in _FUSED_MODULES for kernel in module.FUSED)
 
 
-def specimens(architecture: str) -> tuple[Specimen, ...]:
-    """All representative compilations for one of `launch.ARCHITECTURES`."""
-    kernels = [*(kernel for found in KERNELS.values() for kernel in found), *FUSED]
-    found = [specimen for kernel in kernels for specimen in kernel.specimens] + [*triton_adam.specimens()]
-    return tuple(specimen for specimen in found if specimen.architecture in (None, architecture))
-
-
 def kernels_of(operator: OpOverload) -> tuple[Kernel, ...]:
     """The kernels that may stand in for an operator, the preferred one first; empty if there is none."""
     return KERNELS.get(operator, ())
@@ -120,11 +108,3 @@ def find_kernel(
         if kernel.why_not(*args, **(kwargs or {})) is None:
             return kernel
     return None
-
-
-def explain(
-    operator: OpOverload, args: Sequence[object], kwargs: Mapping[str, object] | None = None
-) -> Mapping[str, str]:
-    """For each kernel of an operator that does not apply to this call: its name and the reason."""
-    reasons = {kernel.name: kernel.why_not(*args, **(kwargs or {})) for kernel in kernels_of(operator)}
-    return {name: reason for name, reason in reasons.items() if reason is not None}

@@ -7,14 +7,10 @@ the keys in blocks of BLOCK_N; m is the running maximum of the scores, l the run
     out = acc / l,  lse = m + log l                    (0 and -inf where a row sees no key)
 
 Exponentials are taken to base 2, the scale having log2(e) in it. Query i of a shard is row i + query_offset of the
-whole, key j is column j + key_offset; causal means column <= row, a window w > 0 that row - column < w. Blocks of keys
-that no query of a program sees are skipped; only those at the edges are masked. Heads that share a key head read it
-from the cache of the device. The log-sum-exp of shards of keys is what their results are combined by:
-lse = logaddexp(lse_1, lse_2), out = sum_i exp(lse_i - lse) out_i.
-
-Sequences of unequal length lie behind each other in one tensor, told apart by where they start (`Packing`): a program
-finds its sequence by walking the starts, so that no length has to come to the host. There the last query of a sequence
-is beside its last key.
+whole, key j is column j + key_offset; causal means column <= row. Blocks of keys that no query of a program sees are
+skipped; only those at the edges are masked. Heads that share a key head read it from the cache of the device. The
+log-sum-exp of shards of keys is what their results are combined by: lse = logaddexp(lse_1, lse_2),
+out = sum_i exp(lse_i - lse) out_i.
 """
 
 from __future__ import annotations
@@ -41,7 +37,7 @@ _LOG2_E = 1.4426950408889634
 @triton.jit
 def _attend(
     acc, total, maximum, q, k_ptr, v_ptr, k_stride, v_stride, first, last, row, keys, distance, scale,
-    MASKED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, CAUSAL: tl.constexpr, SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add the keys first, ..., last - 1 to the running sums; `distance` is query_offset - key_offset."""
@@ -56,8 +52,6 @@ def _attend(
             seen = (key < keys)[None, :]
             if CAUSAL:
                 seen &= key[None, :] <= (row + distance)[:, None]
-            if WINDOW > 0:
-                seen &= (row + distance)[:, None] - key[None, :] < WINDOW
             scores = tl.where(seen, scores, -float("inf"))
         above = tl.maximum(maximum, tl.max(scores, axis=1))
         # While a row has seen nothing, subtract 0: exp2(-inf - 0) = 0, not NaN.
@@ -72,43 +66,12 @@ def _attend(
 
 
 @triton.jit
-def find_sequence(starts_ptr, sequences, block, BLOCK: tl.constexpr):
-    """The sequence that a block of rows belongs to, which of its blocks it is, and whether there is such a block.
-
-    Sequence i has rows starts[i], ..., starts[i + 1] - 1, and whole blocks for them.
-    """
-    sequence, within, exists = 0, 0, 0
-    passed = 0
-    begin = tl.load(starts_ptr)
-    for index in range(sequences):
-        end = tl.load(starts_ptr + index + 1)
-        blocks = (end - begin + BLOCK - 1) // BLOCK
-        is_here = (block >= passed) & (block < passed + blocks)
-        sequence = tl.where(is_here, index, sequence)
-        within = tl.where(is_here, block - passed, within)
-        exists = tl.where(is_here, 1, exists)
-        begin = end
-        passed += blocks
-    return sequence, within, exists
-
-
-@triton.jit
-def sequence_rows(starts_ptr, sequence, exists):
-    """The first row of a sequence, and how many it has; none where it does not exist."""
-    first = tl.load(starts_ptr + sequence)
-    return first.to(tl.int64), tl.where(exists == 1, tl.load(starts_ptr + sequence + 1) - first, 0)
-
-
-@triton.jit
 def attention_forward_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
     out_ptr,
     lse_ptr,
-    query_starts_ptr,
-    key_starts_ptr,
-    sequences,
     heads,
     group,
     queries,
@@ -126,7 +89,6 @@ def attention_forward_kernel(
     key_offset,
     scale,
     CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
     SIZE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -134,26 +96,12 @@ def attention_forward_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """q_ptr [B, H, S, D], k_ptr and v_ptr [B, G, T, D], with adjacent elements of a head; out_ptr [B, S, H, D] and
-    lse_ptr [B, H, S] float32, contiguous. group = H / G. Programs: blocks of S, then B H.
-
-    Packed: B = 1, out_ptr [S, H, D]; query_starts_ptr and key_starts_ptr [sequences + 1] int32. Programs: blocks of all
-    sequences, then H. The offsets are not read."""
+    lse_ptr [B, H, S] float32, contiguous. group = H / G. Programs: blocks of S, then B H."""
     block = tl.program_id(0)
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
     rows = (batch * heads + head) * queries
     out_ptr += (batch * queries * heads + head) * SIZE
-    if query_starts_ptr is not None:
-        sequence, block, exists = find_sequence(query_starts_ptr, sequences, block, BLOCK_M)
-        first_query, count = sequence_rows(query_starts_ptr, sequence, exists)
-        first_key, keys = sequence_rows(key_starts_ptr, sequence, exists)
-        rows = head * queries + first_query
-        out_ptr += first_query * heads * SIZE
-        q_ptr += first_query * q_stride_s
-        k_ptr += first_key * k_stride_s
-        v_ptr += first_key * v_stride_s
-        queries = count
-        query_offset, key_offset = keys - queries, 0
     row = block * BLOCK_M + tl.arange(0, BLOCK_M)
     element = tl.arange(0, BLOCK_D)
     is_query = (row < queries)[:, None] & (element < SIZE)[None, :]
@@ -164,33 +112,21 @@ def attention_forward_kernel(
     v_ptr += batch * v_stride_b + head // group * v_stride_h
     distance = query_offset - key_offset
     first_row, last_row = block * BLOCK_M, tl.minimum(block * BLOCK_M + BLOCK_M, queries) - 1
-    # Keys [begin, end) are seen by some row; [full_begin, full_end) by all, so that they need no mask.
-    begin, full_begin, end, full_end = 0, 0, keys, keys // BLOCK_N * BLOCK_N
+    # Keys [0, end) are seen by some row; [0, full_end) by all, so that they need no mask.
+    end, full_end = keys, keys // BLOCK_N * BLOCK_N
     if CAUSAL:
         end = tl.maximum(0, tl.minimum(keys, last_row + distance + 1))
         full_end = tl.maximum(0, tl.minimum(full_end, (first_row + distance + 1) // BLOCK_N * BLOCK_N))
-    if WINDOW > 0:
-        begin = tl.maximum(0, first_row + distance - WINDOW + 1) // BLOCK_N * BLOCK_N
-        full_begin = tl.maximum(
-            begin, (tl.maximum(0, last_row + distance - WINDOW + 1) + BLOCK_N - 1) // BLOCK_N * BLOCK_N
-        )
-        full_begin = tl.minimum(full_begin, tl.maximum(begin, (end + BLOCK_N - 1) // BLOCK_N * BLOCK_N))
-    full_end = tl.maximum(full_begin, full_end)
     acc = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
     total = tl.zeros((BLOCK_M,), dtype=tl.float32)
     maximum = tl.full((BLOCK_M,), -float("inf"), dtype=tl.float32)
-    if WINDOW > 0:
-        acc, total, maximum = _attend(
-            acc, total, maximum, q, k_ptr, v_ptr, k_stride_s, v_stride_s, begin, full_begin, row, keys, distance, scale,
-            tl.constexpr(True), CAUSAL, WINDOW, SIZE, BLOCK_N, BLOCK_D, PRECISION,
-        )  # fmt: skip
     acc, total, maximum = _attend(
-        acc, total, maximum, q, k_ptr, v_ptr, k_stride_s, v_stride_s, full_begin, full_end, row, keys, distance, scale,
-        tl.constexpr(False), CAUSAL, WINDOW, SIZE, BLOCK_N, BLOCK_D, PRECISION,
+        acc, total, maximum, q, k_ptr, v_ptr, k_stride_s, v_stride_s, 0, full_end, row, keys, distance, scale,
+        tl.constexpr(False), CAUSAL, SIZE, BLOCK_N, BLOCK_D, PRECISION,
     )  # fmt: skip
     acc, total, maximum = _attend(
         acc, total, maximum, q, k_ptr, v_ptr, k_stride_s, v_stride_s, full_end, end, row, keys, distance, scale,
-        tl.constexpr(True), CAUSAL, WINDOW, SIZE, BLOCK_N, BLOCK_D, PRECISION,
+        tl.constexpr(True), CAUSAL, SIZE, BLOCK_N, BLOCK_D, PRECISION,
     )  # fmt: skip
     is_empty = total == 0.0
     divisor = tl.where(is_empty, 1.0, total)
@@ -223,28 +159,6 @@ def head_block(size: int) -> int:
     return max(16, triton.next_power_of_2(size))
 
 
-@dataclass(frozen=True, slots=True)
-class Packing:
-    """Where sequences of a packed tensor lie.
-
-    Args:
-        query_starts, key_starts: [sequences + 1] int32: sequence i has rows starts[i], ..., starts[i + 1] - 1. The
-            first is 0 and the last the number of all rows, so that every row belongs to a sequence.
-    """
-
-    query_starts: Tensor
-    key_starts: Tensor
-
-    @property
-    def sequences(self) -> int:
-        """How many there are."""
-        return len(self.query_starts) - 1
-
-    def blocks(self, rows: int, size: int) -> int:
-        """No fewer blocks of `size` rows than all sequences have, whatever their lengths."""
-        return cdiv(rows, size) + self.sequences
-
-
 def rows_adjacent(x: Tensor) -> Tensor:
     """x with adjacent elements of a head; a copy only where they are not."""
     return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
@@ -266,7 +180,7 @@ def refuse_heads(**tensors: Tensor) -> str | None:
 def refuse_extras(mask: Tensor | None, dropout_p: float) -> str | None:
     """The reason why the attention kernels do not take a mask or dropout, or None."""
     if mask is not None:
-        return "the kernel takes causal masks and windows only; found a mask."
+        return "the kernel takes causal masks only; found a mask."
     return None if dropout_p == 0.0 else f"the kernel has no dropout; found dropout_p={dropout_p!r}."
 
 
@@ -310,7 +224,6 @@ def flash_attention(
     scale: float,
     *,
     is_causal: bool = False,
-    window: int = 0,
     query_offset: int = 0,
     key_offset: int = 0,
 ) -> tuple[Tensor, Tensor]:
@@ -321,7 +234,6 @@ def flash_attention(
         k, v: [B, G, T, D], with G a divisor of H.
         scale: factor on the scores.
         is_causal: queries see no later keys.
-        window: a query sees so many keys, the last its own; 0 for all.
         query_offset, key_offset: global index of the first query and key.
 
     Returns:
@@ -332,40 +244,17 @@ def flash_attention(
     """
     require("flash_attention", refuse_heads(q=q, k=k, v=v))
     out, lse = empty_by_rows(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    options = {"is_causal": is_causal, "window": window, "offsets": (query_offset, key_offset)}
-    attend_into(out, lse, q, k, v, scale, **options)
-    return out, lse
-
-
-def attend_into(
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float,
-    *,
-    is_causal: bool,
-    window: int,
-    offsets: tuple[int, int] = (0, 0),
-    packing: Packing | None = None,
-) -> None:
-    """`flash_attention` into `out`, which lies as [B, S, H, D], and `lse`.
-
-    With a `packing`, q is [1, H, S, D] and k, v [1, G, T, D] with all sequences, out [S, H, D], lse [H, S].
-    """
     batch, heads, queries, size = q.shape
     q, k, v = rows_adjacent(q), rows_adjacent(k), rows_adjacent(v)
     tile = forward_tile(size, q.dtype)
     launch(
         attention_forward_kernel,
-        grid_of(queries, "BLOCK_M", batch * heads, packing),
+        grid_of(queries, "BLOCK_M", batch * heads),
         q.device,
-        *(q, k, v, out, lse, *starts_of(packing), heads, heads // k.shape[1], queries, k.shape[2]),
+        *(q, k, v, out, lse, heads, heads // k.shape[1], queries, k.shape[2]),
         *(*q.stride()[:3], *k.stride()[:3], *v.stride()[:3]),
-        *(*offsets, scale * _LOG2_E),
+        *(query_offset, key_offset, scale * _LOG2_E),
         CAUSAL=is_causal,
-        WINDOW=window,
         SIZE=size,
         PRECISION=precision_of(attention_forward_kernel, q.dtype),
         BLOCK_M=tile.queries,
@@ -374,25 +263,12 @@ def attend_into(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
+    return out, lse
 
 
-def grid_of(
-    rows: int, block: str, heads: int, packing: Packing | None
-) -> Callable[[Mapping[str, int]], tuple[int, int]]:
-    """A grid of blocks of rows (those of all sequences, where there are several), and of heads."""
-
-    def grid(blocks: Mapping[str, int]) -> tuple[int, int]:
-        count = cdiv(rows, blocks[block]) if packing is None else packing.blocks(rows, blocks[block])
-        return count, heads
-
-    return grid
-
-
-def starts_of(packing: Packing | None) -> tuple[Tensor | None, Tensor | None, int]:
-    """A packing as a launch takes it."""
-    if packing is None:
-        return None, None, 0
-    return packing.query_starts, packing.key_starts, packing.sequences
+def grid_of(rows: int, block: str, heads: int) -> Callable[[Mapping[str, int]], tuple[int, int]]:
+    """A grid of blocks of rows, and of heads."""
+    return lambda blocks: (cdiv(rows, blocks[block]), heads)
 
 
 def _attention(
@@ -427,17 +303,16 @@ triton_attention = define(
 )
 
 
-def forward_specimen(size: int, starts: str = "None None") -> Specimen:
-    """A compilation of the forward for heads of this size; `starts` are the types of a packing's."""
+def forward_specimen(size: int) -> Specimen:
+    """A compilation of the forward for heads of this size."""
     tile = forward_tile(size, torch.bfloat16)
     return block_specimen(
         attention_forward_kernel,
-        f"*bf16 *bf16 *bf16 *bf16 *fp32 {starts}" + " i32" * 16 + " fp32",
+        "*bf16 *bf16 *bf16 *bf16 *fp32" + " i32" * 15 + " fp32",
         size,
         tile.num_warps,
         tile.num_stages,
         CAUSAL=True,
-        WINDOW=0,
         SIZE=size,
         PRECISION="tf32",
         BLOCK_M=tile.queries,

@@ -25,16 +25,12 @@ from autoshard.kernels.library import define
 from autoshard.kernels.triton_attention import (
     CONSTANTS,
     AttentionTile,
-    Packing,
-    find_sequence,
     grid_of,
     head_block,
     refuse_extras,
     refuse_heads,
     refuse_what_torch_fuses,
     rows_adjacent,
-    sequence_rows,
-    starts_of,
 )
 from autoshard.kernels.triton_product import precision_of, product
 
@@ -75,15 +71,13 @@ def attention_delta_kernel(
 
 @triton.jit
 def _probabilities(
-    q, k, lse, row, key, queries, keys, distance, scale, CAUSAL: tl.constexpr, WINDOW: tl.constexpr,
+    q, k, lse, row, key, queries, keys, distance, scale, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
     """[rows, keys]: exp(scores - lse), 0 where a row does not see a key."""
     seen = (row < queries)[:, None] & (key < keys)[None, :]
     if CAUSAL:
         seen &= key[None, :] <= (row + distance)[:, None]
-    if WINDOW > 0:
-        seen &= (row + distance)[:, None] - key[None, :] < WINDOW
     # A row that sees nothing has lse = -inf; its keys are all masked.
     base = tl.where(lse == -float("inf"), 0.0, lse * 1.4426950408889634)
     scores = product(q, tl.trans(k), PRECISION) * scale - base[:, None]
@@ -100,9 +94,6 @@ def attention_keys_kernel(
     delta_ptr,
     grad_k_ptr,
     grad_v_ptr,
-    query_starts_ptr,
-    key_starts_ptr,
-    sequences,
     heads,
     group,
     queries,
@@ -123,7 +114,6 @@ def attention_keys_kernel(
     key_offset,
     scale,
     CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
     SIZE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -131,25 +121,13 @@ def attention_keys_kernel(
     BLOCK_D: tl.constexpr,
 ):
     """grad_out_ptr, q_ptr [B, H, S, D]; k_ptr, v_ptr [B, G, T, D]; lse_ptr, delta_ptr [B, H, S] float32; grad_k_ptr,
-    grad_v_ptr [B, T, G, D] contiguous. Programs: blocks of T, then B G.
-
-    Packed: see `attention_forward_kernel`; grad_k_ptr, grad_v_ptr [T, G, D], blocks are those of keys."""
+    grad_v_ptr [B, T, G, D] contiguous. Programs: blocks of T, then B G."""
     key_heads = heads // group
     batch = (tl.program_id(1) // key_heads).to(tl.int64)
     key_head = (tl.program_id(1) % key_heads).to(tl.int64)
     block = tl.program_id(0)
-    all_rows, first_query = tl.cast(queries, tl.int64), 0  # one query is a constant, which has no `to`
+    all_rows = tl.cast(queries, tl.int64)  # one query is a constant, which has no `to`
     target = (batch * keys * key_heads + key_head) * SIZE
-    if key_starts_ptr is not None:
-        sequence, block, exists = find_sequence(key_starts_ptr, sequences, block, BLOCK_N)
-        first_query, queries = sequence_rows(query_starts_ptr, sequence, exists)
-        first_key, keys = sequence_rows(key_starts_ptr, sequence, exists)
-        target += first_key * key_heads * SIZE
-        grad_out_ptr += first_query * grad_stride_s
-        q_ptr += first_query * q_stride_s
-        k_ptr += first_key * k_stride_s
-        v_ptr += first_key * v_stride_s
-        query_offset, key_offset = keys - queries, 0
     first = block * BLOCK_N
     key = first + tl.arange(0, BLOCK_N)
     element = tl.arange(0, BLOCK_D)
@@ -162,14 +140,12 @@ def attention_keys_kernel(
     begin, end = 0, queries
     if CAUSAL:
         begin = tl.maximum(0, first - distance) // BLOCK_M * BLOCK_M
-    if WINDOW > 0:
-        end = tl.minimum(queries, first + BLOCK_N - 1 + WINDOW - distance)
     grad_k = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
     grad_v = tl.zeros((BLOCK_N, BLOCK_D), dtype=tl.float32)
     for member in range(group):
         head = key_head * group + member
         grad_head, q_head = batch * grad_stride_b + head * grad_stride_h, batch * q_stride_b + head * q_stride_h
-        rows = (batch * heads + head) * all_rows + first_query
+        rows = (batch * heads + head) * all_rows
         for start in range(begin, end, BLOCK_M):
             row = start + tl.arange(0, BLOCK_M)
             is_query = (row < queries)[:, None] & (element < SIZE)[None, :]
@@ -181,7 +157,7 @@ def attention_keys_kernel(
             lse = tl.load(lse_ptr + rows + row, mask=row < queries, other=0.0)
             delta = tl.load(delta_ptr + rows + row, mask=row < queries, other=0.0)
             weights = _probabilities(
-                q, k, lse, row, key, queries, keys, distance, scale * 1.4426950408889634, CAUSAL, WINDOW, PRECISION
+                q, k, lse, row, key, queries, keys, distance, scale * 1.4426950408889634, CAUSAL, PRECISION
             )
             grad_v += product(tl.trans(weights.to(v.dtype)), grad_out, PRECISION)
             grad_weights = product(grad_out, tl.trans(v), PRECISION)
@@ -201,9 +177,6 @@ def attention_queries_kernel(
     lse_ptr,
     delta_ptr,
     grad_q_ptr,
-    query_starts_ptr,
-    key_starts_ptr,
-    sequences,
     heads,
     group,
     queries,
@@ -224,32 +197,18 @@ def attention_queries_kernel(
     key_offset,
     scale,
     CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
     SIZE: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """As `attention_keys_kernel`; grad_q_ptr [B, S, H, D] contiguous. Programs: blocks of S, then B H.
-
-    Packed: grad_q_ptr [S, H, D], blocks are those of queries."""
+    """As `attention_keys_kernel`; grad_q_ptr [B, S, H, D] contiguous. Programs: blocks of S, then B H."""
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
     block = tl.program_id(0)
     rows = tl.program_id(1).to(tl.int64) * queries
     target = (batch * queries * heads + head) * SIZE
-    if query_starts_ptr is not None:
-        sequence, block, exists = find_sequence(query_starts_ptr, sequences, block, BLOCK_M)
-        first_query, queries = sequence_rows(query_starts_ptr, sequence, exists)
-        first_key, keys = sequence_rows(key_starts_ptr, sequence, exists)
-        rows += first_query
-        target += first_query * heads * SIZE
-        grad_out_ptr += first_query * grad_stride_s
-        q_ptr += first_query * q_stride_s
-        k_ptr += first_key * k_stride_s
-        v_ptr += first_key * v_stride_s
-        query_offset, key_offset = keys - queries, 0
     first = block * BLOCK_M
     row = first + tl.arange(0, BLOCK_M)
     element = tl.arange(0, BLOCK_D)
@@ -266,8 +225,6 @@ def attention_queries_kernel(
     begin, end = 0, keys
     if CAUSAL:
         end = tl.maximum(0, tl.minimum(keys, first + BLOCK_M + distance))
-    if WINDOW > 0:
-        begin = tl.maximum(0, first + distance - WINDOW + 1) // BLOCK_N * BLOCK_N
     grad_q = tl.zeros((BLOCK_M, BLOCK_D), dtype=tl.float32)
     for start in range(begin, end, BLOCK_N):
         key = start + tl.arange(0, BLOCK_N)
@@ -276,7 +233,7 @@ def attention_queries_kernel(
         k = tl.load(k_ptr + place * k_stride_s + element[None, :], mask=is_key, other=0.0)
         v = tl.load(v_ptr + place * v_stride_s + element[None, :], mask=is_key, other=0.0)
         weights = _probabilities(
-            q, k, lse, row, key, queries, keys, distance, scale * 1.4426950408889634, CAUSAL, WINDOW, PRECISION
+            q, k, lse, row, key, queries, keys, distance, scale * 1.4426950408889634, CAUSAL, PRECISION
         )
         grad_weights = product(grad_out, tl.trans(v), PRECISION)
         grad_scores = weights * (grad_weights - delta[:, None])
@@ -340,7 +297,6 @@ def flash_attention_backward(
     scale: float,
     *,
     is_causal: bool = False,
-    window: int = 0,
     query_offset: int = 0,
     key_offset: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -350,37 +306,13 @@ def flash_attention_backward(
     """
     require("flash_attention_backward", refuse_heads(grad_out=grad_out, q=q, k=k, v=v))
     grads = empty_by_rows(q), empty_by_rows(k), empty_by_rows(v)
-    options = {"is_causal": is_causal, "window": window, "offsets": (query_offset, key_offset)}
-    attend_backward_into(grads, grad_out, q, k, v, out, lse, scale, **options)
-    return grads
-
-
-def attend_backward_into(
-    grads: tuple[Tensor, Tensor, Tensor],
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    *,
-    is_causal: bool,
-    window: int,
-    offsets: tuple[int, int] = (0, 0),
-    packing: Packing | None = None,
-) -> None:
-    """`flash_attention_backward` into `grads`.
-
-    With a `packing`, operands are as for `attend_into`, grad_out and out like q; grads [S, H, D] and twice [T, G, D].
-    """
     (batch, heads, queries, size), (groups, keys) = q.shape, k.shape[1:3]
     grad_out, q, k, v, out = map(rows_adjacent, (grad_out, q, k, v, out))
     lse, delta = lse.contiguous(), lse.new_empty((batch, heads, queries), dtype=torch.float32)
     width = head_block(size)
     launch(
         attention_delta_kernel,
-        grid_of(queries, "BLOCK_M", batch * heads, None),
+        grid_of(queries, "BLOCK_M", batch * heads),
         q.device,
         *(grad_out, out, delta, heads, queries, *grad_out.stride()[:3], *out.stride()[:3]),
         SIZE=size,
@@ -389,17 +321,18 @@ def attend_backward_into(
         num_warps=4,
     )
     strides = [stride for x in (grad_out, q, k, v) for stride in x.stride()[:3]]
-    sizes = (*starts_of(packing), heads, heads // groups, queries, keys, *strides, *offsets, scale)
-    constants = {"CAUSAL": is_causal, "WINDOW": window, "SIZE": size}
+    sizes = (heads, heads // groups, queries, keys, *strides, query_offset, key_offset, scale)
+    constants = {"CAUSAL": is_causal, "SIZE": size}
     constants |= {"PRECISION": precision_of(attention_keys_kernel, q.dtype)}
     operands = (grad_out, q, k, v, lse, delta)
     architecture = architecture_of(q.device)
     tile = keys_tile(size, q.dtype, architecture)
-    grid = grid_of(keys, "BLOCK_N", batch * groups, packing)
+    grid = grid_of(keys, "BLOCK_N", batch * groups)
     launch(attention_keys_kernel, grid, q.device, *operands, *grads[1:], *sizes, **constants, **_blocks(tile, width))
     tile = queries_tile(size, q.dtype, architecture)
-    grid = grid_of(queries, "BLOCK_M", batch * heads, packing)
+    grid = grid_of(queries, "BLOCK_M", batch * heads)
     launch(attention_queries_kernel, grid, q.device, *operands, grads[0], *sizes, **constants, **_blocks(tile, width))
+    return grads
 
 
 def _blocks(tile: AttentionTile, width: int) -> dict[str, Any]:
@@ -444,10 +377,10 @@ triton_attention_backward = define(
 )
 
 
-def backward_specimens(size: int, architecture: str, starts: str = "None None") -> tuple[Specimen, ...]:
-    """Compilations of the backward for heads of this size; `starts` are the types of a packing's."""
-    constants = {"CAUSAL": True, "WINDOW": 0, "SIZE": size, "PRECISION": "tf32"}
-    operands, sizes = "*bf16 *bf16 *bf16 *bf16 *fp32 *fp32", f" {starts}" + " i32" * 19 + " fp32"
+def backward_specimens(size: int, architecture: str) -> tuple[Specimen, ...]:
+    """Compilations of the backward for heads of this size."""
+    constants = {"CAUSAL": True, "SIZE": size, "PRECISION": "tf32"}
+    operands, sizes = "*bf16 *bf16 *bf16 *bf16 *fp32 *fp32", " i32" * 18 + " fp32"
     width = head_block(size)
     keys, queries = (_blocks(tile(size, torch.bfloat16, architecture), width) for tile in (keys_tile, queries_tile))
     delta = {"SIZE": size, "BLOCK_M": _DELTA_ROWS, "BLOCK_D": width}

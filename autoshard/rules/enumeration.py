@@ -11,10 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
+from typing import TypeVar
 
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import PartitionSpec, Reduction
 from autoshard.rules.notation import BoundRule, Carry, Dims
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,14 +63,25 @@ def replicated(rule_inputs: int, rule_outputs: int, mesh: Mesh) -> Strategy:
     return Strategy((whole,) * rule_inputs, (whole,) * rule_outputs, (None,) * len(mesh.axes))
 
 
-def enumerate_strategies(rule: BoundRule, mesh: Mesh) -> list[Strategy]:
+Groups = Sequence[Sequence[str]]
+"""The axes of a mesh in order, in groups of neighbours; those of a group do the same."""
+
+
+def choices_of_groups(mesh: Mesh, options: Sequence[T], groups: Groups | None = None) -> Iterator[tuple[T, ...]]:
+    """Every choice of an option for each axis; axes of one of the `groups`, if there are any, choose alike."""
+    sizes = [1] * len(mesh.axes) if groups is None else list(map(len, groups))
+    for choices in product(options, repeat=len(sizes)):
+        yield tuple(choice for choice, size in zip(choices, sizes, strict=True) for _ in range(size))
+
+
+def enumerate_strategies(rule: BoundRule, mesh: Mesh, groups: Groups | None = None) -> list[Strategy]:
     """Every strategy that `rule` admits on `mesh`; the fully replicated one first.
 
     A factor is split where it leads its dim in every operand and result (or all factors before it are split to single
     elements), and where its size divides by the number of pieces, or the rule minds no padding.
     """
     found = {}
-    for choices in product(axis_choices(rule), repeat=len(mesh.axes)):
+    for choices in choices_of_groups(mesh, axis_choices(rule), groups):
         strategy = assemble_strategy(rule, mesh, choices)
         if strategy is not None:
             found.setdefault((strategy.inputs, strategy.outputs), strategy)

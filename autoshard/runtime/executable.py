@@ -13,7 +13,8 @@ from autoshard.ir.loss_weights import LossWeights
 from autoshard.ir.lowered import LocalSlot, PhasedProgram
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import OWNERS, InputKind, OutputKind
-from autoshard.ir.python_guards import MISSING, PythonGuards, PythonUse
+from autoshard.ir.python_guards import PythonGuards, PythonUse
+from autoshard.ir.python_values import MISSING
 from autoshard.ir.staged import StagedProgram
 from autoshard.ir.update import Update, group_of
 from autoshard.runtime.engine import Engine, LikeWriter, Loaded, LocalValue, Reader
@@ -166,6 +167,14 @@ class Executable:
     def input_names(self) -> tuple[Key, ...]:
         """Kind and name of what a forward call takes, in order."""
         return tuple((InputKind(slot.slot.kind), slot.slot.name) for slot in self.inputs)
+
+    @cached_property
+    def traced_devices(self) -> Mapping[str, str]:
+        """The type of the device that each input was traced on, by the input's name."""
+        traced = self.phased.lowered.traced
+        names = {slot.node: slot.name for slot in traced.inputs if slot.kind is InputKind.INPUT}
+        nodes = traced.graph_module.graph.find_nodes(op="placeholder")
+        return {names[node.name]: node.meta["val"].device.type for node in nodes if node.name in names}
 
     @cached_property
     def outputs(self) -> tuple[LocalSlot, ...]:

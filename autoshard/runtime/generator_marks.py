@@ -52,7 +52,7 @@ class Mark(NamedTuple):
     @property
     def place(self) -> tuple[float, int]:
         """How far behind the seed it is: block and word; equal for all places behind the known blocks."""
-        block = _blocks_behind(self.seed).get(self.block)
+        block = blocks_behind(self.seed).get(self.block)
         return (math.inf, 0) if block is None else (block, self.drawn)
 
     def follows(self, other: Mark) -> bool:
@@ -66,7 +66,7 @@ class Mark(NamedTuple):
 
 
 @lru_cache(8)
-def _blocks_behind(seed: int) -> Mapping[int, int]:
+def blocks_behind(seed: int) -> Mapping[int, int]:
     """The number of each known block behind a seed, by its hash; block 0 is what the seed itself gives."""
     generator = torch.Generator().manual_seed(seed)
     numbers: dict[int, int] = {}

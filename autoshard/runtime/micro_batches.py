@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -10,6 +11,13 @@ from torch.utils import _pytree as pytree
 
 from autoshard.errors import TraceError
 from autoshard.runtime.traced_step import Part
+
+
+@dataclass(frozen=True, slots=True)
+class CutBatch:
+    """A tensor of a batch that was cut where it was loaded: the rows of each micro-batch."""
+
+    parts: tuple[torch.Tensor, ...]
 
 
 def parts_of(args: Sequence[Any], kwargs: Mapping[str, Any], parts: int) -> list[Part]:
@@ -33,7 +41,8 @@ def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
 
 
 def _sizes(leaves: Sequence[Any]) -> set[int]:
-    return {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0}
+    cut = {sum(part.shape[0] for part in leaf.parts) for leaf in leaves if isinstance(leaf, CutBatch)}
+    return cut | {leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim() > 0}
 
 
 def _checked_size(leaves: list[Any], parts: int) -> int:
@@ -47,6 +56,8 @@ def _checked_size(leaves: list[Any], parts: int) -> int:
 
 
 def _cut(leaf: Any, size: int, parts: int) -> list[Any]:
+    if isinstance(leaf, CutBatch):
+        return list(leaf.parts)
     if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
         return [leaf] * parts
     return list(leaf.split(size // parts))

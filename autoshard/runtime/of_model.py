@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
 from types import MethodType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -40,6 +40,10 @@ class OfModel(nn.Module, ABC):
         """See `pickle`: the class is made anew."""
         (kind, *_), (model,) = type(self).__bases__, self._original
         return _new_for, (kind, type(model)), self.__getstate__()
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """See `torch.jit.script`, which asks here what to compile."""
+        refuse_capture(f"{type(self).__name__} (the compiled {type(self._original[0]).__qualname__})")
 
     def __getattr__(self, name: str) -> Any:
         """Members of this module, then attributes of the user's model."""
@@ -94,10 +98,20 @@ def _class_for(kind: type[OfModel], model_class: type[nn.Module]) -> type[OfMode
                 f"The traced code calls a {kind.__name__}, the compiled {model_class.__qualname__}, and a program "
                 "cannot call another one. Compile the whole alone, with the module that the part was made of."
             )
+        if torch.jit.is_tracing() or torch.compiler.is_exporting():
+            refuse_capture(f"{kind.__name__} (the compiled {model_class.__qualname__})")
         return kind.forward(self, *args, **kwargs)
 
     whole = torch.compiler.disable(forward, reason="autoshard has compiled the module: leave fullgraph=True out")
     return type(kind.__name__, (kind,), {"forward": whole, "__module__": kind.__module__})
+
+
+def refuse_capture(what: str) -> NoReturn:
+    """Raise `TraceError`: torch records or compiles what autoshard has compiled."""
+    raise TraceError(
+        f"torch.jit.script, torch.jit.trace and torch.export cannot capture a {what}, which runs a program of its own "
+        "on a mesh. Capture the module that it was made of; .export(folder) writes the weights for it."
+    )
 
 
 def _new_for(kind: type[OfModel], model_class: type[nn.Module]) -> OfModel:

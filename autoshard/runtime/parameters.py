@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from autoshard.errors import TraceError
 from autoshard.runtime.replaced_parameter import ReplacedParameter, stand_for
@@ -89,6 +90,18 @@ def give_buffers_memory(model: nn.Module, device: torch.device) -> None:
         if buffer.is_meta:
             path, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(path), leaf, made.setdefault(id(buffer), memory_of(buffer, device)))
+
+
+@torch.no_grad()
+def gather_buffers(model: nn.Module) -> None:
+    """Put the whole in the place of each buffer that is a DTensor: `spectral_norm` of a compiled layer makes them."""
+    made: dict[int, torch.Tensor] = {}
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if isinstance(buffer, DTensor):
+            path, _, leaf = name.rpartition(".")
+            if id(buffer) not in made:
+                made[id(buffer)] = buffer.full_tensor().clone()
+            setattr(model.get_submodule(path), leaf, made[id(buffer)])
 
 
 @contextmanager

@@ -44,10 +44,10 @@ from autoshard.runtime.lengths import Lengths, PaddingProof
 from autoshard.runtime.members import Members
 from autoshard.runtime.of_model import OfModel
 from autoshard.runtime.own_code import whole_parameters
-from autoshard.runtime.parameters import lent_parameters, outlined_parameters, refuse_new_parameters
+from autoshard.runtime.parameters import gather_buffers, lent_parameters, outlined_parameters, refuse_new_parameters
 from autoshard.runtime.results import Results
 from autoshard.runtime.seeds import SeedSequence
-from autoshard.runtime.signature import FlatCall, describe_call, key_of
+from autoshard.runtime.signature import FlatCall, check_devices, describe_call, key_of
 from autoshard.runtime.staged_forward import StagedForward
 from autoshard.runtime.state import extra_state_of, lay_out_state, may_draw, take_seeds, write_seeds
 from autoshard.runtime.step_agreement import Check, StepAgreement, facts_to_compile
@@ -104,6 +104,7 @@ class ShardedModule(OfModel, HasWeights):
         if self._members is None or not self._members.are_unchanged():
             if self._members is not None:
                 self._members.refuse_assigned_data()
+            gather_buffers(self._original[0])
             self._members = Members(self._original[0])
         return self._members
 
@@ -278,6 +279,8 @@ class ShardedModule(OfModel, HasWeights):
         """
         grad = self._wants_grad(call, members)
         key = key_of(call, members, grad=grad, updates=update is not None)
+        if runs:
+            check_devices(call.tensors, self._engine.device, {})
         self.agreement.enter(key, call.tensors if runs else {}, lambda: self._describe(call, grad))
         executable = self._known.find(key, lambda known: self._serves(known, call, update))
         self.agreement.post(executable, self.seeds)
@@ -448,6 +451,7 @@ class ShardedModule(OfModel, HasWeights):
         """What the program takes, in order, once the ranks agreed on the call."""
         assert self._members is not None, "the call's program is found"
         given, parameters = call.tensors, self._members.parameters
+        check_devices(given, self._engine.device, executable.traced_devices)
         result = []
         for kind, name in executable.input_names:
             if kind is InputKind.PARAMETER:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from autoshard.errors import TraceError
 from autoshard.ir.derivative import Derivatives
 from autoshard.ir.outputs import Outputs
 from autoshard.runtime.members import Members
@@ -85,6 +86,25 @@ def key_of(
         members.with_gradients if grad else members.without_gradients,
         tuple(torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) for kind in ("cpu", "cuda")),
     )
+
+
+def check_devices(tensors: Mapping[str, torch.Tensor], device: torch.device, traced: Mapping[str, str]) -> None:
+    """Raise `TraceError` for inputs that have no values, or lie on another device than the one they were traced on.
+
+    Args:
+        tensors: inputs by name.
+        device: the model's.
+        traced: the type of the device of each input whose call was traced.
+    """
+    for name, tensor in tensors.items():
+        found = tensor.device.type
+        if found != device.type and (found == "meta" or traced.get(name, found) != found):
+            wanted = traced.get(name, device.type)
+            raise TraceError(
+                f"{name} of shape={tuple(tensor.shape)} is on device={str(tensor.device)!r}, and the call computes on "
+                f"{wanted!r}: move it with .to({wanted!r}). Tensors on 'meta' have no values, and serve as "
+                "example_inputs alone."
+            )
 
 
 def describe_call(call: FlatCall, *, grad: bool, training: bool) -> str:

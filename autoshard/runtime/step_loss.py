@@ -22,8 +22,10 @@ class StepLoss(torch.Tensor):
     """The loss of a step that has run; see the module's docstring."""
 
     @classmethod
-    def of(cls, loss: torch.Tensor) -> StepLoss:
-        """The loss."""
+    def of(cls, loss: torch.Tensor) -> torch.Tensor:
+        """The loss; a tensor of another class, such as a fake one, stays as it is."""
+        if type(loss) is not torch.Tensor:
+            return loss
         made = loss.as_subclass(cls)
         vars(made)["plain"] = loss
         return made
@@ -42,7 +44,7 @@ class StepLoss(torch.Tensor):
                 "loss.backward() and optimizer.step() out; or compile without optimizer= for a loop of your own."
             )
         result = func(*args, **keywords)
-        is_scaled = func.__name__ in _SCALES and type(result) is torch.Tensor and not result.requires_grad
+        is_scaled = func.__name__ in _SCALES and isinstance(result, torch.Tensor) and not result.requires_grad
         return cls.of(result) if is_scaled else result
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -22,6 +22,7 @@ from autoshard.runtime.graphed_passes import GraphedPasses
 from autoshard.runtime.has_weights import HasWeights
 from autoshard.runtime.members import Members
 from autoshard.runtime.micro_batches import parts_of
+from autoshard.runtime.of_model import refuse_capture
 from autoshard.runtime.optimizer_state import HyperparameterText, lay_out_loaded_state
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.stage_messages import StageMessages
@@ -126,6 +127,10 @@ class TrainStep(HasWeights):
         if self._traced is not None and not self._needs_gradients(members):
             return self._traced.run(self._parts(args, kwargs), members)
         return self._run(self._parts(args, kwargs))
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """See `torch.jit.script`, which asks here what to compile."""
+        refuse_capture("TrainStep")
 
     def compile_for(self, *args: Any, **kwargs: Any) -> Plan | None:
         """Compile the program of a step on a global batch now, without running it; returns its plan."""

@@ -19,7 +19,7 @@ from cost_models.device import HostLink
 from cost_models.hardware import Cluster, node_type
 from passes.lower_program import prepare
 from passes.memory.liveness import find_lifetimes
-from passes.plan_of_choice import plan_of_choice
+from passes.plan_of_choice import lowered_plan
 from passes.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, RecomputeOptions, find_options
@@ -142,7 +142,7 @@ def plan_of_decisions(
     again, strategies = problem.again(decided), problem.without_keepings(decided)
     running, counts = with_again(planning, again), planning.counts()
     cost = running.assignment.cost_of(strategies)
-    plan = plan_of_choice(running, strategies, cost, None, cluster, PlanOptions())
+    plan = lowered_plan(running, strategies, cost, None, cluster, PlanOptions()).plan
     return dataclasses.replace(
         plan,
         recompute=Recompute(again.recomputed, options.candidates(RECOMPUTED, counts)),

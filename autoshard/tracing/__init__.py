@@ -3,6 +3,7 @@
 The one folder that uses private interfaces of torch.
 """
 
+import autoshard.tracing.grouped_products  # noqa: F401  (registers its kernel)
 from autoshard.tracing.elide import ElidedModel, elide_blocks, without
 from autoshard.tracing.guards import check_guards
 from autoshard.tracing.initialisers import record_initialisation

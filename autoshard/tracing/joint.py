@@ -32,6 +32,7 @@ from autoshard.tracing.calling import Call, Result, flatten_result
 from autoshard.tracing.checks import keeping_checks
 from autoshard.tracing.concrete import Reads, Value, answer_reads
 from autoshard.tracing.experts import keep_experts_whole
+from autoshard.tracing.higher_order import calling_plainly
 from autoshard.tracing.precision import Casts, cast_parameters, check_unchanged, place_casts, widen_scalar
 from autoshard.tracing.provenance import ProvenanceMode
 from autoshard.tracing.python_use import Accesses
@@ -138,6 +139,7 @@ class FlatModule(nn.Module):
             stack.enter_context(self._provenance)
             stack.enter_context(WriteAssignedData())
             stack.enter_context(self.accesses.recording())
+            stack.enter_context(calling_plainly(flat))
             value = self._options.call(model, args, kwargs)
             found = kept()
         check_unchanged(narrow)

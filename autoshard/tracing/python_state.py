@@ -5,24 +5,39 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from autoshard.errors import TraceError
 from autoshard.ir.fingerprint import fingerprint
 from autoshard.ir.program import Program
+from autoshard.ir.python_values import held_by, is_record, is_setting, text_of
+
+_OWN = frozenset(nn.Module().__dict__) - {"training"}
+"""The attributes that every module has; they hold tensors, modules and hooks."""
 
 State = Mapping[tuple[str, str], Any]
-"""Numbers, strings, truth values and containers of them that modules hold, by the module's name and the attribute's."""
+"""Texts of numbers, arrays, configurations and containers of them, by the module's name and the attribute's path."""
 
 
 def python_state(model: nn.Module) -> State:
-    """What plain values the modules of a model hold now."""
+    """What plain values and what holds them the modules of a model have now."""
     return {
-        (name, attribute): repr(value)
+        (name, path): text_of(value)
         for name, module in model.named_modules()
-        for attribute, value in vars(module).items()
-        if _is_plain(value)
+        for attribute, held in vars(module).items()
+        if attribute not in _OWN and not isinstance(held, torch.Tensor) and is_setting(held)
+        for path, value in _opened(attribute, held)
     }
+
+
+def _opened(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """A value by the path to it; of an object that only holds settings, each of these."""
+    if not is_record(value):
+        yield path, value
+        return
+    for name, item in held_by(value).items():
+        yield from _opened(f"{path}.{name}", item)
 
 
 def refuse_counting(
@@ -60,13 +75,6 @@ def counting_note(model: nn.Module, counting: frozenset[tuple[str, str]]) -> Ite
 
 def _names(attributes: frozenset[tuple[str, str]]) -> str:
     return ", ".join(sorted(f"{name}.{attribute}".removeprefix(".") for name, attribute in attributes))
-
-
-def _is_plain(value: Any, depth: int = 3) -> bool:
-    if value is None or isinstance(value, (bool, int, float, complex, str)):
-        return True
-    items = (*value, *value.values()) if type(value) is dict else value if type(value) in (list, tuple, set) else None
-    return items is not None and depth > 0 and all(_is_plain(item, depth - 1) for item in items)
 
 
 def _changed(before: State, after: State) -> frozenset[tuple[str, str]]:

@@ -14,7 +14,8 @@ from typing import Any
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from autoshard.ir.python_guards import PLAIN, PythonUse
+from autoshard.ir.python_guards import PythonUse
+from autoshard.ir.python_values import PLAIN
 
 _NOT_READ = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"})
 """Members and modes: a program is looked up by parameters, buffers and modes; submodules are always guarded."""
@@ -74,7 +75,7 @@ class Accesses:
             if type(module).__module__.startswith("autoshard.tracing"):
                 continue
             title = titles.get(id(module), type(module).__qualname__)
-            names.append((title, module, tuple(sorted(n for n in found if _matters(n) and (title, n) not in counting))))
+            names.append((title, module, tuple(sorted(filter(_matters, found)))))
         classes = _class_attributes(names)
         members = [(f"{title}._modules", module._modules) for title, module, _ in names]
         settings = tuple(
@@ -82,7 +83,8 @@ class Accesses:
             for module, name, value in self._set
             if id(module) in titles and _matters(name) and (titles[id(module)], name) not in counting
         )
-        return PythonUse((*names, *classes), (*members, *_global_hooks()), settings)
+        ignored = frozenset(f"{title}.{name}".removeprefix(".") for title, name in counting)
+        return PythonUse((*names, *classes), (*members, *_global_hooks()), settings, counting=ignored)
 
 
 class _Noted(dict[int, tuple[nn.Module, set[str]]]):

@@ -61,18 +61,26 @@ def _may_decline(node: _Node) -> bool:
 
 def own_gradients(outputs: Sequence[Tensor]) -> tuple[str, ...]:
     """Names of the Python functions, not of torch or autoshard, that autograd comes to from outputs."""
+    functions = (getattr(node, "_forward_cls", None) for node in _nodes(outputs) if isinstance(node, BackwardCFunction))
+    return tuple({f.__qualname__: None for f in functions if f is not None and not f.__module__.startswith(_LIBRARIES)})
+
+
+def inputs_behind(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
+    """The inputs that autograd comes to from any output, by way of Python functions too."""
+    found = _nodes(outputs)
+    return [x for x in inputs if x.requires_grad and get_gradient_edge(x).node in found]
+
+
+def _nodes(outputs: Sequence[Tensor]) -> dict[_Node, None]:
+    """Nodes of autograd's graph behind outputs, in a steady order."""
     waiting = [get_gradient_edge(output).node for output in outputs if output.requires_grad]
-    seen: set[_Node] = set(waiting)
-    found: dict[str, None] = {}
+    seen: dict[_Node, None] = dict.fromkeys(waiting)
     while waiting:
         node: _Node = waiting.pop()
-        function: Any = getattr(node, "_forward_cls", None) if isinstance(node, BackwardCFunction) else None
-        if function is not None and not function.__module__.startswith(_LIBRARIES):
-            found[function.__qualname__] = None
-        behind = {item for item, _ in node.next_functions if item is not None} - seen
-        seen |= behind
+        behind = {item: None for item, _ in node.next_functions if item is not None and item not in seen}
+        seen.update(behind)
         waiting += behind
-    return tuple(found)
+    return seen
 
 
 _LIBRARIES = ("torch.", "autoshard.")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,6 +59,8 @@ def keep_operators_whole(*, wide_losses: bool = False) -> Iterator[None]:
 
 def _drop(x: Tensor, p: float) -> Tensor:
     """Dropout with 0 < p < 1 by the counter-based generator."""
+    if is_transformed():  # vmap has rules, and a mode of randomness, for the operator that torch draws with
+        return x * torch.bernoulli(torch.full_like(x, 1.0 - p)) / (1.0 - p)
     sites = SITES.get()
     return torch.ops.autoshard.dropout(x, sites.seed, p, sites.take(), [0] * x.dim(), list(x.shape))
 
@@ -112,6 +115,10 @@ def _attention_4d(
 ) -> Tensor:
     probabilities = [q.size(0), q.size(1), q.size(2), k.size(2)]
     seed, site = None, 0
+    if dropout_p > 0.0 and is_transformed():
+        drop = partial(_dropout, p=dropout_p, train=True)
+        rest = (None, 0.0, is_causal, scale, site, [0, 0, 0, 0], probabilities)
+        return kernels.attention_composite(q, k, v, mask, *rest, drop)[0]
     if dropout_p > 0.0:
         sites = SITES.get()
         seed, site = sites.seed, sites.take()

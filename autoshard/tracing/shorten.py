@@ -3,6 +3,7 @@
 Before → after: `layers = [A, A, A, ..., A]` becomes `[A, A]`, and it is remembered how many blocks of which kind there
 were. Blocks are alike if their modules have the same classes, parameters and buffers of the same names, shapes and
 dtypes (trained or not), and the same plain attributes; an attribute that counts the blocks (`layer_idx`) may differ.
+A list may have None in a block's place: all None are alike.
 """
 
 from __future__ import annotations
@@ -84,8 +85,10 @@ def _block_list(path: str, kinds: tuple[int, ...], kept: int) -> BlockList:
     return BlockList(path, kinds, tuple(positions))
 
 
-def _signature(block: nn.Module, counting: frozenset[tuple[str, str]]) -> object:
+def _signature(block: nn.Module | None, counting: frozenset[tuple[str, str]]) -> object:
     """What two blocks must agree in to be alike."""
+    if block is None:
+        return None
     modules = tuple((name, type(module)) for name, module in block.named_modules())
     tensors = (*block.named_parameters(), *block.named_buffers())
     forms = tuple((name, tuple(item.shape), item.dtype, item.requires_grad) for name, item in tensors)
@@ -105,11 +108,12 @@ def _plain(block: nn.Module) -> dict[tuple[str, str], object]:
 
 def _counting_attributes(blocks: nn.ModuleList) -> frozenset[tuple[str, str]]:
     """Attributes that number the blocks: one more in each than in the one before."""
-    values = [_plain(block) for block in blocks]
+    values = {index: _plain(block) for index, block in enumerate(blocks) if block is not None}
+    start = min(values)
     return frozenset(
         key
-        for key, first in values[0].items()
-        if type(first) is int and all(item.get(key) == first + index for index, item in enumerate(values))
+        for key, first in values[start].items()
+        if type(first) is int and all(item.get(key) == first + index - start for index, item in values.items())
     )
 
 

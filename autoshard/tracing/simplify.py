@@ -2,7 +2,7 @@
 
 detach(x), alias(x), lift_fresh_copy(x), expand or view to the shape it has, t(t(x))   ->   x
 cat([x, an empty tensor])                                                              ->   x
-a constant tensor whose elements are all equal                                         ->   full(...)
+a constant tensor whose elements are all equal, a number that becomes a tensor         ->   full(...)
 as_strided(x, ...)                                       ->   as_strided(x as one dim, in the order of its memory, ...)
 
 The last, because a value that moves between devices keeps its elements but not its strides.
@@ -66,6 +66,8 @@ class Copier:
         if same is not None:
             self._copies[node] = same
             return same
+        if node.target is _ATEN._to_copy.default and not node.all_input_nodes:
+            return self._remember(node, self._full(node.meta["val"], node.args[0], _base_name(node)))
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.node)
         if node.target is _ATEN.cat.default:
             args = (_without_empty(args[0]), *args[1:])
@@ -144,12 +146,13 @@ class Copier:
             return self._hold(f"constant_{node.target}", value)
         node.meta.setdefault("val", torch.empty_like(value, device="meta"))
         if _is_uniform(value):
-            fill = value.flatten()[0].item() if value.numel() else 0
-            options = {"dtype": value.dtype, "device": node.meta["val"].device, "pin_memory": False}
-            return self.graph.create_node(
-                "call_function", _ATEN.full.default, (list(value.shape), fill), options, name="constant"
-            )
+            return self._full(node.meta["val"], value.flatten()[0].item() if value.numel() else 0, "constant")
         return self._hold(f"constant_{_digest(value)}", value)
+
+    def _full(self, like: Tensor, number: Any, name: str) -> fx.Node:
+        options = {"dtype": like.dtype, "device": like.device, "pin_memory": False}
+        args = (list(like.shape), number)
+        return self.graph.create_node("call_function", _ATEN.full.default, args, options, name=name)
 
     def _hold(self, name: str, value: Any) -> fx.Node:
         if isinstance(value, Tensor):

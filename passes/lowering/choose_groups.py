@@ -102,13 +102,6 @@ def choose_groups(graph: fx.Graph, device: Device | None) -> tuple[ChosenGroup, 
     return _Choice(graph, device).run()
 
 
-def view_base(node: fx.Node) -> fx.Node:
-    """What a node is a view of, or itself."""
-    while is_view(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
 def is_view(node: fx.Node) -> bool:
     """Whether a node names the elements of its operand by other indices."""
     if len(node.all_input_nodes) != 1:

@@ -54,11 +54,6 @@ class Traffic:
         return Traffic(self.launches * times, self.memory_bytes * times)
 
 
-def count_launches(graph_module: fx.GraphModule) -> Traffic:
-    """The launches and bytes of one run of a lowered program; nodes have fake values in `meta["val"]`."""
-    return sum((traffic_of(node) for node in graph_module.graph.nodes), Traffic())
-
-
 def traffic_of(node: fx.Node) -> Traffic:
     """The launches and bytes of one node."""
     if not is_launch(node):

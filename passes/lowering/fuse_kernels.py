@@ -20,7 +20,7 @@ for. `passes.verification.expand_kernels` is the way back, by which a fused prog
 from __future__ import annotations
 
 import operator
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -70,12 +70,6 @@ class FuseKernels:
                 _replace_alone(node)
         _drop_views(fusion.graph_module.graph)
         return _copy(fusion.graph_module, fusion.names)
-
-
-def fused_calls(graph_module: fx.GraphModule) -> Counter[str]:
-    """How often each kernel is called, by the kernel's name."""
-    names = (str(node.target) for node in graph_module.graph.nodes)
-    return Counter(name for name in names if name.startswith("autoshard.triton_"))
 
 
 def _copy(graph_module: fx.GraphModule, names: Mapping[fx.Node, str]) -> fx.GraphModule:

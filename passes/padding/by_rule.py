@@ -23,7 +23,7 @@ from autoshard.ir.spec import Reduction
 from autoshard.rules.notation import BoundRule, Dims
 from autoshard.rules.registry import bound_rule
 from autoshard.tracing.bounded import ROWWISE, runs_as_it_is
-from passes.padding.contents import Content, constant, content_of_call, content_of_type, either, is_masked, masked_sum
+from passes.padding.contents import Content, constant, content_of_type, either, is_masked, masked_sum
 from passes.padding.padded_calls import PaddedCall, Results
 from passes.padding.padded_values import CLEAN, Dim, PaddedValue, Place, ReachedError, Region, is_padded_part
 
@@ -61,15 +61,15 @@ def _clean(call: PaddedCall) -> Results:
         None
         if value is None
         else PaddedValue.of(
-            [((size, size),) for size in value.shape], lambda _, index=index: _made(call, index, operands, [True])
+            [((size, size),) for size in value.shape], lambda _, index=index: _made(call, index, operands, CLEAN)
         )
         for index, value in enumerate(tensor_values(call.node))
     )
 
 
-def _made(call: PaddedCall, result: int, operands: Sequence[Content], are_clean: Sequence[bool]) -> Content:
+def _made(call: PaddedCall, result: int, operands: Sequence[Content], region: Region) -> Content:
     """What a call makes of elements of its operands; of results behind the first, any number of their type."""
-    found = content_of_call(call.node, operands, are_clean=are_clean)
+    found = call.content(operands, region)
     if not result:
         return found
     value = tensor_values(call.node)[result]
@@ -116,6 +116,8 @@ class _Ruled:
             index: PaddedValue.of(self._dims(number, index), self._content_of(number, index, reduced))
             for number, index in enumerate(present)
         }
+        for value in list(made.values())[:1]:
+            self.call.check_weights(content for region, content in value.contents.items() if region)
         return tuple(made.get(index) for index in range(len(tensor_values(self.call.node))))
 
     def _padded(self) -> list[str]:
@@ -202,14 +204,17 @@ class _Ruled:
 
         def content(region: Region) -> Content:
             if self.bound.transparent:
-                return self._operands(result, region, frozenset())[0]
+                first, *others = self._operands(result, region, frozenset())
+                return replace(first, is_clean=False, is_like_clean=False) if others and region else first
             if not is_pointwise and self._has_zero_addends(result, region, subsets):
                 return constant(0)
             found = [self._operands(result, region, labels) for labels in subsets]
             if mask := self._added_mask(found):
                 return masked_sum(mask)
             together = [combine(items) for items in zip(*found, strict=True)]
-            return _made(self.call, index, together, [self._is_clean(result, region, i) for i in range(len(together))])
+            are_clean = [item.is_clean or self._is_clean(result, region, i) for i, item in enumerate(together)]
+            operands = [replace(item, is_clean=is_clean) for item, is_clean in zip(together, are_clean, strict=True)]
+            return _made(self.call, index, operands, region)
 
         return content
 

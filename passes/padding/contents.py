@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,9 @@ _MASKED = -5e3
 class Content:
     """The numbers from `low` to `high`; where `is_finite`, none of them is infinite or no number.
 
+    `is_clean`: they are those of the clean part, as where a row is repeated. `is_like_clean`: they are infinite only
+    where those of the clean part are, as scores are to which a mask without padding is added.
+
     Example:
         >>> constant(0.0).is_constant, UNKNOWN.is_constant
         (True, False)
@@ -40,6 +43,13 @@ class Content:
     low: float
     high: float
     is_finite: bool
+    is_clean: bool = field(default=False, compare=False)
+    is_like_clean: bool = field(default=False, compare=False)
+
+    @property
+    def has_no_infinity_of_its_own(self) -> bool:
+        """Whether elements are finite, where those of the clean part are."""
+        return self.is_finite or self.is_clean or self.is_like_clean
 
     @property
     def is_constant(self) -> bool:
@@ -82,7 +92,11 @@ def either(contents: Iterable[Content]) -> Content:
     """The content of elements that have one of these contents."""
     known = list(contents)
     return Content(
-        min(item.low for item in known), max(item.high for item in known), all(item.is_finite for item in known)
+        min(item.low for item in known),
+        max(item.high for item in known),
+        all(item.is_finite for item in known),
+        is_clean=len(known) == 1 and known[0].is_clean,
+        is_like_clean=all(item.has_no_infinity_of_its_own for item in known),
     )
 
 
@@ -96,20 +110,15 @@ def masked_sum(mask: Content) -> Content:
     return Content(-math.inf, 0.9 * mask.high, mask.is_finite)
 
 
-def content_of_call(node: fx.Node, operands: Sequence[Content], *, are_clean: Sequence[bool] = ()) -> Content:
-    """The content of elements that a call makes of elements of its operands.
-
-    Args:
-        node: the call.
-        operands: contents of its tensor operands, in order.
-        are_clean: the operands whose elements are those of a clean part. A clean part is as finite as on one device.
-    """
+def content_of_call(node: fx.Node, operands: Sequence[Content]) -> Content:
+    """The content of elements that a call makes of elements of its operands, given in order."""
     dtype = _dtype_of(node)
     if dtype is None or dtype.is_complex:
         return UNKNOWN if dtype is None else Content(-math.inf, math.inf, all(item.is_finite for item in operands))
-    are_clean = are_clean or [False] * len(operands)
-    made = _compute(node, operands) or _combine(node, operands, dtype)
-    return made or _bound(node, operands, are_clean, dtype)
+    made = _compute(node, operands) or _combine(node, operands, dtype) or _bound(node, operands, dtype)
+    if operands and _is_pointwise(node) and all(item.is_clean for item in operands):
+        return replace(made, is_clean=True)
+    return made
 
 
 def _dtype_of(node: fx.Node) -> torch.dtype | None:
@@ -129,7 +138,7 @@ def _from_range(found: Range, *, is_finite: bool) -> Content:
 
 def _compute(node: fx.Node, operands: Sequence[Content]) -> Content | None:
     """One number, where all operands are one number each: by the operator itself."""
-    if torch.Tag.pointwise not in getattr(node.target, "tags", ()) or not operands:
+    if not _is_pointwise(node) or not operands:
         return None
     if not all(item.is_constant and (abs(item.low) < _EXACT or not item.is_finite) for item in operands):
         return None
@@ -151,21 +160,32 @@ _Function = Callable[[fx.Node, Sequence[Content]], Content | None]
 def _arguments(node: fx.Node, operands: Sequence[Content]) -> list[Content]:
     """Contents of the positional arguments, of which some may be numbers."""
     given = iter(operands)
-    return [next(given) if isinstance(item, fx.Node) else constant(item) for item in node.args]
+    return [next(given) if isinstance(item, fx.Node) else replace(constant(item), is_clean=True) for item in node.args]
 
 
 def _where(node: fx.Node, operands: Sequence[Content]) -> Content | None:
     condition, one, other = _arguments(node, operands)
-    if condition.is_constant:
-        return one if condition.low else other
-    return either((one, other))
+    return _chosen(condition, one, other)
 
 
 def _masked_fill(node: fx.Node, operands: Sequence[Content]) -> Content | None:
     x, mask, value = _arguments(node, operands)
-    if mask.is_constant:
-        return value if mask.low else x
-    return either((x, value))
+    return _chosen(mask, value, x)
+
+
+def _chosen(condition: Content, one: Content, other: Content) -> Content:
+    """One where the condition holds, else the other."""
+    if not condition.is_constant:
+        made = either((one, other))
+        return replace(made, is_like_clean=made.is_like_clean and condition.is_clean)
+    found, left = (one, other) if condition.low else (other, one)
+    # The clean part, where it is not chosen alike, is infinite.
+    is_like_clean = found.has_no_infinity_of_its_own and (condition.is_clean or _is_infinity(left))
+    return replace(found, is_clean=False, is_like_clean=is_like_clean)
+
+
+def _is_infinity(content: Content) -> bool:
+    return content.is_constant and math.isinf(content.low)
 
 
 def _mul(node: fx.Node, operands: Sequence[Content]) -> Content | None:
@@ -177,12 +197,20 @@ def _mul(node: fx.Node, operands: Sequence[Content]) -> Content | None:
 
 def _and(node: fx.Node, operands: Sequence[Content]) -> Content | None:
     given = _arguments(node, operands)
-    return constant(0) if any(item.is_zero for item in given) else None
+    return constant(0) if any(item.is_zero for item in given) else _other_than(1, node, given)
 
 
 def _or(node: fx.Node, operands: Sequence[Content]) -> Content | None:
     given = _arguments(node, operands)
-    return constant(1) if _are_boolean(node) and any(item.is_only(1) for item in given) else None
+    is_true = _are_boolean(node) and any(item.is_only(1) for item in given)
+    return constant(1) if is_true else _other_than(0, node, given)
+
+
+def _other_than(neutral: float, node: fx.Node, given: Sequence[Content]) -> Content | None:
+    """The one of two booleans that decides, beside one that changes nothing."""
+    if not _are_boolean(node) or len(given) != 2 or not any(item.is_only(neutral) for item in given):
+        return None
+    return given[1] if given[0].is_only(neutral) else given[0]
 
 
 def _are_boolean(node: fx.Node) -> bool:
@@ -226,7 +254,7 @@ def _is_equal(node: fx.Node, operands: Sequence[Content]) -> Content | None:
     one, other = _arguments(node, operands)
     if one.is_finite and other.is_finite:
         return constant(0) if one.high < other.low or other.high < one.low else None
-    is_infinity = [item.is_constant and math.isinf(item.low) for item in (one, other)]
+    is_infinity = [_is_infinity(item) for item in (one, other)]
     are_apart = (is_infinity[0] and other.is_finite) or (is_infinity[1] and one.is_finite)
     return constant(0) if are_apart else None
 
@@ -282,20 +310,21 @@ _FUNCTIONS: Mapping[Any, _Function] = {
 
 
 def _combine(node: fx.Node, operands: Sequence[Content], dtype: torch.dtype) -> Content | None:
-    function = _FUNCTIONS.get(getattr(node.target, "overloadpacket", None))
+    function = _FUNCTIONS.get(_packet(node))
     return None if function is None else function(node, operands)
 
 
 # All other operators: by their ranges.
 
 
-def _bound(node: fx.Node, operands: Sequence[Content], are_clean: Sequence[bool], dtype: torch.dtype) -> Content:
+def _bound(node: fx.Node, operands: Sequence[Content], dtype: torch.dtype) -> Content:
     if not dtype.is_floating_point:
         return _bound_whole(node, operands, dtype)
     if not all(item.is_finite for item in operands):
-        return UNKNOWN
+        is_like_clean = _is_pointwise(node) and all(item.has_no_infinity_of_its_own for item in operands)
+        return replace(UNKNOWN, is_like_clean=is_like_clean)
     found = _range_of(node, operands)
-    return _from_range(found, is_finite=_stays_finite(node, operands, are_clean) or found.is_finite)
+    return _from_range(found, is_finite=stays_finite(node, operands) or found.is_finite)
 
 
 def _bound_whole(node: fx.Node, operands: Sequence[Content], dtype: torch.dtype) -> Content:
@@ -318,9 +347,16 @@ def _divisor(node: fx.Node, operands: Sequence[Content]) -> bool:
 
 
 def _exponent(node: fx.Node, operands: Sequence[Content]) -> bool:
-    exponent = node.args[1]
+    base, exponent = node.args
+    if isinstance(base, int | float):
+        return base > 0
     is_whole = isinstance(exponent, int | float) and exponent >= 0 and float(exponent).is_integer()
     return is_whole or operands[0].low > 0
+
+
+def _has_epsilon(node: fx.Node, operands: Sequence[Content]) -> bool:
+    epsilon = node.args[-1]
+    return epsilon is None or (isinstance(epsilon, int | float) and epsilon > 0)
 
 
 def _never(node: fx.Node, operands: Sequence[Content]) -> bool:
@@ -328,20 +364,38 @@ def _never(node: fx.Node, operands: Sequence[Content]) -> bool:
 
 
 _RISKS: Mapping[Any, Callable[[fx.Node, Sequence[Content]], bool]] = {
-    **dict.fromkeys((aten.log, aten.log2, aten.log10, aten.rsqrt, aten.reciprocal), _positive),
-    aten.sqrt: lambda node, operands: operands[0].low >= 0,
+    **dict.fromkeys((aten.log, aten.log2, aten.log10, aten.sqrt, aten.rsqrt, aten.reciprocal), _positive),
     aten.log1p: lambda node, operands: operands[0].low > -1,
     **dict.fromkeys((aten.div, aten.true_divide, aten.floor_divide, aten.remainder, aten.fmod), _divisor),
-    aten.pow: _exponent,
+    **dict.fromkeys((aten.pow, aten.float_power), _exponent),
     **dict.fromkeys(
         (aten.acos, aten.asin, aten.acosh, aten.atanh, aten.erfinv, aten.logit, aten.lgamma, aten.digamma, aten.xlogy),
         _never,
     ),
+    **dict.fromkeys((aten.atan2, aten.angle, aten.hypot, aten.special_entr, aten.special_ndtri), _never),
+    **dict.fromkeys((aten.native_layer_norm, aten.native_group_norm, aten._fused_rms_norm), _has_epsilon),
+    **dict.fromkeys((aten.polygamma, aten.special_xlog1py, aten.special_zeta), _never),
     **dict.fromkeys((aten.addcdiv, aten.linalg_inv_ex, aten.linalg_solve_triangular, aten.linalg_cholesky_ex), _never),
 }
-"""Operators that make infinities, or what is no number, of some finite numbers; and of which they do not."""
+"""Operators with infinite results or gradients for some finite numbers; and for which operands they are finite."""
+
+_SOFTMAX = frozenset((aten._softmax, aten._log_softmax, aten.softmax, aten.log_softmax, aten.logsumexp))
 
 
-def _stays_finite(node: fx.Node, operands: Sequence[Content], are_clean: Sequence[bool]) -> bool:
-    holds = _RISKS.get(getattr(node.target, "overloadpacket", None))
-    return holds is None or all(are_clean) or holds(node, operands)
+def weighs(node: fx.Node) -> bool:
+    """Whether a call is a softmax, whose gradients are no numbers where all scores are -inf."""
+    return _packet(node) in _SOFTMAX
+
+
+def stays_finite(node: fx.Node, operands: Sequence[Content]) -> bool:
+    """Whether a call makes finite results, with finite gradients, of finite numbers; or those of clean parts alone."""
+    holds = _RISKS.get(_packet(node))
+    return holds is None or all(item.is_clean for item in operands) or holds(node, operands)
+
+
+def _packet(node: fx.Node) -> Any:
+    return getattr(node.target, "overloadpacket", None)
+
+
+def _is_pointwise(node: fx.Node) -> bool:
+    return torch.Tag.pointwise in getattr(node.target, "tags", ())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,7 +89,8 @@ def _looked_up(x: PaddedValue, kept: Region, indices: dict[int, tuple[Content, b
             regions = [region | {(dim, 0)} for region in regions]
         elif not index.lies_in(0, exact - 1):
             regions = [*regions, *(region | {(dim, 0)} for region in regions)]
-    return either(map(x.content, regions))
+    # Padding looks up other elements than the clean part does.
+    return replace(either(map(x.content, regions)), is_clean=False, is_like_clean=False)
 
 
 def _check_from_start(index: Content) -> None:

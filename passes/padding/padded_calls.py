@@ -7,7 +7,7 @@ that the table does not name follow their sharding rules (`by_rule`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,10 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoshard.ir.program import tensor_values
-from passes.padding.contents import Content, content_of_call
+from passes.padding.contents import Content, content_of_call, stays_finite, weighs
 from passes.padding.padded_values import Dim, PaddedValue, ReachedError, Region
+
+_NO_GRADIENT = "may make infinities, or no numbers, of padding, and so may its gradient"
 
 Results = tuple[PaddedValue | None, ...]
 CallFunction = Callable[["PaddedCall"], Results]
@@ -32,12 +34,14 @@ class PaddedCall:
         exact: the call in the exact program.
         operands: its tensor operands, in order.
         values: the padded values of nodes.
+        has_gradient: whether gradients of parameters, or of inputs, go through it.
     """
 
     node: fx.Node
     exact: fx.Node
     operands: tuple[PaddedValue, ...]
     values: Mapping[fx.Node, Any]
+    has_gradient: bool = False
 
     @property
     def target(self) -> Any:
@@ -80,9 +84,21 @@ class PaddedCall:
         """The dims of the first result, each of one part."""
         return tuple(((padded, exact),) for padded, exact in zip(self.shapes(0)[0], self.shapes(1)[0], strict=True))
 
+    def check_weights(self, contents: Iterable[Content]) -> None:
+        """Raise `ReachedError` where weights in padding may be no numbers, and so their gradients."""
+        if self.has_gradient and weighs(self.node) and not all(item.has_no_infinity_of_its_own for item in contents):
+            raise ReachedError(_NO_GRADIENT)
+
     def content(self, operands: Sequence[Content], region: Region) -> Content:
-        """The content of a region of the result, from those of the operands there."""
-        return content_of_call(self.node, operands, are_clean=[not region] * len(operands))
+        """The content of a region of the result, from those of the operands there.
+
+        Raises:
+            ReachedError: gradients may be no numbers in padding. Such a gradient reaches parameters even where the
+                result itself is left out, as zero times infinity is no number.
+        """
+        if region and self.has_gradient and not stays_finite(self.node, operands):
+            raise ReachedError(_NO_GRADIENT)
+        return content_of_call(self.node, operands)
 
 
 @dataclass(frozen=True, slots=True)

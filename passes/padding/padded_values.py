@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from passes.padding.contents import Content, either
 
@@ -51,7 +51,9 @@ class PaddedValue:
     def of(cls, dims: Sequence[Dim], content: Callable[[Region], Content]) -> PaddedValue:
         """The value with the content of each of its regions."""
         dims = tuple(dims)
-        return cls(dims, {region: content(region) for region in regions_of(padded_places(dims))})
+        contents = {region: content(region) for region in regions_of(padded_places(dims))}
+        contents[CLEAN] = replace(contents[CLEAN], is_clean=True)
+        return cls(dims, contents)
 
     @property
     def places(self) -> tuple[Place, ...]:

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import logging
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ import passes.padding.lookups
 import passes.padding.moves
 import passes.padding.weighting  # noqa: F401  (fill the table of calls)
 from autoshard.errors import TraceError
-from autoshard.ir.program import InputKind, OutputKind, Program
+from autoshard.ir.program import InputKind, OutputKind, Program, tensor_values
 from autoshard.rules.ranges import range_of_values
 from autoshard.runtime.compiler import Request
 from autoshard.runtime.lengths import Grown, PaddingProof
@@ -61,7 +61,7 @@ def prove_padding(
         length: of the padded inputs.
         fills: what the padding of an input holds, by its name in programs: "input:0".
     """
-    reason = ""
+    reason, trained = "", _trained(padded)
     for as_compiled in (False, True):
         asked = [
             replace(item, forward_only=True, update=None, as_compiled=as_compiled) for item in (padded, *exact.values())
@@ -73,7 +73,10 @@ def prove_padding(
             return PaddingProof(reason=reason or "the call with padding, or one without, cannot be traced")
         try:
             _check_gradients(program)
-            found = [_Pair(program, other, fills).cuts(length, own) for own, other in zip(exact, others, strict=True)]
+            found = [
+                _Pair(program, other, fills, trained).cuts(length, own)
+                for own, other in zip(exact, others, strict=True)
+            ]
             if any(cuts != found[0] for cuts in found):
                 raise ReachedError("a result does not grow as the inputs do")
             return PaddingProof(found[0], as_compiled=as_compiled)
@@ -84,6 +87,16 @@ def prove_padding(
     return PaddingProof(reason=reason)
 
 
+def _trained(request: Request) -> set[str]:
+    """Names of the parameters and inputs that have gradients."""
+    if not request.grad:
+        return set()
+    leaves = pytree.tree_leaves((request.args, dict(request.kwargs)))
+    inputs = {f"input:{number}": leaf for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+    named = {**dict(request.model.named_parameters()), **inputs}
+    return {name for name, tensor in named.items() if tensor.requires_grad}
+
+
 def _check_gradients(program: Program) -> None:
     if program.own_gradients:
         raise ReachedError(f"the gradient of {program.own_gradients[0]} is written by hand")
@@ -92,8 +105,8 @@ def _check_gradients(program: Program) -> None:
 class _Pair:
     """A padded program and an exact one."""
 
-    def __init__(self, padded: Program, exact: Program, fills: Mapping[str, float]) -> None:
-        self._padded, self._exact, self._fills = padded, exact, fills
+    def __init__(self, padded: Program, exact: Program, fills: Mapping[str, float], trained: Collection[str]) -> None:
+        self._padded, self._exact, self._fills, self._trained = padded, exact, fills, trained
 
     def cuts(self, length: int, exact: int) -> Mapping[int, Grown]:
         """The dims of each result that grow with the inputs.
@@ -103,9 +116,7 @@ class _Pair:
         """
         self._check_alike()
         inputs = self._inputs()
-        values = _walk(
-            self._padded.graph, self._exact.graph, inputs, self._padded.graph_module, self._exact.graph_module
-        )
+        values = _Walk(self._padded.graph_module, self._exact.graph_module, self._with_gradients()).run(inputs)
         self._check_guards(inputs)
         nodes = self._padded.nodes_by_name()
         cuts: dict[int, Grown] = {}
@@ -139,6 +150,10 @@ class _Pair:
             found[slot.node] = _input(value, exact, fill)
         return found
 
+    def _with_gradients(self) -> set[str]:
+        """The nodes of the placeholders that have gradients."""
+        return {slot.node for slot in self._padded.inputs if slot.name in self._trained}
+
     def _check_guards(self, inputs: Mapping[str, PaddedValue]) -> None:
         """Values that tracing relied on are the same with padding."""
         one, other = self._padded, self._exact
@@ -146,9 +161,8 @@ class _Pair:
             raise ReachedError("the model reads a value that padding changes")
         if one.guard_program is None or other.guard_program is None:
             return
-        modules = (one.guard_program, other.guard_program)
-        values = _walk(modules[0].graph, modules[1].graph, inputs, *modules)
-        results = pytree.tree_leaves(modules[0].graph.output_node().args)
+        values = _Walk(one.guard_program, other.guard_program).run(inputs)
+        results = pytree.tree_leaves(one.guard_program.graph.output_node().args)
         if any(values[node].is_padded for node in results):
             raise ReachedError("the model reads a value that padding changes")
 
@@ -183,33 +197,61 @@ def _grown(value: PaddedValue, name: str, length: int, exact: int) -> Grown:
 # The walk.
 
 
-def _walk(
-    padded: fx.Graph, exact: fx.Graph, inputs: Mapping[str, PaddedValue], module: fx.GraphModule, other: fx.GraphModule
-) -> Values:
-    """The padded values of all nodes.
+@dataclass(slots=True)
+class _Walk:
+    """The nodes of a padded graph, beside those of an exact one.
 
-    Raises:
-        ReachedError: a node's clean part may depend on padding; the text names it.
+    Args:
+        padded, exact: the graphs.
+        differentiable: placeholders that have gradients; and all that is computed of them.
     """
-    values: Values = {}
-    twins: dict[fx.Node, fx.Node] = {}
-    nodes = [[node for node in graph.nodes if node.op != "placeholder"] for graph in (padded, exact)]
-    starts = [[node for node in graph.nodes if node.op == "placeholder"] for graph in (padded, exact)]
-    if len(nodes[0]) != len(nodes[1]) or len(starts[0]) != len(starts[1]):
-        raise ReachedError(f"{_first_difference(*nodes)} is not in both the program with padding and the one without")
-    for node, twin in zip(*starts, strict=True):
-        values[node], twins[node] = inputs[str(node.target)], twin
-    for node, twin in zip(*nodes, strict=True):
-        if not _are_twins(node, twin, twins):
-            raise ReachedError(f"{_named(node)} is not in both the program with padding and the one without")
-        twins[node] = twin
-        if node.op == "output":
-            continue
-        try:
-            values[node] = _value_of(node, twin, values, module, other)
-        except ReachedError as error:
-            raise ReachedError(f"{_named(node)} {error}") from error
-    return values
+
+    padded: fx.GraphModule
+    exact: fx.GraphModule
+    differentiable: set[str] = field(default_factory=set)
+
+    def run(self, inputs: Mapping[str, PaddedValue]) -> Values:
+        """The padded values of all nodes.
+
+        Raises:
+            ReachedError: a node's clean part may depend on padding; the text names it.
+        """
+        values: Values = {}
+        twins: dict[fx.Node, fx.Node] = {}
+        graphs = (self.padded.graph, self.exact.graph)
+        starts = [[node for node in graph.nodes if node.op == "placeholder"] for graph in graphs]
+        nodes = [[node for node in graph.nodes if node.op != "placeholder"] for graph in graphs]
+        if len(nodes[0]) != len(nodes[1]) or len(starts[0]) != len(starts[1]):
+            raise ReachedError(
+                f"{_first_difference(*nodes)} is not in both the program with padding and the one without"
+            )
+        for node, twin in zip(*starts, strict=True):
+            values[node], twins[node] = inputs[str(node.target)], twin
+        for node, twin in zip(*nodes, strict=True):
+            if not _are_twins(node, twin, twins):
+                raise ReachedError(f"{_named(node)} is not in both the program with padding and the one without")
+            twins[node] = twin
+            if node.op == "output":
+                continue
+            try:
+                values[node] = self._value_of(node, twin, values)
+            except ReachedError as error:
+                raise ReachedError(f"{_named(node)} {error}") from error
+        return values
+
+    def _value_of(self, node: fx.Node, twin: fx.Node, values: Values) -> Any:
+        has_gradient = any(operand.name in self.differentiable for operand in node.all_input_nodes)
+        if has_gradient and any(value is not None and value.is_floating_point() for value in tensor_values(node)):
+            self.differentiable.add(node.name)
+        if node.op == "get_attr":
+            return _constant_of(getattr(self.padded, str(node.target)), getattr(self.exact, str(twin.target)))
+        if node.target is operator.getitem:
+            return values[node.args[0]][node.args[1]]  # type: ignore[index]
+        operands: list[fx.Node] = []
+        fx.map_arg((node.args, node.kwargs), operands.append)
+        given = tuple(values[operand] for operand in operands)
+        results = results_of(PaddedCall(node, twin, given, values, has_gradient))
+        return results[0] if isinstance(node.meta["val"], torch.Tensor) else results
 
 
 def _first_difference(one: Sequence[fx.Node], other: Sequence[fx.Node]) -> str:
@@ -228,17 +270,6 @@ def _are_twins(node: fx.Node, twin: fx.Node, twins: Mapping[fx.Node, fx.Node]) -
         twins.get(one) is other if isinstance(one, fx.Node) else not isinstance(other, fx.Node)
         for one, other in zip(sides[0][0], sides[1][0], strict=True)
     )
-
-
-def _value_of(node: fx.Node, twin: fx.Node, values: Values, module: fx.GraphModule, other: fx.GraphModule) -> Any:
-    if node.op == "get_attr":
-        return _constant_of(getattr(module, str(node.target)), getattr(other, str(twin.target)))
-    if node.target is operator.getitem:
-        return values[node.args[0]][node.args[1]]  # type: ignore[index]
-    operands: list[fx.Node] = []
-    fx.map_arg((node.args, node.kwargs), operands.append)
-    results = results_of(PaddedCall(node, twin, tuple(values[operand] for operand in operands), values))
-    return results[0] if isinstance(node.meta["val"], torch.Tensor) else results
 
 
 def _constant_of(value: torch.Tensor, other: torch.Tensor) -> PaddedValue:

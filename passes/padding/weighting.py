@@ -33,13 +33,14 @@ def _softmax(call: PaddedCall) -> Results:
     _check_masked(x, along)
 
     def content(region: Region) -> Content:
-        is_finite = region <= along or x.content(region - along).is_finite
+        is_finite = region <= along or x.content(region - along).has_no_infinity_of_its_own
         if call.target in _LOGARITHMS:
             return Content(-math.inf, 0, is_finite and not region & along)
         if region & along and is_masked(x.content(region)) and is_finite:
             return constant(0)
         return Content(0, 1, is_finite)
 
+    call.check_weights(content(region) for region in x.contents if region and not region & along)
     return (PaddedValue.of(x.dims, content),)
 
 
@@ -71,6 +72,7 @@ def _log_sum_exp(call: PaddedCall) -> Results:
         found = x.content((kept[dim], part) for dim, part in region)
         return Content(-math.inf, math.inf, not region or found.is_finite)
 
+    call.check_weights(item for region, item in x.contents.items() if region and not region & along)
     return (PaddedValue.of(dims, content),)
 
 

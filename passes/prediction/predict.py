@@ -3,20 +3,15 @@
 The time is that of a simulated step of one rank (all ranks do the same at the same time), which
 `cost_models.streams` runs. A decided plan's step is read off its lowered program (`walk_program`); where there is none,
 `segment_step` writes it down from the planning problem: the prices are the same. Of a program that leaves out blocks
-`folded_step` does, with what travels in buckets. A `Runtime` says what is predicted:
-
-* TODAY: what `compile` runs. Computation runs beside what the lowered program begins early and waits for late, as far
-  as the cluster's communication leaves it room (`overlap_of`).
-* FORECAST: a runtime that overlaps, as the frameworks of experts' recipes do on GPUs: parameters are gathered a block
-  ahead, gradients are reduced behind the backward; only the pieces that computation waits for are exposed, it is slowed
-  meanwhile, and what is held for communication under way takes memory, which is added to the peak.
+`folded_step` does, with what travels in buckets. Computation runs beside what the lowered program begins early and
+waits for late, as far as the cluster's communication leaves it room (`overlap_of`); a step that is not lowered has no
+communication beside computation.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
@@ -27,7 +22,7 @@ from autoshard.ir.program import InputKind
 from autoshard.ir.recompute import PHASE
 from autoshard.ir.trace import Trace
 from cost_models.intervals import KERNELS, MEASURED, step_time_uncertainty
-from cost_models.streams import Overlap, Segment, StreamTimes, overlap_of, simulate_streams
+from cost_models.streams import Segment, StreamTimes, overlap_of, simulate_streams
 from cost_models.timeline import Timeline
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.exact_memory import ExactMemory, exact_memory
@@ -41,29 +36,12 @@ SLOWED = "slowed by communication"
 BUFFERS = "communication under way"
 
 
-@dataclass(frozen=True, slots=True)
-class Runtime:
-    """What runs a program.
-
-    Args:
-        overlap: how it overlaps communication with computation; None: it does not.
-        dispatch: how the host issues operators, see `cost_models.device.Device.dispatch`.
-    """
-
-    overlap: Overlap | None = None
-    dispatch: str = "eager"
-
-
-TODAY = Runtime()
-FORECAST = Runtime(Overlap(), "compiled")
-
-
 def predict(
     planning: PlanningProblem,
     choice: Sequence[int],
-    runtime: Runtime = TODAY,
     kernels: Kernels = NO_KERNELS,
     *,
+    dispatch: str = "eager",
     memory: ExactMemory | None = None,
     walked: WalkedStep | None = None,
     record: bool = False,
@@ -73,8 +51,8 @@ def predict(
     Args:
         planning: the problem.
         choice: one option per variable.
-        runtime: what runs the program; decides whether communication overlaps.
         kernels: what runs in place of calls; memory is that of the program without.
+        dispatch: how the host issues operators, see `cost_models.device.Device.dispatch`.
         memory: what `exact_memory` says of the choice, where it is known already.
         walked: the step as the lowered program of the choice says; None: as the problem says.
         record: keep the timeline, for `Plan.trace`, and price all micro-batches where the problem says the step, not
@@ -83,10 +61,10 @@ def predict(
     device = planning.prices.cluster.device
     micro_batches = planning.liveness.micro_batches if record or walked is not None else 1
     if walked is None:
-        segments, overlap = _segments(planning, choice, kernels, micro_batches, shares=not record), runtime.overlap
+        segments, overlap = _segments(planning, choice, kernels, micro_batches, shares=not record), None
     else:
         segments, overlap = walked.segments, overlap_of(planning.prices.cluster)
-    times = simulate_streams(segments, overlap, dispatch_s=device.dispatch(runtime.dispatch), record=record)
+    times = simulate_streams(segments, overlap, dispatch_s=device.dispatch(dispatch), record=record)
     parts = memory_at_peak(exact_memory(planning, choice) if memory is None else memory)
     held = _beside(parts, times, 0 if walked is None else walked.passes_bytes)
     tokens = micro_batches * _tokens(planning)
@@ -100,7 +78,6 @@ def predict(
         tokens_per_s=tokens / times.total_s if tokens and times.total_s > 0 else None,
         mfu=mfu,
         hfu=hfu,
-        overlaps=runtime.overlap is not None,
         overlapped={axis: seconds for axis, seconds in times.overlapped_s.items() if seconds > 0},
         launches=sum(op.launches for segment in segments for op in segment.ops),
         sent_bytes={} if walked is None else walked.sent_bytes,

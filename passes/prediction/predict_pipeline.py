@@ -23,7 +23,7 @@ from cost_models.hardware import Cluster
 from cost_models.intervals import KERNELS, MEASURED, step_time_uncertainty
 from cost_models.streams import Op, Segment, StreamTimes, overlap_of, simulate_streams
 from passes.memory.pipeline_memory import RankMemory, crossing_bytes, pipeline_memory
-from passes.prediction.predict import HOST, SLOWED, TODAY, trace_of
+from passes.prediction.predict import HOST, SLOWED, trace_of
 from passes.prediction.segment_step import COPIES
 from passes.prediction.simulate_order import RankSeconds, StageSeconds, simulate_order
 from passes.prediction.walk_program import ACCUMULATION, walk_program
@@ -119,7 +119,7 @@ def predict_pipeline(staged: StagedProgram, mesh: Mesh, cluster: Cluster, *, cli
 def _walk(stage: StageProgram, cluster: Cluster, order: PipelineOrder, number: int) -> _Walked:
     prices = NodePrices(cluster, stage.plan.mesh)
     step = walk_program(stage.phased, prices, micro_batches=order.micro_batches)
-    overlap, dispatch_s = overlap_of(cluster), cluster.device.dispatch(TODAY.dispatch)
+    overlap, dispatch_s = overlap_of(cluster), cluster.device.dispatch("eager")
     phases: dict[str, Segment] = {segment.name: segment for segment in step.segments if segment.name != ACCUMULATION}
     if stage.halves is not None:
         for name, half in ((_INPUTS, stage.halves.inputs), (_WEIGHTS, stage.halves.weights)):

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autoshard.ir.recipe import Recipe
-from cost_models.memory import MOMENTS, communicator_bytes, context_bytes
+from cost_models.memory import MOMENTS
 from passes.recipes import own_runtime
 from passes.recipes.pipeline_stages import Stage, rank_sections
 from passes.recipes.price_ends import GRADIENT_BYTES, WEIGHT_BYTES
@@ -95,16 +95,6 @@ def rank_memory(
     if update > sum(parts.get(name, 0.0) for name in passing):
         parts = {name: size for name, size in parts.items() if name not in passing} | {"update": update}
     return MemoryPrice({name: int(size) for name, size in parts.items() if size})
-
-
-def beside_tensors(recipe: Recipe) -> dict[str, int]:
-    """Bytes that a device holds beside PyTorch's tensors, as the driver counts them (nvidia-smi).
-
-    NCCL's buffers, of one communicator for all ranks and one for each group that the recipe has; the CUDA context.
-    """
-    sizes = (recipe.devices, recipe.tensor, recipe.context, recipe.replicas, recipe.expert, recipe.pipeline)
-    communicators = sum(size > 1 for size in sizes)
-    return {"communicators": communicator_bytes(communicators), "context": context_bytes()}
 
 
 def state_bytes(elements: float, shards: float, recipe: Recipe) -> dict[str, float]:

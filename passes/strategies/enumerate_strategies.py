@@ -8,8 +8,8 @@ decides about splits: of the size of a factor that is how it divides, so program
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields
-from itertools import product, zip_longest
+from dataclasses import dataclass, field, fields, replace
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from autoshard.ir.program import OWNERS, InputKind, OutputKind, OutputSlot, Prog
 from autoshard.ir.spec import PartitionSpec, Reduction
 from autoshard.kernels.library import NAMESPACE
 from autoshard.kernels.optimizers import IN_PLACE
-from autoshard.rules.enumeration import Strategy, enumerate_strategies, replicated
+from autoshard.rules.enumeration import Groups, Strategy, choices_of_groups, enumerate_strategies, replicated
 from autoshard.rules.hub import hub
 from autoshard.rules.notation import BoundRule
 from autoshard.rules.ranges import Ranges, facts_of, find_ranges
@@ -150,12 +150,14 @@ class EnumerateStrategies:
             instead costs no more.
         wide_gradients: gradients in 16 bits that are converted to more are reduced behind that; see
             `passes.strategies.narrow_gradients`.
+        groups: the axes of the mesh in groups, of which each does one thing; None: each axis by itself.
     """
 
     mesh: Mesh
     strict: bool = False
     prune: bool = False
     wide_gradients: bool = False
+    groups: Groups | None = None
     _calls: dict[Any, _Call] = field(default_factory=dict, repr=False)
     _numbers: dict[Any, int] = field(default_factory=dict, repr=False)
     _cache: dict[Any, tuple[Strategy, ...]] = field(default_factory=dict, repr=False)
@@ -190,6 +192,10 @@ class EnumerateStrategies:
             links.append(link)
         return SearchSpace(program, self.mesh, sites, tuple(links), tuple(replicated_operators))
 
+    def tied(self, groups: Groups) -> EnumerateStrategies:
+        """The same, with other groups of axes."""
+        return replace(self, groups=groups, _cache={})
+
     def _input_site(self, node: fx.Node, kind: InputKind | None) -> Site:
         value = node.meta["val"]
         splittable = kind in _SPLITTABLE
@@ -201,7 +207,7 @@ class EnumerateStrategies:
 
     def placements(self, shape: tuple[int, ...]) -> tuple[PartitionSpec, ...]:
         """Every spec without partial axes that may split `shape` on the mesh: unevenly only as DTensor would."""
-        options = product((None, *range(len(shape))), repeat=len(self.mesh.axes))
+        options = choices_of_groups(self.mesh, (None, *range(len(shape))), self.groups)
         specs = (_spec_of(self.mesh, len(shape), option) for option in options)
         return tuple(spec for spec in specs if self._may_split(spec, shape))
 
@@ -228,7 +234,9 @@ class EnumerateStrategies:
         counts = (len(operands_of(node)), len(_values(node)))
         key = (reductions, counts if rule is None else _structure(rule, self.mesh))
         if key not in self._cache:
-            found = [replicated(*counts, self.mesh)] if rule is None else enumerate_strategies(rule, self.mesh)
+            found = (
+                [replicated(*counts, self.mesh)] if rule is None else enumerate_strategies(rule, self.mesh, self.groups)
+            )
             self._cache[key] = tuple(strategy for strategy in found if _awaits_only(strategy, reductions))
         return self._cache[key]
 

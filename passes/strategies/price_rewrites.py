@@ -24,17 +24,12 @@ def rewritten_time(site: Site, strategy: Strategy, mesh: Mesh, cluster: Cluster)
     return sum(prices.computed_s(node) + prices.sent_s(node) for node in nodes)
 
 
-def rewrite_time(site: Site, strategy: Strategy, mesh: Mesh, cluster: Cluster) -> float:
-    """Seconds that the collectives of a call's local rewrite take; 0 for a call whose rewrite has none.
+def rewrite_collectives(site: Site, strategy: Strategy, mesh: Mesh, cluster: Cluster) -> tuple[tuple[str, float], ...]:
+    """Mesh axis and seconds of each collective of a call's local rewrite, in order; none for a rewrite without any.
 
     Raises:
         UnknownOperatorError: the rewrite emits a collective that has no formula.
     """
-    return sum(seconds for _, seconds in rewrite_collectives(site, strategy, mesh, cluster))
-
-
-def rewrite_collectives(site: Site, strategy: Strategy, mesh: Mesh, cluster: Cluster) -> tuple[tuple[str, float], ...]:
-    """Mesh axis and seconds of each collective of a call's local rewrite, in order; see `rewrite_time`."""
     nodes, prices = emitted_collectives(site, strategy, mesh), NodePrices(cluster, mesh)
     return tuple((collective_of(node, mesh).axes[0], prices.sent_s(node)) for node in nodes)
 

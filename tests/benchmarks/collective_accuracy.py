@@ -101,7 +101,7 @@ def predict_s(row: Row, links: Links | None = None) -> float:
     cluster = Cluster(kind, nodes=row.nodes, devices_per_node=row.devices_per_node)
     if row.collective == "sendrecv":
         return point_to_point_time(row.size_bytes, kind.intra)
-    group: GroupLinks = cluster.axis_links({"all": cluster.size})["all"]
+    group: GroupLinks = cluster.group_links({"all": cluster.size}, ("all",))
     if row.is_ring and row.collective == "all_reduce":
         return all_reduce_algorithms(row.size_bytes, group)["ring"]
     return TIMES[row.collective](row.size_bytes, group)

@@ -16,9 +16,10 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from cost_models.compute import attention_time, matmul_time, unfused_attention_time
+from cost_models.compute import matmul_time
 from cost_models.device import device
 from cost_models.work import AttentionShape, MatmulShape
+from tests.benchmarks.attention_times import attention_time, unfused_attention_time
 
 DATA = Path(__file__).parents[1] / "data"
 

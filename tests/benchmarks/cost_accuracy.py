@@ -28,6 +28,7 @@ import torch
 
 import autoshard
 from autoshard.ir.plan_parts import Prediction
+from autoshard.ir.recipe import Recipe
 from cost_models import constants
 from cost_models.constants import Constant
 from cost_models.errors import CostModelError
@@ -36,12 +37,10 @@ from cost_models.intervals import (
     KERNELS,
     RECIPES,
     Uncertainty,
-    conformal,
-    keep_step_time_uncertainty,
 )
+from cost_models.memory import communicator_bytes, context_bytes
 from cost_models.step import StepModel, fitted
 from passes.recipes.pipeline_stages import Stage
-from passes.recipes.price_memory import beside_tensors
 from passes.recipes.price_recipe import step_price
 from passes.recipes.recipe_groups import recipe_groups
 from passes.recipes.recipe_plan import predict_recipe
@@ -50,6 +49,7 @@ from tests.benchmarks.accuracy_metrics import attainable, bias, mape, regret, re
 from tests.benchmarks.published_runs import Row, cluster_of, is_16_bit, model_shape, read_rows, recipe_of
 from tests.benchmarks.section_table import SectionTable
 from tests.benchmarks.step_fit import FITTED, Runs, fit_all, leave_one_out
+from tests.benchmarks.uncertainty import conformal, keep_step_time_uncertainty
 
 RUNTIME = Path(constants.__file__).parent / "data" / "runtime"
 GIB = 2**30
@@ -257,6 +257,16 @@ def _limits(items: Sequence[Result]) -> str:
     pairs = [abs(math.log(one / two)) for one, two in combinations(measured, 2)]
     close = statistics.fmean(gap < 2 * math.sqrt(2) * noise for gap in pairs)
     return f"{attainable(said, measured):.2f} | {repeatability(measured, noise):.2f} | {spread:.0%} | {close:.0%}"
+
+
+def beside_tensors(recipe: Recipe) -> dict[str, int]:
+    """Bytes that a device holds beside PyTorch's tensors, as the driver counts them (nvidia-smi).
+
+    NCCL's buffers, of one communicator for all ranks and one for each group that the recipe has; the CUDA context.
+    """
+    sizes = (recipe.devices, recipe.tensor, recipe.context, recipe.replicas, recipe.expert, recipe.pipeline)
+    communicators = sum(size > 1 for size in sizes)
+    return {"communicators": communicator_bytes(communicators), "context": context_bytes()}
 
 
 def memory_report(pricer: Pricer, rows: Sequence[Row]) -> list[str]:

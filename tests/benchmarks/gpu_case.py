@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from autoshard.kernels.registry import FUSED
-from cost_models.compute import attention_time, matmul_time, memory_time
+from cost_models.compute import matmul_time, memory_time
 from cost_models.device import Device
 from cost_models.work import AttentionShape, MatmulShape
+from tests.benchmarks.attention_times import attention_time
 from tests.benchmarks.gpu_liger import Liger
 
 # Of Llama 3 8B.

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autoshard.kernels.optimizers import ADAM_HYPER
-from autoshard.kernels.quantise import dequantise_sum, quantise
 from autoshard.kernels.split_cross_entropy import (
     split_cross_entropy_backward_reference,
     split_cross_entropy_reference,
@@ -41,7 +40,6 @@ from autoshard.kernels.triton_grouped_matmul import grouped_matmul
 from autoshard.kernels.triton_layer_norm import layer_norm, layer_norm_backward
 from autoshard.kernels.triton_linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_backward
 from autoshard.kernels.triton_permutation import combine, combine_backward, permute, permute_backward
-from autoshard.kernels.triton_quantise import triton_dequantise_sum, triton_quantise
 from autoshard.kernels.triton_rms_norm import rms_norm, rms_norm_backward
 from autoshard.kernels.triton_rotary import rotary
 from autoshard.kernels.triton_softmax import softmax, softmax_backward
@@ -50,7 +48,7 @@ from autoshard.kernels.triton_split_cross_entropy import (
     triton_split_cross_entropy_backward,
 )
 from cost_models.work import MatmulShape
-from tests.benchmarks.gpu_attention_cases import attention, packed_attention
+from tests.benchmarks.gpu_attention_cases import attention
 from tests.benchmarks.gpu_case import CLASSES, HEADS, HIDDEN, INNER, SIZE, TOKENS, Case, bytes_of, draw, form
 from tests.benchmarks.gpu_liger import Liger
 
@@ -390,31 +388,11 @@ def _optimizer(count: int = 16) -> Iterator[Case]:
     yield Case("AdamW", ours, plain, 7 * bytes_of(*params), compiles=False)
 
 
-def _quantise(ranks: int = 8, block: int = 256) -> Iterator[Case]:
-    x = draw(TOKENS * HIDDEN, dtype=_F32)
-    codes, scales = triton_quantise(x, torch.int8, block)
-    part = codes.view(ranks, -1)
-    of_part = scales.view(ranks, -1)
-    yield Case(
-        "quantise",
-        lambda: triton_quantise(x, torch.int8, block),
-        lambda: quantise(x, torch.int8, block),
-        bytes_of(x, codes, scales),
-    )
-    yield Case(
-        f"dequantise, sum of {ranks}",
-        lambda: triton_dequantise_sum(part, of_part, _BF16, block),
-        lambda: dequantise_sum(part, of_part, _BF16, block),
-        bytes_of(codes, scales) + 2 * part.shape[1],
-    )
-
-
 def cases() -> Iterator[Case]:
     """All comparisons of hand-written kernels; each makes its inputs when it is asked for."""
     for group in (_pointwise, _norms, _added_norms, _rotary, _softmax, _cross_entropy, _linear_cross_entropy,
-                  _split_cross_entropy, _embedding, _experts, _optimizer, _quantise):  # fmt: skip
+                  _split_cross_entropy, _embedding, _experts, _optimizer):  # fmt: skip
         yield from group()
     for size in (64, 128):
         for length in (2048, 8192, 32768):
             yield from attention(size, length)
-    yield from packed_attention()

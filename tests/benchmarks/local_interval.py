@@ -12,7 +12,8 @@ import math
 import sys
 from pathlib import Path
 
-from cost_models.intervals import MEASURED, Uncertainty, conformal, keep_step_time_uncertainty
+from cost_models.intervals import MEASURED, Uncertainty
+from tests.benchmarks.uncertainty import conformal, keep_step_time_uncertainty
 
 RESULTS = Path(__file__).parent / "results" / "local_plans.json"
 

@@ -20,7 +20,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from cost_models.topology import Link
 from passes.pipeline import planning_problem
-from passes.plan_of_choice import plan_of_choice
+from passes.plan_of_choice import lowered_plan
 from passes.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.planning.constraints import allowed_options
@@ -152,7 +152,9 @@ class ChosenLayout:
         planning = self.planning
         space, mesh = planning.space, planning.space.mesh
         priced = build_problem(space, Prices(cluster, mesh), planning.liveness, fold_blocks(space))
-        return plan_of_choice(priced, self.choice, priced.assignment.cost_of(self.choice), None, cluster, self.options)
+        return lowered_plan(
+            priced, self.choice, priced.assignment.cost_of(self.choice), None, cluster, self.options
+        ).plan
 
 
 def choose_layout(program: Program, layout: Layout, cluster: autoshard.Cluster) -> ChosenLayout:

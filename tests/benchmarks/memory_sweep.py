@@ -32,7 +32,7 @@ from autoshard.runtime.optimizer_state import named_optimizer
 from autoshard.runtime.sharded_module import Request
 from autoshard.runtime.traced_optimizer import update_of
 from passes.pipeline import Decision, planning_problem, solve
-from passes.plan_of_choice import plan_of_choice
+from passes.plan_of_choice import lowered_plan
 from passes.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from tests.benchmarks.decoder import Decoder, DecoderShape
@@ -103,7 +103,7 @@ def sweep(
 
 def _plan_of(found: Decision, options: PlanOptions) -> Plan:
     solution, cluster = found.solution, found.planning.prices.cluster
-    plan = plan_of_choice(found.planning, solution.choice, solution.cost, solution.lower_bound, cluster, options)
+    plan = lowered_plan(found.planning, solution.choice, solution.cost, solution.lower_bound, cluster, options).plan
     return replace(plan, recompute=found.recompute, offload=found.offload)
 
 

@@ -36,7 +36,7 @@ from autoshard.ir.program import Program
 from autoshard.tracing import trace
 from passes.lower_program import lower_program, prepare
 from passes.memory.liveness import find_lifetimes
-from passes.plan_of_choice import plan_of_choice
+from passes.plan_of_choice import lowered_plan
 from passes.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.planning.search import Search
@@ -88,9 +88,9 @@ def time_stages(name: str, make: Callable[[], tuple[nn.Module, dict[str, Any]]],
     times.objective = solution.cost
     cluster = local_cluster(mesh)
     with times.stage("plan"):
-        plan = plan_of_choice(
+        plan = lowered_plan(
             planning, solution.choice, solution.cost, solution.lower_bound, cluster, PlanOptions(with_baselines=False)
-        )
+        ).plan
     with times.stage("lower"):
         phased = lower_program(program, plan, cluster)
     with times.stage("verify"):

@@ -7,17 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models.compute import (
-    attention_time,
-    issued_time,
     matmul_time,
     memory_time,
     operator_time,
-    unfused_attention_time,
     work_time,
 )
 from cost_models.errors import CostArgumentError, UnknownHardwareError
 from cost_models.hardware import device
-from cost_models.work import AttentionShape, Kind, MatmulShape, Work, fuse
+from cost_models.work import AttentionShape, Kind, MatmulShape, Work
+from tests.benchmarks.attention_times import attention_time, unfused_attention_time
 from tests.benchmarks.compute_accuracy import attention_errors, matmul_errors, mean_error, median_error
 
 DEVICES = st.sampled_from(["a100_sxm_80gb", "h100_sxm", "b200", "mi300x", "l4", "cpu_laptop"]).map(device)
@@ -192,26 +190,6 @@ def test_fused_attention_is_never_slower_than_through_memory(shape):
     """On a device with a fused kernel, for sequences that fill it."""
     filled = shape._replace(heads=max(64, shape.heads), queries=4096, keys=4096, depth=128, value_depth=128)
     assert attention_time(filled, "bf16", H100) <= unfused_attention_time(filled, "bf16", H100)
-
-
-def test_a_fused_chain_moves_its_ends_only():
-    """Three operators on 1 GB: 2 GB instead of 6, and one launch."""
-    step = Work(1e9, 1e9, 1e9, Kind.POINTWISE, "bf16")
-    chain = fuse([step] * 3, bytes_read=1e9, bytes_written=1e9)
-    assert chain.flops == 3e9
-    apart, together = 3 * work_time(step, H100), work_time(chain, H100)
-    assert together == pytest.approx(apart / 3)
-    with pytest.raises(CostArgumentError, match="memory-bound"):
-        fuse([Work(1, 1, 1, Kind.MATMUL, "bf16")], 1, 1)
-
-
-@given(st.lists(st.floats(0, 1e-3), min_size=1, max_size=50), st.floats(0, 1e-4), st.floats(0, 1e-4))
-def test_issue_hides_behind_long_kernels(kernels, dispatch, more):
-    """Never under the kernels' sum nor the host's, never over both together, monotone in the host's time."""
-    time = issued_time(kernels, dispatch)
-    assert max(sum(kernels), len(kernels) * dispatch) * (1 - 1e-12) <= time
-    assert time <= (sum(kernels) + len(kernels) * dispatch) * (1 + 1e-12)
-    assert time <= issued_time(kernels, dispatch + more) * (1 + 1e-12)
 
 
 def test_steps_that_wait_launch_each():

@@ -3,11 +3,11 @@
 import pytest
 
 from cost_models import constants
-from cost_models.compute import attention_time
 from cost_models.device import device
 from cost_models.errors import HardwareFileError, UnknownHardwareError
 from cost_models.hardware import Cluster
 from cost_models.work import AttentionShape
+from tests.benchmarks.attention_times import attention_time
 
 DEVICES = constants.names("devices")
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from cost_models import constants
 from cost_models.errors import HardwareFileError, TopologyError, UnknownHardwareError
 from cost_models.hardware import Cluster, assemble_node, device, node_type
+from tests.cost_models.cluster_graph import axis_links, cluster_graph
 
 FILES = sorted(constants.DATA.glob("*/*.toml"))
 
@@ -72,7 +73,7 @@ def test_too_many_devices_per_node_raise():
 def test_a_mesh_larger_than_the_cluster_raises():
     """16 ranks do not fit on 8 devices."""
     with pytest.raises(TopologyError, match="more ranks"):
-        Cluster("h100_sxm").axis_links({"data": 16})
+        axis_links(Cluster("h100_sxm"), {"data": 16})
 
 
 def test_an_unknown_axis_raises():
@@ -83,7 +84,7 @@ def test_an_unknown_axis_raises():
 
 def test_axis_links_on_two_levels():
     """2 x 8 x 4 ranks on nodes of 8: pipeline across nodes, data on both levels, tensor inside."""
-    links = Cluster("h100_sxm", nodes=8, devices_per_node=8).axis_links({"pp": 2, "dp": 8, "tp": 4})
+    links = axis_links(Cluster("h100_sxm", nodes=8, devices_per_node=8), {"pp": 2, "dp": 8, "tp": 4})
     assert {axis: (g.size, g.per_node, g.nodes) for axis, g in links.items()} == {
         "pp": (2, 1, 2),
         "dp": (8, 2, 4),
@@ -110,13 +111,13 @@ def test_group_sizes_multiply_to_the_mesh(sizes, per_node):
     """Each axis' group has its size, and per_node * nodes members."""
     mesh = {f"axis{index}": size for index, size in enumerate(sizes)}
     nodes = -(-math.prod(sizes) // per_node)
-    for axis, links in Cluster("h100_sxm", nodes=nodes, devices_per_node=per_node).axis_links(mesh).items():
+    for axis, links in axis_links(Cluster("h100_sxm", nodes=nodes, devices_per_node=per_node), mesh).items():
         assert links.size == mesh[axis] == links.per_node * links.nodes
 
 
 def test_the_topology_is_connected():
     """Devices hang on node switches and network cards, cards on the spine."""
-    graph = Cluster("h100_sxm", nodes=4, devices_per_node=8).topology()
+    graph = cluster_graph(Cluster("h100_sxm", nodes=4, devices_per_node=8))
     assert networkx.is_connected(graph)
     reached = node_type("h100_sxm").intra.reached_bytes_per_s
     assert graph.edges[("device", 9), ("switch", 1)]["bytes_per_s"] == reached
@@ -290,7 +291,7 @@ def test_hardware_of_published_runs_can_be_built(gpu, per_node, fabric, network,
         network=network,
         network_bytes_per_s_per_device=speed,
     )
-    links = cluster.axis_links({"pipeline": 4, "data": per_node // 4, "model": 4})
+    links = axis_links(cluster, {"pipeline": 4, "data": per_node // 4, "model": 4})
     assert links["pipeline"].nodes == 4
     assert links["model"].intra is not None
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from cost_models import constants
 from cost_models.errors import CostArgumentError
-from cost_models.intervals import Uncertainty, conformal, keep_step_time_uncertainty, step_time_uncertainty
+from cost_models.intervals import Uncertainty, step_time_uncertainty
+from tests.benchmarks.uncertainty import conformal, keep_step_time_uncertainty
 
 ERRORS = st.lists(st.floats(-1, 1), min_size=9, max_size=60)
 

@@ -14,10 +14,10 @@ from cost_models.schedule_orders import (
     ActionKind,
     admits,
     most_in_flight,
-    peak_in_flight,
     rank_orders,
     stage_ranks,
 )
+from tests.cost_models.simulated_pipelines import peak_in_flight
 
 F, B, I, W = ActionKind  # noqa: E741  the letters of the literature
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from cost_models.schedule_graph import schedule_graph
 from cost_models.schedule_orders import SCHEDULES, V_SHAPED
 from cost_models.schedule_times import pipeline_times
-from cost_models.schedules import simulate_pipeline
 from cost_models.stages import Pipeline, StageTimes
+from tests.cost_models.simulated_pipelines import simulate_pipeline
 
 SECONDS = st.one_of(st.integers(0, 16).map(lambda number: number / 8), st.floats(0, 2))
 OPTIONS = st.fixed_dictionaries(

@@ -1,4 +1,4 @@
-"""tests cost_models/topology.py, cost_models/graph.py."""
+"""tests cost_models/topology.py."""
 
 import dataclasses
 from collections import Counter
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from cost_models.collectives import all_gather_time, all_reduce_time, all_to_all_time
 from cost_models.errors import TopologyError, UnknownHardwareError
-from cost_models.graph import ring_bandwidth
 from cost_models.hardware import Cluster, node_type
 from cost_models.topology import Layout, direct_links, wired_share
+from tests.cost_models.cluster_graph import axis_links, cluster_graph, ring_bandwidth
 
 MESHES = st.lists(st.sampled_from([1, 2, 3, 4, 8]), min_size=1, max_size=3).filter(lambda sizes: prod(sizes) <= 64)
 
@@ -52,7 +52,7 @@ def slowest_ring(links) -> float:
 
 def test_devices_are_on_the_switch_of_their_own_node():
     """Of two nodes with three devices each, the second one's are 3, 4 and 5."""
-    graph = cluster(2, 3).topology()
+    graph = cluster_graph(cluster(2, 3))
     for node, ranks in enumerate([(0, 1, 2), (3, 4, 5)]):
         assert set(graph["switch", node]) == {("device", rank) for rank in ranks}
 
@@ -73,14 +73,14 @@ def test_bandwidth_equals_what_routing_every_ring_gives(sizes, per_node, devices
     machine = Cluster(kind, nodes=nodes, devices_per_node=per_node)
     mesh = {f"axis{index}": size for index, size in enumerate(sizes)}
     assume(per_node % devices_per_nic == 0)
-    links_of = {axis: links for axis, links in machine.axis_links(mesh).items() if links.size > 1}
+    links_of = {axis: links for axis, links in axis_links(machine, mesh).items() if links.size > 1}
     assume(links_of)
     for axis, links in links_of.items():
         groups = groups_along(mesh, axis)
         members = {len({rank // per_node for rank in group}) * links.per_node for group in groups}
         if members != {links.size}:
             continue
-        routed = ring_bandwidth(machine.topology(), groups, per_node)
+        routed = ring_bandwidth(cluster_graph(machine), groups, per_node)
         if nodes_per_pod and not is_even(groups, per_node * nodes_per_pod):
             assert slowest_ring(links) <= routed * (1 + 1e-9)
         else:
@@ -89,7 +89,7 @@ def test_bandwidth_equals_what_routing_every_ring_gives(sizes, per_node, devices
 
 def test_an_axis_of_stride_eight_crosses_nodes():
     """data over nodes of eight, one member in each; the tensor axis stays inside."""
-    links = cluster(16, 8).axis_links({"data": 16, "model": 8})
+    links = axis_links(cluster(16, 8), {"data": 16, "model": 8})
     assert (links["data"].per_node, links["data"].nodes) == (1, 16)
     assert (links["model"].per_node, links["model"].nodes) == (8, 1)
 
@@ -191,7 +191,7 @@ def test_devices_without_any_path_raise():
 
 def test_graph_of_a_mesh_has_direct_links():
     """Eight MI300X: 28 links, and the cards of two nodes on a spine."""
-    graph = Cluster("mi300x", nodes=2).topology()
+    graph = cluster_graph(Cluster("mi300x", nodes=2))
     direct = [edge for edge in graph.edges if edge[0][0] == edge[1][0] == "device"]
     assert len(direct) == 2 * 28
     assert networkx.is_connected(graph)

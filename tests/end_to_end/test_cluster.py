@@ -11,6 +11,7 @@ from torch import nn
 import autoshard
 import passes.pipeline
 from autoshard.cluster import candidate_meshes, local_cluster
+from autoshard.errors import NotAvailableError
 
 
 def test_each_mesh_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,6 +72,8 @@ def test_parts_that_do_not_exist_are_named(arguments: tuple[str, int], message: 
         ("NVIDIA GB200", "gb200_nvl72"),
         ("NVIDIA L40S", "l40s"),
         ("NVIDIA L4", "l4"),
+        ("NVIDIA GB300", "gb300_nvl72"),
+        ("Tesla V100-SXM2-16GB", "aws_p3_16xlarge"),
         ("AMD Instinct MI300X", "mi300x"),
     ],
 )
@@ -80,3 +83,15 @@ def test_this_machine_is_known_by_its_driver(monkeypatch: pytest.MonkeyPatch, dr
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: driver)
     monkeypatch.setattr("autoshard.cluster.world_size", lambda: 4)
     assert local_cluster(autoshard.Mesh({"data": 4})).node.name == node
+
+
+@pytest.mark.parametrize("driver", ["NVIDIA L40", "NVIDIA GH200 480GB"])
+def test_a_machine_that_no_file_describes_is_refused(monkeypatch: pytest.MonkeyPatch, driver: str) -> None:
+    """A name counts as a whole word: an L40 is no L4, a GH200 no H200."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: driver)
+    monkeypatch.setattr("autoshard.cluster.world_size", lambda: 4)
+    with pytest.raises(
+        NotAvailableError, match=f"No hardware file describes '{driver}'; there are .*Or pass a Cluster"
+    ):
+        local_cluster(autoshard.Mesh({"data": 4}))

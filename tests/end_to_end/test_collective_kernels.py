@@ -17,8 +17,8 @@ from autoshard.ir.spec import PartitionSpec as P
 from autoshard.runtime.boundary import shard_all
 from autoshard.runtime.simulator import simulate
 from passes.lower_program import lower_program
-from passes.lowering.choose_groups import view_base
-from passes.lowering.count_launches import Traffic, count_launches, is_launch
+from passes.lowering.choose_groups import is_view
+from passes.lowering.count_launches import Traffic, is_launch
 from passes.lowering.split_phases import SplitPhases
 from passes.pipeline import plan_program
 from passes.plan_options import PlanOptions
@@ -26,6 +26,7 @@ from passes.verification.verify_phases import verify_phases
 from passes.verification.verify_program import verify_program
 from tests.passes.blocks import h100s
 from tests.passes.families import FAMILIES
+from tests.passes.launches import count_launches
 from tests.passes.layouts import LAYOUTS, Layout, lowered_under, traced_of
 
 _TENSOR_AND_SEQUENCE = LAYOUTS["tensor and sequence"]
@@ -182,3 +183,10 @@ def _sender(graph: fx.Graph) -> fx.Node:
     exchange = next(node for node in graph.nodes if "all_to_all_single" in str(node.target))
     sent = view_base(exchange.all_input_nodes[0])
     return sent.all_input_nodes[0] if sent.target is operator.getitem else sent
+
+
+def view_base(node: fx.Node) -> fx.Node:
+    """What a node is a view of, or itself."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node

@@ -15,7 +15,7 @@ from autoshard.errors import NotAvailableError
 from autoshard.ir.explanation import Outcome, WhyNot
 from cost_models.hardware import Cluster as PricedCluster
 from passes.pipeline import solve
-from passes.plan_of_choice import plan_of_choice
+from passes.plan_of_choice import lowered_plan
 from passes.planning.restrictions import ROLES, restrict
 from passes.questions.explain import PlanAlternatives
 from passes.questions.feature_names import NAMES
@@ -204,7 +204,7 @@ def check_role(place: str, plan: Plan, feature: str) -> None:
         assert masks is not None
         solution = solve(planning, replace(alternatives.options, with_baselines=False), masks).solution
         check_bounds(item, solve(planning, alternatives.options, masks).solution)
-        found = plan_of_choice(planning, solution.choice, solution.cost, None, UNIFORM[place], alternatives.options)
+        found = lowered_plan(planning, solution.choice, solution.cost, None, UNIFORM[place], alternatives.options).plan
         assert item.objective == pytest.approx(solution.cost)
         assert item.step_time_s == pytest.approx(found.predicted.step_time_s)
         assert item.peak_memory_bytes == found.predicted.peak_memory_bytes

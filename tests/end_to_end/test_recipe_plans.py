@@ -21,8 +21,7 @@ from cost_models.streams import overlap_of, simulate_streams
 from passes.lower_program import lower_program
 from passes.memory.lowered_memory import peak_bytes
 from passes.pipeline import planning_problem
-from passes.plan_of_choice import plan_of_choice
-from passes.prediction.predict import TODAY
+from passes.plan_of_choice import lowered_plan
 from passes.prediction.walk_program import walk_program
 from passes.questions.explain import PlanAlternatives
 from passes.recomputation.plan_before import solution_of
@@ -111,10 +110,12 @@ def check_price(plan: Plan, cluster: Cluster) -> None:
     planning = planning_problem(asked.program, plan.mesh, cluster, options)
     same = solution_of(plan, planning, {})
     assert same is not None
-    of_specs = plan_of_choice(same.planning, same.solution.choice, same.solution.cost, None, cluster, options).predicted
+    of_specs = lowered_plan(
+        same.planning, same.solution.choice, same.solution.cost, None, cluster, options
+    ).plan.predicted
     phased = lower_program(asked.program, plan, cluster, micro_batches=plan.micro_batches)
     walked = walk_program(phased, NodePrices(cluster, plan.mesh), micro_batches=plan.micro_batches)
-    times = simulate_streams(walked.segments, overlap_of(cluster), dispatch_s=cluster.device.dispatch(TODAY.dispatch))
+    times = simulate_streams(walked.segments, overlap_of(cluster), dispatch_s=cluster.device.dispatch("eager"))
     for seconds in (of_specs.step_time_s, times.total_s):
         assert seconds == pytest.approx(plan.predicted.step_time_s, rel=1e-6)
     for size in (of_specs.peak_memory_bytes, peak_bytes(phased, micro_batches=plan.micro_batches)):

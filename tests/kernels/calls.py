@@ -19,7 +19,6 @@ from autoshard.kernels.triton_gelu import bias_gelu, bias_gelu_backward
 from autoshard.kernels.triton_grouped_matmul import grouped_matmul
 from autoshard.kernels.triton_layer_norm import layer_norm, layer_norm_backward
 from autoshard.kernels.triton_linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_backward
-from autoshard.kernels.triton_quantise import triton_dequantise_sum, triton_quantise
 from autoshard.kernels.triton_rotary import rotary
 from autoshard.kernels.triton_softmax import softmax, softmax_backward
 from autoshard.kernels.triton_split_cross_entropy import (
@@ -103,12 +102,6 @@ def _grouped(rows: int, columns: int) -> Any:
     return grouped_matmul(x, weight, ends), grouped_matmul(x.t(), y, ends)
 
 
-def _quantise(rows: int, columns: int) -> Any:
-    codes, scales = triton_quantise(draw(rows * columns), torch.int8, 100)
-    wide = triton_dequantise_sum(codes[None], scales[None], torch.float32, 100)
-    return codes, scales, wide
-
-
 def _rotary(rows: int, columns: int) -> Any:
     q, k, cos, sin = draw(1, 3, rows, 12), draw(1, 1, rows, 12), draw(1, 1, rows, 12), draw(1, 1, rows, 12)
     return rotary(q, k, cos, sin, False, False)
@@ -133,7 +126,7 @@ CALLS: Mapping[str, Callable[[int, int], Any]] = {
     call.__name__.strip("_"): call
     for call in (
         *(_attention, _norm, _gated, _gelu, _softmax, _cross_entropy, _linear_cross_entropy, _split_cross_entropy),
-        *(_embedding, _experts, _grouped, _quantise, _rotary, _dropout, _adam),
+        *(_embedding, _experts, _grouped, _rotary, _dropout, _adam),
     )
 }
 

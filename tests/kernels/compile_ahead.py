@@ -12,9 +12,8 @@ import dataclasses
 import json
 import sys
 
-from autoshard.kernels.ahead import compile_ahead
 from autoshard.kernels.kernel import TYPICAL_SIZES, Specimen
-from autoshard.kernels.registry import specimens
+from tests.kernels.ahead import compile_ahead, specimens
 
 
 def main(architectures: str, sizes: str) -> None:

@@ -14,10 +14,9 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 
-from autoshard.kernels.ahead import compile_ahead
 from autoshard.kernels.candidates import TUNABLE, choice_of, neighbours
 from autoshard.kernels.kernel import TYPICAL_SIZES, Specimen
-from autoshard.kernels.registry import specimens
+from tests.kernels.ahead import compile_ahead, specimens
 
 
 def candidates_of(specimen: Specimen, tunable: Sequence[str]) -> Iterator[tuple[str, Specimen]]:

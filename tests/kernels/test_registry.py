@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from autoshard.kernels.kernel import FusedKernel
-from autoshard.kernels.registry import FUSED, KERNELS, explain, find_kernel, kernels_of
+from autoshard.kernels.registry import FUSED, KERNELS, find_kernel, kernels_of
 
 aten, autoshard = torch.ops.aten, torch.ops.autoshard
 
@@ -28,16 +28,10 @@ def _calls(device: str, dtype: torch.dtype = torch.float32) -> list[tuple[torch.
     target = torch.zeros(4, dtype=torch.int64, device=device)
     seed = torch.zeros((), dtype=torch.int64, device=device)
     rows, weight, three = x(2, 4, 6), x(6), statistic(2, 4, 1)
-    packed, starts = x(4, 2, 8), torch.tensor([0, 1, 4], dtype=torch.int32, device=device)
     q, k, lse, rest = x(1, 4, 3, 8), x(1, 2, 5, 8), statistic(1, 4, 3), (0.0, True, 0.5, 0, [0] * 4, [1, 4, 3, 5])
     return [
         (autoshard.attention.default, (q, k, k, None, None, *rest)),
         (autoshard.attention_backward.default, (q, q, k, k, None, q, lse, None, *rest)),
-        (autoshard.packed_attention.default, (packed, packed, packed, starts, starts, True, 0, 0.5)),
-        (
-            autoshard.packed_attention_backward.default,
-            (packed, packed, packed, packed, packed, statistic(2, 4), starts, starts, True, 0, 0.5),
-        ),
         (aten.native_layer_norm.default, (rows, [6], weight, weight, 1e-5)),
         (
             aten.native_layer_norm_backward.default,
@@ -58,8 +52,6 @@ def _calls(device: str, dtype: torch.dtype = torch.float32) -> list[tuple[torch.
             (x(4, 6), statistic(4), statistic(4), target, target > 1, target > 2, -0.9, 0.1),
         ),
         (autoshard.dropout.default, (rows, seed, 0.5, 1, [0, 0, 0], [2, 4, 6])),
-        (autoshard.quantise.default, (x(5, 6), torch.float8_e4m3fn, 4)),
-        (autoshard.dequantise_sum.default, (x(2, 6).to(torch.int8), statistic(2, 2), dtype, 4)),
         (aten.embedding.default, (x(5, 6), target, 1)),
         (aten.embedding_dense_backward.default, (x(4, 6), target, 5, 1, False)),
         (aten._grouped_mm.default, (half(16, 8), half(2, 8, 16), torch.tensor([3, 16], device=device).int())),
@@ -71,7 +63,7 @@ def _describe(results: Tensor | tuple[Tensor | None, ...]) -> list[tuple[object,
     return [None if x is None else (x.shape, x.dtype, x.stride()) for x in results]
 
 
-@pytest.mark.parametrize("index", range(20))
+@pytest.mark.parametrize("index", range(16))
 def test_replacement_gives_the_operators_results(index: int) -> None:
     """On meta tensors a replacement gives its operator's shapes, dtypes and strides."""
     operator, arguments = _calls("meta")[index]
@@ -80,7 +72,7 @@ def test_replacement_gives_the_operators_results(index: int) -> None:
     assert _describe(kernel.replacement(*arguments)) == _describe(operator(*arguments))
 
 
-@pytest.mark.parametrize("index", range(20))
+@pytest.mark.parametrize("index", range(16))
 def test_replacement_takes_the_operators_arguments(index: int) -> None:
     """A replacement's schema names the operator's arguments in the same order."""
     operator, _ = _calls("meta")[index]
@@ -90,7 +82,7 @@ def test_replacement_takes_the_operators_arguments(index: int) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs through the interpreter")
-@pytest.mark.parametrize("index", range(20))
+@pytest.mark.parametrize("index", range(16))
 def test_opcheck(index: int) -> None:
     """Schema, real run and fake run of each replacement agree."""
     operator, arguments = _calls("cpu")[index]
@@ -147,6 +139,6 @@ def test_float64_has_no_kernel_and_explains_why() -> None:
     """What does not apply is not found, and the reason can be asked for."""
     arguments = (torch.ones(2, 3, dtype=torch.float64), -1, False)
     assert find_kernel(aten._softmax.default, arguments) is None
-    reasons = explain(aten._softmax.default, arguments)
-    assert reasons["autoshard::triton_softmax"].startswith("x has dtype torch.float64")
+    (kernel,) = kernels_of(aten._softmax.default)
+    assert str(kernel.why_not(*arguments)).startswith("x has dtype torch.float64")
     assert kernels_of(aten.relu.default) == ()

@@ -31,7 +31,7 @@ from cost_models.device import HostLink
 from cost_models.hardware import Cluster, node_type
 from passes.lower_program import lower_program, prepare
 from passes.memory.liveness import find_lifetimes
-from passes.plan_of_choice import plan_of_choice
+from passes.plan_of_choice import lowered_plan
 from passes.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.planning.constraints import own_specs
@@ -212,7 +212,7 @@ def plan_under(layout: Layout, planning: PlanningProblem) -> Plan:
     choice = _follow(planning, _placed(planning, layout))
     if layout.recomputes or layout.offloads:
         return _bringing_back(planning, choice, _WITH_HOST if layout.offloads else _LAPTOP)
-    return plan_of_choice(planning, choice, 0.0, None, planning.prices.cluster, PlanOptions())
+    return lowered_plan(planning, choice, 0.0, None, planning.prices.cluster, PlanOptions()).plan
 
 
 def _bringing_back(planning: PlanningProblem, choice: Sequence[int], cluster: Cluster) -> Plan:

@@ -23,7 +23,7 @@ from cost_models.hardware import Cluster
 from passes import pipeline
 from passes.lower_program import PREPARATION, lower_program, prepare
 from passes.pipeline import plan_program
-from passes.plan_of_choice import LoweredPlan, plan_of_choice
+from passes.plan_of_choice import LoweredPlan, lowered_plan
 from passes.plan_options import PlanOptions
 from passes.planning.search import Search
 from passes.prediction.predict import HOST
@@ -254,7 +254,7 @@ def test_what_keeps_everything_is_lowered_beside_what_recomputes_while_there_is_
         until: pipeline.fastest(planning, found, cluster, options, until).plan.predicted.step_time_s
         for until in (0.0, math.inf)
     }
-    alone = plan_of_choice(planning, found.bucketed.choice, 0.0, None, cluster, options).predicted.step_time_s
+    alone = lowered_plan(planning, found.bucketed.choice, 0.0, None, cluster, options).plan.predicted.step_time_s
     assert steps[math.inf] <= min(steps[0.0], alone)
     assert pipeline.fastest(planning, found, cluster, options, 0.0).plan.objective == found.solution.cost
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -199,6 +200,77 @@ def test_padding_that_counts_later_on_does_not_count(how: str) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+
+
+MASKS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "keys": lambda scores, mask: scores.masked_fill((mask == 0)[:, None], -torch.inf),
+    "keys, chosen": lambda scores, mask: torch.where((mask != 0)[:, None], scores, -torch.inf),
+    "keys or later places": lambda scores, mask: scores.masked_fill((mask == 0)[:, None] | later(scores), -torch.inf),
+    "keys, then later places": lambda scores, mask: scores.masked_fill((mask == 0)[:, None], -torch.inf).masked_fill(
+        later(scores), -torch.inf
+    ),
+    "rows and keys, far": lambda scores, mask: torch.where(mask[:, None] * mask[..., None] != 0, scores, -1e9),
+    "rows and keys": lambda scores, mask: torch.where(mask[:, None] * mask[..., None] != 0, scores, -torch.inf),
+    "rows, then keys": lambda scores, mask: scores.masked_fill((mask == 0)[..., None], -torch.inf).masked_fill(
+        (mask == 0)[:, None], -torch.inf
+    ),
+}
+
+
+def later(scores: torch.Tensor) -> torch.Tensor:
+    return torch.ones(scores.shape[-1], scores.shape[-1], dtype=torch.bool).triu(1)
+
+
+class Masked(Tagger):
+    """Attention written by hand, with a mask of its own."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        query, key, value = self.mix(self.words(tokens)).chunk(3, -1)
+        weights = MASKS[self.how](query @ key.transpose(1, 2), mask).softmax(-1)
+        return F.cross_entropy(self.out(weights @ value).flatten(0, 1), targets.flatten())
+
+
+@pytest.mark.parametrize("how", MASKS)
+def test_rows_of_padding_whose_scores_are_all_masked_are_not_padded(how: str) -> None:
+    """Their weights are 0 / 0, and so is the gradient of all parameters; other masks leave padding out."""
+    calls = [(*batch(length, length), torch.ones(4, length)) for length in (9, 10)]
+    sharded = equal_to_one_device(Masked(how), {**PADDING, "mask": 0}, *calls)
+    assert len(sharded.programs) == (2 if how in ("rows and keys", "rows, then keys") else 1)
+
+
+SHAPES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "logarithm": lambda x, mask: x.log().masked_fill(mask == 0, 0),
+    "root": lambda x, mask: x.abs().sqrt() * mask,
+    "power": lambda x, mask: x.abs() ** 0.3 * mask,
+    "length": lambda x, mask: torch.hypot(x, x) * mask,
+    "quotient": lambda x, mask: torch.where(mask != 0, 1 / x, 0),
+    "norm without epsilon": lambda x, mask: torch.where(mask != 0, F.layer_norm(x, (3,), eps=0.0), 0),
+    "norm": lambda x, mask: F.layer_norm(x, (3,)) * mask,
+    "power of two": lambda x, mask: 2**x * mask,
+}
+
+
+class Shaped(nn.Module):
+    """A sum of what is made of each element, times a mask."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.scale = how, nn.Parameter(torch.ones(3))
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return SHAPES[self.how](x * self.scale, mask).sum()
+
+
+@pytest.mark.parametrize("how", SHAPES)
+def test_padding_without_a_gradient_is_none(how: str) -> None:
+    """Where the derivative at what padding holds is infinite, zero times it is no number, though the loss is finite."""
+    calls = [(torch.rand(4, length, 3) + 0.5, torch.ones(4, length, 1)) for length in (9, 10)]
+    sharded = equal_to_one_device(Shaped(how), {"x": 0, "mask": 0}, *calls)
+    assert len(sharded.programs) == (1 if how in ("norm", "power of two") else 2)
 
 
 def test_arguments_that_do_not_share_a_length_are_refused() -> None:

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import array
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -50,3 +57,69 @@ def test_other_attributes_may_change(model: nn.Module) -> None:
     """What no result depends on, and what stays after the first call."""
     program = trace(model, (torch.randn(2, 4),))
     assert [slot.name for slot in program.inputs if slot.kind is InputKind.PARAMETER] == ["layer.weight", "layer.bias"]
+
+
+class CountedInARecord(nn.Module):
+    """Calls are counted in an object beside a number that is computed with, or that is the count."""
+
+    def __init__(self, stats: Any, *, scale: str) -> None:
+        super().__init__()
+        self.layer, self.stats, self.scale = nn.Linear(4, 4), stats, scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.stats.calls += 1
+        return self.layer(x * getattr(self.stats, self.scale))
+
+
+class Slotted:
+    """Counts in a slot."""
+
+    __slots__ = ("beta", "calls")
+
+    def __init__(self) -> None:
+        self.calls, self.beta = 0, 2.0
+
+
+@pytest.mark.parametrize("make", [lambda: SimpleNamespace(calls=0, beta=2.0), Slotted])
+def test_counts_in_objects_are_seen(make: Callable[[], Any]) -> None:
+    """By their path; what stands beside a count is still guarded, the count is not."""
+    with pytest.raises(TraceError, match=r"changes stats\.calls with every call"):
+        trace(CountedInARecord(make(), scale="calls"), (torch.randn(2, 4),))
+    model = CountedInARecord(SimpleNamespace(calls=0, beta=2.0), scale="beta")
+    guards = trace(model, (torch.randn(2, 4),)).python.guards(model.parameters())
+    model.stats.calls = 7
+    assert guards.hold()
+    model.stats.beta = 3.0
+    assert guards.changes() == ("stats.beta",)
+
+
+class Remembering(nn.Module):
+    """Each call computes with what calls before it left in a container."""
+
+    def __init__(self, held: Any, count: Callable[[Any], float]) -> None:
+        super().__init__()
+        self.layer, self.held, self.count = nn.Linear(4, 4), held, count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x * self.count(self.held))
+
+
+def _append(held: Any) -> float:
+    held.append(1)
+    return float(len(held))
+
+
+def _add(held: Any) -> float:
+    held += 1
+    return float(held.sum())
+
+
+@pytest.mark.parametrize(
+    ("held", "count"),
+    [(deque(), _append), (bytearray(), _append), (array.array("i"), _append), (np.zeros(2), _add)],
+    ids=lambda item: type(item).__name__,
+)
+def test_counts_in_arrays_are_seen(held: Any, count: Callable[[Any], float]) -> None:
+    """Whatever holds numbers."""
+    with pytest.raises(TraceError, match=r"changes held with every call"):
+        trace(Remembering(held, count), (torch.randn(2, 4),))

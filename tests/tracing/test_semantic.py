@@ -176,12 +176,21 @@ def _by_transforms(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     [
         (lambda x: F.cross_entropy(x, torch.tensor([1, -100, 2]), label_smoothing=0.1), (3, 4)),
         (lambda x: F.cross_entropy(x, torch.tensor([1, 0, 2]), reduction="none", weight=_WEIGHT), (3, 5)),
+        (lambda x: F.cross_entropy(x, torch.full((3, 4), 0.25), label_smoothing=0.1), (3, 4)),
         (lambda x: F.scaled_dot_product_attention(x, x.sin(), x.cos(), is_causal=True), (2, 2, 3, 4)),
         (lambda x: F.rms_norm(x, (2, 4), eps=1e-3), (3, 2, 4)),
         (lambda x: F.layer_norm(x, (2, 4)), (3, 2, 4)),
         (lambda x: torch.ops.aten._fused_rms_norm(x, [4], torch.ones(4), 1e-3)[0], (3, 4)),
     ],
-    ids=["cross-entropy", "weighted cross-entropy", "attention", "RMS norm", "layer norm", "fused RMS norm"],
+    ids=[
+        "cross-entropy",
+        "weighted cross-entropy",
+        "soft targets",
+        "attention",
+        "RMS norm",
+        "layer norm",
+        "fused norm",
+    ],
 )
 def test_derivatives_of_derivatives(
     taken: Callable[..., Any], function: Callable[..., Tensor], shape: tuple[int, ...]

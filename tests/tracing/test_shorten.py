@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -23,10 +26,10 @@ class Block(nn.Module):
 class Deep(nn.Module):
     """Blocks one after the other."""
 
-    def __init__(self, blocks: list[nn.Module]) -> None:
+    def __init__(self, blocks: Sequence[nn.Module | None]) -> None:
         super().__init__()
         self.body = nn.Module()
-        self.body.layers = nn.ModuleList(blocks)
+        self.body.layers = nn.ModuleList(blocks)  # type: ignore[arg-type]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.body.layers:  # type: ignore[union-attr]
@@ -81,3 +84,13 @@ def test_none_keeps_everything() -> None:
     short = shorten(model, kept=None)
     assert short.model is model
     assert short.lists[0].kept == tuple(range(5))
+
+
+def test_places_without_a_block_are_alike() -> None:
+    """None in a list is a kind of its own, and does not keep the blocks around it from being numbered."""
+    blocks = [None if index in (0, 4) else Block(4, index) for index in range(9)]
+    short = shorten(Deep(blocks))
+    (found,) = short.lists
+    assert (found.kinds, found.kept) == ((0, 1, 1, 1, 0, 1, 1, 1, 1), (0, 1, 2, 4))
+    body: Any = short.model.body
+    assert [layer is None for layer in body.layers] == [True, False, False, True]

@@ -38,7 +38,7 @@ from autoshard.testing.training import drawing_alike
 from autoshard.tracing import check_guards, trace
 from passes.lower_program import lower_program
 from passes.pipeline import planning_problem
-from passes.plan_of_choice import plan_of_choice
+from passes.plan_of_choice import lowered_plan
 from passes.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.search import Search
@@ -336,7 +336,9 @@ def plan_tightly(program: Program, time_budget_s: float, result: Result) -> Plan
 
 
 def _plan_of(planning: PlanningProblem, solution: Solution, options: PlanOptions) -> Plan:
-    return plan_of_choice(planning, solution.choice, solution.cost, solution.lower_bound, local_cluster(MESH), options)
+    return lowered_plan(
+        planning, solution.choice, solution.cost, solution.lower_bound, local_cluster(MESH), options
+    ).plan
 
 
 def _count_split(plan: Plan) -> int:

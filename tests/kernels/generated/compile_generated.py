@@ -17,7 +17,6 @@ from torch import fx
 
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
-from autoshard.kernels.ahead import compile_ahead
 from autoshard.kernels.generated.define import GeneratedKernel, generated_kernel
 from autoshard.tracing import trace
 from cost_models.device import device
@@ -28,6 +27,7 @@ from passes.lowering.split_phases import SplitPhases
 from passes.pipeline import plan_program
 from passes.plan_options import PlanOptions
 from tests.benchmarks.fused_counts import llama_block
+from tests.kernels.ahead import compile_ahead
 from tests.passes.blocks import h100s
 from tests.passes.families import FAMILIES
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from passes.lowering.count_launches import Traffic, chunk_steps, count_launches, second_step
+from passes.lowering.count_launches import Traffic, chunk_steps, second_step
 from tests.benchmarks.fused_counts import count_both, llama_block
+from tests.passes.launches import count_launches
 
 
 def _graph(*calls: tuple[OpOverload, int]) -> fx.GraphModule:

@@ -25,12 +25,13 @@ from autoshard.runtime.boundary import shard_all
 from autoshard.runtime.simulator import simulate
 from autoshard.tracing import trace
 from passes.lower_program import lower_program
-from passes.lowering.fuse_kernels import FuseKernels, fused_calls
+from passes.lowering.fuse_kernels import FuseKernels
 from passes.pipeline import plan_program
 from passes.plan_options import PlanOptions
 from passes.verification.verify_passes import verify_pass
 from passes.verification.verify_phases import verify_phases
 from tests.passes.blocks import Blocks, h100s
+from tests.passes.launches import fused_calls
 
 MESH = Mesh({"x": 2})
 

@@ -16,11 +16,11 @@ from autoshard.kernels.generated.define import generated_kernel
 from autoshard.kernels.generated.operators import CONSTANTS, POINTWISE, REDUCTIONS, VIEWS
 from cost_models.device import Device, device
 from passes.lowering.choose_groups import choose_groups
-from passes.lowering.count_launches import count_launches
 from passes.lowering.generate_kernels import generate_kernels
 from passes.preparation.number_values import Numbering, draws_numbers
 from passes.verification.expand_kernels import STANDS_FOR, expand_kernels
 from tests.passes.drawn_groups import DrawnGraph, drawn_graphs, wide_call
+from tests.passes.launches import count_launches
 
 _aten = torch.ops.aten
 

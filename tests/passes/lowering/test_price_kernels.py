@@ -17,16 +17,17 @@ from cost_models.compute import matmul_time
 from cost_models.device import device
 from cost_models.streams import simulate_streams
 from cost_models.timeline import COMPUTE
-from passes.lowering.count_launches import Traffic, count_launches
+from passes.lowering.count_launches import Traffic
 from passes.lowering.price_kernels import price_kernels
 from passes.pipeline import planning_problem, solve
-from passes.plan_of_choice import plan_of_choice
+from passes.plan_of_choice import lowered_plan
 from passes.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from passes.prediction.segment_step import segment_step
 from tests.benchmarks.fused_counts import count_both, count_generated, llama_block, llama_block_program
 from tests.passes.blocks import h100s
 from tests.passes.deep import alike, batch
+from tests.passes.launches import count_launches
 from tests.passes.questions.test_explain import make_plan
 
 CLUSTER = Cluster("h100_sxm", nodes=1, devices_per_node=2)
@@ -83,7 +84,7 @@ def block() -> tuple[PlanningProblem, Any, Plan]:
     options = PlanOptions(with_baselines=False, with_kernels=True)
     planning = planning_problem(llama_block_program(hidden=512, length=256), mesh, h100s(mesh), options)
     solution = solve(planning, options, {}).solution
-    return planning, solution.choice, plan_of_choice(planning, solution.choice, 0.0, None, h100s(mesh), options)
+    return planning, solution.choice, lowered_plan(planning, solution.choice, 0.0, None, h100s(mesh), options).plan
 
 
 def test_a_llama_block_is_priced_with_what_runs(block: tuple[PlanningProblem, Any, Plan]) -> None:

@@ -21,7 +21,7 @@ from autoshard.testing.programs import programs
 from cost_models.hardware import Cluster
 from passes.lower_program import lower_program
 from passes.memory.lowered_memory import peak_bytes
-from passes.plan_of_choice import plan_of_choice
+from passes.plan_of_choice import lowered_plan
 from passes.plan_options import PlanOptions
 from passes.planning.exact_memory import PARTS, exact_memory, exact_peak
 from tests.passes.blocks import blocks_program, h100s, perceptron_program, problem_of
@@ -78,7 +78,7 @@ def test_a_repeated_value_is_copied_before_it_is_reduced() -> None:
         pairs = [(found.inputs, found.outputs) for found in planning.space.sites[name].strategies]
         wanted = [(partial, partial)] if name == "expand" else [pair for pair in pairs if {*pair[0], *pair[1]} <= {P()}]
         choice.append(pairs.index(wanted[0]))
-    plan = plan_of_choice(planning, choice, 0.0, None, h100s(LINE), PlanOptions())
+    plan = lowered_plan(planning, choice, 0.0, None, h100s(LINE), PlanOptions()).plan
     assert plan.predicted.peak_memory_bytes == lowered_bytes(program, plan)
 
 
@@ -92,7 +92,7 @@ def test_what_a_split_call_does_not_read_is_not_held_for_it() -> None:
         pairs = [(found.inputs, found.outputs) for found in planning.space.sites[name].strategies]
         whole = next(place for place, pair in enumerate(pairs) if {*pair[0], *pair[1]} <= {P()})
         choice.append(pairs.index(split) if name == "native_batch_norm_backward" else whole)
-    plan = plan_of_choice(planning, choice, 0.0, None, h100s(LINE), PlanOptions())
+    plan = lowered_plan(planning, choice, 0.0, None, h100s(LINE), PlanOptions()).plan
     assert plan.predicted.peak_memory_bytes == lowered_bytes(program, plan)
 
 

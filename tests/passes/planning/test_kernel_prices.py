@@ -22,7 +22,7 @@ from autoshard.ir.spec import PartitionSpec
 from autoshard.tracing import trace
 from cost_models.compute import memory_time
 from cost_models.device import device
-from passes.plan_of_choice import plan_of_choice
+from passes.plan_of_choice import lowered_plan
 from passes.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.kernel_prices import NOTHING_FUSED
@@ -180,7 +180,7 @@ def test_a_product_takes_its_bias_along_in_the_search_too() -> None:
 
 def _planned(planning: PlanningProblem, choice: Sequence[int]) -> Plan:
     options = PlanOptions(with_kernels=True)
-    return plan_of_choice(planning, choice, 0.0, None, planning.prices.cluster, options)
+    return lowered_plan(planning, choice, 0.0, None, planning.prices.cluster, options).plan
 
 
 def _time_without_host(plan: Plan) -> float:
@@ -219,7 +219,7 @@ def test_the_plan_of_a_decoder_costs_what_is_predicted() -> None:
     """With copies at collectives in kernels: within 0.1 %."""
     planning = problem_of(_decoder(4096), Mesh({"x": 4}), with_kernels=True)
     choice = Search()(planning).choice
-    plan = plan_of_choice(planning, choice, 0.0, None, planning.prices.cluster, PlanOptions(with_kernels=True))
+    plan = lowered_plan(planning, choice, 0.0, None, planning.prices.cluster, PlanOptions(with_kernels=True)).plan
     assert planning.assignment.cost_of(choice) == pytest.approx(_time_without_host(plan), rel=1e-3)
 
 

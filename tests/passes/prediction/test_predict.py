@@ -20,23 +20,19 @@ from autoshard.planner import Planner
 from autoshard.tracing import trace
 from cost_models.hardware import Cluster
 from cost_models.intervals import Uncertainty
-from cost_models.schedules import simulate_pipeline
 from cost_models.stages import Pipeline, StageTimes
-from cost_models.streams import Overlap
 from passes.pipeline import plan_program, planning_problem
 from passes.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import allowed_options
 from passes.planning.search import Search
 from passes.prediction import predict as predict_module
-from passes.prediction.predict import BUFFERS, FORECAST, HOST, SLOWED, Runtime, predict, trace_of
+from passes.prediction.predict import HOST, predict, trace_of
+from tests.cost_models.simulated_pipelines import simulate_pipeline
 from tests.ir.test_trace import check_trace_events
 from tests.passes.blocks import blocks_program, h100s
 from tests.passes.prediction.test_segment_step import drawn_choice
 
-FREE = Runtime(Overlap(prefetch=1, slowdown=0.0), "graph")
-SERIAL = Runtime(None, "graph")
-FULLY_SHARDED = {"*.up.weight": P("x"), "*.down.weight": P("x"), "input:0": P("x")}
 DATA_PARALLEL = {"*.up.weight": P(), "*.down.weight": P(), "input:0": P("x")}
 HIDDEN, LENGTH, BATCH, COUNT, RANKS = 1024, 512, 256, 4, 8
 
@@ -57,13 +53,12 @@ def choice_of(constraints: dict[str, PartitionSpec]) -> list[int]:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_breakdowns_add_up(seed: int) -> None:
-    """To the step and to the peak, whatever the plan and the runtime."""
+    """To the step and to the peak, whatever the plan, and however the host issues operators."""
     planning = planning_of()
-    for runtime in (predict_module.TODAY, SERIAL, FREE, FORECAST):
-        found = predict(planning, drawn_choice(planning, seed), runtime)
+    for dispatch in ("eager", "graph"):
+        found = predict(planning, drawn_choice(planning, seed), dispatch=dispatch)
         assert sum(found.breakdown.values()) == pytest.approx(found.step_time_s)
         assert sum(found.memory_breakdown.values()) == found.peak_memory_bytes
-        assert found.overlaps == (runtime.overlap is not None)
 
 
 def test_fused_kernels_and_micro_batches_are_of_the_whole_step() -> None:
@@ -77,48 +72,15 @@ def test_fused_kernels_and_micro_batches_are_of_the_whole_step() -> None:
     assert 2 < four.step_time_s / one.step_time_s < 4.4
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_overlap_hides_communication_at_most(seed: int) -> None:
-    """Without a slowdown, an overlapping runtime is no slower, no faster than computation, and holds no less memory."""
-    planning = planning_of()
-    choice = drawn_choice(planning, seed)
-    serial, free = predict(planning, choice, SERIAL), predict(planning, choice, FREE)
-    sent = sum(seconds for name, seconds in serial.breakdown.items() if name.startswith("communication"))
-    assert serial.step_time_s - sent - 1e-12 <= free.step_time_s <= serial.step_time_s + 1e-12
-    assert free.peak_memory_bytes >= serial.peak_memory_bytes
-    exposed = sum(seconds for name, seconds in free.breakdown.items() if name.startswith("communication"))
-    assert exposed + sum(free.overlapped.values()) == pytest.approx(sent)
-
-
-def test_gathers_of_fully_sharded_data_parallel_are_hidden_in_a_forecast() -> None:
-    """But for the first and for what is left of the last reductions; what runs today waits for all of them."""
-    today, free = (predict(planning_of(), choice_of(FULLY_SHARDED), runtime) for runtime in (SERIAL, FREE))
-    assert today.overlapped == {}
-    assert free.breakdown["communication over x"] < 0.2 * today.breakdown["communication over x"]
-    assert free.overlapped["x"] > 0
-    block = 2 * HIDDEN * 4 * HIDDEN * 2  # two weights in bfloat16
-    assert block <= free.memory_breakdown[BUFFERS] <= 3 * block
-    assert free.peak_memory_bytes == today.peak_memory_bytes + free.memory_breakdown[BUFFERS]
-
-
-def test_computation_beside_communication_is_slower() -> None:
-    """By the published mean, at most; the forecast says how much that is."""
-    found = predict(planning_of(), choice_of(DATA_PARALLEL), Runtime(Overlap(), "graph"))
-    compute = found.breakdown["forward compute"] + found.breakdown["backward compute"]
-    assert 0 < found.breakdown[SLOWED] <= Overlap().slowdown * compute
-    share = Overlap().slowdown / (1 + Overlap().slowdown)
-    assert found.breakdown[SLOWED] == pytest.approx(share * found.overlapped["x"])
-
-
 def test_small_operators_wait_for_the_host() -> None:
     """Issued one by one from Python they take as long as the host takes; from a graph, less."""
     mesh = Mesh({"x": 2})
     planning = planning_problem(blocks_program(), mesh, h100s(mesh), PlanOptions())
     choice = [0] * len(planning.members)
-    eager, graph = predict(planning, choice, Runtime()), predict(planning, choice, SERIAL)
+    eager, graph = (predict(planning, choice, dispatch=dispatch) for dispatch in ("eager", "graph"))
     assert eager.breakdown[HOST] > 0.3 * eager.step_time_s
     assert graph.step_time_s < eager.step_time_s
-    large = predict(planning_of(), choice_of(DATA_PARALLEL), SERIAL)
+    large = predict(planning_of(), choice_of(DATA_PARALLEL), dispatch="graph")
     assert large.breakdown[HOST] < 1e-3 * large.step_time_s
 
 
@@ -132,7 +94,7 @@ def test_a_device_that_is_its_own_host_never_waits() -> None:
 
 def test_utilisation_counts_the_products_of_the_model() -> None:
     """Six FLOPs per parameter and token over the peak of all ranks; work that is split evenly is done once."""
-    found = predict(planning_of(), choice_of(DATA_PARALLEL), SERIAL)
+    found = predict(planning_of(), choice_of(DATA_PARALLEL), dispatch="graph")
     flops = 6 * COUNT * 8 * HIDDEN**2 * BATCH * LENGTH
     expected = flops / (RANKS * h100s(Mesh({"x": RANKS})).device.peak("bf16") * found.step_time_s)
     assert found.mfu == pytest.approx(expected)
@@ -146,7 +108,7 @@ def test_work_that_every_rank_repeats_counts_for_the_hardware_only() -> None:
         next(i for i, s in enumerate(planning.space.sites[group[0]].strategies) if not any(s.choices))
         for group in planning.members
     ]
-    found = predict(planning, whole, SERIAL)
+    found = predict(planning, whole, dispatch="graph")
     assert found.mfu is not None
     assert found.hfu == pytest.approx(RANKS * found.mfu)
 
@@ -165,7 +127,7 @@ def test_the_interval_is_about_the_step(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_plan_writes_its_trace(tmp_path: Path) -> None:
     """A file of trace events with a stream for computation and one for the node's links, as long as the step."""
-    plan = _plan(FORECAST)
+    plan = _plan()
     plan.trace(tmp_path / "trace.json")
     document = json.loads((tmp_path / "trace.json").read_text())
     check_trace_events(document)
@@ -189,24 +151,21 @@ def test_a_pipeline_is_traced_with_a_process_per_rank() -> None:
 
 
 def test_plans_keep_their_predictions(tmp_path: Path) -> None:
-    """Saved and read back, timeline and interval included; a plan of the first schema has neither."""
-    plan = _plan(FORECAST)
+    """Saved and read back, timeline and interval included; a plan without a timeline says so."""
+    plan = _plan()
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
     data = json.loads((tmp_path / "plan.json").read_text())
-    del data["timeline"]
-    data["autoshard_plan"] = 1
-    first_fields = ("step_time_s", "peak_memory_bytes", "breakdown", "memory_breakdown")
-    data["predicted"] = {name: data["predicted"][name] for name in first_fields}
+    data["timeline"] = None
     loaded = Plan.from_json(data)
     assert loaded.predicted.step_time_s == plan.predicted.step_time_s
     with pytest.raises(NotAvailableError, match="has no timeline"):
         loaded.trace(tmp_path / "trace.json")
 
 
-def _plan(runtime: Runtime) -> Plan:
+def _plan() -> Plan:
     mesh = Mesh({"x": 2})
-    options = PlanOptions(with_baselines=False, constraints={"*.up.weight": P("x")}, runtime=runtime)
+    options = PlanOptions(with_baselines=False, constraints={"*.up.weight": P("x")})
     return plan_program(blocks_program(batch=16, length=64, hidden=64), mesh, h100s(mesh), options)
 
 

@@ -21,7 +21,7 @@ from cost_models.streams import Op, Overlap, simulate_streams
 from cost_models.timeline import COMPUTE
 from passes.lower_program import lower_program
 from passes.pipeline import planning_problem
-from passes.plan_of_choice import plan_of_choice
+from passes.plan_of_choice import lowered_plan
 from passes.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from passes.prediction.segment_step import COPIES, repeated_step, segment_step
@@ -87,7 +87,7 @@ def test_the_step_sends_what_the_program_sends(name: str, seed: int) -> None:
     planning = problem_of(program, MESH)
     choice = drawn_choice(planning, seed)
     cluster = h100s(MESH)
-    plan = plan_of_choice(planning, choice, 0.0, None, cluster, PlanOptions())
+    plan = lowered_plan(planning, choice, 0.0, None, cluster, PlanOptions()).plan
     phased = lower_program(program, plan, cluster)
     ours = [(op.name.split()[0], op.label) for op in ops_of(planning, choice) if op.stream != COMPUTE]
     assert ours == sent_by(phased.lowered)

@@ -26,7 +26,7 @@ from passes.lowering.rewrite_phases import rewrite_phases
 from passes.lowering.start_ahead import StartAhead
 from passes.lowering.wait_late import WaitLate
 from passes.memory.lowered_memory import peak_bytes
-from passes.plan_of_choice import plan_of_choice
+from passes.plan_of_choice import lowered_plan
 from passes.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import allowed_options
@@ -46,7 +46,7 @@ FREE = Overlap(prefetch=0, slowdown=0.0)
 def phased_of(planning: PlanningProblem, choice: list[int]) -> PhasedProgram:
     """The lowered program of a choice."""
     cluster = planning.prices.cluster
-    plan = plan_of_choice(planning, choice, 0.0, None, cluster, PlanOptions())
+    plan = lowered_plan(planning, choice, 0.0, None, cluster, PlanOptions()).plan
     return lower_prepared(planning.space.program, plan, cluster, with_overlap=False)
 
 
@@ -216,7 +216,7 @@ def test_predictions_are_of_what_runs() -> None:
     planning, serial = data_parallel()
     choice = data_parallel_choice(planning)
     cluster = planning.prices.cluster
-    plan = plan_of_choice(planning, choice, 0.0, None, cluster, PlanOptions())
+    plan = lowered_plan(planning, choice, 0.0, None, cluster, PlanOptions()).plan
     run = lower_prepared(planning.space.program, plan, cluster)
     walked = walk(planning, run)
     times = simulate_streams(walked.segments, overlap_of(cluster), dispatch_s=cluster.device.dispatch("eager"))
@@ -238,7 +238,7 @@ def test_a_step_of_micro_batches_is_predicted_whole() -> None:
     program = step(model, adamw(model, 1.0))
     one, three = (problem_of(program, PAIR, micro_batches=count) for count in (1, 3))
     choice = drawn_choice(one, 1)
-    plans = [plan_of_choice(item, choice, 0.0, None, h100s(PAIR), PlanOptions()) for item in (one, three)]
+    plans = [lowered_plan(item, choice, 0.0, None, h100s(PAIR), PlanOptions()).plan for item in (one, three)]
     once, thrice = (plan.predicted for plan in plans)
     assert thrice.breakdown["backward compute"] == pytest.approx(3 * once.breakdown["backward compute"])
     updates = [each.breakdown["update compute"] for each in (once, thrice)]

@@ -15,7 +15,7 @@ from autoshard.ir.explanation import Limits
 from autoshard.ir.plan import Plan
 from cost_models.hardware import Cluster as PricedCluster
 from passes.pipeline import solve
-from passes.plan_of_choice import plan_of_choice
+from passes.plan_of_choice import lowered_plan
 from passes.planning.restrictions import ROLES, restrict
 from passes.questions.explain import PlanAlternatives
 from passes.questions.roles import has_role
@@ -71,7 +71,7 @@ def test_the_figures_are_those_of_plans_that_do_it(free: Plan, feature: str) -> 
         assert masks is not None
         solution = solve(planning, options, masks).solution
         assert item.objective == pytest.approx(solution.cost)
-        found = plan_of_choice(planning, solution.choice, solution.cost, None, CLUSTER, options)
+        found = lowered_plan(planning, solution.choice, solution.cost, None, CLUSTER, options).plan
         assert item.step_time_s == pytest.approx(found.predicted.step_time_s)
         assert has_role(
             planning, lambda node, plan=found: (plan.nodes[node].inputs, plan.nodes[node].outputs), axis, feature

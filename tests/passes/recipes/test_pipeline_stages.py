@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from autoshard import Recipe, RecipeError
-from cost_models.schedules import simulate_pipeline
 from cost_models.stages import Pipeline, StageTimes
 from passes.recipes.pipeline_stages import rank_sections, run_stages, schedule_name, share_out
+from tests.cost_models.simulated_pipelines import simulate_pipeline
 
 
 def test_blocks_are_shared_out_evenly_and_ends_lie_at_the_ends() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from autoshard import Cluster, Recipe
 from passes.recipes.pipeline_stages import share_out
-from passes.recipes.price_memory import MemoryPrice, beside_tensors, memory_price
+from passes.recipes.price_memory import MemoryPrice, memory_price
 from passes.recipes.recipe_groups import recipe_groups
 from tests.passes.decoders import dense, priced_dense
 
@@ -62,10 +62,3 @@ def test_gradients_beside_their_sum_take_memory() -> None:
     """Two more bytes for each parameter."""
     apart, together = (_memory(Recipe(separate_sum=flag)).parts["gradients"] for flag in (True, False))
     assert apart - together == 2 * ELEMENTS
-
-
-def test_the_driver_counts_a_communicator_for_each_group() -> None:
-    """One device has a context only; a tensor axis on all devices has two communicators of as many ranks."""
-    alone, pair, mesh = map(beside_tensors, (Recipe(), Recipe(tensor=2), Recipe(tensor=2, data=2, pipeline=2)))
-    assert alone["communicators"] == 0 < alone["context"] == pair["context"]
-    assert 2 * pair["communicators"] == mesh["communicators"] > 0

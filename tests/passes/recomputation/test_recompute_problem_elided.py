@@ -11,11 +11,11 @@ from torch import nn
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from passes.expand_plan import expand_plan, match_nodes
-from passes.plan_of_choice import plan_of_choice
+from passes.plan_of_choice import lowered_plan
 from passes.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.exact_memory import exact_peak
-from passes.prediction.predict import FORECAST, predict
+from passes.prediction.predict import predict
 from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, find_options
 from passes.recomputation.recompute_problem import Again, RecomputeProblem, build_recompute_problem
 from passes.recomputation.with_again import host_bytes, with_again
@@ -70,7 +70,7 @@ def test_the_short_program_recomputes_and_offloads_what_the_whole_one_does(
         of_other = whole.without_keepings(same)
         assert exact_peak(running, strategies) == exact_peak(other, of_other)
         assert host_bytes(running, strategies) == host_bytes(other, of_other)
-        one, two = predict(running, strategies, FORECAST), predict(other, of_other, FORECAST)
+        one, two = predict(running, strategies), predict(other, of_other)
         assert one.step_time_s == pytest.approx(two.step_time_s, rel=1e-9)
         assert one.memory_breakdown == two.memory_breakdown
     plan = _plan(running, strategies, again)
@@ -82,7 +82,7 @@ def test_the_short_program_recomputes_and_offloads_what_the_whole_one_does(
 
 
 def _plan(running: PlanningProblem, choice: Sequence[int], again: Again) -> Plan:
-    plan = plan_of_choice(running, choice, 0.0, None, running.prices.cluster, PlanOptions())
+    plan = lowered_plan(running, choice, 0.0, None, running.prices.cluster, PlanOptions()).plan
     recompute = dataclasses.replace(plan.recompute, nodes=again.recomputed)
     return dataclasses.replace(
         plan, recompute=recompute, offload=dataclasses.replace(plan.offload, nodes=again.offloaded)

@@ -11,7 +11,7 @@ from torch import nn
 from autoshard.ir.mesh import Mesh
 from passes.expand_plan import match_nodes
 from passes.planning.build_assignment import PlanningProblem
-from passes.prediction.predict import FORECAST, TODAY, predict
+from passes.prediction.predict import predict
 from passes.strategies.elided import NotAlikeError
 from tests.passes.blocks import problem_of
 from tests.passes.deep import adamw, alike, in_turn, short_step, step, summed
@@ -56,11 +56,10 @@ def test_the_short_program_costs_what_the_whole_one_does(
         assert short.assignment.cost_of(choice) == pytest.approx(whole.assignment.cost_of(same), rel=1e-9)
         used, peak = short.usage(choice), whole.usage(same).max()
         assert used.max() == peak == short.memory_row(int(used.argmax())).bytes_of(choice, short.assignment.edges)
-        for runtime in (TODAY, FORECAST):
-            one, two = predict(short, choice, runtime), predict(whole, same, runtime)
-            assert one.step_time_s == pytest.approx(two.step_time_s, rel=1e-9)
-            assert one.memory_breakdown == two.memory_breakdown
-            assert (one.mfu, one.hfu) == (pytest.approx(two.mfu), pytest.approx(two.hfu))
+        one, two = predict(short, choice), predict(whole, same)
+        assert one.step_time_s == pytest.approx(two.step_time_s, rel=1e-9)
+        assert one.memory_breakdown == two.memory_breakdown
+        assert (one.mfu, one.hfu) == (pytest.approx(two.mfu), pytest.approx(two.hfu))
 
 
 def test_kernels_of_the_short_program_cost_what_those_of_the_whole_one_do() -> None:

@@ -8,7 +8,7 @@ from torch import nn
 from autoshard.ir.mesh import Mesh
 from autoshard.rules.enumeration import Split
 from autoshard.tracing import trace
-from passes.strategies.price_rewrites import rewrite_time
+from passes.strategies.price_rewrites import rewrite_collectives
 from tests.passes.blocks import h100s, problem_of
 
 
@@ -26,7 +26,7 @@ def test_cross_entropy_over_split_classes_pays_for_its_reductions() -> None:
     assert site.rule is not None
     rows, classes = (site.rule.inputs[0][dim][0] for dim in (0, 1))
     for strategy in site.strategies:
-        sent = rewrite_time(site, strategy, mesh, h100s(mesh))
+        sent = sum(seconds for _, seconds in rewrite_collectives(site, strategy, mesh, h100s(mesh)))
         if strategy.choices == (Split(classes),):
             assert sent > 0
             assert planning.prices.call_time(site, strategy) > sent
@@ -46,7 +46,10 @@ def test_halos_and_softmax_over_split_dims_have_a_price() -> None:
     planning = problem_of(trace(Edges(), (image, kernel), {}, grad=False), mesh)
     for name, talking, silent in (("convolution", "o1", ("n", "o2")), ("_softmax", "d1", ("d0", "d2"))):
         site = next(site for site_name, site in planning.space.sites.items() if site_name.startswith(name))
-        sent = {s.choices: rewrite_time(site, s, mesh, h100s(mesh)) for s in site.strategies}
+        sent = {
+            s.choices: sum(seconds for _, seconds in rewrite_collectives(site, s, mesh, h100s(mesh)))
+            for s in site.strategies
+        }
         assert sent[Split(talking), None] > 0
         assert sent[Split(talking), Split(talking)] > sent[Split(talking), None]
         assert all(sent[Split(factor), None] == 0 for factor in silent)

@@ -23,4 +23,4 @@ def test_an_unknown_collective_inside_a_rewrite_is_named(monkeypatch: pytest.Mon
     monkeypatch.setattr(price_rewrites, "emitted_collectives", lambda *_: [node])
     site: Any = None
     with pytest.raises(UnknownOperatorError, match=r"_c10d_functional\.broadcast.*no cost formula; add one"):
-        price_rewrites.rewrite_time(site, site, Mesh({"data": 2}), Cluster("h100_sxm", devices_per_node=2))
+        price_rewrites.rewrite_collectives(site, site, Mesh({"data": 2}), Cluster("h100_sxm", devices_per_node=2))

@@ -32,7 +32,7 @@ from autoshard.tracing import trace
 from passes.lower_program import lower_program, prepare
 from passes.memory.liveness import find_lifetimes
 from passes.pipeline import plan_program
-from passes.plan_of_choice import plan_of_choice
+from passes.plan_of_choice import lowered_plan
 from passes.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.strategies.enumerate_strategies import EnumerateStrategies
@@ -154,7 +154,7 @@ def drawn_plan(random: Random) -> Plan:
                 costs[edge.head] = costs[edge.head] + edge.cost[choice[-1], :]
             else:
                 costs[edge.tail] = costs[edge.tail] + edge.cost[:, choice[-1]]
-    return plan_of_choice(planning, choice, 0.0, None, h100s(MESH), PlanOptions())
+    return lowered_plan(planning, choice, 0.0, None, h100s(MESH), PlanOptions()).plan
 
 
 def inputs_of(program: LoweredProgram) -> list[Sequence[torch.Tensor]]:

@@ -20,8 +20,10 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from autoshard.errors import KernelError
+from autoshard.kernels import triton_adam
 from autoshard.kernels.candidates import MAX_STAGES_HIP
 from autoshard.kernels.kernel import Specimen
+from autoshard.kernels.registry import FUSED, KERNELS
 
 _WARP, _WAVEFRONT = 32, 64
 _USAGE = re.compile(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)")
@@ -42,6 +44,13 @@ class Resources:
     registers: int
     shared_bytes: int
     spilled_bytes: int
+
+
+def specimens(architecture: str) -> tuple[Specimen, ...]:
+    """All representative compilations for one of `launch.ARCHITECTURES`."""
+    kernels = [*(kernel for found in KERNELS.values() for kernel in found), *FUSED]
+    found = [specimen for kernel in kernels for specimen in kernel.specimens] + [*triton_adam.specimens()]
+    return tuple(specimen for specimen in found if specimen.architecture in (None, architecture))
 
 
 def compile_ahead(specimen: Specimen, architecture: str) -> Resources:

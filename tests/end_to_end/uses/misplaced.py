@@ -1,8 +1,10 @@
-"""Uses of other wrappers around what is compiled, and within it."""
+"""Uses of compiled modules where they do not belong: in wrappers and captures, on inputs elsewhere, after a step."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -129,6 +131,63 @@ def _wrap_a_part(model: nn.Module) -> nn.Module:
     return model
 
 
+def input_on_meta(compile: Compile) -> Numbers:
+    """An input that was made for planning alone."""
+    model, inputs = _model()
+    compiled = compile(model)
+    compiled(inputs)
+    return numbers(compiled(inputs.to("meta") if compile is not one_device else inputs))
+
+
+def target_on_meta(compile: Compile) -> Numbers:
+    """A target of a step that has no values."""
+    model, inputs = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    step = compile(model, optimizer=optimizer, loss_fn=nn.functional.mse_loss)
+    return numbers(step(inputs, torch.ones(8, 2, device="cpu" if compile is one_device else "meta")))
+
+
+@contextmanager
+def _deprecated() -> Iterator[None]:
+    """`torch.jit` is deprecated, and still used."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+def captured(capture: Callable[[nn.Module, torch.Tensor], Any]) -> Callable[[Compile], Numbers]:
+    """What is compiled is recorded by torch, after a call."""
+
+    def script(compile: Compile) -> Numbers:
+        model, inputs = _model()
+        compiled = compile(model)
+        compiled(inputs)
+        with _deprecated():
+            return numbers(capture(compiled, inputs))
+
+    return script
+
+
+def scripted_step(compile: Compile) -> Numbers:
+    """`torch.jit.script` of a training step."""
+    model, inputs = _model()
+    step = compile(Outer(model), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
+    with _deprecated():
+        return numbers((step if compile is one_device else torch.jit.script(step))(inputs))
+
+
+def captured_before(capture: Callable[[nn.Module, torch.Tensor], nn.Module]) -> Callable[[Compile], Numbers]:
+    """A model whose first layer torch's JIT has compiled."""
+
+    def script(compile: Compile) -> Numbers:
+        model, inputs = _model()
+        with _deprecated():
+            model[0] = capture(model[0], inputs)
+        return numbers(compile(model)(inputs))
+
+    return script
+
+
 def backward_of_a_step(compile: Compile) -> Numbers:
     """A loop that kept its `loss.backward()`, scaled for accumulation, beside a whole step."""
     model, inputs = _model()
@@ -139,12 +198,42 @@ def backward_of_a_step(compile: Compile) -> Numbers:
 
 
 USES = (
+    Use("an input on meta", input_on_meta, refused=r"input:0 .* is on device='meta'"),
+    Use("an input on meta, on two ranks", input_on_meta, refused=r"input:0 .* is on device='meta'", processes=True),
+    Use("a target on meta", target_on_meta, refused=r"input:1 .* is on device='meta'"),
+    Use("a target on meta, on two ranks", target_on_meta, refused=r"input:1 .* is on device='meta'", processes=True),
     Use("backward of a step's loss", backward_of_a_step, refused="the step has run the backward already"),
     Use(
         "backward of a step's loss, on two ranks",
         backward_of_a_step,
         refused="the step has run the backward already",
         processes=True,
+    ),
+    Use(
+        "torch.jit.script of the compiled",
+        captured(lambda compiled, inputs: torch.jit.script(compiled)(inputs)),
+        refused=r"cannot capture a ShardedModule \(the compiled Sequential\)",
+    ),
+    Use(
+        "torch.jit.trace of the compiled",
+        captured(lambda compiled, inputs: torch.jit.trace(compiled, (inputs,))(inputs)),
+        refused=r"cannot capture a ShardedModule \(the compiled Sequential\)",
+    ),
+    Use(
+        "torch.export of the compiled",
+        captured(lambda compiled, inputs: torch.export.export(compiled, (inputs,)).module()(inputs)),
+        refused=r"cannot capture a ShardedModule \(the compiled Sequential\)",
+    ),
+    Use("torch.jit.script of a step", scripted_step, refused="cannot capture a TrainStep"),
+    Use(
+        "a part compiled by torch.jit.script",
+        captured_before(lambda layer, inputs: torch.jit.script(layer)),
+        refused=r"model\.0 is a RecursiveScriptModule, .* as it was before torch.jit.script",
+    ),
+    Use(
+        "a part recorded by torch.jit.trace",
+        captured_before(lambda layer, inputs: torch.jit.trace(layer, (inputs,))),
+        refused=r"model\.0 is a TopLevelTracedModule, .* as it was before torch.jit.script",
     ),
     Use("torch.compile of the compiled", torch_compile),
     Use("torch.compile of the compiled, on two ranks", torch_compile, processes=True),

@@ -14,10 +14,9 @@ import pytest
 import torch
 
 from autoshard.errors import KernelError
-from autoshard.kernels.ahead import compile_ahead
 from autoshard.kernels.kernel import TYPICAL_SIZES
 from autoshard.kernels.launch import ARCHITECTURES
-from autoshard.kernels.registry import specimens
+from tests.kernels.ahead import compile_ahead, specimens
 
 SCRIPT = Path(__file__).with_name("compile_ahead.py")
 ROOT = SCRIPT.parents[2]

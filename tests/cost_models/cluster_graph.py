@@ -2,21 +2,35 @@
 
 Nodes of the graph: ("device", rank), ("switch", node), ("host", node), ("card", node, i), ("leaf", pod), ("spine",).
 Edges carry `bytes_per_s`, what long transfers reach in each direction. `topology.group_links` says the same in closed
-form; here it is derived by routing every ring, whatever the placement, which the tests hold it to.
+form; here it is derived by routing every ring, whatever the placement.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from itertools import pairwise
 
 import networkx
 
-from cost_models.topology import Layout, Link, Wiring, direct_links
+from cost_models.hardware import Cluster
+from cost_models.topology import GroupLinks, Layout, Link, Wiring, direct_links
 
 
-def build_graph(
+def axis_links(cluster: Cluster, mesh_axes: Mapping[str, int]) -> dict[str, GroupLinks]:
+    """For each mesh axis, the links that a group along it uses."""
+    return {axis: cluster.group_links(mesh_axes, (axis,)) for axis in mesh_axes}
+
+
+def cluster_graph(cluster: Cluster) -> networkx.Graph:
+    """Devices, switches, network cards, pods and spine as a graph."""
+    node = cluster.node
+    return _build_graph(
+        cluster.nodes, cluster.devices_per_node, node.intra, node.inter, node.wiring, node.devices_per_node
+    )
+
+
+def _build_graph(
     nodes: int, per_node: int, intra: Link, inter: Link | None, wiring: Wiring, wired_devices: int
 ) -> networkx.Graph:
     """The graph of a cluster of `nodes` nodes with `per_node` devices each (of `wired_devices` that a node has)."""

@@ -1,0 +1,218 @@
+"""Higher-order operators of torch (`cond`, `while_loop`, `scan`, `map`, `flex_attention`) as plain calls.
+
+Their functions run in Python, where operators are traced as everywhere. A predicate is read, like that of `if`: the
+value is guarded, and a call in which the predicate differs has a program of its own. Loops are unrolled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
+from torch._higher_order_ops.associative_scan import associative_scan_op, generic_associative_scan
+from torch._higher_order_ops.cond import cond_op
+from torch._higher_order_ops.map import map_dense, map_impl
+from torch._higher_order_ops.scan import generic_scan, scan_op
+from torch._higher_order_ops.while_loop import while_loop_dense, while_loop_op
+from torch.nn import functional as F
+from torch.nn.attention import flex_attention as flex
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from autoshard.errors import TraceError
+from autoshard.tracing.reach import inputs_behind
+
+_INFINITY = float("inf")
+
+
+def _cond(
+    inputs: Sequence[Tensor],
+    predicate: Any,
+    true_fn: Callable[..., Any],
+    false_fn: Callable[..., Any],
+    operands: Sequence[Any],
+) -> Any:
+    """One branch; both where `vmap` gives each of its rows a predicate.
+
+    As on one device, the result requires grad where either branch's would.
+    """
+    if isinstance(predicate, Tensor) and _has_rows(predicate):
+        choose = partial(torch.where, predicate)
+        return pytree.tree_map(choose, true_fn(*operands), false_fn(*operands))
+    taken, other = (true_fn, false_fn) if predicate else (false_fn, true_fn)
+    result = taken(*operands)
+    if not torch.is_grad_enabled():
+        return result
+    idle = [x for x in pytree.tree_leaves(other(*operands)) if isinstance(x, Tensor)]
+    nothing = _nothing_of(inputs_behind(idle, inputs))
+    return result if nothing is None else pytree.tree_map_only(Tensor, partial(_reach, nothing), result)
+
+
+def _nothing_of(inputs: Sequence[Tensor]) -> Tensor | None:
+    """Zero, with zeros for the gradients of inputs: what the branch that is not taken gives to them."""
+    found = None
+    for x in inputs:
+        never = torch.zeros((), dtype=torch.bool, device=x.device)
+        zero = torch.where(never, x.sum(), 0.0)
+        found = zero if found is None else found + zero
+    return found
+
+
+def _reach(nothing: Tensor, x: Tensor) -> Tensor:
+    return x + nothing.to(x.dtype) if x.is_floating_point() else x
+
+
+def _has_rows(x: Tensor) -> bool:
+    """Whether `vmap` runs over a dim of a tensor."""
+    while is_functorch_wrapped_tensor(x):
+        if is_batchedtensor(x):
+            return True
+        x = get_unwrapped(x)
+    return False
+
+
+def _while_loop(*args: Any, **options: Any) -> Any:
+    result = while_loop_dense(*args, **options)
+    if any(isinstance(x, Tensor) and x.requires_grad for x in pytree.tree_leaves(result)):
+        raise TraceError(
+            "The model calls while_loop on values that require grad, and torch's derivative of while_loop is not that "
+            "of its steps. Write the loop in Python (while bool(...): ...), or call it under torch.no_grad()."
+        )
+    return result
+
+
+def _scan(function: Callable[..., Any], init: Sequence[Any], xs: Sequence[Any], additional_inputs: Any = ()) -> Any:
+    return generic_scan(function, init, xs, additional_inputs=additional_inputs)
+
+
+def _associative_scan(function: Callable[..., Any], xs: Sequence[Tensor], additional_inputs: Any = ()) -> Any:
+    return generic_associative_scan(function, xs, additional_inputs=additional_inputs)
+
+
+def _flex_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    score_mod: Callable[..., Tensor],
+    block_mask: tuple[Any, ...],
+    scale: float,
+    kernel_options: Mapping[str, Any],
+    *buffers: tuple[Any, ...],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Result [B, H, S, D] in the memory order of `q`; log-sum-exp and largest score of each row, in units of ln 2.
+
+    Blocks only say which scores a kernel need not compute: the mask function alone decides.
+    """
+    score_buffers, mask_buffers = (*buffers, (), ())[:2]
+    groups = q.size(1) // k.size(1)
+    k, v = (x.repeat_interleave(groups, 1).expand(q.size(0), -1, -1, -1) for x in (k, v))
+    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    scores = torch.matmul(q.to(wide), k.to(wide).transpose(-2, -1)) * scale
+    places = [torch.arange(size, device=q.device) for size in scores.shape]
+    mask_mod = block_mask[-1]
+    mask = None
+    with _IndexingByNumbers():
+        if score_mod is not flex._identity:
+            scores = _for_each(score_mod, (0,), len(score_buffers))(scores, *places, *score_buffers)
+        if mask_mod is not flex.noop_mask:
+            mask = _for_each(mask_mod, (), len(mask_buffers))(*places, *mask_buffers)
+            scores = torch.where(mask, scores, -_INFINITY)
+    largest = scores.amax(-1)
+    is_dead = largest == -_INFINITY
+    log_sum = torch.where(is_dead, -_INFINITY, torch.where(is_dead[..., None], 0.0, scores).logsumexp(-1))
+    if score_mod is flex._identity:
+        out = F.scaled_dot_product_attention(q, k, v, mask, scale=scale)
+    else:
+        weights = torch.softmax(torch.where(is_dead[..., None], 0.0, scores), -1)
+        out = torch.matmul(torch.where(is_dead[..., None], 0.0, weights).to(q.dtype), v.to(q.dtype))
+    return _in_order_of(out, q), log_sum / math.log(2.0), largest / math.log(2.0)
+
+
+def _for_each(function: Callable[..., Tensor], first: tuple[int, ...], shared: int) -> Callable[..., Tensor]:
+    """The function for each batch entry, head, query and key; the last `shared` arguments are the same for all."""
+    for place in reversed(range(4)):
+        dims: list[int | None] = [None] * 4
+        dims[place] = 0
+        function = torch.vmap(function, in_dims=(*first, *dims, *[None] * shared))
+    return function
+
+
+class _IndexingByNumbers(TorchFunctionMode):
+    """Within, `table[i, j]` looks up numbers that `vmap` runs over; indexing would read them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            entries = args[1] if isinstance(args[1], tuple) else (args[1],)
+            if any(isinstance(entry, Tensor) for entry in entries) and all(map(_is_number, entries)):
+                return _look_up(args[0], entries)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_number(entry: Any) -> bool:
+    if isinstance(entry, Tensor):
+        return entry.dim() == 0 and entry.dtype in (torch.int64, torch.int32)
+    return isinstance(entry, int) and not isinstance(entry, bool)
+
+
+def _look_up(table: Tensor, entries: Sequence[Any]) -> Tensor:
+    """`table[entries]`; negative numbers count from the end."""
+    row: Any = 0
+    for entry, size in zip(entries, table.shape, strict=False):
+        number = torch.where(entry < 0, entry + size, entry) if isinstance(entry, Tensor) else entry % size
+        row = row * size + number
+    return table.flatten(0, len(entries) - 1).index_select(0, row.reshape(1)).squeeze(0)
+
+
+def _in_order_of(x: Tensor, like: Tensor) -> Tensor:
+    """`x` with its dims in memory in the order of those of `like`."""
+    order = sorted(range(x.dim()), key=lambda dim: -like.stride(dim))
+    return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.dim())])
+
+
+_PLAIN_CALLS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
+    {
+        while_loop_op: _while_loop,
+        scan_op: _scan,
+        associative_scan_op: _associative_scan,
+        map_impl: map_dense,
+        flex.flex_attention_hop: _flex_attention,
+    }
+)
+
+
+class _PlainCalls(TorchFunctionMode):
+    """Calls plain functions for higher-order operators; what these functions call comes here too."""
+
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._functions = {cond_op: partial(_cond, inputs), **_PLAIN_CALLS}
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        function = self._functions.get(func)
+        if function is None:
+            return func(*args, **(kwargs or {}))
+        with self:
+            return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def calling_plainly(inputs: Sequence[Tensor]) -> Iterator[None]:
+    """Within, higher-order operators are plain calls; enter it after all other modes of torch functions.
+
+    `inputs` are those of the traced call. `flex_attention` then has a backward on the CPU too, and does
+    not warn that it is not compiled.
+    """
+    saved = flex._validate_device, flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
+    flex._validate_device, flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = lambda *_: None, True
+    try:
+        with _PlainCalls(inputs):
+            yield
+    finally:
+        flex._validate_device, flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = saved

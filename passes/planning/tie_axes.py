@@ -1,0 +1,113 @@
+"""Axes of a mesh that choose alike, where the search over each of them would not end in time.
+
+A call has as many strategies as choices of an axis to the power of the number of axes, and a link as many pairs of them
+as their square: on 2x2x2x2 a transformer of two layers has 202,000 strategies. So on a mesh of three axes and more the
+outermost ones are tied, as few as the time allows: axes of a group split the same factor, or none, in the order of the
+mesh. Two groups stay, of which the inner axis is one: known recipes tell it from the others. Plans of such a problem
+are plans of the mesh, at the same prices.
+
+Axes that constraints, the plan before, or a recipe tell apart are not tied.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan import Plan
+from autoshard.ir.program import Program
+from autoshard.ir.recipe import Recipe
+from autoshard.ir.spec import PartitionSpec
+from passes.strategies.enumerate_strategies import EnumerateStrategies, SearchSpace
+
+_LOGGER = logging.getLogger(__name__)
+
+_STRATEGY_S, _PAIR_S = 4e-4, 1.5e-6
+"""Seconds of building and searching for each strategy of each site, and for each pair of them over each link: a
+transformer of two layers takes 5 s of one core on 2x2, 20 s on 2x2x2, and over 150 s on 2x2x2x2."""
+
+_GROUPS = 2
+"""Groups that stay in any case."""
+
+Group = tuple[str, ...]
+Groups = tuple[Group, ...]
+
+
+def space_in_time(
+    enumerate_strategies: EnumerateStrategies, program: Program, levels: Sequence[Groups], time_budget_s: float
+) -> SearchSpace:
+    """The search space of a program whose axes are tied as little as the time allows.
+
+    Args:
+        enumerate_strategies: of each axis by itself.
+        program: with hubs.
+        levels: the groups that may be, see `tied_levels`.
+        time_budget_s: for all of planning.
+    """
+    mesh = enumerate_strategies.mesh
+    coarsest = enumerate_strategies.tied(levels[-1])(program)
+    if len(levels) == 1:
+        return coarsest
+    for groups in levels:
+        seconds = estimated_s(coarsest, len(groups) / len(levels[-1]))
+        if seconds <= time_budget_s or groups == levels[-1]:
+            if groups != levels[0]:
+                _warn(mesh, groups, estimated_s(coarsest, len(levels[0]) / len(levels[-1])), time_budget_s)
+            break
+    return coarsest if groups == levels[-1] else enumerate_strategies.tied(groups)(program)
+
+
+def _warn(mesh: Mesh, groups: Groups, seconds: float, time_budget_s: float) -> None:
+    tied = " and ".join(", ".join(map(repr, group)) for group in groups if len(group) > 1)
+    _LOGGER.warning(
+        "a search over each axis of %s would take some %.0f s, and time_budget_s leaves %.0f s: axes %s split the same "
+        "dims of all tensors; give it more time, or constraints that tell them apart",
+        *(mesh, seconds, time_budget_s, tied),
+    )
+
+
+def tied_levels(
+    mesh: Mesh, constraints: Iterable[PartitionSpec] = (), before: Plan | None = None, recipe: Recipe | None = None
+) -> list[Groups]:
+    """The groups of axes, from each by itself to as few as may be; the outermost are tied first.
+
+    Args:
+        mesh: the mesh; two axes are not tied.
+        constraints, before, recipe: what may tell axes apart.
+    """
+    groups: Groups = tuple((axis,) for axis in mesh.axis_names)
+    levels: list[Groups] = [groups]
+    specs = [*constraints, *(() if before is None else _specs_of(before))]
+    while recipe is None and len(groups) > _GROUPS:
+        first = next((i for i in range(len(groups) - 1) if _are_alike(groups[i] + groups[i + 1], specs)), None)
+        if first is None:
+            break
+        groups = (*groups[:first], groups[first] + groups[first + 1], *groups[first + 2 :])
+        levels.append(groups)
+    return levels
+
+
+def estimated_s(space: SearchSpace, power: float) -> float:
+    """Seconds of planning with so many times the groups that a space has."""
+    counts = {name: len(site.strategies) ** power for name, site in space.sites.items()}
+    pairs = sum(counts[link.tail] * counts[link.head] for link in space.links)
+    return _STRATEGY_S * sum(counts.values()) + _PAIR_S * pairs
+
+
+def _specs_of(plan: Plan) -> Iterator[PartitionSpec]:
+    for node in plan.nodes.values():
+        yield from node.inputs
+        yield from node.outputs
+
+
+def _are_alike(group: Group, specs: Sequence[PartitionSpec]) -> bool:
+    """Whether specs do the same with all axes of a group, in their order."""
+    for spec in specs:
+        uses = {(spec.dim_of(axis), spec.reduction_over(axis)) for axis in group}
+        if len(uses) > 1:
+            return False
+        axes = tuple(axis for axis in spec.axes if axis in group)
+        if axes and axes != group:
+            return False
+    return True

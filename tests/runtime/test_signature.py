@@ -1,0 +1,41 @@
+"""Inputs lie where the program expects them, or one error says where they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensorMode
+
+import autoshard
+from autoshard.errors import TraceError
+from autoshard.runtime.signature import check_devices
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+
+
+def test_an_input_on_another_device() -> None:
+    """The culprit, its device and the one it belongs on are named; what was traced on the CPU stays there."""
+    with FakeTensorMode():
+        given = {"input:0": torch.empty(2, 3, device=CUDA), "input:1": torch.empty(2)}
+    check_devices(given, CUDA, {"input:0": "cuda", "input:1": "cpu"})
+    check_devices(given, CUDA, {})
+    message = r"input:1 of shape=\(2,\) is on device='cpu', and the call computes on 'cuda': move it with .to\('cuda'\)"
+    with pytest.raises(TraceError, match=message):
+        check_devices(given, CUDA, {"input:0": "cuda", "input:1": "cuda"})
+    with pytest.raises(TraceError, match=r"input:0 of shape=\(2, 3\) is on device='cuda:0', and the call computes on"):
+        check_devices(given, CPU, {"input:0": "cpu", "input:1": "cpu"})
+
+
+@pytest.mark.parametrize("compiled_first", [False, True])
+def test_an_input_without_values(compiled_first: bool) -> None:
+    """A call on the meta device is refused, before and after there is a program for it."""
+    inputs = torch.ones(4, 6, device="meta")
+    sharded = autoshard.compile(
+        nn.Linear(6, 2), autoshard.Mesh({"data": 2}), example_inputs=(inputs,) if compiled_first else None
+    )
+    with pytest.raises(
+        TraceError, match=r"input:0 of shape=\(4, 6\) is on device='meta', and the call computes on 'cpu'"
+    ):
+        sharded(inputs)
+    assert sharded(torch.ones(4, 6)).shape == (4, 2)

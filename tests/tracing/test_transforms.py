@@ -1,0 +1,67 @@
+"""Transforms of `torch.func` inside a model: what they draw, and what a failing trace leaves of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import grad, jvp, vmap
+from torch.nn import functional as F
+
+from autoshard.errors import TraceError
+from autoshard.tracing import trace
+from autoshard.tracing.transforms import is_transformed
+from tests.tracing.running import run_program
+
+
+class Call(nn.Module):
+    """A function of a parameter of ones."""
+
+    def __init__(self, function: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.function, self.weight = function, nn.Parameter(torch.ones(4, 64))
+
+    def forward(self) -> Any:
+        return self.function(self.weight)
+
+
+def _drop(row: Tensor) -> Tensor:
+    return F.dropout(row, 0.25)
+
+
+def _attend(row: Tensor) -> Tensor:
+    x = row.view(1, 1, 64, 1)
+    return F.scaled_dot_product_attention(0 * x, 0 * x, x, dropout_p=0.25).view(64)
+
+
+def _gradient(row: Tensor) -> Tensor:
+    return grad(lambda value: _drop(value).sum())(row)
+
+
+@pytest.mark.parametrize("draw", [_drop, _attend, _gradient])
+def test_randomness_of_vmap(draw: Callable[[Tensor], Tensor]) -> None:
+    """Each row draws for itself with randomness "different", all rows draw alike with "same", and else none may."""
+    for randomness in ("different", "same"):
+        model = Call(lambda weight, mode=randomness: vmap(draw, randomness=mode)(weight))
+        (result, *_) = run_program(trace(model), model, ()).values()
+        assert bool((result == result[0]).all()) is (randomness == "same")
+        assert 0.8 < float(result.mean()) < 1.2
+    with pytest.raises(TraceError, match="randomness"):
+        trace(Call(vmap(draw)))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")  # torch's own, of jvp
+def test_a_failing_trace_leaves_no_transform_open() -> None:
+    """A trace that fails within a transform leaves the process as it was."""
+
+    def fail(weight: Tensor) -> Tensor:
+        raise RuntimeError("of the model")
+
+    for function in (vmap(grad(fail)), lambda weight: jvp(fail, (weight,), (weight,))[1]):
+        with pytest.raises(TraceError, match="of the model"):
+            trace(Call(function))
+        assert not is_transformed()
+    assert jvp(torch.sin, (torch.zeros(1),), (torch.ones(1),))[1].item() == 1.0
