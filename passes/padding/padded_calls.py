@@ -129,14 +129,16 @@ def padded_call(*operators: Any, sizes: Collection[int] = ()) -> Callable[[CallF
     return register
 
 
-def results_of(call: PaddedCall) -> Results:
+def results_of(call: PaddedCall, by_rule: CallFunction) -> Results:
     """The results of a call of both programs.
+
+    Args:
+        call: the call.
+        by_rule: serves operators without a function of their own.
 
     Raises:
         ReachedError: padding may reach their clean parts.
     """
-    from passes.padding.by_rule import by_rule
-
     entry = _entries.get(call.target)
     _check_arguments(call, frozenset() if entry is None else entry.sizes)
     results = by_rule(call) if entry is None else entry.function(call)

@@ -35,6 +35,7 @@ from autoshard.ir.program import InputKind, OutputKind, Program, tensor_values
 from autoshard.rules.ranges import range_of_values
 from autoshard.runtime.compiler import Request
 from autoshard.runtime.lengths import Grown, PaddingProof
+from passes.padding.by_rule import by_rule
 from passes.padding.contents import Content, constant, content_of_type
 from passes.padding.padded_calls import PaddedCall, results_of
 from passes.padding.padded_values import Dim, PaddedValue, ReachedError, Region
@@ -250,7 +251,7 @@ class _Walk:
         operands: list[fx.Node] = []
         fx.map_arg((node.args, node.kwargs), operands.append)
         given = tuple(values[operand] for operand in operands)
-        results = results_of(PaddedCall(node, twin, given, values, has_gradient))
+        results = results_of(PaddedCall(node, twin, given, values, has_gradient), by_rule)
         return results[0] if isinstance(node.meta["val"], torch.Tensor) else results
 
 
