@@ -81,7 +81,9 @@ def measure(model: str, plan: str, rounds: int, room: str) -> None:
     if dist.get_rank() == 0:
         rows = rows[2:]
         medians = {key: [statistics.median(row[key][kind] for row in rows) for kind in (0, 1)] for key in rows[0]}
-        Path(room, f"{plan}.json").write_text(json.dumps(medians))
+        held = _copy(step, ranks)()
+        copied = {"tensors": len(held), "bytes": sum(item.nbytes for item in held)}
+        Path(room, f"{plan}.json").write_text(json.dumps({"medians": medians, "copied": copied}))
 
 
 def main() -> None:
@@ -96,10 +98,13 @@ def main() -> None:
         for plan in PLANS:
             if outcomes[plan]:
                 raise SystemExit(outcomes[plan])
-            found = json.loads(Path(room, f"{plan}.json").read_text())
-            console.print(f"[bold]{options.model}, {plan}[/bold]: ms of the machine, ms of the thread's processor")
+            written = json.loads(Path(room, f"{plan}.json").read_text())
+            found, copied = written["medians"], written["copied"]
+            size = f"{copied['tensors']} tensors, {copied['bytes'] / 1e6:.0f} MB on the first rank"
+            console.print(f"[bold]{options.model}, {plan}[/bold]: {size}")
+            console.print("  ms by          machine     thread")
             for name, (wall, thread) in found.items():
-                console.print(f"  {name:12} {wall * 1e3:8.1f} {thread * 1e3:8.1f}")
+                console.print(f"  {name:12} {wall * 1e3:9.1f} {thread * 1e3:10.1f}")
             ratio = found["save"][1] / found["copy"][1]
             console.print(f"  save : copy {ratio:.2f} by processor; steps beside : alone {_ratio(found):.2f}")
 
