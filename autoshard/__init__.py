@@ -8,7 +8,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from autoshard import data
+from autoshard import data, report
 from autoshard.api import compile, plan
 from autoshard.calibration import calibrate
 from autoshard.checkpoints import Checkpoints
@@ -39,12 +39,12 @@ from autoshard.ir.recipe import Recipe
 from autoshard.ir.runtime import Runtime
 from autoshard.ir.spec import P, PartitionSpec
 from autoshard.kernels.tuning_switch import tune_kernels
-from autoshard.pricing import price
-from autoshard.proofs import prove, verify
 from autoshard.rules import Rule, infer_rule, sharding_rule
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep
 from cost_models.formulas import vectorise
+from passes.driver.pricing import price
+from passes.driver.proofs import prove, verify
 
 if TYPE_CHECKING:
     from autoshard import testing as testing
@@ -89,6 +89,7 @@ __all__ = [
     "plan",
     "price",
     "prove",
+    "report",
     "sharding_rule",
     "tune_kernels",
     "vectorise",

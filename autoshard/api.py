@@ -40,41 +40,42 @@ from autoshard.arguments import (
     checked_reduce_dtype,
     split_inputs,
 )
-from autoshard.backends import bucketing_of, check_in_place, graphs_of, has_kernels, wrap_of
-from autoshard.choose_mesh import choose_mesh
 from autoshard.cluster import device_of_plans, meshes_of
 from autoshard.errors import DoesNotFitError, NotAvailableError
-from autoshard.fixed_plan import micro_batches_of, precision_of, read_plan, update_for
 from autoshard.ir.garbage import seldom_collecting
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.outputs import Outputs
 from autoshard.ir.plan import Plan
 from autoshard.ir.precision import effective_precision
 from autoshard.ir.recipe import TRITON, Recipe
+from autoshard.ir.request import Request
 from autoshard.ir.runtime import AUTOSHARD, Runtime, runtime_named
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.text import format_bytes
-from autoshard.pipelines import Asked, asked_of, check_pipeline, pipeline_of
-from autoshard.planner import LossFunction, Planner, refuse_scaling
-from autoshard.pricing import price
-from autoshard.recipe_plans import Planned, asked_by, batch_of, meshes_for, plan_recipe
-from autoshard.recipe_search import RecipeForecast, optimizer_name, recipe_search
-from autoshard.runtime.control_channel import TIMEOUT_S
+from autoshard.runtime.agreement.control_channel import TIMEOUT_S
+from autoshard.runtime.agreement.step_agreement import Check
 from autoshard.runtime.engine import SimulatorEngine
 from autoshard.runtime.launch import world_size
 from autoshard.runtime.lengths import Lengths, Prove
 from autoshard.runtime.micro_batches import batch_size, parts_of
 from autoshard.runtime.optimizer_state import named_optimizer, rebind_optimizer, state_bytes_per_parameter_byte
-from autoshard.runtime.sharded_module import MAX_PROGRAMS, Request, ShardedModule
-from autoshard.runtime.stage_engines import make_engines
-from autoshard.runtime.staged_forward import StagedForward
-from autoshard.runtime.step_agreement import Check
+from autoshard.runtime.sharded_module import MAX_PROGRAMS, ShardedModule
+from autoshard.runtime.stages.stage_engines import make_engines
+from autoshard.runtime.stages.staged_forward import StagedForward
 from autoshard.runtime.traced_optimizer import update_of
 from autoshard.runtime.train_step import TrainStep
-from autoshard.searched_plans import plan_searched
-from autoshard.stage_planner import StagePlanner
-from autoshard.stage_plans import search_stages
 from cost_models.hardware import Cluster
+from passes.driver.backends import bucketing_of, check_in_place, graphs_of, has_kernels, wrap_of
+from passes.driver.choose_mesh import choose_mesh
+from passes.driver.fixed_plan import micro_batches_of, precision_of, read_plan, update_for
+from passes.driver.pipelines import Asked, asked_of, check_pipeline, pipeline_of
+from passes.driver.planner import LossFunction, Planner, refuse_scaling
+from passes.driver.pricing import price
+from passes.driver.recipe_plans import Planned, asked_by, batch_of, meshes_for, plan_recipe
+from passes.driver.recipe_search import RecipeForecast, optimizer_name, recipe_search
+from passes.driver.searched_plans import plan_searched
+from passes.driver.stage_planner import StagePlanner
+from passes.driver.stage_plans import search_stages
 
 
 @seldom_collecting

@@ -62,42 +62,47 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "autoshard.arguments": (*_IR, "cost_models"),
     "autoshard.cluster": _LEAVES,
     "autoshard.data": (*_IR, "autoshard.runtime"),
-    "autoshard.progress": (*_IR, "passes", *_PASSES),
-    "autoshard.planner": (
+    "passes.driver.progress": (*_IR, "passes", *_PASSES),
+    "passes.driver.planner": (
         *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.cluster"),
-        *("autoshard.fixed_plan", "autoshard.progress"),
+        *("passes.driver.fixed_plan", "passes.driver.progress"),
     ),
-    "autoshard.choose_mesh": (*_LEAVES, "autoshard.arguments", "autoshard.cluster", "autoshard.planner"),
-    "autoshard.pipelines": (*_IR, "autoshard.planner", "cost_models"),
-    "autoshard.recipe_plans": (
-        *(*_LEAVES, *_PASSES, "autoshard.pipelines", "autoshard.planner", "autoshard.stage_plans"),
+    "passes.driver.choose_mesh": (*_LEAVES, "autoshard.arguments", "autoshard.cluster", "passes.driver.planner"),
+    "passes.driver.pipelines": (*_IR, "passes.driver.planner", "cost_models"),
+    "passes.driver.recipe_plans": (
+        *(*_LEAVES, *_PASSES, "passes.driver.pipelines", "passes.driver.planner", "passes.driver.stage_plans"),
     ),
-    "autoshard.searched_plans": (
-        *(*_LEAVES, *_PASSES, "autoshard.planner", "autoshard.recipe_plans", "autoshard.recipe_search"),
+    "passes.driver.searched_plans": (
+        *(*_LEAVES, *_PASSES, "passes.driver.planner", "passes.driver.recipe_plans", "passes.driver.recipe_search"),
     ),
-    "autoshard.stage_plans": (
-        *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.pipelines", "autoshard.planner"),
+    "passes.driver.stage_plans": (
+        *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "passes.driver.pipelines", "passes.driver.planner"),
     ),
-    "autoshard.stage_planner": (
-        *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.pipelines", "autoshard.planner"),
-        "autoshard.stage_plans",
+    "passes.driver.stage_planner": (
+        *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "passes.driver.pipelines", "passes.driver.planner"),
+        "passes.driver.stage_plans",
     ),
     "autoshard.api": (
-        *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.cluster", "autoshard.planner"),
-        *("autoshard.backends", "autoshard.fixed_plan", "autoshard.pricing", "autoshard.recipe_search"),
-        *("autoshard.pipelines", "autoshard.recipe_plans", "autoshard.stage_planner", "autoshard.stage_plans"),
-        *("autoshard.choose_mesh", "autoshard.searched_plans"),
+        *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.cluster", "passes.driver.planner"),
+        *("passes.driver.backends", "passes.driver.fixed_plan", "passes.driver.pricing", "passes.driver.recipe_search"),
+        *(
+            "passes.driver.pipelines",
+            "passes.driver.recipe_plans",
+            "passes.driver.stage_planner",
+            "passes.driver.stage_plans",
+        ),
+        *("passes.driver.choose_mesh", "passes.driver.searched_plans"),
     ),
-    "autoshard.backends": (*_LEAVES, "passes", *_PASSES),
-    "autoshard.fixed_plan": (*_IR, "autoshard.runtime"),
-    "autoshard.pricing": (*_LEAVES, "passes", *_PASSES, "autoshard.arguments"),
-    "autoshard.proofs": (
-        *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.cluster", "autoshard.planner"),
-        "autoshard.fixed_plan",
+    "passes.driver.backends": (*_LEAVES, "passes", *_PASSES),
+    "passes.driver.fixed_plan": (*_IR, "autoshard.runtime"),
+    "passes.driver.pricing": (*_LEAVES, "passes", *_PASSES, "autoshard.arguments"),
+    "passes.driver.proofs": (
+        *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.cluster", "passes.driver.planner"),
+        "passes.driver.fixed_plan",
     ),
-    "autoshard.recipe_search": (
-        *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.pricing"),
-        "autoshard.progress",
+    "passes.driver.recipe_search": (
+        *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "passes.driver.pricing"),
+        "passes.driver.progress",
     ),
     "autoshard.cli": (
         *_LEAVES,
@@ -106,19 +111,19 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
         "autoshard.api",
         "autoshard.calibration",
         "autoshard.cluster",
-        "autoshard.pricing",
-        "autoshard.proofs",
+        "passes.driver.pricing",
+        "passes.driver.proofs",
         "autoshard",
     ),
     "autoshard.__main__": ("autoshard.cli",),
     "autoshard.testing": (
         *(*_LEAVES, "passes", *_PASSES, "autoshard.api", "autoshard.arguments", "autoshard.cluster"),
-        "autoshard.planner",
+        "passes.driver.planner",
     ),
     "autoshard": (
         *(*_LEAVES, "autoshard.api", "autoshard.calibration", "autoshard.checkpoints", "autoshard.cluster"),
         "autoshard.data",
-        *("autoshard.pricing", "autoshard.proofs", "autoshard.testing"),
+        *("passes.driver.pricing", "passes.driver.proofs", "autoshard.testing"),
     ),
 }
 

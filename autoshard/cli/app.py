@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.exceptions import TyperException
 
-from autoshard import __version__, api, pricing, proofs
+from autoshard import __version__, api
 from autoshard.cli.calibrate import calibration_json, calibration_table, measure_machine
 from autoshard.cli.coverage import coverage_json, coverage_rows, coverage_summary, coverage_table
 from autoshard.cli.doctor import Finding, diagnose
@@ -32,6 +32,7 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.runtime import MEGATRON
 from cost_models.errors import CostModelError
+from passes.driver import pricing, proofs
 
 app = typer.Typer(
     name="autoshard",

@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import autoshard
 from autoshard import DoesNotFitError, LostRankError, Mesh, NotAvailableError, P, RankMismatchError
-from autoshard.runtime import step_agreement
-from autoshard.runtime.control_channel import ControlChannel
-from autoshard.runtime.vector_exchange import VectorExchange
+from autoshard.runtime.agreement.control_channel import ControlChannel
+from autoshard.runtime.agreement.control_group import step_agreement
+from autoshard.runtime.agreement.vector_exchange import VectorExchange
 from tests.runtime.processes import checked_once, report
 
 PAIR = Mesh({"data": 2})
@@ -298,7 +298,7 @@ def check_a_model_that_does_not_fit() -> None:
 
 def check_a_long_compile_is_life() -> None:
     """A rank that plans for longer than others wait is waited for."""
-    from autoshard.planner import Planner
+    from passes.driver.planner import Planner
 
     right = Planner.trace
 

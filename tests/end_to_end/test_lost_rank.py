@@ -16,7 +16,7 @@ from torch import nn
 
 import autoshard
 from autoshard import LostRankError, Mesh, P
-from autoshard.runtime.agreement import ControlGroup
+from autoshard.runtime.agreement.control_group import ControlGroup
 from autoshard.runtime.distributed import DistributedEngine
 from tests.runtime.processes import PRELOADED, held_store, join_ranks
 

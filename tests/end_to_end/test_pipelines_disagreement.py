@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import autoshard
 from autoshard import LostRankError, Mesh, P, RankMismatchError
-from autoshard.runtime.stage_meshes import is_elsewhere
-from autoshard.runtime.staged_run import StagedRun
+from autoshard.runtime.stages.stage_meshes import is_elsewhere
+from autoshard.runtime.stages.staged_run import StagedRun
 from tests.end_to_end.test_disagreement import assert_all_raise, on_second_rank
 from tests.runtime.processes import checked_once, report
 

@@ -266,7 +266,9 @@ def test_what_only_dynamo_can_trace_is_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return self.weight * torch.from_numpy(x.numpy() ** 2)
 
-    with pytest.raises(NotAvailableError, match=r"by way of Dynamo, where a precision is not available: leave precision out"):
+    with pytest.raises(
+        NotAvailableError, match=r"by way of Dynamo, where a precision is not available: leave precision out"
+    ):
         trace(Numpy(), (torch.ones(3),), compute_dtype=BF16)
 
 
