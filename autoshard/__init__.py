@@ -9,8 +9,9 @@ from types import ModuleType
 from typing import TYPE_CHECKING
 
 from autoshard import data, report
-from autoshard.api import compile, plan
+from autoshard.api import compile, plan, price, prove, verify
 from autoshard.calibration import calibrate
+from autoshard.call import Options
 from autoshard.checkpoints import Checkpoints
 from autoshard.cluster import Cluster
 from autoshard.errors import (
@@ -43,8 +44,6 @@ from autoshard.rules import Rule, infer_rule, sharding_rule
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep
 from cost_models.formulas import vectorise
-from passes.driver.pricing import price
-from passes.driver.proofs import prove, verify
 
 if TYPE_CHECKING:
     from autoshard import testing as testing
@@ -66,6 +65,7 @@ __all__ = [
     "NoShardingRuleError",
     "NotAvailableError",
     "OperatorError",
+    "Options",
     "P",
     "PartitionSpec",
     "Plan",

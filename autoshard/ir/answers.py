@@ -1,4 +1,4 @@
-"""Answers of a plan: `explain`, `why_not`, `limits`, `compare`. Figures alone, which `autoshard.report` shows in tables."""
+"""Answers of a plan: `explain`, `why_not`, `limits`, `compare`. `autoshard.report` shows them in tables."""
 
 from __future__ import annotations
 

@@ -10,9 +10,12 @@ import torch
 from torch import fx
 
 from autoshard.errors import NotAvailableError
+from autoshard.kernels.fusible import traced_through
 from autoshard.runtime.distributed import DistributedEngine
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.graphed_passes import GraphedPasses
+from passes.lowering.bucket_updates import bucket_updates
+from passes.verification.verify_in_place import verify_in_place
 
 _WITH_KERNELS = ("inductor", "triton")
 
@@ -26,15 +29,12 @@ def wrap_of(backend: str) -> Callable[[fx.GraphModule], Callable[..., Any]] | No
     """Return what rewrites a rank's graphs before they run, with processes."""
     if backend != "inductor":
         return None
-    from autoshard.kernels.fusible import traced_through
 
     return lambda graph: torch.compile(traced_through(graph), backend="inductor", fullgraph=True, dynamic=False)
 
 
 def check_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapping[int, int]) -> None:
     """See `DistributedEngine`."""
-    from passes.verification.verify_in_place import verify_in_place
-
     verify_in_place(before, after, written)
 
 
@@ -42,8 +42,6 @@ def bucketing_of(backend: str, device: torch.device) -> Callable[[fx.GraphModule
     """What rewrites a graph that writes over parameters: one call, of Triton or of torch, updates many."""
 
     def rewrite(graph_module: fx.GraphModule) -> fx.GraphModule:
-        from passes.lowering.bucket_updates import bucket_updates
-
         return bucket_updates(graph_module, with_triton=backend == "triton" and has_kernels(backend, device))
 
     return rewrite

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 from torch import nn
 
@@ -13,28 +11,6 @@ from autoshard.ir.precision import effective_precision
 from autoshard.ir.program import InputKind, OutputKind, Program, describe
 from autoshard.ir.update import Update
 from autoshard.runtime.traced_optimizer import update_of
-
-
-def read_plan(plan: Plan | str | Path | None) -> Plan | None:
-    """A plan, or that of a file."""
-    if plan is None:
-        return None
-    if not isinstance(plan, (Plan, str, Path)):
-        raise PlanMismatchError(f"plan={plan!r} is a {type(plan).__name__}; pass a Plan, or the path of a saved one.")
-    return of_specs(plan if isinstance(plan, Plan) else Plan.load(plan))
-
-
-def of_specs(plan: Plan) -> Plan:
-    """A plan that can be lowered; a price says where values lie for one block of each kind, of one sequence."""
-    if not plan.runs:
-        words = "" if plan.recipe is None else f" ({plan.recipe.words})"
-        why = f" ({plan.forecast})" if plan.forecast else ""
-        raise PlanMismatchError(
-            f"The plan prices a recipe{words} under runtime={plan.runtime!r}, and is for reading and comparing{why}. "
-            "Plan with autoshard.plan(model, cluster, recipe=...): that plan runs. Or leave plan= out: compile then "
-            "searches the specs itself."
-        )
-    return plan
 
 
 def micro_batches_of(fixed: Plan | None, micro_batches: int | None, *, trains: bool) -> int:

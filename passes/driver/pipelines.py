@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from autoshard.call import Call
 from autoshard.errors import MeshError, NotAvailableError, PlanMismatchError
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan import Plan
 from autoshard.ir.staged import ALONE, PIPELINE_AXIS
+from autoshard.ir.update import Update
 from cost_models.errors import CostArgumentError
 from cost_models.schedule_orders import SCHEDULES, V_SHAPED, order_rows
-
-if TYPE_CHECKING:
-    import torch
-
-    from autoshard.ir.plan import Plan
-    from autoshard.ir.update import Update
-    from passes.driver.planner import Planner
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,28 +121,22 @@ def _axis_names(mesh: Any) -> tuple[str, ...]:
     return tuple((mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else getattr(mesh, "axis_names", ()))
 
 
-def check_pipeline(
-    update: Update | None,
-    optimizer: torch.optim.Optimizer | None,
-    planner: Planner,
-    backend: str,
-    dynamic_lengths: Any,
-) -> None:
+def check_pipeline(update: Update | None, call: Call) -> None:
     """Refuse what does not go with stages yet.
 
     Raises:
         NotAvailableError: names what, and the way out.
     """
     refused = None
-    if optimizer is None:
+    if call.optimizer is None:
         refused = "without optimizer= nothing is trained, and stages run training steps"
     elif update is None:
-        refused = f"optimizer={type(optimizer).__name__} is not traced; use SGD, Adam or AdamW of torch.optim"
-    elif planner.fixed is not None and not planner.fixed.stages:
-        refused = f"plan= is of a program that is not cut, for {planner.fixed.mesh}; leave plan= out"
-    elif backend not in ("auto", "reference"):
-        refused = f"backend={backend!r} does not run stages; use backend='auto'"
-    elif dynamic_lengths is not None:
+        refused = f"optimizer={type(call.optimizer).__name__} is not traced; use SGD, Adam or AdamW of torch.optim"
+    elif call.fixed is not None and not call.fixed.stages:
+        refused = f"plan= is of a program that is not cut, for {call.fixed.mesh}; leave plan= out"
+    elif call.backend not in ("auto", "reference"):
+        refused = f"backend={call.backend!r} does not run stages; use backend='auto'"
+    elif call.options.dynamic_lengths is not None:
         refused = "dynamic_lengths= pads whole programs; leave it out"
     if refused is not None:
         raise NotAvailableError(f"The mesh has an axis 'pipeline': {refused}. Or use a mesh without that axis.")

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
 from autoshard import tracing
 from autoshard.arguments import check_has_loss, check_tensors
+from autoshard.call import Call, LossFunction
 from autoshard.cluster import local_cluster
 from autoshard.errors import (
     AutoshardError,
@@ -38,25 +39,37 @@ from autoshard.ir.program import OutputKind, Program
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.request import CompiledProgram, Request
 from autoshard.ir.spec import PartitionSpec
+from autoshard.ir.update import Update
+from autoshard.ir.verification_report import VerificationReport
 from autoshard.kernels.tuning_switch import VARIABLE, folder_identity
 from autoshard.runtime.engine import Engine
+from autoshard.runtime.optimizer_state import state_bytes_per_parameter_byte
 from cost_models.hardware import Cluster
 from cost_models.memory import room_bytes
+from passes.driver.backends import has_kernels
+from passes.driver.expand_plan import expand_for, expand_plan
 from passes.driver.fixed_plan import check_plan_fits, check_same_parameters, has_more_outputs
 from passes.driver.make_together import make_together
+from passes.driver.plan_and_lower import plan_and_lower, plan_program
+from passes.driver.plan_of_choice import LoweredPlan
+from passes.driver.plan_options import PlanOptions
 from passes.driver.progress import interruptible, search_bar
-
-if TYPE_CHECKING:
-    from passes.driver.plan_of_choice import LoweredPlan
-    from passes.driver.plan_options import PlanOptions
-    from passes.questions.explain import PlanAlternatives
-    from passes.solver.search_control import SearchControl
-    from passes.verification.verify_program import VerificationReport
+from passes.lowering.lower_program import lower_program, prepare, prepare_for
+from passes.planning.baselines import least_baselines
+from passes.planning.constraints import constraints_on, split_outputs, whole_outputs
+from passes.prediction.predict import TODAY
+from passes.questions.explain import PlanAlternatives
+from passes.solver.search_control import SearchControl, SearchStopped
+from passes.strategies.elided import NotAlikeError
+from passes.verification.verify_passes import verify_pass
+from passes.verification.verify_phases import verify_phases
+from passes.verification.verify_preparation import verify_preparation
+from passes.verification.verify_program import verify_program
+from passes.verification.weigh_loss import weigh_step
 
 _LOGGER = logging.getLogger(__name__)
 _FOLDER = f"measured block sizes ({VARIABLE} names one folder that all ranks see, or none on any)"
 
-LossFunction = Callable[..., torch.Tensor]
 Forecast = Callable[[Plan, str], WhyNot]
 
 _MARGINS = (1, 2)
@@ -117,9 +130,6 @@ class Planner:
 
     def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
         """See `Compiler`. The first rank plans for all."""
-        from passes.planning.constraints import split_outputs
-        from passes.verification.weigh_loss import weigh_step
-
         start = time.perf_counter()
         program = make_together(
             engine, "tracing", lambda: self.trace(request), lambda made: {"traced program": fingerprint(made)}
@@ -223,8 +233,6 @@ class Planner:
         Raises:
             NotAvailableError: that takes longer than there is time, and it is to be planned `in_time`.
         """
-        from passes.strategies.elided import NotAlikeError
-
         end, are_alike = time.monotonic() + self.time_budget_s, True
         for margin in _MARGINS:
             program = self.trace_elided(request, margin)
@@ -261,16 +269,12 @@ class Planner:
         self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec], before: Plan | None = None
     ) -> LoweredPlan:
         """`search`, with the lowered program that the plan was predicted from."""
-        from passes.driver.plan_and_lower import plan_and_lower
-
         with self._searching() as control:
             options = replace(self._options(program, mesh, placed), before=before, control=control)
             found = plan_and_lower(program, mesh, self.cluster_for(mesh), options)
         return replace(found, plan=replace(found.plan, precision=self.precision))
 
     def _search(self, program: Program, mesh: Mesh, options: PlanOptions, control: SearchControl) -> Plan:
-        from passes.driver.plan_and_lower import plan_program
-
         plan = plan_program(program, mesh, self.cluster_for(mesh), replace(options, control=control))
         return replace(plan, precision=self.precision)
 
@@ -281,8 +285,6 @@ class Planner:
         Raises:
             KeyboardInterrupt: it was ended before anything that fits was found.
         """
-        from passes.solver.search_control import SearchControl
-
         with search_bar(self.time_budget_s, self.progress) as show:
             control = SearchControl()
             if show is not None:
@@ -299,15 +301,9 @@ class Planner:
 
     def alternatives(self, program: Program, mesh: Mesh, forecast: Forecast) -> PlanAlternatives:
         """What answers `Plan.explain` for the plans that `search_meshes` finds; see there for `forecast`."""
-        from passes.questions.explain import PlanAlternatives
-
         return PlanAlternatives(program, mesh, self.cluster_for(mesh), self._options(program, mesh, {}), forecast)
 
     def _options(self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec]) -> PlanOptions:
-        from passes.driver.plan_options import PlanOptions
-        from passes.planning.constraints import constraints_on, whole_outputs
-        from passes.prediction.predict import TODAY
-
         constraints = constraints_on(program, self.constraints, without_state=self.has_update and not updates(program))
         whole = whole_outputs(program, self.constraints, gather=self.gather_outputs)
         constraints |= dict.fromkeys(whole, PartitionSpec())
@@ -330,9 +326,6 @@ class Planner:
 
     def search_meshes(self, program: Program, meshes: Sequence[Mesh]) -> Plan:
         """The fastest plan on any of some meshes; the error of the last one if none has a plan."""
-        from passes.planning.baselines import least_baselines
-        from passes.solver.search_control import SearchStopped
-
         part = replace(self, time_budget_s=self.time_budget_s / len(meshes))
         plans: list[Plan] = []
         failure = None
@@ -375,8 +368,6 @@ class Planner:
         return report
 
     def _plan_for(self, program: Program, request: Request, mesh: Mesh) -> Plan:
-        from passes.driver.expand_plan import expand_for
-
         if self.fixed is None:
             return self._made_for(program, request, mesh) or self._search_for(program, request, mesh)
         if self.fixed.mesh != mesh:
@@ -390,10 +381,6 @@ class Planner:
 
     def _search_for(self, program: Program, request: Request, mesh: Mesh) -> Plan:
         """The plan of a call whose program is `program`; of a deep model, found without its inner blocks."""
-        from passes.driver.expand_plan import expand_plan
-        from passes.lowering.lower_program import prepare
-        from passes.strategies.elided import NotAlikeError
-
         for margin in () if request.placed else _MARGINS:
             short = self.trace_elided(request, margin)
             if short is None:
@@ -405,8 +392,6 @@ class Planner:
         return self.search(program, mesh, request.placed)
 
     def _made_for(self, program: Program, request: Request, mesh: Mesh) -> Plan | None:
-        from passes.lowering.lower_program import prepare_for
-
         if self.made is None or self.made.mesh != mesh or request.placed:
             return None
         made = self._expanded(self.made, program, request)
@@ -424,8 +409,6 @@ class Planner:
 
     def _expanded(self, plan: Plan, program: Program, request: Request) -> Plan | None:
         """A plan with all blocks; None where it is not of this call."""
-        from passes.driver.expand_plan import expand_for
-
         try:
             return expand_for(plan, program, request, self.trace)
         except PlanMismatchError as error:
@@ -439,12 +422,6 @@ class Planner:
 
         `predicted`, the program that the plan was predicted from, is taken unless another one runs: with kernels, say.
         """
-        from passes.lowering.lower_program import lower_program
-        from passes.verification.verify_passes import verify_pass
-        from passes.verification.verify_phases import verify_phases
-        from passes.verification.verify_preparation import verify_preparation
-        from passes.verification.verify_program import verify_program
-
         on_pass = verify_pass if _verifies_each_pass() else None
         is_plain = self.with_native and not (self.with_kernels or self.for_compiler or on_pass)
         phased = predicted
@@ -465,6 +442,48 @@ class Planner:
         verify_phases(phased)
         _LOGGER.debug("%s", report)
         return phased, report
+
+
+def planner_for(
+    call: Call,
+    update: Update | None,
+    device: torch.device,
+    *,
+    reduce_dtype: torch.dtype | None = None,
+    progress: bool | None = False,
+) -> Planner:
+    """The planner of a call, whose precision is the one that is computed in.
+
+    Args:
+        call: the checked arguments.
+        update: the update of an optimizer that is traced.
+        device: where the program runs.
+        reduce_dtype: type in which gradients travel; None for their own.
+        progress: see `search_bar`.
+    """
+    optimizer = call.optimizer
+    return Planner(
+        cluster=call.cluster,
+        fixed=call.fixed,
+        before=call.previous,
+        loss_fn=call.loss_fn,
+        precision=call.precision,
+        constraints=call.constraints or {},
+        memory_budget=call.memory_budget,
+        state_ratio=state_bytes_per_parameter_byte(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else 0.0,
+        has_update=update is not None,
+        micro_batches=call.micro_batches or 1,
+        strict=call.strict,
+        verify=call.verify,
+        time_budget_s=call.time_budget_s,
+        with_kernels=has_kernels(call.backend, device),
+        for_compiler=call.backend == "inductor",
+        with_native=call.backend != "reference",
+        cuda_graph=call.options.cuda_graph,
+        reduce_dtype=reduce_dtype,
+        gather_outputs=call.options.gather_outputs,
+        progress=progress,
+    )
 
 
 def refuse_scaling(precision: str | None) -> None:

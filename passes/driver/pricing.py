@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,23 +26,22 @@ from autoshard.arguments import (
     split_inputs,
 )
 from autoshard.errors import NotAvailableError, RecipeError, TraceError
-from autoshard.ir.garbage import seldom_collecting
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.runtime import MEGATRON, Runtime, runtime_named
 from cost_models.hardware import Cluster
 from cost_models.step import StepModel
-
-if TYPE_CHECKING:
-    from passes.sections.fold_program import FoldedProgram
-    from passes.sections.price_model import PricedModel
+from passes.recipes.recipe_formulas import RecipeFormulas
+from passes.recipes.recipe_plan import recipe_plan
+from passes.sections.fold_program import FoldedProgram, fold_program
+from passes.sections.one_sequence import program_of_one
+from passes.sections.price_model import PricedModel
 
 _TRACED: weakref.WeakKeyDictionary[nn.Module, dict[object, PricedModel]] = weakref.WeakKeyDictionary()
 """Models that were priced before, by model, shapes of inputs and loss."""
 
 
-@seldom_collecting
 def price(
     model: nn.Module,
     cluster: Cluster,
@@ -53,45 +52,7 @@ def price(
     step_model: StepModel | None = None,
     runtime: str | Runtime | None = None,
 ) -> Plan:
-    """What a training step takes under a recipe, and where everything lies; nothing is run.
-
-    The model is traced once for given shapes, blocks that are alike once; further recipes are arithmetic.
-    The recipe fixes specs of parameters, inputs and what passes between blocks; all others follow by propagation.
-
-    Args:
-        model: any module; it may be on meta. One in float32 is priced in the dtype of the recipe's products, as `plan`
-            plans it. Its blocks are the entries of its module lists.
-        cluster: as many devices as the recipe needs.
-        recipe: the expert's plan.
-        example_inputs: positional (a tuple) or keyword (a dict) arguments. The first dim of every input is the batch;
-            how large it is does not matter, the recipe says how many sequences are run.
-        loss_fn: for a model that returns no loss, see `compile`.
-        runtime: what executes it: "megatron", "fsdp2", "deepspeed", or a `Runtime` made by hand; None: as the recipe's
-            own fields say (what is overlapped and fused). Our own runtime is priced by `autoshard.plan(recipe=)`.
-        step_model: how kernels and collectives do in a step, beside how they do alone; default: as in published runs.
-
-    Returns:
-        A plan on the recipe's mesh, with `predicted` filled in. It says where the program's values lie, for one block
-        of each kind; it is for reading and comparing, not for `compile`.
-
-    Raises:
-        RecipeError: the recipe does not fit the model or the cluster, or offloads more than its hosts hold.
-        NotAvailableError: the recipe offloads optimizer state or parameters.
-        UnknownHardwareError: it offloads activations, and the device's data have no host link.
-        TraceError: the model cannot be traced, or does other things for three sequences than for two, and for two than
-            for one.
-
-    Example:
-        >>> from autoshard import Cluster
-        >>> block = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-        >>> inputs, total = (torch.zeros(1, 64),), lambda y: y.sum()
-        >>> plan = price(block, Cluster("h100_sxm", 1, 2), Recipe(tensor=2), example_inputs=inputs, loss_fn=total)
-        >>> plan.parameters["0.weight"].spec
-        P('tensor')
-    """
-    from passes.recipes.recipe_formulas import RecipeFormulas
-    from passes.recipes.recipe_plan import recipe_plan
-
+    """What a training step takes under a recipe as another framework runs it. See `autoshard.price`."""
     check_model(model)
     check_loss(loss_fn)
     args, kwargs = split_inputs(example_inputs)
@@ -175,8 +136,6 @@ def _narrowed(model: nn.Module, example_inputs: ExampleInputs, dtype: torch.dtyp
 
 
 def _fold(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable[..., torch.Tensor] | None) -> PricedModel:
-    from passes.sections.price_model import PricedModel
-
     check_trains(model, optimizer="of the recipe")
     short = tracing.shorten(model)
 
@@ -199,9 +158,6 @@ def _folded(traced: Callable[[int], Program], lists: Sequence[tracing.BlockList]
     Raises:
         TraceError: the model does other things for each number of sequences.
     """
-    from passes.sections.fold_program import fold_program
-    from passes.sections.one_sequence import program_of_one
-
     try:
         return fold_program(traced(1), traced(2), lists)
     except TraceError as error:

@@ -9,15 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from autoshard.ir.text import format_time
-
-if TYPE_CHECKING:
-    from passes.solver.search_control import SearchControl
+from passes.solver.search_control import SearchControl
 
 Show = Callable[[str, float, float], None]
 """Shows what is searched, the best so far (infinite for none) and the lower bound, seconds."""

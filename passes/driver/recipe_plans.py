@@ -24,6 +24,8 @@ from cost_models.hardware import Cluster
 from passes.driver.pipelines import pipeline_of
 from passes.driver.planner import Planner
 from passes.driver.stage_plans import counts_to_try, plan_stages
+from passes.planning.recipe_meshes import DATA, EXPERT, REPLICA, check_mesh, meshes_of_recipe
+from passes.recipes.pipeline_stages import schedule_name
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -105,8 +107,6 @@ def plan_recipe(
 
 def _plan_on(planner: Planner, request: Request, meshes: Sequence[Mesh], until: float) -> Planned:
     """The fastest plan of a call on any of some meshes, in stages or not."""
-    from passes.recipes.pipeline_stages import schedule_name
-
     recipe = planner.recipe
     assert recipe is not None, "it is planned within one"
     if recipe.pipeline == 1:
@@ -148,8 +148,6 @@ def asked_by(
 
 def meshes_for(recipe: Recipe, target: object, mesh: Mesh | None) -> list[Mesh]:
     """The meshes on which a recipe may lie: the one that is given, or those that a cluster's devices make."""
-    from passes.planning.recipe_meshes import check_mesh, meshes_of_recipe
-
     if isinstance(target, DeviceMesh):
         target = Mesh.from_device_mesh(target)
     given = target if isinstance(target, Mesh) else mesh
@@ -187,8 +185,6 @@ def _by_micro_batches(meshes: Sequence[Mesh], recipe: Recipe, global_batch: int)
 
 
 def _micro_batches(mesh: Mesh, recipe: Recipe, global_batch: int) -> Iterator[int]:
-    from passes.planning.recipe_meshes import DATA, EXPERT, REPLICA
-
     sizes = dict(mesh.axes)
     each, rest = divmod(global_batch, sizes.get(REPLICA, 1) * sizes.get(DATA, 1) * sizes.get(EXPERT, 1))
     if rest:

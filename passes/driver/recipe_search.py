@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,12 +20,15 @@ from cost_models.hardware import Cluster
 from cost_models.memory import room_bytes
 from passes.driver.pricing import narrow_dtype, price, priced_model
 from passes.driver.progress import Show, search_bar
-
-if TYPE_CHECKING:
-    from passes.recipe_search.recipe_problem import RecipeProblem
-    from passes.recipe_search.recipe_space import Only
-    from passes.recipe_search.search_recipes import FoundRecipe, Watch
-    from passes.sections.price_model import CountedModel, PricedModel
+from passes.recipe_search.recipe_alternatives import RecipeAlternatives
+from passes.recipe_search.recipe_constraints import pin
+from passes.recipe_search.recipe_problem import RecipeProblem
+from passes.recipe_search.recipe_shortage import shortage
+from passes.recipe_search.recipe_space import Only
+from passes.recipe_search.search_recipes import FoundRecipe, Watch
+from passes.recipe_search.warm_start import known_recipe
+from passes.recipes.own_runtime import own_runtime
+from passes.sections.price_model import CountedModel, PricedModel
 
 _AXES = 3
 """Axes of more than one device that a recipe is taken to have, by which its communicators are counted."""
@@ -66,9 +68,6 @@ class RecipeSearch:
             DoesNotFitError: no recipe fits; carries the least memory that one takes.
             NotAvailableError: time ran out before any was priced.
         """
-        from passes.recipe_search.recipe_shortage import shortage
-        from passes.recipe_search.warm_start import known_recipe
-
         with search_bar(self.time_budget_s, self.progress) as show:
             watch = None if show is None else _watching(show)
             known = None if self.before is None else known_recipe(self.problem, self.before, self.time_budget_s)
@@ -91,8 +90,6 @@ class RecipeSearch:
             found, kinds: of `run`.
             forecast: why it is a price, where that of the search is not.
         """
-        from passes.recipe_search.recipe_alternatives import RecipeAlternatives
-
         assert found.recipe is not None, "a recipe was found"
         problem = self.problem
         chosen = price(
@@ -171,8 +168,6 @@ def recipe_search(
         RecipeError: a constraint that names no field of recipes, or no value of one.
         NotAvailableError: an optimizer or precision that recipes do not have, or a constraint on a value's spec.
     """
-    from passes.recipe_search.recipe_constraints import pin
-
     check_trains(model, optimizer)
     base = base_recipe(model, optimizer, precision, global_batch)
     base = base if runtime is None else runtime.executes(base)
@@ -192,8 +187,6 @@ def recipe_search(
 
 def _as_compiled(recipe: Recipe, cluster: Cluster, *, has_masters: bool) -> Recipe:
     """A recipe as `compile` runs it; `has_masters`: parameters are wider than what products read."""
-    from passes.recipes.own_runtime import own_runtime
-
     run = own_runtime(cluster).executes(recipe)
     return replace(run, master_weights=has_masters, fused=recipe.kernels == TRITON)
 
@@ -237,8 +230,6 @@ class RecipeForecast:
         Raises:
             NotAvailableError: there is no optimizer, there are constraints, or inputs have no batch: says what to call.
         """
-        from passes.recipe_search.recipe_alternatives import RecipeAlternatives
-
         question = f"why_not({feature!r}): plans of specs, as this one, have no such choice, and recipes, which do,"
         if self.optimizer is None:
             raise NotAvailableError(
@@ -275,8 +266,6 @@ def problem_of(
     counted: CountedModel, cluster: Cluster, base: Recipe, memory_budget: int | None, pinned: Only
 ) -> RecipeProblem:
     """The search for a model's recipe, within so many bytes of each device; None: its own."""
-    from passes.recipe_search.recipe_problem import RecipeProblem
-
     limit = room_bytes(cluster.device, _AXES if cluster.size > 1 else 0) if memory_budget is None else memory_budget
     return RecipeProblem(counted, cluster, base, limit, pinned=pinned)
 
@@ -292,8 +281,6 @@ def recipe_problem(
     pinned: Only | None = None,
 ) -> RecipeProblem:
     """The search for a model's recipe: its `best(fixed={"pipeline": 8})` is the fastest with a field fixed."""
-    from passes.recipe_search.recipe_problem import RecipeProblem
-
     counted = priced_model(model, example_inputs, loss_fn, base.precision).counted
     return RecipeProblem(counted, cluster, base, memory_limit, pinned=pinned or {})
 

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -22,9 +21,7 @@ from autoshard.ir.text import format_time
 from passes.driver.planner import Planner
 from passes.driver.recipe_plans import Planned, meshes_for, plan_recipe
 from passes.driver.recipe_search import RecipeAnswers, RecipeSearch
-
-if TYPE_CHECKING:
-    from passes.recipe_search.search_recipes import FoundRecipe
+from passes.recipe_search.search_recipes import FoundRecipe
 
 _LOGGER = logging.getLogger(__name__)
 

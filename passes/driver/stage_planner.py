@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from autoshard.ir.fingerprint import fingerprint
 from autoshard.ir.initialisation import Initialisation
 from autoshard.ir.lowered import LocalSlot, LoweredProgram, PhasedProgram
 from autoshard.ir.outputs import Outputs
+from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind, OutputKind, Program
 from autoshard.ir.request import CompiledProgram, Request
 from autoshard.ir.staged import StagedProgram
@@ -24,9 +25,7 @@ from passes.driver.make_together import make_together
 from passes.driver.pipelines import Pipeline
 from passes.driver.planner import Planner
 from passes.driver.stage_plans import StagePlans, check_fits, check_stays
-
-if TYPE_CHECKING:
-    from autoshard.ir.plan import Plan
+from passes.verification.weigh_loss import weigh_step
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -52,8 +51,6 @@ class StagePlanner:
 
     def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
         """See `Compiler`. The first rank plans for all."""
-        from passes.verification.weigh_loss import weigh_step
-
         if request.update is None and request.grad:
             return self._compile_whole(request, engine)
         of_gradients = replace(request, update=None)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 from autoshard.arguments import check_has_loss
 from autoshard.errors import (
@@ -24,6 +23,7 @@ from autoshard.errors import (
     VerificationError,
 )
 from autoshard.ir.loss import Output, loss_among
+from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.pipeline_order import PipelineOrder, Work
 from autoshard.ir.plan import Plan
@@ -37,10 +37,14 @@ from autoshard.tracing.update import append_update
 from cost_models.memory import room_bytes
 from passes.driver.pipelines import Asked, Pipeline, pipeline_of
 from passes.driver.planner import Planner
-
-if TYPE_CHECKING:
-    from autoshard.ir.lowered import PhasedProgram
-    from passes.prediction.predict_pipeline import PipelinePrediction
+from passes.lowering.cut_backward import cut_backward
+from passes.lowering.order_pipeline import order_forward, order_pipeline
+from passes.planning.constraints import constraints_on, split_outputs, whole_outputs
+from passes.prediction.predict_pipeline import PipelinePrediction, predict_pipeline
+from passes.preparation.split_stages import SplitStages
+from passes.strategies.price_nodes import NodePrices
+from passes.verification.verify_cut_backward import verify_cut_backward
+from passes.verification.verify_schedule import verify_schedule
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -114,8 +118,6 @@ class StagePlans:
 
     def order(self, request: Request) -> PipelineOrder:
         """Order of tasks on each rank."""
-        from passes.lowering.order_pipeline import order_forward, order_pipeline
-
         pipeline = self.pipeline
         if request.update is None:
             return order_forward(pipeline.schedule, pipeline.ranks, pipeline.virtual_stages)
@@ -129,9 +131,6 @@ class StagePlans:
         homes: Mapping[str, int] | None = None,
     ) -> CutProgram:
         """The programs of the stages, each with its update."""
-        from passes.preparation.split_stages import SplitStages
-        from passes.strategies.price_nodes import NodePrices
-
         mesh = self.pipeline.stage_mesh
         prices = NodePrices(self.planner.cluster_for(mesh), mesh)
         blocks = None if self.planner.recipe is None else self.planner.recipe.stage_blocks
@@ -141,8 +140,6 @@ class StagePlans:
         return replace(cut, stages=tuple(append_update(stage, request.update, of_stage=True) for stage in cut.stages))
 
     def _check_constraints(self, program: Program, cut: CutProgram, request: Request) -> None:
-        from passes.planning.constraints import constraints_on
-
         asked = constraints_on(program, self.planner.constraints, without_state=request.update is None)
         for pattern in asked:
             if not any(pattern in _constraints_of(stage, asked) for stage in cut.stages):
@@ -152,14 +149,10 @@ class StagePlans:
 
     def sharded_outputs(self, program: Program) -> frozenset[str]:
         """Names of the outputs that are handed out as they lie."""
-        from passes.planning.constraints import split_outputs
-
         return split_outputs(program, self.planner.constraints, gather=self.planner.gather_outputs)
 
     def _whole_outputs(self, stage: Program) -> dict[str, PartitionSpec]:
         """The model's outputs that every rank is to have whole."""
-        from passes.planning.constraints import whole_outputs
-
         found = whole_outputs(stage, self.planner.constraints, gather=self.planner.gather_outputs)
         return {name: PartitionSpec() for name in found if name.startswith(_OF_MODEL)}
 
@@ -167,8 +160,6 @@ class StagePlans:
         self, cut: CutProgram, order: PipelineOrder, program: Program, request: Request, until: float
     ) -> tuple[list[StageProgram], PipelinePrediction]:
         """Stages with which each rank has what its order has in flight within its memory."""
-        from passes.prediction.predict_pipeline import predict_pipeline
-
         cluster = self.planner.cluster_for(self.pipeline.mesh)
         given = self.planner.memory_budget
         axes = sum(size > 1 for size in self.pipeline.mesh.shape)
@@ -227,8 +218,6 @@ class StagePlans:
         return self._stage(self.planner._lower(stage, found.plan, found.phased)[0], found.plan, order)
 
     def _stage(self, phased: PhasedProgram, plan: Plan, order: PipelineOrder) -> StageProgram:
-        from passes.lowering.cut_backward import cut_backward
-
         return StageProgram(phased, plan, cut_backward(phased) if order.cuts_backwards else None)
 
     def _does_not_fit(self, needed: float, budget: float | None, order: PipelineOrder) -> DoesNotFitError:
@@ -405,14 +394,10 @@ def check_stays(program: Program) -> None:
 
 
 def _verify_order(order: PipelineOrder, *, trains: bool) -> None:
-    from passes.verification.verify_schedule import verify_schedule
-
     verify_schedule(order, trains=trains)
 
 
 def _verify_halves(stages: Sequence[StageProgram]) -> None:
-    from passes.verification.verify_cut_backward import verify_cut_backward
-
     for stage in stages:
         if stage.halves is not None:
             verify_cut_backward(stage.phased, stage.halves)

@@ -31,7 +31,7 @@ from autoshard.ir.program import Program
 from autoshard.ir.request import CompiledProgram, Request
 from autoshard.kernels.library import NAMESPACE, implementation_of
 from autoshard.runtime import distributed
-from autoshard.runtime.agreement.control_group import digests, late_numbers
+from autoshard.runtime.agreement import digests, late_numbers
 from autoshard.runtime.agreement.one_thread import OneThread
 from autoshard.runtime.compiler import Compiler
 from autoshard.runtime.engine import Engine

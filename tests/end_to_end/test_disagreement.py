@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import autoshard
 from autoshard import DoesNotFitError, LostRankError, Mesh, NotAvailableError, P, RankMismatchError
+from autoshard.runtime.agreement import step_agreement
 from autoshard.runtime.agreement.control_channel import ControlChannel
-from autoshard.runtime.agreement.control_group import step_agreement
 from autoshard.runtime.agreement.vector_exchange import VectorExchange
 from tests.runtime.processes import checked_once, report
 

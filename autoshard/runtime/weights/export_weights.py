@@ -24,8 +24,8 @@ from autoshard.errors import WeightsError
 from autoshard.runtime.engine import NO_HOLDERS, Engine
 from autoshard.runtime.freed_memory import give_freed_memory_back
 from autoshard.runtime.inference import in_normal_mode
+from autoshard.runtime.weights import peft_weights, transformers_weights
 from autoshard.runtime.weights.load_weights import together
-from autoshard.runtime.weights.model_weights import peft_weights, transformers_weights
 from autoshard.runtime.weights.safetensors_writer import SafetensorsWriter, check_types, in_file_order
 from autoshard.runtime.weights.unread import Region, Unread, blocks_of
 from autoshard.runtime.weights.unset_weights import check_is_placed

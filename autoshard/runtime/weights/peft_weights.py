@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from autoshard.errors import WeightsError
-from autoshard.runtime.weights.model_weights import transformers_weights
+from autoshard.runtime.weights import transformers_weights
 from autoshard.runtime.weights.unread import Region, Unread
 from autoshard.runtime.weights.weight_names import names_by_tensor, persistent_tensors
 

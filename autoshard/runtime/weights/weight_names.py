@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from autoshard.runtime.weights.model_weights import transformers_weights
+from autoshard.runtime.weights import transformers_weights
 from autoshard.runtime.weights.unread import Unread
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from autoshard.errors import LostRankError
-from autoshard.runtime.agreement.control_group import vector_exchange
+from autoshard.runtime.agreement import vector_exchange
 from autoshard.runtime.agreement.vector_exchange import LENGTH, VectorExchange, connect
 
 

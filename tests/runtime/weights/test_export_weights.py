@@ -14,9 +14,9 @@ from torch import nn
 from autoshard.errors import NotAvailableError, WeightsError
 from autoshard.ir.mesh import Mesh
 from autoshard.runtime.engine import SimulatorEngine
+from autoshard.runtime.weights import export_weights as module
 from autoshard.runtime.weights.export_weights import export_weights
 from autoshard.runtime.weights.load_weights import load_weights
-from autoshard.runtime.weights.model_weights import export_weights as module
 from tests.runtime.architectures import BUILDERS, build, logits
 
 ENGINE = SimulatorEngine(Mesh({"data": 2}))

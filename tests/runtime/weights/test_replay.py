@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from autoshard.ir.initialisation import Box
-from autoshard.runtime.weights.model_weights import replay
+from autoshard.runtime.weights import replay
 from autoshard.runtime.weights.replay import Replay
 from autoshard.tracing import record_initialisation
 

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from autoshard.errors import WeightsError
-from autoshard.runtime.weights.model_weights import weight_files
+from autoshard.runtime.weights import weight_files
 from autoshard.runtime.weights.weight_files import INDEX, SINGLE, WeightFiles
 
 TENSORS = {
