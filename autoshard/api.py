@@ -335,6 +335,6 @@ def prove(
 
 def _driver() -> ModuleType:
     """The one place where autoshard reaches passes, which import autoshard."""
-    from passes import driver
+    from passes.driver import entry
 
-    return driver
+    return entry

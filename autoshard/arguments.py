@@ -391,7 +391,7 @@ def check_target(target: Any, mesh: Any) -> None:
     """Raise `MeshError` unless plans can be made for `target`, with the axes of `mesh` if it is a cluster's."""
     if not isinstance(target, DeviceMesh | Mesh | Cluster):
         raise MeshError(
-            f"mesh_or_cluster={target!r} is a {type(target).__name__}; pass an autoshard.Cluster('h100_sxm', nodes=8), "
+            f"target={target!r} is a {type(target).__name__}; pass an autoshard.Cluster('h100_sxm', nodes=8), "
             "an autoshard.Mesh({'data': 2}), or a torch DeviceMesh with names."
         )
     if mesh is None:

@@ -24,7 +24,8 @@ from passes.driver.backends import bucketing_of, check_in_place, graphs_of, wrap
 from passes.driver.choose_mesh import choose_mesh
 from passes.driver.fixed_plan import micro_batches_of, precision_of, update_for
 from passes.driver.pipelines import asked_of, check_pipeline, pipeline_of
-from passes.driver.planner import planner_for, refuse_scaling
+from passes.driver.planner import refuse_scaling
+from passes.driver.planner_for import planner_for
 from passes.driver.stage_planner import StagePlanner
 from passes.padding.prove_padding import prove_padding
 from passes.verification.verify_order import verify_order

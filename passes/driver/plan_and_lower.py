@@ -19,9 +19,9 @@ from autoshard.ir.plan_parts import Prediction
 from autoshard.ir.program import Program
 from autoshard.ir.recompute import Recompute
 from cost_models.hardware import Cluster
+from passes.driver.kernels_on_one_device import fusion_of
 from passes.driver.plan_of_choice import LoweredPlan, lowered_plan
 from passes.driver.plan_options import PlanOptions
-from passes.kernels_on_one_device import fusion_of
 from passes.lowering.bucket_collectives import BucketCollectives
 from passes.lowering.lower_program import prepare
 from passes.memory.elided_lifetimes import with_elided

@@ -28,7 +28,7 @@ from autoshard.runtime.traced_optimizer import update_of
 from passes.counting.formulas import PlanFormulas
 from passes.driver.backends import has_kernels
 from passes.driver.pipelines import Asked, check_pipeline, pipeline_of
-from passes.driver.planner import planner_for
+from passes.driver.planner_for import planner_for
 from passes.driver.pricing import price
 from passes.driver.recipe_plans import Planned, asked_by, batch_of, meshes_for, plan_recipe
 from passes.driver.recipe_search import RecipeForecast, RecipeSearch, optimizer_name, recipe_search

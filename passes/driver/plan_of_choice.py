@@ -13,8 +13,8 @@ from autoshard.ir.program import OWNERS, InputKind, OutputSlot, describe
 from autoshard.ir.repeat import names_alike
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
+from passes.driver.kernels_on_one_device import kernels_of
 from passes.driver.plan_options import PlanOptions
-from passes.kernels_on_one_device import kernels_of
 from passes.lowering.lower import result_key
 from passes.lowering.lower_program import lower_prepared
 from passes.lowering.overlap import buckets_of

@@ -18,7 +18,7 @@ from torch import nn
 
 from autoshard import tracing
 from autoshard.arguments import check_has_loss, check_tensors
-from autoshard.call import Call, LossFunction
+from autoshard.call import LossFunction
 from autoshard.cluster import local_cluster
 from autoshard.errors import (
     AutoshardError,
@@ -39,14 +39,11 @@ from autoshard.ir.program import OutputKind, Program
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.request import CompiledProgram, Request
 from autoshard.ir.spec import PartitionSpec
-from autoshard.ir.update import Update
 from autoshard.ir.verification_report import VerificationReport
 from autoshard.kernels.tuning_switch import VARIABLE, folder_identity
 from autoshard.runtime.engine import Engine
-from autoshard.runtime.optimizer_state import state_bytes_per_parameter_byte
 from cost_models.hardware import Cluster
 from cost_models.memory import room_bytes
-from passes.driver.backends import has_kernels
 from passes.driver.expand_plan import expand_for, expand_plan
 from passes.driver.fixed_plan import check_plan_fits, check_same_parameters, has_more_outputs
 from passes.driver.make_together import make_together
@@ -442,48 +439,6 @@ class Planner:
         verify_phases(phased)
         _LOGGER.debug("%s", report)
         return phased, report
-
-
-def planner_for(
-    call: Call,
-    update: Update | None,
-    device: torch.device,
-    *,
-    reduce_dtype: torch.dtype | None = None,
-    progress: bool | None = False,
-) -> Planner:
-    """The planner of a call, whose precision is the one that is computed in.
-
-    Args:
-        call: the checked arguments.
-        update: the update of an optimizer that is traced.
-        device: where the program runs.
-        reduce_dtype: type in which gradients travel; None for their own.
-        progress: see `search_bar`.
-    """
-    optimizer = call.optimizer
-    return Planner(
-        cluster=call.cluster,
-        fixed=call.fixed,
-        before=call.previous,
-        loss_fn=call.loss_fn,
-        precision=call.precision,
-        constraints=call.constraints or {},
-        memory_budget=call.memory_budget,
-        state_ratio=state_bytes_per_parameter_byte(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else 0.0,
-        has_update=update is not None,
-        micro_batches=call.micro_batches or 1,
-        strict=call.strict,
-        verify=call.verify,
-        time_budget_s=call.time_budget_s,
-        with_kernels=has_kernels(call.backend, device),
-        for_compiler=call.backend == "inductor",
-        with_native=call.backend != "reference",
-        cuda_graph=call.options.cuda_graph,
-        reduce_dtype=reduce_dtype,
-        gather_outputs=call.options.gather_outputs,
-        progress=progress,
-    )
 
 
 def refuse_scaling(precision: str | None) -> None:

@@ -17,7 +17,7 @@ from autoshard.runtime.optimizer_state import named_optimizer
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep
 from passes.driver.fixed_plan import update_for
-from passes.driver.planner import planner_for
+from passes.driver.planner_for import planner_for
 from passes.verification.verify_phases import verify_phases
 from passes.verification.verify_program import verify_program
 

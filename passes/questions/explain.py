@@ -20,9 +20,9 @@ from autoshard.ir.plan_parts import NodePlan
 from autoshard.ir.program import Program
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
+from passes.driver.kernels_on_one_device import kernels_of
 from passes.driver.plan_and_lower import allowed_by, planning_problem
 from passes.driver.plan_options import PlanOptions
-from passes.kernels_on_one_device import kernels_of
 from passes.lowering.lower_program import prepare_for
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import constrainable, own_specs
