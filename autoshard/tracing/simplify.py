@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoshard.ir.lazy_module import lazy_module
+from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.program import InputKind, InputSlot
 
 _ATEN = torch.ops.aten

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 import autoshard
 from autoshard import Mesh, P
-from autoshard.runtime import boundary, engine
+from autoshard.ir import boundary, engine
 from autoshard.testing import DrawnProgram, check_plan, programs
 from autoshard.testing.decided_plans import most_uneven_plan
 from autoshard.tracing import trace
-from passes.lower_program import prepare
+from passes.lowering.lower_program import prepare
 from tests.end_to_end.models import odd
 
 MESHES = [Mesh({"model": 4}), Mesh({"model": 3}), Mesh({"data": 2, "model": 2})]
