@@ -8,9 +8,10 @@ from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from autoshard import data
-from autoshard.api import compile, plan
+from autoshard import data, report
+from autoshard.api import compile, plan, price, prove, verify
 from autoshard.calibration import calibrate
+from autoshard.call import Options
 from autoshard.checkpoints import Checkpoints
 from autoshard.cluster import Cluster
 from autoshard.errors import (
@@ -39,8 +40,6 @@ from autoshard.ir.recipe import Recipe
 from autoshard.ir.runtime import Runtime
 from autoshard.ir.spec import P, PartitionSpec
 from autoshard.kernels.tuning_switch import tune_kernels
-from autoshard.pricing import price
-from autoshard.proofs import prove, verify
 from autoshard.rules import Rule, infer_rule, sharding_rule
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep
@@ -66,6 +65,7 @@ __all__ = [
     "NoShardingRuleError",
     "NotAvailableError",
     "OperatorError",
+    "Options",
     "P",
     "PartitionSpec",
     "Plan",
@@ -89,6 +89,7 @@ __all__ = [
     "plan",
     "price",
     "prove",
+    "report",
     "sharding_rule",
     "tune_kernels",
     "vectorise",

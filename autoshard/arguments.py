@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -85,6 +86,28 @@ def check_loss(loss_fn: Any) -> None:
     """Raise `TraceError` for a loss that cannot be called."""
     if loss_fn is not None and not callable(loss_fn):
         raise TraceError(f"loss_fn={loss_fn!r} is a {type(loss_fn).__name__}; pass a function (outputs, *targets).")
+
+
+def checked_plan(plan: Any) -> Plan | None:
+    """A plan that `compile` runs, given itself or as the path of a saved one; None for none.
+
+    Raises:
+        PlanMismatchError: it is no plan, or a price: that of one block of each kind, of one sequence.
+    """
+    if plan is None:
+        return None
+    if not isinstance(plan, (Plan, str, Path)):
+        raise PlanMismatchError(f"plan={plan!r} is a {type(plan).__name__}; pass a Plan, or the path of a saved one.")
+    found = plan if isinstance(plan, Plan) else Plan.load(plan)
+    if found.runs:
+        return found
+    words = "" if found.recipe is None else f" ({found.recipe.words})"
+    why = f" ({found.forecast})" if found.forecast else ""
+    raise PlanMismatchError(
+        f"The plan prices a recipe{words} under runtime={found.runtime!r}, and is for reading and comparing{why}. "
+        "Plan with autoshard.plan(model, cluster, recipe=...): that plan runs. Or leave plan= out: compile then "
+        "searches the specs itself."
+    )
 
 
 def check_previous(previous: Any, model: nn.Module, *, of_recipes: bool, is_priced: bool) -> None:
@@ -305,6 +328,14 @@ def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[s
     )
 
 
+def check_options(options: Any, kind: type) -> None:
+    """Raise `NotAvailableError` for options that are none of `kind`."""
+    if not isinstance(options, kind):
+        raise NotAvailableError(
+            f"options={options!r} is a {type(options).__name__}; pass autoshard.Options(timeout_s=30), say."
+        )
+
+
 def check_trains(model: nn.Module, optimizer: object) -> None:
     """Raise `TraceError` where there is an optimizer, and the model has no parameters to train."""
     if optimizer is not None and not any(parameter.requires_grad for parameter in model.parameters()):
@@ -366,7 +397,7 @@ def check_target(target: Any, mesh: Any) -> None:
     """Raise `MeshError` unless plans can be made for `target`, with the axes of `mesh` if it is a cluster's."""
     if not isinstance(target, DeviceMesh | Mesh | Cluster):
         raise MeshError(
-            f"mesh_or_cluster={target!r} is a {type(target).__name__}; pass an autoshard.Cluster('h100_sxm', nodes=8), "
+            f"target={target!r} is a {type(target).__name__}; pass an autoshard.Cluster('h100_sxm', nodes=8), "
             "an autoshard.Mesh({'data': 2}), or a torch DeviceMesh with names."
         )
     if mesh is None:

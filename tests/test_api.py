@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard import Mesh, api
+from autoshard import Mesh
+from autoshard.call import Call
+from passes.driver import compile_model
 from tests.passes.launches import fused_calls
 
 
@@ -19,15 +21,20 @@ def test_backend_triton_has_triton_kernels_in_its_programs(backend: str) -> None
     assert bool(fused_calls(sharded.programs[0].phased.forward)) == (backend == "triton")
 
 
-@pytest.mark.parametrize(("options", "names"), [({}, {"output:0"}), ({"gather_outputs": True}, set())])
-def test_outputs_are_handed_out_as_they_lie(options: dict[str, bool], names: set[str]) -> None:
+@pytest.mark.parametrize(
+    ("options", "names"), [(autoshard.Options(), {"output:0"}), (autoshard.Options(gather_outputs=True), set())]
+)
+def test_outputs_are_handed_out_as_they_lie(options: autoshard.Options, names: set[str]) -> None:
     """They are gathered only where that is asked for."""
-    sharded = autoshard.compile(nn.Linear(4, 4), Mesh({"data": 2}), example_inputs=(torch.randn(8, 4),), **options)
+    sharded = autoshard.compile(
+        nn.Linear(4, 4), Mesh({"data": 2}), example_inputs=(torch.randn(8, 4),), options=options
+    )
     assert sharded.programs[0].sharded_outputs == names
 
 
 def test_processes_without_an_accelerator_have_meta_models_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A mesh that names no device leaves it to the machine."""
-    monkeypatch.setattr(api, "world_size", lambda: 2)
+    monkeypatch.setattr(compile_model, "world_size", lambda: 2)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available: None)
-    assert api._device_of(nn.Linear(2, 2, device="meta"), Mesh({"data": 2})) == torch.device("cpu")
+    call = Call(model=nn.Linear(2, 2, device="meta"), target=Mesh({"data": 2}))
+    assert compile_model._device_of(call) == torch.device("cpu")

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 from tests.samples import spread
@@ -16,18 +17,14 @@ PACKAGES = ("autoshard", "cost_models", "passes")
 MAX_LINES = 500
 
 _IR = ("autoshard.errors", "autoshard.ir")
-_LEAVES = (
-    *_IR,
-    "autoshard.tracing",
-    "autoshard.rules",
-    "autoshard.kernels",
-    "autoshard.runtime",
-    "cost_models",
-)
+_GRAPHS = (*_IR, "autoshard.graphs")
+_LEAVES = (*_GRAPHS, "autoshard.tracing", "autoshard.rules", "autoshard.kernels", "cost_models")
 
 _PROGRAMS = ("passes.preparation", "passes.solver", "passes.strategies", "passes.memory", "passes.planning")
 _PROVEN = ("passes.preparation", "passes.strategies")
-# The folders of `passes`, and what each may import of the others. Verification sees nothing of lowering.
+_LOWERED = (*_PROGRAMS, "passes.recomputation", "passes.lowering", "passes.prediction")
+# The folders of `passes`, and modules of the driver that questions and recipes call, with what each may import of the
+# others. Verification sees nothing of lowering.
 _PASSES: dict[str, tuple[str, ...]] = {
     "passes.preparation": (),
     "passes.solver": (),
@@ -37,88 +34,66 @@ _PASSES: dict[str, tuple[str, ...]] = {
     "passes.prediction": _PROGRAMS,
     "passes.recomputation": _PROGRAMS,
     "passes.verification": _PROVEN,
-    "passes.lowering": (*_PROVEN, "passes.verification", "passes.memory"),
+    "passes.lowering": (*_PROVEN, "passes.verification", "passes.memory", "passes.recomputation"),
     "passes.padding": (),
-    "passes.counting": (*_PROGRAMS[:3], "passes.recomputation", "passes.lowering", "passes"),
-    "passes.sections": (*_PROGRAMS[:3], "passes.verification", "passes.lowering", "passes"),
+    "passes.driver.kernels_on_one_device": _LOWERED,
+    "passes.driver.expand_plan": _LOWERED,
+    "passes.driver.plan_options": _LOWERED,
+    "passes.driver.plan_of_choice": (
+        *(*_LOWERED, "passes.driver.plan_options", "passes.driver.kernels_on_one_device"),
+    ),
+    "passes.driver.plan_and_lower": (
+        *(*_LOWERED, "passes.driver.plan_options", "passes.driver.kernels_on_one_device"),
+        "passes.driver.plan_of_choice",
+    ),
+    "passes.counting": (*_LOWERED, "passes.driver.expand_plan"),
+    "passes.sections": (*_LOWERED, "passes.verification", "passes.driver.kernels_on_one_device"),
     "passes.recipes": (*_PROGRAMS[:3], "passes.sections", "passes.counting", "passes.lowering"),
-    "passes.questions": ("passes.planning", "passes"),
+    "passes.questions": (
+        *(*_LOWERED, "passes.driver.plan_options", "passes.driver.kernels_on_one_device"),
+        "passes.driver.plan_and_lower",
+    ),
     "passes.recipe_search": ("passes.solver", "passes.sections", "passes.recipes", "passes.questions"),
 }
 
-# What each part may import of us, besides itself.
+# What each part may import of us, besides itself. Nothing in `passes` but the driver imports the runtime, and nothing
+# in `autoshard` imports `passes` but `api`, in one place, `cli` and `testing`.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "autoshard.errors": (),
     "autoshard.ir": ("autoshard.errors",),
+    "autoshard.graphs": _IR,
+    "autoshard.report": _IR,
     "autoshard.kernels": ("autoshard.errors",),
     "autoshard.rules": (*_IR, "autoshard.kernels"),
-    "autoshard.tracing": (*_IR, "autoshard.kernels", "autoshard.rules"),
-    "autoshard.runtime": (*_IR, "autoshard.kernels"),
+    "autoshard.tracing": (*_GRAPHS, "autoshard.kernels", "autoshard.rules"),
+    "autoshard.runtime": (*_GRAPHS, "autoshard.kernels"),
     "cost_models": (),
     **{room: (*_LEAVES, *below) for room, below in _PASSES.items()},
-    "passes": (*_LEAVES, *_PASSES),
+    "passes": (),
+    "passes.driver": (
+        *(*_LEAVES, *_PASSES, "autoshard.runtime", "autoshard.arguments", "autoshard.call", "autoshard.cluster"),
+    ),
     "autoshard.calibration": (*_IR, "autoshard.kernels", "autoshard.runtime", "cost_models"),
     "autoshard.checkpoints": (*_IR, "autoshard.runtime"),
     "autoshard.arguments": (*_IR, "cost_models"),
-    "autoshard.cluster": _LEAVES,
+    "autoshard.call": (*_IR, "autoshard.arguments", "autoshard.runtime", "cost_models"),
+    "autoshard.cluster": (*_IR, "autoshard.runtime", "cost_models"),
     "autoshard.data": (*_IR, "autoshard.runtime"),
-    "autoshard.progress": (*_IR, "passes", *_PASSES),
-    "autoshard.planner": (
-        *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.cluster"),
-        *("autoshard.fixed_plan", "autoshard.progress"),
-    ),
-    "autoshard.choose_mesh": (*_LEAVES, "autoshard.arguments", "autoshard.cluster", "autoshard.planner"),
-    "autoshard.pipelines": (*_IR, "autoshard.planner", "cost_models"),
-    "autoshard.recipe_plans": (
-        *(*_LEAVES, *_PASSES, "autoshard.pipelines", "autoshard.planner", "autoshard.stage_plans"),
-    ),
-    "autoshard.searched_plans": (
-        *(*_LEAVES, *_PASSES, "autoshard.planner", "autoshard.recipe_plans", "autoshard.recipe_search"),
-    ),
-    "autoshard.stage_plans": (
-        *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.pipelines", "autoshard.planner"),
-    ),
-    "autoshard.stage_planner": (
-        *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.pipelines", "autoshard.planner"),
-        "autoshard.stage_plans",
-    ),
     "autoshard.api": (
-        *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.cluster", "autoshard.planner"),
-        *("autoshard.backends", "autoshard.fixed_plan", "autoshard.pricing", "autoshard.recipe_search"),
-        *("autoshard.pipelines", "autoshard.recipe_plans", "autoshard.stage_planner", "autoshard.stage_plans"),
-        *("autoshard.choose_mesh", "autoshard.searched_plans"),
-    ),
-    "autoshard.backends": (*_LEAVES, "passes", *_PASSES),
-    "autoshard.fixed_plan": (*_IR, "autoshard.runtime"),
-    "autoshard.pricing": (*_LEAVES, "passes", *_PASSES, "autoshard.arguments"),
-    "autoshard.proofs": (
-        *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.cluster", "autoshard.planner"),
-        "autoshard.fixed_plan",
-    ),
-    "autoshard.recipe_search": (
-        *(*_LEAVES, "passes", *_PASSES, "autoshard.arguments", "autoshard.pricing"),
-        "autoshard.progress",
+        *(*_IR, "autoshard.arguments", "autoshard.call", "autoshard.runtime", "cost_models", "passes.driver"),
     ),
     "autoshard.cli": (
-        *_LEAVES,
-        "passes",
-        *_PASSES,
-        "autoshard.api",
-        "autoshard.calibration",
-        "autoshard.cluster",
-        "autoshard.pricing",
-        "autoshard.proofs",
-        "autoshard",
+        *(*_LEAVES, *_PASSES, "passes.driver", "autoshard.api", "autoshard.calibration", "autoshard.cluster"),
+        *("autoshard", "autoshard.runtime"),
     ),
     "autoshard.__main__": ("autoshard.cli",),
     "autoshard.testing": (
-        *(*_LEAVES, "passes", *_PASSES, "autoshard.api", "autoshard.arguments", "autoshard.cluster"),
-        "autoshard.planner",
+        *(*_LEAVES, *_PASSES, "passes.driver", "autoshard.api", "autoshard.arguments", "autoshard.cluster"),
+        "autoshard.runtime",
     ),
     "autoshard": (
-        *(*_LEAVES, "autoshard.api", "autoshard.calibration", "autoshard.checkpoints", "autoshard.cluster"),
-        "autoshard.data",
-        *("autoshard.pricing", "autoshard.proofs", "autoshard.testing"),
+        *(*_LEAVES, "autoshard.api", "autoshard.call", "autoshard.calibration", "autoshard.checkpoints"),
+        *("autoshard.cluster", "autoshard.data", "autoshard.report", "autoshard.runtime", "autoshard.testing"),
     ),
 }
 
@@ -208,6 +183,31 @@ def test_imports_run_downward(path: Path) -> None:
     assert not upward, f"{part} may import only {sorted(allowed)}"
 
 
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Imports within functions count, and those for types alone."""
+    files = {_name(path): path for path in _sources()}
+    graph = nx.DiGraph()
+    for module, path in files.items():
+        for _, name in _imports(path):
+            found = next((part for part in (name, name.rpartition(".")[0]) if part in files), None)
+            if found not in (None, module):
+                graph.add_edge(module, found)
+    assert not [sorted(circle) for circle in nx.strongly_connected_components(graph) if len(circle) > 1]
+
+
+def test_autoshard_reaches_the_passes_in_one_place() -> None:
+    """Beside the command line and the tests' tools, which stand above."""
+    above = ("autoshard.cli", "autoshard.testing")
+    found = [
+        f"{_name(path)}: {name}"
+        for path in _sources()
+        if _name(path).startswith("autoshard") and not _name(path).startswith(above)
+        for _, name in _imports(path)
+        if name.startswith("passes")
+    ]
+    assert found == ["autoshard.api: passes.driver.entry"]
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "autoshard" / "ir").glob("*.py")), ids=_identify)
 def test_modules_of_the_ir_import_each_other_at_their_top(path: Path) -> None:
     """No import within a function holds a circle of imports together."""
@@ -258,6 +258,7 @@ def test_every_part_is_named() -> None:
     """Each folder and top module of the packages has its place in the order of imports."""
     tops = [path for path in (ROOT / "autoshard").iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()]
     tops += [path.parent for path in (ROOT / "passes").glob("*/__init__.py")]
+    tops += (ROOT / "passes").glob("*.py")
     unplaced = [_name(path) for path in tops if path.stem != "__init__" and _name(path) not in MAY_IMPORT]
     assert not unplaced
 

@@ -103,7 +103,13 @@ def test_arguments_of_plan_and_compile(arguments: dict[str, Any], error: type[Au
 def test_programs_of_many_calls(arguments: dict[str, Any], message: str) -> None:
     """How many are kept and what is padded is refused where it makes no sense."""
     with pytest.raises(NotAvailableError, match=message):
-        autoshard.compile(small(), MESH, **arguments)
+        autoshard.Options(**arguments)
+
+
+def test_options_of_another_kind() -> None:
+    options: Any = {"timeout_s": 30}
+    with pytest.raises(NotAvailableError, match=r"is a dict; pass autoshard.Options\(timeout_s=30\)"):
+        autoshard.compile(small(), MESH, options=options)
 
 
 def test_what_is_compiled_is_not_compiled_again() -> None:
@@ -201,9 +207,9 @@ def test_optimizers_that_do_not_take_the_model() -> None:
 @pytest.mark.parametrize(
     ("target", "mesh", "message"),
     [
-        ("h100_sxm:1x8", None, r"mesh_or_cluster='h100_sxm:1x8' is a str; pass an autoshard.Cluster"),
-        ({"data": 2}, None, r"mesh_or_cluster=\{'data': 2\} is a dict"),
-        (None, None, r"mesh_or_cluster=None is a NoneType"),
+        ("h100_sxm:1x8", None, r"target='h100_sxm:1x8' is a str; pass an autoshard.Cluster"),
+        ({"data": 2}, None, r"target=\{'data': 2\} is a dict"),
+        (None, None, r"target=None is a NoneType"),
         (CLUSTER, {"data": 4}, r"mesh=\{'data': 4\} is a dict; pass autoshard.Mesh"),
         (CLUSTER, Mesh({"data": 3}), r"Mesh\(data=3\) has 3 ranks, and the cluster cpu_laptop:1x4 has 4 devices"),
         (CLUSTER, Mesh({"data": 8}), r"Mesh\(data=8\) has 8 ranks, and the cluster cpu_laptop:1x4 has 4 devices"),

@@ -64,7 +64,7 @@ class Checkpoints:
         asynchronous: `save` blocks for a copy of this rank's shards to the host's memory, and writes beside training;
             False: it writes without a copy, and returns when the checkpoint is complete.
         timeout_s: seconds that ranks wait for one that neither saves or loads with them nor shows a sign of life; None:
-            as many as `compile(timeout_s=)` has, and 60 for a plain module.
+            as many as `Options(timeout_s=)` has, and 60 for a plain module.
         trust_pickle: `load` also reads checkpoints of earlier releases. They are pickles: loading one runs whatever
             code is in it. What this release writes has none, and runs none.
 

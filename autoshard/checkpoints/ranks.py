@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from autoshard.errors import AutoshardError, CheckpointError
-from autoshard.runtime.control_channel import TIMEOUT_S, ControlChannel
-from autoshard.runtime.lost_ranks import naming_lost_ranks
+from autoshard.runtime.agreement.control_channel import TIMEOUT_S, ControlChannel
+from autoshard.runtime.agreement.lost_ranks import naming_lost_ranks
 from autoshard.runtime.sharded_module import ShardedModule
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ from autoshard.checkpoints.ranks import Ranks
 from autoshard.checkpoints.trees import described, split
 from autoshard.checkpoints.values import packed
 from autoshard.errors import CheckpointError
-from autoshard.runtime.digests import digest_of
+from autoshard.runtime.agreement.digests import digest_of
 
 
 class Spread(Enum):

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 from typer.exceptions import TyperException
 
-from autoshard import __version__, api, pricing, proofs
+from autoshard import __version__, api
 from autoshard.cli.calibrate import calibration_json, calibration_table, measure_machine
 from autoshard.cli.coverage import coverage_json, coverage_rows, coverage_summary, coverage_table
 from autoshard.cli.doctor import Finding, diagnose
@@ -312,7 +312,7 @@ def price(
     dtype = _PRODUCTS.get(asked.precision, torch.bfloat16)
     loaded = load_model(model, batch=1, seq=seq, dtype=dtype, trust_remote_code=trust_remote_code)
     asked = asked if optimizer is None else replace(asked, optimizer=optimizer)
-    result = pricing.price(loaded.model, parse_cluster(cluster), asked, example_inputs=loaded.inputs, runtime=runtime)
+    result = api.price(loaded.model, parse_cluster(cluster), asked, example_inputs=loaded.inputs, runtime=runtime)
     if out is not None:
         _write(out, result.save)
     _show(result.to_json() if as_json else str(result))
@@ -339,7 +339,7 @@ def verify(
     if (cluster is None) == (plan is None):
         raise AutoshardError(f"verify {model}: pass --cluster, to plan and prove that, or --plan with a saved plan.")
     loaded = load_model(model, batch=batch, seq=seq, trust_remote_code=trust_remote_code)
-    found = proofs.prove(
+    found = api.prove(
         loaded.model,
         Plan.load(_existing(str(plan))) if cluster is None else parse_cluster(cluster),
         example_inputs=loaded.inputs,

@@ -33,7 +33,7 @@ def holds_operand(node: fx.Node) -> bool:
 def reduces_in_place(node: fx.Node) -> bool:
     """Whether an all-reduce may leave its result in the memory of its operand: a fresh buffer that nothing else reads.
 
-    One that is packed, or is filled (`autoshard.runtime.fill_buckets`). Processes run it so, and memory is counted so.
+    One that is packed, or is filled (`autoshard.graphs.fill_buckets`). Processes run it so, and memory is counted so.
     """
     operand = node.args[0] if node.target is ALL_REDUCE else None
     if not isinstance(operand, fx.Node):

@@ -12,30 +12,31 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, get_type_hints
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, get_type_hints
 
 from autoshard.errors import AutoshardError, FormulaError, NotAvailableError, PlanMismatchError
+from autoshard.ir.answers import Comparison, Explanation, Limits, WhyNot
 from autoshard.ir.brought_back import by_module
-from autoshard.ir.explanation import Comparison, Explanation, Limits, WhyNot, compare
 from autoshard.ir.files import read_text, write_text
 from autoshard.ir.garbage import seldom_collecting
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.offload import NO_OFFLOAD, Offload
-from autoshard.ir.page import render_page
 from autoshard.ir.pipeline_order import PipelineOrder
 from autoshard.ir.plan_parts import NodePlan, OperatorCoverage, ParameterPlan, Prediction
 from autoshard.ir.precision import PRECISIONS
-from autoshard.ir.printer import render_plan
 from autoshard.ir.read_json import check_keys, is_required, parse, read
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.recompute import NO_RECOMPUTE, Recompute
 from autoshard.ir.repeat import Repeat
 from autoshard.ir.runtime import AUTOSHARD
+from autoshard.ir.show import page_of, text_of
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.trace import Trace
 
 if TYPE_CHECKING:
     import sympy
+
+_T = TypeVar("_T")
 
 SCHEMA_VERSION = 7
 """The version that files have; a file of another version is refused."""
@@ -260,7 +261,7 @@ class Plan:
         It draws where the time of a step goes, what fills the memory at its peak, and the timeline; and lists the known
         recipes, where parameters lie, the operators, and every spec.
         """
-        write_text(path, render_page(self))
+        write_text(path, page_of(self))
 
     def formula(
         self,
@@ -369,7 +370,7 @@ class Plan:
                 f"compare({other!r}): a {type(other).__name__} is no plan; pass an autoshard.Plan, such as "
                 "Plan.load(path) reads."
             )
-        return compare(self, other)
+        return _side_by_side(self, other)
 
     def to_json(self) -> dict[str, Any]:
         """The plan as JSON data; the schema is the fields of this class, specs as text."""
@@ -437,7 +438,36 @@ class Plan:
         return cls(**{**found, "mesh": Mesh(found["mesh"]), "nodes": nodes, "predicted": predicted})
 
     def __str__(self) -> str:
-        return render_plan(self)
+        return text_of(self)
+
+
+def _side_by_side(first: Plan, second: Plan) -> Comparison:
+    """What differs between two plans."""
+    mine, others = first.predicted, second.predicted
+    specs = [{name: item.spec for name, item in plan.parameters.items()} for plan in (first, second)]
+    return Comparison(
+        step_time_s=(mine.step_time_s, others.step_time_s),
+        peak_memory_bytes=(mine.peak_memory_bytes, others.peak_memory_bytes),
+        breakdown=_parts(mine.breakdown, others.breakdown, 0.0),
+        hidden=_parts(mine.hidden, others.hidden, 0.0),
+        memory_breakdown=_parts(mine.memory_breakdown, others.memory_breakdown, 0),
+        parameters=_differing(*specs),
+        outputs=_differing(first.outputs, second.outputs),
+        meshes=(str(first.mesh), str(second.mesh)),
+        tokens_per_s=(mine.tokens_per_s, others.tokens_per_s),
+        recipes=(first.recipe, second.recipe),
+    )
+
+
+def _parts(first: Mapping[str, _T], second: Mapping[str, _T], absent: _T) -> dict[str, tuple[_T, _T]]:
+    return {name: (first.get(name, absent), second.get(name, absent)) for name in {**first, **second}}
+
+
+def _differing(
+    first: Mapping[str, PartitionSpec], second: Mapping[str, PartitionSpec]
+) -> dict[str, tuple[PartitionSpec | None, PartitionSpec | None]]:
+    pairs = {name: (first.get(name), second.get(name)) for name in {**first, **second}}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def _read_stages(data: object) -> tuple[Plan, ...]:

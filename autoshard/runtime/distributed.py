@@ -20,33 +20,33 @@ from torch.distributed.tensor.placement_types import Placement
 from torch.fx.proxy import GraphAppendingTracer
 
 from autoshard.errors import MeshError, NotAvailableError
+from autoshard.graphs.direct_calls import call_directly
+from autoshard.graphs.fill_buckets import fill_buckets
+from autoshard.graphs.fold_views import fold_views
+from autoshard.graphs.write_in_place import write_in_place
+from autoshard.ir.boundary import pad_local, unpad_local
 from autoshard.ir.emit import emit_reshard
 from autoshard.ir.local import running_at
 from autoshard.ir.lowered import LocalSlot
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.reshard import plan_reshard
 from autoshard.ir.spec import PartitionSpec
-from autoshard.runtime.agreement import ControlGroup, Facts
-from autoshard.runtime.boundary import pad_local, unpad_local
-from autoshard.runtime.control_channel import TIMEOUT_S
-from autoshard.runtime.direct_calls import call_directly
+from autoshard.runtime.agreement.control_channel import TIMEOUT_S
+from autoshard.runtime.agreement.control_group import ControlGroup, Facts
+from autoshard.runtime.agreement.lost_ranks import naming_lost_ranks
 from autoshard.runtime.engine import NO_HOLDERS, NOTHING, Loaded
-from autoshard.runtime.fill_buckets import fill_buckets
-from autoshard.runtime.fold_views import fold_views
 from autoshard.runtime.freed_memory import keep_freed_memory
-from autoshard.runtime.gather_region import gather_region
 from autoshard.runtime.known_layouts import LikeWriter, Reader, are_dtensors, is_same_memory, local_of
 from autoshard.runtime.layouts import Layout, Layouts
-from autoshard.runtime.local_part import index_of
-from autoshard.runtime.lost_ranks import naming_lost_ranks
 from autoshard.runtime.parameters import give_buffers_memory, memory_of, swap_parameter, take_over_parameters
 from autoshard.runtime.pickled_shards import pickle_wholes_alone
 from autoshard.runtime.process_groups import ProcessGroups, bind, reduce_in_place, taking_from_a_list
 from autoshard.runtime.split_output import SplitOutput
-from autoshard.runtime.stage_meshes import StageMeshes, is_elsewhere
+from autoshard.runtime.stages.stage_meshes import StageMeshes, is_elsewhere
 from autoshard.runtime.state_in_loops import look_at_state_again
-from autoshard.runtime.unread import shape_of
-from autoshard.runtime.write_in_place import write_in_place
+from autoshard.runtime.weights.gather_region import gather_region
+from autoshard.runtime.weights.local_part import index_of
+from autoshard.runtime.weights.unread import shape_of
 
 T = TypeVar("T")
 

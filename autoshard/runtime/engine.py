@@ -12,21 +12,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import fx, nn
 
 from autoshard.errors import MeshError
+from autoshard.ir.boundary import shard_all, unshard
 from autoshard.ir.lowered import LocalSlot
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import PartitionSpec
-from autoshard.runtime.boundary import shard_all, unshard
+from autoshard.runtime.agreement.control_group import ControlGroup, Facts
 from autoshard.runtime.parameters import give_buffers_memory, memory_of, swap_parameter
 from autoshard.runtime.simulator import simulate
-
-if TYPE_CHECKING:
-    from autoshard.runtime.agreement import ControlGroup, Facts
 
 T = TypeVar("T")
 

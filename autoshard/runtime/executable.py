@@ -9,47 +9,17 @@ from functools import cached_property
 import torch
 
 from autoshard.errors import TraceError
-from autoshard.ir.loss_weights import LossWeights
+from autoshard.graphs.owned_results import owned_results
 from autoshard.ir.lowered import LocalSlot, PhasedProgram
-from autoshard.ir.plan import Plan
 from autoshard.ir.program import OWNERS, InputKind, OutputKind
 from autoshard.ir.python_guards import PythonGuards, PythonUse
 from autoshard.ir.python_values import MISSING
-from autoshard.ir.staged import StagedProgram
+from autoshard.ir.request import CompiledProgram
 from autoshard.ir.update import Update, group_of
 from autoshard.runtime.engine import Engine, LikeWriter, Loaded, LocalValue, Reader
 from autoshard.runtime.missing_tangents import without_tangents
-from autoshard.runtime.owned_results import owned_results
 from autoshard.runtime.varying_numbers import Trace, VaryingNumbers
 from autoshard.runtime.versions import Key, inputs_behind_gradients
-
-
-@dataclass(frozen=True, slots=True)
-class CompiledProgram:
-    """What compiling one call of a model gives.
-
-    Args:
-        phased: the lowered program, cut into forward and backward.
-        plan: the plan it was lowered from, or None for a program written by hand.
-        sharded_outputs: names of the outputs ("output:0") that are handed out as they lie; others are whole.
-        update: what the program's update was traced for, if it is that of a whole training step.
-        fingerprint: of the traced program, see `autoshard.ir.fingerprint`; "" if there is none.
-        python: what the trace read in Python.
-        weights: how its loss is part of that of a batch, where the step has micro-batches.
-        staged: the stages of a pipeline; `phased` then says what they take and update together, and is not run.
-        own_stages: those that this process runs.
-    """
-
-    phased: PhasedProgram
-    plan: Plan | None = None
-    sharded_outputs: frozenset[str] = frozenset()
-    update: Update | None = None
-    fingerprint: str = ""
-    python: PythonUse = field(default_factory=PythonUse)
-    weights: LossWeights | None = None
-    staged: StagedProgram | None = None
-    own_stages: tuple[int, ...] = ()
-
 
 _STATES = 8
 """States of the model's Python that are remembered for one program."""

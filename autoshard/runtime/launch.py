@@ -15,11 +15,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autoshard.errors import MeshError
 from autoshard.ir.mesh import Mesh
-from autoshard.runtime.agreement import ControlGroup
-from autoshard.runtime.control_channel import TIMEOUT_S
+from autoshard.runtime.agreement.control_channel import TIMEOUT_S
+from autoshard.runtime.agreement.control_group import ControlGroup
+from autoshard.runtime.agreement.meeting import launcher_keeps_store, meet
 from autoshard.runtime.distributed import CheckInPlace, DistributedEngine, FinishInPlace
 from autoshard.runtime.engine import Engine, SimulatorEngine
-from autoshard.runtime.meeting import launcher_keeps_store, meet
 
 T = TypeVar("T")
 

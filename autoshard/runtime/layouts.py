@@ -9,9 +9,9 @@ from functools import lru_cache
 import torch
 from torch.distributed.tensor.placement_types import Placement
 
+from autoshard.ir.boundary import matches_dtensor, unpadded_shape
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import PartitionSpec
-from autoshard.runtime.boundary import matches_dtensor, unpadded_shape
 
 _MOST = 4096
 """Layouts that are kept: one for each placements and shape of the tensors that programs take and give."""

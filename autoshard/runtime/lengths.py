@@ -17,8 +17,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import TraceError
+from autoshard.ir.padding import Grown, PaddingProof
 from autoshard.ir.program import Program
-from autoshard.runtime.compiler import Request
+from autoshard.ir.request import Request
 from autoshard.runtime.executable import Executable
 from autoshard.runtime.per_program import PerProgram
 from autoshard.runtime.signature import FlatCall
@@ -29,24 +30,6 @@ DIM = 1
 _SHORTEST = 8
 _COMPARED = 2
 """A proof is of so many lengths that are padded to the same one: two neighbours, of which one is odd."""
-
-Grown = Mapping[int, int]
-"""Dims of a result that grow with the inputs, with how much longer than these they are (-1 of shifted predictions)."""
-
-
-@dataclass(frozen=True, slots=True)
-class PaddingProof:
-    """Whether padding is shown to reach no result of a call.
-
-    Args:
-        cuts: what grows with the inputs, by the number of the result.
-        as_compiled: whether the program must be traced as compiled code (`Request.as_compiled`).
-        reason: how padding may reach a result; empty where it is shown that it does not.
-    """
-
-    cuts: Mapping[int, Grown] = field(default_factory=dict)
-    as_compiled: bool = False
-    reason: str = ""
 
 
 class Prove(Protocol):

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from autoshard.errors import NotAvailableError
 from autoshard.runtime.split_output import SplitOutput
-from autoshard.runtime.stage_meshes import Elsewhere
+from autoshard.runtime.stages.stage_meshes import Elsewhere
 
 _PROTOCOL = 2
 """Torch pickles alike under every protocol from this one on."""

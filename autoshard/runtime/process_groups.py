@@ -18,9 +18,9 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import NotAvailableError
+from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.collectives import reduces_in_place
 from autoshard.ir.communicators import group_axes
-from autoshard.ir.lazy_module import lazy_module
 from autoshard.ir.local import axis_index
 from autoshard.ir.mesh import Mesh
 from autoshard.kernels import EXCHANGING

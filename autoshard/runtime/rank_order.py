@@ -18,8 +18,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx
 
+from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.communicators import Purpose, group_axes
-from autoshard.ir.lazy_module import lazy_module
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.reduction import combine
 from autoshard.ir.spec import Reduction

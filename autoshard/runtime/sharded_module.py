@@ -31,13 +31,14 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.outputs import Outputs
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind, InputSlot
+from autoshard.ir.request import CompiledProgram, Request
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.update import Update
+from autoshard.runtime.agreement.step_agreement import Check, StepAgreement, facts_to_compile
 from autoshard.runtime.autograd import Call, run
-from autoshard.runtime.compiler import Compiler, Request
+from autoshard.runtime.compiler import Compiler
 from autoshard.runtime.engine import Engine
-from autoshard.runtime.executable import CompiledProgram, Executable, check_state
-from autoshard.runtime.has_weights import HasWeights
+from autoshard.runtime.executable import Executable, check_state
 from autoshard.runtime.inference import in_normal_mode
 from autoshard.runtime.known_programs import KnownPrograms
 from autoshard.runtime.lengths import Lengths, PaddingProof
@@ -48,10 +49,10 @@ from autoshard.runtime.parameters import gather_buffers, lent_parameters, outlin
 from autoshard.runtime.results import Results
 from autoshard.runtime.seeds import SeedSequence
 from autoshard.runtime.signature import FlatCall, check_devices, describe_call, key_of
-from autoshard.runtime.staged_forward import StagedForward
+from autoshard.runtime.stages.staged_forward import StagedForward
 from autoshard.runtime.state import extra_state_of, lay_out_state, may_draw, take_seeds, write_seeds
-from autoshard.runtime.step_agreement import Check, StepAgreement, facts_to_compile
-from autoshard.runtime.weights import Weights
+from autoshard.runtime.weights.has_weights import HasWeights
+from autoshard.runtime.weights.model_weights import Weights
 
 _LOGGER = logging.getLogger(__name__)
 

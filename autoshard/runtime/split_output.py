@@ -215,6 +215,6 @@ def _first_line(error: Exception) -> str:
 def _not_on_parts(name: str, reason: str) -> NotAvailableError:
     return NotAvailableError(
         f"{name} failed on an output of the model that lies in parts on the ranks (a DTensor): {reason.rstrip('.')}. "
-        "Have outputs whole with autoshard.compile(..., gather_outputs=True), or gather this one with "
+        "Have outputs whole with autoshard.Options(gather_outputs=True), or gather this one with "
         "output.full_tensor()."
     )

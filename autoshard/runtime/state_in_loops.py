@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autoshard.errors import NotAvailableError
 from autoshard.runtime.optimizer_state import lay_out_loaded_state
 from autoshard.runtime.replaced_parameter import successor_of
-from autoshard.runtime.stage_meshes import is_elsewhere
+from autoshard.runtime.stages.stage_meshes import is_elsewhere
 
 
 @dataclass(frozen=True, slots=True)

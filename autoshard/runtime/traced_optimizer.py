@@ -24,7 +24,7 @@ from autoshard.runtime.executable import Executable
 from autoshard.runtime.known_state import Held, KnownState
 from autoshard.runtime.members import Members
 from autoshard.runtime.optimizer_state import check_parameters, follow_replaced
-from autoshard.runtime.stage_meshes import is_elsewhere
+from autoshard.runtime.stages.stage_meshes import is_elsewhere
 from autoshard.runtime.steps_taken import StepsTaken
 
 _LOGGER = logging.getLogger(__name__)

@@ -16,10 +16,11 @@ from autoshard.ir.loss_weights import ReadInput
 from autoshard.ir.lowered import LocalSlot
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind, OutputKind
+from autoshard.ir.request import CompiledProgram
 from autoshard.ir.spec import Reduction
 from autoshard.ir.step_order import Action, StepOrder, Task
 from autoshard.runtime.engine import LocalValue
-from autoshard.runtime.executable import CompiledProgram, Executable
+from autoshard.runtime.executable import Executable
 from autoshard.runtime.graphed_passes import GraphedPasses
 from autoshard.runtime.members import Members
 from autoshard.runtime.sharded_module import ShardedModule

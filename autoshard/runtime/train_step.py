@@ -19,18 +19,18 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.step_order import Action, Task, one_after_another
 from autoshard.ir.update import check_norm
 from autoshard.runtime.graphed_passes import GraphedPasses
-from autoshard.runtime.has_weights import HasWeights
 from autoshard.runtime.members import Members
 from autoshard.runtime.micro_batches import naming_micro_batches, parts_of
 from autoshard.runtime.of_model import refuse_capture
 from autoshard.runtime.optimizer_state import HyperparameterText, lay_out_loaded_state
 from autoshard.runtime.sharded_module import ShardedModule
-from autoshard.runtime.stage_messages import StageMessages
-from autoshard.runtime.staged_step import StagedStep
+from autoshard.runtime.stages.stage_messages import StageMessages
+from autoshard.runtime.stages.staged_step import StagedStep
 from autoshard.runtime.step_loss import StepLoss
 from autoshard.runtime.traced_optimizer import why_by_autograd
 from autoshard.runtime.traced_step import Part, TracedStep, weights_of
-from autoshard.runtime.weights import Weights
+from autoshard.runtime.weights.has_weights import HasWeights
+from autoshard.runtime.weights.model_weights import Weights
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -10,19 +10,19 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from autoshard.errors import PlanMismatchError
+from autoshard.ir.boundary import shard_all, unshard
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.enumeration import Strategy
 from autoshard.rules.hub import hub
-from autoshard.runtime.boundary import shard_all, unshard
 from autoshard.runtime.simulator import simulate
 from autoshard.testing.decided_plans import greedy_plan
 from autoshard.testing.report import TOLERANCE, CheckReport, compare
 from autoshard.testing.rounding import nudge
 from autoshard.tracing import trace
-from passes.lower_program import lower_program, prepare
+from passes.lowering.lower_program import lower_program, prepare
 from passes.strategies.enumerate_strategies import Site, resolve
 
 CallSpecs = tuple[Sequence[PartitionSpec], Sequence[PartitionSpec]]

@@ -20,8 +20,7 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.precision import PRECISIONS
 from autoshard.ir.program import InputKind, Program, describe
-from autoshard.planner import Planner
-from autoshard.runtime.executable import CompiledProgram
+from autoshard.ir.request import CompiledProgram
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep
 from autoshard.testing.report import TOLERANCE, CheckReport, compare_all
@@ -38,7 +37,8 @@ from autoshard.testing.training import (
     train_precisely,
 )
 from autoshard.testing.whole_step import MakeOptimizer, WholeStep, trace_training
-from passes.lower_program import prepare_for
+from passes.driver.planner import Planner
+from passes.lowering.lower_program import prepare_for
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from autoshard.ir.recompute import Recompute
 from autoshard.rules.enumeration import Strategy
 from cost_models.device import HostLink
 from cost_models.hardware import Cluster, node_type
-from passes.lower_program import prepare
+from passes.driver.plan_of_choice import lowered_plan
+from passes.driver.plan_options import PlanOptions
+from passes.lowering.lower_program import prepare
 from passes.memory.liveness import find_lifetimes
-from passes.plan_of_choice import lowered_plan
-from passes.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, RecomputeOptions, find_options
 from passes.recomputation.recompute_problem import RecomputeProblem, build_recompute_problem

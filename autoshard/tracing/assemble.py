@@ -20,7 +20,7 @@ from torch import fx, nn
 from torch._functorch._aot_autograd import descriptors as aot
 
 from autoshard.errors import TraceError
-from autoshard.ir.lazy_module import lazy_module
+from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.program import Guard, InputKind, InputSlot, OutputKind, OutputSlot, Program
 from autoshard.tracing.calling import Call
 from autoshard.tracing.checks import tie_checks

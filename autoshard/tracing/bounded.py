@@ -31,7 +31,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 import autoshard.rules  # noqa: F401  (fills the table of rules)
-from autoshard.ir.lazy_module import lazy_module
+from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.program import tensor_values
 from autoshard.rules.notation import BoundRule, Fill
 from autoshard.rules.registry import bound_rule, tensor_operands

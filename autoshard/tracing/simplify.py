@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx
 
 from autoshard.errors import TraceError
-from autoshard.ir.lazy_module import lazy_module
+from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.program import InputKind, InputSlot
 
 _ATEN = torch.ops.aten

@@ -27,11 +27,11 @@ from cost_models.hardware import Cluster
 from passes.counting.count_plan import Counted, PlanCounting
 from passes.counting.fit_sizes import DoesNotRunError, InputDims, InputSize, input_sizes, resize
 from passes.counting.symbolic_program import Place, SymbolicProgram, symbolic_program
-from passes.expand_plan import expand_for
-from passes.lower_program import prepare_for
+from passes.driver.expand_plan import expand_for
+from passes.lowering.lower_program import prepare_for
 
 if TYPE_CHECKING:
-    from autoshard.runtime.sharded_module import Request
+    from autoshard.ir.request import Request
 
 QUANTITIES: Mapping[str, str] = {
     "step_flops": "FLOPs of the products and attention of a step, on all ranks together, nothing computed twice",

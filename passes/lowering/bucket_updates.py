@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoshard.ir.lazy_module import lazy_module
+from autoshard.graphs.lazy_module import lazy_module
+from autoshard.graphs.write_in_place import roots_of
 from autoshard.kernels.optimizers import MANY, tensors_of
-from autoshard.runtime.write_in_place import roots_of
 from autoshard.tracing.copy_node import copy_node
 from passes.verification.verify_in_place import written_operands
 

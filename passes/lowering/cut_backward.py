@@ -7,8 +7,8 @@ gradients need, by reachability; and all others, which go on from what the first
 
 from __future__ import annotations
 
+from autoshard.graphs.cut_graph import cut_graph
 from autoshard.ir.lowered import CutBackward, PhasedProgram
-from autoshard.runtime.cut_graph import cut_graph
 
 
 def cut_backward(phased: PhasedProgram) -> CutBackward:

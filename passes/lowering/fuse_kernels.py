@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
-from autoshard.ir.lazy_module import lazy_module
+from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.lowered import LoweredProgram
 from autoshard.kernels.kernel import FusedKernel
 from autoshard.kernels.registry import FUSED, find_kernel, kernels_of

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import fx
 
-from autoshard.ir.lazy_module import lazy_module
+from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.kernels.generated.define import GeneratedKernel, define_kernels
 from autoshard.kernels.generated.group import Group

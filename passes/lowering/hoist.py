@@ -20,9 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoshard.ir.aliases import aliased_operands
-from autoshard.ir.extract_graph import placeholder_like
-from autoshard.ir.lazy_module import lazy_module
+from autoshard.graphs.aliases import aliased_operands
+from autoshard.graphs.extract_graph import placeholder_like
+from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.program import InputKind, OutputKind
 from autoshard.kernels.offload import TRANSFERS

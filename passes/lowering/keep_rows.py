@@ -27,8 +27,8 @@ from typing import Any
 from torch import fx
 
 import autoshard.kernels as kernels
-from autoshard.ir.extract_graph import placeholder_like
-from autoshard.ir.lazy_module import lazy_module
+from autoshard.graphs.extract_graph import placeholder_like
+from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.recompute import PHASE
 from autoshard.tracing.copy_node import copy_node

@@ -16,8 +16,8 @@ import torch
 from torch import fx
 
 from autoshard.errors import NotAvailableError, PlanMismatchError
+from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.emit import emit_reshard
-from autoshard.ir.lazy_module import lazy_module
 from autoshard.ir.lowered import LocalSlot, LoweredProgram
 from autoshard.ir.plan import Plan
 from autoshard.ir.plan_parts import NodePlan

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autoshard.ir.aliases import aliased_operands
+from autoshard.graphs.aliases import aliased_operands
 from autoshard.ir.collectives import is_collective
 from autoshard.ir.mesh import Mesh
 from cost_models.compute import memory_time

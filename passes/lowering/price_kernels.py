@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.kernels import Kernels, KernelUse
-from autoshard.ir.lazy_module import lazy_module
 from autoshard.ir.lowered import LoweredProgram, PhasedProgram
 from autoshard.kernels.kernel import FusedKernel
 from autoshard.kernels.registry import FUSED

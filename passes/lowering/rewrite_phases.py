@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.ir.aliases import aliased_operands
+from autoshard.graphs.aliases import aliased_operands
 from autoshard.ir.collectives import is_collective, is_wait
 from autoshard.ir.lowered import PhasedProgram
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autoshard.ir.extract_graph import extract_graph
-from autoshard.ir.lazy_module import lazy_module
+from autoshard.graphs.extract_graph import extract_graph
+from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.lowered import LoweredProgram, PhasedProgram
 from autoshard.ir.program import InputKind, OutputKind
 from autoshard.tracing.copy_node import copy_node

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autoshard.ir.aliases import aliased_operands
+from autoshard.graphs.aliases import aliased_operands
 from autoshard.ir.collectives import is_collective, is_wait
 from autoshard.ir.lowered import PhasedProgram
 from passes.lowering.rewrite_phases import only_returned, rewrite_phases

@@ -13,12 +13,12 @@ from collections.abc import Mapping, Sequence
 
 from torch import fx
 
+from autoshard.graphs.fill_buckets import filled
+from autoshard.graphs.owned_results import owned_results
+from autoshard.graphs.write_in_place import written_in_place
 from autoshard.ir.lowered import LocalSlot, PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import OWNERS, OutputKind
-from autoshard.runtime.fill_buckets import filled
-from autoshard.runtime.owned_results import owned_results
-from autoshard.runtime.write_in_place import written_in_place
 from passes.memory.storages import Storage, Storages
 
 

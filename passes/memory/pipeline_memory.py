@@ -8,8 +8,8 @@ once is then added up as the order says:
 * What a forward saves is held until the backward. Where that is cut in two, the first half keeps for the second what
   it reads, which is most of it.
 * What is received takes memory from the receive until it is read. What is sent and not saved takes memory until a
-  message comes from its reader that was made after it was read (`autoshard.runtime.stage_messages`). What stages of one
-  rank hand each other is held until it is read.
+  message comes from its reader that was made after it was read (`autoshard.runtime.stages.stage_messages`).
+  What stages of one rank hand each other is held until it is read.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autoshard.graphs.fill_buckets import filled
+from autoshard.graphs.owned_results import owned_results
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.pipeline_order import StageTask, Work
 from autoshard.ir.program import InputKind
 from autoshard.ir.staged import StagedProgram, StageProgram
-from autoshard.runtime.fill_buckets import filled
-from autoshard.runtime.owned_results import owned_results
 from passes.memory.lowered_memory import carried_bytes, local_bytes, update_in_place, written_by_update
 from passes.memory.storages import Storages
 

@@ -31,10 +31,10 @@ import passes.padding.lookups
 import passes.padding.moves
 import passes.padding.weighting  # noqa: F401  (fill the table of calls)
 from autoshard.errors import TraceError
+from autoshard.ir.padding import Grown, PaddingProof
 from autoshard.ir.program import InputKind, OutputKind, Program, tensor_values
+from autoshard.ir.request import Request
 from autoshard.rules.ranges import range_of_values
-from autoshard.runtime.compiler import Request
-from autoshard.runtime.lengths import Grown, PaddingProof
 from passes.padding.by_rule import by_rule
 from passes.padding.contents import Content, constant, content_of_type
 from passes.padding.padded_calls import PaddedCall, results_of

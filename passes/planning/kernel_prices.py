@@ -1,6 +1,6 @@
 r"""Price calls as parts of the kernels that run in place of them, so that a search minimises the time of what will run.
 
-Which kernels a program has is found on one device (`passes.kernels_on_one_device`); each stands for calls, its
+Which kernels a program has is found on one device (`passes.driver.kernels_on_one_device`); each stands for calls, its
 *members*. With sharded values a kernel :math:`K` is whole under a choice if every link between its members keeps the
 spec of what it carries, and every member runs as it is, without communication or padding of its own. It then takes
 

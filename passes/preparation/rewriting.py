@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import fx
 
+from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.collectives import is_collective
-from autoshard.ir.lazy_module import lazy_module
 from autoshard.ir.program import Program
 from autoshard.tracing.copy_node import copy_node
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from autoshard.errors import NotAvailableError
-from autoshard.ir.lazy_module import lazy_module
+from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.program import InputKind, InputSlot, OutputKind, OutputSlot, Program
 from autoshard.ir.staged import Crossing, CutProgram, crossing_name
 from autoshard.tracing.copy_node import copy_node

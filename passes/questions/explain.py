@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 import numpy as np
 
 from autoshard.errors import InvalidSpecError
-from autoshard.ir.explanation import Alternative, Explanation, Limits, Outcome, WhyNot
+from autoshard.ir.answers import Alternative, Explanation, Limits, Outcome, WhyNot
 from autoshard.ir.kernels import Kernels
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
@@ -20,10 +20,10 @@ from autoshard.ir.plan_parts import NodePlan
 from autoshard.ir.program import Program
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
-from passes.kernels_on_one_device import kernels_of
-from passes.lower_program import prepare_for
-from passes.pipeline import allowed_by, planning_problem
-from passes.plan_options import PlanOptions
+from passes.driver.kernels_on_one_device import kernels_of
+from passes.driver.plan_and_lower import allowed_by, planning_problem
+from passes.driver.plan_options import PlanOptions
+from passes.lowering.lower_program import prepare_for
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import constrainable, own_specs
 from passes.questions.feature_names import feature_named

@@ -13,14 +13,14 @@ from itertools import permutations
 import numpy as np
 
 from autoshard.errors import DoesNotFitError
-from autoshard.ir.explanation import Limits, Outcome, Variant, WhyNot
+from autoshard.ir.answers import Limits, Outcome, Variant, WhyNot
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster, NodeType
 from cost_models.topology import Link
-from passes.pipeline import allowed_by, fastest, planning_problem, solve
-from passes.plan_options import PlanOptions
+from passes.driver.plan_and_lower import allowed_by, fastest, planning_problem, solve
+from passes.driver.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.restrictions import ROLES, restrict_all
 from passes.questions.roles import has_role

@@ -21,7 +21,7 @@ from itertools import accumulate
 from torch import fx
 
 from autoshard.errors import InvalidSpecError
-from autoshard.ir.explanation import ValueCost
+from autoshard.ir.answers import ValueCost
 from autoshard.ir.program import InputKind, tensor_values
 from autoshard.ir.recipe import TRITON, Recipe
 from autoshard.ir.spec import PartitionSpec

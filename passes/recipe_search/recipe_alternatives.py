@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from autoshard.errors import NotAvailableError
-from autoshard.ir.explanation import Alternative, Explanation, Limits, Outcome, Variant, WhyNot
+from autoshard.ir.answers import Alternative, Explanation, Limits, Outcome, Variant, WhyNot
 from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import Recipe
 from passes.questions.feature_names import feature_named

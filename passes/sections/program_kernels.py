@@ -1,7 +1,7 @@
 """Find the Triton kernels of a folded program with every value whole: what lowering puts in place of its calls.
 
-They are chosen as for plans of specs (`passes.kernels_on_one_device`), but that generated ones are chosen by bytes
-alone, for any device: sections are counted once for all.
+They are chosen as for plans of specs (`passes.driver.kernels_on_one_device`), but that generated ones are chosen by
+bytes alone, for any device: sections are counted once for all.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from cost_models.operators import work
-from passes.kernels_on_one_device import cheap_kernels, on_one_device
+from passes.driver.kernels_on_one_device import cheap_kernels, on_one_device
 from passes.lowering.choose_groups import choose_groups
 from passes.lowering.count_launches import Traffic, is_launch, second_step
 from passes.lowering.fuse_kernels import FuseKernels

@@ -17,6 +17,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autoshard.errors import NoShardingRuleError
+from autoshard.ir.boundary import matches_dtensor
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import OWNERS, InputKind, OutputKind, OutputSlot, Program, tensor_values
 from autoshard.ir.spec import PartitionSpec, Reduction
@@ -27,7 +28,6 @@ from autoshard.rules.hub import hub
 from autoshard.rules.notation import BoundRule
 from autoshard.rules.ranges import Ranges, facts_of, find_ranges
 from autoshard.rules.registry import bound_rule
-from autoshard.runtime.boundary import matches_dtensor
 from passes.preparation.canonicalize import is_view
 from passes.strategies.narrow_gradients import find_narrow_gradients
 

@@ -20,12 +20,12 @@ import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 
+from autoshard.graphs.fill_buckets import members_of
 from autoshard.ir.collectives import is_collective, is_wait
 from autoshard.ir.communicators import group_axes
 from autoshard.ir.mesh import Mesh
 from autoshard.kernels.native import SEMANTIC
 from autoshard.kernels.offload import TRANSFERS, to_host
-from autoshard.runtime.fill_buckets import members_of
 from cost_models.compute import memory_time, work_time
 from cost_models.hardware import Cluster
 from cost_models.operators import work

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autoshard.errors import VerificationError
-from autoshard.ir.lazy_module import lazy_module
+from autoshard.graphs.lazy_module import lazy_module
 from autoshard.kernels.optimizers import MANY, tensors_of
 from autoshard.tracing.copy_node import copy_node
 

@@ -19,8 +19,8 @@ from torch import fx
 from torch._ops import OpOverload
 
 from autoshard.errors import VerificationError
+from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, WAIT
-from autoshard.ir.lazy_module import lazy_module
 from autoshard.tracing.copy_node import copy_node
 
 _aten = torch.ops.aten

@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 from torch.fx.proxy import GraphAppendingTracer
 
 from autoshard.errors import VerificationError
-from autoshard.ir.lazy_module import lazy_module
+from autoshard.graphs.lazy_module import lazy_module
 from autoshard.kernels.generated.define import generated_kernel
 from autoshard.kernels.generated.group import Group
 from autoshard.kernels.kernel import FusedKernel

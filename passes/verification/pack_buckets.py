@@ -19,9 +19,9 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from autoshard.graphs.fill_buckets import INTO
+from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.collectives import ALL_REDUCE, REDUCE_SCATTER
-from autoshard.ir.lazy_module import lazy_module
-from autoshard.runtime.fill_buckets import INTO
 from autoshard.tracing.copy_node import copy_node
 
 _aten = torch.ops.aten

@@ -22,7 +22,7 @@ import torch
 from torch import fx
 
 from autoshard.errors import VerificationError
-from autoshard.ir.aliases import aliased_operands
+from autoshard.graphs.aliases import aliased_operands
 from autoshard.ir.collectives import is_collective, is_wait
 from autoshard.kernels.optimizers import IN_PLACE
 from passes.preparation.number_values import Numbering, call_key

@@ -21,7 +21,7 @@ from passes.verification.verify_program import verify_program
 
 
 def verify_pass(rewrite: Any, before: Any, after: Any) -> None:
-    """Prove that what a pass made computes what it was given; see `passes.phases.OnPass`.
+    """Prove that what a pass made computes what it was given; see `passes.lowering.phases.OnPass`.
 
     Raises:
         VerificationError: it does not; the message names the pass.

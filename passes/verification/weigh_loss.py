@@ -28,10 +28,10 @@ from torch.utils import _pytree as pytree
 from autoshard.errors import AutoshardError
 from autoshard.ir.loss_weights import Branches, Count, LossWeights, Term
 from autoshard.ir.program import InputKind, OutputKind, Program, tensor_values
+from autoshard.ir.request import Request
 from autoshard.ir.spec import Reduction
 from autoshard.kernels.checks import checked
 from autoshard.rules.notation import BoundRule
-from autoshard.runtime.sharded_module import Request
 from autoshard.tracing.copy_node import copy_node
 from passes.strategies.enumerate_strategies import operands_of, rule_of
 from passes.verification.batch_states import Mixed, OfInputs, Place, Same, Split, State, Sum

@@ -13,8 +13,8 @@ import torch
 from torch import fx
 
 from autoshard.errors import VerificationError
+from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.communicators import Purpose, without_purpose
-from autoshard.ir.lazy_module import lazy_module
 from autoshard.tracing.copy_node import copy_node
 
 _TO_COPY = torch.ops.aten._to_copy.default

@@ -84,7 +84,7 @@ def _run_rank(rounds: int, *, is_written: bool) -> None:
 
 def _measure(case: Any, rounds: int) -> dict[str, list[tuple[float, float, float]]]:
     """Wall, CPU and own seconds of each round, by check."""
-    from autoshard.runtime.step_agreement import Check
+    from autoshard.runtime.agreement.step_agreement import Check
     from tests.benchmarks.step_cases import make_batches
 
     batches = make_batches(case, 4)

@@ -113,7 +113,7 @@ def measure(name: str, case: Case, backend: str = "auto") -> Measured:
         model = Decoder(case.shape)
         tokens = torch.zeros(case.batch, case.shape.sequence, dtype=torch.int64)
     stages = _Stages()
-    for logger in map(logging.getLogger, ("autoshard.planner", "passes.pipeline")):
+    for logger in map(logging.getLogger, ("passes.driver.planner", "passes.driver.plan_and_lower")):
         logger.setLevel(logging.DEBUG)
         logger.addHandler(stages)
     start, start_cpu = time.perf_counter(), time.process_time()

@@ -27,8 +27,8 @@ from rich.console import Console
 from rich.table import Table
 
 from autoshard import Cluster, Mesh
-from autoshard.pricing import priced_model
-from autoshard.recipe_search import base_recipe, problem_of
+from passes.driver.pricing import priced_model
+from passes.driver.recipe_search import base_recipe, problem_of
 from tests.benchmarks import deep_models, recipe_time
 
 LAYERS = (16, 32, 64, 128)

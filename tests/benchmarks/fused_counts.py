@@ -21,13 +21,13 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import Program
 from autoshard.tracing import trace
 from cost_models.device import device
-from passes.lower_program import lower_program
+from passes.driver.plan_and_lower import plan_program
+from passes.driver.plan_options import PlanOptions
 from passes.lowering.count_launches import Traffic, traffic_of
 from passes.lowering.fuse_kernels import FuseKernels
 from passes.lowering.generate_kernels import GenerateKernels
+from passes.lowering.lower_program import lower_program
 from passes.lowering.split_phases import SplitPhases
-from passes.pipeline import plan_program
-from passes.plan_options import PlanOptions
 from tests.passes.blocks import h100s
 from tests.passes.launches import count_launches
 

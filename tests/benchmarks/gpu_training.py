@@ -151,7 +151,9 @@ class _Compiled:
 def _ours(model: nn.Module, backend: str, *, cuda_graph: bool = False) -> Step:
     device = next(model.parameters()).device.type
     mesh = init_device_mesh(device, (1,), mesh_dim_names=("data",))
-    step = autoshard.compile(model, mesh, optimizer=_adamw(model), backend=backend, cuda_graph=cuda_graph)
+    step = autoshard.compile(
+        model, mesh, optimizer=_adamw(model), backend=backend, options=autoshard.Options(cuda_graph=cuda_graph)
+    )
     return _Compiled(step)
 
 

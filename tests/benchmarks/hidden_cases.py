@@ -55,7 +55,11 @@ def compiled(name: str, model: nn.Module, mesh: Any = None) -> TrainStep:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     step = autoshard.compile(
         *(model, Mesh({AXIS: 2}) if mesh is None else mesh),
-        optimizer=optimizer, constraints=PLANS[name](model), precision=None, check="off", cluster=LINKED,
-    )  # fmt: skip
+        optimizer=optimizer,
+        constraints=PLANS[name](model),
+        precision=None,
+        options=autoshard.Options(check="off"),
+        cluster=LINKED,
+    )
     assert isinstance(step, TrainStep)
     return step

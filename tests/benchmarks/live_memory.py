@@ -11,7 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoshard.runtime.digests import table_on
+from autoshard.runtime.agreement.digests import table_on
 
 
 class LiveMemory(TorchDispatchMode):

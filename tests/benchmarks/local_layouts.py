@@ -19,9 +19,9 @@ from autoshard import DoesNotFitError, Mesh, P, PartitionSpec
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from cost_models.topology import Link
-from passes.pipeline import planning_problem
-from passes.plan_of_choice import lowered_plan
-from passes.plan_options import PlanOptions
+from passes.driver.plan_and_lower import planning_problem
+from passes.driver.plan_of_choice import lowered_plan
+from passes.driver.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.planning.constraints import allowed_options
 from passes.planning.search import Search

@@ -25,15 +25,15 @@ from rich.table import Table
 
 from autoshard import Cluster, DoesNotFitError, Mesh, Recipe
 from autoshard.ir.plan import Plan
+from autoshard.ir.request import Request
 from autoshard.ir.text import format_bytes, format_time
-from autoshard.planner import Planner
-from autoshard.recipe_search import recipe_problem
 from autoshard.runtime.optimizer_state import named_optimizer
-from autoshard.runtime.sharded_module import Request
 from autoshard.runtime.traced_optimizer import update_of
-from passes.pipeline import Decision, planning_problem, solve
-from passes.plan_of_choice import lowered_plan
-from passes.plan_options import PlanOptions
+from passes.driver.plan_and_lower import Decision, planning_problem, solve
+from passes.driver.plan_of_choice import lowered_plan
+from passes.driver.plan_options import PlanOptions
+from passes.driver.planner import Planner
+from passes.driver.recipe_search import recipe_problem
 from passes.planning.build_assignment import PlanningProblem
 from tests.benchmarks.decoder import Decoder, DecoderShape
 

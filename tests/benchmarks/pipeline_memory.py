@@ -32,8 +32,8 @@ from torch.utils import _pytree as pytree
 import autoshard
 from autoshard import Mesh
 from autoshard.ir.pipeline_order import Slot
-from autoshard.runtime.digests import table_on
-from autoshard.runtime.staged_run import StagedRun
+from autoshard.runtime.agreement.digests import table_on
+from autoshard.runtime.stages.staged_run import StagedRun
 from passes.memory.pipeline_memory import pipeline_memory
 from tests.benchmarks.live_memory import LiveMemory
 from tests.runtime.processes import report, run_checks

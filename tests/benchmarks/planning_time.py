@@ -34,10 +34,10 @@ from autoshard import Mesh
 from autoshard.cluster import local_cluster
 from autoshard.ir.program import Program
 from autoshard.tracing import trace
-from passes.lower_program import lower_program, prepare
+from passes.driver.plan_of_choice import lowered_plan
+from passes.driver.plan_options import PlanOptions
+from passes.lowering.lower_program import lower_program, prepare
 from passes.memory.liveness import find_lifetimes
-from passes.plan_of_choice import lowered_plan
-from passes.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.planning.search import Search
 from passes.strategies.enumerate_strategies import EnumerateStrategies, SearchSpace

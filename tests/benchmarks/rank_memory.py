@@ -32,8 +32,8 @@ from torch import nn
 
 import autoshard
 from autoshard import Mesh, P
-from autoshard.planner import Planner
-from autoshard.runtime.weights import Weights
+from autoshard.runtime.weights.model_weights import Weights
+from passes.driver.planner import Planner
 from tests.runtime.processes import report, run_checks
 
 MARGIN = 0.15

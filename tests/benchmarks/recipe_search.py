@@ -29,7 +29,7 @@ from pathlib import Path
 import torch
 
 from autoshard import Cluster, Recipe
-from autoshard.pricing import priced_model
+from passes.driver.pricing import priced_model
 from passes.recipe_search.recipe_problem import RecipeProblem
 from passes.recipe_search.recipe_space import SEARCHED
 from passes.recipes.recipe_plan import predict_recipe

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from autoshard.pricing import priced_model
+from passes.driver.pricing import priced_model
 from passes.sections.count_sections import Section
 from passes.sections.price_model import CountedModel, RecipeKind
 from tests.benchmarks.decoder import Decoder, DecoderShape

@@ -25,10 +25,10 @@ from autoshard.cluster import local_cluster
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.program import Program
 from autoshard.tracing import trace
-from passes.lower_program import lower_program, prepare
+from passes.driver.plan_and_lower import plan_program
+from passes.driver.plan_options import PlanOptions
+from passes.lowering.lower_program import lower_program, prepare
 from passes.memory.liveness import find_lifetimes
-from passes.pipeline import plan_program
-from passes.plan_options import PlanOptions
 from passes.planning.build_assignment import build_problem
 from passes.strategies.enumerate_strategies import EnumerateStrategies
 from passes.strategies.fold_blocks import fold_blocks

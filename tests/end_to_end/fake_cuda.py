@@ -2,7 +2,7 @@
 
 A build of torch without CUDA has no device guard for it, which autograd and some of torch's functions ask for. So calls
 are traced for "cpu:1", a device that torch tells apart from "cpu" as it does "cuda", and the programs then moved to
-"cuda:0"; and operators are called by name (`autoshard.runtime.direct_calls` reaches the same ones).
+"cuda:0"; and operators are called by name (`autoshard.graphs.direct_calls` reaches the same ones).
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
 from autoshard.ir.program import Program
+from autoshard.ir.request import CompiledProgram, Request
 from autoshard.kernels.library import NAMESPACE, implementation_of
-from autoshard.runtime import digests, distributed, generator_marks, late_numbers, seeds
-from autoshard.runtime.compiler import Compiler, Request
+from autoshard.runtime import distributed, generator_marks, seeds
+from autoshard.runtime.agreement import digests, late_numbers
+from autoshard.runtime.agreement.one_thread import OneThread
+from autoshard.runtime.compiler import Compiler
 from autoshard.runtime.engine import Engine
-from autoshard.runtime.executable import CompiledProgram
-from autoshard.runtime.one_thread import OneThread
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep
 

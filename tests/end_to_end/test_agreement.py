@@ -17,11 +17,11 @@ from torch import fx, nn
 import autoshard
 from autoshard import LostRankError, Mesh, PlanMismatchError, RankMismatchError
 from autoshard.ir.lowered import PhasedProgram
-from autoshard.planner import Planner
-from autoshard.runtime.agreement import ControlGroup
+from autoshard.runtime.agreement.control_group import ControlGroup
 from autoshard.runtime.engine import SimulatorEngine
 from autoshard.tracing import trace
-from passes import lower_program
+from passes.driver.planner import Planner
+from passes.lowering import lower_program
 from passes.lowering.lower import Lower
 from passes.verification.verify_phases import verify_phases
 from tests.end_to_end.training import assert_equal, train

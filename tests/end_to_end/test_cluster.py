@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import autoshard
-import passes.pipeline
+import passes.driver.plan_and_lower
 from autoshard.cluster import candidate_meshes, local_cluster
 from autoshard.errors import NotAvailableError
 
@@ -22,8 +22,8 @@ def test_each_mesh_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
         planned.append(original(*args))  # type: ignore[arg-type]
         return planned[-1]
 
-    original = passes.pipeline.plan_program
-    monkeypatch.setattr(passes.pipeline, "plan_program", plan_program)
+    original = passes.driver.plan_and_lower.plan_program
+    monkeypatch.setattr(passes.driver.plan_and_lower, "plan_program", plan_program)
     cluster = autoshard.Cluster("cpu_laptop", 1, 4)
     model, x = nn.Linear(8, 8), torch.randn(8, 8)
     sharded = autoshard.compile(model, cluster, example_inputs=(x,))

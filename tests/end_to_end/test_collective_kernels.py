@@ -10,18 +10,18 @@ import pytest
 import torch
 from torch import fx, nn
 
+from autoshard.ir.boundary import shard_all
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import InputKind, InputSlot
 from autoshard.ir.spec import PartitionSpec as P
-from autoshard.runtime.boundary import shard_all
 from autoshard.runtime.simulator import simulate
-from passes.lower_program import lower_program
+from passes.driver.plan_and_lower import plan_program
+from passes.driver.plan_options import PlanOptions
 from passes.lowering.choose_groups import is_view
 from passes.lowering.count_launches import Traffic, is_launch
+from passes.lowering.lower_program import lower_program
 from passes.lowering.split_phases import SplitPhases
-from passes.pipeline import plan_program
-from passes.plan_options import PlanOptions
 from passes.verification.verify_phases import verify_phases
 from passes.verification.verify_program import verify_program
 from tests.passes.blocks import h100s

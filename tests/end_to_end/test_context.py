@@ -23,7 +23,7 @@ from autoshard.rules.enumeration import Strategy
 from autoshard.testing import check_plan
 from autoshard.testing.decided_plans import greedy_plan
 from autoshard.tracing import trace
-from passes.lower_program import lower_program
+from passes.lowering.lower_program import lower_program
 from passes.strategies.enumerate_strategies import Site
 from passes.verification.verify_program import verify_program
 from tests.end_to_end.training import assert_equal, train

@@ -314,7 +314,7 @@ def test_a_copy_of_a_model_is_not_planned_anew(caplog: pytest.LogCaptureFixture)
     train(sharded)
     other = copy.deepcopy(sharded)
     caplog.clear()
-    with caplog.at_level(logging.INFO, logger="autoshard.planner"):
+    with caplog.at_level(logging.INFO, logger="passes.driver.planner"):
         train(other)
     assert not [record for record in caplog.records if "predicted" in record.getMessage()]
 

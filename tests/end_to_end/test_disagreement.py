@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import autoshard
 from autoshard import DoesNotFitError, LostRankError, Mesh, NotAvailableError, P, RankMismatchError
-from autoshard.runtime import step_agreement
-from autoshard.runtime.control_channel import ControlChannel
-from autoshard.runtime.vector_exchange import VectorExchange
+from autoshard.runtime.agreement import step_agreement
+from autoshard.runtime.agreement.control_channel import ControlChannel
+from autoshard.runtime.agreement.vector_exchange import VectorExchange
 from tests.runtime.processes import checked_once, report
 
 PAIR = Mesh({"data": 2})
@@ -48,7 +48,7 @@ def batch(rows: int = 4) -> torch.Tensor:
 
 def compiled(**asked: Any) -> Any:
     """A module that both ranks have called twice, once ahead of time, so that its ranks compare calls the fast way."""
-    sharded = autoshard.compile(Small(), PAIR, timeout_s=TIMEOUT_S, **asked)
+    sharded = autoshard.compile(Small(), PAIR, options=autoshard.Options(timeout_s=TIMEOUT_S), **asked)
     for _ in range(4):
         sharded(batch())
     return sharded
@@ -87,7 +87,7 @@ def check_other_inputs() -> None:
 
 def check_one_element_of_a_large_input() -> None:
     """One row of thousands that differs on one rank shows at once."""
-    sharded = autoshard.compile(Small(), PAIR, timeout_s=TIMEOUT_S)
+    sharded = autoshard.compile(Small(), PAIR, options=autoshard.Options(timeout_s=TIMEOUT_S))
     large = torch.zeros(1 << 13, 8)
     for _ in range(3):
         sharded(large)
@@ -138,7 +138,7 @@ def check_another_learning_rate() -> None:
     """Of a traced optimizer, changed by hand on one rank."""
     model = Small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    step = autoshard.compile(model, PAIR, optimizer=optimizer, timeout_s=TIMEOUT_S)
+    step = autoshard.compile(model, PAIR, optimizer=optimizer, options=autoshard.Options(timeout_s=TIMEOUT_S))
     for _ in range(4):
         step(batch())
     optimizer.param_groups[0]["lr"] = 0.2 if on_second_rank() else 0.1
@@ -194,7 +194,7 @@ def check_swapped_rows() -> None:
     if on_second_rank():
         with torch.no_grad():
             model.layer.weight.copy_(model.layer.weight[[1, 0, *range(2, 8)]])
-    sharded = autoshard.compile(model, PAIR, timeout_s=TIMEOUT_S)
+    sharded = autoshard.compile(model, PAIR, options=autoshard.Options(timeout_s=TIMEOUT_S))
     assert_all_raise(RankMismatchError, "Ranks disagree about parameter 'layer.weight'", lambda: sharded(batch()))
 
 
@@ -240,7 +240,7 @@ def check_inputs_that_lie_on_ranks() -> None:
 
 def check_first() -> None:
     """The first call of a program is compared, later ones are not: neither inputs nor a rank that is late."""
-    sharded = autoshard.compile(Small(), PAIR, check="first", timeout_s=TIMEOUT_S)
+    sharded = autoshard.compile(Small(), PAIR, options=autoshard.Options(check="first", timeout_s=TIMEOUT_S))
     assert_all_raise(RankMismatchError, "Ranks disagree about input:0", lambda: sharded(batch() + dist.get_rank()))
     sharded(batch())
     with saying_nothing():
@@ -249,7 +249,7 @@ def check_first() -> None:
 
 def check_off() -> None:
     """Nothing is compared, but for what is compiled."""
-    sharded = autoshard.compile(Small(), PAIR, check="off", timeout_s=TIMEOUT_S)
+    sharded = autoshard.compile(Small(), PAIR, options=autoshard.Options(check="off", timeout_s=TIMEOUT_S))
     sharded(batch() + dist.get_rank())
     with saying_nothing():
         sharded(batch() + dist.get_rank())
@@ -257,7 +257,7 @@ def check_off() -> None:
 
 def check_a_rank_asleep_before_it_compiles() -> None:
     """Who sleeps longer than allowed gets the same error when it comes."""
-    sharded = autoshard.compile(Small(), PAIR, timeout_s=1.0)
+    sharded = autoshard.compile(Small(), PAIR, options=autoshard.Options(timeout_s=1.0))
     if on_second_rank():
         time.sleep(2.5)
     assert_all_raise(LostRankError, r"Ranks \[1\] did not come within 1 s", lambda: sharded(batch()))
@@ -265,7 +265,7 @@ def check_a_rank_asleep_before_it_compiles() -> None:
 
 def check_a_rank_asleep_between_two_steps() -> None:
     """It is named on every rank."""
-    sharded = autoshard.compile(Small(), PAIR, timeout_s=1.0)
+    sharded = autoshard.compile(Small(), PAIR, options=autoshard.Options(timeout_s=1.0))
     for _ in range(4):
         sharded(batch())
     if on_second_rank():
@@ -282,7 +282,7 @@ def check_a_rank_that_fails_alone() -> None:
                 raise KeyError("only here")
             return super().forward(x)
 
-    sharded = autoshard.compile(Failing(), PAIR, timeout_s=TIMEOUT_S)
+    sharded = autoshard.compile(Failing(), PAIR, options=autoshard.Options(timeout_s=TIMEOUT_S))
     start = time.monotonic()
     with pytest.raises(Exception, match="only here"):
         sharded(batch())
@@ -292,13 +292,13 @@ def check_a_rank_that_fails_alone() -> None:
 def check_a_model_that_does_not_fit() -> None:
     """The first rank, which plans, tells the others how much is needed."""
     with pytest.raises(DoesNotFitError, match="memory") as caught:
-        autoshard.compile(Small(), PAIR, memory_budget=16, timeout_s=TIMEOUT_S)(batch())
+        autoshard.compile(Small(), PAIR, memory_budget=16, options=autoshard.Options(timeout_s=TIMEOUT_S))(batch())
     assert caught.value.smallest_bytes > 16
 
 
 def check_a_long_compile_is_life() -> None:
     """A rank that plans for longer than others wait is waited for."""
-    from autoshard.planner import Planner
+    from passes.driver.planner import Planner
 
     right = Planner.trace
 
@@ -308,7 +308,7 @@ def check_a_long_compile_is_life() -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Planner, "trace", slowly)
-        autoshard.compile(Small(), PAIR, timeout_s=1.0)(batch())
+        autoshard.compile(Small(), PAIR, options=autoshard.Options(timeout_s=1.0))(batch())
 
 
 CHECKS = {name.removeprefix("check_"): check for name, check in list(globals().items()) if name.startswith("check_")}

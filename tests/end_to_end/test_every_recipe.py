@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 import autoshard
 from autoshard import Cluster, Recipe
-from autoshard.pricing import priced_model
-from autoshard.recipe_search import recipe_problem
 from cost_models.device import HostLink
 from cost_models.hardware import node_type
+from passes.driver.pricing import priced_model
+from passes.driver.recipe_search import recipe_problem
 from passes.recipe_search.recipe_problem import RecipeProblem
 from passes.sections.price_model import CountedModel
 from tests.passes.decoders import dense, priced_sparse, tokens

@@ -14,8 +14,8 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from autoshard.ir.spec import P
 from cost_models.hardware import Cluster, node_type
-from passes.pipeline import plan_program
-from passes.plan_options import PlanOptions
+from passes.driver.plan_and_lower import plan_program
+from passes.driver.plan_options import PlanOptions
 from tests.passes.deep import adamw
 
 CPUS = node_type("cpu_laptop")

@@ -14,7 +14,7 @@ from torch import nn
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.runtime.train_step import TrainStep
 from autoshard.testing import Link, Transfer, delayed_mesh, record_transfers
-from passes.lower_program import lower_prepared
+from passes.lowering.lower_program import lower_prepared
 from tests.benchmarks.hidden_cases import AXIS, PLANS, batch, compiled, llama
 from tests.end_to_end.work_clock import Rig, WorkClock, products_s, share_hidden, walk
 from tests.runtime.processes import report, run_checks

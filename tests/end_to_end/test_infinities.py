@@ -17,7 +17,7 @@ from autoshard import Mesh, P
 from autoshard.ir.plan_parts import NodePlan
 from autoshard.testing import plans
 from autoshard.tracing import trace
-from passes.lower_program import lower_program
+from passes.lowering.lower_program import lower_program
 
 ROWS, WIDTH = 8, 256
 MESH = Mesh({"a": 2})

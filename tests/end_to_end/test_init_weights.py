@@ -17,8 +17,8 @@ import autoshard
 from autoshard import Mesh, NotAvailableError, P, PartitionSpec, RankMismatchError, TraceError
 from autoshard.runtime.distributed import DistributedEngine
 from autoshard.runtime.engine import SimulatorEngine
-from autoshard.runtime.init_weights import init_weights
-from autoshard.runtime.local_part import LocalPart
+from autoshard.runtime.weights.init_weights import init_weights
+from autoshard.runtime.weights.local_part import LocalPart
 from autoshard.tracing import record_initialisation
 from tests.end_to_end.layouts import layouts
 from tests.end_to_end.models import llama

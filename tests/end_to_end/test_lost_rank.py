@@ -16,7 +16,7 @@ from torch import nn
 
 import autoshard
 from autoshard import LostRankError, Mesh, P
-from autoshard.runtime.agreement import ControlGroup
+from autoshard.runtime.agreement.control_group import ControlGroup
 from autoshard.runtime.distributed import DistributedEngine
 from tests.runtime.processes import PRELOADED, held_store, join_ranks
 
@@ -57,7 +57,12 @@ def work(rank: int, folder: str, port: int) -> None:
     survivors = ControlGroup([0, 1], timeout_s=2.0) if rank < 2 else None
     model, batch = Small(), torch.linspace(-1, 1, 108).view(18, 6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    asked = {"optimizer": optimizer, "micro_batches": 3, "constraints": {"input:*": P("data")}, "check": "off"}
+    asked = {
+        "optimizer": optimizer,
+        "micro_batches": 3,
+        "constraints": {"input:*": P("data")},
+        "options": autoshard.Options(check="off"),
+    }
     step = autoshard.compile(model, Mesh({"data": RANKS}), **asked)
     step(batch)
     if rank == 2:
@@ -90,7 +95,9 @@ def work_in_stages(rank: int, folder: str, port: int) -> None:
     join_ranks(port, rank, RANKS)
     model, batch = Deep(), torch.linspace(-1, 1, 108).view(18, 6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = autoshard.compile(model, Mesh({"pipeline": RANKS}), optimizer=optimizer, micro_batches=3, check="off")
+    step = autoshard.compile(
+        model, Mesh({"pipeline": RANKS}), optimizer=optimizer, micro_batches=3, options=autoshard.Options(check="off")
+    )
     step(batch)
     if rank == 2:
         DistributedEngine.add = kill_this_rank  # type: ignore[method-assign]
@@ -104,7 +111,9 @@ def work_with_one_that_stops(rank: int, folder: str, port: int) -> None:
     if rank == 2:
         os.kill(os.getpid(), signal.SIGSTOP)
     start = time.monotonic()
-    error = error_of(lambda: autoshard.compile(Small(), Mesh({"data": RANKS}), timeout_s=1.0))
+    error = error_of(
+        lambda: autoshard.compile(Small(), Mesh({"data": RANKS}), options=autoshard.Options(timeout_s=1.0))
+    )
     Path(folder, f"compile.{rank}").write_text(f"{time.monotonic() - start} {error}")
     os._exit(0)
 
@@ -123,7 +132,8 @@ def work_on_two_axes(rank: int, folder: str, port: int) -> None:
     if "pipeline" in names:
         model = Deep()
     optimizer, mesh = torch.optim.SGD(model.parameters(), lr=0.1), Mesh(dict.fromkeys(names, 2))
-    asked: dict[str, Any] = {"optimizer": optimizer, "micro_batches": 2, "check": "off", "timeout_s": 5.0}
+    asked: dict[str, Any] = {"optimizer": optimizer, "micro_batches": 2}
+    asked["options"] = autoshard.Options(check="off", timeout_s=5.0)
     if "model" in names:
         asked["constraints"] = {"input:*": P("data"), "layer.weight": P(None, "model")}
     step = autoshard.compile(model, mesh, **asked)

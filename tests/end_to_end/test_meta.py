@@ -181,7 +181,9 @@ def test_padded_calls_are_proven_before_there_are_weights() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 4))
     tokens = torch.zeros(2, 5, dtype=torch.int64)
-    sharded = autoshard.compile(model, PAIR, dynamic_lengths={"input:0": 0}, example_inputs=(tokens,))
+    sharded = autoshard.compile(
+        model, PAIR, options=autoshard.Options(dynamic_lengths={"input:0": 0}), example_inputs=(tokens,)
+    )
     sharded.load_state_dict(nn.Sequential(nn.Embedding(12, 8), nn.Linear(8, 4)).state_dict())
     assert sharded(tokens).shape == (*sharded(tokens[:, :3]).shape[:1], 5, 4)
     assert len(sharded.programs) == 1

@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import autoshard
 from autoshard import Mesh, P, Plan
+from autoshard.graphs.owned_results import owned_results
 from autoshard.ir.collectives import ALL_GATHER
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.program import InputKind
-from autoshard.runtime.owned_results import owned_results
 from autoshard.runtime.train_step import TrainStep
 from passes.memory.lowered_memory import peak_bytes
 from tests.benchmarks.live_memory import peak_bytes_of

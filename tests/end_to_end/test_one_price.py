@@ -25,7 +25,7 @@ from torch import nn
 
 import autoshard
 from autoshard import Cluster, Recipe
-from autoshard.recipe_search import recipe_search
+from passes.driver.recipe_search import recipe_search
 from passes.recipe_search.recipe_problem import RecipeProblem
 
 BATCH, SEQUENCE = 32, 2048

@@ -14,10 +14,10 @@ from torch import nn
 import autoshard
 from autoshard import Cluster, DoesNotFitError, Mesh, NotAvailableError, Plan, PlanMismatchError
 from autoshard.ir.program import Program
-from autoshard.planner import Planner
-from autoshard.stage_plans import StagePlans
 from cost_models.hardware import node_type
 from cost_models.topology import Link
+from passes.driver.planner import Planner
+from passes.driver.stage_plans import StagePlans
 from tests.benchmarks.pipeline_memory import TOLERANCE, measure
 from tests.end_to_end.test_pipelines import MICRO_BATCHES, NORM, adamw, check_equal, compiled, skips
 from tests.runtime.processes import checked_once, report

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 import autoshard
 from autoshard import Mesh, MeshError, NotAvailableError, P
 from autoshard.errors import InvalidSpecError
-from autoshard.runtime.stage_meshes import is_elsewhere
+from autoshard.runtime.stages.stage_meshes import is_elsewhere
 from autoshard.testing import Link, delayed_mesh
 from tests.end_to_end.models import gpt2, llama, t5, vit
 from tests.runtime.processes import checked_once, named, report

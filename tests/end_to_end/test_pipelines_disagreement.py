@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import autoshard
 from autoshard import LostRankError, Mesh, P, RankMismatchError
-from autoshard.runtime.stage_meshes import is_elsewhere
-from autoshard.runtime.staged_run import StagedRun
+from autoshard.runtime.stages.stage_meshes import is_elsewhere
+from autoshard.runtime.stages.staged_run import StagedRun
 from tests.end_to_end.test_disagreement import assert_all_raise, on_second_rank
 from tests.runtime.processes import checked_once, report
 
@@ -55,7 +55,12 @@ def compiled(steps: int = 4, scale: float = 1.0, **asked: Any) -> Any:
     model = Layers(scale)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     constraints = {"*weight": P("data"), "*bias": P()} if "data" in mesh_here().axis_names else {}
-    settings = {"timeout_s": TIMEOUT_S, "constraints": constraints, "micro_batches": 2, **asked}
+    settings = {
+        "options": autoshard.Options(timeout_s=TIMEOUT_S),
+        "constraints": constraints,
+        "micro_batches": 2,
+        **asked,
+    }
     step = autoshard.compile(model, mesh_here(), optimizer=optimizer, **settings)
     for _ in range(steps):
         step(*batch())
@@ -139,7 +144,7 @@ def check_other_parameters_when_it_compiles() -> None:
 
 def check_a_late_rank() -> None:
     """Between two steps, of one that compares calls the fast way."""
-    step = compiled(timeout_s=1.0)
+    step = compiled(options=autoshard.Options(timeout_s=1.0))
     if on_second_rank():
         time.sleep(4.0)
     assert_all_raise(LostRankError, r"Ranks \[1\] did not come", lambda: step(*batch()))
@@ -147,7 +152,7 @@ def check_a_late_rank() -> None:
 
 def check_a_rank_late_to_compile() -> None:
     """Before the first step."""
-    step = compiled(steps=0, timeout_s=1.0)
+    step = compiled(steps=0, options=autoshard.Options(timeout_s=1.0))
     if on_second_rank():
         time.sleep(2.5)
     assert_all_raise(LostRankError, r"Ranks \[1\] did not come within 1 s", lambda: step(*batch()))
@@ -163,14 +168,14 @@ def check_a_buffer_changed() -> None:
 
 def check_off() -> None:
     """Calls are not compared, as told."""
-    step = compiled(check="off")
+    step = compiled(options=autoshard.Options(check="off"))
     x, y = batch()
     step(x, y + on_second_rank())
 
 
 def check_a_stage_asleep_amid_a_step() -> None:
     """The other stage waits for its message as long as `timeout_s`, and no longer."""
-    step, right = compiled(timeout_s=1.0), StagedRun._run_forward
+    step, right = compiled(options=autoshard.Options(timeout_s=1.0)), StagedRun._run_forward
 
     def slowly(run: StagedRun, stage: Any, micro_batch: int) -> None:
         time.sleep(3.0 if on_second_rank() else 0.0)

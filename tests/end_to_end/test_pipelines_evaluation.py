@@ -101,7 +101,7 @@ def evaluates_between_steps(axes: dict[str, int], **options: Any) -> None:
     [
         ({"pipeline": 2, "data": 2}, {"constraints": {"*weight": P("data"), "*:*weight": P("data")}}),
         ({"pipeline": 2}, {"schedule": "ZBVZeroBubble"}),
-        ({"data": 2, "pipeline": 2}, {"virtual_stages": 2, "gather_outputs": True}),
+        ({"data": 2, "pipeline": 2}, {"virtual_stages": 2, "options": autoshard.Options(gather_outputs=True)}),
     ],
     ids=["ZeRO-3", "V", "virtual stages"],
 )
@@ -182,7 +182,10 @@ CHECKS_OF_FOUR = {
         evaluates_between_steps, {"pipeline": 2, "data": 2}, constraints={"*weight": P("data"), "*:*weight": P("data")}
     ),
     "whole outputs": partial(
-        evaluates_between_steps, {"data": 2, "pipeline": 2}, virtual_stages=2, gather_outputs=True
+        evaluates_between_steps,
+        {"data": 2, "pipeline": 2},
+        virtual_stages=2,
+        options=autoshard.Options(gather_outputs=True),
     ),
     "t5": _evaluates_t5,
 }

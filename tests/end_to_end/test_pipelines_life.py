@@ -31,8 +31,8 @@ import autoshard
 from autoshard import CheckpointError, Checkpoints, Mesh, NotAvailableError, P, TraceError
 from autoshard.errors import WeightsError
 from autoshard.runtime import distributed
-from autoshard.runtime.local_part import LocalPart
-from autoshard.runtime.stage_meshes import is_elsewhere
+from autoshard.runtime.stages.stage_meshes import is_elsewhere
+from autoshard.runtime.weights.local_part import LocalPart
 from tests.end_to_end.models import gpt2
 from tests.end_to_end.test_pipelines import skips
 from tests.end_to_end.test_weights import assert_equal, contents, counting, shared_folder
@@ -139,7 +139,7 @@ def check_files() -> None:
             saved.save_pretrained(folder / "theirs", max_shard_size="20KB")
         dist.barrier()
         read = [0]
-        with mock.patch("autoshard.runtime.weight_files._Reader.read", counting(read)):
+        with mock.patch("autoshard.runtime.weights.weight_files._Reader.read", counting(read)):
             step.load_weights(folder / "theirs")
         assert read[0] == bytes_held(step.sharded)
         step.export(folder / "ours", max_file_bytes=20_000)

@@ -16,7 +16,7 @@ from torch import nn
 
 import autoshard
 from autoshard import Mesh, P
-from autoshard.runtime.stage_meshes import is_elsewhere
+from autoshard.runtime.stages.stage_meshes import is_elsewhere
 from tests.end_to_end.models import gpt2, llama, t5, vit
 from tests.end_to_end.training import Training, assert_equal, whole
 from tests.runtime.processes import report, run_checks

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from autoshard import DoesNotFitError, Plan
 from autoshard.errors import NotAvailableError
-from autoshard.ir.explanation import Outcome, WhyNot
+from autoshard.ir.answers import Outcome, WhyNot
 from cost_models.hardware import Cluster as PricedCluster
-from passes.pipeline import solve
-from passes.plan_of_choice import lowered_plan
+from passes.driver.plan_and_lower import solve
+from passes.driver.plan_of_choice import lowered_plan
 from passes.planning.restrictions import ROLES, restrict
 from passes.questions.explain import PlanAlternatives
 from passes.questions.feature_names import NAMES

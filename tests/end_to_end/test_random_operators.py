@@ -16,7 +16,7 @@ from autoshard import Mesh, P, PartitionSpec
 from autoshard.ir.recompute import Recompute, RecomputedNode
 from autoshard.rules.hub import hub
 from autoshard.tracing import trace
-from passes.lower_program import prepare
+from passes.lowering.lower_program import prepare
 from passes.recomputation.recompute import InsertRecompute
 from tests.end_to_end.random_models import FAMILIES, Drawing
 from tests.end_to_end.training import whole

@@ -16,12 +16,12 @@ from torch.distributed.device_mesh import init_device_mesh
 import autoshard
 from autoshard import Cluster, Mesh, NotAvailableError, Plan, PlanMismatchError, Recipe, RecipeError
 from autoshard.runtime.launch import share_among_processes
-from autoshard.runtime.stage_meshes import is_elsewhere
+from autoshard.runtime.stages.stage_meshes import is_elsewhere
 from cost_models.streams import overlap_of, simulate_streams
-from passes.lower_program import lower_program
+from passes.driver.plan_and_lower import planning_problem
+from passes.driver.plan_of_choice import lowered_plan
+from passes.lowering.lower_program import lower_program
 from passes.memory.lowered_memory import peak_bytes
-from passes.pipeline import planning_problem
-from passes.plan_of_choice import lowered_plan
 from passes.prediction.walk_program import walk_program
 from passes.questions.explain import PlanAlternatives
 from passes.recomputation.plan_before import solution_of

@@ -48,7 +48,9 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def narrow(mesh: Any, layout: str, **options: Any) -> Any:
     constraints = LAYOUTS[layout]
-    return autoshard.compile(Network(), mesh, constraints=constraints, reduce_dtype="bf16", **options)
+    return autoshard.compile(
+        Network(), mesh, constraints=constraints, options=autoshard.Options(reduce_dtype="bf16"), **options
+    )
 
 
 def compare(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -83,7 +85,7 @@ def test_training_follows_one_device() -> None:
         optimizer.step()
         wanted.append(loss.item())
     other = Network()
-    options: dict[str, Any] = {"micro_batches": 2, "reduce_dtype": "bf16"}
+    options: dict[str, Any] = {"micro_batches": 2, "options": autoshard.Options(reduce_dtype="bf16")}
     step = autoshard.compile(
         other, MESH, optimizer=torch.optim.SGD(other.parameters(), lr=0.5), constraints=LAYOUTS["data"], **options
     )
@@ -109,11 +111,11 @@ def test_processes_compute_what_the_simulator_does() -> None:
 def test_other_types_are_refused(given: Any) -> None:
     """The message says why not float16."""
     with pytest.raises(NotAvailableError, match="In 'f16' small ones would vanish"):
-        autoshard.compile(Network(), MESH, reduce_dtype=given)
+        autoshard.compile(Network(), MESH, options=autoshard.Options(reduce_dtype=given))
 
 
 @pytest.mark.parametrize("prepare", [nn.Module.bfloat16, nn.Module.double, lambda model: model.requires_grad_(False)])
 def test_a_model_without_gradients_of_float32_is_refused(prepare: Callable[[nn.Module], nn.Module]) -> None:
     """There is nothing to round."""
     with pytest.raises(NotAvailableError, match="is for gradients of float32 parameters, and this model trains"):
-        autoshard.compile(prepare(Network()), MESH, reduce_dtype="bf16")
+        autoshard.compile(prepare(Network()), MESH, options=autoshard.Options(reduce_dtype="bf16"))

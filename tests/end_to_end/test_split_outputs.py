@@ -99,7 +99,7 @@ def check_they_lie_as_planned() -> None:
 def check_bytes_on_the_wire() -> None:
     """A call in evaluation sends nothing but what the loss is made of: less than any output."""
     x, y = batch()
-    for options in ({}, {"outputs": "loss"}):
+    for options in ({}, {"options": autoshard.Options(outputs="loss")}):
         sharded, _ = compiled(**options)
         with torch.no_grad():
             sharded(x, y)
@@ -114,7 +114,10 @@ def check_bytes_on_the_wire() -> None:
 
 def check_whole() -> None:
     """With gather_outputs=True all are plain tensors, but for those in constraints."""
-    sharded, plain = compiled({name: spec for name, spec in BY_ROWS.items() if name != "output:1"}, gather_outputs=True)
+    sharded, plain = compiled(
+        {name: spec for name, spec in BY_ROWS.items() if name != "output:1"},
+        options=autoshard.Options(gather_outputs=True),
+    )
     x, y = batch()
     found, expected = sharded(x, y), plain(x, y)
     assert type(found.logits) is torch.Tensor
@@ -223,7 +226,7 @@ def check_errors_name_the_way_out() -> None:
 def check_loss_alone() -> None:
     """Nothing that only the logits need is computed, kept or handed out; a call without a loss is an error."""
     x, y = batch()
-    sharded, plain = compiled(outputs="loss")
+    sharded, plain = compiled(options=autoshard.Options(outputs="loss"))
     loss = sharded(x, y)
     assert type(loss) is torch.Tensor
     loss.backward()
@@ -237,7 +240,7 @@ def check_loss_alone() -> None:
 
 def check_options_differ() -> None:
     """Ranks that ask for other outputs are told."""
-    options = {"gather_outputs": True} if dist.get_rank() else {}
+    options = {"options": autoshard.Options(gather_outputs=True)} if dist.get_rank() else {}
     sharded, _ = compiled(**options)
     with pytest.raises(autoshard.RankMismatchError, match="all outputs, whole"):
         sharded(*batch())
@@ -279,7 +282,10 @@ def check_lengths() -> None:
     for spec in (P("data"), P(None, "data")):
         model = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 4)).eval()
         sharded = autoshard.compile(
-            copy.deepcopy(model), Mesh({"data": ranks()}), constraints={"output:0": spec}, dynamic_lengths={"input": 0}
+            copy.deepcopy(model),
+            Mesh({"data": ranks()}),
+            constraints={"output:0": spec},
+            options=autoshard.Options(dynamic_lengths={"input": 0}),
         )
         tokens = torch.arange(4 * 9).view(4, 9) % 5
         found, expected = sharded(tokens), model(tokens)
@@ -310,7 +316,9 @@ def check_memory() -> None:
     peaks, predicted = {}, {}
     for outputs in ("all", "loss"):
         mesh = Mesh({"data": ranks()})
-        sharded = autoshard.compile(Wide(), mesh, constraints=BY_ROWS, outputs=outputs, check="off")
+        sharded = autoshard.compile(
+            Wide(), mesh, constraints=BY_ROWS, options=autoshard.Options(outputs=outputs, check="off")
+        )
         assert isinstance(sharded, ShardedModule)
 
         def step(sharded: ShardedModule = sharded) -> None:
@@ -344,29 +352,38 @@ def test_a_step_computes_the_loss_alone() -> None:
             assert step.sharded(x)[1].shape == (8, 512)
 
 
+def _plan_with(options: autoshard.Options, x: torch.Tensor) -> autoshard.Plan:
+    """The plan that `compile` makes for calls that run so."""
+    sharded = autoshard.compile(Wide(), Mesh({"data": 2}), example_inputs=(x,), options=options)
+    assert isinstance(sharded, ShardedModule)
+    assert sharded.program is not None
+    assert sharded.program.plan is not None
+    return sharded.program.plan
+
+
 def test_what_was_planned_runs() -> None:
     """A plan of all outputs serves a step, and outputs="loss"; one of the loss alone is refused for more, by name."""
     x, mesh = torch.randn(8, 6), Mesh({"data": 2})
     every = autoshard.plan(Wide(), mesh, example_inputs=(x,), precision=None)
-    alone = autoshard.plan(Wide(), mesh, example_inputs=(x,), precision=None, outputs="loss")
+    alone = _plan_with(autoshard.Options(outputs="loss"), x)
     assert [name for name in alone.outputs if "output:" in name] == ["output output:0"]
     assert alone.predicted.launches < every.predicted.launches
     expected = Wide()(x)[0].detach()
     for plan in (every, alone):
-        loss = autoshard.compile(Wide(), mesh, plan=plan, outputs="loss")(x)
+        loss = autoshard.compile(Wide(), mesh, plan=plan, options=autoshard.Options(outputs="loss"))(x)
         assert_close(loss.detach(), expected, "loss")
     with pytest.raises(autoshard.PlanMismatchError, match=r"hands out the loss alone.*outputs='loss'"):
         autoshard.compile(Wide(), mesh, plan=alone)(x)
-    whole_outputs = autoshard.plan(Wide(), mesh, example_inputs=(x,), precision=None, gather_outputs=True)
+    whole_outputs = _plan_with(autoshard.Options(gather_outputs=True), x)
     assert whole_outputs.outputs["output output:1"] == P()
 
 
 def test_words_are_checked() -> None:
     """What outputs= and gather_outputs= do not know is refused by name."""
     with pytest.raises(NotAvailableError, match="outputs='logits' must be 'all' or 'loss'"):
-        autoshard.compile(Wide(), Mesh({"data": 2}), outputs="logits")
+        autoshard.compile(Wide(), Mesh({"data": 2}), options=autoshard.Options(outputs="logits"))
     with pytest.raises(NotAvailableError, match="gather_outputs='no' is a str"):
-        autoshard.compile(Wide(), Mesh({"data": 2}), gather_outputs="no")  # type: ignore[arg-type]
+        autoshard.compile(Wide(), Mesh({"data": 2}), options=autoshard.Options(gather_outputs="no"))  # type: ignore[arg-type]
 
 
 CHECKS = {

@@ -15,7 +15,7 @@ from autoshard.rules.enumeration import Strategy
 from autoshard.testing import check_plan
 from autoshard.testing.decided_plans import greedy_plan, laptop
 from autoshard.tracing import trace
-from passes.lower_program import lower_program
+from passes.lowering.lower_program import lower_program
 from passes.memory.lowered_memory import peak_bytes
 from passes.strategies.enumerate_strategies import Site
 

@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import autoshard
 from autoshard import Mesh, P
-from autoshard.runtime import boundary, engine
+from autoshard.ir import boundary, engine
 from autoshard.testing import DrawnProgram, check_plan, programs
 from autoshard.tracing import trace
-from passes.lower_program import prepare
+from passes.lowering.lower_program import prepare
 from tests.end_to_end.models import odd
 from tests.passes.greedy_plans import most_uneven_plan
 

@@ -28,9 +28,9 @@ from autoshard import P
 from autoshard.errors import NotAvailableError, RankMismatchError, TraceError, WeightsError
 from autoshard.ir.spec import PartitionSpec
 from autoshard.runtime.distributed import DistributedEngine
-from autoshard.runtime.export_weights import export_weights
-from autoshard.runtime.load_weights import load_weights, together
-from autoshard.runtime.safetensors_writer import SafetensorsWriter
+from autoshard.runtime.weights.export_weights import export_weights
+from autoshard.runtime.weights.load_weights import load_weights, together
+from autoshard.runtime.weights.safetensors_writer import SafetensorsWriter
 from tests.end_to_end.models import gpt2, llama
 from tests.runtime.architectures import BUILDERS, build, logits
 from tests.runtime.processes import checked_once, named, report
@@ -125,8 +125,8 @@ def check_both_ways(name: str, layout: str) -> None:
 def by_blocks_of(most_bytes: int) -> Iterator[None]:
     """Within, so many bytes are read, gathered or written at a time."""
     with (
-        mock.patch("autoshard.runtime.load_weights.BLOCK_BYTES", most_bytes),
-        mock.patch("autoshard.runtime.export_weights.BLOCK_BYTES", most_bytes),
+        mock.patch("autoshard.runtime.weights.load_weights.BLOCK_BYTES", most_bytes),
+        mock.patch("autoshard.runtime.weights.export_weights.BLOCK_BYTES", most_bytes),
         mock.patch("autoshard.runtime.distributed.SMALL_BYTES", most_bytes),
     ):
         yield
@@ -142,7 +142,7 @@ def check_each_rank_reads_its_slices() -> None:
         dist.barrier()
         model = placed(build(name, seed=1), engine, LAYOUTS["rows and columns"][1])
         read = [0]
-        with mock.patch("autoshard.runtime.weight_files._Reader.read", counting(read)):
+        with mock.patch("autoshard.runtime.weights.weight_files._Reader.read", counting(read)):
             load(model, engine, folder)
         assert_equal(model, saved)
         held = sum(item.to_local().nbytes for item in model.parameters() if isinstance(item, DTensor))
@@ -151,7 +151,7 @@ def check_each_rank_reads_its_slices() -> None:
 
 
 def counting(read: list[int]) -> Callable[..., torch.Tensor]:
-    from autoshard.runtime.weight_files import _Reader
+    from autoshard.runtime.weights.weight_files import _Reader
 
     original = _Reader.read
 

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch.fx.proxy import GraphAppendingTracer
 
+from autoshard.ir.boundary import shard_all, unshard
 from autoshard.ir.emit import OnNode, emit_reshard
 from autoshard.ir.local import running_at
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.reshard import plan_reshard
 from autoshard.ir.spec import P, PartitionSpec, Reduction
-from autoshard.runtime.boundary import shard_all, unshard
 from autoshard.runtime.simulator import simulate
 from autoshard.testing.strategies import meshes, shapes, specs
 

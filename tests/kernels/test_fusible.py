@@ -14,9 +14,9 @@ from autoshard import Mesh
 from autoshard.kernels.cross_entropy import cross_entropy_backward_reference, cross_entropy_reference
 from autoshard.kernels.fusible import fusible_cross_entropy_backward, traced_through
 from autoshard.tracing import trace
-from passes.lower_program import lower_program
-from passes.pipeline import plan_program
-from passes.plan_options import PlanOptions
+from passes.driver.plan_and_lower import plan_program
+from passes.driver.plan_options import PlanOptions
+from passes.lowering.lower_program import lower_program
 from tests.end_to_end.models import MODELS
 from tests.passes.blocks import h100s
 

@@ -18,7 +18,7 @@ from autoshard.errors import KernelError
 from autoshard.kernels.triton_softmax import softmax
 from autoshard.kernels.tuning_store import Store
 from autoshard.kernels.tuning_switch import active_tuning, folder_identity
-from autoshard.runtime.agreement import Held
+from autoshard.runtime.agreement.control_group import Held
 from autoshard.runtime.engine import SimulatorEngine
 from tests.kernels.calls import CALLS, run
 from tests.kernels.fused import DEVICE, draw

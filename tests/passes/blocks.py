@@ -11,8 +11,8 @@ from autoshard.ir.program import Program
 from autoshard.testing.programs import DrawnProgram
 from autoshard.tracing import trace
 from cost_models.hardware import Cluster
-from passes.pipeline import planning_problem
-from passes.plan_options import PlanOptions
+from passes.driver.plan_and_lower import planning_problem
+from passes.driver.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 
 

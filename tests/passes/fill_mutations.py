@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.graphs.fill_buckets import INTO
 from autoshard.ir.collectives import is_collective
 from autoshard.ir.mesh import Mesh
-from autoshard.runtime.fill_buckets import INTO
 from tests.passes.mutations import Mutation, alike, is_tensor, pick
 
 _aten = torch.ops.aten

@@ -7,8 +7,8 @@ from functools import lru_cache
 
 from torch import fx
 
+from autoshard.graphs.write_in_place import write_in_place
 from autoshard.ir.lowered import PhasedProgram
-from autoshard.runtime.write_in_place import write_in_place
 from passes.lowering.bucket_updates import bucket_updates
 
 

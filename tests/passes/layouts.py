@@ -29,10 +29,10 @@ from autoshard.testing.decided_plans import decided_plan
 from autoshard.tracing import trace
 from cost_models.device import HostLink
 from cost_models.hardware import Cluster, node_type
-from passes.lower_program import lower_program, prepare
+from passes.driver.plan_of_choice import lowered_plan
+from passes.driver.plan_options import PlanOptions
+from passes.lowering.lower_program import lower_program, prepare
 from passes.memory.liveness import find_lifetimes
-from passes.plan_of_choice import lowered_plan
-from passes.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.planning.constraints import own_specs
 from passes.solver.assignment import Edge

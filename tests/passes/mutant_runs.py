@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, fx
 
 from autoshard.errors import AutoshardError
+from autoshard.ir.boundary import shard_all, unshard
 from autoshard.ir.collectives import is_collective
 from autoshard.ir.lowered import LocalSlot, LoweredProgram, PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import InputKind, OutputKind, Program
 from autoshard.ir.step_order import Action, StepOrder
-from autoshard.runtime.boundary import shard_all, unshard
 from autoshard.runtime.simulator import simulate
 from tests.passes.in_flight import InFlight
 from tests.passes.in_place import in_place

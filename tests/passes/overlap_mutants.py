@@ -13,14 +13,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoshard.graphs.fill_buckets import fill_buckets
 from autoshard.ir.collectives import is_collective, is_wait
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
-from autoshard.runtime.fill_buckets import fill_buckets
 from passes.lowering.bucket_collectives import BucketCollectives
+from passes.lowering.overlap import APART, OVERLAP, Pass
 from passes.lowering.start_ahead import StartAhead
 from passes.lowering.wait_in_turn import WaitInTurn
-from passes.overlap import APART, OVERLAP, Pass
 from passes.verification.verify_in_place import written_operands
 from tests.passes import bucket_mutations, mutations, training_mutations
 from tests.passes.bucket_mutations import BUCKET_MUTATIONS, FLIGHT_MUTATIONS, ancestors

@@ -20,6 +20,7 @@ from torch import Tensor, fx
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils import _pytree as pytree
 
+from autoshard.ir.boundary import shard_all, unshard
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.reduction import identity_of
 from autoshard.ir.spec import PartitionSpec, Reduction
@@ -27,7 +28,6 @@ from autoshard.rules.emit_local import emit_local
 from autoshard.rules.enumeration import Strategy, enumerate_strategies
 from autoshard.rules.notation import BoundRule
 from autoshard.rules.registry import bound_rule, tensor_operands
-from autoshard.runtime.boundary import shard_all, unshard
 from autoshard.runtime.simulator import simulate
 
 _LOGGER = logging.getLogger(__name__)

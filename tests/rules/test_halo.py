@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 from torch.fx.proxy import GraphAppendingTracer
 
+from autoshard.ir.boundary import shard
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import P
 from autoshard.rules.emit_local import FxLocalContext
 from autoshard.rules.halo import Window, exchanged, extend_all, fold_all, inner_padding, sliding, within
 from autoshard.rules.notation import Rule, bind
-from autoshard.runtime.boundary import shard
 from autoshard.runtime.simulator import simulate
 
 MESH = Mesh({"a": 2, "b": 3})

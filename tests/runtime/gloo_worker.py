@@ -11,12 +11,12 @@ import torch.distributed as dist
 from torch import Tensor, fx
 from torch.fx.proxy import GraphAppendingTracer
 
+from autoshard.ir.boundary import shard_all
 from autoshard.ir.emit import emit_reshard
 from autoshard.ir.local import running_at
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.reshard import plan_reshard
 from autoshard.ir.spec import P, PartitionSpec, Reduction
-from autoshard.runtime.boundary import shard_all
 from autoshard.runtime.simulator import simulate
 
 MESH = Mesh({"data": 2})

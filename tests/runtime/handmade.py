@@ -11,10 +11,9 @@ from torch.utils import _pytree as pytree
 from autoshard.ir.lowered import LocalSlot, LoweredProgram, PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import InputKind, InputSlot, OutputKind, OutputSlot, Program
+from autoshard.ir.request import CompiledProgram, Request
 from autoshard.ir.spec import P, PartitionSpec
 from autoshard.runtime.engine import Engine
-from autoshard.runtime.executable import CompiledProgram
-from autoshard.runtime.sharded_module import Request
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

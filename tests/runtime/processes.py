@@ -20,7 +20,7 @@ from autoshard.ir.garbage import THRESHOLDS
 
 Check = Callable[[], None]
 
-PRELOADED = ["autoshard", "passes.pipeline", "tests.end_to_end.models"]
+PRELOADED = ["autoshard", "passes.driver.plan_and_lower", "tests.end_to_end.models"]
 """What checks import and takes seconds: one process imports it, from which those of all checks are forked."""
 
 

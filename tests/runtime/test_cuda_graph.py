@@ -97,7 +97,9 @@ def train(batches: Sequence[int], *, cuda_graph: bool, dropout: float, **options
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     mesh = init_device_mesh(DEVICE, (1,), mesh_dim_names=("data",))
-    step = autoshard.compile(model, mesh, optimizer=optimizer, max_grad_norm=0.3, cuda_graph=cuda_graph, **options)
+    step = autoshard.compile(
+        model, mesh, optimizer=optimizer, max_grad_norm=0.3, options=autoshard.Options(cuda_graph=cuda_graph), **options
+    )
     torch.manual_seed(1)
     losses = []
     for size in batches:
@@ -181,7 +183,7 @@ def test_what_it_does_not_go_with_is_refused(case: str) -> None:
     flag: Any = "yes" if case == "no flag" else True
     match = "pass True or False" if case == "no flag" else "cuda_graph=True records training steps, but .*Or leave"
     with pytest.raises(NotAvailableError, match=match):
-        autoshard.compile(model, mesh, optimizer=optimizer, cuda_graph=flag)
+        autoshard.compile(model, mesh, optimizer=optimizer, options=autoshard.Options(cuda_graph=flag))
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@ from autoshard.runtime.sharded_module import ShardedModule
 
 def test_the_program_used_least_recently_is_forgotten_and_freed() -> None:
     """Of three kinds of calls with room for two, the one that was not used again is compiled anew."""
-    sharded = autoshard.compile(nn.Linear(4, 2), Mesh({"data": 2}), max_programs=2)
+    sharded = autoshard.compile(nn.Linear(4, 2), Mesh({"data": 2}), options=autoshard.Options(max_programs=2))
     sharded(torch.ones(2, 4))
     first = weakref.ref(sharded.programs[0].phased.lowered.graph_module)
     sharded(torch.ones(4, 4))
@@ -56,7 +56,9 @@ def check_freed(axes: dict[str, int]) -> None:
     model, reference = _Layers(), _Layers()
     reference.load_state_dict(model.state_dict())
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, reference)]
-    step: Any = autoshard.compile(model, Mesh(axes), optimizer=optimizers[0], max_programs=1, time_budget_s=2.0)
+    step: Any = autoshard.compile(
+        model, Mesh(axes), optimizer=optimizers[0], options=autoshard.Options(max_programs=1), time_budget_s=2.0
+    )
     graphs = []
     for length in (2, 4, 6):
         loss = reference(torch.ones(length, 4))

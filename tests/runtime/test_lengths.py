@@ -64,7 +64,7 @@ def test_many_lengths_share_programs_and_equal_one_device() -> None:
     """Loss, predictions and gradients of eight lengths are those of one device, with two programs of training."""
     model = Tagger()
     plain = copy.deepcopy(model)
-    sharded = autoshard.compile(model, Mesh({"data": 2}), dynamic_lengths=PADDING)
+    sharded = autoshard.compile(model, Mesh({"data": 2}), options=autoshard.Options(dynamic_lengths=PADDING))
     for length in range(9, 17):
         tokens, targets = batch(length, seed=length)
         expected, found = plain(tokens, targets), sharded(tokens, targets=targets)
@@ -82,7 +82,7 @@ def test_many_lengths_share_programs_and_equal_one_device() -> None:
 def test_what_is_undefined_on_one_device_is_no_effect_of_padding() -> None:
     """The loss of targets that are all left out is NaN, padded or not; what is finite beside it is compared."""
     model = Tagger()
-    sharded = autoshard.compile(model, Mesh({"data": 2}), dynamic_lengths=PADDING)
+    sharded = autoshard.compile(model, Mesh({"data": 2}), options=autoshard.Options(dynamic_lengths=PADDING))
     tokens, targets = batch(10)
     found = sharded(tokens, torch.full_like(targets, -100))
     assert found["loss"].isnan()
@@ -94,7 +94,10 @@ def test_a_training_step_pads() -> None:
     model = Tagger()
     plain = copy.deepcopy(model)
     step = autoshard.compile(
-        model, Mesh({"data": 2}), optimizer=torch.optim.SGD(model.parameters(), 0.5), dynamic_lengths=PADDING
+        model,
+        Mesh({"data": 2}),
+        optimizer=torch.optim.SGD(model.parameters(), 0.5),
+        options=autoshard.Options(dynamic_lengths=PADDING),
     )
     optimizer = torch.optim.SGD(plain.parameters(), 0.5)
     for length in (10, 11, 12):
@@ -110,7 +113,7 @@ def test_a_training_step_pads() -> None:
 def equal_to_one_device(model: nn.Module, padding: dict[str, float], *calls: tuple[torch.Tensor, ...]) -> ShardedModule:
     """A compiled model, which computed the calls as one device does, with their gradients."""
     plain = copy.deepcopy(model)
-    sharded = autoshard.compile(model, Mesh({"data": 2}), dynamic_lengths=padding)
+    sharded = autoshard.compile(model, Mesh({"data": 2}), options=autoshard.Options(dynamic_lengths=padding))
     for call in calls:
         for found, expected in zip(leaves_of(sharded(*call)), leaves_of(plain(*call)), strict=True):
             torch.testing.assert_close(found, expected)
@@ -190,7 +193,7 @@ def test_padding_that_counts_later_on_does_not_count(how: str) -> None:
     """Where padding changes nothing at first, or in evaluation, training is that of one device all the same."""
     model = Pooled(how)
     plain = copy.deepcopy(model)
-    sharded = autoshard.compile(model, Mesh({"data": 2}), dynamic_lengths={"tokens": 0})
+    sharded = autoshard.compile(model, Mesh({"data": 2}), options=autoshard.Options(dynamic_lengths={"tokens": 0}))
     optimizers = [torch.optim.SGD(each.parameters(), 1.0) for each in (model, plain)]
     for step in range(4):
         tokens, label = batch(9 + step % 3, step)[0].clamp(min=1), torch.tensor([0, 1, 2, 3])
@@ -275,7 +278,7 @@ def test_padding_without_a_gradient_is_none(how: str) -> None:
 
 def test_arguments_that_do_not_share_a_length_are_refused() -> None:
     """The error says which lengths were found."""
-    sharded = autoshard.compile(Tagger(), Mesh({"data": 2}), dynamic_lengths=PADDING)
+    sharded = autoshard.compile(Tagger(), Mesh({"data": 2}), options=autoshard.Options(dynamic_lengths=PADDING))
     with pytest.raises(TraceError, match=r"lengths of this call are {'tokens': 9, 'targets': 7}"):
         sharded(batch(9)[0], batch(7)[1])
     with pytest.raises(TraceError, match=r"pads dim 1 of 'tokens', a tensor of two dims or more; found shape=\(4,\)"):

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autoshard import Mesh
-from autoshard.planner import Planner
 from autoshard.runtime.engine import SimulatorEngine
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.tracing import check_guards, trace
+from passes.driver.planner import Planner
 from tests.passes.greedy_plans import most_uneven_plan
 from tests.tracing.running import assert_equals_eager
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autoshard.errors import TraceError
 from autoshard.ir.initialisation import Box
-from autoshard.runtime.replay import Replay
+from autoshard.runtime.weights.replay import Replay
 from autoshard.tracing import record_initialisation
 
 CPU = torch.device("cpu")

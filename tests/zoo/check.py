@@ -30,16 +30,16 @@ from autoshard import Mesh
 from autoshard.cluster import local_cluster
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind, Program
+from autoshard.ir.request import CompiledProgram, Request
 from autoshard.runtime.engine import Engine, SimulatorEngine
-from autoshard.runtime.executable import CompiledProgram
 from autoshard.runtime.seeds import SeedSequence
-from autoshard.runtime.sharded_module import Request, ShardedModule
+from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.testing.training import drawing_alike
 from autoshard.tracing import check_guards, trace
-from passes.lower_program import lower_program
-from passes.pipeline import planning_problem
-from passes.plan_of_choice import lowered_plan
-from passes.plan_options import PlanOptions
+from passes.driver.plan_and_lower import planning_problem
+from passes.driver.plan_of_choice import lowered_plan
+from passes.driver.plan_options import PlanOptions
+from passes.lowering.lower_program import lower_program
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.search import Search
 from passes.solver.assignment import Solution

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from autoshard import Options
 from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers
 
 WORDS, WIDTH = 12, 8
@@ -50,7 +51,8 @@ class Shaped(nn.Module):
 
 def _losses_of(model: nn.Module, compile: Compile, make: Callable[[int], Tensor], *, ends: bool) -> Numbers:
     """Losses and parameters of three steps on three lengths, of which some samples end early."""
-    trained = compile(model, dynamic_lengths={"tokens" if ends else "x": 0, "targets": -100 if ends else 0, "mask": 0})
+    padding = {"tokens" if ends else "x": 0, "targets": -100 if ends else 0, "mask": 0}
+    trained = compile(model, options=Options(dynamic_lengths=padding))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     found = []
     for length in (9, 10, 11):

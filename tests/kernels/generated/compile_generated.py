@@ -20,12 +20,12 @@ from autoshard.ir.mesh import Mesh
 from autoshard.kernels.generated.define import GeneratedKernel, generated_kernel
 from autoshard.tracing import trace
 from cost_models.device import device
-from passes.lower_program import lower_program
+from passes.driver.plan_and_lower import plan_program
+from passes.driver.plan_options import PlanOptions
 from passes.lowering.fuse_kernels import FuseKernels
 from passes.lowering.generate_kernels import GenerateKernels
+from passes.lowering.lower_program import lower_program
 from passes.lowering.split_phases import SplitPhases
-from passes.pipeline import plan_program
-from passes.plan_options import PlanOptions
 from tests.benchmarks.fused_counts import llama_block
 from tests.kernels.ahead import compile_ahead
 from tests.passes.blocks import h100s

@@ -14,16 +14,16 @@ from autoshard import FormulaError, P, PlanMismatchError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
+from autoshard.ir.request import Request
 from autoshard.rules.attention import is_ring
 from autoshard.rules.enumeration import Strategy
-from autoshard.runtime.sharded_module import Request
 from autoshard.testing.decided_plans import greedy_plan
 from autoshard.tracing import trace
 from cost_models.hardware import Cluster
 from passes.counting.count_plan import PlanCounting
 from passes.counting.formulas import PlanFormulas
 from passes.counting.symbolic_program import symbolic_program
-from passes.lower_program import lower_program, prepare
+from passes.lowering.lower_program import lower_program, prepare
 from passes.strategies.enumerate_strategies import Site
 from tests.passes.counting import numeric_counts
 from tests.passes.decoders import dense

@@ -10,9 +10,9 @@ from torch import fx
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import P
-from passes.lower_program import lower_program
-from passes.pipeline import plan_program
-from passes.plan_options import PlanOptions
+from passes.driver.plan_and_lower import plan_program
+from passes.driver.plan_options import PlanOptions
+from passes.lowering.lower_program import lower_program
 from tests.passes.blocks import blocks_program, h100s
 from tests.passes.families import FAMILIES
 from tests.passes.layouts import LAYOUTS, MESH, lowered_under, plan_of, planning_of, planning_on, program_of

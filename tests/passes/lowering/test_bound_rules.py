@@ -10,8 +10,8 @@ import torch
 
 from autoshard.rules import registry
 from autoshard.rules.ranges import find_ranges
-from passes.lower_program import prepare
 from passes.lowering.bound_rules import BoundRules
+from passes.lowering.lower_program import prepare
 from passes.strategies.enumerate_strategies import rule_of
 from tests.passes.blocks import blocks_program
 

@@ -15,10 +15,10 @@ from autoshard.errors import VerificationError
 from autoshard.ir.collectives import ALL_REDUCE, is_wait
 from autoshard.ir.lowered import PhasedProgram
 from passes.lowering.bucket_collectives import BucketCollectives
+from passes.lowering.overlap import overlapped
 from passes.lowering.wait_in_turn import WaitInTurn
 from passes.lowering.wait_late import WaitLate
 from passes.memory.lowered_memory import peak_bytes
-from passes.overlap import overlapped
 from passes.verification.verify_phases import verify_phases
 from tests.passes.lowering.overlapped import calls, differ, fully_sharded, plain
 from tests.passes.mutations import copy_of

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from autoshard.errors import VerificationError
+from autoshard.graphs.write_in_place import write_in_place
 from autoshard.kernels.triton_adam import adam_updates_
-from autoshard.runtime.write_in_place import write_in_place
 from passes.lowering.bucket_updates import bucket_updates
 from passes.verification.expand_buckets import expand_buckets
 from passes.verification.verify_in_place import verify_in_place

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from autoshard.errors import VerificationError
+from autoshard.ir.boundary import shard_all
 from autoshard.ir.lowered import LoweredProgram, PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan_parts import NodePlan
@@ -21,13 +22,12 @@ from autoshard.kernels import triton_linear_cross_entropy
 from autoshard.kernels.generated.define import generated_kernel
 from autoshard.kernels.kernel import FusedKernel
 from autoshard.kernels.registry import FUSED
-from autoshard.runtime.boundary import shard_all
 from autoshard.runtime.simulator import simulate
 from autoshard.tracing import trace
-from passes.lower_program import lower_program
+from passes.driver.plan_and_lower import plan_program
+from passes.driver.plan_options import PlanOptions
 from passes.lowering.fuse_kernels import FuseKernels
-from passes.pipeline import plan_program
-from passes.plan_options import PlanOptions
+from passes.lowering.lower_program import lower_program
 from passes.verification.verify_passes import verify_pass
 from passes.verification.verify_phases import verify_phases
 from tests.passes.blocks import Blocks, h100s

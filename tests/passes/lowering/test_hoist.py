@@ -13,8 +13,8 @@ import autoshard.rules  # noqa: F401  (fills the registry)
 from autoshard.errors import VerificationError
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.program import InputKind
-from passes.lower_program import lower_program
 from passes.lowering.hoist import Hoist
+from passes.lowering.lower_program import lower_program
 from passes.lowering.node_time import NodeTime
 from passes.memory.lowered_memory import peak_bytes
 from passes.verification.verify_phases import verify_phases

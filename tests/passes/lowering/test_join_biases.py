@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 import autoshard
 from autoshard import Mesh, P, VerificationError
-from autoshard.ir.lazy_module import lazy_module
+from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.lowered import PhasedProgram
 from passes.verification.verify_phases import verify_phases
 

@@ -19,8 +19,8 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from autoshard.ir.recompute import PHASE
 from autoshard.tracing import trace
-from passes.lower_program import lower_program
 from passes.lowering.keep_rows import KeepRows
+from passes.lowering.lower_program import lower_program
 from passes.memory.lowered_memory import peak_bytes
 from passes.verification.verify_phases import verify_phases
 from tests.end_to_end.test_experts import EXCHANGED, PAIR, built, plan_with

@@ -13,17 +13,17 @@ import pytest
 import torch
 
 from autoshard.errors import NotAvailableError
+from autoshard.ir.boundary import shard_all, unshard
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan_parts import NodePlan
 from autoshard.ir.program import InputKind
 from autoshard.ir.spec import P, PartitionSpec
-from autoshard.runtime.boundary import shard_all, unshard
 from autoshard.runtime.simulator import simulate
 from autoshard.tracing import trace
-from passes.lower_program import lower_program
-from passes.pipeline import plan_program
-from passes.plan_options import PlanOptions
+from passes.driver.plan_and_lower import plan_program
+from passes.driver.plan_options import PlanOptions
+from passes.lowering.lower_program import lower_program
 from tests.passes.blocks import Perceptron, blocks_program, h100s
 
 MESH = Mesh({"data": 2, "model": 2})

@@ -16,9 +16,9 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import P
 from autoshard.runtime.traced_optimizer import describe_update, names_of
 from autoshard.tracing import trace
-from passes.lower_program import lower_program
-from passes.pipeline import plan_program
-from passes.plan_options import PlanOptions
+from passes.driver.plan_and_lower import plan_program
+from passes.driver.plan_options import PlanOptions
+from passes.lowering.lower_program import lower_program
 from passes.preparation.rewriting import with_groups
 from passes.verification.verify_phases import verify_phases
 from tests.passes.blocks import Perceptron, h100s

@@ -12,7 +12,7 @@ from torch import fx
 from autoshard.errors import VerificationError
 from autoshard.ir.lowered import PhasedProgram
 from passes.lowering.narrow_reductions import NarrowReductions
-from passes.overlap import overlapped
+from passes.lowering.overlap import overlapped
 from passes.preparation.rewriting import is_collective
 from passes.verification.verify_phases import verify_phases
 from tests.passes.lowering.test_name_communicators import LAYOUTS, phased

@@ -17,11 +17,11 @@ from cost_models.compute import matmul_time
 from cost_models.device import device
 from cost_models.streams import simulate_streams
 from cost_models.timeline import COMPUTE
+from passes.driver.plan_and_lower import planning_problem, solve
+from passes.driver.plan_of_choice import lowered_plan
+from passes.driver.plan_options import PlanOptions
 from passes.lowering.count_launches import Traffic
 from passes.lowering.price_kernels import price_kernels
-from passes.pipeline import planning_problem, solve
-from passes.plan_of_choice import lowered_plan
-from passes.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from passes.prediction.segment_step import segment_step
 from tests.benchmarks.fused_counts import count_both, count_generated, llama_block, llama_block_program

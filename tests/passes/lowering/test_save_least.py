@@ -10,13 +10,14 @@ import torch
 import autoshard.rules  # noqa: F401  (fills the registry)
 from autoshard import Mesh, P
 from autoshard.ir.lowered import PhasedProgram
+from autoshard.ir.request import CompiledProgram
 from autoshard.runtime.engine import SimulatorEngine
-from autoshard.runtime.executable import CompiledProgram, Executable
+from autoshard.runtime.executable import Executable
 from autoshard.tracing import trace
-from passes.lower_program import lower_program
+from passes.driver.plan_and_lower import plan_program
+from passes.driver.plan_options import PlanOptions
+from passes.lowering.lower_program import lower_program
 from passes.lowering.save_least import computed_again
-from passes.pipeline import plan_program
-from passes.plan_options import PlanOptions
 from passes.verification.verify_phases import verify_phases
 from tests.end_to_end.models import MODELS
 from tests.passes.blocks import h100s

@@ -12,17 +12,17 @@ import torch
 
 import autoshard.rules  # noqa: F401  (fills the registry)
 from autoshard.errors import VerificationError
+from autoshard.ir.boundary import shard_all
 from autoshard.ir.lowered import LoweredProgram, PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import InputKind
 from autoshard.ir.spec import P
 from autoshard.ir.update import Update, UpdateGroup, UpdateRule
 from autoshard.kernels.optimizers import ADAM_HYPER
-from autoshard.runtime.boundary import shard_all
 from autoshard.tracing import trace
-from passes.lower_program import lower_program
-from passes.pipeline import plan_program
-from passes.plan_options import PlanOptions
+from passes.driver.plan_and_lower import plan_program
+from passes.driver.plan_options import PlanOptions
+from passes.lowering.lower_program import lower_program
 from passes.verification.verify_phases import verify_phases
 from passes.verification.verify_program import verify_program
 from tests.passes.blocks import Perceptron, h100s

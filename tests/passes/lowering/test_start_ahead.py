@@ -13,10 +13,10 @@ from autoshard.ir.collectives import ALL_GATHER
 from autoshard.ir.communicators import Purpose, is_for
 from autoshard.ir.lowered import PhasedProgram
 from passes.lowering.bucket_collectives import BucketCollectives
+from passes.lowering.overlap import overlapped
 from passes.lowering.start_ahead import StartAhead
 from passes.lowering.wait_late import WaitLate
 from passes.memory.lowered_memory import peak_bytes
-from passes.overlap import overlapped
 from passes.verification.verify_phases import verify_phases
 from tests.passes.lowering.overlapped import differ, gathered_blocks, of_one_batch, plain
 from tests.passes.mutations import copy_of

@@ -8,10 +8,10 @@ from torch import fx
 
 from autoshard.ir.collectives import is_collective
 from autoshard.ir.communicators import Purpose
+from passes.lowering.overlap import overlapped
 from passes.lowering.start_soon import StartSoon, _order
 from passes.lowering.wait_late import WaitLate
 from passes.memory.lowered_memory import peak_bytes
-from passes.overlap import overlapped
 from passes.verification.verify_phases import verify_phases
 from tests.passes.lowering.overlapped import calls, differ, plain
 

@@ -11,13 +11,13 @@ from autoshard.ir.collectives import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER, is_
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import P
-from passes.lower_program import lower_program
+from passes.driver.plan_and_lower import plan_program
+from passes.driver.plan_options import PlanOptions
 from passes.lowering.bucket_collectives import BucketCollectives
+from passes.lowering.lower_program import lower_program
 from passes.lowering.start_ahead import StartAhead
 from passes.lowering.wait_in_turn import WaitInTurn
 from passes.lowering.wait_late import WaitLate
-from passes.pipeline import plan_program
-from passes.plan_options import PlanOptions
 from passes.verification.verify_phases import verify_phases
 from tests.passes.blocks import blocks_program, h100s
 from tests.passes.lowering.overlapped import calls, differ, fully_sharded, plain

@@ -9,7 +9,7 @@ from torch import nn
 
 from autoshard.ir.mesh import Mesh
 from autoshard.tracing import trace
-from passes.lower_program import prepare
+from passes.lowering.lower_program import prepare
 from passes.memory.liveness import find_lifetimes
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.strategies.enumerate_strategies import EnumerateStrategies

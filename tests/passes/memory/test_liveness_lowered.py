@@ -15,10 +15,10 @@ from autoshard.runtime.traced_optimizer import describe_update, names_of
 from autoshard.testing.plans import plans
 from autoshard.testing.programs import programs
 from cost_models.hardware import Cluster
-from passes.lower_program import lower_program
+from passes.driver.plan_and_lower import plan_program
+from passes.driver.plan_options import PlanOptions
+from passes.lowering.lower_program import lower_program
 from passes.memory.lowered_memory import peak_bytes
-from passes.pipeline import plan_program
-from passes.plan_options import PlanOptions
 from tests.passes.blocks import Block
 
 DATA = {"input:*": P("x"), "*.weight": P(), "*.bias": P()}

@@ -19,8 +19,8 @@ from autoshard.ir.spec import P
 from autoshard.ir.update import Update, UpdateGroup, UpdateRule
 from autoshard.kernels.optimizers import ADAM_HYPER
 from autoshard.tracing import trace
-from passes.pipeline import plan_program, planning_problem
-from passes.plan_options import PlanOptions
+from passes.driver.plan_and_lower import plan_program, planning_problem
+from passes.driver.plan_options import PlanOptions
 from passes.planning.baselines import BEFORE, HSDP, MEGATRON, least_baselines, solve_baselines
 from passes.planning.search import Search
 from tests.passes.blocks import Perceptron, h100s

@@ -13,9 +13,9 @@ import autoshard
 from autoshard import Cluster, Mesh, P, Plan
 from autoshard.ir.reshard import ReshardKind, ReshardStep
 from autoshard.tracing import trace
-from passes import pipeline
-from passes.pipeline import planning_problem
-from passes.plan_options import PlanOptions
+from passes.driver import plan_and_lower as pipeline
+from passes.driver.plan_and_lower import planning_problem
+from passes.driver.plan_options import PlanOptions
 from passes.planning.baselines import solve_baselines
 from passes.planning.bucket_prices import BucketPrice, hidden_part, in_buckets, solve_in_buckets
 from passes.planning.build_assignment import PlanningProblem

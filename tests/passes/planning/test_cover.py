@@ -11,8 +11,8 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.rules import registry
 from cost_models.hardware import Cluster
-from passes.pipeline import plan_program
-from passes.plan_options import PlanOptions
+from passes.driver.plan_and_lower import plan_program
+from passes.driver.plan_options import PlanOptions
 from tests.passes.blocks import perceptron_program
 
 

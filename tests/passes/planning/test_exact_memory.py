@@ -18,10 +18,10 @@ from autoshard.ir.spec import PartitionSpec as P
 from autoshard.testing.plans import plans
 from autoshard.testing.programs import programs
 from cost_models.hardware import Cluster
-from passes.lower_program import lower_program
+from passes.driver.plan_of_choice import lowered_plan
+from passes.driver.plan_options import PlanOptions
+from passes.lowering.lower_program import lower_program
 from passes.memory.lowered_memory import peak_bytes
-from passes.plan_of_choice import lowered_plan
-from passes.plan_options import PlanOptions
 from passes.planning.exact_memory import PARTS, exact_memory, exact_peak
 from tests.passes.blocks import blocks_program, h100s, perceptron_program, problem_of
 from tests.passes.greedy_plans import most_uneven_plan

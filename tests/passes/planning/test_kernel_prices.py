@@ -22,8 +22,8 @@ from autoshard.ir.spec import PartitionSpec
 from autoshard.tracing import trace
 from cost_models.compute import memory_time
 from cost_models.device import device
-from passes.plan_of_choice import lowered_plan
-from passes.plan_options import PlanOptions
+from passes.driver.plan_of_choice import lowered_plan
+from passes.driver.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.kernel_prices import NOTHING_FUSED
 from passes.planning.search import Search

@@ -9,8 +9,8 @@ from torch import nn
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import P
 from autoshard.tracing import trace
-from passes.pipeline import planning_problem
-from passes.plan_options import PlanOptions
+from passes.driver.plan_and_lower import planning_problem
+from passes.driver.plan_options import PlanOptions
 from passes.planning.restrictions import ROLES, matrices, restrict
 from tests.passes.blocks import h100s
 

@@ -15,9 +15,9 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from autoshard.runtime.traced_optimizer import describe_update, names_of
 from cost_models.streams import simulate_streams
-from passes.lower_program import lower_program
-from passes.pipeline import plan_program
-from passes.plan_options import PlanOptions
+from passes.driver.plan_and_lower import plan_program
+from passes.driver.plan_options import PlanOptions
+from passes.lowering.lower_program import lower_program
 from passes.prediction.walk_program import ACCUMULATION, walk_program
 from passes.strategies.price_nodes import NodePrices
 from tests.passes.blocks import h100s

@@ -13,9 +13,9 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import P, PartitionSpec
 from autoshard.rules.enumeration import Strategy
-from passes.lower_program import prepare
-from passes.pipeline import plan_program, planning_problem
-from passes.plan_options import PlanOptions
+from passes.driver.plan_and_lower import plan_program, planning_problem
+from passes.driver.plan_options import PlanOptions
+from passes.lowering.lower_program import prepare
 from passes.planning.baselines import solve_baselines
 from passes.planning.search import Search
 from passes.planning.tie_axes import space_in_time, tied_levels

@@ -16,8 +16,8 @@ from autoshard.ir.spec import P, PartitionSpec
 from autoshard.ir.update import Update, UpdateGroup, UpdateRule
 from autoshard.kernels.optimizers import ADAM_HYPER, SGD_HYPER
 from autoshard.tracing import trace
-from passes.pipeline import plan_program
-from passes.plan_options import PlanOptions
+from passes.driver.plan_and_lower import plan_program
+from passes.driver.plan_options import PlanOptions
 from tests.passes.blocks import Perceptron, h100s
 
 MESH = Mesh({"data": 2, "model": 2})

@@ -16,13 +16,13 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.plan_parts import Prediction
 from autoshard.ir.spec import P, PartitionSpec
-from autoshard.planner import Planner
 from autoshard.tracing import trace
 from cost_models.hardware import Cluster
 from cost_models.intervals import Uncertainty
 from cost_models.stages import Pipeline, StageTimes
-from passes.pipeline import plan_program, planning_problem
-from passes.plan_options import PlanOptions
+from passes.driver.plan_and_lower import plan_program, planning_problem
+from passes.driver.plan_options import PlanOptions
+from passes.driver.planner import Planner
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import allowed_options
 from passes.planning.search import Search

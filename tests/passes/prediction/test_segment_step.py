@@ -19,10 +19,10 @@ from autoshard.tracing import trace
 from cost_models.hardware import Cluster, node_type
 from cost_models.streams import Op, Overlap, simulate_streams
 from cost_models.timeline import COMPUTE
-from passes.lower_program import lower_program
-from passes.pipeline import planning_problem
-from passes.plan_of_choice import lowered_plan
-from passes.plan_options import PlanOptions
+from passes.driver.plan_and_lower import planning_problem
+from passes.driver.plan_of_choice import lowered_plan
+from passes.driver.plan_options import PlanOptions
+from passes.lowering.lower_program import lower_program
 from passes.planning.build_assignment import PlanningProblem
 from passes.prediction.segment_step import COPIES, repeated_step, segment_step
 from passes.prediction.walk_program import adding_up

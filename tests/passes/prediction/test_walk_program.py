@@ -20,14 +20,14 @@ from autoshard.ir.spec import P
 from autoshard.testing.programs import programs
 from cost_models.compute import memory_time
 from cost_models.streams import Overlap, overlap_of, simulate_streams
-from passes.lower_program import lower_prepared
+from passes.driver.plan_of_choice import lowered_plan
+from passes.driver.plan_options import PlanOptions
 from passes.lowering.bucket_collectives import MIB, BucketCollectives
+from passes.lowering.lower_program import lower_prepared
 from passes.lowering.rewrite_phases import rewrite_phases
 from passes.lowering.start_ahead import StartAhead
 from passes.lowering.wait_late import WaitLate
 from passes.memory.lowered_memory import peak_bytes
-from passes.plan_of_choice import lowered_plan
-from passes.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import allowed_options
 from passes.planning.search import Search

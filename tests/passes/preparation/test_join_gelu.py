@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autoshard.errors import VerificationError
 from autoshard.ir.program import Program
 from autoshard.tracing import trace
-from passes.lower_program import prepare
+from passes.lowering.lower_program import prepare
 from passes.preparation.canonicalize import Canonicalize
 from passes.preparation.join_gelu import JoinGelu
 from passes.preparation.rewriting import copy_program

@@ -12,7 +12,7 @@ import autoshard
 from autoshard import Cluster, Mesh, P
 from autoshard.errors import InvalidSpecError, NotAvailableError
 from autoshard.ir.plan import Plan
-from passes.kernels_on_one_device import kernels_of
+from passes.driver.kernels_on_one_device import kernels_of
 from passes.questions import explain
 
 CLUSTER, MESH = Cluster("h100_sxm", nodes=1, devices_per_node=4), Mesh({"data": 2, "model": 2})

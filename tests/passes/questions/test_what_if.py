@@ -11,11 +11,11 @@ from torch import nn
 import autoshard
 from autoshard import Cluster, Mesh, P
 from autoshard.errors import InvalidSpecError, NotAvailableError
-from autoshard.ir.explanation import Limits
+from autoshard.ir.answers import Limits
 from autoshard.ir.plan import Plan
 from cost_models.hardware import Cluster as PricedCluster
-from passes.pipeline import solve
-from passes.plan_of_choice import lowered_plan
+from passes.driver.plan_and_lower import solve
+from passes.driver.plan_of_choice import lowered_plan
 from passes.planning.restrictions import ROLES, restrict
 from passes.questions.explain import PlanAlternatives
 from passes.questions.roles import has_role

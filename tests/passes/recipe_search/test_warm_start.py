@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import autoshard
 from autoshard import Cluster, NotAvailableError, Plan, Recipe
-from autoshard.recipe_search import problem_of
+from passes.driver.recipe_search import problem_of
 from passes.recipe_search.recipe_problem import RecipeProblem
 from passes.recipe_search.recipe_space import Only, RecipeSpace
 from passes.recipe_search.warm_start import known_recipe

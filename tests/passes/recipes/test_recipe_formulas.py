@@ -12,9 +12,9 @@ import torch
 
 from autoshard import Cluster, FormulaError, Mesh, P, Plan, Recipe
 from autoshard.tracing import trace
-from passes.lower_program import lower_program
-from passes.pipeline import plan_program
-from passes.plan_options import PlanOptions
+from passes.driver.plan_and_lower import plan_program
+from passes.driver.plan_options import PlanOptions
+from passes.lowering.lower_program import lower_program
 from passes.recipes.price_recipe import model_flops
 from passes.sections.price_model import PricedModel
 from tests.passes.counting import numeric_counts
@@ -58,7 +58,7 @@ def test_substituted_equals_priced(recipe: Recipe) -> None:
 
 
 def _priced(model: Decoder, length: int) -> PricedModel:
-    from autoshard.pricing import priced_model
+    from passes.driver.pricing import priced_model
 
     one = torch.zeros(1, length, dtype=torch.int64, device="meta")
     return priced_model(model, (one, one), None)

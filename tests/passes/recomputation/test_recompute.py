@@ -19,7 +19,7 @@ from autoshard.ir.program import Program
 from autoshard.ir.recompute import PHASE, Recompute, RecomputedNode
 from autoshard.kernels.offload import from_host, to_host
 from autoshard.tracing import trace
-from passes.lower_program import lower_program, prepare
+from passes.lowering.lower_program import lower_program, prepare
 from passes.lowering.split_phases import SplitPhases
 from passes.recomputation.recompute import InsertRecompute, moved_by, original_of
 from passes.verification.verify_phases import verify_phases

@@ -22,8 +22,8 @@ from autoshard.ir.recompute import RecomputedNode
 from autoshard.tracing import trace
 from cost_models.device import HostLink
 from cost_models.hardware import Cluster
-from passes.pipeline import planning_problem
-from passes.plan_options import PlanOptions
+from passes.driver.plan_and_lower import planning_problem
+from passes.driver.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.search import Search
 from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, Keeping, find_options

@@ -10,9 +10,9 @@ from torch import nn
 
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
-from passes.expand_plan import expand_plan, match_nodes
-from passes.plan_of_choice import lowered_plan
-from passes.plan_options import PlanOptions
+from passes.driver.expand_plan import expand_plan, match_nodes
+from passes.driver.plan_of_choice import lowered_plan
+from passes.driver.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.exact_memory import exact_peak
 from passes.prediction.predict import predict

@@ -24,8 +24,8 @@ from autoshard.ir.program import Program
 from autoshard.ir.recompute import NO_RECOMPUTE
 from autoshard.ir.spec import PartitionSpec
 from autoshard.testing.programs import DrawnProgram, programs
-from passes.pipeline import plan_program, planning_problem
-from passes.plan_options import PlanOptions
+from passes.driver.plan_and_lower import plan_program, planning_problem
+from passes.driver.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import allowed_options, constrainable, own_specs
 from passes.planning.exact_memory import exact_memory, exact_peak

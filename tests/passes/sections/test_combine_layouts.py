@@ -6,7 +6,7 @@ import torch
 
 import autoshard
 from autoshard import Cluster, P, Recipe
-from autoshard.pricing import priced_model
+from passes.driver.pricing import priced_model
 from passes.sections.combine_layouts import combine_layouts, combined
 from passes.sections.price_model import RecipeKind
 from passes.sections.propagate_axis import AXIS

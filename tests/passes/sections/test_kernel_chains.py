@@ -13,7 +13,7 @@ from torch import fx, nn
 from autoshard import Recipe
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
-from passes.kernels_on_one_device import cheap_kernels, on_one_device
+from passes.driver.kernels_on_one_device import cheap_kernels, on_one_device
 from passes.lowering.fuse_kernels import FuseKernels
 from passes.lowering.price_kernels import price_kernels
 from passes.lowering.split_phases import SplitPhases

@@ -9,7 +9,7 @@ import pytest
 from torch import nn
 
 from autoshard.ir.mesh import Mesh
-from passes.expand_plan import match_nodes
+from passes.driver.expand_plan import match_nodes
 from passes.planning.build_assignment import PlanningProblem
 from passes.prediction.predict import predict
 from passes.strategies.elided import NotAlikeError

@@ -11,7 +11,7 @@ from autoshard.ir.program import Program
 from autoshard.ir.spec import Reduction
 from autoshard.rules.enumeration import Strategy, enumerate_strategies
 from autoshard.tracing import trace
-from passes.lower_program import prepare
+from passes.lowering.lower_program import prepare
 from passes.memory.liveness import find_lifetimes
 from passes.planning.build_assignment import build_problem
 from passes.planning.search import Search

@@ -12,7 +12,7 @@ import autoshard.rules  # noqa: F401  (fills the registry)
 from autoshard.ir.mesh import Mesh
 from autoshard.testing import plans
 from autoshard.tracing import trace
-from passes.lower_program import lower_program
+from passes.lowering.lower_program import lower_program
 from passes.verification.verify_program import verify_program
 
 

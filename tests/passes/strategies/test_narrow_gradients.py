@@ -14,9 +14,9 @@ from autoshard.ir.spec import P
 from autoshard.ir.update import Update, UpdateGroup, UpdateRule
 from autoshard.kernels.optimizers import SGD_HYPER
 from autoshard.tracing import trace
-from passes.lower_program import lower_program
-from passes.pipeline import plan_program
-from passes.plan_options import PlanOptions
+from passes.driver.plan_and_lower import plan_program
+from passes.driver.plan_options import PlanOptions
+from passes.lowering.lower_program import lower_program
 from passes.strategies.narrow_gradients import without_sums
 from tests.passes.blocks import h100s
 

@@ -7,7 +7,7 @@ import pytest
 
 from autoshard.ir.mesh import Mesh
 from cost_models.hardware import Cluster
-from passes.lower_program import prepare
+from passes.lowering.lower_program import prepare
 from passes.strategies import price
 from passes.strategies.enumerate_strategies import EnumerateStrategies, Site
 from passes.strategies.price import Prices

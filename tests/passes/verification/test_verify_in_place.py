@@ -12,12 +12,12 @@ from torch import Tensor, fx
 
 import autoshard.rules  # noqa: F401  (fills the registry)
 from autoshard.errors import VerificationError
-from autoshard.runtime.write_in_place import write_in_place
+from autoshard.graphs.write_in_place import write_in_place
 from passes.verification.verify_in_place import verify_in_place
+from tests.graphs.test_write_in_place import BUILDERS, HYPER, _graph
 from tests.passes.in_place import written_of
 from tests.passes.layouts import phased_of
 from tests.passes.mutations import copy_of
-from tests.runtime.test_write_in_place import BUILDERS, HYPER, _graph
 
 aten = torch.ops.aten
 WRITTEN = {0: 0, 1: 2}

@@ -14,12 +14,12 @@ import autoshard
 from autoshard import Mesh, NotAvailableError, VerificationError
 from autoshard.cluster import local_cluster
 from autoshard.tracing import trace
-from passes.lower_program import PREPARATION, lower_program
+from passes.driver.plan_and_lower import plan_program
+from passes.driver.plan_options import PlanOptions
 from passes.lowering.fuse_kernels import FuseKernels
 from passes.lowering.lower import Lower
+from passes.lowering.lower_program import PREPARATION, lower_program
 from passes.lowering.split_phases import SplitPhases
-from passes.pipeline import plan_program
-from passes.plan_options import PlanOptions
 from passes.preparation.canonicalize import Canonicalize
 from passes.preparation.insert_hubs import InsertHubs
 from passes.verification.verify_passes import verify_pass

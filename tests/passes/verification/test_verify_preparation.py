@@ -13,7 +13,7 @@ import autoshard.rules  # noqa: F401  (fills the registry)
 from autoshard.errors import VerificationError
 from autoshard.ir.program import Program
 from autoshard.tracing import trace
-from passes.lower_program import prepare
+from passes.lowering.lower_program import prepare
 from passes.preparation.rewriting import copy_program
 from passes.verification.verify_preparation import verify_preparation
 

@@ -19,21 +19,21 @@ from torch.nn import functional as F
 
 import autoshard.rules  # noqa: F401  (fills the registry)
 from autoshard.errors import VerificationError
+from autoshard.ir.boundary import shard_all
 from autoshard.ir.lowered import LoweredProgram, PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import OutputKind, Program
 from autoshard.ir.spec import P, PartitionSpec
 from autoshard.rules import infer, registry
-from autoshard.runtime.boundary import shard_all
 from autoshard.testing.plans import plans
 from autoshard.testing.programs import programs
 from autoshard.tracing import trace
-from passes.lower_program import lower_program, prepare
+from passes.driver.plan_and_lower import plan_program
+from passes.driver.plan_of_choice import lowered_plan
+from passes.driver.plan_options import PlanOptions
+from passes.lowering.lower_program import lower_program, prepare
 from passes.memory.liveness import find_lifetimes
-from passes.pipeline import plan_program
-from passes.plan_of_choice import lowered_plan
-from passes.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.strategies.enumerate_strategies import EnumerateStrategies
 from passes.strategies.price import Prices

@@ -14,7 +14,7 @@ from autoshard import Mesh, NotAvailableError, P, VerificationError
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.testing import WholeStep
 from autoshard.tracing import trace
-from passes.lower_program import lower_program
+from passes.lowering.lower_program import lower_program
 from passes.verification.verify_phases import verify_phases
 from passes.verification.verify_program import verify_program
 from tests.passes.greedy_plans import most_split_plan

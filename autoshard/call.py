@@ -1,0 +1,261 @@
+"""The arguments of `compile`, `plan` and `prove`, checked once: a `Call` is all that the driver takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.arguments import (
+    ExampleInputs,
+    check_agreement,
+    check_backend,
+    check_flags,
+    check_limits,
+    check_loss,
+    check_model,
+    check_options,
+    check_previous,
+    check_programs,
+    check_recipes,
+    check_target,
+    checked_budget,
+    checked_constraints,
+    checked_hardware,
+    checked_outputs,
+    checked_plan,
+    split_inputs,
+)
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.outputs import Outputs
+from autoshard.ir.plan import Plan
+from autoshard.ir.recipe import Recipe
+from autoshard.ir.runtime import Runtime, runtime_named
+from autoshard.ir.spec import PartitionSpec
+from autoshard.runtime.agreement.control_channel import TIMEOUT_S
+from autoshard.runtime.sharded_module import MAX_PROGRAMS, ShardedModule
+from autoshard.runtime.train_step import TrainStep
+from cost_models.hardware import Cluster
+
+LossFunction = Callable[..., torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How calls of a compiled model run.
+
+    Args:
+        reduce_dtype: "bf16" sends gradients of float32 parameters between ranks in 16 bits and adds them up in float32;
+            see docs/precision.md. None sends them in their own type.
+        dynamic_lengths: names of arguments to the value of their padding: {"input_ids": 0, "attention_mask": 0,
+            "labels": -100}. Dim 1 of these arguments is padded to one of few lengths, at most half more, and results
+            are cut back, so that calls of many lengths share few programs. Before a program is compiled, it is proven
+            that padding reaches no result; where the proof fails, calls are compiled at their own lengths, with a
+            warning.
+        max_programs: number of programs that are kept, each for one kind of call. The least recently used goes first.
+        check: when processes compare their calls: program, mode, hyperparameters, inputs, parameters. "always" compares
+            each call, "first" the first call of each program, "off" none. See docs/running.md.
+        timeout_s: seconds after which a process that neither comes to a call nor compiles is an error on all others.
+        outputs: "all" outputs of the model; or "loss", the first floating scalar among them: nothing that only other
+            outputs need is computed or kept. A `TrainStep` needs the loss alone.
+        gather_outputs: whole outputs, but for those in `constraints`. By default, with processes, outputs that are not
+            scalars are DTensors that lie as the plan has them; see docs/running.md.
+        cuda_graph: with a traced optimizer and processes on GPUs, forward and backward of a micro-batch are one launch
+            from the third step on. It helps models that the host launches more slowly than the device computes; see
+            docs/running.md.
+
+    Raises:
+        NotAvailableError: a value is not one of those above.
+    """
+
+    reduce_dtype: str | None = None
+    dynamic_lengths: Mapping[str, float] | None = None
+    max_programs: int = MAX_PROGRAMS
+    check: str = "always"
+    timeout_s: float = TIMEOUT_S
+    outputs: str = "all"
+    gather_outputs: bool = False
+    cuda_graph: bool = False
+
+    def __post_init__(self) -> None:
+        check_flags(gather_outputs=self.gather_outputs, cuda_graph=self.cuda_graph)
+        checked_outputs(self.outputs, gather_outputs=self.gather_outputs)
+        check_agreement(check=self.check, timeout_s=self.timeout_s)
+        check_programs(dynamic_lengths=self.dynamic_lengths, max_programs=self.max_programs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """The checked arguments of `compile`, `plan` or `prove`; see there.
+
+    Args:
+        model, optimizer, loss_fn, max_grad_norm, strict, backend, verify, time_budget_s, options: as given.
+        target: the mesh or the cluster.
+        mesh: axes of a cluster, where they are given.
+        example_inputs: arguments of an example call, or None.
+        fixed: the plan to use.
+        constraints: specs by name; with `global_batch`, fields of `Recipe` to their values.
+        memory_budget: bytes, or None.
+        precision: as given.
+        micro_batches, schedule, virtual_stages: as given, None where they are free.
+        cluster: the hardware that a mesh is priced for, or None for this machine.
+        global_batch, recipe, previous, progress: as given to `plan`.
+        runtime: of another framework; None for ours.
+    """
+
+    model: nn.Module
+    target: DeviceMesh | Mesh | Cluster
+    mesh: Mesh | None = None
+    example_inputs: ExampleInputs | None = None
+    optimizer: str | torch.optim.Optimizer | None = None
+    max_grad_norm: float | None = None
+    loss_fn: LossFunction | None = None
+    fixed: Plan | None = None
+    constraints: Mapping[str, Any] | None = None
+    memory_budget: int | None = None
+    precision: str | None = None
+    micro_batches: int | None = None
+    schedule: str | None = None
+    virtual_stages: int | None = None
+    strict: bool = False
+    backend: str = "auto"
+    verify: bool = True
+    time_budget_s: float = 60.0
+    cluster: Cluster | None = None
+    global_batch: int | None = None
+    recipe: Recipe | None = None
+    previous: Plan | None = None
+    runtime: Runtime | None = None
+    progress: bool | None = None
+    options: Options = Options()
+
+    @property
+    def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional and keyword arguments of the example call."""
+        assert self.example_inputs is not None, "there is an example call"
+        return split_inputs(self.example_inputs)
+
+    @property
+    def outputs(self) -> Outputs:
+        """The outputs that a call hands out; a training step needs the loss alone."""
+        if self.optimizer is not None:
+            return Outputs.LOSS
+        return self.handed_out
+
+    @property
+    def handed_out(self) -> Outputs:
+        """The outputs of calls without an optimizer."""
+        return checked_outputs(self.options.outputs, gather_outputs=self.options.gather_outputs)
+
+    @property
+    def grad(self) -> bool:
+        """Whether the model has something to train."""
+        return any(parameter.requires_grad for parameter in self.model.parameters())
+
+
+def compile_call(
+    model: nn.Module,
+    mesh: DeviceMesh | Mesh | Cluster,
+    *,
+    example_inputs: ExampleInputs | None,
+    optimizer: torch.optim.Optimizer | None,
+    plan: Plan | str | Path | None,
+    constraints: Mapping[str, PartitionSpec] | None,
+    memory_budget: int | None,
+    cluster: Cluster | None,
+    options: Options,
+    **others: Any,
+) -> Call:
+    """The arguments of `compile`, checked."""
+    _check_shared(model, **others)
+    check_flags(verify=others["verify"])
+    check_options(options, Options)
+    if example_inputs is not None:
+        split_inputs(example_inputs)
+    return Call(
+        model=model,
+        target=mesh,
+        example_inputs=example_inputs,
+        optimizer=optimizer,
+        fixed=checked_plan(plan),
+        constraints=checked_constraints(constraints),
+        memory_budget=checked_budget(memory_budget),
+        cluster=checked_hardware(cluster, mesh),
+        options=options,
+        **others,
+    )
+
+
+def plan_call(
+    model: nn.Module,
+    target: DeviceMesh | Mesh | Cluster,
+    *,
+    example_inputs: ExampleInputs,
+    memory_budget: int | None,
+    global_batch: int | None,
+    recipe: Recipe | None,
+    previous: Plan | None,
+    runtime: str | Runtime,
+    **others: Any,
+) -> Call:
+    """The arguments of `plan`, checked."""
+    _check_shared(model, **others)
+    check_limits(time_budget_s=others["time_budget_s"], global_batch=global_batch)
+    profile = runtime_named(runtime)
+    of_stages = {name: others[name] for name in ("micro_batches", "schedule", "virtual_stages")}
+    check_recipes(recipe, profile and profile.name, global_batch, **of_stages)
+    is_priced = recipe is not None and profile is not None
+    check_previous(previous, model, of_recipes=recipe is None and global_batch is not None, is_priced=is_priced)
+    split_inputs(example_inputs)
+    return Call(
+        model=model,
+        target=target,
+        example_inputs=example_inputs,
+        memory_budget=checked_budget(memory_budget),
+        global_batch=global_batch,
+        recipe=recipe,
+        previous=previous,
+        runtime=profile,
+        cluster=target if isinstance(target, Cluster) else None,
+        **others,
+    )
+
+
+def prove_call(
+    model: nn.Module,
+    target: DeviceMesh | Mesh | Cluster | Plan,
+    *,
+    example_inputs: ExampleInputs,
+    mesh: Mesh | None,
+    memory_budget: int | None,
+    **others: Any,
+) -> Call:
+    """The arguments of `prove`, checked."""
+    _check_shared(model, **others)
+    fixed = checked_plan(target) if isinstance(target, Plan) else None
+    if fixed is None:
+        check_target(target, mesh)
+    split_inputs(example_inputs)
+    return Call(
+        model=model,
+        target=target.mesh if isinstance(target, Plan) else target,
+        mesh=mesh,
+        example_inputs=example_inputs,
+        fixed=fixed,
+        memory_budget=checked_budget(memory_budget),
+        cluster=target if isinstance(target, Cluster) else None,
+        **others,
+    )
+
+
+def _check_shared(model: Any, **given: Any) -> None:
+    check_model(model, (ShardedModule, TrainStep))
+    check_backend(given.get("backend", "auto"))
+    check_loss(given["loss_fn"])
+    check_flags(strict=given.get("strict", False))
+    check_limits(time_budget_s=given["time_budget_s"])

@@ -1,0 +1,1 @@
+"""Rewrites of torch.fx graphs that know no engine."""

@@ -1,0 +1,68 @@
+"""A graph cut in two: what some of its results need, and the rest, which goes on from there."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import fx
+
+from autoshard.graphs.extract_graph import extract_graph
+from autoshard.ir.collectives import is_wait
+
+
+def cut_graph(
+    root: fx.GraphModule, results: Collection[int], *, hands_on_inputs: bool = False
+) -> tuple[fx.GraphModule, fx.GraphModule, int]:
+    """The graph of some results, the graph of all others, and how many values the second takes of the first.
+
+    The first takes the inputs of `root`, and returns its results, then these values; the second takes them, then the
+    same inputs. Collectives are waited for where they are sent.
+
+    Args:
+        root: a functional graph that returns a flat tuple.
+        results: places of the first graph's results among those of `root`, in order.
+        hands_on_inputs: the second takes the inputs that it reads as values of the first, and no others.
+
+    Example:
+        >>> graph = fx.Graph()
+        >>> x, y = graph.placeholder("x"), graph.placeholder("y")
+        >>> total = graph.call_function(torch.ops.aten.add.Tensor, (x, x))
+        >>> total.meta["val"] = torch.ones(2)
+        >>> _ = graph.output((total, graph.call_function(torch.ops.aten.mul.Tensor, (total, y))))
+        >>> first, second, _ = cut_graph(fx.GraphModule({}, graph), (0,), hands_on_inputs=True)
+        >>> [node.name for node in second.graph.nodes]
+        ['y', 'add_tensor', 'mul_tensor', 'output']
+    """
+    nodes = list(root.graph.nodes)
+    returned: Sequence[fx.Node] = nodes[-1].args[0]
+    firsts = [returned[index] for index in results]
+    others = [result for index, result in enumerate(returned) if index not in results]
+    needed = _needed(nodes, firsts)
+    rest = [node for node in nodes[:-1] if node.op != "placeholder" and node not in needed]
+    read = {operand for node in rest for operand in node.all_input_nodes} | set(others)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    handed_on = set(inputs) if hands_on_inputs else set()
+    kept = [node for node in nodes if node in read and (node in handed_on or (node in needed and _is_tensor(node)))]
+    first = extract_graph(root.graph, inputs, needed, [*firsts, *kept])
+    second = extract_graph(root.graph, kept if hands_on_inputs else [*kept, *inputs], set(rest), others)
+    return fx.GraphModule(root, first), fx.GraphModule(root, second), len(kept)
+
+
+def _needed(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
+    """The calls that results need, with all parts of tuples and the end of each collective among them."""
+    needed, waiting = set[fx.Node](), list(results)
+    while waiting:
+        node = waiting.pop()
+        if node.op != "placeholder" and node not in needed:
+            needed.add(node)
+            waiting += node.all_input_nodes
+    for node in nodes:
+        if (node.target is operator.getitem or is_wait(node)) and node.all_input_nodes[0] in needed:
+            needed.add(node)
+    return needed
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor) and node.op != "get_attr"

@@ -1,0 +1,17 @@
+"""The text and the page of a plan and of its answers. `autoshard.report` registers a function for each class."""
+
+from __future__ import annotations
+
+from functools import singledispatch
+
+
+@singledispatch
+def text_of(item: object) -> str:
+    """An item as text, as `print` shows it."""
+    raise TypeError(f"no text is registered for {type(item).__name__}: import autoshard.report")
+
+
+@singledispatch
+def page_of(item: object) -> str:
+    """An item as one page of HTML."""
+    raise TypeError(f"no page is registered for {type(item).__name__}: import autoshard.report")

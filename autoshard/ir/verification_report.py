@@ -1,0 +1,57 @@
+"""The report of a proof: what was proven, and what the proof rests on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from autoshard.ir.mesh import Mesh
+
+
+@dataclass(frozen=True, slots=True)
+class VerificationReport:
+    """What was proven, and what the proof rests on.
+
+    Args:
+        mesh: the mesh of the lowered program.
+        nodes: nodes of the lowered program, each part of a proof.
+        values: values of the traced program whose local form was derived.
+        results: kind of result to how many there are, each of which arrives as its slot promises.
+        collectives: "all_reduce over data" to how many there are.
+        rules: operator to the number of traced calls that rest on its sharding rule.
+        assumptions: what the proof takes for granted, one sentence each.
+        seconds: how long it took.
+    """
+
+    mesh: Mesh
+    nodes: int
+    values: int
+    results: Mapping[str, int]
+    collectives: Mapping[str, int]
+    rules: Mapping[str, int]
+    assumptions: tuple[str, ...]
+    seconds: float
+
+    def assuming(self, sentence: str) -> VerificationReport:
+        """The report with one more assumption."""
+        return replace(self, assumptions=(*self.assumptions, sentence))
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON data."""
+        return {**asdict(self), "mesh": dict(self.mesh.axes)}
+
+    def __str__(self) -> str:
+        calls = sum(self.rules.values())
+        lines = [
+            f"verified: {self.nodes} nodes on {self.mesh} hold {self.values} traced values, in {self.seconds:.2f} s",
+            f"  proven: {_counted(self.results)}, as they are promised",
+            f"  communication: {_counted(self.collectives) or 'none'}",
+            f"  rests on {len(self.rules)} sharding rules, for {calls} calls: {_counted(self.rules)}",
+            *(f"  assumed: {item}" for item in self.assumptions or ("nothing besides",)),
+        ]
+        return "\n".join(lines)
+
+
+def _counted(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in counts.items())

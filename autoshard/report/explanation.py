@@ -1,0 +1,177 @@
+"""Tables of what a plan answers: `explain`, `why_not`, `limits`, `compare`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from rich.table import Table
+
+from autoshard.ir.answers import Comparison, Explanation, Limits, Outcome, Variant, WhyNot
+from autoshard.ir.show import text_of
+from autoshard.ir.text import any_block, as_text, common_name, format_bytes, format_time
+
+_SHOWN_S = 1e-9
+"""Parts of a step that differ by less than this, seconds, are rounding of sums."""
+
+
+@text_of.register
+def explanation_text(explained: Explanation) -> str:
+    """Each spec that a value could have, with the best plan for it."""
+    limit = (
+        "without a memory limit"
+        if explained.memory_budget is None
+        else f"within {format_bytes(explained.memory_budget)}"
+    )
+    together = f" (with {len(explained.alike)} alike)" if explained.alike else ""
+    shape = "x".join(map(str, explained.shape)) or "a scalar"
+    table = Table("spec", "step", "beside", "peak memory", "where it differs")
+    for item in (explained.chosen, *explained.others):
+        table.add_row(repr(item.spec), *_cells(item, explained.chosen))
+    head = f"{explained.name}: {shape}{together}; the best plan for each spec, {limit}"
+    kernels = [f"backend='triton' runs {item}" for item in explained.kernels]
+    return as_text(head, table, *_of_recipes(explained), *kernels)
+
+
+def _of_recipes(explained: Explanation) -> list[str | Table]:
+    """The recipes in words, and what the chosen one does with the value."""
+    parts: list[str | Table] = [
+        f"{item.spec!r}: {item.recipe.words}." for item in (explained.chosen, *explained.others) if item.recipe
+    ]
+    if explained.memory:
+        held = ", ".join(f"{format_bytes(size)} of {name}" for name, size in explained.memory.items())
+        parts.append(f"On each device: {held}.")
+    if explained.costs:
+        table = Table("what the step does with it", "over", "bytes", "times", "alone")
+        for item in explained.costs:
+            size, time = format_bytes(item.size_bytes), format_time(item.time_s)
+            table.add_row(item.what, item.axis, size, str(item.times), time)
+        parts.append(table)
+    return parts
+
+
+@text_of.register
+def why_not_text(answer: WhyNot) -> str:
+    """Each way of using a feature, with the best plan that does."""
+    if answer.reference is None:
+        return as_text(_answer(answer), _variants_table(answer.chosen, answer.variants))
+    table = _variants_table(answer.reference, answer.variants, answer.reference.name)
+    own = format_time(answer.chosen.step_time_s or 0.0)
+    return as_text(
+        f"A plan of specs, as this one ({own}), has no such choice: a forecast, by recipes for the same "
+        "devices, batch and memory.",
+        _answer(answer),
+        table,
+    )
+
+
+def _answer(answer: WhyNot) -> str:
+    if answer.used:
+        return f"The plan does use {answer.feature}, {answer.used}; in other ways:"
+    fitting = [item for item in answer.variants if item.fits]
+    if not answer.variants:
+        return f"{answer.feature}: {answer.missing}."
+    if not fitting:
+        return f"{answer.feature}: no plan with it fits in memory."
+    best, other = fitting[0], answer.reference or answer.chosen
+    if best.step_time_s is None:
+        return ""
+    takes = f"{answer.feature}: the best plan with it, {best.name}, takes {format_time(best.step_time_s)}"
+    if other.step_time_s is None:
+        return f"{takes}; no plan without it fits in memory."
+    beside = "the chosen one" if answer.reference is None else "the best without it"
+    return f"{takes}, {difference(best.step_time_s, other.step_time_s)} beside {beside}."
+
+
+@text_of.register
+def limits_text(limits: Limits) -> str:
+    """Each change of a limit, with the best plan under it."""
+    limit = "no limit" if limits.memory_budget is None else f"a limit of {format_bytes(limits.memory_budget)}"
+    used = format_bytes(limits.chosen.peak_memory_bytes or 0)
+    head = f"Peak memory {used} of {limit}. What more of each would be worth, planned again with it:"
+    end = f"Worth most: {limits.binding}." if limits.binding else "No single change is worth a thousandth of a step."
+    if limits.memory_worth_s_per_byte:
+        end += f" A GiB more of memory is worth {format_time(2**30 * limits.memory_worth_s_per_byte)} at first."
+    return as_text(head, _variants_table(limits.chosen, limits.variants), end)
+
+
+@text_of.register
+def comparison_text(both: Comparison) -> str:
+    """Two plans side by side."""
+    costs = Table("", "this plan", "the other", "difference", title="Cost of one step", title_justify="left")
+    costs.add_row("mesh", *both.meshes, "")
+    for name, pair in both.recipe_fields.items():
+        costs.add_row(f"recipe: {name}", *map(str, pair), "")
+    if (both.recipes[0] is None) != (both.recipes[1] is None):
+        costs.add_row("recipe", *("none: specs" if item is None else item.words for item in both.recipes), "")
+    costs.add_row("step time", *map(format_time, both.step_time_s), difference(*reversed(both.step_time_s)))
+    mine, others = both.tokens_per_s
+    if mine is not None and others is not None:
+        costs.add_row("tokens per second", f"{mine:,.0f}", f"{others:,.0f}", difference(others, mine))
+    for name, (first, second) in {**both.breakdown, **both.hidden}.items():
+        costs.add_row(f"  {name}", format_time(first), format_time(second), _signed(second - first, format_time))
+    first, second = both.peak_memory_bytes
+    costs.add_row("peak memory", format_bytes(first), format_bytes(second), difference(second, first))
+    for name, (first, second) in both.memory_breakdown.items():
+        costs.add_row(f"  {name}", format_bytes(first), format_bytes(second), _signed(second - first, format_bytes))
+    return as_text(costs, _specs(both) or "All specs are the same.")
+
+
+def _specs(both: Comparison) -> Table | None:
+    """The specs that differ; values that differ in numbers of their names alone share a row."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, pair in {**both.parameters, **both.outputs}.items():
+        specs = ("-" if spec is None else repr(spec) for spec in pair)
+        groups.setdefault((any_block(name), *specs), []).append(name)
+    if not groups:
+        return None
+    table = Table("value", "count", "this plan", "the other", title="Where they differ", title_justify="left")
+    for (_, *specs), names in groups.items():
+        table.add_row(common_name(names), str(len(names)), *specs)
+    return table
+
+
+def _variants_table(chosen: Outcome, variants: tuple[Variant, ...], name: str = "the plan") -> Table:
+    table = Table("", "step", "beside", "peak memory", "where it differs")
+    time, word, *others = _cells(chosen, chosen)
+    table.add_row(name, time, word if name == "the plan" else "", *others)
+    for item in variants:
+        table.add_row(item.name, *_cells(item, chosen))
+    return table
+
+
+def _cells(item: Outcome, chosen: Outcome) -> list[str]:
+    """Step time, that beside the chosen plan's, peak memory, and the parts that differ most."""
+    if item.step_time_s is None or item.peak_memory_bytes is None or item.breakdown is None:
+        return ["does not fit" if item.smallest_bytes else "excluded", "", _needs(item), ""]
+    if item is chosen or chosen.step_time_s is None or chosen.breakdown is None:
+        word = "chosen" if item is chosen else ""
+        return [format_time(item.step_time_s), word, format_bytes(item.peak_memory_bytes), ""]
+    return [
+        format_time(item.step_time_s),
+        difference(item.step_time_s, chosen.step_time_s),
+        format_bytes(item.peak_memory_bytes),
+        _largest_differences({**item.breakdown, **item.hidden}, {**chosen.breakdown, **chosen.hidden}),
+    ]
+
+
+def _largest_differences(parts: Mapping[str, float], others: Mapping[str, float]) -> str:
+    """The two parts that differ most: `communication over data +1.2 ms`."""
+    changes = {name: parts.get(name, 0.0) - others.get(name, 0.0) for name in {**parts, **others}}
+    largest = sorted(changes.items(), key=lambda item: -abs(item[1]))[:2]
+    return ", ".join(f"{name} {_signed(change, format_time)}" for name, change in largest if abs(change) >= _SHOWN_S)
+
+
+def _needs(item: Outcome) -> str:
+    return f"needs {format_bytes(item.smallest_bytes)}" if item.smallest_bytes else ""
+
+
+def difference(value: float, reference: float) -> str:
+    """A change as a share: `+12.5%`."""
+    if reference <= 0:
+        return "-"
+    change = f"{value / reference - 1:+.1%}"
+    return "+0.0%" if change == "-0.0%" else change
+
+
+def _signed(change: float, text: Callable[[float], str]) -> str:
+    return f"{'-' if change < 0 else '+'}{text(abs(change))}"

@@ -1,0 +1,280 @@
+"""Plans as text: the tables that `print(plan)` shows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich.table import Table
+
+from autoshard.ir.kernels import KernelUse
+from autoshard.ir.offload import Offload
+from autoshard.ir.plan import Plan
+from autoshard.ir.plan_parts import ParameterPlan
+from autoshard.ir.recompute import Recompute
+from autoshard.ir.show import text_of
+from autoshard.ir.text import any_block, as_text, common_name, format_bytes, format_time
+
+_SHOWN_CALLS, _SHOWN_INPUTS = 4, 6
+
+_TOLD = 0.05
+"""Part of all parameters from which on a layout is told in the sentence above the tables."""
+
+
+@text_of.register
+def render_plan(plan: Plan) -> str:
+    """A plan as tables, without colours, as wide as the terminal but at most 110 columns (so where there is none)."""
+    kernels, whole = plan.predicted.kernels, plan.replicated_operators
+    tables = [_stage_table(plan)] if plan.stages else []
+    tables += [_parameter_table(plan.parameters), _cost_table(plan)]
+    tables += [_kernel_table(kernels.uses)] if kernels.uses else []
+    tables += [_replicated_table(whole)] if whole else []
+    return as_text(summary(plan), *in_words(plan), *running_lines(plan), *tables)
+
+
+def summary(plan: Plan) -> str:
+    """A plan in one sentence."""
+    predicted = plan.predicted
+    gap = "no bound" if plan.gap is None else f"gap {plan.gap:.2%}"
+    budget = "no limit" if plan.memory_budget is None else f"limit {format_bytes(plan.memory_budget)}"
+    return (
+        f"Plan on {plan.mesh}{_precision(plan)}, priced for {plan.hardware}: "
+        f"step {format_time(predicted.step_time_s)}{_interval(plan)}, "
+        f"peak memory {format_bytes(predicted.peak_memory_bytes)} per device ({budget}); "
+        f"searched {format_time(plan.search_time_s)}, {gap}."
+        + (" A forecast: communication runs beside computation." if predicted.overlaps else "")
+        + (" The search was interrupted: this is the best plan until then." if plan.was_interrupted else "")
+        + _schedule(plan)
+        + _recompute(plan)
+        + _offload(plan)
+        + (f"\nWith {predicted.kernels}." if predicted.kernels.uses else "")
+    )
+
+
+def in_words(plan: Plan) -> list[str]:
+    """One sentence: the axes that split inputs, and where most parameters lie; nothing for a plan without parameters.
+
+    "Inputs are split over data; 64% of parameters are ZeRO-3 over model, copied over data, 36% are split over model."
+    """
+    if not plan.parameters:
+        return []
+    inputs = [plan.nodes[name].outputs[0] for name in plan.nodes if name.startswith("input_")]
+    axes = [axis for axis in plan.mesh.axis_names if any(axis in spec.sharded_axes for spec in inputs)]
+    counts = plan.layouts or _split_elements(plan.parameters)
+    total = sum(counts.values())
+    places = [
+        f"{count / total:.0%} of parameters are {place.replace(';', ',')}"
+        for place, count in counts.items()
+        if count >= _TOLD * total
+    ]
+    split = f"split over {' and '.join(axes)}" if axes else "whole on every rank"
+    return [f"Inputs are {split}; {', '.join(places)}."]
+
+
+def _split_elements(parameters: Mapping[str, ParameterPlan]) -> dict[str, int]:
+    """Elements of parameters by the axes that split these, most first."""
+    counts: dict[str, int] = {}
+    for item in parameters.values():
+        axes = item.spec.sharded_axes
+        place = f"split over {' and '.join(axes)}" if axes else "whole on every rank"
+        counts[place] = counts.get(place, 0) + math.prod(item.shape)
+    return dict(sorted(counts.items(), key=lambda pair: -pair[1]))
+
+
+def _precision(plan: Plan) -> str:
+    return "" if plan.precision is None else f" in {plan.precision}"
+
+
+def running_lines(plan: Plan) -> list[str]:
+    """The recipe of a plan, where it has one; the batch of a step; and whether `compile` runs the plan."""
+    lines = [_batch(plan)]
+    if plan.recipe is not None:
+        lines.insert(0, f"Recipe: {plan.recipe.words}.")
+    if plan.runs:
+        trains = plan.recipe is not None or plan.updates or plan.stages
+        given = f"model, {plan.mesh}{', optimizer=...' if trains else ''}, plan=plan"
+        parts = f", in {plan.micro_batches} micro-batches" if plan.micro_batches > 1 else ""
+        return [*lines, f"compile({given}) runs it{parts}."]
+    if plan.offload.host_bytes:
+        size, time = format_bytes(plan.offload.host_bytes), format_time(plan.offload.time_s)
+        lines.append(f"Offload: {size} on the host for each device, at most; {time} of a step's copies are waited for.")
+    why = plan.forecast or ("" if plan.recipe is None else plan.recipe.without_program)
+    if why:
+        return [*lines, f"A forecast, which compile does not run: {why}."]
+    return [
+        *lines,
+        f"The price of a run under runtime={plan.runtime!r}. For compile, plan with recipe=plan.recipe.",
+    ]
+
+
+def _batch(plan: Plan) -> str:
+    """A recipe's batch in sequences; of other plans the inputs of a call, or of a micro-batch."""
+    recipe = plan.recipe
+    if recipe is not None and (recipe.is_complete or recipe.global_batch is not None):
+        return f"Batch: {recipe.batch} sequences."
+    parts = plan.micro_batches if plan.order is None else plan.order.micro_batches
+    shown = [f"{name} {text}" for name, text in plan.inputs.items()]
+    more = f" and {len(shown) - _SHOWN_INPUTS} others" if len(shown) > _SHOWN_INPUTS else ""
+    title = f"Inputs of each of {parts} micro-batches" if parts > 1 else "Inputs"
+    return f"{title}: {', '.join(shown[:_SHOWN_INPUTS]) or 'none'}{more}."
+
+
+def _schedule(plan: Plan) -> str:
+    """How stages take turns, as a line of its own."""
+    if plan.order is None:
+        return ""
+    ranks, virtual, bubble = len(plan.order.ranks), plan.order.virtual_stages, plan.predicted.breakdown.get("bubble", 0)
+    each = f" ({virtual} on each)" if virtual > 1 else ""
+    share = bubble / plan.predicted.step_time_s if plan.predicted.step_time_s > 0 else 0.0
+    return (
+        f"\nSchedule {plan.schedule}: {len(plan.stages)} stages on {ranks} ranks{each}, {plan.order.micro_batches} "
+        f"micro-batches, bubble {share:.0%}."
+    )
+
+
+def _stage_table(plan: Plan) -> Table:
+    columns = ("stage", "rank", "parameters", "busy", "computed again", "peak of its rank")
+    table = Table(*columns, title="Stages", title_justify="left")
+    for row in stage_rows(plan):
+        table.add_row(*row)
+    return table
+
+
+def _first_and_last(names: Sequence[str]) -> str:
+    return " to ".join(dict.fromkeys((names[0], names[-1]))) if names else ""
+
+
+def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """Rows of a table of stages: number, rank, parameters, time in a step, nodes computed again, memory of the rank."""
+    assert plan.order is not None, "stages run in an order"
+    return [
+        (
+            str(number),
+            str(rank),
+            _first_and_last(list(stage.parameters)),
+            format_time(stage.predicted.step_time_s),
+            str(len(stage.recompute.nodes)),
+            format_bytes(stage.predicted.peak_memory_bytes),
+        )
+        for number, (stage, rank) in enumerate(zip(plan.stages, plan.order.stage_ranks, strict=True))
+    ]
+
+
+def _recompute(plan: Plan) -> str:
+    """What is recomputed, and what that saves and costs, as a line of its own."""
+    return f"\nRecompute: {_saving(plan.recompute, plan.recomputed)}." if plan.recompute.nodes else ""
+
+
+def _offload(plan: Plan) -> str:
+    """What is offloaded, and what that saves and costs, as a line of its own."""
+    if not plan.offload.nodes:
+        return ""
+    host = format_bytes(plan.offload.host_bytes)
+    return f"\nOffload: {_saving(plan.offload, plan.offloaded)}; {host} on the host for each device."
+
+
+def _saving(item: Recompute | Offload, nodes: Mapping[str, Sequence[str]]) -> str:
+    """Count and modules of nodes, by module, with the bytes they save and the time they cost."""
+    saved, time, count = format_bytes(item.saved_bytes), format_time(item.time_s), sum(map(len, nodes.values()))
+    modules = ", ".join(dict.fromkeys(any_block(module) or "the model" for module in nodes))
+    return f"{count} of {item.candidates} nodes, {saved} saved for {time}: {modules}"
+
+
+def _interval(plan: Plan) -> str:
+    """The interval of the step time with its coverage: ` (90 %: 1.1 ms to 1.3 ms)`."""
+    interval, coverage = plan.predicted.step_time_interval_s, plan.predicted.interval_coverage
+    if interval is None or coverage is None:
+        return ""
+    return f" ({coverage:.0%}: {format_time(interval[0])} to {format_time(interval[1])})"
+
+
+def _parameter_table(parameters: Mapping[str, ParameterPlan]) -> Table:
+    table = Table("parameter", "count", "shape", "spec", "bytes per device", title="Parameters", title_justify="left")
+    for row in parameter_rows(parameters):
+        table.add_row(*row)
+    return table
+
+
+def parameter_rows(parameters: Mapping[str, ParameterPlan]) -> list[tuple[str, str, str, str, str]]:
+    """Name, count, shape, spec, bytes on each device; parameters that differ in numbers of their names share a row."""
+    groups: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
+    for name, item in parameters.items():
+        groups.setdefault((any_block(name), item.shape, repr(item.spec)), []).append(name)
+    return [
+        (
+            common_name(names),
+            str(len(names)),
+            "x".join(map(str, shape)),
+            spec,
+            format_bytes(sum(parameters[name].local_bytes for name in names)),
+        )
+        for (_, shape, spec), names in groups.items()
+    ]
+
+
+def _cost_table(plan: Plan) -> Table:
+    table = Table("predicted", "value", title="Cost of one step", title_justify="left")
+    for name, seconds in {**plan.predicted.breakdown, **plan.predicted.hidden}.items():
+        table.add_row(name, format_time(seconds))
+    for name, size in plan.predicted.memory_breakdown.items():
+        table.add_row(f"memory: {name}", format_bytes(size))
+    for name, value in [*figure_rows(plan), *baseline_rows(plan)]:
+        table.add_row(name, value)
+    return table
+
+
+def figure_rows(plan: Plan) -> list[tuple[str, str]]:
+    """What is predicted beside time and memory: throughput, utilisation, layouts."""
+    predicted, total = plan.predicted, sum(plan.layouts.values())
+    rows: list[tuple[str, str]] = []
+    if predicted.tokens_per_s is not None:
+        rows.append(("tokens/s", f"{predicted.tokens_per_s:,.0f}"))
+    if predicted.mfu is not None:
+        rows.append(("model FLOPs utilisation", f"{predicted.mfu:.1%}"))
+    if predicted.hfu is not None:
+        rows.append(("hardware FLOPs utilisation", f"{predicted.hfu:.1%}"))
+    if predicted.expert_load is not None:
+        rows.append(("busiest experts, assumed", f"{predicted.expert_load:.2f} x the mean of tokens"))
+    rows += [(f"layout: {layout}", f"{count / total:.1%} of parameters") for layout, count in plan.layouts.items()]
+    return rows
+
+
+def baseline_rows(plan: Plan) -> list[tuple[str, str]]:
+    """What the search minimises, of the plan and of the known recipes.
+
+    It is not the predicted time of a step, which knows kernels, and how long the host takes to issue them.
+    """
+    if not plan.baselines:
+        return []
+    rows = [("objective of the search", format_time(plan.objective))]
+    for name, seconds in plan.baselines.items():
+        found = "does not fit" if seconds is None else f"{format_time(seconds)}, {times_chosen(seconds, plan)}"
+        rows.append((f"baseline: {name}", found))
+    return rows
+
+
+def times_chosen(seconds: float, plan: Plan) -> str:
+    """An objective as a multiple of the plan's: `1.25 x`."""
+    return f"{seconds / plan.objective:.2f} x" if plan.objective > 0 else ""
+
+
+def _kernel_table(uses: Iterable[KernelUse]) -> Table:
+    columns = ("kernel", "phase", "times", "launches saved", "bytes saved", "the first stands for")
+    table = Table(*columns, title="Kernels", title_justify="left")
+    alike: dict[tuple[str, str], list[KernelUse]] = {}
+    for use in uses:
+        alike.setdefault((use.name, use.phase), []).append(use)
+    for (name, phase), same in alike.items():
+        launches = sum(use.times * use.saved_launches for use in same)
+        saved = format_bytes(sum(use.times * use.saved_bytes for use in same))
+        calls = [*same[0].stands_for, *(f"copy of {name}" for name, *_ in same[0].copies)]
+        shown = ", ".join(calls[:_SHOWN_CALLS]) + (", ..." if len(calls) > _SHOWN_CALLS else "")
+        table.add_row(name, phase, str(sum(use.times for use in same)), str(launches), saved, shown)
+    return table
+
+
+def _replicated_table(operators: Iterable[tuple[str, str]]) -> Table:
+    table = Table("operator without a rule", "line", title="Runs whole on every device", title_justify="left")
+    for operator, line in operators:
+        table.add_row(operator, line or "-")
+    return table

@@ -1,0 +1,1 @@
+"""How ranks compare their calls, and notice which rank is missing."""

@@ -1,0 +1,165 @@
+"""Ranks agree, or all of them raise.
+
+Ranks that run different programs would hang or, worse, compute nonsense. Before a program runs, each rank
+tells all others what it is about to do; any difference is an error on every rank. A rank that never comes is an error
+too, on every other rank, within the time that the user allows (`Options(timeout_s=)`).
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, TypeVar
+
+from autoshard.errors import AutoshardError, LostRankError, RankMismatchError
+from autoshard.runtime.agreement.control_channel import TIMEOUT_S, ControlChannel
+from autoshard.runtime.agreement.one_thread import OneThread
+from autoshard.runtime.agreement.vector_exchange import VectorExchange, connect
+
+_LOGGER = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """The name of a fact about what only some ranks hold, compared among those at one place.
+
+    Args:
+        name: for messages.
+        place: the same on ranks that hold the same piece.
+    """
+
+    name: str
+    place: str
+
+    def __str__(self) -> str:
+        """The name alone."""
+        return self.name
+
+
+Facts = Mapping[str | Held, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """Message of a rank that ended in an error of its own."""
+
+    error: str
+
+
+class ControlGroup:
+    """All of `ranks`, who agree about small things.
+
+    Args:
+        ranks: numbers of the processes; this one is among them.
+        timeout_s: see `ControlChannel`.
+    """
+
+    def __init__(self, ranks: Sequence[int], timeout_s: float = TIMEOUT_S) -> None:
+        self.channel = ControlChannel(ranks, timeout_s)
+        self.one_thread = OneThread()
+        self._is_telling = False
+
+    @cached_property
+    def vectors(self) -> VectorExchange | None:
+        """A faster way for a few numbers, if there is one; first asked for by all ranks together."""
+        found = connect(self.channel)
+        if found is None and self.channel.rank == self.channel.ranks[0]:
+            _LOGGER.warning(
+                "ranks cannot open connections to each other, so that what they compare at each call goes through the "
+                "store of the run, which takes milliseconds: where they matter, pass Options(check='first')"
+            )
+        return found
+
+    def agree(self, facts: Callable[[], Facts], what: str = "compile the same program") -> None:
+        """Raise `RankMismatchError` on every rank unless all ranks hold the same `facts`.
+
+        Args:
+            facts: by name; a fact named by a `Held` is compared among the ranks that have it.
+            what: what comes next, for the error of who waits in vain.
+        """
+        everyone = self.gather(dict(facts()), what)
+        names = dict.fromkeys(name for theirs in everyone for name in theirs)
+        differing = [name for name in names if len(set(_found(name, everyone))) > 1]
+        if differing:
+            raise RankMismatchError(
+                f"Ranks disagree about {', '.join(map(str, differing[:_SHOWN]))}"
+                f"{f' and {len(differing) - _SHOWN} more' if len(differing) > _SHOWN else ''}. "
+                + "; ".join(self._describe(name, everyone) for name in differing[:_SHOWN])
+                + ". Every rank must build the same model (same seed, or the same checkpoint), and call it alike: "
+                "in the same mode, with the same inputs (seed the shuffle alike) and hyperparameters. Where they "
+                "are to differ in their last digits, pass Options(check='first')."
+            )
+
+    def share(self, compute: Callable[[], T], what: str = "take the first rank's plan") -> T:
+        """What `compute` gives on the first rank, on every rank; an error of it is raised on every rank."""
+        mine: Any = None
+        if self.channel.rank == self.channel.ranks[0]:
+            with self.telling_errors(), self.channel.showing_life(what):
+                try:
+                    mine = compute()
+                except AutoshardError as error:
+                    mine = error
+        result = self.gather(mine, what)[0]
+        if isinstance(result, AutoshardError):
+            raise result
+        return result
+
+    @contextmanager
+    def telling_errors(self) -> Iterator[None]:
+        """Within, an error of this rank alone reaches those that wait for it."""
+        if self._is_telling:
+            yield
+            return
+        self._is_telling = True
+        try:
+            yield
+        except (RankMismatchError, LostRankError):
+            raise  # all ranks raise it
+        except BaseException as error:
+            self.channel.say(pickle.dumps(_Failed(f"{type(error).__name__}: {error}")))
+            raise
+        finally:
+            self._is_telling = False
+
+    @contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        """Within, other ranks see that this one is at work, and hear of its error."""
+        with self.telling_errors(), self.channel.showing_life(what):
+            yield
+
+    def gather(self, value: T, what: str) -> list[T]:
+        """The value of each rank, in the order of ranks; `what` as for `agree`."""
+        everyone = [pickle.loads(said) for said in self.channel.exchange(pickle.dumps(value), what)]
+        failed = {rank: said.error for rank, said in zip(self.channel.ranks, everyone, strict=True) if _is_failed(said)}
+        if failed:
+            rank, error = next(iter(failed.items()))
+            raise RankMismatchError(
+                f"Ranks {list(failed)} failed while the other ranks were to {what}. Rank {rank}: {error}"
+            )
+        return everyone
+
+    def _describe(self, name: str | Held, everyone: Sequence[Facts]) -> str:
+        """`seed: 0 on ranks [0, 1], 1 on ranks [2]`."""
+        holders: dict[str, list[int]] = {}
+        for rank, theirs in zip(self.channel.ranks, everyone, strict=True):
+            if name in theirs or not isinstance(name, Held):
+                holders.setdefault(theirs.get(name, "nothing"), []).append(rank)
+        return f"{name}: " + ", ".join(f"{value} on ranks {ranks}" for value, ranks in holders.items())
+
+
+_SHOWN = 4
+
+
+def _is_failed(said: object) -> bool:
+    return isinstance(said, _Failed)
+
+
+def _found(name: str | Held, everyone: Sequence[Facts]) -> list[str | None]:
+    """What ranks hold under a name; of a `Held`, those that have it."""
+    return [theirs.get(name) for theirs in everyone if name in theirs or not isinstance(name, Held)]

@@ -1,0 +1,53 @@
+"""Numbers computed on devices, read without waiting: those on an accelerator one call later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoshard.runtime.agreement.control_group import Held
+
+BEFORE = " of the call before"
+
+
+@dataclass(frozen=True, slots=True)
+class _OnTheirWay:
+    """Numbers that are being copied to the host, by name."""
+
+    names: tuple[Held, ...]
+    values: torch.Tensor
+    arrived: Any
+
+
+class LateNumbers:
+    """Numbers on their way from an accelerator."""
+
+    def __init__(self) -> None:
+        self._before: _OnTheirWay | None = None
+
+    def read(self, numbers: Mapping[Held, int | torch.Tensor]) -> dict[Held, int]:
+        """Numbers that are known now: those on the host, and from accelerators those of the call before.
+
+        Args:
+            numbers: on the host, or 0-dim int64 tensors on an accelerator.
+        """
+        known = {name: number for name, number in numbers.items() if isinstance(number, int)}
+        away = {name: number for name, number in numbers.items() if isinstance(number, torch.Tensor)}
+        before, self._before = self._before, _start(away) if away else None
+        if before is not None:
+            before.arrived.synchronize()
+            earlier = [Held(f"{name.name}{BEFORE}", name.place) for name in before.names]
+            known |= dict(zip(earlier, before.values.tolist(), strict=True))
+        return known
+
+
+def _start(numbers: Mapping[Held, torch.Tensor]) -> _OnTheirWay:
+    values = torch.stack(list(numbers.values()))
+    arriving = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
+    arriving.copy_(values, non_blocking=True)
+    arrived = torch.Event(values.device)
+    arrived.record()
+    return _OnTheirWay(tuple(numbers), arriving, arrived)

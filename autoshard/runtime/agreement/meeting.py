@@ -1,0 +1,155 @@
+"""The processes of one attempt of a run find each other, in a store that outlives attempts.
+
+`torchrun` restarts all processes of a run when one of them ends, and keeps one store for all attempts. What processes
+that are gone left there (addresses of Gloo's, counts) misleads those that come after, and no variable tells attempts
+apart on several nodes. So processes meet before they make a process group:
+
+1. Each process adds a line to a list: its rank, and a number that it draws.
+2. Rank 0 draws a token, and shows it beside the latest number of each rank; anew, whenever the list has more.
+3. Who finds its own number there says so under the token.
+4. Once all ranks said so, all of them are there: rank 0 says that they met, and the token is the prefix of all keys.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from autoshard.errors import LostRankError, NotAvailableError
+from autoshard.runtime.agreement.lost_ranks import naming_a_lost_store
+
+_CAME, _SHOWN, _SAID, _VERDICT = "autoshard/came", "autoshard/shown", "said", "verdict"
+_ALL_CAME = "all"
+_GRACE_S = 5.0
+"""How much longer the other ranks wait than rank 0, which names the missing ones."""
+
+_SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
+
+
+def launcher_keeps_store() -> bool:
+    """Whether `torchrun` started this process, with a store of its own that outlives a restart."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def refuse_a_kept_store(store: dist.Store) -> None:
+    """Raise where a process group has the launcher's store for its own, and processes before this one used it.
+
+    Args:
+        store: of the process group.
+
+    Raises:
+        NotAvailableError: so it is.
+    """
+    restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if restarts and launcher_keeps_store() and _is_of_launcher_alone(store):
+        raise NotAvailableError(
+            f"torch.distributed was initialized on the store that torchrun keeps over restarts, and this is restart "
+            f"{restarts}: addresses of processes that are gone are in it, so that ranks may wait for them. Leave "
+            "init_process_group and init_device_mesh out, and pass autoshard.Mesh({...}) to compile, which initializes "
+            "torch.distributed itself; or start torchrun with the environment variable "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which gives each attempt a store."
+        )
+
+
+def _is_of_launcher_alone(store: dist.Store) -> bool:
+    """Whether a process group's keys lie in the launcher's store, under torch's prefixes alone."""
+    kept = store
+    while isinstance(kept, dist.PrefixStore):
+        kept = kept.underlying_store
+    if not isinstance(kept, dist.TCPStore) or str(kept.port) != os.environ.get("MASTER_PORT"):
+        return False
+    key = f"autoshard/{secrets.token_hex(8)}"
+    store.set(key, "")
+    is_alone = any(kept.check([prefix + key]) for prefix in _PREFIXES_OF_TORCH)
+    store.delete_key(key)
+    return is_alone
+
+
+_PREFIXES_OF_TORCH = ("default_pg/0//", "0//")
+"""Where `init_process_group` finds the store, and where it is given one. Torch below 2.13 puts the attempt in front."""
+
+
+def meet(timeout_s: float) -> tuple[dist.Store, int, int]:
+    """A store of this attempt alone, this process's rank, and the number of ranks; called by all processes.
+
+    Raises:
+        LostRankError: a rank did not come within `timeout_s`.
+    """
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    with naming_a_lost_store(rank):
+        store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=timeout_s))
+        token = meet_in(store, rank, ranks, timeout_s)
+    return dist.PrefixStore(f"autoshard/{token}", store), rank, ranks
+
+
+def meet_in(store: dist.Store, rank: int, ranks: int, timeout_s: float) -> str:
+    """The token of the attempt that this process belongs to; see `meet`."""
+    number = secrets.token_hex(8)
+    store.append(_CAME, f"{rank} {number}\n")  # type: ignore[attr-defined]  (torch's stubs lack it)
+    return _lead(store, number, ranks, timeout_s) if rank == 0 else _follow(store, rank, number, timeout_s)
+
+
+def _lead(store: dist.Store, number: str, ranks: int, timeout_s: float) -> str:
+    token, shown, said = "", dict[str, str](), set[str]()
+    for _ in _until(timeout_s):
+        came = dict(line.split() for line in _lines(store, _CAME))
+        if came["0"] != number:
+            raise LostRankError(
+                "The launcher started this run again. This process, rank 0 of the attempt before, ends."
+            )
+        if came != shown:
+            token, shown = secrets.token_hex(8), came
+            store.set(_SHOWN, f"{token}\n" + "\n".join(came.values()))
+        said = set(_lines(store, f"autoshard/{token}/{_SAID}"))
+        if len(said) == ranks - 1:
+            store.set(f"autoshard/{token}/{_VERDICT}", _ALL_CAME)
+            return token
+    lost = [rank for rank in range(1, ranks) if str(rank) not in said]
+    verdict = f"Ranks {lost} did not come within {timeout_s:.0f} s{_ADVICE}"
+    store.set(f"autoshard/{token}/{_VERDICT}", verdict)
+    raise LostRankError(verdict)
+
+
+def _follow(store: dist.Store, rank: int, number: str, timeout_s: float) -> str:
+    said = ""
+    for _ in _until(timeout_s + _GRACE_S):
+        token, *numbers = _lines(store, _SHOWN) or [""]
+        if number in numbers and token != said:
+            said = token
+            store.append(f"autoshard/{token}/{_SAID}", f"{rank}\n")  # type: ignore[attr-defined]  (as above)
+        verdict = _read(store, f"autoshard/{said}/{_VERDICT}")
+        if verdict == _ALL_CAME:
+            return said
+        if verdict:
+            raise LostRankError(verdict)
+    raise LostRankError(f"Ranks [0] did not come within {timeout_s + _GRACE_S:.0f} s{_ADVICE}")
+
+
+_ADVICE = (
+    ", while the ranks of this run were to meet. A rank that ended has an error of its own: look for it first. Where a "
+    "rank works alone for longer before it compiles, pass more seconds as Options(timeout_s=)."
+)
+
+
+def _lines(store: dist.Store, key: str) -> list[str]:
+    return _read(store, key).splitlines()
+
+
+def _read(store: dist.Store, key: str) -> str:
+    """What a key holds; nothing where it is not there."""
+    return store.get(key).decode() if store.check([key]) else ""
+
+
+def _until(timeout_s: float) -> Iterator[None]:
+    """Turns, with pauses between them, for so many seconds."""
+    end, pause_s = time.monotonic() + timeout_s, _SHORTEST_PAUSE_S
+    while time.monotonic() < end:
+        yield
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)

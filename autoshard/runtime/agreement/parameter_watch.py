@@ -1,0 +1,163 @@
+"""A watch over parameters and buffers between calls: changed in place, or of other values than other ranks hold."""
+
+from __future__ import annotations
+
+import copy
+from array import array
+from collections.abc import Iterator, Sequence
+from operator import attrgetter, sub
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from autoshard.runtime.agreement.control_group import Facts, Held
+from autoshard.runtime.agreement.digests import bytes_of, digest_of_bytes, digest_of_words, words_of
+from autoshard.runtime.agreement.held import WHOLE, copies_of, facts_of, piece_of
+from autoshard.runtime.known_layouts import local_of
+from autoshard.runtime.stages.stage_meshes import is_elsewhere
+
+SAMPLE = "values of parameters and buffers"
+
+_AT_ONCE = 8
+"""Tensors whose elements are compared at a call."""
+
+_ELEMENTS = 64
+"""Elements of each that are."""
+
+
+class ParameterWatch:
+    """Over tensors as they lie from now on.
+
+    In-place changes are seen in torch's version counters. Writes that these do not show (through `.data`) are seen by
+    the values of a few elements of a few tensors at a time, where another rank holds the same piece. A parameter that
+    the ranks of another stage hold has a version too, as a change in place is a line that all ranks run.
+
+    Args:
+        named: parameters and buffers.
+        ranks: how many there are, those of every stage of a pipeline.
+    """
+
+    def __init__(self, named: Sequence[tuple[str, torch.Tensor]], ranks: int) -> None:
+        self._named = list(named)
+        self._ranks = ranks
+        self._counted = [tensor for _, tensor in self._named if not tensor.is_inference()]
+        self._versions = self._read_versions()
+        self._changes: list[int] = [0] * len(self._counted)
+        self._groups: list[tuple[str, list[_Row]]] = list(self._by_place())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterWatch:
+        """Over the copies of the tensors."""
+        result = ParameterWatch(copy.deepcopy(self._named, memo), self._ranks)
+        result._groups = result._groups if self._groups else []
+        return result
+
+    def changes(self) -> int:
+        """A digest of which tensors were changed in place how often since the last call; 0 for none."""
+        found, before = self._read_versions(), self._versions
+        self._changes, self._versions = [*map(sub, found, before)], found
+        return digest_of_bytes([array("q", self._changes)]) if found != before else 0
+
+    def sample(self, turn: int) -> dict[Held, int | torch.Tensor]:
+        """The digest of some elements of some tensors, others at each turn; nothing where no two ranks hold alike."""
+        if not self._groups:
+            return {}
+        place, rows = self._groups[turn % len(self._groups)]
+        step = self._step(turn)
+        place = f"{place} from {step}"  # stages may have other numbers of groups
+        if not rows[0].is_on_host:
+            return {Held(SAMPLE, place): digest_of_words(words_of(self._elements_at(turn)[1]))}
+        return {Held(SAMPLE, place): digest_of_bytes(row.memory(step) for row in rows)}
+
+    def elements(self, turn: int) -> dict[str, list[float]]:
+        """What `sample` reads at a turn and at the one before, by place."""
+        found: dict[str, list[float]] = {}
+        for place, elements in map(self._elements_at, (turn - 1, turn)) if self._groups else ():
+            real = torch.view_as_real(elements) if elements.is_complex() else elements
+            found.setdefault(place, []).extend(real.double().reshape(-1).tolist())
+        return found
+
+    def stop_sampling(self) -> None:
+        """Compare no values from now on."""
+        self._groups = []
+
+    def facts(self) -> Facts:
+        """What says which tensors differ: every piece's digest, and how often those that nobody shares were changed."""
+        names = [name for name, tensor in self._named if not tensor.is_inference()]
+        changed = {
+            Held(f"in-place changes of {name} between two calls", WHOLE): str(count)
+            for name, tensor, count in zip(names, self._counted, self._changes, strict=True)
+            if is_elsewhere(tensor) or self._copies(tensor) == 1
+        }
+        return {**facts_of(self._named), **changed}
+
+    def _copies(self, tensor: torch.Tensor) -> int:
+        """How many ranks hold the same piece: of a parameter, ranks of one stage."""
+        return copies_of(tensor, tensor.device_mesh.size() if isinstance(tensor, DTensor) else self._ranks)
+
+    def _read_versions(self) -> list[int]:
+        return [*map(_version_of, self._counted)]
+
+    def _elements_at(self, turn: int) -> tuple[str, torch.Tensor]:
+        """Some elements of some tensors, and their place."""
+        place, rows = self._groups[turn % len(self._groups)]
+        step = self._step(turn)
+        return place, torch.cat([row.elements(step) for row in rows])
+
+    def _step(self, turn: int) -> int:
+        """From which element on each tensor is read at a turn, before it begins again."""
+        return turn // len(self._groups) * _ELEMENTS
+
+    def _by_place(self) -> Iterator[tuple[str, list[_Row]]]:
+        """Tensors that other ranks hold too, a few at a time, all at one place, of one device and type."""
+        found: dict[tuple, list[_Row]] = {}
+        for _, tensor in self._named:
+            if is_elsewhere(tensor) or self._copies(tensor) == 1:
+                continue
+            piece, stage = piece_of(tensor), -1
+            if isinstance(tensor, DTensor) and tensor.device_mesh.size() < self._ranks:
+                stage = int(tensor.device_mesh.mesh.min())
+            if piece.local.numel() and piece.local.is_contiguous() and not tensor.is_meta:
+                found.setdefault((piece.place, stage, tensor.device, tensor.dtype), []).append(_Row(tensor))
+        for (place, stage, *_), rows in found.items():
+            for start in range(0, len(rows), _AT_ONCE):
+                yield f"{place} of stage {stage}, {start}", rows[start : start + _AT_ONCE]
+
+
+class _Row:
+    """Part of a tensor that this rank holds, as a row; that of a DTensor is kept while its local tensor is the same."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.is_on_host = tensor.device.type == "cpu"
+        self._tensor = tensor
+        self._is_distributed = isinstance(tensor, DTensor)
+        self._local: torch.Tensor | None = None
+        self._flat = tensor
+        self._bytes: Any = b""
+
+    def elements(self, step: int) -> torch.Tensor:
+        """Some elements, which lie after the step-th."""
+        self._look()
+        first, count = self._part(step)
+        return self._flat.narrow(0, first, count)
+
+    def memory(self, step: int) -> Any:
+        """The bytes of `elements`, on the CPU."""
+        self._look()
+        first, count = self._part(step)
+        size = self._flat.itemsize
+        return self._bytes[first * size : (first + count) * size]
+
+    def _part(self, step: int) -> tuple[int, int]:
+        count = len(self._flat)
+        return (0, count) if count <= _ELEMENTS else (step % (count - _ELEMENTS + 1), _ELEMENTS)
+
+    def _look(self) -> None:
+        """Find where the tensor lies now: a plain one may lie elsewhere and be the same object."""
+        local = local_of(self._tensor) if self._is_distributed else self._tensor
+        if local is not self._local or not self._is_distributed:
+            self._local, self._flat = local, local.detach().view(-1)
+            self._bytes = bytes_of(self._flat) if self.is_on_host else b""
+
+
+_version_of = attrgetter("_version")

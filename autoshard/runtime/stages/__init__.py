@@ -1,0 +1,1 @@
+"""Steps in stages of a pipeline: messages, runs, updates."""

@@ -1,0 +1,59 @@
+"""Where the stages of a pipeline run: an engine on the axes that the pipeline leaves, and messages between stages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.staged import ALONE, PIPELINE_AXIS
+from autoshard.runtime.agreement.control_channel import TIMEOUT_S
+from autoshard.runtime.agreement.control_group import ControlGroup
+from autoshard.runtime.distributed import CheckInPlace, DistributedEngine, FinishInPlace
+from autoshard.runtime.engine import Engine, SimulatorEngine
+from autoshard.runtime.launch import make_engine
+from autoshard.runtime.process_groups import ProcessGroups
+from autoshard.runtime.stages.stage_meshes import StageMeshes
+from autoshard.runtime.stages.stage_messages import MessagesBetweenRanks, MessagesInProcess, StageMessages
+
+
+def make_engines(
+    mesh: DeviceMesh | Mesh,
+    device: torch.device,
+    wrap: Callable[[fx.GraphModule], Callable[..., Any]] | None = None,
+    check_in_place: CheckInPlace | None = None,
+    finish_in_place: FinishInPlace | None = None,
+    timeout_s: float = TIMEOUT_S,
+) -> tuple[Engine, StageMessages | None]:
+    """`make_engine` of a mesh; of one with a pipeline, that of a stage, and the messages between stages."""
+    options = (wrap, check_in_place, finish_in_place, timeout_s)
+    mesh = _with_an_axis_for_stages(mesh)
+    engine = make_engine(mesh, device, *options)
+    if PIPELINE_AXIS not in engine.mesh.axis_names:
+        return engine, None
+    if isinstance(engine, SimulatorEngine):
+        rest = {name: size for name, size in engine.mesh.axes if name != PIPELINE_AXIS}
+        return SimulatorEngine(Mesh(rest), device), MessagesInProcess()
+    assert isinstance(engine, DistributedEngine), "an engine runs processes, or simulates them"
+    whole = engine.device_mesh
+    stages = StageMeshes.of(whole)
+    control = ControlGroup(whole.mesh.flatten().tolist(), timeout_s)
+    groups = ProcessGroups(whole, timeout_s)
+    return DistributedEngine(stages.own, *options, control, groups, stages), MessagesBetweenRanks(whole, groups)
+
+
+def _with_an_axis_for_stages(mesh: DeviceMesh | Mesh) -> DeviceMesh | Mesh:
+    """A mesh of a pipeline alone gets an axis of size 1, which its stages run on."""
+    if isinstance(mesh, Mesh):
+        return Mesh({PIPELINE_AXIS: mesh.size, ALONE: 1}) if mesh.axis_names == (PIPELINE_AXIS,) else mesh
+    if not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names != (PIPELINE_AXIS,):
+        return mesh  # what is no mesh is refused where it is looked at
+    group, ranks = mesh.get_group(), mesh.mesh[:, None]
+    alone: Any
+    alone, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), backend=dist.get_backend(group))
+    return DeviceMesh.from_group([group, alone], mesh.device_type, ranks, mesh_dim_names=(PIPELINE_AXIS, ALONE))

@@ -1,0 +1,342 @@
+"""What stages of a pipeline hand each other: within a process, or from rank to rank.
+
+Ranks send to the rank with their own coordinates on the other axes. Each pair of pipeline ranks has a communicator for
+each direction; the sender's order says in which order messages go over it, and the reader receives in that order.
+What a rank sent keeps its memory until a message comes back that was made after its reader had read it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import permutations
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.ir.lowered import LocalSlot
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.program import OutputKind
+from autoshard.ir.spec import PartitionSpec
+from autoshard.ir.staged import PIPELINE_AXIS, Crossing, StagedProgram
+from autoshard.runtime.agreement.lost_ranks import naming_lost_ranks
+from autoshard.runtime.distributed import reshard_program
+from autoshard.runtime.engine import LocalValue
+from autoshard.runtime.layouts import storage_spec
+from autoshard.runtime.process_groups import ProcessGroups, group_of
+from autoshard.runtime.stages.crossing_table import CrossingTable, Message
+
+
+class StageMessages(Protocol):
+    """The messages of a module's steps. All ranks call `connect`, `sum_over_stages` and `share` together."""
+
+    @property
+    def rank(self) -> int | None:
+        """This process's place in the pipeline; None where it runs all stages."""
+        ...
+
+    def connect(self, staged: StagedProgram) -> CrossingTable:
+        """Make what is needed to serve a program: the table with which its steps begin."""
+        ...
+
+    def begin(self, table: CrossingTable, weights: Sequence[float]) -> None:
+        """A step of a connected program begins; micro-batches of no weight have no backward."""
+        ...
+
+    def send(self, crossing: Crossing, micro_batch: int, value: LocalValue) -> None:
+        """Hand a value on to its reader; it must not be written to before `end`."""
+        ...
+
+    def expect(self, stage: int, micro_batch: int, *, is_forward: bool) -> None:
+        """Begin to receive what a stage will read."""
+        ...
+
+    def has_all(self, stage: int, micro_batch: int, *, is_forward: bool) -> bool:
+        """Whether `take` gives all that a stage reads, perhaps after some waiting for other processes."""
+        ...
+
+    def take(self, name: str, stage: int, micro_batch: int, *, is_forward: bool) -> tuple[LocalValue, LocalSlot]:
+        """A value that a stage reads, and the slot that it was made for."""
+        ...
+
+    def end(self) -> None:
+        """Wait until all that was sent has gone."""
+        ...
+
+    def sum_over_stages(self, addends: Mapping[int, torch.Tensor | None], stages: int) -> torch.Tensor:
+        """The sum of a scalar of each stage, in the order of stages."""
+        ...
+
+    def share(self, value: LocalValue | None, name: str, staged: StagedProgram) -> LocalValue:
+        """The local value of a result, on all processes; those that run its stage give it."""
+        ...
+
+
+class MessagesInProcess:
+    """All stages run in this process."""
+
+    def __init__(self) -> None:
+        self._there: dict[Message, LocalValue] = {}
+        self._table: CrossingTable | None = None
+
+    @property
+    def rank(self) -> None:
+        """See `StageMessages`."""
+        return None
+
+    def connect(self, staged: StagedProgram) -> CrossingTable:
+        """See `StageMessages`."""
+        return CrossingTable(staged)
+
+    def begin(self, table: CrossingTable, weights: Sequence[float]) -> None:
+        """See `StageMessages`."""
+        self._table = table
+        self._there.clear()
+
+    def send(self, crossing: Crossing, micro_batch: int, value: LocalValue) -> None:
+        """See `StageMessages`."""
+        self._there[Message(crossing.name, crossing.reader, crossing.is_forward, micro_batch)] = value
+
+    def expect(self, stage: int, micro_batch: int, *, is_forward: bool) -> None:
+        """See `StageMessages`."""
+
+    def has_all(self, stage: int, micro_batch: int, *, is_forward: bool) -> bool:
+        """See `StageMessages`."""
+        assert self._table is not None, "a step began"
+        return all(key in self._there for key in self._table.messages(stage, micro_batch, is_forward=is_forward))
+
+    def take(self, name: str, stage: int, micro_batch: int, *, is_forward: bool) -> tuple[LocalValue, LocalSlot]:
+        """See `StageMessages`."""
+        assert self._table is not None, "a step began"
+        value = self._there.pop(Message(name, stage, is_forward, micro_batch))
+        return value, self._table.slot(name, is_forward=is_forward)
+
+    def end(self) -> None:
+        """See `StageMessages`."""
+        self._table = None
+
+    def sum_over_stages(self, addends: Mapping[int, torch.Tensor | None], stages: int) -> torch.Tensor:
+        """See `StageMessages`."""
+        return _in_order([addends.get(number) for number in range(stages)])
+
+    def share(self, value: LocalValue | None, name: str, staged: StagedProgram) -> LocalValue:
+        """See `StageMessages`."""
+        assert value is not None, "the process runs all stages"
+        return value
+
+
+def _in_order(addends: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """The sum, from the first on."""
+    total = torch.zeros((), dtype=torch.float32)
+    for index, addend in enumerate(item for item in addends if item is not None):
+        total = addend if index == 0 else total + addend
+    return total
+
+
+class MessagesBetweenRanks:
+    """Each process runs the stages of one rank of the pipeline.
+
+    Args:
+        device_mesh: all ranks; its axis "pipeline" carries stages.
+        groups: of all ranks.
+    """
+
+    def __init__(self, device_mesh: DeviceMesh, groups: ProcessGroups) -> None:
+        self._groups = groups
+        self._mesh = Mesh.from_device_mesh(device_mesh)
+        self._ranks: list[int] = device_mesh.mesh.flatten().tolist()
+        self._pipeline = device_mesh.get_group(PIPELINE_AXIS)
+        self._device_mesh = device_mesh
+        self._mine = self._mesh.coordinates(self._ranks.index(dist.get_rank()))
+        self._ways: dict[tuple[int, int], Any] = {}
+        self._table: CrossingTable | None = None
+        self._waiting: dict[tuple[int, int], deque[Message]] = {}
+        self._there: dict[Message, LocalValue] = {}
+        self._posted: dict[Message, tuple[dist.Work, torch.Tensor]] = {}
+        self._sent: dict[int, deque[tuple[Message, dist.Work, torch.Tensor]]] = {}
+
+    @property
+    def rank(self) -> int:
+        """This process's place in the pipeline."""
+        return self._mine[PIPELINE_AXIS]
+
+    def connect(self, staged: StagedProgram) -> CrossingTable:
+        """See `StageMessages`: groups are made by all processes, in one order.
+
+        Every pair of ranks gets its own, whether it sends or not: torch names groups by how many a process has, so all
+        processes must have equally many.
+        """
+        self._groups.prepare(_groups_of(staged))
+        if not self._ways:
+            every = permutations(range(self._mesh.axis_size(PIPELINE_AXIS)), 2)
+            self._ways = {pair: self._new_groups(*pair) for pair in every}
+        return CrossingTable(staged)
+
+    def _new_groups(self, maker: int, reader: int) -> Any:
+        """The group of this process's coordinates for messages from one pipeline rank to another."""
+        mine = None
+        for column in self._mesh.groups(PIPELINE_AXIS):
+            pair = column[maker], column[reader]
+            group = self._groups.new(sorted(pair), PIPELINE_AXIS)
+            if self._ranks[column[self.rank]] == dist.get_rank():
+                mine = group, *(self._ranks[member] for member in pair)
+        return mine
+
+    def begin(self, table: CrossingTable, weights: Sequence[float]) -> None:
+        """See `StageMessages`."""
+        self._table = table
+        self._there.clear()
+        self._posted.clear()
+        self._waiting = {
+            pair: deque(key for key in keys if key.is_forward or weights[key.micro_batch])
+            for pair, keys in table.orders.items()
+            if pair[1] == self.rank and pair[0] != self.rank
+        }
+
+    def send(self, crossing: Crossing, micro_batch: int, value: LocalValue) -> None:
+        """See `StageMessages`."""
+        key = Message(crossing.name, crossing.reader, crossing.is_forward, micro_batch)
+        there = self._of_stage(crossing.reader)
+        if there == self.rank:
+            self._there[key] = value
+            return
+        group, _, reader = self._ways[self.rank, there]
+        with naming_lost_ranks():
+            tensor = value.contiguous()
+            work = dist.isend(tensor, reader, group)
+        assert work is not None, "this process is in the group"
+        self._sent.setdefault(there, deque()).append((key, work, tensor))
+
+    def expect(self, stage: int, micro_batch: int, *, is_forward: bool) -> None:
+        """See `StageMessages`."""
+        assert self._table is not None, "a step began"
+        for key in self._table.messages(stage, micro_batch, is_forward=is_forward):
+            self._post(key)
+
+    def _post(self, wanted: Message) -> None:
+        """Begin to receive a value, and all that its sender sends before."""
+        assert self._table is not None, "a step began"
+        for pair, waiting in self._waiting.items():
+            if wanted not in waiting:
+                continue
+            group, maker, _ = self._ways[pair]
+            while wanted not in self._posted:
+                key = waiting.popleft()
+                slot = self._table.slot(key.name, is_forward=key.is_forward)
+                mesh = self._table.staged.stages[key.reader].phased.lowered.mesh
+                buffer = self._empty(slot, mesh)
+                with naming_lost_ranks():
+                    work = dist.irecv(buffer, maker, group)
+                assert work is not None, "this process is in the group"
+                self._posted[key] = work, buffer
+            return
+
+    def _empty(self, slot: LocalSlot, mesh: Mesh) -> torch.Tensor:
+        """Memory for a rank's part of a value."""
+        return torch.empty(slot.spec.local_shape(slot.shape, mesh), dtype=slot.dtype, device=self._device)
+
+    @property
+    def _device(self) -> torch.device:
+        kind = self._device_mesh.device_type
+        return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+
+    def has_all(self, stage: int, micro_batch: int, *, is_forward: bool) -> bool:
+        """See `StageMessages`: what other processes send is waited for; what this one makes must be there."""
+        assert self._table is not None, "a step began"
+        places = self._table.staged.order.stage_ranks
+        own = [
+            Message(item.name, stage, is_forward, micro_batch)
+            for item in self._table.read.get((stage, is_forward), ())
+            if places[item.maker] == self.rank
+        ]
+        return all(key in self._there for key in own)
+
+    def take(self, name: str, stage: int, micro_batch: int, *, is_forward: bool) -> tuple[LocalValue, LocalSlot]:
+        """See `StageMessages`."""
+        assert self._table is not None, "a step began"
+        key = Message(name, stage, is_forward, micro_batch)
+        slot = self._table.slot(name, is_forward=is_forward)
+        if key in self._there:
+            return self._there.pop(key), slot
+        self._post(key)
+        work, buffer = self._posted.pop(key)
+        with naming_lost_ranks():
+            work.wait()
+        self._let_go(key)
+        return buffer, slot
+
+    def _let_go(self, came: Message) -> None:
+        """Give up what the maker of a message had read when it made that; waiting for it then takes no time."""
+        assert self._table is not None, "a step began"
+        maker, places = self._table.makers[came.name, came.is_forward], self._table.places
+        sent = self._sent.get(self._of_stage(maker), deque())
+        made_at = places[maker, came.is_forward, came.micro_batch]
+        with naming_lost_ranks():
+            while sent and places[sent[0][0].reader, sent[0][0].is_forward, sent[0][0].micro_batch] < made_at:
+                sent.popleft()[1].wait()
+
+    def end(self) -> None:
+        """See `StageMessages`."""
+        with naming_lost_ranks():
+            for _, work, _ in (entry for sent in self._sent.values() for entry in sent):
+                work.wait()
+        self._sent.clear()
+        self._table = None
+
+    def sum_over_stages(self, addends: Mapping[int, torch.Tensor | None], stages: int) -> torch.Tensor:
+        """See `StageMessages`: zeros stand for what other processes have."""
+        row = torch.zeros(stages, dtype=torch.float32, device=self._device)
+        for number, addend in addends.items():
+            if addend is not None:
+                row = row.to(torch.promote_types(row.dtype, addend.dtype))
+                row[number] = addend
+        with naming_lost_ranks():
+            dist.all_reduce(row, group=self._pipeline)
+        return _in_order(list(row))
+
+    def share(self, value: LocalValue | None, name: str, staged: StagedProgram) -> LocalValue:
+        """See `StageMessages`: what each rank has goes to those with its coordinates on the other axes."""
+        stage = staged.results[name]
+        slot, mesh = staged.made(name, stage, is_forward=True), staged.stages[stage].phased.lowered.mesh
+        given = self._empty(slot, mesh) if value is None else value.contiguous()
+        source = {**self._mine, PIPELINE_AXIS: staged.order.stage_ranks[stage]}
+        with naming_lost_ranks():
+            dist.broadcast(given, self._ranks[self._mesh.rank_at(source)], self._pipeline)
+        return given
+
+    def _of_stage(self, stage: int) -> int:
+        """The pipeline rank that runs a stage."""
+        assert self._table is not None, "a step began"
+        return self._table.staged.order.stage_ranks[stage]
+
+
+def _groups_of(staged: StagedProgram) -> Iterator[str]:
+    """The groups along which stages communicate within themselves, and reshard what they receive."""
+    yield ",".join(staged.stages[0].phased.lowered.mesh.axis_names)
+    graphs = [graph for stage in staged.stages for graph in stage.phased.phases.values()]
+    for crossing in staged.crossings:
+        made = find_slot(staged.stages[crossing.maker].phased.lowered.outputs, crossing.name)
+        taken = find_slot(staged.stages[crossing.reader].phased.lowered.inputs, crossing.name)
+        if made.spec != taken.spec:
+            mesh = staged.stages[crossing.reader].phased.lowered.mesh
+            graphs.append(reshard_program(made.spec, taken.spec, made.shape, made.dtype, mesh))
+    for stage in staged.stages:
+        for slot in stage.phased.lowered.outputs:
+            if slot.slot.name in staged.results or slot.slot.kind == OutputKind.SQUARES:
+                graphs += _handing_out(slot, stage.phased.lowered.mesh)
+    for graph_module in graphs:
+        yield from filter(None, map(group_of, graph_module.graph.nodes))
+
+
+def _handing_out(slot: LocalSlot, mesh: Mesh) -> Iterator[fx.GraphModule]:
+    """Programs that reshard a result to hand it out, whole or as it lies."""
+    for target in {PartitionSpec(), storage_spec(slot.spec, mesh)} - {slot.spec}:
+        yield reshard_program(slot.spec, target, slot.shape, slot.dtype, mesh)
+
+
+def find_slot(slots: Sequence[LocalSlot], name: str) -> LocalSlot:
+    """The slot of a name."""
+    return next(slot for slot in slots if slot.slot.name == name)

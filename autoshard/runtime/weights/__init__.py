@@ -1,0 +1,1 @@
+"""Weights of compiled models: initialised, read from files, written to files."""

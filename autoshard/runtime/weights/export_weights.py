@@ -1,0 +1,277 @@
+"""A model's weights as files: what `from_pretrained` of transformers and `load_weights` read.
+
+Ranks gather a block of a tensor at a time, and the first rank writes it: no rank holds more than its shards and that
+block. A folder is written aside, and gets its name by a rename when it is whole: a crash leaves the old folder or the
+new one, never some files of each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from autoshard.errors import WeightsError
+from autoshard.runtime.engine import NO_HOLDERS, Engine
+from autoshard.runtime.freed_memory import give_freed_memory_back
+from autoshard.runtime.inference import in_normal_mode
+from autoshard.runtime.weights import peft_weights, transformers_weights
+from autoshard.runtime.weights.load_weights import together
+from autoshard.runtime.weights.safetensors_writer import SafetensorsWriter, check_types, in_file_order
+from autoshard.runtime.weights.unread import Region, Unread, blocks_of
+from autoshard.runtime.weights.unset_weights import check_is_placed
+from autoshard.runtime.weights.weight_files import INDEX, SINGLE
+from autoshard.runtime.weights.weight_names import names_by_tensor, persistent_tensors, to_write
+
+MAX_FILE_BYTES = 5_000_000_000
+"""Bytes of tensors in a file, where the user does not say."""
+
+BLOCK_BYTES = 8 * 2**20
+"""Bytes that are gathered, and written, at a time."""
+
+_OF_ADAPTERS = re.compile("|".join(map(re.escape, (peft_weights.FILE, peft_weights.CONFIG))))
+"""Names of the files of an adapter that an export writes, and replaces."""
+
+_OURS = re.compile(
+    rf"{re.escape(SINGLE)}|{re.escape(INDEX)}|model-\d{{5}}-of-\d{{5}}\.safetensors|{_OF_ADAPTERS.pattern}"
+)
+"""Names of the files of weights that an export writes, and replaces, and of an adapter, which would change them."""
+
+
+@in_normal_mode
+@torch.no_grad()
+def export_weights(
+    model: nn.Module,
+    engine: Engine,
+    path: str | Path,
+    *,
+    max_file_bytes: int,
+    merge: bool = False,
+    holders: Mapping[str, int] = NO_HOLDERS,
+) -> None:
+    """Write the weights of `model`, and what transformers needs beside them; see `HasWeights.export`."""
+    if max_file_bytes < 1:
+        raise WeightsError(f"max_file_bytes={max_file_bytes} holds no tensor; pass at least 1.")
+    check_is_placed(model, "export")
+    give_freed_memory_back()
+    path = Path(path).resolve()
+    aside = path.with_name(f".{path.name}.partial")
+    is_writer = engine.control is None or engine.control.channel.rank == engine.control.channel.ranks[0]
+
+    def on_writer(what: str, do: Callable[[], None]) -> None:
+        together(engine, what, lambda: do() if is_writer else None)
+
+    tensors = _tensors(model, engine, holders)
+    if peft_weights.has_adapters(model) and not merge:
+        content = _adapters(model, engine, tensors)
+    else:
+        content = together(engine, f"export to {path}", lambda: _weights(model, tensors, max_file_bytes))
+    on_writer(f"export to {path}", lambda: _begin(path, aside))
+    with _removed_on_failure(aside if is_writer else None):
+        for name, held in content.files.items():
+            together(engine, f"write {name}", lambda: _write(aside / name if is_writer else None, held))  # noqa: B023
+        on_writer(f"export to {path}", lambda: _finish(content, path, aside))
+
+
+@contextmanager
+def _removed_on_failure(aside: Path | None) -> Iterator[None]:
+    """Within, an error removes the folder aside: a full disk has its room again."""
+    try:
+        yield
+    except WeightsError:
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
+
+
+def _tensors(model: nn.Module, engine: Engine, holders: Mapping[str, int]) -> Mapping[str, Unread]:
+    """The tensors of a state dict, by name."""
+
+    def unread_of(name: str, tensor: torch.Tensor) -> Unread:
+        gather = partial(engine.gather_region, tensor, holder=holders.get(name))
+        return Unread(tensor.shape, tensor.dtype, gather)
+
+    return {name: unread_of(name, tensor) for name, tensor in persistent_tensors(model).items()}
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """What a folder gets.
+
+    Args:
+        files: the tensors of each file.
+        write_beside: writes into a folder what stands beside the weights.
+        replaced: names of files that go from a folder that was there.
+    """
+
+    files: Mapping[str, Mapping[str, Unread]]
+    write_beside: Callable[[Path], None]
+    replaced: re.Pattern[str]
+
+
+def _adapters(model: nn.Module, engine: Engine, tensors: Mapping[str, Unread]) -> _Content:
+    """The adapters of a model of peft, whose names the first rank asks peft for: it may look them up in the hub."""
+    named = engine.share(lambda: peft_weights.adapters_of(model))
+    files = {file: {name: tensors[own] for name, own in names.items()} for file, names in named.items()}
+    for held in files.values():
+        check_types(held)
+    return _Content(files, partial(peft_weights.write_configurations, model), _OF_ADAPTERS)
+
+
+def _weights(model: nn.Module, tensors: Mapping[str, Unread], max_file_bytes: int) -> _Content:
+    """The weights of a model, with adapters merged into them."""
+    if peft_weights.has_adapters(model):
+        model, tensors = peft_weights.merged(model, tensors)
+    written = to_write(model, tensors, names_by_tensor(persistent_tensors(model)))
+    check_types(written)
+    files = _files(written, max_file_bytes)
+    return _Content(files, partial(_write_beside, model, files), _OURS)
+
+
+def _files(tensors: Mapping[str, Unread], max_file_bytes: int) -> dict[str, dict[str, Unread]]:
+    """The tensors of each file, in order; a tensor larger than a file may be has one of its own."""
+    parts: list[dict[str, Unread]] = [{}]
+    held_bytes = 0
+    for name, tensor in tensors.items():
+        if parts[-1] and held_bytes + tensor.nbytes > max_file_bytes:
+            parts.append({})
+            held_bytes = 0
+        parts[-1][name] = tensor
+        held_bytes += tensor.nbytes
+    if len(parts) == 1:
+        return {SINGLE: parts[0]}
+    return {f"model-{number:05}-of-{len(parts):05}.safetensors": part for number, part in enumerate(parts, 1)}
+
+
+def _begin(path: Path, aside: Path) -> None:
+    """Make the folder aside, empty."""
+    if path.exists() and not path.is_dir():
+        raise WeightsError(f"{path} is a file; export writes a folder. Name another.")
+    _put_back(path)
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+
+
+def _write(path: Path | None, tensors: Mapping[str, Unread]) -> None:
+    """Write a file; ranks that have no `path` take part in gathering what is written."""
+    blocks = _blocks(tensors)
+    try:
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with SafetensorsWriter(path, tensors) as writer:
+                for tensor, region in blocks:
+                    writer.write(tensor.read(region))
+    except OSError as error:
+        _gather(blocks)
+        raise WeightsError(f"{path} cannot be written: {error}.") from error
+    _gather(blocks)
+
+
+def _blocks(tensors: Mapping[str, Unread]) -> Iterator[tuple[Unread, Region]]:
+    """What a file holds, in its order."""
+    for name in in_file_order(tensors):
+        tensor = tensors[name]
+        for region in blocks_of(tensor.shape, tensor.dtype.itemsize, BLOCK_BYTES):
+            yield tensor, region
+
+
+def _gather(blocks: Iterator[tuple[Unread, Region]]) -> None:
+    """Take part in gathering, for the rank that writes or in its place where it failed."""
+    for tensor, region in blocks:
+        tensor.read(region)
+
+
+def _write_beside(model: nn.Module, files: Mapping[str, Mapping[str, Unread]], folder: Path) -> None:
+    """Write the index, and what the model is built from."""
+    if len(files) > 1:
+        total_bytes = sum(tensor.nbytes for held in files.values() for tensor in held.values())
+        places = {name: file for file, held in files.items() for name in held}
+        index = {"metadata": {"total_size": total_bytes}, "weight_map": places}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    if transformers_weights.applies_to(model):
+        transformers_weights.write_config(model, folder)
+    else:
+        save_config = getattr(getattr(model, "config", None), "save_pretrained", None)
+        if callable(save_config):
+            save_config(folder)
+
+
+def _finish(content: _Content, path: Path, aside: Path) -> None:
+    """Write what stands beside the weights, and give the folder its name."""
+    content.write_beside(aside)
+    _keep_others(path, aside, content.replaced)
+    for folder, _, files in os.walk(aside):
+        for name in (*files, "."):
+            _sync(Path(folder, name))
+    _swap(path, aside)
+
+
+def _keep_others(path: Path, aside: Path, replaced: re.Pattern[str]) -> None:
+    """Have what lies beside the weights in a folder that is to be replaced (a tokenizer's files) in the new one too."""
+    for old in path.iterdir() if path.exists() else ():
+        new = aside / old.name
+        if new.exists() or replaced.fullmatch(old.name):
+            continue
+        if old.is_dir() and not old.is_symlink():
+            shutil.copytree(old, new, symlinks=True, copy_function=_link)
+        else:
+            _link(old, new)
+
+
+def _link(old: str | Path, new: str | Path) -> None:
+    """A second name for a file, or a copy where the disk has no such names."""
+    try:
+        os.link(old, new, follow_symlinks=False)
+    except OSError:
+        shutil.copy2(old, new, follow_symlinks=False)
+
+
+def _swap(path: Path, aside: Path) -> None:
+    """Give the new folder its name. A crash between the two renames leaves both folders whole; see `_put_back`."""
+    replaced = _replaced(path)
+    try:
+        if path.exists():
+            os.rename(path, replaced)
+        os.rename(aside, path)
+    except OSError as error:
+        _put_back(path)
+        raise WeightsError(
+            f"{path} cannot be replaced: {error.strerror}. It is as it was. If another disk is mounted there, export "
+            "to a folder inside it."
+        ) from error
+    _sync(path.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _put_back(path: Path) -> None:
+    """Give an old folder its name again, if a swap was cut short."""
+    replaced = _replaced(path)
+    if not replaced.exists():
+        return
+    if path.exists():
+        shutil.rmtree(replaced)
+    else:
+        os.rename(replaced, path)
+
+
+def _replaced(path: Path) -> Path:
+    """The name of the old folder while the new one takes its place."""
+    return path.with_name(f".{path.name}.replaced")
+
+
+def _sync(path: Path) -> None:
+    """Have what a file holds, or the names in a folder, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

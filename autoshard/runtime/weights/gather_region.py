@@ -1,0 +1,65 @@
+"""A region of a DTensor, gathered on every rank: memory for the region is enough, whatever the size of the whole.
+
+`full_tensor` takes two to six times the whole for a moment (a collective for each axis that cuts a dim, each with a
+result of its own). Here the ranks that hold parts of the region send them to all, one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from autoshard.runtime.weights.local_part import LocalPart, index_of
+from autoshard.runtime.weights.unread import Region, shape_of
+
+_C10D = torch.ops._c10d_functional
+
+
+@torch.no_grad()
+def gather_region(tensor: DTensor, region: Region, group: str) -> torch.Tensor:
+    """The values of a region of `tensor`, which all ranks of its mesh ask for together.
+
+    Args:
+        tensor: cut by `Shard` alone.
+        region: of the whole.
+        group: the name that torch has for the process group of all ranks of the mesh, in their order.
+    """
+    mine = LocalPart.of(tensor)
+    place = tuple(tensor.device_mesh.get_coordinate() or ())
+    result = mine.tensor.new_empty(shape_of(region))
+    for owner, rank, index in _parts(tensor):
+        common = _intersection(region, index)
+        if common is None:
+            continue
+        part = mine.tensor.new_empty(shape_of(common))
+        if owner == place:
+            part.copy_(mine.tensor[_within(common, index)])
+        _C10D.wait_tensor.default(_C10D.broadcast_.default(part, rank, group))
+        result[_within(common, region)] = part
+    return result
+
+
+def _parts(tensor: DTensor) -> Iterator[tuple[tuple[int, ...], int, Region]]:
+    """Each part once: the place of the first rank that has it, that rank's number on the mesh, and where it lies."""
+    sizes = tuple(tensor.device_mesh.shape)
+    for rank, place in enumerate(product(*map(range, sizes))):
+        pairs = zip(place, tensor.placements, strict=True)
+        if not any(number and placement.is_replicate() for number, placement in pairs):
+            yield place, rank, index_of(tensor.shape, tensor.placements, sizes, place)
+
+
+def _intersection(first: Region, second: Region) -> Region | None:
+    common = tuple(
+        slice(max(one.start, two.start), min(one.stop, two.stop)) for one, two in zip(first, second, strict=True)
+    )
+    return common if all(part.start < part.stop for part in common) else None
+
+
+def _within(region: Region, outer: Region) -> Region:
+    """A region as slices of another that contains it."""
+    return tuple(
+        slice(part.start - around.start, part.stop - around.start) for part, around in zip(region, outer, strict=True)
+    )

@@ -1,0 +1,158 @@
+"""Weights of files for a model that runs on ranks: each rank reads the regions that it holds.
+
+Nothing is changed before all is known to fit: names, shapes and types, and whether the names of a tied parameter have
+equal values. Ranks tell each other what does not, so the error is the same on all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from autoshard.errors import WeightsError
+from autoshard.runtime.engine import Engine
+from autoshard.runtime.inference import in_normal_mode
+from autoshard.runtime.weights.local_part import LocalPart
+from autoshard.runtime.weights.unread import Region, Unread, blocks_of
+from autoshard.runtime.weights.unset_weights import check_is_placed
+from autoshard.runtime.weights.weight_files import WeightFiles, describe
+from autoshard.runtime.weights.weight_names import match, names_by_tensor, persistent_tensors
+
+T = TypeVar("T")
+
+BLOCK_BYTES = 8 * 2**20
+"""Bytes of a file that are read at a time, with what lies between them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The tensors of files for one of a model.
+
+    Args:
+        names: of the tensor in the model: several if it is tied.
+        tensor: as the model holds it.
+        sources: in files, one for each of the names under which they have it.
+    """
+
+    names: Sequence[str]
+    tensor: torch.Tensor
+    sources: Sequence[Unread]
+
+
+@in_normal_mode
+@torch.no_grad()
+def load_weights(model: nn.Module, engine: Engine, path: str | Path, *, strict: bool, cast: bool) -> None:
+    """Give parameters and persistent buffers of `model` the values that files have; see `ShardedModule`."""
+    check_is_placed(model, "load_weights")
+    found, text = together(engine, f"read {path}", lambda: _found(model, path, strict=strict, cast=cast))
+    texts = _everyone(engine, text, f"read {path}")
+    if len(set(texts)) > 1:
+        raise WeightsError(f"Ranks find different files at {path}: give every rank the same ones.")
+    together(engine, f"read {path}", lambda: _take_all(found))
+
+
+def together(engine: Engine, what: str, make: Callable[[], T]) -> T:
+    """What `make` gives, if it does on every rank; else the same `WeightsError` on all.
+
+    Meanwhile other ranks see that this one is at work, and hear of any other error of it.
+    """
+    made, failure = [], ""
+    with nullcontext() if engine.control is None else engine.control.working(what):
+        try:
+            made.append(make())
+        except WeightsError as error:
+            failure = str(error)
+        except OSError as error:
+            failure = f"The disk failed: {error}"
+    failures = _everyone(engine, failure, what)
+    if any(failures):
+        by_text = {text: [rank for rank, said in enumerate(failures) if said == text] for text in failures if text}
+        texts = [text if len(ranks) == len(failures) else f"Ranks {ranks}: {text}" for text, ranks in by_text.items()]
+        raise WeightsError(" ".join(texts))
+    return made[0]
+
+
+def _everyone(engine: Engine, said: str, what: str) -> list[str]:
+    return [said] if engine.control is None else engine.control.gather(said, what)
+
+
+def _found(model: nn.Module, path: str | Path, *, strict: bool, cast: bool) -> tuple[list[Found], str]:
+    """What there is for each tensor of a model, which all fits; and what the files hold, for other ranks to compare."""
+    files = WeightFiles(path)
+    tensors = persistent_tensors(model)
+    matched = match(model, tensors, files.tensors)
+    found = [
+        Found(names, tensors[names[0]], [matched.sources[name] for name in names if name in matched.sources])
+        for names in names_by_tensor(tensors)
+    ]
+    problems = [
+        *(_listed("Missing", _missing(found, matched.optional)) if strict else ()),
+        *(_listed("Unexpected", map(repr, matched.unexpected)) if strict else ()),
+        *_listed("Of another shape", _unlike(found, lambda tensor: tuple(tensor.shape))),
+        *(() if cast else _listed("Of another type", _unlike(found, lambda tensor: tensor.dtype))),
+    ]
+    if not problems:
+        problems += _listed("Tied in the model, but not equal", _untied(found))
+    if problems:
+        raise WeightsError(
+            f"{path} does not hold the weights of {type(model).__name__}, in which nothing was changed. "
+            f"{' '.join(problems)} strict=False leaves missing ones as they are, and takes no unexpected ones; "
+            "cast=True converts types."
+        )
+    return [item for item in found if item.sources], files.describe()
+
+
+def _missing(found: Sequence[Found], optional: frozenset[str]) -> Iterator[str]:
+    for item in found:
+        if not item.sources and not optional.intersection(item.names):
+            yield " = ".join(map(repr, item.names))
+
+
+def _unlike(found: Sequence[Found], trait: Callable[[torch.Tensor | Unread], object]) -> Iterator[str]:
+    for item in found:
+        if any(trait(source) != trait(item.tensor) for source in item.sources):
+            there = " and ".join(dict.fromkeys(map(describe, item.sources)))
+            yield f"{item.names[0]!r} ({there}, in the model {describe(item.tensor)})"
+
+
+def _untied(found: Sequence[Found]) -> Iterator[str]:
+    """Tied parameters of which this rank holds a part that differs from name to name."""
+    for item in found:
+        if len(item.sources) > 1:
+            blocks = [there for _, there in _blocks(LocalPart.of(item.tensor))]
+            first, *others = item.sources
+            if not all(torch.equal(first.read(at), other.read(at)) for other in others for at in blocks):
+                yield " = ".join(map(repr, item.names))
+
+
+def _listed(title: str, texts: Iterable[str]) -> Iterator[str]:
+    listed = ", ".join(texts)
+    if listed:
+        yield f"{title}: {listed}."
+
+
+def _take_all(found: Sequence[Found]) -> None:
+    for item in found:
+        part = LocalPart.of(item.tensor)
+        for here, there in _blocks(part):
+            part.tensor[here] = item.sources[0].read(there)
+        if not part.tensor.numel():
+            part.tensor.zero_()  # nothing, but in place: weights that were written are told by that
+
+
+def _blocks(part: LocalPart) -> Iterator[tuple[Region, Region]]:
+    """Regions of what this rank holds, and where in the whole they lie, in each of which few bytes of a file lie."""
+    held = part.tensor.shape
+    if not held.numel():
+        return
+    itemsize = part.tensor.dtype.itemsize * math.prod(part.shape[1:]) // math.prod(held[1:])  # with what lies between
+    for region in blocks_of(held, itemsize, BLOCK_BYTES):
+        moved = (slice(at.start + start, at.stop + start) for at, start in zip(region, part.offset, strict=True))
+        yield region, tuple(moved)

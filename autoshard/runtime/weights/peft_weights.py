@@ -1,0 +1,227 @@
+"""Adapters of peft, as its own files have them, and weights into which they are merged.
+
+An adapter's file has names without the adapter's name, beside the configuration that `PeftModel.from_pretrained` reads.
+peft itself says which tensors of a model belong to an adapter, and merges each layer; its functions are asked here with
+outlines of tensors, or with one layer at a time. peft is never imported before the user does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard.errors import WeightsError
+from autoshard.runtime.weights import transformers_weights
+from autoshard.runtime.weights.unread import Region, Unread
+from autoshard.runtime.weights.weight_names import names_by_tensor, persistent_tensors
+
+FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""The files of an adapter."""
+
+_PREFIX = "base_model.model."
+"""What peft's files have before the names of a model that is no `PeftModel`."""
+
+_MERGE = "export(path, merge=True) writes the model with its adapters merged into its weights."
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether a model has layers of peft."""
+    return _layer_of_peft(model) is not None
+
+
+def adapters_of(model: nn.Module) -> dict[str, dict[str, str]]:
+    """By the file of each adapter: the names of its tensors there, and those in the model.
+
+    Raises:
+        WeightsError: peft writes no such adapter, or computes what it writes.
+    """
+    from peft import get_peft_model_state_dict  # type: ignore[import-not-found]
+
+    prefix = "" if _is_peft_model(model) else _PREFIX
+    outlines = {name: _outline(item) for name, item in persistent_tensors(model).items()}
+    known = {id(outline): name for name, outline in outlines.items()}
+    files = {}
+    for adapter, (folder, config) in _configurations(model).items():
+        if config.is_prompt_learning:
+            raise _not_written(adapter, config)
+        saved = get_peft_model_state_dict(model, state_dict=dict(outlines), adapter_name=adapter)
+        if not all(id(outline) in known for outline in saved.values()):
+            raise _not_written(adapter, config)
+        files[f"{folder}{FILE}"] = {f"{prefix}{name}": known[id(outline)] for name, outline in saved.items()}
+    return files
+
+
+def write_configurations(model: Any, path: Path) -> None:
+    """Write beside each adapter what `PeftModel.from_pretrained` makes it from."""
+    base = model.get_base_model() if _is_peft_model(model) else model
+    for folder, config in _configurations(model).values():
+        config = deepcopy(config)
+        config.base_model_name_or_path = config.base_model_name_or_path or vars(base).get("name_or_path") or None
+        config.inference_mode = True
+        kind = {"base_model_class": type(base).__name__, "parent_library": type(base).__module__}
+        config.save_pretrained(path / folder, auto_mapping_dict=kind if config.task_type is None else None)
+
+
+def merged(model: nn.Module, tensors: Mapping[str, Unread]) -> tuple[nn.Module, dict[str, Unread]]:
+    """The model without peft's layers, as an outline, and its tensors, into which active adapters are merged.
+
+    Args:
+        model: has layers of peft, here or there.
+        tensors: those that a state dict of the model has.
+
+    Raises:
+        WeightsError: an adapter cannot be merged; a weight into which one would be is tied to another.
+    """
+    every = [*model.named_parameters(), *model.named_buffers()]
+    outlines: dict[int, Any] = {id(item): _outline(item) for _, item in every}
+    names = {id(outlines[id(item)]): name for name, item in every}
+    layers: dict[str, str] = {}
+    base = _without_layers(deepcopy(model, outlines), "", "", layers)
+    if (left := _layer_of_peft(base)) is not None:
+        raise WeightsError(f"{left} cannot be merged into the model's weights. Export the adapter: export(path).")
+    held, merging = persistent_tensors(base), _Merging(model, tensors)
+    at = {name: place for name in held for place in layers if not place or name.startswith(f"{place}.")}
+    found: dict[str, Unread] = {}
+    for name, outline in held.items():
+        if name in at:
+            read = merging.reading(layers[at[name]], name.removeprefix(f"{at[name]}."))
+            found[name] = Unread(outline.shape, outline.dtype, read)
+        else:
+            found[name] = tensors[names[id(outline)]]
+    _untie(model, base, names_by_tensor(held), {name: layers[place] for name, place in at.items()})
+    return base, found
+
+
+class _Merging:
+    """Layers of `model` that are merged when they are read, the last of which is kept."""
+
+    def __init__(self, model: nn.Module, tensors: Mapping[str, Unread]) -> None:
+        self._model = model
+        self._tensors = tensors
+        self._last: tuple[str, dict[str, torch.Tensor]] = ("", {})
+
+    def reading(self, path: str, name: str) -> Callable[[Region], torch.Tensor]:
+        """A function that reads a region of a tensor of the layer at `path`, once it is merged."""
+
+        def read(region: Region) -> torch.Tensor:
+            if self._last[0] != path or not self._last[1]:
+                self._last = ("", {})
+                self._last = (path, self._merge(path))
+            return self._last[1][name][region]
+
+        return read
+
+    def _merge(self, path: str) -> dict[str, torch.Tensor]:
+        layer = self._model.get_submodule(path)
+        prefix = f"{path}." if path else ""
+        wholes: dict[int, Any] = {}
+        for name, tensor in persistent_tensors(layer).items():
+            whole = self._tensors[prefix + name].read().clone()
+            wholes[id(tensor)] = nn.Parameter(whole, False) if isinstance(tensor, nn.Parameter) else whole
+        try:
+            return persistent_tensors(_unloaded(deepcopy(layer, wholes), merge=True))
+        except (ValueError, NotImplementedError, RuntimeError) as error:
+            raise WeightsError(f"peft cannot merge {path!r} ({type(layer).__name__}): {error}") from error
+
+
+def _without_layers(module: Any, path: str, at: str, layers: dict[str, str]) -> nn.Module:
+    """The module without peft's layers, which are at `path` with them and `at` without; `layers` gets both of each."""
+    from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer  # type: ignore[import-not-found]
+    from peft.utils.other import AuxiliaryTrainingWrapper  # type: ignore[import-not-found]
+
+    while (is_model := _is_peft_model(module)) or isinstance(module, BaseTuner):
+        if is_model and any(config.is_prompt_learning for config in module.peft_config.values()):
+            return module
+        leaf = "base_model" if is_model else "model"
+        module, path = getattr(module, leaf), f"{path}.{leaf}".removeprefix(".")
+    if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+        layers[at] = path
+        return _unloaded(module, merge=isinstance(module, AuxiliaryTrainingWrapper))
+    for leaf, child in list(module._modules.items()):
+        if child is not None:
+            inner = (f"{path}.{leaf}".removeprefix("."), f"{at}.{leaf}".removeprefix("."))
+            setattr(module, leaf, _without_layers(child, *inner, layers))
+    return module
+
+
+def _unloaded(layer: Any, *, merge: bool) -> nn.Module:
+    """What peft puts in the place of one of its layers."""
+    unload = getattr(layer, "unload_and_optionally_merge_module", None)
+    if unload is not None:
+        return unload(merge=merge, safe_merge=False, adapter_names=None)
+    if merge:
+        layer.merge(safe_merge=False, adapter_names=None)
+    return layer.get_base_layer()
+
+
+def _untie(model: nn.Module, base: Any, tied: Iterable[Sequence[str]], layers: Mapping[str, str]) -> None:
+    """Where the embedding is the head too, have a head of its own, and the configuration say so, if adapters differ.
+
+    Raises:
+        WeightsError: another weight that a layer changes is tied.
+    """
+    embedding, head = _embedding_and_head(base)
+    for names in tied:
+        by = {id(model.get_submodule(layers[name])) if name in layers else None for name in names}
+        if len(by) == 1:
+            continue
+        if len(names) > 2 or head is None or not base.get_parameter(names[0]) is head.weight is embedding.weight:
+            raise WeightsError(
+                f"{' and '.join(map(repr, names))} are one tensor, and an adapter that is merged into it for one of "
+                "them would change the other. Export the adapter: export(path)."
+            )
+        head.weight = nn.Parameter(_outline(head.weight), False)
+    if head is not None and base.config.tie_word_embeddings and embedding.weight is not head.weight:
+        base.config.tie_word_embeddings = False
+
+
+def _embedding_and_head(base: Any) -> tuple[Any, Any]:
+    """The modules that a model of transformers may tie, else None twice."""
+    if not transformers_weights.applies_to(base) or base.get_output_embeddings() is None:
+        return None, None
+    return base.get_input_embeddings(), base.get_output_embeddings()
+
+
+def _configurations(model: nn.Module) -> dict[str, tuple[str, Any]]:
+    """By the name of each adapter: its folder, and its configuration."""
+    configurations = getattr(model, "peft_config", None)
+    if not isinstance(configurations, Mapping):
+        raise WeightsError(
+            f"{_layer_of_peft(model)} is a part of {type(model).__qualname__}, and an adapter's files have names of "
+            f"the model that peft was given. Compile what get_peft_model returns. Or else: {_MERGE}"
+        )
+    if len(configurations) == 1 and not _is_peft_model(model):
+        return {name: ("", config) for name, config in configurations.items()}
+    return {name: ("" if name == "default" else f"{name}/", item) for name, item in configurations.items()}
+
+
+def _not_written(adapter: str, config: Any) -> WeightsError:
+    kind = getattr(config.peft_type, "value", config.peft_type)
+    return WeightsError(
+        f"The adapter {adapter!r} is of the type {kind}, of which peft computes what it writes, from whole tensors. "
+        "Inside `with sharded.whole_parameters()`, call model.save_pretrained(path, is_main_process=rank == 0) on all."
+    )
+
+
+def _is_peft_model(module: nn.Module) -> bool:
+    from peft import PeftMixedModel, PeftModel  # type: ignore[import-not-found]
+
+    return isinstance(module, (PeftModel, PeftMixedModel))
+
+
+def _layer_of_peft(model: nn.Module) -> str | None:
+    """The first module of peft, in words."""
+    for name, module in model.named_modules():
+        if type(module).__module__.partition(".")[0] == "peft":
+            return f"{name or 'The model'} ({type(module).__name__} of peft)"
+    return None
+
+
+def _outline(tensor: torch.Tensor) -> torch.Tensor:
+    outline = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return nn.Parameter(outline, False) if isinstance(tensor, nn.Parameter) else outline

@@ -1,0 +1,83 @@
+"""A safetensors file that is written block by block.
+
+The library writes a file from tensors that are all in memory; here blocks of them are gathered, written and freed. The
+format (https://github.com/huggingface/safetensors#format): the length of the header in 8 bytes, little-endian; the
+header, JSON of each tensor's type, shape and place; then the values of all tensors, without gaps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from autoshard.errors import WeightsError
+from autoshard.runtime.weights.unread import Unread
+
+_NAMES: Mapping[torch.dtype, str] = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+_ALIGNMENT = 8
+
+
+def check_types(tensors: Mapping[str, Unread]) -> None:
+    """Raise `WeightsError` for tensors of types that the format does not have."""
+    without = [f"{name!r} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in _NAMES]
+    if without:
+        raise WeightsError(f"Safetensors files have no type for {', '.join(without)}. Convert the model first.")
+
+
+def in_file_order(tensors: Mapping[str, Unread]) -> list[str]:
+    """The names of the tensors of a file: wide types first, so that each place is a multiple of its type's size."""
+    return sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
+
+
+class SafetensorsWriter:
+    """A file of some tensors, of which `write` takes the values in the order of `in_file_order`, block by block.
+
+    Args:
+        path: where it is made.
+        tensors: name to shape and type.
+    """
+
+    def __init__(self, path: Path, tensors: Mapping[str, Unread]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        offset = 0
+        for name in in_file_order(tensors):
+            tensor = tensors[name]
+            place = [offset, offset + tensor.nbytes]
+            header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": place}
+            offset = place[1]
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % _ALIGNMENT)
+        self._file = path.open("wb")
+        self._file.write(len(text).to_bytes(8, "little") + text)
+
+    def write(self, values: torch.Tensor) -> None:
+        """Add the next values."""
+        flat = values.detach().cpu().contiguous().reshape(-1)
+        if flat.numel():
+            self._file.write(flat.view(torch.uint8).numpy().data)
+
+    def __enter__(self) -> SafetensorsWriter:
+        """See `close`."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the file, once the disk has all of it."""
+        try:
+            if error is None:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+        finally:
+            self._file.close()

@@ -1,0 +1,108 @@
+"""The weights of transformers' models, as its own files have them.
+
+A folder may have been saved under older names, without the prefix of the base model or with it, or as other tensors: a
+matrix for each expert where the model has one tensor for all. transformers knows for each of its classes which tensors
+of files make which of the model, and back again; its own functions are asked here, with tensors that are not read yet.
+They are those of version 5; transformers is never imported before the user does.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Collection, Iterable, Mapping
+from copy import deepcopy
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, cast
+
+from torch import nn
+
+from autoshard.errors import WeightsError
+from autoshard.runtime.weights.unread import Unread
+
+
+def applies_to(model: nn.Module) -> bool:
+    """Whether a model is one of transformers', or of a user's class that derives from one."""
+    transformers = sys.modules.get("transformers")
+    if transformers is None or find_spec("transformers.core_model_loading") is None:
+        return False
+    return isinstance(model, transformers.PreTrainedModel)
+
+
+def converted(model: Any, names: Collection[str], stored: Mapping[str, Unread]) -> tuple[dict[str, Unread], list[str]]:
+    """Tensors of files as the model has them, by its names; and the names in files of what it has not."""
+    from transformers import core_model_loading as loading
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    conversions = get_model_conversion_mapping(model)
+    renamings = [item for item in conversions if isinstance(item, loading.WeightRenaming)]
+    converters = [item for item in conversions if isinstance(item, loading.WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    known = dict.fromkeys(names, True)
+    found: dict[str, Unread] = {}
+    gathered: dict[str, Any] = {}
+    unexpected: list[str] = []
+    for name in sorted(stored, key=loading.dot_natural_key):
+        renamed, pattern = loading.rename_source_key(name, renamings, converters, model.base_model_prefix, known)
+        if renamed not in known and name in known:
+            renamed, pattern = name, None
+        if renamed not in known:
+            unexpected.append(name)
+        elif pattern is not None:
+            converter = gathered.setdefault(renamed, deepcopy(by_pattern[pattern]))
+            converter.add_tensor(renamed, name, pattern, stored[name])
+        elif renamed in found:
+            raise WeightsError(f"Several tensors of the files are {renamed!r} of the model, {name!r} among them.")
+        else:
+            found[renamed] = stored[name]
+    for name, converter in gathered.items():
+        made = converter.convert(name, model=model, config=model.config)
+        found.update({target: _only(tensor) for target, tensor in made.items()})
+    return found, unexpected
+
+
+def reverted(model: Any, tensors: Mapping[str, Unread], tied: Iterable[tuple[str, ...]]) -> dict[str, Unread]:
+    """Tensors of a model as `save_pretrained` would write them; `tied` names each tensor."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    copies = getattr(model, "all_tied_weights_keys", None) or {}
+    left_out = model._keys_to_ignore_on_save or ()
+    kept = (next((name for name in names if name not in copies), names[0]) for names in tied)
+    written: Any = {name: tensors[name] for name in kept if name not in left_out}
+    return cast("dict[str, Unread]", revert_weight_conversion(model, written))
+
+
+def optional_among(model: Any, names: Iterable[str]) -> frozenset[str]:
+    """Names of tensors that the model's class says files may lack."""
+    return frozenset(name for name in names if _fits(model._keys_to_ignore_on_load_missing, name))
+
+
+def without_obsolete(model: Any, names: Iterable[str]) -> list[str]:
+    """Names in files of tensors that the model has not, but for those that files of its class may have."""
+    buffers = [name for name, _ in model.named_buffers()]
+    computed = {path for end, path in _COMPUTED.items() if any(name.endswith(end) for name in buffers)}
+    patterns = {*(model._keys_to_ignore_on_load_unexpected or ()), *computed}
+    return [name for name in names if not _fits(patterns, name)]
+
+
+def write_config(model: Any, folder: Path) -> None:
+    """Write what `from_pretrained` builds the model from, and how it generates."""
+    config = deepcopy(model.config)
+    config.dtype = str(model.dtype).removeprefix("torch.")
+    config.architectures = [type(model).__name__]
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
+
+
+_COMPUTED = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
+"""Buffers that models compute now, and that old files have: the end of their names, and a pattern."""
+
+
+def _fits(patterns: Iterable[str] | None, name: str) -> bool:
+    return any(re.search(pattern, name) for pattern in patterns or ())
+
+
+def _only(tensor: Any) -> Unread:
+    return tensor[0] if isinstance(tensor, list) else tensor

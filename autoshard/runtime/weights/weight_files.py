@@ -1,0 +1,180 @@
+"""Safetensors files that are read by regions, as one set of named tensors.
+
+The files are one file, the files of an index (`model.safetensors.index.json`), or all of a folder: what transformers,
+diffusers and safetensors itself write. The library maps a file into memory; of what is mapped only the pages that a
+region touches are read. They count as this process's memory until the file is closed, so files are opened anew now and
+then.
+"""
+
+from __future__ import annotations
+
+import reprlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from autoshard.errors import WeightsError
+from autoshard.ir.read_json import parse
+from autoshard.runtime.weights.unread import Region, Unread, shape_of
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_MOST_MAPPED_BYTES = 32 * 2**20
+"""Bytes read from a file, with what lies between them, before it is opened anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """Files to read, and in which of them an index says that each tensor is."""
+
+    paths: tuple[Path, ...]
+    index: Path | None
+    promised: Mapping[str, Path]
+
+
+class WeightFiles:
+    """The tensors of some files.
+
+    Args:
+        path: a folder, a file, or an index.
+
+    Raises:
+        WeightsError: naming each file that is missing or damaged, and each tensor that is not where it should be.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self._reader = _Reader()
+        self.tensors: dict[str, Unread] = {}
+        self.homes: dict[str, Path] = {}
+        problems = [*self._find_all(_find(self.path))]
+        if problems:
+            raise WeightsError(f"{self.path} cannot be read: {'; '.join(problems)}.")
+
+    def describe(self) -> str:
+        """Names, shapes and types of all tensors."""
+        return ", ".join(f"{name}: {describe(tensor)}" for name, tensor in sorted(self.tensors.items()))
+
+    def _find_all(self, found: _Found) -> Iterator[str]:
+        """Know the tensors of each file; yields what is wrong."""
+        for path in found.paths:
+            try:
+                tensors = {name: _outline(file, name) for file in [_opened(path)] for name in file.keys()}  # noqa: SIM118
+            except WeightsError as error:
+                yield str(error)
+                continue
+            for name, (shape, dtype) in tensors.items():
+                if name in self.tensors:
+                    yield f"tensor {name!r} is in {self.homes[name].name} and in {path.name}"
+                self.homes[name] = path
+                self.tensors[name] = Unread(shape, dtype, partial(self._reader.read, path, name))
+        for name, path in found.promised.items():
+            if path.exists() and self.homes.get(name, path) != path:
+                yield f"{found.index} says that tensor {name!r} is in {path.name}, but it is in {self.homes[name].name}"
+            elif path in self.homes.values() and name not in self.homes:
+                yield f"{found.index} says that tensor {name!r} is in {path.name}, which has none of that name"
+
+
+class _Reader:
+    """The file that is open, from which regions are read."""
+
+    def __init__(self) -> None:
+        self._path: Path | None = None
+        self._file: Any = None
+        self._mapped_bytes = 0
+
+    def read(self, path: Path, name: str, region: Region) -> torch.Tensor:
+        """The values of a region of a tensor of a file."""
+        if path != self._path or self._mapped_bytes > _MOST_MAPPED_BYTES:
+            self._file = None  # closed before it is opened again
+            self._file, self._path, self._mapped_bytes = _opened(path), path, 0
+        values = self._file.get_slice(name)[region] if region else self._file.get_tensor(name)
+        self._mapped_bytes += _touched_bytes(values)
+        if tuple(values.shape) != shape_of(region):
+            raise WeightsError(f"{path} gave shape={tuple(values.shape)} for {region} of tensor {name!r}")
+        return values
+
+
+def _touched_bytes(values: torch.Tensor) -> int:
+    """Bytes of a file from the first to the last of some values."""
+    steps = zip(values.shape, values.stride(), strict=True)
+    return (sum((size - 1) * stride for size, stride in steps) + 1) * values.itemsize if values.numel() else 0
+
+
+def _opened(path: Path) -> Any:
+    """An open file; its header is read and compared with its length."""
+    try:
+        return safe_open(path, framework="pt")
+    except FileNotFoundError as error:
+        raise WeightsError(f"there is no file {path}") from error
+    except (SafetensorError, OSError) as error:
+        raise WeightsError(
+            f"{path} is damaged, cut short, or no safetensors file ({error}): copy or download it again"
+        ) from error
+
+
+def _outline(file: Any, name: str) -> tuple[tuple[int, ...], torch.dtype]:
+    """The shape and type of a tensor of a file, of which nothing is read."""
+    part = file.get_slice(name)
+    shape = tuple(part.get_shape())
+    return shape, (part[0:0] if shape else file.get_tensor(name)).dtype
+
+
+def _find(path: Path) -> _Found:
+    """The files that a path means."""
+    if path.is_file():
+        return _of_index(path) if path.name.endswith(".json") else _Found((path,), None, {})
+    if not path.is_dir():
+        raise WeightsError(
+            f"There is no file or folder {path}. Weights are read from local files; "
+            "huggingface_hub.snapshot_download fetches a folder."
+        )
+    if (path / SINGLE).is_file():
+        return _Found((path / SINGLE,), None, {})
+    indices = sorted(path.glob("*.safetensors.index.json"))
+    if len(indices) == 1:
+        return _of_index(indices[0])
+    if indices:
+        raise WeightsError(f"{path} has several indices: {', '.join(item.name for item in indices)}. Name one of them.")
+    paths = tuple(sorted(path.glob("*.safetensors")))
+    if not paths:
+        there = sorted(item.name for item in path.iterdir())
+        found = f"only {', '.join(there[:8])}" if there else "it is empty"
+        raise WeightsError(
+            f"{path} has no safetensors files, {found}. Write the "
+            "weights with safetensors.torch.save_model, or model.save_pretrained."
+        )
+    return _Found(paths, None, {})
+
+
+def _of_index(path: Path) -> _Found:
+    """The files of an index."""
+    try:
+        names = parse(path.read_text(encoding="utf-8"))["weight_map"]
+        outside = [file for file in names.values() if not _stays_inside(file)]
+        promised = {} if outside else {name: path.parent / file for name, file in names.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightsError(f"{path} is damaged, or no index of safetensors files: {error!r}.") from error
+    if outside:
+        raise WeightsError(
+            f"{path} names {reprlib.repr(outside[0])}, which does not lie in its folder. An index may name files "
+            "beside it alone: copy the file there, and name it so."
+        )
+    return _Found(tuple(sorted(set(promised.values()))), path, promised)
+
+
+def _stays_inside(file: str) -> bool:
+    """Whether a name of an index is that of a file in the index's folder."""
+    path = PurePosixPath(file)
+    return not (path.is_absolute() or ".." in path.parts or "\0" in file or "\\" in file)
+
+
+def describe(tensor: torch.Tensor | Unread) -> str:
+    """Type and shape: `float32[4, 2]`."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,0 +1,67 @@
+"""Names of tensors in files and in models.
+
+Files hold parameters and persistent buffers under the names that `state_dict` has, a tied parameter under one of its
+names or under several. Models of transformers have rules of their own (`transformers_weights`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from autoshard.runtime.weights import transformers_weights
+from autoshard.runtime.weights.unread import Unread
+
+
+@dataclass(frozen=True, slots=True)
+class Matched:
+    """Which tensors of files belong to which of a model.
+
+    Args:
+        sources: by the name in the model.
+        unexpected: names in files of what the model has not.
+        optional: names in the model of what files may lack.
+    """
+
+    sources: dict[str, Unread] = field(default_factory=dict)
+    unexpected: list[str] = field(default_factory=list)
+    optional: frozenset[str] = frozenset()
+
+
+def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """What files of a model hold: parameters, tied ones by each of their names, and the buffers of its state dict."""
+    named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
+    for path, module in model.named_modules(remove_duplicate=False):
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                named[f"{path}.{name}" if path else name] = buffer
+    return named
+
+
+def names_by_tensor(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]]:
+    """All names of each tensor, in order."""
+    found: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        found.setdefault(id(tensor), []).append(name)
+    return [tuple(names) for names in found.values()]
+
+
+def match(model: nn.Module, names: Iterable[str], stored: Mapping[str, Unread]) -> Matched:
+    """The tensors of files for the tensors of a model that have these names."""
+    names = frozenset(names)
+    if transformers_weights.applies_to(model):
+        sources, unexpected = transformers_weights.converted(model, names, stored)
+        unexpected = transformers_weights.without_obsolete(model, unexpected)
+        return Matched(sources, unexpected, transformers_weights.optional_among(model, names))
+    sources = {name: tensor for name, tensor in stored.items() if name in names}
+    return Matched(sources, [name for name in stored if name not in names])
+
+
+def to_write(model: nn.Module, tensors: Mapping[str, Unread], tied: Iterable[tuple[str, ...]]) -> Mapping[str, Unread]:
+    """What files of a model hold, from its tensors: of `tied` names one, by which the others are found."""
+    if transformers_weights.applies_to(model):
+        return transformers_weights.reverted(model, tensors, tied)
+    return {names[0]: tensors[names[0]] for names in tied}

@@ -1,0 +1,1 @@
+"""Compile, plan and verify: what stands between a user's call and the passes."""

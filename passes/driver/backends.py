@@ -1,0 +1,67 @@
+"""Backends: what runs the operators of a rank's graphs, and what is done to these graphs for it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoshard.errors import NotAvailableError
+from autoshard.kernels.fusible import traced_through
+from autoshard.runtime.distributed import DistributedEngine
+from autoshard.runtime.engine import Engine
+from autoshard.runtime.graphed_passes import GraphedPasses
+from passes.lowering.bucket_updates import bucket_updates
+from passes.verification.verify_in_place import verify_in_place
+
+_WITH_KERNELS = ("inductor", "triton")
+
+
+def has_kernels(backend: str, device: torch.device) -> bool:
+    """Whether programs have kernels: on a CPU only in Triton's interpreter."""
+    return backend in _WITH_KERNELS and (device.type != "cpu" or os.environ.get("TRITON_INTERPRET") == "1")
+
+
+def wrap_of(backend: str) -> Callable[[fx.GraphModule], Callable[..., Any]] | None:
+    """Return what rewrites a rank's graphs before they run, with processes."""
+    if backend != "inductor":
+        return None
+
+    return lambda graph: torch.compile(traced_through(graph), backend="inductor", fullgraph=True, dynamic=False)
+
+
+def check_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapping[int, int]) -> None:
+    """See `DistributedEngine`."""
+    verify_in_place(before, after, written)
+
+
+def bucketing_of(backend: str, device: torch.device) -> Callable[[fx.GraphModule], fx.GraphModule]:
+    """What rewrites a graph that writes over parameters: one call, of Triton or of torch, updates many."""
+
+    def rewrite(graph_module: fx.GraphModule) -> fx.GraphModule:
+        return bucket_updates(graph_module, with_triton=backend == "triton" and has_kernels(backend, device))
+
+    return rewrite
+
+
+def graphs_of(cuda_graph: bool, engine: Engine, *, is_traced: bool, has_stages: bool) -> GraphedPasses | None:
+    """The CUDA graphs from which a step's passes are launched, or None where they are not asked for.
+
+    Raises:
+        NotAvailableError: names what does not go with it, and the way out.
+    """
+    if not cuda_graph:
+        return None
+    refused = None
+    if not isinstance(engine, DistributedEngine) or engine.device.type != "cuda":
+        refused = "the mesh is not of processes on GPUs; use a DeviceMesh of CUDA devices"
+    elif not is_traced:
+        refused = "there is no optimizer whose update is traced; pass SGD, Adam or AdamW of torch.optim"
+    elif has_stages:
+        refused = "the mesh has an axis 'pipeline', whose stages wait for each other; use a mesh without it"
+    if refused is not None:
+        raise NotAvailableError(f"cuda_graph=True records training steps, but {refused}. Or leave cuda_graph out.")
+    return GraphedPasses()

@@ -1,0 +1,32 @@
+"""The mesh that suits a model on a cluster, where a user gives none."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autoshard.call import Call
+from autoshard.cluster import candidate_meshes
+from autoshard.errors import MeshError
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.request import Request
+from autoshard.ir.update import Update
+from autoshard.runtime.launch import share_among_processes, world_size
+from cost_models.hardware import Cluster
+from passes.driver.planner import Planner
+
+
+def choose_mesh(call: Call, cluster: Cluster, planner: Planner, update: Update | None) -> tuple[Planner, Mesh]:
+    """The mesh that suits a model on a cluster, and a planner that keeps the plan made for it."""
+    if planner.fixed is not None:
+        return planner, planner.fixed.mesh
+    if call.example_inputs is None:
+        raise MeshError(
+            "compile(model, Cluster(...)) must plan to pick the axes of the mesh: pass example_inputs=, or a mesh."
+        )
+    processes = world_size()
+    if 1 < processes != cluster.size:
+        raise MeshError(f"{cluster} has {cluster.size} devices, but this run has {processes} processes.")
+    request = Request(call.model, *call.inputs, call.grad, update=update, outputs=call.outputs)
+    meshes = candidate_meshes(cluster)
+    chosen = share_among_processes(lambda: planner.plan_call(request, meshes)[1], call.options.timeout_s)
+    return replace(planner, made=chosen), chosen.mesh

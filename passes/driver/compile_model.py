@@ -1,0 +1,111 @@
+"""`autoshard.compile`: from the checked arguments to a module, or a training step, that runs on a mesh."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.arguments import check_optimizer, checked_reduce_dtype
+from autoshard.call import Call
+from autoshard.errors import NotAvailableError
+from autoshard.runtime.agreement.step_agreement import Check
+from autoshard.runtime.engine import SimulatorEngine
+from autoshard.runtime.launch import world_size
+from autoshard.runtime.lengths import Lengths
+from autoshard.runtime.optimizer_state import rebind_optimizer
+from autoshard.runtime.sharded_module import ShardedModule
+from autoshard.runtime.stages.stage_engines import make_engines
+from autoshard.runtime.stages.staged_forward import StagedForward
+from autoshard.runtime.train_step import TrainStep
+from cost_models.hardware import Cluster
+from passes.driver.backends import bucketing_of, check_in_place, graphs_of, wrap_of
+from passes.driver.choose_mesh import choose_mesh
+from passes.driver.fixed_plan import micro_batches_of, precision_of, update_for
+from passes.driver.pipelines import asked_of, check_pipeline, pipeline_of
+from passes.driver.planner import refuse_scaling
+from passes.driver.planner_for import planner_for
+from passes.driver.stage_planner import StagePlanner
+from passes.padding.prove_padding import prove_padding
+from passes.verification.verify_order import verify_order
+
+
+def compile_model(call: Call) -> ShardedModule | TrainStep:
+    """The model, made to run on all ranks of a mesh. See `autoshard.compile`."""
+    model, mesh, options, optimizer = call.model, call.target, call.options, call.optimizer
+    asked = asked_of(call.fixed, mesh, call.micro_batches, call.schedule, call.virtual_stages)
+    check_optimizer(optimizer, micro_batches=asked.micro_batches, max_grad_norm=call.max_grad_norm)
+    assert not isinstance(optimizer, str), "it was checked"
+    micro_batches = micro_batches_of(call.fixed, asked.micro_batches, trains=optimizer is not None)
+    precision = precision_of(model, call.precision, call.fixed)
+    if optimizer is not None:
+        refuse_scaling(precision)
+    update = update_for(model, optimizer, call.max_grad_norm, call.fixed, strict=call.strict)
+    device = _device_of(call)
+    planner = planner_for(
+        replace(call, precision=precision, micro_batches=micro_batches),
+        update,
+        device,
+        reduce_dtype=checked_reduce_dtype(model, options.reduce_dtype),
+        progress=False,
+    )
+    if isinstance(mesh, Cluster):
+        planner, mesh = choose_mesh(call, mesh, planner, update)
+    pipeline = pipeline_of(mesh, asked.schedule, asked.virtual_stages, micro_batches)
+    if pipeline is not None:
+        check_pipeline(update, call)
+    engine, messages = make_engines(
+        mesh,
+        device,
+        wrap_of(call.backend),
+        check_in_place if call.verify else None,
+        bucketing_of(call.backend, device),
+        options.timeout_s,
+    )
+    if call.backend == "inductor" and isinstance(engine, SimulatorEngine):
+        raise NotAvailableError("backend='inductor' needs a process per rank; the simulator runs eagerly.")
+    graphs = graphs_of(options.cuda_graph, engine, is_traced=update is not None, has_stages=pipeline is not None)
+    sharded = ShardedModule(
+        model,
+        engine,
+        planner if pipeline is None else StagePlanner(planner, pipeline, messages.rank if messages else None),
+        max_programs=options.max_programs,
+        lengths=Lengths(model, options.dynamic_lengths, prove_padding) if options.dynamic_lengths else None,
+        check=Check(options.check),
+        outputs=call.handed_out,
+        staged=None if messages is None else StagedForward(messages),
+    )
+    step = sharded
+    if optimizer is not None:
+        rebind_optimizer(optimizer, sharded.parameters())
+        step = TrainStep(
+            sharded,
+            optimizer,
+            max_grad_norm=call.max_grad_norm,
+            micro_batches=micro_batches,
+            traced=update is not None,
+            messages=messages,
+            graphs=graphs,
+        )
+        if call.verify:
+            verify_order(step.order, step.micro_batches)
+    if call.example_inputs is not None:
+        args, kwargs = call.inputs
+        with torch.enable_grad():
+            step.compile_for(*args, **kwargs)
+    return step
+
+
+def _device_of(call: Call) -> torch.device:
+    """Where the model is, or will be if it is on the meta device: with the mesh, or where torch makes tensors."""
+    tensors = (*call.model.parameters(), *call.model.buffers())
+    found = next((tensor.device for tensor in tensors if not tensor.is_meta), None)
+    if found is not None:
+        return found
+    if isinstance(call.target, DeviceMesh):
+        return torch.device(call.target.device_type)
+    if world_size() > 1 and (accelerator := torch.accelerator.current_accelerator(check_available=True)) is not None:
+        return accelerator
+    default = torch.get_default_device()
+    return torch.device("cpu") if default.type == "meta" else default

@@ -1,0 +1,193 @@
+"""Expand a plan of a program with blocks left out (`autoshard.ir.repeat`) to the program of the whole model.
+
+Every node of the whole program is matched with one of the short program: a node of an elided block with the node at the
+same place of the unit that stands for it, all others with themselves. Matched nodes make the same call at the same
+place of their modules, and their operands are matched too. Then the plan of a node is that of its match.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
+
+from torch import fx
+
+from autoshard.errors import PlanMismatchError
+from autoshard.ir.brought_back import BroughtBack
+from autoshard.ir.plan import Plan
+from autoshard.ir.program import Program, describe
+from autoshard.ir.repeat import Repeat
+from autoshard.ir.request import Request
+from autoshard.tracing import without
+from passes.lowering.lower import check_digest
+from passes.lowering.lower_program import prepare
+from passes.recomputation.recompute import InsertRecompute
+from passes.strategies.elided import NotAlikeError
+from passes.strategies.fold_blocks import module_paths
+
+_Unit = tuple[int, int]
+"""A repeat (its position) and the first block of a unit; what is in none has (-1, 0)."""
+
+
+def expand_for(plan: Plan, program: Program, request: Request, trace: Callable[[Request], Program]) -> Plan:
+    """The plan of the whole program of a call; the plan itself where it leaves nothing out.
+
+    Args:
+        plan: made for the call.
+        program: the whole program, as traced.
+        request: the call.
+        trace: what traces it.
+
+    Raises:
+        PlanMismatchError: the plan is of another program, or blocks that it leaves out are not like those beside them.
+    """
+    if not plan.repeats:
+        return plan
+    short = prepare(replace(trace(replace(request, model=without(request.model, plan.repeats))), repeats=plan.repeats))
+    check_digest(plan, _running(plan, short))
+    try:
+        return expand_plan(plan, short, prepare(program))
+    except NotAlikeError as error:
+        raise PlanMismatchError(
+            f"The plan was made without the inner blocks of {', '.join(item.path for item in plan.repeats)}, and they "
+            f"are not like those beside them: {error}. Leave plan= out: the model is then planned with all its blocks."
+        ) from error
+
+
+def expand_plan(plan: Plan, short: Program, whole: Program) -> Plan:
+    """The plan of the whole program.
+
+    Args:
+        plan: of `short`.
+        short, whole: prepared programs of a call of the model, without some blocks and with all.
+
+    Raises:
+        NotAlikeError: the programs differ in more than blocks that repeat.
+    """
+    again = _Again(short, whole)
+    recompute = replace(plan.recompute, nodes=again.expand(plan.recompute.nodes))
+    offload = replace(plan.offload, nodes=again.expand(plan.offload.nodes))
+    expanded = replace(plan, recompute=recompute, offload=offload, repeats=())
+    running = _running(expanded, whole)
+    matches = match_nodes(_running(plan, short), running)
+    nodes = {name: plan.nodes[match] for name, match in matches.items() if match in plan.nodes}
+    return replace(expanded, nodes=nodes, program_digest=running.digest())
+
+
+def _running(plan: Plan, prepared: Program) -> Program:
+    """A prepared program with what a plan recomputes and offloads."""
+    return InsertRecompute(plan.recompute.nodes, plan.offload.nodes)(prepared)
+
+
+_Brought = TypeVar("_Brought", bound=BroughtBack)
+
+
+class _Spot(NamedTuple):
+    """Where a node stands: which run of units, the first block of its unit, and its place there."""
+
+    repeat: int
+    first: int
+    place: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Again:
+    """Expands what is brought back: of a unit that is left out, the same, and as many units further on."""
+
+    short: Program
+    whole: Program
+
+    def expand(self, items: Sequence[_Brought]) -> tuple[_Brought, ...]:
+        """The items that the whole program brings back, in its order."""
+        if not items:
+            return ()
+        known, nodes = {item.name: item for item in items}, self.whole.nodes_by_name()
+        matches = match_nodes(self.short, self.whole)
+        alone = {match: name for name, match in matches.items()}
+        here, there = (_spots(program, self.short.repeats) for program in (self.short, self.whole))
+        at = {spot: name for name, spot in there.items()}
+        found = []
+        for name, node in nodes.items():
+            item = known.get(matches.get(name, ""))
+            if item is None:
+                continue
+            own, later = here.get(item.name), here.get(item.before)
+            before = alone[item.before]
+            if own is not None and later is not None and own.repeat == later.repeat:
+                repeat = self.short.repeats[own.repeat]
+                units = repeat.units.index(later.first) - repeat.units.index(own.first)
+                before = at[later._replace(first=there[name].first + units * repeat.period)]
+            found.append(replace(item, name=name, before=before, module=node.meta.get("module", "")))
+        return tuple(found)
+
+
+def match_nodes(short: Program, whole: Program) -> dict[str, str]:
+    """Node of the whole program to its match in the short one.
+
+    Raises:
+        NotAlikeError: some node has none.
+    """
+    here, there = (_grouped(program, short.repeats) for program in (short, whole))
+    matches: dict[str, str] = {}
+    for (number, first), members in there.items():
+        standing = (number, short.repeats[number].behind if number >= 0 else first)
+        others = here.get(standing, [])
+        if [form for _, form in members] != [form for _, form in others]:
+            raise NotAlikeError(f"unit {first} of {short.repeats[number]} does not run what the one behind runs")
+        matches |= {node.name: other.name for (node, _), (other, _) in zip(members, others, strict=True)}
+    _check_operands(short, whole, matches)
+    return matches
+
+
+def _grouped(program: Program, repeats: tuple[Repeat, ...]) -> dict[_Unit, list[tuple[fx.Node, object]]]:
+    """The nodes of a program by unit, in order, each with what matched ones agree in."""
+    paths = module_paths(program)
+    found: dict[_Unit, list[tuple[fx.Node, object]]] = defaultdict(list)
+    for node in program.graph.nodes:
+        if node.op != "output":
+            unit, path = _unit_of(repeats, paths[node.name])
+            form = (path, node.op, str(node.target) if node.op == "call_function" else "", node.meta.get("phase"))
+            found[unit].append((node, (*form, describe(node.meta.get("val")))))
+    return found
+
+
+def _unit_of(repeats: tuple[Repeat, ...], path: str) -> tuple[_Unit, str]:
+    """The unit of a path, and the path in the unit that stands for it."""
+    for number, repeat in enumerate(repeats):
+        found = repeat.unit(path)
+        if found is not None:
+            return (number, found[0]), found[1]
+    return (-1, 0), path
+
+
+def _check_operands(short: Program, whole: Program, matches: Mapping[str, str]) -> None:
+    """Matched nodes read matched nodes, or those at the same place of another unit."""
+    places, nodes = _places(short), short.nodes_by_name()
+    for node in whole.graph.nodes:
+        if node.op != "call_function":
+            continue
+        match = nodes[matches[node.name]]
+        read = [places[matches[operand.name]] for operand in node.all_input_nodes]
+        if read != [places[operand.name] for operand in match.all_input_nodes]:
+            raise NotAlikeError(f"{node.name} of the whole model does not read what {match.name} reads")
+
+
+def _places(program: Program) -> dict[str, object]:
+    """Where each node stands in its unit, whichever unit it is; what is in none stands for itself."""
+    spots = _spots(program, program.repeats)
+    return {name: (spots[name].repeat, spots[name].place) if name in spots else name for name in module_paths(program)}
+
+
+def _spots(program: Program, repeats: tuple[Repeat, ...]) -> dict[str, _Spot]:
+    """Where the nodes of repeated units stand, those that are left out and the two at each of their ends."""
+    counts: dict[_Unit, int] = defaultdict(int)
+    spots: dict[str, _Spot] = {}
+    for name, path in module_paths(program).items():
+        for number, repeat in enumerate(repeats):
+            first = repeat.first_block(path)
+            if first is not None:
+                spots[name] = _Spot(number, first, counts[number, first])
+                counts[number, first] += 1
+    return spots

@@ -1,0 +1,104 @@
+"""The plan that a user gives in place of a search: read, and what it decides of a call."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from autoshard.errors import NotAvailableError, PlanMismatchError
+from autoshard.ir.plan import Plan
+from autoshard.ir.precision import effective_precision
+from autoshard.ir.program import InputKind, OutputKind, Program, describe
+from autoshard.ir.update import Update
+from autoshard.runtime.traced_optimizer import update_of
+
+
+def micro_batches_of(fixed: Plan | None, micro_batches: int | None, *, trains: bool) -> int:
+    """In how many parts a step cuts its batch: as asked for, or as the plan to use says.
+
+    Raises:
+        PlanMismatchError: the two are not the same.
+    """
+    planned = fixed.micro_batches if fixed is not None and trains else 1
+    if planned > 1 and micro_batches not in (None, planned):
+        raise PlanMismatchError(
+            f"The plan is of a step of {planned} micro-batches, and micro_batches={micro_batches} is asked for. Leave "
+            "micro_batches out, or plan again."
+        )
+    return micro_batches or planned
+
+
+def precision_of(model: nn.Module, precision: str | None, fixed: Plan | None) -> str | None:
+    """What calls compute in, None for the model's own types: what is asked for, or what the plan to use says."""
+    if precision is not None and not any(parameter.is_floating_point() for parameter in model.parameters()):
+        raise NotAvailableError(
+            f"precision={precision!r} casts floating parameters, and {type(model).__qualname__} has none: leave it out."
+        )
+    found = effective_precision(model, precision)
+    if fixed is None:
+        return found
+    if precision is not None and found != fixed.precision:
+        raise PlanMismatchError(
+            f"The plan is of a program in precision={fixed.precision!r}, and precision={precision!r} is asked for. "
+            "Leave precision out, or plan again."
+        )
+    return fixed.precision
+
+
+def update_for(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    max_grad_norm: float | None,
+    fixed: Plan | None,
+    *,
+    strict: bool,
+) -> Update | None:
+    """What is traced of an optimizer; nothing where the plan to use is one of forward and backward alone."""
+    if fixed is not None and not fixed.updates:
+        return None
+    return update_of(optimizer, model, max_grad_norm, strict=strict)
+
+
+def has_more_outputs(plan: Plan, program: Program) -> bool:
+    """Whether a plan has outputs that a program, of the same call, does not hand out."""
+    return not _outputs_of(plan) <= _names_of(program)
+
+
+def _outputs_of(plan: Plan) -> set[str]:
+    """The names of the outputs, "output:0", in a plan."""
+    kind = f"{OutputKind.OUTPUT.value} "
+    return {name.removeprefix(kind) for name in plan.outputs if name.startswith(kind)}
+
+
+def _names_of(program: Program) -> set[str]:
+    return {slot.name for slot in program.outputs_of(OutputKind.OUTPUT)}
+
+
+def check_same_parameters(plan: Plan, program: Program) -> None:
+    """Raise `PlanMismatchError` naming the first parameter in which a program is not the one that a plan is for."""
+    nodes = program.nodes_by_name()
+    shapes = {slot.name: tuple(nodes[slot.node].meta["val"].shape) for slot in program.inputs_of(InputKind.PARAMETER)}
+    planned = {name: tuple(item.shape) for name, item in plan.parameters.items()}
+    for name in dict.fromkeys([*shapes, *planned]):
+        if shapes.get(name) != planned.get(name):
+            raise PlanMismatchError(
+                f"The plan is of another model: parameter {name!r} has shape={planned.get(name)} in the plan and "
+                f"shape={shapes.get(name)} in the model. Plan again for this model."
+            )
+
+
+def check_plan_fits(plan: Plan, program: Program, *, compare_inputs: bool) -> None:
+    """Raise `PlanMismatchError` naming the first thing in which a program is not the one that a plan is for."""
+    check_same_parameters(plan, program)
+    nodes = program.nodes_by_name()
+    if compare_inputs and not plan.repeats and [*_outputs_of(plan)] == ["output:0"] != [*_names_of(program)]:
+        raise PlanMismatchError(
+            "The plan is of a call that hands out the loss alone, and this one hands out more. Compile with "
+            "outputs='loss' (or optimizer=), or plan again."
+        )
+    inputs = {slot.name: describe(nodes[slot.node].meta["val"]) for slot in program.inputs_of(InputKind.INPUT)}
+    if compare_inputs and inputs != dict(plan.inputs):
+        raise PlanMismatchError(
+            f"The plan is for inputs {dict(plan.inputs)}, the call has {inputs}. Call with those shapes, or plan "
+            "again for these (leave plan= out, and each kind of call is planned when it comes)."
+        )

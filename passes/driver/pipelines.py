@@ -1,0 +1,142 @@
+"""What `compile` is told of a pipeline: checked arguments, and the engine of a stage."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from autoshard.call import Call
+from autoshard.errors import MeshError, NotAvailableError, PlanMismatchError
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan import Plan
+from autoshard.ir.staged import ALONE, PIPELINE_AXIS
+from autoshard.ir.update import Update
+from cost_models.errors import CostArgumentError
+from cost_models.schedule_orders import SCHEDULES, V_SHAPED, order_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Pipeline:
+    """A pipeline as it is asked for.
+
+    Args:
+        mesh: all axes.
+        schedule: a name of `cost_models.schedule_orders.SCHEDULES`.
+        virtual_stages: stages on each rank.
+        micro_batches: of a step.
+    """
+
+    mesh: Mesh
+    schedule: str
+    virtual_stages: int
+    micro_batches: int
+
+    @property
+    def ranks(self) -> int:
+        """Size of the axis that carries stages."""
+        return self.mesh.axis_size(PIPELINE_AXIS)
+
+    @property
+    def stages(self) -> int:
+        """Number of stages on all ranks."""
+        return self.ranks * self.virtual_stages
+
+    @property
+    def stage_mesh(self) -> Mesh:
+        """The axes that the pipeline leaves, one of one rank if there is none."""
+        return Mesh({name: size for name, size in self.mesh.axes if name != PIPELINE_AXIS} or {ALONE: 1})
+
+
+def pipeline_of(mesh: Any, schedule: str | None, virtual_stages: int, micro_batches: int | None) -> Pipeline | None:
+    """The pipeline of a mesh; None where no axis carries stages. Micro-batches that are open are not checked.
+
+    Raises:
+        MeshError: a schedule is asked for, and no axis carries stages.
+        NotAvailableError: the schedule does not run, or not with these numbers.
+    """
+    if PIPELINE_AXIS not in _axis_names(mesh):
+        if schedule is not None or virtual_stages != 1:
+            raise MeshError(
+                f"schedule={schedule!r}, virtual_stages={virtual_stages!r} are of a pipeline, and no axis of {mesh} is "
+                "named 'pipeline'. Name one so, or leave them out."
+            )
+        return None
+    chosen = schedule or ("1F1B" if virtual_stages == 1 else "Interleaved1F1B")
+    if chosen not in SCHEDULES:
+        raise NotAvailableError(f"schedule={chosen!r} does not run; use one of {', '.join(map(repr, SCHEDULES))}.")
+    if chosen in V_SHAPED and virtual_stages == 1:
+        virtual_stages = 2  # a V is of two on each rank
+    whole = Mesh.from_device_mesh(mesh) if isinstance(mesh, DeviceMesh) else mesh
+    ranks = whole.axis_size(PIPELINE_AXIS)
+    if ranks * virtual_stages < 2:
+        raise MeshError(f"{mesh} has one rank along 'pipeline'; leave that axis out, or give it two ranks or more.")
+    if micro_batches is None:
+        return Pipeline(whole, chosen, virtual_stages, 1)
+    try:
+        order_rows(chosen, ranks, micro_batches, virtual_stages)
+    except CostArgumentError as error:
+        raise NotAvailableError(
+            f"schedule={chosen!r} does not run with micro_batches={micro_batches} on {mesh}: {error}"
+        ) from error
+    return Pipeline(whole, chosen, virtual_stages, micro_batches)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Arguments of a call that concern its pipeline, completed by the plan that it uses."""
+
+    micro_batches: int | None
+    schedule: str | None
+    virtual_stages: int
+
+
+def asked_of(
+    plan: Plan | None, mesh: Any, micro_batches: int | None, schedule: str | None, virtual_stages: int | None
+) -> Asked:
+    """Complete the arguments that concern a pipeline by a plan of stages.
+
+    Raises:
+        PlanMismatchError: the call says otherwise than the plan, or the mesh has no axis for the plan's stages.
+    """
+    if plan is None or plan.order is None:
+        return Asked(micro_batches, schedule, virtual_stages or 1)
+    if PIPELINE_AXIS not in _axis_names(mesh):
+        raise PlanMismatchError(
+            f"The plan has {len(plan.stages)} stages, for {plan.mesh}, and no axis of {mesh} is named 'pipeline'. Run "
+            "it on that mesh, or leave plan= out."
+        )
+    found = Asked(plan.order.micro_batches, plan.schedule, plan.order.virtual_stages)
+    for name, given in (("micro_batches", micro_batches), ("schedule", schedule), ("virtual_stages", virtual_stages)):
+        if given is not None and given != getattr(found, name):
+            raise PlanMismatchError(
+                f"{name}={given!r} is asked for, and the plan has {name}={getattr(found, name)!r}. Leave {name} "
+                "out, or plan again."
+            )
+    return found
+
+
+def _axis_names(mesh: Any) -> tuple[str, ...]:
+    return tuple((mesh.mesh_dim_names or ()) if isinstance(mesh, DeviceMesh) else getattr(mesh, "axis_names", ()))
+
+
+def check_pipeline(update: Update | None, call: Call) -> None:
+    """Refuse what does not go with stages yet.
+
+    Raises:
+        NotAvailableError: names what, and the way out.
+    """
+    refused = None
+    if call.optimizer is None:
+        refused = "without optimizer= nothing is trained, and stages run training steps"
+    elif update is None:
+        refused = f"optimizer={type(call.optimizer).__name__} is not traced; use SGD, Adam or AdamW of torch.optim"
+    elif call.fixed is not None and not call.fixed.stages:
+        refused = f"plan= is of a program that is not cut, for {call.fixed.mesh}; leave plan= out"
+    elif call.backend not in ("auto", "reference"):
+        refused = f"backend={call.backend!r} does not run stages; use backend='auto'"
+    elif call.options.dynamic_lengths is not None:
+        refused = "dynamic_lengths= pads whole programs; leave it out"
+    if refused is not None:
+        raise NotAvailableError(f"The mesh has an axis 'pipeline': {refused}. Or use a mesh without that axis.")

@@ -1,0 +1,146 @@
+"""The plan that a choice of the planning problem stands for, predicted from its lowered program."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from autoshard.ir.lowered import PhasedProgram
+from autoshard.ir.plan import Plan
+from autoshard.ir.plan_parts import UNKNOWN, NodePlan
+from autoshard.ir.program import OWNERS, InputKind, OutputSlot, describe
+from autoshard.ir.repeat import names_alike
+from autoshard.ir.spec import PartitionSpec
+from cost_models.hardware import Cluster
+from passes.driver.kernels_on_one_device import kernels_of
+from passes.driver.plan_options import PlanOptions
+from passes.lowering.lower import result_key
+from passes.lowering.lower_program import lower_prepared
+from passes.lowering.overlap import buckets_of
+from passes.lowering.split_phases import SplitPhases
+from passes.memory.lowered_memory import peak_bytes
+from passes.planning.build_assignment import PlanningProblem
+from passes.planning.cover import cover
+from passes.planning.exact_memory import exact_memory
+from passes.prediction.name_layouts import plan_of_parameter
+from passes.prediction.predict import memory_at_peak, predict
+from passes.prediction.segment_step import folded_step
+from passes.prediction.walk_program import WalkedStep, walk_program
+from passes.strategies.price_nodes import NodePrices
+
+
+@dataclass(frozen=True, slots=True)
+class LoweredPlan:
+    """A plan, and the program that it was predicted from.
+
+    Args:
+        plan: the plan.
+        phased: what `lower_program` makes of it, without kernels; None: it was predicted with them, or without blocks.
+    """
+
+    plan: Plan
+    phased: PhasedProgram | None = None
+
+
+def lowered_plan(
+    planning: PlanningProblem,
+    choice: Sequence[int],
+    objective: float,
+    lower_bound: float | None,
+    cluster: Cluster,
+    options: PlanOptions,
+) -> LoweredPlan:
+    """The plan of a choice of one option per variable of `planning`, and the program that it is predicted from.
+
+    `objective` is in seconds.
+    """
+    plan = _plan_of_operators(planning, choice, objective, lower_bound, cluster, options)
+    memory = exact_memory(planning, choice)
+    if not options.with_kernels:
+        plan = replace(plan, predicted=replace(UNKNOWN, memory_breakdown=memory_at_peak(memory)))
+        walked, phased = _walked(planning, plan, choice, cluster, options)
+        predicted = predict(planning, choice, dispatch=options.dispatch, memory=memory, walked=walked, record=True)
+        return LoweredPlan(replace(plan, predicted=predicted), None if planning.elided.sites else phased)
+    plan = replace(plan, predicted=predict(planning, choice, dispatch=options.dispatch, memory=memory, record=True))
+    kernels = kernels_of(plan, planning.space.program, cluster, planning.elided.site_counts())
+    predicted = predict(planning, choice, kernels, dispatch=options.dispatch, memory=memory, record=True)
+    kernels = replace(kernels, breakdown_without=plan.predicted.breakdown)
+    return LoweredPlan(replace(plan, predicted=replace(predicted, kernels=kernels)))
+
+
+def _walked(
+    planning: PlanningProblem, plan: Plan, choice: Sequence[int], cluster: Cluster, options: PlanOptions
+) -> tuple[WalkedStep, PhasedProgram]:
+    """The step of a plan as its lowered program says, with what passes behind `SplitPhases` add to its peak; and that.
+
+    A program without its inner blocks is lowered without overlap, and nothing hoisted: what fits is not that of the
+    whole. Its step is that of the planning problem, as `folded_step` writes it down, with what travels in buckets.
+    """
+    micro_batches, is_whole = planning.liveness.micro_batches, not planning.elided.sites
+    made: dict[type, Any] = {}
+    phased = lower_prepared(
+        planning.space.program, plan, cluster, with_overlap=is_whole, reduce_dtype=options.reduce_dtype,
+        micro_batches=micro_batches if is_whole else 1, on_pass=lambda one, _, result: made.update({type(one): result}),
+    )  # fmt: skip
+    prices = NodePrices(cluster, plan.mesh)
+    if is_whole:
+        walked = walk_program(phased, prices, micro_batches)
+    else:
+        walked = folded_step(planning, choice, phased, prices, micro_batches, buckets_of(cluster).largest_bytes)
+    plain, peak = (peak_bytes(item, micro_batches=micro_batches) for item in (made[SplitPhases], phased))
+    return replace(walked, passes_bytes=peak - plain), phased
+
+
+def _plan_of_operators(
+    planning: PlanningProblem,
+    choice: Sequence[int],
+    objective: float,
+    lower_bound: float | None,
+    cluster: Cluster,
+    options: PlanOptions,
+) -> Plan:
+    """The plan without kernels, and without a prediction."""
+    program = planning.space.program
+    traced = program.nodes_by_name()
+    strategies = {name: planning.strategy(name, choice) for name in planning.space.sites}
+    nodes = {
+        name: NodePlan(strategies[name].inputs, strategies[name].outputs)
+        for name, site in planning.space.sites.items()
+        if site.node is not None
+    }
+    return Plan(
+        mesh=planning.space.mesh,
+        program_digest=program.digest(),
+        inputs={slot.name: describe(traced[slot.node].meta["val"]) for slot in program.inputs_of(InputKind.INPUT)},
+        nodes=nodes,
+        outputs={
+            result_key(whole): spec
+            for slot in program.outputs
+            for spec in (_result_spec(planning, choice, slot),)
+            for whole in (replace(slot, name=name) for name in names_alike(program.repeats, slot.name))
+        },
+        parameters={
+            name: place
+            for slot in program.inputs_of(InputKind.PARAMETER)
+            for place in (plan_of_parameter(planning, choice, slot),)
+            for name in names_alike(program.repeats, slot.name)
+        },
+        predicted=UNKNOWN,
+        objective=objective,
+        lower_bound=lower_bound,
+        search_time_s=0.0,
+        hardware=cluster.name,
+        micro_batches=planning.liveness.micro_batches,
+        recipe=options.recipe,
+        memory_budget=None if options.memory_budget is None else int(options.memory_budget),
+        replicated_operators=planning.space.replicated_operators,
+        operators=cover(planning, choice),
+        repeats=program.repeats,
+    )
+
+
+def _result_spec(planning: PlanningProblem, choice: Sequence[int], slot: OutputSlot) -> PartitionSpec:
+    if slot.kind not in OWNERS:
+        return planning.strategy(slot.name, choice).inputs[0]
+    return planning.strategy(planning.space.owner(slot), choice).outputs[0]

@@ -1,0 +1,468 @@
+"""What stands between a user's call and the passes: traces a call, finds its plan, lowers it, verifies it.
+
+`Planner` is the runtime's `Compiler`, and what `autoshard.plan` asks for plans.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoshard import tracing
+from autoshard.arguments import check_has_loss, check_tensors
+from autoshard.call import LossFunction
+from autoshard.cluster import local_cluster
+from autoshard.errors import (
+    AutoshardError,
+    DoesNotFitError,
+    NotAvailableError,
+    PlanMismatchError,
+    TraceError,
+)
+from autoshard.ir.answers import WhyNot
+from autoshard.ir.fingerprint import fingerprint
+from autoshard.ir.initialisation import Initialisation
+from autoshard.ir.lowered import PhasedProgram
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.outputs import Outputs
+from autoshard.ir.plan import Plan
+from autoshard.ir.precision import PRECISIONS
+from autoshard.ir.program import OutputKind, Program
+from autoshard.ir.recipe import Recipe
+from autoshard.ir.request import CompiledProgram, Request
+from autoshard.ir.spec import PartitionSpec
+from autoshard.ir.verification_report import VerificationReport
+from autoshard.kernels.tuning_switch import VARIABLE, folder_identity
+from autoshard.runtime.engine import Engine
+from cost_models.hardware import Cluster
+from cost_models.memory import room_bytes
+from passes.driver.expand_plan import expand_for, expand_plan
+from passes.driver.fixed_plan import check_plan_fits, check_same_parameters, has_more_outputs
+from passes.driver.make_together import make_together
+from passes.driver.plan_and_lower import plan_and_lower, plan_program
+from passes.driver.plan_of_choice import LoweredPlan
+from passes.driver.plan_options import PlanOptions
+from passes.driver.progress import interruptible, search_bar
+from passes.lowering.lower_program import lower_program, prepare, prepare_for
+from passes.planning.baselines import least_baselines
+from passes.planning.constraints import constraints_on, split_outputs, whole_outputs
+from passes.questions.explain import PlanAlternatives
+from passes.solver.search_control import SearchControl, SearchStopped
+from passes.strategies.elided import NotAlikeError
+from passes.verification.verify_passes import verify_pass
+from passes.verification.verify_phases import verify_phases
+from passes.verification.verify_preparation import verify_preparation
+from passes.verification.verify_program import verify_program
+from passes.verification.weigh_loss import weigh_step
+
+_LOGGER = logging.getLogger(__name__)
+_FOLDER = f"measured block sizes ({VARIABLE} names one folder that all ranks see, or none on any)"
+
+Forecast = Callable[[Plan, str], WhyNot]
+
+_MARGINS = (1, 2)
+"""Units that stay at each end of a run of alike blocks, in the order tried: the first and last ones may be special."""
+
+_SECONDS_PER_PARAMETER, _LEAST_SHARE = 0.05, 0.25
+"""Planning all blocks of a deep model takes so long, or more, for each parameter: a Qwen3-30B-A3B of 48 layers and 531
+parameters took 61 s of one core. A search has such a part of the time whatever tracing and earlier tries took."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planner:
+    """The runtime's `Compiler`: traces a call, plans it and lowers it, with what the user asked of `compile`.
+
+    Args:
+        cluster: what to price for; None: this machine.
+        fixed: the plan that calls which train must use.
+        made: a plan that is made already, for calls of its program on its mesh.
+        before: a plan that searches begin with, and are not worse than where it fits.
+        precision: what calls compute in where the model's parameters are wider; None: the model's own types.
+        traced: a program that is traced already: of calls that train.
+        state_ratio: bytes of optimizer state per byte of parameters, for programs that do not hold it.
+        has_update: whether the update of an optimizer is traced: constraints may then name its state.
+        micro_batches: how many a training step has.
+        with_kernels: let Triton kernels stand in for operators, and predict that.
+        for_compiler: lower for one that fuses, without Triton kernels, which are predicted as what it writes.
+        with_native: let torch's fused kernels run semantic operators, rather than their definitions.
+        cuda_graph: predict steps that are launched from CUDA graphs.
+        recipe: within which plans are searched; None: everywhere.
+        gather_outputs: let outputs be whole on every rank, but for those that are constrained.
+        progress: whether searches show how they go; see `search_bar`.
+        others: see `compile`.
+    """
+
+    cluster: Cluster | None = None
+    fixed: Plan | None = None
+    made: Plan | None = None
+    before: Plan | None = None
+    traced: Program | None = None
+    loss_fn: LossFunction | None = None
+    precision: str | None = None
+    constraints: Mapping[str, PartitionSpec] = field(default_factory=dict)
+    memory_budget: int | None = None
+    state_ratio: float = 0.0
+    has_update: bool = False
+    micro_batches: int = 1
+    strict: bool = False
+    verify: bool = True
+    time_budget_s: float = 60.0
+    with_kernels: bool = False
+    for_compiler: bool = False
+    with_native: bool = True
+    cuda_graph: bool = False
+    reduce_dtype: torch.dtype | None = None
+    recipe: Recipe | None = None
+    gather_outputs: bool = False
+    progress: bool | None = False
+
+    def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
+        """See `Compiler`. The first rank plans for all."""
+        start = time.perf_counter()
+        program = make_together(
+            engine, "tracing", lambda: self.trace(request), lambda made: {"traced program": fingerprint(made)}
+        )
+        found = fingerprint(program)
+        known = next((item for item in request.known if item.fingerprint == found), None)
+        if known is not None:
+            return replace(known, python=program.python)
+        # What was asked of the model's outputs does not hold of gradients in their place.
+        planner = replace(self, gather_outputs=request.outputs is Outputs.WHOLE or bool(request.derivatives))
+        free = planner._free() if request.derivatives else planner
+        chosen = engine.share(lambda: free._plan_for(program, request, engine.mesh))
+        phased = make_together(
+            engine,
+            "lowering",
+            lambda: free._lower(program, chosen)[0],
+            lambda made: {"compiled program": made.digest()},
+        )
+        if self.with_kernels:
+            make_together(engine, "block sizes", folder_identity, lambda folder: {_FOLDER: folder})
+        sharded_outputs = split_outputs(program, free.constraints, gather=free.gather_outputs)
+        _LOGGER.info(
+            "compiled %s for %s in %.1f s, predicted step time %.3g s",
+            request.signature,
+            engine.mesh,
+            time.perf_counter() - start,
+            chosen.predicted.step_time_s,
+        )
+        weights = weigh_step(program, replace(self, traced=None).trace, request) if self.micro_batches > 1 else None
+        return CompiledProgram(phased, chosen, sharded_outputs, request.update, found, program.python, weights)
+
+    def record_initialisation(
+        self, model: nn.Module, device: torch.device, init_fn: Callable[[nn.Module], Any] | None
+    ) -> Initialisation:
+        """See `Compiler`."""
+        return tracing.record_initialisation(model, device, init_fn)
+
+    def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
+        """See `Compiler`."""
+        return tracing.check_guards(program, inputs, state)
+
+    def trace(self, request: Request) -> Program:
+        """See `Compiler`.
+
+        Raises:
+            NotAvailableError: gradients in float16.
+            TraceError: the call cannot be captured, has an input without elements, or is a step without a loss.
+        """
+        check_tensors(request.args, request.kwargs)
+        if request.grad:
+            refuse_scaling(self.precision)
+        if self.traced is not None and request.grad and not request.all_tangents:
+            return self.traced
+        program = self._trace(request)
+        if request.outputs is Outputs.LOSS and self.fixed is not None and has_more_outputs(self.fixed, program):
+            program = self._trace(replace(request, outputs=Outputs.AS_PLANNED))  # what was planned runs
+        if request.update is not None:
+            check_has_loss(program)
+        return program
+
+    def _trace(self, request: Request) -> Program:
+        start = time.perf_counter()
+        program = tracing.trace(
+            request.model,
+            request.args,
+            dict(request.kwargs),
+            loss_fn=self.loss_fn,
+            grad=request.grad,
+            all_tangents=request.all_tangents,
+            update=request.update,
+            seed=request.seed,
+            compute_dtype=None if self.precision is None else PRECISIONS[self.precision],
+            device=request.device,
+            values=request.values,
+            derivatives=request.derivatives,
+            loss_only=request.outputs is Outputs.LOSS,
+            forward_only=request.forward_only,
+            as_compiled=request.as_compiled,
+        )
+        _LOGGER.debug("tracing took %.3f s", time.perf_counter() - start)
+        return program
+
+    def trace_elided(self, request: Request, margin: int) -> Program | None:
+        """The program of a call without the inner blocks of long lists; None where there are none, or it cannot run."""
+        elided = tracing.elide_blocks(request.model, margin)
+        if elided is None:
+            return None
+        try:
+            program = self.trace(replace(request, model=elided.model))
+        except TraceError as error:
+            _LOGGER.debug("the model cannot be traced without its inner blocks: %s", error)
+            return None
+        return replace(program, repeats=elided.repeats)
+
+    def plan_call(self, request: Request, meshes: Sequence[Mesh], *, in_time: bool = False) -> tuple[Program, Plan]:
+        """The fastest plan of a call on any of some meshes, and the program that it is of.
+
+        A deep model is planned without its inner blocks where those beside them are alike. If it is then slower than
+        the plan before, it is planned with all of them.
+
+        Raises:
+            NotAvailableError: that takes longer than there is time, and it is to be planned `in_time`.
+        """
+        end, are_alike = time.monotonic() + self.time_budget_s, True
+        for margin in _MARGINS:
+            program = self.trace_elided(request, margin)
+            if program is None:
+                break
+            try:
+                found = self._until(end).search_meshes(program, meshes)
+                if self.before is None or found.objective <= self.before.objective:
+                    return program, found
+                break
+            except NotAlikeError as error:
+                _LOGGER.debug("the model is not planned without its inner blocks: %s", error)
+                are_alike = False
+        needed_s = _SECONDS_PER_PARAMETER * len(list(request.model.parameters()))
+        if in_time and not are_alike and time.monotonic() + needed_s > end:
+            raise NotAvailableError(
+                f"the search for the specs of all blocks, which are not alike, would take some {needed_s:.0f} s or "
+                "more, and less is left of time_budget_s; give it more time, or plan with recipe=plan.recipe"
+            )
+        program = self.trace(request)
+        return program, self._until(end).search_meshes(program, meshes)
+
+    def _until(self, end: float) -> Planner:
+        """The planner with what is left of the time up to `end`, of `time.monotonic`; a share of it in any case."""
+        return replace(self, time_budget_s=max(_LEAST_SHARE * self.time_budget_s, end - time.monotonic()))
+
+    def search(
+        self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec], before: Plan | None = None
+    ) -> Plan:
+        """The plan of a program on a mesh, with parameters where they already are, from a plan of another mesh."""
+        return self.search_and_lower(program, mesh, placed, before).plan
+
+    def search_and_lower(
+        self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec], before: Plan | None = None
+    ) -> LoweredPlan:
+        """`search`, with the lowered program that the plan was predicted from."""
+        with self._searching() as control:
+            options = replace(self._options(program, mesh, placed), before=before, control=control)
+            found = plan_and_lower(program, mesh, self.cluster_for(mesh), options)
+        return replace(found, plan=replace(found.plan, precision=self.precision))
+
+    def _search(self, program: Program, mesh: Mesh, options: PlanOptions, control: SearchControl) -> Plan:
+        plan = plan_program(program, mesh, self.cluster_for(mesh), replace(options, control=control))
+        return replace(plan, precision=self.precision)
+
+    @contextmanager
+    def _searching(self) -> Iterator[SearchControl]:
+        """What a search follows: its user sees how it goes, and ends it by Ctrl-C.
+
+        Raises:
+            KeyboardInterrupt: it was ended before anything that fits was found.
+        """
+        with search_bar(self.time_budget_s, self.progress) as show:
+            control = SearchControl()
+            if show is not None:
+                control.show = lambda found: show(found.problem, found.best, found.lower_bound)
+            try:
+                with interruptible(control):
+                    yield control
+            except DoesNotFitError as error:
+                if control.is_stopped:
+                    raise KeyboardInterrupt("the search was ended before anything that fits was found") from error
+                raise
+        if control.is_stopped:
+            _LOGGER.warning("Ctrl-C ended the search for a plan: it is the best until then")
+
+    def alternatives(self, program: Program, mesh: Mesh, forecast: Forecast) -> PlanAlternatives:
+        """What answers `Plan.explain` for the plans that `search_meshes` finds; see there for `forecast`."""
+        return PlanAlternatives(program, mesh, self.cluster_for(mesh), self._options(program, mesh, {}), forecast)
+
+    def _options(self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec]) -> PlanOptions:
+        constraints = constraints_on(program, self.constraints, without_state=self.has_update and not updates(program))
+        whole = whole_outputs(program, self.constraints, gather=self.gather_outputs)
+        constraints |= dict.fromkeys(whole, PartitionSpec())
+        budget = self.memory_budget
+        if budget is None:
+            budget = room_bytes(self.cluster_for(mesh).device, sum(size > 1 for size in mesh.shape))
+        return PlanOptions(
+            constraints={**constraints, **_within(program, placed)},
+            memory_budget=budget,
+            time_budget_s=self.time_budget_s,
+            state_bytes_per_parameter_byte=0.0 if updates(program) else self.state_ratio,
+            strict=self.strict,
+            micro_batches=self.micro_batches,
+            dispatch="graph" if self.cuda_graph else "eager",
+            with_kernels=self.with_kernels,
+            reduce_dtype=self.reduce_dtype,
+            before=self.before,
+            recipe=self.recipe,
+        )
+
+    def search_meshes(self, program: Program, meshes: Sequence[Mesh]) -> Plan:
+        """The fastest plan on any of some meshes; the error of the last one if none has a plan."""
+        part = replace(self, time_budget_s=self.time_budget_s / len(meshes))
+        plans: list[Plan] = []
+        failure = None
+        with self._searching() as control:
+            for mesh in meshes:
+                options = replace(part._options(program, mesh, {}), elsewhere=tuple(plans))
+                try:
+                    plans.append(part._search(program, mesh, options, control))
+                except AutoshardError as error:
+                    failure = error
+                except SearchStopped:
+                    if not plans:
+                        raise
+                if control.is_stopped and plans:
+                    break
+            if not plans and failure is not None:
+                raise failure
+        best = min(plans, key=lambda plan: plan.predicted.step_time_s)
+        searched_s = sum(plan.search_time_s for plan in plans)
+        return replace(
+            best, baselines=least_baselines(plans), search_time_s=searched_s, was_interrupted=control.is_stopped
+        )
+
+    def cluster_for(self, mesh: Mesh) -> Cluster:
+        """What to price for."""
+        return self.cluster if self.cluster is not None else local_cluster(mesh)
+
+    def prove(self, request: Request, meshes: Sequence[Mesh]) -> VerificationReport:
+        """The proof of the program that a call would run by its plan, which is the fastest on any of some meshes.
+
+        Raises:
+            VerificationError: it could not be shown that the program equals the traced one.
+        """
+        planner = self if self.fixed is not None else replace(self, made=self.plan_call(request, meshes)[1])
+        known = planner.fixed or planner.made
+        assert known is not None, "one of the two was given or made"
+        program = self.trace(request)
+        report = replace(planner, verify=True)._lower(program, planner._plan_for(program, request, known.mesh))[1]
+        assert report is not None, "the planner verifies"
+        return report
+
+    def _plan_for(self, program: Program, request: Request, mesh: Mesh) -> Plan:
+        if self.fixed is None:
+            return self._made_for(program, request, mesh) or self._search_for(program, request, mesh)
+        if self.fixed.mesh != mesh:
+            check_same_parameters(self.fixed, program)
+            _LOGGER.info("the plan is for %s, the model runs on %s: planning again, from it", self.fixed.mesh, mesh)
+            return self.search(program, mesh, request.placed, self._expanded(self.fixed, program, request))
+        check_plan_fits(self.fixed, program, compare_inputs=request.grad)
+        if request.grad and not request.all_tangents and self.fixed.updates == updates(program):
+            return expand_for(self.fixed, program, request, self.trace)
+        return self.search(program, mesh, {name: item.spec for name, item in self.fixed.parameters.items()})
+
+    def _search_for(self, program: Program, request: Request, mesh: Mesh) -> Plan:
+        """The plan of a call whose program is `program`; of a deep model, found without its inner blocks."""
+        for margin in () if request.placed else _MARGINS:
+            short = self.trace_elided(request, margin)
+            if short is None:
+                break
+            try:
+                return expand_plan(self.search(short, mesh, {}), prepare(short), prepare(program))
+            except NotAlikeError as error:
+                _LOGGER.debug("the model is not planned without its inner blocks: %s", error)
+        return self.search(program, mesh, request.placed)
+
+    def _made_for(self, program: Program, request: Request, mesh: Mesh) -> Plan | None:
+        if self.made is None or self.made.mesh != mesh or request.placed:
+            return None
+        made = self._expanded(self.made, program, request)
+        if made is None:
+            return None
+        try:
+            return made if made.program_digest == prepare_for(program, made).digest() else None
+        except PlanMismatchError as error:
+            _LOGGER.debug("the plan is not of this call: %s", error)
+            return None
+
+    def _free(self) -> Planner:
+        """The planner without what was asked of the model's outputs and of its parameters' gradients."""
+        return replace(self, fixed=None, made=None, before=None, constraints={}, reduce_dtype=None)
+
+    def _expanded(self, plan: Plan, program: Program, request: Request) -> Plan | None:
+        """A plan with all blocks; None where it is not of this call."""
+        try:
+            return expand_for(plan, program, request, self.trace)
+        except PlanMismatchError as error:
+            _LOGGER.debug("the plan is not of this call: %s", error)
+            return None
+
+    def _lower(
+        self, program: Program, chosen: Plan, predicted: PhasedProgram | None = None
+    ) -> tuple[PhasedProgram, VerificationReport | None]:
+        """The program of one rank, and the proof that it equals the traced one, if it is to be proven.
+
+        `predicted`, the program that the plan was predicted from, is taken unless another one runs: with kernels, say.
+        """
+        on_pass = verify_pass if _verifies_each_pass() else None
+        is_plain = self.with_native and not (self.with_kernels or self.for_compiler or on_pass)
+        phased = predicted
+        if phased is None or not is_plain:
+            phased = lower_program(
+                *(program, chosen, self.cluster_for(chosen.mesh)),
+                with_kernels=self.with_kernels and not self.for_compiler,
+                saves_least=self.for_compiler,
+                with_native=self.with_native,
+                reduce_dtype=self.reduce_dtype,
+                micro_batches=self.micro_batches,
+                on_pass=on_pass,
+            )
+        if not self.verify:
+            return phased, None
+        verify_preparation(program, phased.lowered.traced)
+        report = verify_program(phased.lowered.traced, phased.lowered, phased.carried if self.micro_batches > 1 else ())
+        verify_phases(phased)
+        _LOGGER.debug("%s", report)
+        return phased, report
+
+
+def refuse_scaling(precision: str | None) -> None:
+    """Raise `NotAvailableError` for a precision in which gradients would have to be scaled."""
+    if precision == "f16":
+        raise NotAvailableError(
+            "precision='f16' with gradients is not available: those below 6e-8 would vanish, and the loss is not "
+            "scaled up for them. Train with precision='bf16'; in 'f16' a model runs under torch.no_grad() only."
+        )
+
+
+def _verifies_each_pass() -> bool:
+    """Whether AUTOSHARD_VERIFY asks to check what each pass of lowering made."""
+    asked = os.environ.get("AUTOSHARD_VERIFY", "")
+    if asked not in ("", "each-pass"):
+        raise NotAvailableError(f"AUTOSHARD_VERIFY={asked!r} is unknown; set it to 'each-pass', or leave it out.")
+    return bool(asked)
+
+
+def updates(program: Program) -> bool:
+    """Whether a program is that of a whole training step."""
+    return bool(program.outputs_of(OutputKind.PARAMETER_UPDATE))
+
+
+def _within(program: Program, placed: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:
+    """What of the parameters and the state that lie somewhere already is part of a program."""
+    names = {slot.name for slot in program.inputs}
+    return {name: spec for name, spec in placed.items() if name in names}

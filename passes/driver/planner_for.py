@@ -1,0 +1,53 @@
+"""The planner of a call."""
+
+from __future__ import annotations
+
+import torch
+
+from autoshard.call import Call
+from autoshard.ir.update import Update
+from autoshard.runtime.optimizer_state import state_bytes_per_parameter_byte
+from passes.driver.backends import has_kernels
+from passes.driver.planner import Planner
+
+
+def planner_for(
+    call: Call,
+    update: Update | None,
+    device: torch.device,
+    *,
+    reduce_dtype: torch.dtype | None = None,
+    progress: bool | None = False,
+) -> Planner:
+    """The planner of a call, whose precision is the one that is computed in.
+
+    Args:
+        call: the checked arguments.
+        update: the update of an optimizer that is traced.
+        device: where the program runs.
+        reduce_dtype: type in which gradients travel; None for their own.
+        progress: see `search_bar`.
+    """
+    optimizer = call.optimizer
+    return Planner(
+        cluster=call.cluster,
+        fixed=call.fixed,
+        before=call.previous,
+        loss_fn=call.loss_fn,
+        precision=call.precision,
+        constraints=call.constraints or {},
+        memory_budget=call.memory_budget,
+        state_ratio=state_bytes_per_parameter_byte(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else 0.0,
+        has_update=update is not None,
+        micro_batches=call.micro_batches or 1,
+        strict=call.strict,
+        verify=call.verify,
+        time_budget_s=call.time_budget_s,
+        with_kernels=has_kernels(call.backend, device),
+        for_compiler=call.backend == "inductor",
+        with_native=call.backend != "reference",
+        cuda_graph=call.options.cuda_graph,
+        reduce_dtype=reduce_dtype,
+        gather_outputs=call.options.gather_outputs,
+        progress=progress,
+    )

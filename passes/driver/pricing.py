@@ -1,0 +1,199 @@
+"""`price`: what an expert's recipe would cost, by the same rules, propagation and cost models as our own plans."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import cache
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from autoshard import tracing
+from autoshard.arguments import (
+    ExampleInputs,
+    check_has_loss,
+    check_loss,
+    check_model,
+    check_tensors,
+    check_trains,
+    checked_cluster,
+    split_inputs,
+)
+from autoshard.errors import NotAvailableError, RecipeError, TraceError
+from autoshard.ir.plan import Plan
+from autoshard.ir.program import Program
+from autoshard.ir.recipe import Recipe
+from autoshard.ir.runtime import MEGATRON, Runtime, runtime_named
+from cost_models.hardware import Cluster
+from cost_models.step import StepModel
+from passes.recipes.recipe_formulas import RecipeFormulas
+from passes.recipes.recipe_plan import recipe_plan
+from passes.sections.fold_program import FoldedProgram, fold_program
+from passes.sections.one_sequence import program_of_one
+from passes.sections.price_model import PricedModel
+
+_TRACED: weakref.WeakKeyDictionary[nn.Module, dict[object, PricedModel]] = weakref.WeakKeyDictionary()
+"""Models that were priced before, by model, shapes of inputs and loss."""
+
+
+def price(
+    model: nn.Module,
+    cluster: Cluster,
+    recipe: Recipe,
+    *,
+    example_inputs: ExampleInputs,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    step_model: StepModel | None = None,
+    runtime: str | Runtime | None = None,
+) -> Plan:
+    """What a training step takes under a recipe as another framework runs it. See `autoshard.price`."""
+    check_model(model)
+    check_loss(loss_fn)
+    args, kwargs = split_inputs(example_inputs)
+    checked_cluster(cluster, None)
+    if step_model is not None and not isinstance(step_model, StepModel):
+        raise NotAvailableError(
+            f"step_model={step_model!r} is a {type(step_model).__name__}; pass a cost_models.step.StepModel."
+        )
+    if not isinstance(recipe, Recipe):
+        raise RecipeError(f"recipe={recipe!r} is a {type(recipe).__name__}; pass an autoshard.Recipe.")
+    profile = runtime_named(runtime)
+    if runtime is not None and profile is None:
+        raise NotAvailableError(
+            "runtime='autoshard' runs what autoshard.plan(model, mesh, recipe=recipe) plans: call that. price(...) is "
+            "of other runtimes, runtime='megatron', say."
+        )
+    if not recipe.is_complete:
+        raise RecipeError(
+            f"recipe={recipe.words}: another runtime's price takes every field. Give those that are free, or let "
+            "autoshard.plan(recipe=) search them for our own runtime."
+        )
+    recipe = recipe if profile is None else profile.executes(recipe)
+    if recipe.offload in ("optimizer", "parameters"):
+        raise NotAvailableError(
+            f"offload={recipe.offload!r} cannot be priced yet: an update that runs on the host has no cost model. "
+            "Price the recipe with offload='none' or 'activations'."
+        )
+    found = recipe_plan(priced_model(model, example_inputs, loss_fn, recipe.precision), recipe, cluster, step_model)
+    found = replace(found, runtime=MEGATRON if profile is None else profile.name)
+
+    def fold(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PricedModel:
+        return priced_model(model, kwargs if isinstance(example_inputs, Mapping) else args, loss_fn, recipe.precision)
+
+    return replace(found, formulas=RecipeFormulas(fold, args, kwargs, recipe))
+
+
+def priced_model(
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    loss_fn: Callable[..., torch.Tensor] | None,
+    precision: str | None = None,
+) -> PricedModel:
+    """The folded form of a model, from before if it was priced with such inputs already, and is as it was.
+
+    `precision`: of its products, see `narrow_dtype`; None: its own.
+    """
+    check_tensors(*split_inputs(example_inputs))
+    dtype = narrow_dtype(model, precision)
+    key = (_describe(example_inputs), loss_fn, dtype, _describe_modules(model))
+    known = _TRACED.setdefault(model, {})
+    if key not in known:
+        narrow = (model, example_inputs) if dtype is None else _narrowed(model, example_inputs, dtype)
+        known[key] = _fold(*narrow, loss_fn)
+    return known[key]
+
+
+_NARROW = {"bf16": torch.bfloat16, "f16": torch.float16, "f8": torch.bfloat16}
+
+
+def narrow_dtype(model: nn.Module, precision: str | None) -> torch.dtype | None:
+    """What a model in float32 is priced in where its products are narrower; None: it is priced as it is."""
+    dtypes = {item.dtype for item in model.parameters() if item.is_floating_point()}
+    return _NARROW.get(precision or "") if dtypes == {torch.float32} else None
+
+
+def _narrowed(model: nn.Module, example_inputs: ExampleInputs, dtype: torch.dtype) -> tuple[nn.Module, ExampleInputs]:
+    """A model in float32 and its inputs as its products see them: a copy on meta in 16 bits, and inputs in these.
+
+    The model's own parameters are master weights.
+    """
+    on_meta: dict[int, Any] = {
+        id(item): nn.Parameter(item.detach().to("meta"), requires_grad=item.requires_grad)
+        for item in model.parameters()
+    }
+    on_meta |= {id(item): item.to("meta") for item in model.buffers()}
+
+    def narrow(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.dtype == torch.float32 else leaf
+
+    return copy.deepcopy(model, on_meta).to(dtype), pytree.tree_map(narrow, example_inputs)
+
+
+def _fold(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable[..., torch.Tensor] | None) -> PricedModel:
+    check_trains(model, optimizer="of the recipe")
+    short = tracing.shorten(model)
+
+    @cache
+    def traced(batch: int) -> Program:
+        resized = pytree.tree_map(lambda leaf: _resized(leaf, batch), example_inputs)
+        args, kwargs = split_inputs(resized)
+        with torch.enable_grad():
+            # a recipe shares out experts by the products that they are made of
+            return tracing.trace(short.model, args, kwargs, loss_fn=loss_fn, whole_experts=False)
+
+    folded = _folded(traced, short.lists)
+    check_has_loss(folded.single)
+    return PricedModel(folded)
+
+
+def _folded(traced: Callable[[int], Program], lists: Sequence[tracing.BlockList]) -> FoldedProgram:
+    """A model's folded form from its traces with one and two sequences, or, where these differ, with two and three.
+
+    Raises:
+        TraceError: the model does other things for each number of sequences.
+    """
+    try:
+        return fold_program(traced(1), traced(2), lists)
+    except TraceError as error:
+        refused = error
+    try:
+        return fold_program(program_of_one(traced(2), traced(3)), traced(2), lists)
+    except TraceError as error:
+        if str(error) == str(refused):
+            raise
+        raise TraceError(f"{refused} Nor can it be told from more sequences: {error}") from error
+
+
+def _resized(leaf: Any, batch: int) -> Any:
+    """An input with another number of sequences; nothing but its shape and dtype count."""
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    if leaf.ndim == 0:
+        raise TraceError("price(...): an input has no dims; the first dim of every input must be the batch.")
+    return torch.zeros((batch, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
+
+
+def _describe(example_inputs: ExampleInputs) -> object:
+    leaves, tree = pytree.tree_flatten(example_inputs)
+    shapes = tuple((tuple(x.shape[1:]), x.dtype) if isinstance(x, torch.Tensor) else repr(x) for x in leaves)
+    return shapes, str(tree)
+
+
+def _describe_modules(model: nn.Module) -> object:
+    """What tells whether a model was changed: its modules as they print, its tensors, and which are shared."""
+    modules = model.named_modules(remove_duplicate=False)
+    tensors = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    firsts: dict[int, str] = {}
+    return (
+        tuple((name, type(item), item.training, item.extra_repr()) for name, item in modules),
+        tuple(
+            (name, firsts.setdefault(id(item), name), item.shape, item.dtype, item.requires_grad)
+            for name, item in tensors
+        ),
+    )

@@ -1,0 +1,71 @@
+"""How a search shows itself on the terminal, and how Ctrl-C ends it with the best plan so far."""
+
+from __future__ import annotations
+
+import math
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from autoshard.ir.text import format_time
+from passes.solver.search_control import SearchControl
+
+Show = Callable[[str, float, float], None]
+"""Shows what is searched, the best so far (infinite for none) and the lower bound, seconds."""
+
+
+@contextmanager
+def search_bar(time_budget_s: float, progress: bool | None) -> Iterator[Show | None]:
+    """A bar on standard error that fills as time runs out; None where nothing is shown.
+
+    On a terminal it goes when the search ends, elsewhere its last state stays.
+
+    Args:
+        time_budget_s: what the search may take.
+        progress: whether to show it; None: where standard error is a terminal.
+    """
+    console = Console(stderr=True)
+    if not (console.is_terminal if progress is None else progress):
+        yield None
+        return
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=20), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=console.is_terminal) as bar:
+        task = bar.add_task("searching", total=time_budget_s)
+        start = time.monotonic()
+
+        def show(what: str, best: float, lower_bound: float) -> None:
+            found = "none yet" if math.isinf(best) else format_time(best)
+            text = f"{what}: best {found}, at least {format_time(lower_bound)} (Ctrl-C keeps the best)"
+            bar.update(task, description=text, completed=time.monotonic() - start)
+
+        yield show
+
+
+@contextmanager
+def interruptible(control: SearchControl) -> Iterator[None]:
+    """Within, the first Ctrl-C stops the search that follows `control`, and the next raises KeyboardInterrupt.
+
+    So does the first where a problem is being built, see `SearchControl.stop`.
+    Nothing changes in other threads than the main one, nor where somebody else handles SIGINT already.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if control.is_stopped:
+            signal.default_int_handler(number, frame)
+        control.stop()
+
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

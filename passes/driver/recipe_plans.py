@@ -1,0 +1,224 @@
+"""`plan(recipe=)` for our own runtime: the recipe's meshes and micro-batches, each planned within its restriction."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from autoshard.errors import AutoshardError, DoesNotFitError, NotAvailableError, RecipeError, TraceError
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan import Plan
+from autoshard.ir.program import Program
+from autoshard.ir.recipe import Recipe
+from autoshard.ir.request import Request
+from autoshard.runtime.micro_batches import batch_size
+from cost_models.hardware import Cluster
+from passes.driver.pipelines import pipeline_of
+from passes.driver.planner import Planner
+from passes.driver.stage_plans import counts_to_try, plan_stages
+from passes.planning.recipe_meshes import DATA, EXPERT, REPLICA, check_mesh, meshes_of_recipe
+from passes.recipes.pipeline_stages import schedule_name
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, and what made it.
+
+    Args:
+        planner: as it was made with.
+        request: the call of a micro-batch.
+        program: what it is a plan of; None: of stages.
+        plan: the plan.
+    """
+
+    planner: Planner
+    request: Request
+    program: Program | None
+    plan: Plan
+
+    @property
+    def step_time_s(self) -> float:
+        """Predicted seconds of a step."""
+        return self.plan.predicted.step_time_s
+
+
+def plan_recipe(
+    planner: Planner,
+    request: Request,
+    meshes: Sequence[Mesh],
+    recipe: Recipe,
+    global_batch: int,
+    until: float = math.inf,
+) -> Planned:
+    """The fastest plan within a recipe.
+
+    Where the number of micro-batches is free, it rises until a plan fits with nothing computed again or offloaded. A
+    pipeline takes the fastest of a few numbers, multiples of its ranks if possible.
+
+    Args:
+        planner: with all else that was asked for.
+        request: a call with any batch.
+        meshes: on which the recipe may lie.
+        recipe: complete or not.
+        global_batch: sequences of a step.
+        until: see `StagePlans.plan`; if it is finite, what has no stages is planned in time or not at all.
+
+    Raises:
+        RecipeError, NotAvailableError: the recipe does not fit the model, the meshes, the batch or the time.
+        DoesNotFitError: no plan within it fits.
+    """
+    planner = replace(planner, recipe=replace(recipe, global_batch=global_batch))
+    counts = _by_micro_batches(meshes, recipe, global_batch)
+    if recipe.pipeline > 1:
+        chosen = counts_to_try(counts, recipe.pipeline)
+        counts = {parts: counts[parts] for parts in chosen}
+        planner = replace(planner, time_budget_s=planner.time_budget_s / len(chosen))
+    found: list[Planned] = []
+    failure: AutoshardError | None = None
+    for parts, places in counts.items():
+        if recipe.micro_batch is None and recipe.pipeline == 1 and any(_is_plain(item.plan) for item in found):
+            break
+        each = replace(planner, micro_batches=parts)
+        try:
+            found.append(_plan_on(each, _with_batch(request, global_batch // parts), places, until))
+        except (DoesNotFitError, RecipeError) as error:
+            _LOGGER.debug("%d micro-batches: %s", parts, error)
+            failure = error
+    if not found:
+        assert failure is not None, "something was tried"
+        if isinstance(failure, DoesNotFitError) and recipe.recompute == "none":
+            raise DoesNotFitError(
+                f"{failure} The recipe recomputes nothing; recompute=None lets the search decide what to recompute.",
+                smallest_bytes=failure.smallest_bytes,
+            ) from failure
+        raise failure
+    return min(found, key=attrgetter("step_time_s"))
+
+
+def _plan_on(planner: Planner, request: Request, meshes: Sequence[Mesh], until: float) -> Planned:
+    """The fastest plan of a call on any of some meshes, in stages or not."""
+    recipe = planner.recipe
+    assert recipe is not None, "it is planned within one"
+    if recipe.pipeline == 1:
+        return Planned(planner, request, *planner.plan_call(request, meshes, in_time=until < math.inf))
+    planner = replace(planner, time_budget_s=planner.time_budget_s / len(meshes))
+    plans, failure = [], None
+    for mesh in meshes:
+        pipeline = pipeline_of(mesh, schedule_name(recipe), recipe.virtual_stages, planner.micro_batches)
+        assert pipeline is not None, "an axis carries stages"
+        try:
+            plans.append(Planned(planner, request, None, plan_stages(planner, pipeline, request, until)))
+        except DoesNotFitError as error:
+            failure = error
+    if not plans:
+        assert failure is not None, "there is a mesh"
+        raise failure
+    return min(plans, key=attrgetter("step_time_s"))
+
+
+def asked_by(
+    recipe: Any, optimizer: str | torch.optim.Optimizer | None, precision: str | None
+) -> tuple[str | torch.optim.Optimizer, str | None]:
+    """The optimizer and the precision of a plan within a recipe: as asked for, else as the recipe says.
+
+    Raises:
+        RecipeError: it is no recipe.
+        NotAvailableError: a name of recipes that torch has no optimizer of.
+    """
+    if not isinstance(recipe, Recipe):
+        raise RecipeError(f"recipe={recipe!r} is a {type(recipe).__name__}; pass an autoshard.Recipe.")
+    if optimizer is None and recipe.optimizer == "sgd_momentum":
+        raise NotAvailableError(
+            "optimizer='sgd_momentum' has no learning rate to plan with: pass optimizer=torch.optim.SGD(..., "
+            "momentum=0.9)."
+        )
+    is_said = recipe.precision in ("f16", "f32") and precision == "bf16"
+    return optimizer or recipe.optimizer, recipe.precision if is_said else precision
+
+
+def meshes_for(recipe: Recipe, target: object, mesh: Mesh | None) -> list[Mesh]:
+    """The meshes on which a recipe may lie: the one that is given, or those that a cluster's devices make."""
+    if isinstance(target, DeviceMesh):
+        target = Mesh.from_device_mesh(target)
+    given = target if isinstance(target, Mesh) else mesh
+    if given is None:
+        assert isinstance(target, Cluster), "a target is a mesh or a cluster"
+        meshes = meshes_of_recipe(recipe, target.size, target.devices_per_node)
+    else:
+        meshes = [given]
+    for each in meshes:
+        check_mesh(recipe, each)
+    return meshes
+
+
+def batch_of(recipe: Recipe, global_batch: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Sequences of a step: as asked for, as the recipe says, or those of the example inputs."""
+    if global_batch is not None and recipe.global_batch not in (None, global_batch):
+        raise NotAvailableError(
+            f"global_batch={global_batch!r}, but that of the recipe is {recipe.global_batch!r}. Leave one of them out."
+        )
+    return global_batch or recipe.global_batch or _batch(args, kwargs)
+
+
+def _by_micro_batches(meshes: Sequence[Mesh], recipe: Recipe, global_batch: int) -> dict[int, list[Mesh]]:
+    """Numbers of micro-batches, the fewest first, and the meshes on which a step may have so many."""
+    found: dict[int, list[Mesh]] = {}
+    for mesh in meshes:
+        for parts in _micro_batches(mesh, recipe, global_batch):
+            found.setdefault(parts, []).append(mesh)
+    if not found:
+        raise RecipeError(
+            f"global_batch={global_batch} is no multiple of micro_batch={recipe.micro_batch} x data={recipe.data} on "
+            f"{', '.join(map(str, meshes))}: each replica must run whole micro-batches."
+        )
+    return dict(sorted(found.items()))
+
+
+def _micro_batches(mesh: Mesh, recipe: Recipe, global_batch: int) -> Iterator[int]:
+    sizes = dict(mesh.axes)
+    each, rest = divmod(global_batch, sizes.get(REPLICA, 1) * sizes.get(DATA, 1) * sizes.get(EXPERT, 1))
+    if rest:
+        return
+    if recipe.micro_batch is None:
+        yield from (parts for parts in range(1, each + 1) if each % parts == 0)
+    elif each % recipe.micro_batch == 0:
+        yield each // recipe.micro_batch
+
+
+def _is_plain(plan: Plan) -> bool:
+    return not plan.recompute.nodes and not plan.offload.nodes
+
+
+def _with_batch(request: Request, size: int) -> Request:
+    """The call with so many sequences: the first ones, or all of them again and again."""
+    if size == _batch(request.args, request.kwargs):
+        return request
+
+    def resized(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+            return leaf
+        return torch.cat([leaf] * -(-size // len(leaf)))[:size]
+
+    args, kwargs = pytree.tree_map(resized, (request.args, request.kwargs))
+    return replace(request, args=args, kwargs=kwargs)
+
+
+def _batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """The size of dim 0 that the tensors of a call share."""
+    size = batch_size(args, kwargs)
+    if size is None:
+        raise TraceError(
+            "A recipe takes dim 0 of every input for the batch, but the inputs have several sizes there, or none. Give "
+            "all inputs one batch size."
+        )
+    return size

@@ -1,0 +1,446 @@
+"""Plans steps, and calls without gradients, for a pipeline: cuts into stages, searches their specs, predicts the order.
+
+A stage is searched with what one of its micro-batches takes. Where a rank then exceeds its memory, as its order has
+several micro-batches in flight, the limits of its stages are lowered until it does not: each byte that a stage saves
+of a micro-batch is saved so often.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+
+from autoshard.arguments import check_has_loss
+from autoshard.errors import (
+    DoesNotFitError,
+    InvalidSpecError,
+    NotAvailableError,
+    PlanMismatchError,
+    VerificationError,
+)
+from autoshard.ir.loss import Output, loss_among
+from autoshard.ir.lowered import PhasedProgram
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.pipeline_order import PipelineOrder, Work
+from autoshard.ir.plan import Plan
+from autoshard.ir.program import InputKind, OutputKind, Program, describe
+from autoshard.ir.request import Request
+from autoshard.ir.spec import PartitionSpec
+from autoshard.ir.staged import PIPELINE_AXIS, CutProgram, StagedProgram, StageProgram
+from autoshard.ir.text import format_bytes
+from autoshard.runtime.stages.stage_messages import find_slot
+from autoshard.tracing.update import append_update
+from cost_models.memory import room_bytes
+from passes.driver.pipelines import Asked, Pipeline, pipeline_of
+from passes.driver.planner import Planner
+from passes.lowering.cut_backward import cut_backward
+from passes.lowering.order_pipeline import order_forward, order_pipeline
+from passes.planning.constraints import constraints_on, split_outputs, whole_outputs
+from passes.prediction.predict_pipeline import PipelinePrediction, predict_pipeline
+from passes.preparation.split_stages import SplitStages
+from passes.strategies.price_nodes import NodePrices
+from passes.verification.verify_cut_backward import verify_cut_backward
+from passes.verification.verify_schedule import verify_schedule
+
+FORWARD = "forward"
+"""The name of the order of a call without gradients."""
+
+_OF_MODEL = "output:"
+
+_TRIES = 8
+"""Searches of a stage, each within a lower limit, before its pipeline does not fit."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagePlans:
+    """Planner of training steps, and of calls without gradients, in stages.
+
+    Args:
+        planner: plans and lowers a stage.
+        pipeline: what was asked for.
+    """
+
+    planner: Planner
+    pipeline: Pipeline
+
+    def plan(
+        self, program: Program, request: Request, homes: Mapping[str, int] | None = None, until: float = math.inf
+    ) -> tuple[Plan, Sequence[PhasedProgram]]:
+        """The plan of a traced step, or of a call without gradients, and its lowered stages.
+
+        Args:
+            program: forward and backward, or a forward alone.
+            request: what it is a trace of; its update is planned with each stage.
+            homes: the stage that holds each parameter already, by name.
+            until: a time of `time.monotonic` after which stages that do not fit are not searched again.
+
+        Raises:
+            DoesNotFitError: a rank needs more memory than there is.
+            NotAvailableError: it does in what was found by then.
+        """
+        start = time.perf_counter()
+        cut = self._cut(program, request, homes=homes)
+        self._check_constraints(program, cut, request)
+        order = self.order(request)
+        stages, predicted = self._fitting(cut, order, program, request, until)
+        found = self._whole(program, cut, order, stages, predicted)
+        return replace(found, search_time_s=time.perf_counter() - start), [stage.phased for stage in stages]
+
+    def lower(
+        self, program: Program, plan: Plan, request: Request, lowered: Sequence[PhasedProgram] = ()
+    ) -> StagedProgram:
+        """The stages of a plan, lowered and proven.
+
+        Args:
+            program: as `plan` took it.
+            plan: its plan.
+            request: as `plan` took it.
+            lowered: what `plan` gave, if it was made in this process.
+        """
+        assert plan.order is not None, "it is a plan of stages"
+        cut = self._cut(program, request, cuts=plan.cuts)
+        if self.planner.verify:
+            _verify_order(plan.order, trains=request.update is not None)
+        try:
+            phased = lowered or [self._lower(*pair) for pair in zip(cut.stages, plan.stages, strict=True)]
+        except PlanMismatchError as error:
+            raise _of_another_step(plan) from error
+        stages = [self._stage(*pair, plan.order) for pair in zip(phased, plan.stages, strict=True)]
+        if self.planner.verify:
+            _verify_halves(stages)
+        return _staged(cut, plan.order, stages, program)
+
+    def order(self, request: Request) -> PipelineOrder:
+        """Order of tasks on each rank."""
+        pipeline = self.pipeline
+        if request.update is None:
+            return order_forward(pipeline.schedule, pipeline.ranks, pipeline.virtual_stages)
+        return order_pipeline(pipeline.schedule, pipeline.ranks, pipeline.micro_batches, pipeline.virtual_stages)
+
+    def _cut(
+        self,
+        program: Program,
+        request: Request,
+        cuts: tuple[str, ...] = (),
+        homes: Mapping[str, int] | None = None,
+    ) -> CutProgram:
+        """The programs of the stages, each with its update."""
+        mesh = self.pipeline.stage_mesh
+        prices = NodePrices(self.planner.cluster_for(mesh), mesh)
+        blocks = None if self.planner.recipe is None else self.planner.recipe.stage_blocks
+        cut = SplitStages(self.pipeline.stages, prices.computed_s, cuts, homes or {}, blocks)(program)
+        if request.update is None:
+            return cut
+        return replace(cut, stages=tuple(append_update(stage, request.update, of_stage=True) for stage in cut.stages))
+
+    def _check_constraints(self, program: Program, cut: CutProgram, request: Request) -> None:
+        asked = constraints_on(program, self.planner.constraints, without_state=request.update is None)
+        for pattern in asked:
+            if not any(pattern in _constraints_of(stage, asked) for stage in cut.stages):
+                raise InvalidSpecError(
+                    f"constraints[{pattern!r}] matches no parameter, buffer, input or state of any stage."
+                )
+
+    def sharded_outputs(self, program: Program) -> frozenset[str]:
+        """Names of the outputs that are handed out as they lie."""
+        return split_outputs(program, self.planner.constraints, gather=self.planner.gather_outputs)
+
+    def _whole_outputs(self, stage: Program) -> dict[str, PartitionSpec]:
+        """The model's outputs that every rank is to have whole."""
+        found = whole_outputs(stage, self.planner.constraints, gather=self.planner.gather_outputs)
+        return {name: PartitionSpec() for name in found if name.startswith(_OF_MODEL)}
+
+    def _fitting(
+        self, cut: CutProgram, order: PipelineOrder, program: Program, request: Request, until: float
+    ) -> tuple[list[StageProgram], PipelinePrediction]:
+        """Stages with which each rank has what its order has in flight within its memory."""
+        cluster = self.planner.cluster_for(self.pipeline.mesh)
+        given = self.planner.memory_budget
+        axes = sum(size > 1 for size in self.pipeline.mesh.shape)
+        budget = room_bytes(cluster.device, axes) if given is None else given
+        limits: list[float | None] = [budget] * len(cut.stages)
+        made: list[StageProgram | None] = [None] * len(cut.stages)
+        clips = request.update is not None and request.update.max_grad_norm is not None
+        needed = math.inf
+        for _ in range(_TRIES):
+            stages = [
+                old or self._search(stage, limit, request, order)
+                for old, stage, limit in zip(made, cut.stages, limits, strict=True)
+            ]
+            predicted = predict_pipeline(
+                _staged(cut, order, stages, program), self.pipeline.mesh, cluster, clips_norm=clips
+            )
+            over = [0 if budget is None else memory.peak_bytes - budget for memory in predicted.memory]
+            if max(over) <= 0:
+                return stages, predicted
+            if predicted.whole.peak_memory_bytes >= needed:
+                break
+            needed = predicted.whole.peak_memory_bytes
+            if time.monotonic() >= until:
+                raise NotAvailableError(
+                    f"the search for stages that fit did not end in time: those found need {format_bytes(needed)} per "
+                    "device; give it more time, or plan with recipe=plan.recipe"
+                )
+            for number, rank in enumerate(order.stage_ranks):
+                made[number] = stages[number]
+                limit, has = limits[number], stages[number].plan.predicted.peak_memory_bytes
+                is_least = limit is not None and has > limit  # a search within less finds nothing else
+                if over[rank] > 0 and not is_least:
+                    limits[number] = has - max(1, over[rank] / _in_flight(order, rank))
+                    made[number] = None
+        raise self._does_not_fit(needed, budget, order)
+
+    def _search(
+        self, stage: Program, limit: float | None, request: Request, order: PipelineOrder, *, is_least: bool = False
+    ) -> StageProgram:
+        """The stage within a limit of one micro-batch's memory; within the least known one, where that is more."""
+        share = replace(
+            self.planner,
+            fixed=None,
+            gather_outputs=False,  # what crosses stages is no output of the model
+            constraints={**_constraints_of(stage, self.planner.constraints), **self._whole_outputs(stage)},
+            recipe=self.planner.recipe and self.planner.recipe.of_stage,
+            memory_budget=limit if limit is None else int(limit),
+            time_budget_s=self.planner.time_budget_s / self.pipeline.stages,
+        )
+        try:
+            found = share.search_and_lower(stage, self.pipeline.stage_mesh, request.placed)
+        except DoesNotFitError as error:
+            if limit is None or error.smallest_bytes <= limit or is_least:  # none is known, or it is no more
+                raise self._does_not_fit(error.smallest_bytes, self.planner.memory_budget, order) from error
+            return self._search(stage, error.smallest_bytes, request, order, is_least=True)
+        return self._stage(self.planner._lower(stage, found.plan, found.phased)[0], found.plan, order)
+
+    def _stage(self, phased: PhasedProgram, plan: Plan, order: PipelineOrder) -> StageProgram:
+        return StageProgram(phased, plan, cut_backward(phased) if order.cuts_backwards else None)
+
+    def _does_not_fit(self, needed: float, budget: float | None, order: PipelineOrder) -> DoesNotFitError:
+        flight = max(_in_flight(order, rank) for rank in range(len(order.ranks)))
+        limit = "this device" if budget is None else f"memory_budget={budget:.0f}"
+        return DoesNotFitError(
+            f"The pipeline needs {format_bytes(needed)} per device or more, with up to {flight} micro-batches in "
+            f"flight on a rank (schedule={self.pipeline.schedule!r}), and {limit} is less. Use more micro-batches, "
+            "which are smaller, another schedule, or more ranks.",
+            smallest_bytes=int(needed),
+        )
+
+    def _lower(self, stage: Program, plan: Plan) -> PhasedProgram:
+        return self.planner._lower(stage, plan)[0]
+
+    def _whole(
+        self,
+        program: Program,
+        cut: CutProgram,
+        order: PipelineOrder,
+        stages: Sequence[StageProgram],
+        predicted: PipelinePrediction,
+    ) -> Plan:
+        """One plan of all stages."""
+        plans = tuple(replace(stage.plan, predicted=own) for stage, own in zip(stages, predicted.stages, strict=True))
+        crossing = {item.name for item in cut.crossings}
+        nodes = program.nodes_by_name()
+        given = self.planner.memory_budget
+        return Plan(
+            mesh=self.pipeline.mesh,
+            program_digest=program.digest(),
+            inputs={slot.name: describe(nodes[slot.node].meta["val"]) for slot in program.inputs_of(InputKind.INPUT)},
+            nodes={},
+            outputs={
+                name: spec
+                for plan in plans
+                for name, spec in plan.outputs.items()
+                if name.partition(" ")[2] not in crossing and not name.startswith(OutputKind.SQUARES)
+            },
+            parameters={name: item for plan in plans for name, item in plan.parameters.items() if name not in crossing},
+            predicted=predicted.whole,
+            objective=predicted.whole.step_time_s,
+            lower_bound=None,
+            search_time_s=0.0,
+            hardware=self.planner.cluster_for(self.pipeline.mesh).name,
+            memory_budget=None if given is None else int(given),
+            precision=self.planner.precision,
+            recipe=self.planner.recipe,
+            replicated_operators=tuple(dict.fromkeys(item for plan in plans for item in plan.replicated_operators)),
+            operators=tuple(item for plan in plans for item in plan.operators),
+            was_interrupted=any(plan.was_interrupted for plan in plans),
+            stages=plans,
+            micro_batches=order.micro_batches,
+            order=order,
+            schedule=self.pipeline.schedule if order.trains else FORWARD,
+            cuts=cut.cuts,
+        )
+
+
+_MOST_COUNTS = 3
+"""Numbers of micro-batches that are tried where none is asked for."""
+
+
+def search_stages(
+    planner: Planner, mesh: Mesh, asked: Asked, batch: int | None, request_of: Callable[[int], Request]
+) -> Plan:
+    """The fastest plan of a step in stages, of the number of micro-batches asked for, or of a few.
+
+    Args:
+        planner: plans stages.
+        mesh: all axes.
+        asked: micro-batches, schedule and virtual stages.
+        batch: sequences of a step, where its inputs agree on that.
+        request_of: the call of a micro-batch, by how many a step has.
+    """
+    pipelines = _pipelines(mesh, asked, batch)
+    best, failure = None, None
+    for pipeline in pipelines:
+        part = replace(planner, time_budget_s=planner.time_budget_s / len(pipelines))
+        try:
+            found = plan_stages(part, pipeline, request_of(pipeline.micro_batches))
+        except DoesNotFitError as error:
+            failure = error
+            continue
+        if best is None or found.predicted.step_time_s < best.predicted.step_time_s:
+            best = found
+    if best is None:
+        assert failure is not None, "at least one number was tried"
+        raise failure
+    return best
+
+
+def plan_stages(planner: Planner, pipeline: Pipeline, request: Request, until: float = math.inf) -> Plan:
+    """The plan of a step in the stages of a pipeline.
+
+    Args:
+        planner: plans stages.
+        pipeline: schedule and micro-batches.
+        request: the call of a micro-batch.
+        until: see `StagePlans.plan`.
+    """
+    planner = replace(planner, micro_batches=pipeline.micro_batches)
+    program = planner.trace(replace(request, update=None))
+    check_has_loss(program)
+    check_stays(program)
+    return StagePlans(planner, pipeline).plan(program, request, until=until)[0]
+
+
+def _pipelines(mesh: Mesh, asked: Asked, batch: int | None) -> list[Pipeline]:
+    """Pipelines to try: the one asked for, or several numbers of micro-batches, multiples of the ranks if possible."""
+    if asked.micro_batches is not None:
+        counts = [asked.micro_batches]
+    else:
+        divisors = [n for n in range(1, (batch or 1) + 1) if (batch or 1) % n == 0]
+        counts = counts_to_try(divisors, mesh.axis_size(PIPELINE_AXIS))
+    found, failure = [], None
+    for count in counts:
+        try:
+            pipeline = pipeline_of(mesh, asked.schedule, asked.virtual_stages, count)
+        except NotAvailableError as error:
+            failure = error
+            continue
+        assert pipeline is not None, "an axis carries stages"
+        found.append(pipeline)
+    if not found:
+        assert failure is not None, "at least one number was tried"
+        raise failure
+    return found
+
+
+def counts_to_try(counts: Iterable[int], ranks: int) -> list[int]:
+    """The first few numbers of micro-batches, of those that a step may have, that a pipeline's ranks divide."""
+    counts = list(counts)
+    return [n for n in counts if n % ranks == 0][:_MOST_COUNTS] or counts[-1:]
+
+
+def check_fits(plan: Plan, program: Program, pipeline: Pipeline) -> None:
+    """Raise `PlanMismatchError` where a plan of stages is not of a program on a mesh."""
+    assert plan.order is not None, "it is a plan of stages"
+    if plan.mesh != pipeline.mesh:
+        raise PlanMismatchError(
+            f"The plan's stages are for {plan.mesh}, and the model runs on {pipeline.mesh}. Plan again for that "
+            "mesh, or leave plan= out."
+        )
+    if plan.program_digest != program.digest():
+        raise _of_another_step(plan)
+
+
+def _of_another_step(plan: Plan) -> PlanMismatchError:
+    return PlanMismatchError(
+        f"The plan's stages are of another step: of inputs {dict(plan.inputs)}, or of another model or optimizer. "
+        "Call with what it was planned for, or plan again."
+    )
+
+
+def check_stays(program: Program) -> None:
+    """Refuse what stages cannot share yet."""
+    buffers = [slot.name for slot in program.outputs_of(OutputKind.BUFFER_UPDATE)]
+    if buffers:
+        raise NotAvailableError(
+            f"A call changes buffer {buffers[0]!r}, and stages of a pipeline do not share buffers that change. Use a "
+            "mesh without the axis 'pipeline', or put the module into evaluation mode."
+        )
+    if program.kept:
+        raise NotAvailableError(
+            f"A call leaves a tensor in attribute {next(iter(program.kept.values()))!r}; under an axis 'pipeline' only "
+            "the loss is handed out. Leave the attribute out, or use a mesh without the axis 'pipeline'."
+        )
+    if any(slot.kind is InputKind.PARAMETER for slot in program.read_by_guards()):
+        raise NotAvailableError(
+            "The model branches on the value of a parameter, which only the ranks of its stage hold. Use a mesh "
+            "without the axis 'pipeline'."
+        )
+
+
+def _verify_order(order: PipelineOrder, *, trains: bool) -> None:
+    verify_schedule(order, trains=trains)
+
+
+def _verify_halves(stages: Sequence[StageProgram]) -> None:
+    for stage in stages:
+        if stage.halves is not None:
+            verify_cut_backward(stage.phased, stage.halves)
+
+
+def _in_flight(order: PipelineOrder, rank: int) -> int:
+    """The most forwards of a rank whose backwards are still to come."""
+    held = most = 0
+    for task in (task for slot in order.ranks[rank] for task in slot):
+        held += {Work.FORWARD: 1, Work.BACKWARD: -1, Work.BACKWARD_WEIGHT: -1}.get(task.work, 0)
+        most = max(most, held)
+    return max(1, most)
+
+
+def _staged(cut: CutProgram, order: PipelineOrder, stages: Sequence[StageProgram], program: Program) -> StagedProgram:
+    outputs = program.outputs_of(OutputKind.OUTPUT)
+    results = [slot.name for slot in outputs]
+    if order.trains:
+        values = {slot.name: program.nodes_by_name()[slot.node].meta["val"] for slot in outputs}
+        tangents = {slot.name for slot in program.inputs_of(InputKind.TANGENT)}
+        shapes = [Output(name, tuple(value.shape), value.dtype) for name, value in values.items()]
+        results = [loss_among(shapes, tangents).name]
+    made = {slot.name: number for number, stage in enumerate(cut.stages) for slot in stage.outputs}
+    staged = StagedProgram(tuple(stages), cut.crossings, order, {name: made[name] for name in results})
+    _check_crossings(staged)
+    return staged
+
+
+def _constraints_of(stage: Program, constraints: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:
+    """The constraints that mean something in a stage."""
+    state = {slot.name for slot in stage.inputs_of(InputKind.STATE)}
+    names = {name for slot in stage.inputs for name in (slot.name, *slot.aliases)}
+    names |= {slot.name for slot in stage.outputs_of(OutputKind.OUTPUT)}
+    return {
+        pattern: spec
+        for pattern, spec in constraints.items()
+        if any(fnmatchcase(name, pattern) and (":" in pattern or name not in state) for name in names)
+    }
+
+
+def _check_crossings(staged: StagedProgram) -> None:
+    """Each value that crosses stages is made by the stage before its reader, in the shape that the reader takes."""
+    for crossing in staged.crossings:
+        made = find_slot(staged.stages[crossing.maker].phased.lowered.outputs, crossing.name)
+        taken = find_slot(staged.stages[crossing.reader].phased.lowered.inputs, crossing.name)
+        if (made.shape, made.dtype) != (taken.shape, taken.dtype):
+            raise VerificationError(f"{crossing} is made as {made}, and read as {taken}.")
+        if crossing.is_forward != (crossing.maker < crossing.reader):
+            raise VerificationError(f"{crossing} goes against the order of the stages.")

@@ -1,0 +1,64 @@
+"""Code of a lazy graph module: written when it is needed, and the same as ever."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import fx, nn
+
+from autoshard.graphs.lazy_module import lazy_module
+
+
+def _doubled() -> fx.Graph:
+    """A graph that scales its input by an attribute of the root."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    graph.output(graph.call_function(torch.mul, (x, graph.get_attr("scale"))))
+    return graph
+
+
+def _root() -> nn.Module:
+    root = nn.Module()
+    root.register_buffer("scale", torch.tensor(2.0))
+    return root
+
+
+@pytest.fixture
+def written(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
+    """The graphs whose code was written."""
+    graphs: list[fx.Graph] = []
+    write = fx.Graph.python_code
+
+    def note(self: fx.Graph, *args: object, **named: object) -> object:
+        graphs.append(self)
+        return write(self, *args, **named)
+
+    monkeypatch.setattr(fx.Graph, "python_code", note)
+    return graphs
+
+
+def test_code_is_written_once_when_it_is_run(written: list[fx.Graph]) -> None:
+    """Not while it is made, or made into another."""
+    module = lazy_module(lazy_module(_root(), _doubled()), _doubled())
+    assert written == []
+    assert module(torch.tensor(3.0)).item() == module(torch.tensor(3.0)).item() == 6.0
+    assert written == [module.graph]
+
+
+def test_code_and_copies_are_those_of_a_graph_module(written: list[fx.Graph]) -> None:
+    """What is read, and what a deep copy computes."""
+    module = lazy_module(_root(), _doubled())
+    assert copy.deepcopy(module)(torch.tensor(3.0)).item() == 6.0
+    assert module.code == fx.GraphModule(_root(), _doubled()).code
+
+
+def test_a_change_is_seen() -> None:
+    """Once `recompile` says that there was one."""
+    module = lazy_module(_root(), _doubled())
+    module(torch.tensor(3.0))
+    call = next(node for node in module.graph.nodes if node.op == "call_function")
+    call.target = torch.add
+    module.recompile()
+    assert module(torch.tensor(3.0)).item() == 5.0

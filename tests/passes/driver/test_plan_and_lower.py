@@ -1,0 +1,374 @@
+"""Known recipes follow from prices alone: one model, one code, other settings."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from autoshard.errors import DoesNotFitError, InvalidSpecError, NoShardingRuleError, PlanMismatchError
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.offload import NO_OFFLOAD
+from autoshard.ir.plan import Plan
+from autoshard.ir.plan_parts import UNKNOWN
+from autoshard.ir.recompute import NO_RECOMPUTE
+from autoshard.ir.spec import P, PartitionSpec
+from autoshard.rules import registry
+from cost_models.hardware import Cluster
+from passes.driver import plan_and_lower as pipeline
+from passes.driver.plan_and_lower import plan_program
+from passes.driver.plan_of_choice import LoweredPlan, lowered_plan
+from passes.driver.plan_options import PlanOptions
+from passes.lowering.lower_program import PREPARATION, lower_program, prepare
+from passes.planning.build_assignment import PlanningProblem
+from passes.planning.search import Search
+from passes.prediction.predict import HOST
+from passes.recomputation.fitting import JointSolution
+from passes.solver.assignment import Assignment, Solution
+from tests.passes.blocks import blocks_program, h100s, perceptron_program
+
+WEIGHTS = ("up.weight", "down.weight")
+
+
+def plan_of(batch: int, length: int, axes: dict[str, int], *, memory_budget: float | None = None) -> Plan:
+    """The plan of two blocks of 4096 wide with Adam's state, on one node of H100s."""
+    mesh = Mesh(axes)
+    options = PlanOptions(memory_budget=memory_budget, state_bytes_per_parameter_byte=2)
+    program = blocks_program(batch=batch, length=length, hidden=4096)
+    return plan_program(program, mesh, h100s(mesh), options)
+
+
+@pytest.mark.parametrize(
+    ("hardware", "seconds", "launches", "is_faster"),
+    [
+        ("cpu_laptop", 0.985, 20, False),
+        ("cpu_laptop", 1.015, 5, True),
+        ("cpu_laptop", 0.9, 20, True),
+        ("cpu_laptop", 1.1, 5, False),
+        ("h100_sxm", 0.999, 20, True),
+        ("h100_sxm", 1.001, 5, False),
+    ],
+)
+def test_launches_decide_between_plans_as_fast_on_cpus(
+    hardware: str, seconds: float, launches: int, is_faster: bool
+) -> None:
+    """Within 2 % the plan of fewer launches is taken there; elsewhere, and beyond, the faster one."""
+    plan, other = (
+        replace(UNKNOWN, step_time_s=time, launches=count) for time, count in ((seconds, launches), (1.0, 10))
+    )
+    cluster = Cluster(hardware, nodes=1, devices_per_node=2)
+    assert pipeline._is_faster(plan, other, 0.0, cluster) is is_faster
+
+
+def weight_specs(plan: Plan) -> list[PartitionSpec]:
+    """The specs of all weight matrices."""
+    return [item.spec for name, item in plan.parameters.items() if name.endswith(WEIGHTS)]
+
+
+def product_specs(plan: Plan) -> list[tuple[PartitionSpec, ...]]:
+    """The operand specs of all matrix products."""
+    return [node.inputs for name, node in plan.nodes.items() if name.startswith("mm")]
+
+
+def test_a_large_batch_with_ample_memory_is_data_parallel() -> None:
+    """Weights are copied, the batch is split, gradients are the only communication."""
+    plan = plan_of(256, 512, {"x": 8})
+    assert set(weight_specs(plan)) == {P()}
+    assert plan.nodes["input_0"].outputs == (P("x"),)
+
+
+@pytest.mark.slow
+def test_a_large_batch_with_little_memory_is_fully_sharded() -> None:
+    """Weights and their state are split, and gathered where they are used; the batch stays split."""
+    plan = plan_of(256, 512, {"x": 8}, memory_budget=3.7e9)
+    assert all(spec.sharded_axes == ("x",) for spec in weight_specs(plan))
+    assert plan.nodes["input_0"].outputs == (P("x"),)
+    forward = plan.nodes["mm"].inputs
+    assert forward[0].axes_of(0) == ("x",)
+    assert forward[1] == P()
+    assert plan.predicted.peak_memory_bytes <= 3.7e9
+
+
+def test_a_small_batch_is_tensor_parallel_as_in_megatron() -> None:
+    """The first weight is split by columns, the second by rows, activations travel, weights never do."""
+    plan = plan_of(1, 2048, {"x": 8})
+    assert weight_specs(plan) == [P("x"), P(None, "x")] * 2
+    assert all(any("x" in spec.sharded_axes for spec in specs) for specs in product_specs(plan))
+    assert plan.nodes["mm"].inputs[1] == P(None, "x")
+
+
+def test_two_axes_mix_data_and_tensor_parallel() -> None:
+    """One axis splits the batch, the other the weights."""
+    plan = plan_of(32, 512, {"data": 2, "model": 4}, memory_budget=3.2e9)
+    (batch_axes,) = (plan.nodes["input_0"].outputs[0].axes_of(0),)
+    split_by = {spec.sharded_axes for spec in weight_specs(plan)}
+    assert len(batch_axes) == 1
+    assert len(split_by) == 1
+    assert split_by != {batch_axes}
+
+
+def test_constraints_reach_hybrid_sharding() -> None:
+    """With weights pinned to one axis and the batch to both, what is left is hybrid sharded data parallel."""
+    mesh = Mesh({"replica": 2, "shard": 4})
+    constraints = {"blocks.*.weight": P(), "blocks.*.up.weight": P("shard"), "input:0": P(("replica", "shard"))}
+    constraints |= {"blocks.*.down.weight": P(None, "shard"), "blocks.*.norm.weight": P()}
+    del constraints["blocks.*.weight"]
+    program = blocks_program(batch=64, length=64, hidden=256)
+    plan = plan_program(program, mesh, h100s(mesh), PlanOptions(constraints=constraints))
+    assert weight_specs(plan) == [P("shard"), P(None, "shard")] * 2
+    assert plan.nodes["input_0"].outputs == (P(("replica", "shard")),)
+
+
+def test_the_chosen_plan_is_never_worse_than_a_baseline() -> None:
+    """Baselines that fit cost at least as much as the plan."""
+    plan = plan_of(32, 512, {"x": 4})
+    assert plan.baselines
+    assert all(cost is None or plan.objective <= cost for cost in plan.baselines.values())
+
+
+def test_the_prediction_is_the_objective_less_what_overlap_hides() -> None:
+    """The step is the sum of its parts; buckets and overlap make it faster than what the search minimised."""
+    plan = plan_of(32, 512, {"data": 2, "model": 2})
+    waits = plan.predicted.breakdown.get(HOST, 0.0)
+    assert 0.8 * plan.objective < plan.predicted.step_time_s - waits <= plan.objective * (1 + 1e-9)
+    assert sum(plan.predicted.breakdown.values()) == pytest.approx(plan.predicted.step_time_s, rel=1e-9)
+    assert sum(plan.predicted.overlapped.values()) > 0
+    assert sum(plan.predicted.memory_breakdown.values()) == pytest.approx(plan.predicted.peak_memory_bytes, rel=1e-6)
+
+
+def test_a_limit_that_nothing_meets_names_the_smallest_that_would() -> None:
+    """The error carries a limit; planning under that limit succeeds."""
+    with pytest.raises(DoesNotFitError, match="would do") as caught:
+        plan_of(4, 64, {"x": 2}, memory_budget=1e6)
+    smallest = caught.value.smallest_bytes
+    assert plan_of(4, 64, {"x": 2}, memory_budget=smallest).predicted.peak_memory_bytes <= smallest
+
+
+def test_a_constraint_never_lowers_the_cost() -> None:
+    """Pinning a parameter costs at least nothing."""
+    mesh, program = Mesh({"x": 2}), perceptron_program(batch=64)
+    free = plan_program(program, mesh, h100s(mesh), PlanOptions())
+    for spec in (P(), P("x"), P(None, "x")):
+        options = PlanOptions(constraints={"first.weight": spec})
+        pinned = plan_program(program, mesh, h100s(mesh), options)
+        assert pinned.parameters["first.weight"].spec == spec
+        assert pinned.objective >= free.objective * (1 - 1e-12)
+
+
+def test_a_constraint_that_matches_nothing_is_refused() -> None:
+    """The message names the pattern and what there is."""
+    mesh = Mesh({"x": 2})
+    options = PlanOptions(constraints={"thrid.weight": P("x")})
+    with pytest.raises(InvalidSpecError, match=r"constraints\['thrid.weight'\] matches no parameter.*first.weight"):
+        plan_program(perceptron_program(), mesh, h100s(mesh), options)
+
+
+def test_a_constraint_with_more_pieces_than_elements_is_refused() -> None:
+    """The message names the input, its shape and the mesh."""
+    mesh = Mesh({"x": 8})
+    options = PlanOptions(constraints={"input:0": P("x")})
+    with pytest.raises(InvalidSpecError, match=r"'input:0' cannot be laid out as P\('x'\)"):
+        plan_program(perceptron_program(batch=4), mesh, h100s(mesh), options)
+
+
+def test_a_spec_that_no_value_of_that_shape_has_names_the_value() -> None:
+    """A glob may match what its spec is not meant for."""
+    mesh = Mesh({"x": 2})
+    wrong = r"'first.bias' cannot be laid out as P\(None, 'x'\): .* splits 2 dims, but the tensor has ndim=1"
+    with pytest.raises(InvalidSpecError, match=wrong):
+        plan_program(perceptron_program(), mesh, h100s(mesh), PlanOptions(constraints={"first.*": P(None, "x")}))
+
+
+def test_an_operator_without_a_rule_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Strict planning refuses it; lenient planning repeats it on every rank and says so."""
+    monkeypatch.delitem(registry._rules, torch.ops.aten.relu.default)
+    mesh, program = Mesh({"x": 2}), perceptron_program()
+    with pytest.raises(NoShardingRuleError, match=r"aten.relu.default .*blocks.py:\d+ in forward"):
+        plan_program(program, mesh, h100s(mesh), PlanOptions(strict=True))
+    plan = plan_program(program, mesh, h100s(mesh), PlanOptions())
+    assert plan.replicated_operators[0][0] == "aten.relu.default"
+
+
+def test_a_plan_of_another_model_is_refused() -> None:
+    """The message names both programs."""
+    mesh = Mesh({"x": 2})
+    plan = plan_program(perceptron_program(), mesh, h100s(mesh), PlanOptions())
+    with pytest.raises(PlanMismatchError, match="the plan is for another model or other inputs"):
+        lower_program(perceptron_program(batch=4), plan)
+
+
+def test_a_saved_plan_lowers_to_the_same_program(tmp_path) -> None:
+    """Save and load keep everything that lowering reads, and the text is the same."""
+    mesh, program = Mesh({"x": 2}), perceptron_program(batch=64)
+    plan = plan_program(program, mesh, h100s(mesh), PlanOptions(constraints={"first.weight": P("x")}))
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json")
+    assert loaded == plan
+    texts = [str(lower_program(program, item).lowered.graph_module.graph) for item in (plan, loaded)]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("share", [1.0, 0.7])
+@pytest.mark.parametrize("micro_batches", [1, 4])
+def test_a_plan_is_predicted_from_what_runs(share: float, micro_batches: int) -> None:
+    """The program that a search keeps is the one that its plan lowers to; also with values computed again."""
+    mesh, program = Mesh({"x": 2}), blocks_program(batch=16, length=256, hidden=64)
+    options = PlanOptions(micro_batches=micro_batches)
+    peak = plan_program(program, mesh, h100s(mesh), options).predicted.peak_memory_bytes
+    options = replace(options, memory_budget=int(share * peak))
+    found = pipeline.plan_and_lower(program, mesh, h100s(mesh), options)
+    saves = found.plan.recompute.nodes or found.plan.offload.nodes
+    assert bool(saves) is (share < 1)
+    again = lower_program(program, found.plan, h100s(mesh), micro_batches=micro_batches)
+    assert found.phased is not None
+    assert str(found.phased.lowered.graph_module.graph) == str(again.lowered.graph_module.graph)
+    assert found.phased.digest() == again.digest()
+
+
+def test_the_order_of_passes_is_data() -> None:
+    """Preparation is a tuple of passes, each of which gives back a program."""
+    program = perceptron_program()
+    for rewrite in PREPARATION:
+        program = rewrite(program)
+    assert program.digest() == prepare(perceptron_program()).digest()
+
+
+def test_what_keeps_everything_is_lowered_beside_what_recomputes_while_there_is_time() -> None:
+    """Where memory is short a choice that fits without is found at prices of buckets; the faster step is taken."""
+    mesh = Mesh({"data": 8})
+    program, cluster = blocks_program(batch=64, length=1024, hidden=4096, count=4), h100s(mesh)
+    options = PlanOptions(state_bytes_per_parameter_byte=2)
+    limit = 0.95 * plan_program(program, mesh, cluster, options).predicted.peak_memory_bytes
+    options = replace(options, memory_budget=limit)
+    planning = pipeline.planning_problem(program, mesh, cluster, options)
+    found = pipeline.solve(planning, options, {})
+    assert found.recompute.nodes
+    assert found.bucketed is not None
+    assert found.own_s > found.in_buckets.cost_of(found.solution.choice)  # type: ignore[union-attr]
+    assert planning.usage(found.bucketed.choice).max() <= limit
+    steps = {
+        until: pipeline.fastest(planning, found, cluster, options, until).plan.predicted.step_time_s
+        for until in (0.0, math.inf)
+    }
+    alone = lowered_plan(planning, found.bucketed.choice, 0.0, None, cluster, options).plan.predicted.step_time_s
+    assert steps[math.inf] <= min(steps[0.0], alone)
+    assert pipeline.fastest(planning, found, cluster, options, 0.0).plan.objective == found.solution.cost
+
+
+def test_what_another_mesh_beats_by_far_is_not_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cheapest choice alone is, and what buckets make cheaper than it."""
+    mesh, lowered = Mesh({"data": 4, "model": 2}), []
+    program, cluster, lower = blocks_program(batch=64, length=1024, hidden=4096), h100s(mesh), pipeline.lowered_plan
+
+    def noting(*arguments: object) -> LoweredPlan:
+        lowered.append(arguments[2])
+        return lower(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(pipeline, "lowered_plan", noting)
+    free = plan_program(program, mesh, cluster, PlanOptions())
+    counts = {1.0: len(lowered)}
+    assert counts[1.0] > 1
+    for share in (0.999, 0.5):
+        lowered.clear()
+        elsewhere = replace(free, objective=share * free.objective, baselines={})
+        beaten = plan_program(program, mesh, cluster, PlanOptions(elsewhere=[elsewhere]))
+        counts[share] = len(lowered)
+        assert beaten.predicted.step_time_s >= free.predicted.step_time_s
+    assert counts[1.0] >= counts[0.999] >= counts[0.5]
+    assert counts[0.5] < counts[1.0]
+    assert counts[0.5] <= 2
+
+
+def test_what_is_surely_cheaper_in_buckets_may_be_faster() -> None:
+    """Dear alone, or not."""
+    alone, within = np.array([1.0, 1.02, 5.0, 5.0, 5.0]), np.array([1.0, 1.0, 0.995, 0.98, 0.98])
+    first, near, hardly, surely, other = (Solution((number,), cost, 0.0) for number, cost in enumerate(alone.tolist()))
+    rest: Any = {"planning": None, "recompute": NO_RECOMPUTE, "offload": NO_OFFLOAD, "baselines": {}}
+    rest |= {"solution": first, "own_s": 1.0}
+    prices = Assignment((within,), ())
+    for bucketed, expected in ((near, False), (hardly, False), (surely, True)):
+        found = pipeline.Decision(**rest, bucketed=bucketed, in_buckets=prices)
+        assert found.may_be_faster(bucketed, []) is expected
+    found = pipeline.Decision(**rest, bucketed=hardly, in_buckets=prices)
+    cheaper: Any = SimpleNamespace(objective=0.9)
+    assert found.may_be_faster(near, [])
+    assert not found.may_be_faster(near, [cheaper])
+    assert found.may_be_faster(other, [cheaper])
+    assert not replace(found, in_buckets=None).may_be_faster(other, [])
+
+
+def test_known_recipes_and_the_search_share_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the former took, the latter does not get again."""
+    given, clock = [], [0.0]
+
+    def known(planning: object, search: Search, *others: object) -> dict[str, None]:
+        given.append(search.time_budget_s)
+        clock[0] += 12.0
+        return {}
+
+    def jointly(planning: object, search: Search, *others: object, **options: object) -> None:
+        given.append(search.time_budget_s)
+        raise InterruptedError
+
+    monkeypatch.setattr(pipeline, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(pipeline, "solve_baselines", known)
+    monkeypatch.setattr(pipeline, "solve_jointly", jointly)
+    mesh = Mesh({"x": 2})
+    with pytest.raises(InterruptedError):
+        plan_program(perceptron_program(), mesh, h100s(mesh), PlanOptions(time_budget_s=40.0))
+    assert given == [4.0, 28.0]
+
+
+@pytest.mark.parametrize(("taken_s", "left_s"), [(12.0, 28.0), (39.0, 10.0)])
+def test_what_building_took_the_search_does_not_get_again(
+    taken_s: float, left_s: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A quarter of the time it has in any case, and a warning says so."""
+    clock, build = [0.0], pipeline.build_problem
+
+    def slowly(*arguments: Any) -> PlanningProblem:
+        clock[0] += taken_s
+        return build(*arguments)
+
+    def search(planning: object, options: PlanOptions, allowed: object) -> None:
+        assert options.time_budget_s == left_s
+        raise InterruptedError
+
+    monkeypatch.setattr(pipeline, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(pipeline, "build_problem", slowly)
+    monkeypatch.setattr(pipeline, "solve", search)
+    mesh = Mesh({"x": 2})
+    with pytest.raises(InterruptedError):
+        plan_program(perceptron_program(), mesh, h100s(mesh), PlanOptions(time_budget_s=40.0))
+    said = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == (taken_s > 30.0)
+    assert all(
+        "took 39.0 s of the 40.0 s that time_budget_s leaves; the search has 10.0 s more" in each for each in said
+    )
+
+
+@pytest.mark.parametrize(("taken_s", "expected"), [(10.0, [4.0]), (39.0, [1.0]), (40.0, [])])
+def test_prices_of_buckets_have_what_time_is_left(
+    taken_s: float, expected: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No more than known recipes, and nothing behind the end."""
+    given, clock, jointly = [], [0.0], pipeline.solve_jointly
+
+    def main(*arguments: Any, **options: Any) -> JointSolution:
+        clock[0] += taken_s
+        return jointly(*arguments, **options)
+
+    def in_buckets(planning: object, priced: object, search: Search, *others: object) -> None:
+        given.append(search.time_budget_s)
+
+    monkeypatch.setattr(pipeline, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(pipeline, "solve_jointly", main)
+    monkeypatch.setattr(pipeline, "solve_in_buckets", in_buckets)
+    mesh = Mesh({"x": 2})
+    plan_program(perceptron_program(), mesh, h100s(mesh), PlanOptions(time_budget_s=40.0))
+    assert given == expected

@@ -1,0 +1,203 @@
+"""Ctrl-C ends a search with the best plan so far; real signals, sent by another thread while the main one searches."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+import autoshard
+from autoshard import Cluster, Mesh, Plan
+from autoshard.cluster import candidate_meshes
+from autoshard.testing import check_plan
+from passes.driver import plan_and_lower as pipeline
+from passes.driver.progress import interruptible, search_bar
+from passes.planning import search as search_module
+from passes.solver.search_control import SearchControl
+from tests.passes.blocks import Blocks
+
+MESH = Mesh({"data": 2})
+MODEL = Blocks(16, 1)
+INPUTS = (torch.ones(8, 4, 16),)
+
+
+def press_ctrl_c() -> None:
+    """Send SIGINT to the main thread, from another one."""
+    ident = threading.main_thread().ident
+    assert ident is not None
+    thread = threading.Thread(target=signal.pthread_kill, args=(ident, signal.SIGINT))
+    thread.start()
+    thread.join()
+
+
+def plan_pressing(
+    monkeypatch: pytest.MonkeyPatch,
+    times: int,
+    when: Callable[[str, float], bool],
+    target: Mesh | Cluster = MESH,
+    **given: Any,
+) -> Plan:
+    """The plan of a small model; Ctrl-C is pressed so often the first time that what is shown is as asked."""
+    pressed = []
+
+    def show(what: str, best: float, lower_bound: float) -> None:
+        if not pressed and when(what, best):
+            pressed.append(lower_bound)
+            for _ in range(times):
+                press_ctrl_c()
+
+    @contextmanager
+    def bar(time_budget_s: float, progress: bool | None) -> Iterator:
+        yield show
+
+    monkeypatch.setattr("passes.driver.planner.search_bar", bar)
+    found = autoshard.plan(MODEL, target, example_inputs=INPUTS, **given)
+    assert pressed, "Ctrl-C was pressed in the search"
+    return found
+
+
+@pytest.fixture(autouse=True)
+def _python_s_own_handler() -> Iterator[None]:
+    """SIGINT as Python handles it: where the tests run in the background of a shell it is ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(params=["HiGHS", "duality"])
+def gear(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which of the search's two gears solves the problem."""
+    monkeypatch.setattr(search_module, "EXACT_PAIRS", 10**9 if request.param == "HiGHS" else 0)
+    return request.param
+
+
+@cache
+def uninterrupted() -> Plan:
+    """The plan of a search that comes to its end."""
+    return autoshard.plan(MODEL, MESH, example_inputs=INPUTS)
+
+
+def in_the_whole(what: str, best: float) -> bool:
+    """While all plans are searched, the known recipes behind."""
+    return what == "all plans"
+
+
+def at_once(what: str, best: float) -> bool:
+    """As soon as anything is shown: while the first known recipe is priced."""
+    return True
+
+
+@pytest.mark.parametrize("when", [at_once, in_the_whole])
+def test_ctrl_c_gives_the_best_plan_so_far(monkeypatch, gear, when) -> None:
+    """It fits, no known recipe that was priced beats it, its bound holds, it says so, and it survives a file."""
+    found, whole = plan_pressing(monkeypatch, 1, when), uninterrupted()
+    assert not whole.was_interrupted
+    assert found.was_interrupted
+    assert found.lower_bound is not None
+    assert whole.lower_bound is not None
+    assert found.lower_bound <= whole.objective * (1 + 1e-9)
+    assert found.objective >= whole.lower_bound * (1 - 1e-9)
+    assert all(seconds is None or seconds >= found.objective for seconds in found.baselines.values())
+    assert "interrupted: this is the best plan until then" in str(found)
+    assert Plan.from_json(found.to_json()).was_interrupted
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_plan_of_an_interrupted_search_computes_what_one_device_does(monkeypatch, gear) -> None:
+    """It is a plan like any other."""
+    found = plan_pressing(monkeypatch, 1, at_once, precision=None)
+    check_plan(MODEL, MESH, INPUTS, plan=found).raise_if_different()
+
+
+@pytest.mark.parametrize("when", [at_once, in_the_whole])
+def test_a_second_ctrl_c_raises(monkeypatch, gear, when) -> None:
+    """Out of the solver too; and Ctrl-C does again what it did before."""
+    with pytest.raises(KeyboardInterrupt):
+        plan_pressing(monkeypatch, 2, when)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_ctrl_c_leaves_out_the_meshes_that_are_left(monkeypatch) -> None:
+    """The plan is that of the mesh that was being searched."""
+    cluster = Cluster("h100_sxm", 1, 4)
+    meshes = candidate_meshes(cluster)
+    assert len(meshes) > 1
+    assert plan_pressing(monkeypatch, 1, at_once, cluster).mesh == meshes[0]
+
+
+@pytest.mark.parametrize("built", [0, 1])
+def test_ctrl_c_while_a_problem_is_built_ends_that_at_once(monkeypatch, built: int) -> None:
+    """The plan is of the meshes before; of the first one there is none."""
+    cluster, problems = Cluster("h100_sxm", 1, 4), []
+    build = pipeline.planning_problem
+
+    def pressed(program, mesh, *given):
+        problems.append(mesh)
+        if len(problems) > built:
+            press_ctrl_c()
+            pytest.fail("the problem was built on")
+        return build(program, mesh, *given)
+
+    monkeypatch.setattr(pipeline, "planning_problem", pressed)
+    if built:
+        found = autoshard.plan(MODEL, cluster, example_inputs=INPUTS)
+        assert found.mesh == problems[0]
+        assert found.was_interrupted
+    else:
+        with pytest.raises(KeyboardInterrupt):
+            autoshard.plan(MODEL, cluster, example_inputs=INPUTS)
+    assert len(problems) == built + 1
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_nothing_that_fits_ends_as_ctrl_c_does(monkeypatch) -> None:
+    """There is no plan to give."""
+    with pytest.raises(KeyboardInterrupt, match="before anything that fits was found"):
+        plan_pressing(monkeypatch, 1, at_once, memory_budget=10)
+
+
+def test_ctrl_c_that_somebody_else_handles_is_theirs() -> None:
+    """Notebooks and servers have handlers of their own."""
+    heard = []
+    before = signal.signal(signal.SIGINT, lambda *_: heard.append("theirs"))
+    try:
+        control = SearchControl()
+        with interruptible(control):
+            press_ctrl_c()
+        assert heard == ["theirs"]
+        assert not control.is_stopped
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_other_threads_search_as_they_are() -> None:
+    """Python hears signals in the main thread only."""
+    control, handlers = SearchControl(), []
+
+    def work() -> None:
+        with interruptible(control):
+            handlers.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert handlers == [signal.default_int_handler]
+
+
+def test_the_bar_shows_incumbent_and_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    """On standard error; nothing without a terminal, unless it is asked for."""
+    with search_bar(10.0, None) as show:
+        assert show is None
+    with search_bar(10.0, progress=True) as show:
+        assert show is not None
+        show("all plans", float("inf"), 0.0)
+        show("all plans", 0.25, 0.125)
+    shown = capsys.readouterr()
+    assert "all plans: best 250 ms, at least 125 ms" in " ".join(shown.err.split())
+    assert not shown.out

@@ -1,0 +1,101 @@
+"""Digests of tensors see every element, and where it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autoshard.runtime.agreement.digests import (
+    bytes_of,
+    digest_of,
+    digest_of_samples,
+    digest_of_words,
+    sample_of,
+    words_of,
+)
+
+TYPES = (torch.bool, torch.uint8, torch.bfloat16, torch.float16, torch.int32, torch.float64, torch.complex64)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("shape", [(), (1,), (3,), (5, 7), (0, 3)])
+def test_equal_tensors_have_equal_digests(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """However they lie in memory."""
+    tensor = torch.arange(64).remainder(2).to(dtype)[: torch.Size(shape).numel()].reshape(shape)
+    apart = torch.stack([tensor, tensor], -1)[..., 0]
+    assert digest_of(tensor) == digest_of(apart)
+
+
+@pytest.mark.parametrize("count", [6, 2048, 2049, 5000, 1 << 21])
+def test_a_swap_shows(count: int) -> None:
+    """Of two elements anywhere, although sum and sample of the tensor stay."""
+    tensor = torch.arange(count, dtype=torch.float64)
+    for first, second in ((0, 1), (0, count - 1), (count // 2, count // 2 + 1), (count - 2, count - 1)):
+        swapped = tensor.clone()
+        swapped[[first, second]] = tensor[[second, first]]
+        assert digest_of(swapped) != digest_of(tensor)
+
+
+def test_shape_and_type_count() -> None:
+    """Zeros of other shapes and types are other tensors."""
+    zeros = [torch.zeros(8), torch.zeros(2, 4), torch.zeros(8, dtype=torch.int32), torch.zeros(7)]
+    assert len({digest_of(item) for item in zeros}) == len(zeros)
+
+
+def test_a_view_that_is_no_whole_words_has_a_digest() -> None:
+    """Its memory begins between two words."""
+    tensor = torch.arange(9, dtype=torch.float32)
+    assert digest_of(tensor[1:]) == digest_of(tensor[1:].clone())
+
+
+def test_samples_reach_every_word() -> None:
+    """They are bounded, and in turns see all but what is left over behind the last piece."""
+    words = words_of(torch.arange(10_000))
+    seen: set[int] = set()
+    for turn in range(64):
+        sample = sample_of(words, 320, turn)
+        assert sample.numel() <= 320
+        seen |= set(sample.tolist())
+    assert len(seen) > 9_900
+    assert int(digest_of_words(sample_of(words[:100], 320, 5))) == int(digest_of_words(words[:100]))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.float8_e5m2]
+)
+@pytest.mark.parametrize("shape", [(), (1,), (5, 3), (0, 2)])
+def test_bytes_of_host_memory_are_those_of_the_elements_in_order(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Any layout is read as it looks: transposed tensors, conjugates, and those that require a gradient."""
+    torch.manual_seed(0)
+    tensor = (4 * torch.randn(shape)).to(dtype)
+    expected = tensor.flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+    for same in (tensor, tensor.mT.contiguous().mT if tensor.dim() > 1 else tensor, *seen_otherwise(tensor)):
+        assert bytes_of(same).tobytes() == expected
+
+
+def seen_otherwise(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """Equal tensors whose memory has other bits, or that autograd follows."""
+    if tensor.is_complex():
+        return [tensor.conj().resolve_conj().conj()]
+    return [tensor.clone().requires_grad_()] if tensor.dtype is torch.float32 else []
+
+
+@pytest.mark.parametrize("size", [8, (1 << 15) + 1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bfloat16, torch.int64])
+def test_a_change_anywhere_shows_at_once(size: int, dtype: torch.dtype) -> None:
+    """In a large tensor, too, of which only a part is looked at in order."""
+    tensor = torch.arange(size).remainder(100).to(dtype)
+    for place in (0, 5, size // 2, size - 1):
+        changed = tensor.clone()
+        changed[place] += 1
+        assert digest_of_samples([tensor], 4096, 0) != digest_of_samples([changed], 4096, 0)
+    assert digest_of_samples([tensor], 4096, 0) == digest_of_samples([tensor.clone()], 4096, 0)
+
+
+def test_another_order_shows_within_some_turns() -> None:
+    """Rows of a large tensor that are exchanged leave the sum as it is."""
+    rows = torch.randn(1 << 10, 32, generator=torch.Generator().manual_seed(0))
+    changed = rows.clone()
+    changed[[3, 700]] = rows[[700, 3]]
+    pairs = ((digest_of_samples([x], 4096, turn) for x in (rows, changed)) for turn in range(40))
+    assert any(one != other for one, other in pairs)

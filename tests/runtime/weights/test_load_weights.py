@@ -1,0 +1,160 @@
+"""Weights of files for a model on ranks, simulated here; with processes: `tests/end_to_end/test_weights.py`."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from autoshard.errors import WeightsError
+from autoshard.ir.mesh import Mesh
+from autoshard.runtime.engine import SimulatorEngine
+from autoshard.runtime.weights.load_weights import load_weights
+from tests.runtime.architectures import BUILDERS, build, logits
+
+ENGINE = SimulatorEngine(Mesh({"data": 2}))
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.head = nn.Linear(3, 5)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.ones(2), persistent=False)
+
+
+def load(model: nn.Module, path: Path, *, strict: bool = True, cast: bool = False) -> None:
+    load_weights(model, ENGINE, path, strict=strict, cast=cast)
+
+
+def assert_equal(model: nn.Module, other: nn.Module) -> None:
+    for name, value in model.state_dict().items():
+        torch.testing.assert_close(value, other.state_dict()[name], rtol=0, atol=0, msg=name)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_what_transformers_saved_is_loaded(name: str, tmp_path: Path) -> None:
+    """In one file and in many; logits are equal."""
+    saved = build(name)
+    for number, size in enumerate(("1GB", "3KB")):
+        saved.save_pretrained(tmp_path / str(number), max_shard_size=size)
+        model = build(name, seed=1)
+        assert not torch.equal(logits(name, model), logits(name, saved))
+        load(model, tmp_path / str(number))
+        assert_equal(model, saved)
+        assert torch.equal(logits(name, model), logits(name, saved))
+
+
+def test_a_model_with_a_head_takes_the_base_models_weights(tmp_path: Path) -> None:
+    """Names without the prefix of the base model, and the other way round, as transformers takes them."""
+    saved = build("gpt2, tied")
+    saved.transformer.save_pretrained(tmp_path / "base")
+    assert "wte.weight" in load_file(tmp_path / "base" / "model.safetensors")
+    model = build("gpt2, tied", seed=1)
+    load(model, tmp_path / "base")
+    assert_equal(model, saved)
+    saved.save_pretrained(tmp_path / "head")
+    base = build("gpt2, tied", seed=1).transformer
+    load(base, tmp_path / "head")
+    assert_equal(base, saved.transformer)
+
+
+def test_buffers_that_models_compute_may_be_in_old_files(tmp_path: Path) -> None:
+    """Rotary frequencies in a file of Llama are left."""
+    saved = build("llama")
+    stored = {**saved.state_dict(), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    save_file(stored, tmp_path / "model.safetensors")
+    model = build("llama", seed=1)
+    load(model, tmp_path)
+    assert_equal(model, saved)
+
+
+@pytest.mark.parametrize("dropped", [[], ["head.weight"], ["embedding.weight"]])
+def test_tied_parameters_are_there_once_or_more(dropped: list[str], tmp_path: Path) -> None:
+    """Under any of their names."""
+    saved, model = Tied(), Tied()
+    stored = {name: value.clone() for name, value in saved.state_dict().items() if name not in dropped}
+    save_file(stored, tmp_path / "a.safetensors")
+    load(model, tmp_path / "a.safetensors")
+    assert_equal(model, saved)
+    assert model.head.weight is model.embedding.weight
+
+
+def test_tied_parameters_that_differ_are_refused(tmp_path: Path) -> None:
+    """They cannot both be the model's."""
+    model, before = _changed(tmp_path, lambda stored: stored["head.weight"].add_(1))
+    with pytest.raises(WeightsError, match=r"Tied in the model, but not equal: 'embedding.weight' = 'head.weight'"):
+        load(model, tmp_path)
+    assert_equal(model, before)
+
+
+def test_all_that_does_not_fit_is_named_at_once(tmp_path: Path) -> None:
+    """Missing, unexpected, of another shape, of another type; nothing is changed."""
+
+    def change(stored: dict[str, torch.Tensor]) -> None:
+        del stored["norm.weight"], stored["norm.bias"], stored["embedding.weight"], stored["head.weight"]
+        stored |= {"norm.more": torch.ones(1), "scale": torch.ones(2)}
+        stored["head.bias"] = torch.ones(4)
+        stored["norm.running_mean"] = torch.ones(3, dtype=torch.bfloat16)
+
+    model, before = _changed(tmp_path, change)
+    with pytest.raises(WeightsError) as caught:
+        load(model, tmp_path)
+    message = str(caught.value)
+    assert f"{tmp_path} does not hold the weights of Tied, in which nothing was changed" in message
+    assert "Missing: 'embedding.weight' = 'head.weight', 'norm.weight', 'norm.bias'." in message
+    assert "Unexpected: 'norm.more', 'scale'." in message
+    assert "Of another shape: 'head.bias' (float32[4], in the model float32[5])." in message
+    assert "Of another type: 'norm.running_mean' (bfloat16[3], in the model float32[3])." in message
+    assert_equal(model, before)
+
+
+def test_what_fits_is_taken_where_that_is_asked(tmp_path: Path) -> None:
+    """`strict=False` leaves what is missing, `cast=True` converts; another shape is refused all the same."""
+
+    def change(stored: dict[str, torch.Tensor]) -> None:
+        del stored["norm.weight"]
+        stored["more"] = torch.ones(1)
+        stored["head.bias"] = torch.arange(5.0).bfloat16()
+
+    model, before = _changed(tmp_path, change)
+    nn.init.constant_(model.norm.weight, 7.0)
+    with pytest.raises(WeightsError, match=r"nothing was changed\. Of another type: 'head.bias'"):
+        load(model, tmp_path, strict=False)
+    load(model, tmp_path, strict=False, cast=True)
+    assert model.norm.weight.tolist() == [7.0] * 3
+    assert model.head.bias.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
+    assert model.head.bias.dtype is torch.float32
+    stored = {**before.state_dict(), "head.bias": torch.ones(4)}
+    save_file({name: value.clone() for name, value in stored.items()}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match=r"Of another shape: 'head.bias'"):
+        load(model, tmp_path, strict=False, cast=True)
+
+
+def test_parameters_stay_the_objects_that_optimizers_hold(tmp_path: Path) -> None:
+    """Values are written in place, seen in torch's version counters, and want gradients as before."""
+    saved, model = Tied(), Tied()
+    before = [(parameter, parameter._version) for parameter in model.parameters()]
+    save_file({name: value.clone() for name, value in saved.state_dict().items()}, tmp_path / "model.safetensors")
+    with torch.inference_mode():
+        load(model, tmp_path)
+    for parameter, (same, version) in zip(model.parameters(), before, strict=True):
+        assert parameter is same
+        assert parameter._version > version
+        assert parameter.requires_grad
+        assert not parameter.is_inference()
+
+
+def _changed(folder: Path, change) -> tuple[Tied, Tied]:
+    """A model, a copy of it, and a file of another one's weights, of which something is changed."""
+    model = Tied()
+    stored = {name: value.clone() for name, value in Tied().state_dict().items()}
+    change(stored)
+    save_file(stored, folder / "model.safetensors")
+    return model, copy.deepcopy(model)
