@@ -1,26 +1,22 @@
-"""How a plan is made: the problem, its search, and which of the choices found is fastest as it is lowered."""
+"""How a plan is made: the problem, its search, and the fastest of the choices found (`fastest_choice`)."""
 
 from __future__ import annotations
 
 import logging
-import math
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import takewhile
+from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 
 from autoshard.errors import RecipeError
 from autoshard.ir.mesh import Mesh
-from autoshard.ir.offload import Offload
 from autoshard.ir.plan import Plan
-from autoshard.ir.plan_parts import Prediction
 from autoshard.ir.program import Program
-from autoshard.ir.recompute import Recompute
 from cost_models.hardware import Cluster
+from passes.driver.fastest_choice import Decision, fastest
 from passes.driver.kernels_on_one_device import fusion_of
-from passes.driver.plan_of_choice import LoweredPlan, lowered_plan
+from passes.driver.plan_of_choice import LoweredPlan
 from passes.driver.plan_options import PlanOptions
 from passes.lowering.bucket_collectives import BucketCollectives
 from passes.lowering.lower_program import prepare
@@ -34,12 +30,11 @@ from passes.planning.kernel_prices import NOTHING_FUSED
 from passes.planning.restrictions import restricted
 from passes.planning.search import Search
 from passes.planning.tie_axes import space_in_time, tied_levels
-from passes.recomputation.fitting import JointSolution
 from passes.recomputation.plan_before import solution_of
 from passes.recomputation.recompute_search import solve_jointly
 from passes.recomputation.savings import savings_of
 from passes.recomputation.whole_blocks import joint_with_blocks, with_whole_blocks
-from passes.solver.assignment import Assignment, Solution
+from passes.solver.assignment import Solution
 from passes.solver.one_thread import one_blas_thread
 from passes.solver.search_control import ALL_PLANS
 from passes.strategies.elided import find_elided
@@ -49,60 +44,11 @@ from passes.strategies.price import Prices
 
 logger = logging.getLogger(__name__)
 
-_NEAR = 0.1
-"""A choice that costs this part more than the search's own is not faster by hiding its communication."""
-
-_SURE = 0.01
-"""Part of a step by which a choice at the prices of buckets must be faster than the search's, and known recipes."""
-
-_ALIKE = 0.02
-"""Part of a step within which plans on CPUs are as fast: prices are off by more (`tests.benchmarks.local_plans`)."""
-
 _LEAST_SHARE = 0.25
 """The part of the time that a search has, however long it took to list and price what it is over."""
 
 _BASELINE_ROUNDS, _BASELINE_SHARE = 6, 0.1
 """Rounds of the search for the best plan within a known recipe, and the part of the time that it may take."""
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What a search decided.
-
-    Args:
-        planning: the planning problem of the program as it will run, with what is recomputed.
-        solution: one option per variable of `planning`.
-        recompute: what is recomputed.
-        offload: what is offloaded.
-        baselines: the best solutions of the known recipes, without recomputation; None where none fits.
-        bucketed: the best solution with what is sent of parameters and gradients priced in buckets, less what hides.
-        in_buckets: those prices; None where no known recipes are asked for, nothing that keeps all is known to fit, or
-            time was up.
-        own_s: what the solution itself costs at those prices, with what it recomputes and offloads.
-    """
-
-    planning: PlanningProblem
-    solution: Solution
-    recompute: Recompute
-    offload: Offload
-    baselines: Mapping[str, Solution | None]
-    bucketed: Solution | None = None
-    in_buckets: Assignment | None = None
-    own_s: float = math.inf
-
-    def may_be_faster(self, other: Solution, elsewhere: Sequence[Plan]) -> bool:
-        """Whether a choice is cheaper in buckets, or else was not searched for that and is nearly as cheap.
-
-        Args:
-            other: the choice.
-            elsewhere: plans on other meshes.
-        """
-        if self.in_buckets is not None:
-            if self.in_buckets.cost_of(other.choice) < (1 - _SURE) * self.own_s:
-                return True
-            if other is self.bucketed:
-                return False
-        return other.cost <= (1 + _NEAR) * min([self.solution.cost, *(plan.objective for plan in elsewhere)])
 
 
 def plan_program(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions) -> Plan:
@@ -133,45 +79,8 @@ def plan_and_lower(program: Program, mesh: Mesh, cluster: Cluster, options: Plan
     found = solve(planning, in_time, allowed_by(planning, options))
     logger.debug("search took %.3f s", time.monotonic() - built)
     best = fastest(planning, found, cluster, options, start + options.time_budget_s)
-    costs = {name: None if priced is None else priced.cost for name, priced in found.baselines.items()}
     took_s, is_stopped = time.monotonic() - start, options.control.is_stopped
-    return replace(best, plan=replace(best.plan, baselines=costs, search_time_s=took_s, was_interrupted=is_stopped))
-
-
-def fastest(
-    planning: PlanningProblem, found: Decision, cluster: Cluster, options: PlanOptions, until: float = math.inf
-) -> LoweredPlan:
-    """The plan of the search, of a known recipe, or with prices of buckets, where it may be faster.
-
-    Their lowered programs say which is fastest. The search adds up what a step does; what runs puts collectives into
-    buckets and hides them, in some plans more than in others, and never what is recomputed. The bound is the search's.
-    From `until` on, a time of `time.monotonic`, no others are lowered.
-    """
-    solution = found.solution
-    best = lowered_plan(found.planning, solution.choice, solution.cost, solution.lower_bound, cluster, options)
-    best = replace(best, plan=replace(best.plan, recompute=found.recompute, offload=found.offload))
-    if options.with_kernels:
-        return best
-    seen = {solution.choice} if found.planning is planning else set()
-    for each in takewhile(lambda _: time.monotonic() < until, (*found.baselines.values(), found.bucketed)):
-        if each is None or each.choice in seen or not found.may_be_faster(each, options.elsewhere):
-            continue
-        seen.add(each.choice)
-        other = lowered_plan(planning, each.choice, each.cost, solution.lower_bound, cluster, options)
-        predicted = other.plan.predicted
-        fits = options.memory_budget is None or predicted.peak_memory_bytes <= options.memory_budget
-        gain = _SURE if each is found.bucketed else 0.0
-        if fits and _is_faster(predicted, best.plan.predicted, gain, cluster):
-            recompute, offload = savings_of(*joint_with_blocks(JointSolution(planning, each)))
-            best = replace(other, plan=replace(other.plan, recompute=recompute, offload=offload))
-    return best
-
-
-def _is_faster(plan: Prediction, other: Prediction, gain: float, cluster: Cluster) -> bool:
-    """Whether a step is faster by a part of it; on CPUs, of two as fast, whether it launches less."""
-    if not cluster.device.dispatch_s and abs(plan.step_time_s - other.step_time_s) <= _ALIKE * other.step_time_s:
-        return plan.launches < other.launches
-    return plan.step_time_s < (1 - gain) * other.step_time_s
+    return replace(best, plan=replace(best.plan, search_time_s=took_s, was_interrupted=is_stopped))
 
 
 @one_blas_thread()
@@ -203,12 +112,9 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
     left_s = end - time.monotonic()
     if not options.with_baselines or not keeping_all or left_s <= 0:
         return decision
-    choice = found.solution.choice
-    priced = in_buckets(planning, BucketCollectives().least_bytes, hidden_part(planning, choice))
-    own_s = found.solution.cost + priced.cost_of(choice) - planning.assignment.cost_of(choice)
+    priced = in_buckets(planning, BucketCollectives().least_bytes, hidden_part(planning, found.solution.choice))
     quick = replace(quick, time_budget_s=min(quick.time_budget_s, left_s))
-    bucketed = solve_in_buckets(planning, priced, quick, allowed, keeping_all)
-    return replace(decision, bucketed=bucketed, in_buckets=priced, own_s=own_s)
+    return replace(decision, bucketed=solve_in_buckets(planning, priced, quick, allowed, keeping_all))
 
 
 def allowed_by(planning: PlanningProblem, options: PlanOptions) -> dict[int, np.ndarray]:
