@@ -31,7 +31,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cost_models.schedule_orders import ActionKind, Rows, last_forward_stage, order_rows, stage_ranks
+from cost_models.schedule_orders import SCHEDULES, ActionKind, Rows, last_forward_stage, order_rows, stage_ranks
 
 SEND = len(ActionKind)
 KINDS = SEND + 1
@@ -102,7 +102,7 @@ def schedule_graph(
     owners = np.array(stage_ranks(schedule, ranks, virtual_stages))
     orders = order_rows(schedule, ranks, micro_batches, virtual_stages)
     actions = _Actions.of(orders, owners, micro_batches, overlap_pairs)
-    waits = _connect(actions, owners, overlap_sends, swaps=schedule == "1F1B" and not overlap_sends)
+    waits = _connect(actions, owners, overlap_sends, swaps=SCHEDULES[schedule].swaps and not overlap_sends)
     nodes = np.concatenate([np.zeros((len(owners) + 1, 3), dtype=np.int64), waits.slots, *waits.others])
     nodes[: len(owners) + 1, 2] = KINDS * len(owners)
     order = _order(waits, nodes, actions)
