@@ -56,7 +56,6 @@ class ScheduleGraph:
         gathers: [stages, 2] by stage, the join of what else its first forward waits for, and the slot of that forward.
         lasts: by stage, the slot with its last backward.
         marks: by micro-batch, the forwards of rank 0 that go on until the steady state ends.
-        held: [actions, 3] with rank, stage, and 1 where a micro-batch's activations come, -1 where they go, else 0.
     """
 
     ranks: int
@@ -71,7 +70,6 @@ class ScheduleGraph:
     gathers: Integers
     lasts: Integers
     marks: Integers
-    held: Integers
 
     @property
     def stages(self) -> int:
@@ -126,7 +124,6 @@ def schedule_graph(
         gathers=places[waits.gathers],
         lasts=places[lasts],
         marks=places[actions.slots[marked]],
-        held=np.stack([owners[actions.stages], actions.stages, is_forward.astype(np.int64) - is_done], axis=1),
     )
 
 
@@ -384,7 +381,7 @@ def steady_window(graph: ScheduleGraph, step: int) -> Window | None:
 
 
 def put_in(graph: ScheduleGraph, window: Window, periods: int) -> ScheduleGraph:
-    """The graph with periods put in: that of as many more micro-batches, but for `marks` and `held`.
+    """The graph with periods put in: that of as many more micro-batches, but for `marks`.
 
     Slots come in another order.
     """

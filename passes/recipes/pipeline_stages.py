@@ -100,14 +100,14 @@ def cuts_backward(recipe: Recipe) -> bool:
     return recipe.pipeline > 1 and schedule_orders.cuts_backward(recipe.chosen_schedule)
 
 
-def run_stages(stages: Sequence[StageTimes], recipe: Recipe) -> tuple[float, float, tuple[float, ...]]:
-    """Seconds of the pipeline, of its bubble, and micro-batches in flight on each rank.
+def run_stages(stages: Sequence[StageTimes], recipe: Recipe) -> tuple[float, float]:
+    """Seconds of the pipeline, and of its bubble.
 
     Raises:
         RecipeError: the schedule does not take so many micro-batches or virtual stages.
     """
     if recipe.pipeline == 1:
-        return stages_time(stages, recipe), 0.0, (1.0,)
+        return stages_time(stages, recipe), 0.0
     return _pipeline_of(stages, recipe, _run_pipeline)
 
 
@@ -139,6 +139,6 @@ _pipeline_time = lru_cache(maxsize=4096)(pipeline_time)
 
 
 @lru_cache(maxsize=4096)
-def _run_pipeline(pipeline: Pipeline) -> tuple[float, float, tuple[float, ...]]:
+def _run_pipeline(pipeline: Pipeline) -> tuple[float, float]:
     times = pipeline_times(pipeline)
-    return times.total_s, times.bubble_s, tuple(held / pipeline.virtual_stages for held in times.in_flight)
+    return times.total_s, times.bubble_s

@@ -64,8 +64,6 @@ def assert_same(pipeline, options):
     for one, two in zip(fast.ranks, reference.ranks, strict=True):
         for part in fields(two):
             assert getattr(one, part.name) == pytest.approx(getattr(two, part.name), abs=close), part.name
-    assert fast.in_flight == reference.in_flight
-    assert fast.activation_bytes == pytest.approx(reference.activation_bytes)
 
 
 @example(("DualPipeV", [StageTimes(1.0, 1.0, 1.0, 0.5, gather_s=9.0, reduce_s=3.0)] * 4, 40, 2),

@@ -7,7 +7,7 @@ import pytest
 from autoshard import Recipe, RecipeError
 from cost_models.schedule_orders import SCHEDULES
 from cost_models.stages import Pipeline, StageTimes
-from passes.recipes.pipeline_stages import rank_sections, run_stages, share_out
+from passes.recipes.pipeline_stages import in_flight, rank_sections, run_stages, share_out
 from tests.cost_models.simulated_pipelines import simulate_pipeline
 
 
@@ -52,11 +52,11 @@ def test_long_pipelines_take_what_they_take_in_a_simulation(schedule: str, overl
     virtual = SCHEDULES[schedule].numbers_of_stages(2)[-1]
     recipe = Recipe(pipeline=4, virtual_stages=virtual, schedule=schedule, global_batch=48, overlap_pipeline=overlaps)
     stages = [StageTimes(1.0 + index / 16, 1.25, 0.75, 0.125) for index in range(4 * virtual)]
-    total_s, bubble_s, in_flight = run_stages(stages, recipe)
+    total_s, bubble_s = run_stages(stages, recipe)
     line = simulate_pipeline(Pipeline(schedule, stages, 48, virtual, overlap_sends=overlaps))
     assert total_s == pytest.approx(line.total_s)
     assert bubble_s == pytest.approx(line.bubble_s)
-    assert in_flight == tuple(held / virtual for held in line.in_flight)
+    assert in_flight(recipe) == tuple(held / virtual for held in line.in_flight)
 
 
 def test_micro_batches_that_a_schedule_does_not_take_are_refused() -> None:
