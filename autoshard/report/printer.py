@@ -107,7 +107,7 @@ def _work_of(axis: str, plan: Plan) -> str:
     total = sum(counts.values())
     for kind, count in sorted(counts.items(), key=lambda pair: -pair[1]):
         if count >= _TOLD * total:
-            part = "all parameters" if count == total else f"{count / total:.0%} of parameters"
+            part = "all parameters" if count >= 0.995 * total else f"{count / total:.0%} of parameters"
             work.append(_WORK[kind].format(part))
     return " and ".join((", ".join(work[:-1]), work[-1])) if len(work) > 1 else work[0]
 
