@@ -34,6 +34,7 @@ from itertools import count
 from typing import Any
 
 from autoshard.ir.recipe import RECOMPUTE, Recipe
+from cost_models.schedule_orders import usual_schedule
 from passes.recipe_search.known_pipes import Pipe
 from passes.recipe_search.recipe_objectives import Objective
 from passes.recipe_search.recipe_space import KEEPINGS, Keeping, Layout, RecipeSpace, Sharding
@@ -378,4 +379,4 @@ def _most_sharded(kind: Sequence[Sharding]) -> Sharding:
 
 def _any_pipe(ranks: int) -> Pipe:
     """A pipeline of so many ranks, whose schedule does not count."""
-    return Pipe(ranks, "1f1b") if ranks > 1 else Pipe()
+    return Pipe(ranks, usual_schedule(1)) if ranks > 1 else Pipe()

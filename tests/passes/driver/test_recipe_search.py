@@ -90,7 +90,7 @@ def test_plans_of_recipes_and_of_specs_are_compared(tmp_path) -> None:
 def test_print_says_in_words_what_it_is() -> None:
     """Stages, schedule, micro-batches; and what compile does not run, or on which mesh it does."""
     piped = _plan(recipe=Recipe(pipeline=2, data=2, micro_batch=2, global_batch=16, recompute="full"))
-    assert "Recipe: data 2, pipeline 2 (1f1b); 4 micro-batches of 2; blocks computed again." in str(piped)
+    assert "Recipe: data 2, pipeline 2 (1F1B); 4 micro-batches of 2; blocks computed again." in str(piped)
     assert f"price of a run under runtime={PRICED.name!r}. For compile, plan with recipe=plan.recipe." in str(piped)
     again = _plan(recipe=Recipe(data=4, global_batch=16, recompute="selective"))
     assert "A forecast, which compile does not run: recompute='selective'." in str(again)
