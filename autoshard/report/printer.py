@@ -63,6 +63,7 @@ def notes(plan: Plan) -> list[str]:
     lines = [
         "A forecast: communication runs beside computation." if predicted.overlaps else "",
         "The search was interrupted: this is the best plan until then." if plan.was_interrupted else "",
+        "The search was cut by time_budget_s: with more time the plan may be another." if plan.was_cut else "",
         _schedule(plan),
         _recompute(plan),
         _offload(plan),

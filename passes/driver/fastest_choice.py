@@ -12,7 +12,6 @@ others, and never what is recomputed. So the lowered programs decide:
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -60,17 +59,14 @@ class Decision:
     bucketed: Solution | None = None
 
 
-def fastest(
-    planning: PlanningProblem, found: Decision, cluster: Cluster, options: PlanOptions, until: float = math.inf
-) -> LoweredPlan:
+def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, options: PlanOptions) -> LoweredPlan:
     """The plan of the shortest predicted step among the choices of a search, with the steps of known recipes.
 
     Args:
         planning: the problem without what is recomputed.
         found: the choices.
-        cluster, options: what the search was for.
-        until: a time of `time.monotonic`, from which on no others are lowered. Known recipes that may be faster than
-            the plan are then left out.
+        cluster, options: what the search was for. Once it is over no others are lowered; known recipes that may be
+            faster than the plan are then left out.
     """
     lowering = _Lowering(planning, found.solution.lower_bound, cluster, options)
     own = lowering(found.solution, found.planning)
@@ -83,7 +79,7 @@ def fastest(
     for choice in sorted(rough_s, key=rough_s.__getitem__):
         if rough_s[choice] > lowering.near * least_s:
             break
-        if time.monotonic() >= until:
+        if options.control.is_over():
             late.add(choice)
             continue
         lowered[choice] = lowering(others[choice])
@@ -100,6 +96,25 @@ def fastest(
     left = {name: partial(lowering.step_of, each) for name, each in known.items() if name not in done}
     baselines = BaselineSteps(names, {**dict.fromkeys(names - known.keys()), **done}, left)
     return replace(best, plan=replace(best.plan, baselines=baselines))
+
+
+def nearest_recipe(
+    planning: PlanningProblem, baselines: Mapping[str, Solution | None], cluster: Cluster, options: PlanOptions
+) -> Solution | None:
+    """The known recipe of the shortest rough step, if it may be faster than the plans elsewhere."""
+    lowering = _Lowering(planning, 0.0, cluster, options)
+    rough = [(lowering.rough_step_s(each), each) for each in baselines.values() if each is not None]
+    rough_s, nearest = min(rough, key=lambda pair: pair[0], default=(math.inf, None))
+    return nearest if rough_s <= lowering.near * min(plan.predicted.step_time_s for plan in options.elsewhere) else None
+
+
+def steps_when_read(
+    planning: PlanningProblem, baselines: Mapping[str, Solution | None], cluster: Cluster, options: PlanOptions
+) -> BaselineSteps:
+    """The steps of known recipes, each lowered when it is read."""
+    lowering = _Lowering(planning, 0.0, cluster, options)
+    left = {name: partial(lowering.step_of, each) for name, each in baselines.items() if each is not None}
+    return BaselineSteps(list(baselines), dict.fromkeys(baselines.keys() - left.keys()), left)
 
 
 _Choice = tuple[int, ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +15,7 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from cost_models.hardware import Cluster
-from passes.driver.fastest_choice import Decision, fastest
+from passes.driver.fastest_choice import Decision, fastest, nearest_recipe, steps_when_read
 from passes.driver.kernels_on_one_device import fusion_of
 from passes.driver.plan_of_choice import LoweredPlan
 from passes.driver.plan_options import PlanOptions
@@ -28,8 +29,9 @@ from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.planning.constraints import allowed_options
 from passes.planning.kernel_prices import NOTHING_FUSED
 from passes.planning.restrictions import restricted
-from passes.planning.search import Search
+from passes.planning.search import Search, first_bound
 from passes.planning.tie_axes import space_in_time, tied_levels
+from passes.recomputation.fitting import JointSolution
 from passes.recomputation.plan_before import solution_of
 from passes.recomputation.recompute_search import solve_jointly
 from passes.recomputation.savings import savings_of
@@ -44,11 +46,16 @@ from passes.strategies.price import Prices
 
 logger = logging.getLogger(__name__)
 
-_LEAST_SHARE = 0.25
-"""The part of the time that a search has, however long it took to list and price what it is over."""
+_BASELINE_ROUNDS = 6
+"""Rounds of the search for the best plan within a known recipe."""
 
-_BASELINE_ROUNDS, _BASELINE_SHARE = 6, 0.1
-"""Rounds of the search for the best plan within a known recipe, and the part of the time that it may take."""
+
+class DearMeshError(Exception):
+    """No plan on a mesh is as cheap as one on another is; `baselines`: the steps of its known recipes."""
+
+    def __init__(self, baselines: Mapping[str, float | None]) -> None:
+        super().__init__("a plan on another mesh is cheaper than any on this one")
+        self.baselines = baselines
 
 
 def plan_program(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions) -> Plan:
@@ -57,6 +64,7 @@ def plan_program(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOp
     Raises:
         DoesNotFitError, NoShardingRuleError, InvalidSpecError: see `PlanOptions`.
         SearchStopped: `options.control` was stopped before the search began.
+        DearMeshError: a plan elsewhere is cheaper than any here.
     """
     return plan_and_lower(program, mesh, cluster, options).plan
 
@@ -68,19 +76,12 @@ def plan_and_lower(program: Program, mesh: Mesh, cluster: Cluster, options: Plan
         planning = planning_problem(program, mesh, cluster, options)
     built = time.monotonic()
     logger.debug("enumeration took %.3f s", built - start)
-    left_s = options.time_budget_s - (built - start)
-    if left_s < (least_s := _LEAST_SHARE * options.time_budget_s):
-        logger.warning(
-            "listing and pricing all strategies took %.1f s of the %.1f s that time_budget_s leaves; the search has "
-            "%.1f s more",
-            *(built - start, options.time_budget_s, least_s),
-        )
-    in_time = replace(options, time_budget_s=max(left_s, least_s))
-    found = solve(planning, in_time, allowed_by(planning, options))
+    found = solve(planning, options, allowed_by(planning, options))
     logger.debug("search took %.3f s", time.monotonic() - built)
-    best = fastest(planning, found, cluster, options, start + options.time_budget_s)
-    took_s, is_stopped = time.monotonic() - start, options.control.is_stopped
-    return replace(best, plan=replace(best.plan, search_time_s=took_s, was_interrupted=is_stopped))
+    best = fastest(planning, found, cluster, options)
+    control, took_s = options.control, time.monotonic() - start
+    ended = {"was_interrupted": control.is_stopped, "was_cut": control.ceiling.has_cut}
+    return replace(best, plan=replace(best.plan, search_time_s=took_s, **ended))
 
 
 @one_blas_thread()
@@ -89,17 +90,21 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
 
     Raises:
         DoesNotFitError, NotAlikeError: no choice fits; blocks left out and those beside them do not recompute alike.
+        DearMeshError: a plan elsewhere is cheaper than any here, and no known recipe here may be faster as lowered.
     """
-    end = time.monotonic() + options.time_budget_s
-    search = Search(options.memory_budget, options.time_budget_s, control=options.control)
-    quick = replace(
-        search, time_budget_s=_BASELINE_SHARE * options.time_budget_s, tolerance=1e-2, max_rounds=_BASELINE_ROUNDS,
-        is_thorough=False, says_smallest=False,
-    )  # fmt: skip
+    search = Search(options.memory_budget, control=options.control)
+    quick = replace(search, tolerance=1e-2, max_rounds=_BASELINE_ROUNDS, is_thorough=False, says_smallest=False)
     baselines: Mapping[str, Solution | None] = {}
     if options.with_baselines:
-        baselines = solve_baselines(planning, quick, allowed, options.before, end, options.elsewhere)
-    search = replace(search, time_budget_s=max(0.0, end - time.monotonic()))
+        baselines = solve_baselines(planning, quick, allowed, options.before, options.elsewhere)
+    bound = first_bound(planning, allowed) if options.elsewhere else 0.0
+    if bound > min((plan.objective for plan in options.elsewhere), default=math.inf):
+        cluster = planning.prices.cluster
+        near = nearest_recipe(planning, baselines, cluster, options)
+        if near is None:
+            raise DearMeshError(steps_when_read(planning, baselines, cluster, options))
+        savings = savings_of(*joint_with_blocks(JointSolution(planning, near)))
+        return Decision(planning, replace(near, lower_bound=bound), *savings, baselines)
     options.control.problem = ALL_PLANS
     start = [found for found in baselines.values() if found is not None]
     recompute = options.recompute and (options.recipe is None or options.recipe.recompute is None)
@@ -109,11 +114,9 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
     without, found = joint_with_blocks(found) if found.planning is planning else (planning, found)
     decision = Decision(found.planning, found.solution, *savings_of(without, found), baselines)
     keeping_all = [*start, found.solution] if found.planning is planning else start
-    left_s = end - time.monotonic()
-    if not options.with_baselines or not keeping_all or left_s <= 0:
+    if not options.with_baselines or not keeping_all or options.control.is_over():
         return decision
     priced = in_buckets(planning, BucketCollectives().least_bytes, hidden_part(planning, found.solution.choice))
-    quick = replace(quick, time_budget_s=min(quick.time_budget_s, left_s))
     return replace(decision, bucketed=solve_in_buckets(planning, priced, quick, allowed, keeping_all))
 
 

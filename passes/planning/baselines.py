@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,18 +32,16 @@ def solve_baselines(
     search: Search,
     allowed: Mapping[int, np.ndarray],
     before: Plan | None = None,
-    deadline: float = np.inf,
     elsewhere: Sequence[Plan] = (),
 ) -> dict[str, Solution | None]:
     """The best plan of each recipe, None where none fits.
 
-    Recipes that no plan within the user's constraints is, and those not looked at before the search was stopped, or
-    time was up, are left out.
+    Recipes that no plan within the user's constraints is, and those not looked at before the search was over, are left
+    out.
 
     Args:
         planning, search, allowed: as of the search itself.
         before: a plan of the program, on this mesh or another.
-        deadline: of `time.monotonic`.
         elsewhere: plans on other meshes of as many devices. A recipe that uses every axis alike and fits on one of
             those is left out: it would be much the same plan, of more collectives.
     """
@@ -58,10 +55,10 @@ def solve_baselines(
         if mask is None:
             continue
         both = {**mask, **{variable: wanted & mask.get(variable, wanted) for variable, wanted in allowed.items()}}
-        if search.control.is_stopped or time.monotonic() >= deadline:
-            break
         if not all(options.any() for options in both.values()):
             continue
+        if search.control.is_over():
+            break
         search.control.problem = name
         priced = _price(planning, search, both)
         if priced is not None or not search.control.is_stopped:
@@ -117,12 +114,12 @@ def may_fit(baselines: Mapping[str, float | None], name: str) -> bool:
     return name in baselines and known.get(name, 0.0) is not None
 
 
-def least_baselines(plans: Sequence[Plan]) -> Mapping[str, float | None]:
+def least_baselines(baselines: Sequence[Mapping[str, float | None]]) -> Mapping[str, float | None]:
     """Predicted step of each known recipe on the mesh where it is fastest; None where it fits on none."""
-    if len(plans) == 1:
-        return plans[0].baselines
-    names = list(dict.fromkeys(name for plan in plans for name in plan.baselines))
-    every = {name: [plan.baselines for plan in plans if name in plan.baselines] for name in names}
+    if len(baselines) == 1:
+        return baselines[0]
+    names = list(dict.fromkeys(name for each in baselines for name in each))
+    every = {name: [each for each in baselines if name in each] for name in names}
     return BaselineSteps(names, predict={name: partial(_least, found, name) for name, found in every.items()})
 
 

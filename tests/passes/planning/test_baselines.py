@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -97,9 +95,8 @@ def test_recipes_that_use_all_axes_alike_are_priced_on_one_mesh() -> None:
 def test_recipes_take_the_step_that_they_have_on_the_best_mesh() -> None:
     """None where they fit on none."""
     steps = ({"a": 2.0, "b": None, "c": None}, {"a": 3.0, "b": 1.0, "c": None})
-    plans: Any = [SimpleNamespace(baselines=each) for each in steps]
-    assert least_baselines(plans) == {"a": 2.0, "b": 1.0, "c": None}
-    assert least_baselines(plans[:1]) is steps[0]
+    assert least_baselines(steps) == {"a": 2.0, "b": 1.0, "c": None}
+    assert least_baselines(steps[:1]) is steps[0]
 
 
 def test_a_program_without_state_has_no_zero_1() -> None:
