@@ -413,7 +413,7 @@ SCHEDULES: Mapping[str, Schedule] = {
         Schedule("GPipe", _gpipe, most_stages=1, repeats=False),
         Schedule("1F1B", _one_forward_one_backward, most_stages=1, swaps=True),
         Schedule("Interleaved1F1B", _interleaved, least_stages=2, in_rounds=True),
-        # As much in flight as GPipe, as many transfers as Interleaved1F1B: no recipe is faster with it.
+        # It holds as much as GPipe and sends as often as Interleaved1F1B, so the search leaves it out.
         Schedule("LoopedBFS", _looped_breadth_first, repeats=False, is_searched=False),
         Schedule("InterleavedZeroBubble", _interleaved_zero_bubble, in_rounds=True),
         Schedule("ZBVZeroBubble", _zero_bubble_v, least_stages=2, most_stages=2, is_v=True),
