@@ -161,7 +161,8 @@ def last_forward_stage(schedule: str, ranks: int, virtual_stages: int) -> int:
 def most_in_flight(schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> tuple[int, ...]:
     """The most micro-batches between forward and backward at once, by rank; those of each stage count.
 
-    Counted in the schedule's rows, of a shorter step where the steady state repeats itself.
+    Counted in the schedule's rows: those of two rounds, or of twice as many micro-batches as ranks, where the steady
+    state repeats itself. Ranks are filled by then.
 
     Example:
         >>> most_in_flight("1F1B", 4, 8), most_in_flight("ZBVZeroBubble", 4, 8, 2)
@@ -169,7 +170,7 @@ def most_in_flight(schedule: str, ranks: int, micro_batches: int, virtual_stages
     """
     step = repeating_micro_batches(schedule, ranks, micro_batches)
     if step is not None:
-        more = micro_batches - settled_micro_batches(schedule, ranks, micro_batches, virtual_stages)
+        more = micro_batches - 2 * max(step, ranks)
         micro_batches -= max(0, more) // step * step
     return _counted_in_flight(schedule, ranks, micro_batches, virtual_stages)
 
