@@ -72,7 +72,7 @@ def _shapes(found: Sequence[FoundRecipe], search: RecipeSearch) -> dict[Recipe, 
     shapes: dict[Recipe, FoundRecipe] = {}
     for each in sorted(found, key=lambda each: each.objective):
         if each.recipe is not None:
-            shapes.setdefault(replace(each.recipe, **free, split_ends=False), each)
+            shapes.setdefault(replace(each.recipe.recipe, **free, stage_layers=None), each)
     return shapes
 
 
@@ -124,7 +124,7 @@ def _fastest(
             meshes = meshes_for(shape, search.problem.cluster, None)
             in_time = replace(planner, time_budget_s=max(1.0, left_s))
             until = end if failure or len(shapes) == 1 else end - _SHARE_OF_OTHERS * left_s
-            planned = plan_recipe(in_time, request, meshes, shape, shape.batch, until)
+            planned = plan_recipe(in_time, request, meshes, shape, search.problem.base.batch, until)
             if time.monotonic() >= end and planned.step_time_s > _NEAR * found.objective:
                 raise NotAvailableError(
                     f"the best specs found by then take {format_time(planned.step_time_s)} a step; give it more time, "

@@ -352,7 +352,7 @@ def _ends_of_blocks(forward: Sequence[fx.Node], blocks: Sequence[int]) -> list[i
     places = _between_blocks(forward, _crossing_bytes(forward))
     if sum(blocks) != len(places) + 1 or 0 in blocks:
         raise RecipeError(
-            f"stage_blocks={tuple(blocks)!r} shares out {sum(blocks)} blocks, and the model's forward passes "
+            f"stage_layers={tuple(blocks)!r} shares out {sum(blocks)} blocks, and the model's forward passes "
             f"{len(places) + 1}; each stage takes one or more. Give numbers that add up to that, or leave it out."
         )
     return [places[end - 1] for end in accumulate(blocks[:-1])]

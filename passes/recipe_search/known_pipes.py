@@ -10,7 +10,7 @@ from passes.recipes.pipeline_stages import name_of_schedule
 
 
 class Pipe(NamedTuple):
-    """A pipeline; `schedule` is "" for a single rank, `split_ends` as in `Recipe`."""
+    """A pipeline; `schedule` is "" for a single rank. With `split_ends` the ends count as blocks that are shared out."""
 
     pipeline: int = 1
     schedule: str = ""

@@ -33,7 +33,8 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from autoshard.ir.recipe import RECOMPUTE, Recipe
+from autoshard.ir.execution import Execution
+from autoshard.ir.recipe import RECOMPUTE
 from passes.recipe_search.known_pipes import Pipe
 from passes.recipe_search.recipe_objectives import Objective
 from passes.recipe_search.recipe_space import KEEPINGS, Keeping, Layout, RecipeSpace, Sharding
@@ -54,7 +55,7 @@ class FoundRecipe:
         search_time_s: wall time.
     """
 
-    recipe: Recipe | None
+    recipe: Execution | None
     objective: float
     lower_bound: float
     is_complete: bool
@@ -79,10 +80,10 @@ class Branch:
 @one_blas_thread()
 def search_recipes(
     branches: Sequence[Branch],
-    memory_bytes: Callable[[Recipe], int],
+    memory_bytes: Callable[[Execution], int],
     *,
     time_budget_s: float = math.inf,
-    known: Recipe | None = None,
+    known: Execution | None = None,
     known_objective: float | None = None,
     watch: Watch | None = None,
 ) -> FoundRecipe:
@@ -149,7 +150,7 @@ class _Search:
     def __init__(
         self,
         branches: Sequence[Branch],
-        memory_bytes: Callable[[Recipe], int],
+        memory_bytes: Callable[[Execution], int],
         end: float,
         watch: Watch | None,
     ) -> None:
@@ -160,10 +161,10 @@ class _Search:
         self.split: set[int] = set()
         self.numbers = count()
         self.turn = 0
-        self.best: tuple[float, tuple[object, ...], Recipe] | None = None
+        self.best: tuple[float, tuple[object, ...], Execution] | None = None
         self.bound, self.priced, self.nodes = 0.0, 0, 0
 
-    def run(self, known: Recipe | None, known_objective: float | None) -> bool:
+    def run(self, known: Execution | None, known_objective: float | None) -> bool:
         """Search until the best recipe is found, or time is over; whether it is found."""
         if known is not None:
             self._keep_known(known, known_objective)
@@ -180,7 +181,7 @@ class _Search:
         self.bound = math.inf if self.best is None else self.best[0]
         return True
 
-    def _keep_known(self, known: Recipe, objective: float | None) -> None:
+    def _keep_known(self, known: Execution, objective: float | None) -> None:
         found = self.branches[0].objective.price(known) if objective is None else objective
         self._keep(found, (math.inf,), known)
 
@@ -242,7 +243,7 @@ class _Search:
                 return
             self._open_keepings(branch, layout, first, sizes[-1])
 
-    def _open_keepings(self, branch: Branch, layout: Layout, first: Recipe, most: int) -> None:
+    def _open_keepings(self, branch: Branch, layout: Layout, first: Execution, most: int) -> None:
         """Open a layout with what may become of blocks' values; nothing more than what is too slow already."""
         keepings = sorted(branch.space.keepings(layout), key=lambda keeping: keeping.offload != "none")
         too_slow = len(RECOMPUTE)
@@ -308,7 +309,7 @@ class _Search:
         shardings = node.branch.space.shardings(node.layout, node.ranks)
         return [replace(node, sharding=item) for item in shardings if _exchanges(item) == node.exchanges]
 
-    def _recipe(self, node: _Node) -> Recipe:
+    def _recipe(self, node: _Node) -> Execution:
         """The recipe of a node; of a set, one of those that shard most."""
         space = node.branch.space
         sharding = node.sharding or node.exchanges or Sharding(min(1, space.most_zero))
@@ -343,7 +344,7 @@ class _Search:
         self._keep(objective, order, recipe)
         heapq.heappush(self.open, (objective, True, order, next(self.numbers), node))
 
-    def _keep(self, objective: float, order: tuple[object, ...], recipe: Recipe) -> None:
+    def _keep(self, objective: float, order: tuple[object, ...], recipe: Execution) -> None:
         """Keep a recipe if it is the best so far."""
         if self.best is None or (objective, order) < self.best[:2]:
             self.best = (objective, order, recipe)

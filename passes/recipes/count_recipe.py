@@ -14,7 +14,7 @@ from typing import Any
 import sympy
 
 from autoshard.errors import FormulaError
-from autoshard.ir.recipe import Recipe
+from autoshard.ir.execution import Execution
 from autoshard.ir.reshard import ReshardKind
 from cost_models.formulas import Size, ceil_div, product_of, value_at
 from cost_models.operators import work
@@ -177,7 +177,7 @@ class RecipeCounting:
         tokens_each: integers of a sequence.
     """
 
-    recipe: Recipe
+    recipe: Execution
     sections: Mapping[str, SectionCount]
     blocks: Mapping[str, Size]
     batch: Size
@@ -233,7 +233,7 @@ class RecipeCounting:
     def sent(self) -> dict[str, Size]:
         """Bytes that each rank sends, by what for: an axis, or, where several share a group, the axis "data"."""
         axes, again = self.axes, self.recipe.recompute == "full"
-        if self.recipe.merged_dispatch and self.recipe.expert > 1:
+        if self.recipe.runtime.merged_dispatch and self.recipe.expert > 1:
             raise FormulaError(
                 "What a merged dispatch sends depends on where the experts of a token lie, so it is no formula; for "
                 "what the all-to-alls of experts send set merged_dispatch=False."
@@ -267,8 +267,8 @@ class RecipeCounting:
             return self.micro_batches * both + (gathered if recipe.zero == 2 else 0)
         if not recipe.zero:
             return _reduce(gradient * dense, replicas) + _reduce(gradient * expert, owners)
-        whole = recipe.zero_group in (None, recipe.replicas) and not recipe.whole_tensors
-        if recipe.compiled:
+        whole = recipe.zero_group in (None, recipe.replicas) and not recipe.broadcasts
+        if recipe.runtime.compiled:
             reduced = _gather(gradient * dense, shards) + _reduce(gradient * dense / shards, replicas / shards)
         else:
             reduced = _gather(gradient * dense, shards) if whole else _reduce(gradient * dense, replicas)

@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from autoshard.errors import RecipeError
-from autoshard.ir.recipe import RECOMPUTE, SCHEDULES, Recipe
+from autoshard.ir.execution import Execution
+from autoshard.ir.recipe import RECOMPUTE, SCHEDULES
 from cost_models.hardware import Cluster
+from passes.recipes.pipeline_stages import even_blocks
 from passes.recipes.recipe_plan import predict_recipe
 from passes.sections.price_model import CountedModel
 
@@ -27,12 +29,12 @@ ONE_STAGE = ("gpipe", "1f1b", "zero-bubble")
 class Priced:
     """A recipe and what it takes."""
 
-    recipe: Recipe
+    recipe: Execution
     time_s: float
     memory_bytes: int
 
 
-def every_price(counted: CountedModel, cluster: Cluster, base: Recipe, least_tokens: int) -> list[Priced]:
+def every_price(counted: CountedModel, cluster: Cluster, base: Execution, least_tokens: int) -> list[Priced]:
     """All recipes that can be priced, whatever memory they take."""
     found = []
     for recipe in every_recipe(counted, cluster, base, least_tokens):
@@ -44,7 +46,7 @@ def every_price(counted: CountedModel, cluster: Cluster, base: Recipe, least_tok
     return found
 
 
-def every_recipe(counted: CountedModel, cluster: Cluster, base: Recipe, least_tokens: int) -> Iterator[Recipe]:
+def every_recipe(counted: CountedModel, cluster: Cluster, base: Execution, least_tokens: int) -> Iterator[Execution]:
     """All recipes that the rules admit; not all of them have a price."""
     away = ("none", "activations") if cluster.device.host_link is not None else ("none",)
     keepings = tuple(product(RECOMPUTE, away)) if counted.blocks else (("none", "none"),)
@@ -87,7 +89,8 @@ def _pipes(counted: CountedModel, devices: int) -> Iterator[dict[str, object]]:
     for ranks, schedule in product(range(2, devices + 1), SCHEDULES):
         for virtual, split_ends in product(range(1, (blocks + 2) // ranks + 1), (False, True)):
             if (virtual > 1 or schedule in ONE_STAGE) and virtual * ranks <= blocks + 2 * split_ends:
-                yield {"pipeline": ranks, "schedule": schedule, "virtual_stages": virtual, "split_ends": split_ends}
+                layers = even_blocks(blocks, ranks * virtual, split_ends=True) if split_ends else None
+                yield {"pipeline": ranks, "schedule": schedule, "virtual_stages": virtual, "stage_layers": layers}
 
 
 def zeros_of(replicas: int) -> Iterator[dict[str, int | None]]:

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from autoshard import Cluster, Recipe
+from autoshard import Cluster
+from autoshard.ir.execution import Execution
 from cost_models.hardware import node_type
 from cost_models.step import StepModel
 from passes.recipes.pipeline_stages import share_out
@@ -17,6 +18,7 @@ from passes.recipes.recipe_groups import recipe_groups
 from passes.sections.fold_program import AFTER, BEFORE
 from passes.sections.price_sections import Busy, PhasePrice, SectionPrice, Traffic
 from passes.sections.propagate_axis import MoveKind
+from tests.passes.executions import under
 
 SECONDS = st.sampled_from([1e-5, 0.0, 3e-5, 1e-4, 1e-3])
 COUNTS = st.sampled_from([40, 0, 4])
@@ -57,23 +59,24 @@ SCHEDULES = ((None, 1), ("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("zero-bubble", 
 
 
 @st.composite
-def recipes(draw: st.DrawFn) -> Recipe:
+def recipes(draw: st.DrawFn) -> Execution:
     """One that keeps or recomputes, shards, sends beside computation or not, with any schedule."""
     schedule, virtual = draw(st.sampled_from(SCHEDULES))
     data, tensor, context, turns = (draw(st.sampled_from(sizes)) for sizes in ([1, 2], [1, 2], [1, 2], [4, 8]))
     is_replicated = data * context > 1
     micro_batch = draw(st.integers(1, 2))
-    recipe = Recipe(
+    recipe = Execution(
         data=data, tensor=tensor, context=context, pipeline=2 if schedule else 1, schedule=schedule,
         virtual_stages=virtual, micro_batch=micro_batch, global_batch=micro_batch * data * turns,
         expert=draw(st.integers(1, 2)) if is_replicated else 1, zero=draw(st.integers(0, 3)) if is_replicated else 0,
-        recompute=draw(st.sampled_from(["none", "selective", "full"])), early_stop=draw(st.booleans()),
+        recompute=draw(st.sampled_from(["none", "selective", "full"])),
         offload=draw(st.sampled_from(["none", "none", "activations"])),
+    )  # fmt: skip
+    return under(
+        recipe,
+        early_stop=draw(st.booleans()),
         cuda_graph=draw(st.sampled_from([False, False, True])),
         blocking_launches=draw(st.sampled_from([False, False, True])),
-    )  # fmt: skip
-    return dataclasses.replace(
-        recipe,
         compiled=draw(st.booleans()),
         overlap_gradients=draw(st.booleans()),
         overlap_parameters=draw(st.booleans()),
@@ -83,7 +86,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
     )
 
 
-def _seconds(prices: Mapping[str, SectionPrice], recipe: Recipe, model: StepModel) -> float:
+def _seconds(prices: Mapping[str, SectionPrice], recipe: Execution, model: StepModel) -> float:
     nodes = max(1, recipe.devices // 4)
     cluster = Cluster(NODE, nodes, recipe.devices // nodes)
     groups = recipe_groups(recipe, cluster)
@@ -105,8 +108,8 @@ def _small() -> SectionPrice:
 SMALL = dict.fromkeys((BEFORE, "layers:0", AFTER), _small())
 
 
-@example(SMALL, Recipe(tensor=2, global_batch=8), 0.5)
-@example(SMALL, Recipe(tensor=2, global_batch=8, pipeline=2, schedule="zero-bubble"), 0.5)
+@example(SMALL, Execution(tensor=2, global_batch=8), 0.5)
+@example(SMALL, Execution(tensor=2, global_batch=8, pipeline=2, schedule="zero-bubble"), 0.5)
 @settings(max_examples=60)
 @given(
     st.fixed_dictionaries({name: sections() for name in (BEFORE, "layers:0", AFTER)}),
@@ -114,7 +117,7 @@ SMALL = dict.fromkeys((BEFORE, "layers:0", AFTER), _small())
     st.sampled_from([0.5, 0.9, 0.99]),
 )
 def test_no_step_is_longer_where_a_part_is_faster(
-    prices: Mapping[str, SectionPrice], recipe: Recipe, factor: float
+    prices: Mapping[str, SectionPrice], recipe: Execution, factor: float
 ) -> None:
     """Products, attention, other kernels, links in nodes and between them; rounding apart."""
     as_it_is = _seconds(prices, recipe, StepModel())

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import fx, nn
 
-from autoshard import Recipe
+from autoshard.ir.execution import Execution
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
 from passes.driver.kernels_on_one_device import cheap_kernels, on_one_device
@@ -22,6 +22,7 @@ from passes.sections.price_model import PricedModel, RecipeKind
 from passes.sections.propagate_axis import AXIS, AxisLayout, Move, MoveKind
 from passes.sections.trace_values import readers_of
 from tests.passes.decoders import Decoder, Experts, Layer, folded
+from tests.passes.executions import under
 
 CLUSTER = Cluster("h100_sxm", 1, 8)
 ONE = {"tensor": 1, "context": 1, "expert": 1}
@@ -53,7 +54,7 @@ def _one_block(name: str) -> PricedModel:
 
 
 def _sections(priced: PricedModel, kernels: str = "triton") -> Iterable[Section]:
-    return priced.sections(RecipeKind.of(Recipe(kernels=kernels))).values()
+    return priced.sections(RecipeKind.of(under(Execution(), kernels=kernels))).values()
 
 
 def _chains(sections: Iterable[Section]) -> list[Kernel]:

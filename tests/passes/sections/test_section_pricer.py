@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard import Recipe
+from autoshard.ir.execution import Execution
 from cost_models.hardware import Cluster
 from passes.sections import section_pricer
 from passes.sections.count_sections import Kernel
@@ -86,7 +86,7 @@ def test_of_experts_gradients_a_rank_holds_its_share() -> None:
     """Of a stack of weights a rank makes the gradient of its own experts; tokens come from other ranks as they go."""
     stack_bytes, token_bytes = 4 * HIDDEN * 2 * HIDDEN * 2, 2 * SEQUENCE * 2 * HIDDEN * 2
     workspaces = [
-        MODEL.section_sizes(Recipe(data=4, expert=expert), Cluster("h100_sxm", 1, 4))["layers:1"].workspace_bytes
+        MODEL.section_sizes(Execution(data=4, expert=expert), Cluster("h100_sxm", 1, 4))["layers:1"].workspace_bytes
         for expert in (1, 2, 4)
     ]
     assert workspaces == [stack_bytes // expert + token_bytes for expert in (1, 2, 4)]
@@ -95,8 +95,10 @@ def test_of_experts_gradients_a_rank_holds_its_share() -> None:
 def test_operands_of_products_in_8_bits_are_kept_so() -> None:
     """A byte for each element in blocks; what comes before and after them keeps as much."""
     cluster = Cluster("h100_sxm", 1, 4)
-    wide, narrow = (MODEL.section_sizes(Recipe(data=4, precision=precision), cluster) for precision in ("bf16", "f8"))
-    for name, section in MODEL.count(RecipeKind.of(Recipe())).items():
+    wide, narrow = (
+        MODEL.section_sizes(Execution(data=4, precision=precision), cluster) for precision in ("bf16", "f8")
+    )
+    for name, section in MODEL.count(RecipeKind.of(Execution())).items():
         operands = sum(item.value.local_bytes(1, {}) for item in section.saved if item.is_operand)
         less = operands // 2 if name not in (BEFORE, AFTER) else 0
         assert wide[name].saved_bytes - narrow[name].saved_bytes == less
