@@ -93,8 +93,8 @@ def compile(
             and other hosts of `torchrun` as gigabit Ethernet joins them.
         schedule: with an axis "pipeline" in the mesh, which carries stages: "1F1B" (the default), "GPipe",
             "InterleavedZeroBubble" and others; see docs/pipelines.md.
-        virtual_stages: with an axis "pipeline": stages on each of its ranks, 1 by default, 2 of a V. A plan of stages
-            says this, the schedule and micro_batches itself.
+        virtual_stages: with an axis "pipeline": stages on each of its ranks; by default the fewest that the schedule
+            takes. A plan of stages says this, the schedule and micro_batches itself.
 
     Raises:
         AutoshardError: each kind of mistake has its own class; see `autoshard.errors`.

@@ -31,7 +31,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cost_models.schedule_orders import ActionKind, Rows, last_forward_stage, order_rows, stage_ranks
+from cost_models.schedule_orders import SCHEDULES, ActionKind, Rows, last_forward_stage, order_rows, stage_ranks
 
 SEND = len(ActionKind)
 KINDS = SEND + 1
@@ -56,7 +56,6 @@ class ScheduleGraph:
         gathers: [stages, 2] by stage, the join of what else its first forward waits for, and the slot of that forward.
         lasts: by stage, the slot with its last backward.
         marks: by micro-batch, the forwards of rank 0 that go on until the steady state ends.
-        held: [actions, 3] with rank, stage, and 1 where a micro-batch's activations come, -1 where they go, else 0.
     """
 
     ranks: int
@@ -71,7 +70,6 @@ class ScheduleGraph:
     gathers: Integers
     lasts: Integers
     marks: Integers
-    held: Integers
 
     @property
     def stages(self) -> int:
@@ -102,7 +100,7 @@ def schedule_graph(
     owners = np.array(stage_ranks(schedule, ranks, virtual_stages))
     orders = order_rows(schedule, ranks, micro_batches, virtual_stages)
     actions = _Actions.of(orders, owners, micro_batches, overlap_pairs)
-    waits = _connect(actions, owners, overlap_sends, swaps=schedule == "1F1B" and not overlap_sends)
+    waits = _connect(actions, owners, overlap_sends, swaps=SCHEDULES[schedule].swaps and not overlap_sends)
     nodes = np.concatenate([np.zeros((len(owners) + 1, 3), dtype=np.int64), waits.slots, *waits.others])
     nodes[: len(owners) + 1, 2] = KINDS * len(owners)
     order = _order(waits, nodes, actions)
@@ -126,7 +124,6 @@ def schedule_graph(
         gathers=places[waits.gathers],
         lasts=places[lasts],
         marks=places[actions.slots[marked]],
-        held=np.stack([owners[actions.stages], actions.stages, is_forward.astype(np.int64) - is_done], axis=1),
     )
 
 
@@ -384,7 +381,7 @@ def steady_window(graph: ScheduleGraph, step: int) -> Window | None:
 
 
 def put_in(graph: ScheduleGraph, window: Window, periods: int) -> ScheduleGraph:
-    """The graph with periods put in: that of as many more micro-batches, but for `marks` and `held`.
+    """The graph with periods put in: that of as many more micro-batches, but for `marks`.
 
     Slots come in another order.
     """

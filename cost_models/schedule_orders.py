@@ -13,13 +13,16 @@ stage's input (I), which the stage before waits for, and for its weights (W), wh
 * DualPipeV (DeepSeek-AI 2024, and Qi et al.'s cut-in-half form): the same V; in its middle, F and B run as one.
 
 Stage s of a looped schedule sits on rank s mod p; of a V, on rank s, then back from the last rank to the first.
+
+A new schedule is a function from a shape and a rank to rows, and its `Schedule` in `SCHEDULES`: recipes, the search,
+prices, proofs and runs read that record.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from enum import IntEnum
 from functools import lru_cache
 from itertools import pairwise
@@ -93,7 +96,7 @@ def rank_orders(schedule: str, ranks: int, micro_batches: int, virtual_stages: i
     """What each pipeline rank runs, in order.
 
     Args:
-        schedule: a name of `SCHEDULES`.
+        schedule: a key of `SCHEDULES`.
         ranks: p, pipeline ranks.
         micro_batches: m, micro-batches of a step.
         virtual_stages: v, stages on each rank.
@@ -115,7 +118,7 @@ def order_rows(schedule: str, ranks: int, micro_batches: int, virtual_stages: in
     """As `rank_orders`, as tables."""
     _check(schedule, ranks, micro_batches, virtual_stages)
     shape = _Shape(ranks, virtual_stages, micro_batches)
-    return [_ORDERS[schedule](shape, rank) for rank in range(ranks)]
+    return [SCHEDULES[schedule].rows(shape, rank) for rank in range(ranks)]
 
 
 def _slots(rows: Rows) -> Iterator[Slot]:
@@ -125,13 +128,11 @@ def _slots(rows: Rows) -> Iterator[Slot]:
 
 
 def repeating_micro_batches(schedule: str, ranks: int, micro_batches: int) -> int | None:
-    """By how many micro-batches a schedule's steady state repeats itself; None where it has none.
-
-    GPipe and LoopedBFS run all forwards of a stage before its backwards, others a round of each, or one of each.
-    """
-    if schedule in _IN_ROUNDS:
+    """By how many micro-batches a schedule's steady state repeats itself; None where it has none."""
+    found = SCHEDULES[schedule]
+    if found.in_rounds:
         return _Shape(ranks, 1, micro_batches).round_size
-    return None if schedule in ("GPipe", "LoopedBFS") else 1
+    return 1 if found.repeats else None
 
 
 def settled_micro_batches(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -> int:
@@ -139,56 +140,65 @@ def settled_micro_batches(schedule: str, ranks: int, micro_batches: int, virtual
 
     Found by trying; interleaved schedules with one stage on each of two or three ranks need some more.
     """
-    if schedule in _IN_ROUNDS:
+    found = SCHEDULES[schedule]
+    if found.in_rounds:
         return (3 if virtual_stages > 2 else 4) * _Shape(ranks, virtual_stages, micro_batches).round_size
-    return (2 * ranks if schedule in V_SHAPED else ranks) + 4
+    return (2 * ranks if found.is_v else ranks) + 4
 
 
 def stage_ranks(schedule: str, ranks: int, virtual_stages: int = 1) -> tuple[int, ...]:
-    """The rank of each of the ranks * virtual_stages stages: looped, or a V for the schedules that are made so."""
-    if schedule in V_SHAPED:
+    """The rank of each of the ranks * virtual_stages stages."""
+    if SCHEDULES[schedule].is_v:
         return (*range(ranks), *reversed(range(ranks)))
     return tuple(range(ranks)) * virtual_stages
 
 
 def last_forward_stage(schedule: str, ranks: int, virtual_stages: int) -> int:
     """The stage of rank 0 whose forwards go on as long as the steady state does: of a V the first, else its last."""
-    return 0 if schedule in V_SHAPED else ranks * (virtual_stages - 1)
+    return 0 if SCHEDULES[schedule].is_v else ranks * (virtual_stages - 1)
 
 
-@lru_cache(maxsize=8192)
 def most_in_flight(schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> tuple[int, ...]:
-    """By rank, the most micro-batches in flight (each stage's counts), found without the order.
+    """The most micro-batches between forward and backward at once, by rank; those of each stage count.
+
+    Counted in the schedule's rows, of a shorter step where the steady state repeats itself.
 
     Example:
         >>> most_in_flight("1F1B", 4, 8), most_in_flight("ZBVZeroBubble", 4, 8, 2)
         ((4, 3, 2, 1), (8, 8, 8, 8))
     """
-    _check(schedule, ranks, micro_batches, virtual_stages)
-    (row,) = in_flight_table(schedule, ranks, micro_batches, np.array([virtual_stages])).tolist()
-    return tuple(row)
+    step = repeating_micro_batches(schedule, ranks, micro_batches)
+    if step is not None:
+        more = micro_batches - settled_micro_batches(schedule, ranks, micro_batches, virtual_stages)
+        micro_batches -= max(0, more) // step * step
+    return _counted_in_flight(schedule, ranks, micro_batches, virtual_stages)
 
 
-def in_flight_table(
-    schedule: str, ranks: int, micro_batches: int, virtual_stages: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """`most_in_flight` with several numbers of virtual stages, all of them admitted, [virtual_stages, ranks]."""
-    p, m, rank = ranks, micro_batches, np.arange(ranks)
-    v = virtual_stages[:, None]
-    every = v * m + 0 * rank
-    match schedule:
-        case "1F1B":
-            return np.minimum(p - rank, every)
-        case "Interleaved1F1B":
-            return np.minimum(_warm_up(_Shape(p, 1, m), v, rank, 2) + 1, every)
-        case "InterleavedZeroBubble":
-            return np.minimum(_warm_up(_Shape(p, 1, m), v, rank, 1) + 1 + rank, every)
-        case "ZBVZeroBubble":
-            return np.minimum(2 * p - rank - 1, m) + np.minimum(rank + 1, m) + 0 * every
-        case "DualPipeV":
-            return 2 * p + 1 + 0 * every
-        case _:
-            return every
+@lru_cache(maxsize=8192)
+def _counted_in_flight(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -> tuple[int, ...]:
+    kinds = [rows[:, 1] for rows in order_rows(schedule, ranks, micro_batches, virtual_stages)]
+    return tuple(int(np.cumsum(_COMES_AND_GOES[kind]).max()) for kind in kinds)
+
+
+_COMES_AND_GOES = np.array([1, -1, 0, -1])
+"""What an action of each kind adds to the micro-batches in flight."""
+
+
+@lru_cache(maxsize=64)
+def cuts_backward(schedule: str) -> bool:
+    """Whether a schedule cuts backwards in two.
+
+    Example:
+        >>> [name for name in SCHEDULES if cuts_backward(name)]
+        ['InterleavedZeroBubble', 'ZBVZeroBubble', 'DualPipeV']
+    """
+    shape = _Shape(2, SCHEDULES[schedule].least_stages, 4)
+    return any(bool((SCHEDULES[schedule].rows(shape, rank)[:, 1] == I).any()) for rank in range(2))
+
+
+def usual_schedule(virtual_stages: int) -> str:
+    """The schedule of a pipeline that names none."""
+    return "1F1B" if virtual_stages == 1 else "Interleaved1F1B"
 
 
 def _rows(stage: int | Rows, kind: ActionKind, micro_batches: Rows) -> Rows:
@@ -350,26 +360,67 @@ def _wind_down(made: _Counting, rank: int, first: int, last: int, after: int) ->
         made.repay()
 
 
-_ORDERS: Mapping[str, Callable[[_Shape, int], Rows]] = {
-    "GPipe": _gpipe,
-    "1F1B": _one_forward_one_backward,
-    "Interleaved1F1B": _interleaved,
-    "LoopedBFS": _looped_breadth_first,
-    "InterleavedZeroBubble": _interleaved_zero_bubble,
-    "ZBVZeroBubble": _zero_bubble_v,
-    "DualPipeV": _dual_pipe_v,
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A pipeline schedule.
+
+    Args:
+        name: as `torch.distributed.pipelining.schedules.get_schedule_class` reads it.
+        rows: the actions of a rank, in order.
+        least_stages, most_stages: stages on each rank; `most_stages` None: any number.
+        is_v: stages are laid out as a V; otherwise in loops over the ranks.
+        in_rounds: micro-batches are taken in equal rounds of about as many as there are ranks.
+        repeats: it has a steady state that repeats itself.
+        swaps: neighbours swap what they have made, both waiting, where transfers do not overlap, as torch's class and
+            Megatron-LM do.
+        fills: it needs as many micro-batches as stages.
+        is_searched: the search for recipes tries it.
+    """
+
+    name: str
+    rows: Callable[[_Shape, int], Rows]
+    _: KW_ONLY
+    least_stages: int = 1
+    most_stages: int | None = None
+    is_v: bool = False
+    in_rounds: bool = False
+    repeats: bool = True
+    swaps: bool = False
+    fills: bool = False
+    is_searched: bool = True
+
+    def numbers_of_stages(self, most: int) -> range:
+        """Numbers of stages on each rank that the schedule runs with, to so many."""
+        return range(self.least_stages, min(most, self.most_stages or most) + 1)
+
+    def refusal_of_stages(self, virtual_stages: int) -> str | None:
+        """Why the schedule does not run with so many stages on each rank; None if it does.
+
+        Example:
+            >>> SCHEDULES["1F1B"].refusal_of_stages(2)
+            'needs virtual_stages=1; it has 2'
+        """
+        least, most = self.least_stages, self.most_stages
+        if virtual_stages >= least and (most is None or virtual_stages <= most):
+            return None
+        needed = f"={least}" if most == least else f" of at least {least}"
+        return f"needs virtual_stages{needed}; it has {virtual_stages}"
+
+
+SCHEDULES: Mapping[str, Schedule] = {
+    item.name: item
+    for item in (
+        Schedule("GPipe", _gpipe, most_stages=1, repeats=False),
+        Schedule("1F1B", _one_forward_one_backward, most_stages=1, swaps=True),
+        Schedule("Interleaved1F1B", _interleaved, least_stages=2, in_rounds=True),
+        # As much in flight as GPipe, as many transfers as Interleaved1F1B: no recipe is faster with it.
+        Schedule("LoopedBFS", _looped_breadth_first, repeats=False, is_searched=False),
+        Schedule("InterleavedZeroBubble", _interleaved_zero_bubble, in_rounds=True),
+        Schedule("ZBVZeroBubble", _zero_bubble_v, least_stages=2, most_stages=2, is_v=True),
+        Schedule("DualPipeV", _dual_pipe_v, least_stages=2, most_stages=2, is_v=True, fills=True),
+    )
 }
-
-SCHEDULES = tuple(_ORDERS)
-"""The names of the schedules, as `torch.distributed.pipelining.schedules.get_schedule_class` reads them."""
-
-V_SHAPED = frozenset({"ZBVZeroBubble", "DualPipeV"})
-"""Schedules with two stages a rank, laid out as a V."""
-
-ONE_STAGE = frozenset({"GPipe", "1F1B"})
-"""Schedules with one stage a rank."""
-
-_IN_ROUNDS = frozenset({"Interleaved1F1B", "InterleavedZeroBubble"})
+"""The schedules that run, by name."""
 
 
 def admits(schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> bool:
@@ -390,22 +441,18 @@ def _check(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -
 
 def _refusal(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -> str | None:
     """Why a schedule does not admit these numbers; None if it does."""
-    if schedule not in _ORDERS:
+    if schedule not in SCHEDULES:
         return f"Unknown pipeline schedule {schedule!r}. Known: {', '.join(SCHEDULES)}."
     if min(ranks, micro_batches, virtual_stages) < 1:
         return f"{schedule} with {ranks=}, {micro_batches=}, {virtual_stages=}: each is at least 1."
-    shape = _Shape(ranks, virtual_stages, micro_batches)
-    if schedule in ONE_STAGE and virtual_stages != 1:
-        return f"{schedule} has one stage a rank; virtual_stages={virtual_stages}."
-    if schedule in V_SHAPED and virtual_stages != 2:
-        return f"{schedule} has two stages a rank; virtual_stages={virtual_stages}."
-    if schedule in _IN_ROUNDS and micro_batches % shape.rounds:
+    found, shape = SCHEDULES[schedule], _Shape(ranks, virtual_stages, micro_batches)
+    if (refusal := found.refusal_of_stages(virtual_stages)) is not None:
+        return f"{schedule} {refusal}."
+    if found.in_rounds and micro_batches % shape.rounds:
         return (
             f"{schedule} on ranks={ranks} takes micro-batches in {shape.rounds} equal rounds (one for each "
             f"full {ranks}); micro_batches={micro_batches} is no multiple of that."
         )
-    if schedule == "DualPipeV" and micro_batches < shape.stages:
-        return (
-            f"DualPipeV needs at least as many micro-batches as stages ({shape.stages}); micro_batches={micro_batches}."
-        )
+    if found.fills and micro_batches < shape.stages:
+        return f"{schedule} needs at least as many micro-batches as stages ({shape.stages}); {micro_batches=}."
     return None

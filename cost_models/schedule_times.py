@@ -39,15 +39,11 @@ class PipelineTimes:
     Args:
         total_s: the whole step.
         ranks: its parts, by pipeline rank.
-        in_flight: by rank, the most micro-batches held at once between forward and backward (each stage's counts).
-        activation_bytes: by rank, the most bytes that those micro-batches hold at once.
         nodes: how many nodes of a graph were run.
     """
 
     total_s: float
     ranks: tuple[RankTimes, ...]
-    in_flight: tuple[int, ...]
-    activation_bytes: tuple[float, ...]
     nodes: int
 
     @property
@@ -64,12 +60,12 @@ def pipeline_times(pipeline: Pipeline) -> PipelineTimes:
 
     Example:
         >>> times = pipeline_times(Pipeline("1F1B", [StageTimes(1.0, 1.0, 1.0)] * 4, micro_batches=100_000))
-        >>> times.total_s, times.bubble_s, times.in_flight
-        (300009.0, 9.0, (4, 3, 2, 1))
+        >>> times.total_s, times.bubble_s
+        (300009.0, 9.0)
     """
     run = _run(*_graph(pipeline), pipeline)
     total, parts = _parts(run, pipeline)
-    return PipelineTimes(total, parts, *_held(run.graph, pipeline.stages), len(run.ends))
+    return PipelineTimes(total, parts, len(run.ends))
 
 
 def pipeline_time(pipeline: Pipeline) -> float:
@@ -104,7 +100,7 @@ class _Run:
     """A graph that was run.
 
     Args:
-        graph: with so many periods put in that the last one repeats itself; `held` and `marks` are as without.
+        graph: with so many periods put in that the last one repeats itself; `marks` are as without.
         ends, durations: of its nodes.
         place, length: the last `length` nodes before `place` are to be repeated;
         repeats: so many times more,
@@ -242,16 +238,3 @@ def _exposed(graph: ScheduleGraph, ends: Floats, durations: Floats) -> Floats:
         total += np.maximum(0.0, finish - np.maximum(start, begins))
         begins = np.maximum(begins, finish)
     return total
-
-
-def _held(graph: ScheduleGraph, stages: Sequence[StageTimes]) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """By rank, the most micro-batches and the most bytes that it holds at once, each stage's counted."""
-    ranks, owners, signs = graph.held.T
-    (starts,) = np.nonzero(np.diff(ranks, prepend=-1))
-
-    def peaks(changes: NDArray[np.generic]) -> NDArray[np.generic]:
-        held = np.cumsum(changes)
-        return np.maximum.reduceat(held, starts) - held[starts] + changes[starts]
-
-    sizes = np.array([stage.activation_bytes for stage in stages])[owners]
-    return tuple(peaks(signs).tolist()), tuple(peaks(signs * sizes).tolist())

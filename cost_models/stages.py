@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 
 from cost_models.errors import CostArgumentError
-from cost_models.schedule_orders import ActionKind
+from cost_models.schedule_orders import SCHEDULES, ActionKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Pipeline:
         stages: in the order of the model; their number is a multiple of `virtual_stages`.
         micro_batches: micro-batches of a step (per data parallel replica).
         virtual_stages: stages on each rank.
-        overlap_sends: whether transfers overlap with compute; None as torch's class does (all but 1F1B).
+        overlap_sends: whether transfers overlap with compute; None as torch's class does (all that do not swap).
         overlap_pairs: whether each half of DualPipeV's pairs computes while the other communicates; torch runs them
             one after the other unless it is given a function that overlaps them.
         buckets: pieces into which gathers and reductions are cut; 1 overlaps neither with its own stage's compute.
@@ -107,12 +107,12 @@ class Pipeline:
     @property
     def sends_overlap(self) -> bool:
         """`overlap_sends`, decided."""
-        return self.schedule != "1F1B" if self.overlap_sends is None else self.overlap_sends
+        return not SCHEDULES[self.schedule].swaps if self.overlap_sends is None else self.overlap_sends
 
     @property
     def swaps(self) -> bool:
         """Whether neighbours exchange what they have made, both waiting for it; see `schedules`."""
-        return self.schedule == "1F1B" and not self.sends_overlap
+        return SCHEDULES[self.schedule].swaps and not self.sends_overlap
 
 
 _NAMES = tuple(part.name for part in fields(StageTimes))

@@ -60,7 +60,7 @@ _PASSES: dict[str, tuple[str, ...]] = {
 # in `autoshard` imports `passes` but `api`, in one place, `cli` and `testing`.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "autoshard.errors": (),
-    "autoshard.ir": ("autoshard.errors",),
+    "autoshard.ir": ("autoshard.errors", "cost_models"),  # recipes name its schedules
     "autoshard.graphs": _IR,
     "autoshard.report": _IR,
     "autoshard.kernels": ("autoshard.errors",),

@@ -14,11 +14,9 @@ from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from autoshard.errors import RecipeError
+from cost_models.schedule_orders import SCHEDULES, usual_schedule
 
 RECOMPUTE = ("none", "selective", "full")
-_STAGES_PER_RANK = {"gpipe": 1, "zbv": 2, "dualpipev": 2}
-"""Stages on each rank of schedules that have no choice."""
-SCHEDULES = ("gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zbv", "dualpipev")
 OFFLOADS = ("none", "activations", "optimizer", "parameters")
 SEARCHED = ("data", "zero", "tensor", "sequence_parallel", "context", "micro_batch", "recompute", "offload")
 """Fields that may be left free."""
@@ -51,8 +49,8 @@ class Recipe:
         expert: ranks that share out the experts, taken from `data` x `context` x `tensor` / `expert_tensor`.
         expert_tensor: ranks among `tensor` that split each expert.
         pipeline: stages that a micro-batch passes.
-        schedule: order of the stages' work: "gpipe", "1f1b" (interleaved where there are virtual stages),
-            "interleaved-1f1b", "zero-bubble", "zbv" or "dualpipev"; None: "1f1b".
+        schedule: the order of the stages' work, by its name in torch.distributed.pipelining ("1F1B", "ZBVZeroBubble"),
+            see docs/pipelines.md. None: "1F1B", or "Interleaved1F1B" where there are virtual stages.
         virtual_stages: model chunks on each pipeline rank.
         stage_layers: blocks on each stage (of `pipeline` x `virtual_stages`); None: as even as can be.
         micro_batch: sequences of one replica's forward.
@@ -127,12 +125,17 @@ class Recipe:
         return self.pipeline * self.virtual_stages
 
     @property
+    def chosen_schedule(self) -> str:
+        """Name of the pipeline's schedule, the usual one where `schedule` is None."""
+        return self.schedule or usual_schedule(self.virtual_stages)
+
+    @property
     def words(self) -> str:
         """What the recipe does, in a sentence's words.
 
         Example:
             >>> Recipe(data=4, zero=1, tensor=8, sequence_parallel=True, pipeline=2).words
-            'data 4 (ZeRO-1), tensor 8 with sequence parallelism, pipeline 2 (1f1b); micro-batches of 1'
+            'data 4 (ZeRO-1), tensor 8 with sequence parallelism, pipeline 2 (1F1B); micro-batches of 1'
         """
         if not self.is_complete:
             return self._partial_words()
@@ -148,7 +151,7 @@ class Recipe:
             ends = ""
             if self.stage_layers is not None:
                 ends = f", of {'+'.join(map(str, self.stage_layers))} blocks"
-            axes.append(f"pipeline {self.pipeline} ({self.schedule or '1f1b'}{stages}{ends})")
+            axes.append(f"pipeline {self.pipeline} ({self.chosen_schedule}{stages}{ends})")
         again = {"none": "", "selective": "; attention's core computed again", "full": "; blocks computed again"}
         host = "; activations on the host" if self.offload == "activations" else ""
         return f"{', '.join(axes)}; {self._batch_words()}{again[self.recompute]}{host}"
@@ -207,13 +210,9 @@ class Recipe:
             raise RecipeError(f"virtual_stages={self.virtual_stages} needs a pipeline, but pipeline=1.")
         if self.schedule is not None and self.pipeline == 1:
             raise RecipeError(f"schedule={self.schedule!r} needs a pipeline, but pipeline=1.")
-        if self.schedule == "interleaved-1f1b" and self.virtual_stages == 1:
-            raise RecipeError("schedule='interleaved-1f1b' needs virtual_stages of at least 2; use '1f1b' for one.")
-        needed = _STAGES_PER_RANK.get(self.schedule or "1f1b", self.virtual_stages)
-        if self.virtual_stages != needed:
-            raise RecipeError(
-                f"schedule={self.schedule!r} needs virtual_stages={needed}; it has {self.virtual_stages}."
-            )
+        refusal = SCHEDULES[self.chosen_schedule].refusal_of_stages(self.virtual_stages)
+        if refusal is not None:
+            raise RecipeError(f"schedule={self.schedule!r} {refusal}.")
         if self.stage_layers is None:
             return
         object.__setattr__(self, "stage_layers", _entries("stage_layers", self.stage_layers))

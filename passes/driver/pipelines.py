@@ -14,7 +14,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.staged import ALONE, PIPELINE_AXIS
 from autoshard.ir.update import Update
 from cost_models.errors import CostArgumentError
-from cost_models.schedule_orders import SCHEDULES, V_SHAPED, order_rows
+from cost_models.schedule_orders import SCHEDULES, order_rows, usual_schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,11 +63,10 @@ def pipeline_of(mesh: Any, schedule: str | None, virtual_stages: int, micro_batc
                 "named 'pipeline'. Name one so, or leave them out."
             )
         return None
-    chosen = schedule or ("1F1B" if virtual_stages == 1 else "Interleaved1F1B")
+    chosen = schedule or usual_schedule(virtual_stages)
     if chosen not in SCHEDULES:
         raise NotAvailableError(f"schedule={chosen!r} does not run; use one of {', '.join(map(repr, SCHEDULES))}.")
-    if chosen in V_SHAPED and virtual_stages == 1:
-        virtual_stages = 2  # a V is of two on each rank
+    virtual_stages = max(virtual_stages, SCHEDULES[chosen].least_stages)
     whole = Mesh.from_device_mesh(mesh) if isinstance(mesh, DeviceMesh) else mesh
     ranks = whole.axis_size(PIPELINE_AXIS)
     if ranks * virtual_stages < 2:

@@ -25,7 +25,6 @@ from passes.driver.pipelines import pipeline_of
 from passes.driver.planner import Planner
 from passes.driver.stage_plans import counts_to_try, plan_stages
 from passes.planning.recipe_meshes import DATA, EXPERT, REPLICA, check_mesh, meshes_of_recipe
-from passes.recipes.pipeline_stages import schedule_name
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -114,7 +113,7 @@ def _plan_on(planner: Planner, request: Request, meshes: Sequence[Mesh], until: 
     planner = replace(planner, time_budget_s=planner.time_budget_s / len(meshes))
     plans, failure = [], None
     for mesh in meshes:
-        pipeline = pipeline_of(mesh, schedule_name(recipe), recipe.virtual_stages, planner.micro_batches)
+        pipeline = pipeline_of(mesh, recipe.chosen_schedule, recipe.virtual_stages, planner.micro_batches)
         assert pipeline is not None, "an axis carries stages"
         try:
             plans.append(Planned(planner, request, None, plan_stages(planner, pipeline, request, until)))

@@ -24,7 +24,7 @@ from autoshard.errors import (
 from autoshard.ir.loss import Output, loss_among
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
-from autoshard.ir.pipeline_order import PipelineOrder, Work
+from autoshard.ir.pipeline_order import PipelineOrder
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind, OutputKind, Program, describe
 from autoshard.ir.request import Request
@@ -34,6 +34,7 @@ from autoshard.ir.text import format_bytes
 from autoshard.runtime.stages.stage_messages import find_slot
 from autoshard.tracing.update import append_update
 from cost_models.memory import room_bytes
+from cost_models.schedule_orders import most_in_flight
 from passes.driver.pipelines import Asked, Pipeline, pipeline_of
 from passes.driver.planner import Planner
 from passes.lowering.cut_backward import cut_backward
@@ -120,6 +121,15 @@ class StagePlans:
             return order_forward(pipeline.schedule, pipeline.ranks, pipeline.virtual_stages)
         return order_pipeline(pipeline.schedule, pipeline.ranks, pipeline.micro_batches, pipeline.virtual_stages)
 
+    def _in_flight(self, order: PipelineOrder) -> tuple[int, ...]:
+        """Micro-batches that each rank holds at most; a call without gradients has one."""
+        pipeline = self.pipeline
+        if not order.trains:
+            return (1,) * pipeline.ranks
+        return most_in_flight(
+            pipeline.schedule, pipeline.ranks, pipeline.micro_batches, virtual_stages=pipeline.virtual_stages
+        )
+
     def _cut(
         self,
         program: Program,
@@ -189,7 +199,7 @@ class StagePlans:
                 limit, has = limits[number], stages[number].plan.predicted.peak_memory_bytes
                 is_least = limit is not None and has > limit  # a search within less finds nothing else
                 if over[rank] > 0 and not is_least:
-                    limits[number] = has - max(1, over[rank] / _in_flight(order, rank))
+                    limits[number] = has - max(1, over[rank] / self._in_flight(order)[rank])
                     made[number] = None
         raise self._does_not_fit(needed, budget, order)
 
@@ -218,7 +228,7 @@ class StagePlans:
         return StageProgram(phased, plan, cut_backward(phased) if order.cuts_backwards else None)
 
     def _does_not_fit(self, needed: float, budget: float | None, order: PipelineOrder) -> DoesNotFitError:
-        flight = max(_in_flight(order, rank) for rank in range(len(order.ranks)))
+        flight = max(self._in_flight(order))
         limit = "this device" if budget is None else f"memory_budget={budget:.0f}"
         return DoesNotFitError(
             f"The pipeline needs {format_bytes(needed)} per device or more, with up to {flight} micro-batches in "
@@ -398,15 +408,6 @@ def _verify_halves(stages: Sequence[StageProgram]) -> None:
     for stage in stages:
         if stage.halves is not None:
             verify_cut_backward(stage.phased, stage.halves)
-
-
-def _in_flight(order: PipelineOrder, rank: int) -> int:
-    """The most forwards of a rank whose backwards are still to come."""
-    held = most = 0
-    for task in (task for slot in order.ranks[rank] for task in slot):
-        held += {Work.FORWARD: 1, Work.BACKWARD: -1, Work.BACKWARD_WEIGHT: -1}.get(task.work, 0)
-        most = max(most, held)
-    return max(1, most)
 
 
 def _staged(cut: CutProgram, order: PipelineOrder, stages: Sequence[StageProgram], program: Program) -> StagedProgram:

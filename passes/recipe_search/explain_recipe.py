@@ -30,7 +30,7 @@ from cost_models.hardware import Cluster
 from cost_models.schedule_orders import stage_ranks
 from cost_models.step import StepModel
 from passes.recipe_search.recipe_space import Only
-from passes.recipes.pipeline_stages import rank_sections, schedule_name, share_out
+from passes.recipes.pipeline_stages import rank_sections, share_out
 from passes.recipes.price_ends import EndWork, end_work, exchanged_bytes, gradient_bytes, update_bytes
 from passes.recipes.price_memory import state_bytes
 from passes.recipes.price_recipe import sharded_time
@@ -237,7 +237,7 @@ def _elements(priced: PricedModel, value: Value, recipe: Execution) -> tuple[int
 def _rank_of(folded: FoldedProgram, value: Value, recipe: Execution) -> int:
     """The pipeline rank that has a parameter."""
     stages = share_out(folded.blocks, recipe)
-    owners = stage_ranks(schedule_name(recipe), recipe.pipeline, recipe.virtual_stages)
+    owners = stage_ranks(recipe.chosen_schedule, recipe.pipeline, recipe.virtual_stages)
     if value.section in (BEFORE, AFTER):
         place = 0 if value.section == BEFORE else len(stages) - 1
     else:

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from cost_models.schedule_orders import V_SHAPED, in_flight_table
-from passes.recipe_search.known_pipes import Pipe, schedule_of
-from passes.recipes.pipeline_stages import WHOLE_BACKWARDS
+from cost_models.schedule_orders import SCHEDULES, cuts_backward, most_in_flight
+from passes.recipe_search.known_pipes import Pipe
 from passes.sections.fold_program import AFTER, BEFORE
 
 Floats = NDArray[np.float64]
@@ -78,33 +77,16 @@ class PipeShapes:
 @lru_cache(maxsize=4096)
 def held_by(pipes: tuple[Pipe, ...], micro_batches: int) -> Floats:
     """Micro-batches that each rank holds of each of its stages at its peak, [pipes, ranks]."""
-    held = np.empty((len(pipes), pipes[0].pipeline))
-    for schedule, (places, virtual) in by_schedule(pipes).items():
-        held[places] = in_flight_table(schedule, pipes[0].pipeline, micro_batches, virtual) / virtual[:, None]
-    return held
-
-
-@lru_cache(maxsize=1024)
-def by_schedule(pipes: tuple[Pipe, ...]) -> Mapping[str, tuple[NDArray[np.int64], NDArray[np.int64]]]:
-    """Which of some pipelines have a schedule, and their virtual stages."""
-    found: dict[str, list[tuple[int, int]]] = {}
-    for place, pipe in enumerate(pipes):
-        found.setdefault(schedule_of(pipe), []).append((place, pipe.virtual_stages))
-    return {schedule: tuple(np.array(items, dtype=np.int64).T) for schedule, items in found.items()}
+    held = [most_in_flight(pipe.chosen_schedule, pipe.pipeline, micro_batches, pipe.virtual_stages) for pipe in pipes]
+    return np.array(held) / np.array([[pipe.virtual_stages] for pipe in pipes])
 
 
 @lru_cache(maxsize=1024)
 def pipe_shapes(names: tuple[str, ...], blocks: tuple[str, ...], pipes: tuple[Pipe, ...]) -> PipeShapes:
     """The shapes of pipelines of as many ranks; `names` is the order of sections, `blocks` the model's."""
-    is_v, is_whole = np.zeros((2, len(pipes), 1), dtype=bool)
-    for schedule, (places, _) in by_schedule(pipes).items():
-        is_v[places] = schedule in V_SHAPED
-        is_whole[places] = schedule in WHOLE_BACKWARDS
+    is_whole = np.array([[not cuts_backward(pipe.chosen_schedule)] for pipe in pipes])
     ways, table = _ways(pipes[0].pipeline, len(blocks)), _stages(names, blocks, pipes[0].pipeline)
-    places = [
-        ways[_Way(pipe.virtual_stages, pipe.split_ends, v_shaped)]
-        for pipe, v_shaped in zip(pipes, is_v.ravel().tolist(), strict=True)
-    ]
+    places = [ways[_Way(pipe.virtual_stages, pipe.split_ends, SCHEDULES[pipe.chosen_schedule].is_v)] for pipe in pipes]
     return PipeShapes(table.counts[places], table.present.where(places), table.before[places], pipes, is_whole)
 
 

@@ -168,7 +168,7 @@ class RecipePricer:
         ends = [first]
         if first.runtime.overlap_expert and first.expert > 1:
             data = first.pipeline * first.data // most
-            ends.append(replace(first, pipeline=most, data=data, schedule="1f1b" if most > 1 else None))
+            ends.append(replace(first, pipeline=most, data=data, schedule=None))
         return min(float(self.mean_floors([(each, ())])[0]) for each in ends)
 
     def mean_floors(self, kinds: Sequence[Kind]) -> Floats:

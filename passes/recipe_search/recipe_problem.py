@@ -183,7 +183,7 @@ def known_kinds(cluster: Cluster, *, has_experts: bool) -> dict[str, Only]:
     megatron: Only = {"tensor": inside, "sequence_parallel": (True,), "context": (1,), "zero": (0, 1)}
     schedules: Only = {
         "pipeline": range(2, cluster.size + 1),
-        "schedule": ("1f1b", "interleaved-1f1b"),
+        "schedule": ("1F1B", "Interleaved1F1B"),
     }
     kinds: dict[str, Only] = {
         "data parallel": {**alone, "zero": (0,)},

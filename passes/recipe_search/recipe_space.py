@@ -20,8 +20,7 @@ What no recipe can be is known beforehand:
 * a pipeline has a stage for each block at most (ends counted where they are split off), and its schedule admits the
   micro-batches (`cost_models.schedule_orders.admits`); every stage but the first and the last has a block.
 
-Names for the same thing are left out: a group of all replicas is `zero_group=None`, "1f1b" with virtual stages is
-"interleaved-1f1b", and selective recomputation of
+Names for the same thing are left out: a group of all replicas is `zero_group=None`, and selective recomputation of
 blocks that have nothing which it computes again is none. ZeRO shards over two replicas or more.
 """
 
@@ -209,7 +208,7 @@ class RecipeSpace:
 
     def _allowed_of(self, known: PipeSet) -> PipeSet:
         """Those of some pipelines that no restriction forbids; the same set where it forbids none."""
-        schedules = {each for each in {pipe.schedule for pipe in known} if self._allows("schedule", each or None)}
+        schedules = {each for each in {pipe.schedule for pipe in known} if self._allows("schedule", each)}
         virtual = {each for each in {pipe.virtual_stages for pipe in known} if self._allows("virtual_stages", each)}
         is_allowed = [pipe.schedule in schedules and pipe.virtual_stages in virtual for pipe in known]
         return known if all(is_allowed) else PipeSet(compress(known, is_allowed))
@@ -258,7 +257,7 @@ class RecipeSpace:
             "recompute": keeping.recompute,
             "offload": keeping.offload,
             "pipeline": pipe.pipeline,
-            "schedule": pipe.schedule or None,
+            "schedule": pipe.schedule,
             "virtual_stages": pipe.virtual_stages,
             "stage_layers": self._stage_layers(pipe),
             "zero": sharding.zero,

@@ -35,6 +35,7 @@ from typing import Any
 
 from autoshard.ir.execution import Execution
 from autoshard.ir.recipe import RECOMPUTE
+from cost_models.schedule_orders import usual_schedule
 from passes.recipe_search.known_pipes import Pipe
 from passes.recipe_search.recipe_objectives import Objective
 from passes.recipe_search.recipe_space import KEEPINGS, Keeping, Layout, RecipeSpace, Sharding
@@ -373,4 +374,4 @@ def _most_sharded(kind: Sequence[Sharding]) -> Sharding:
 
 def _any_pipe(ranks: int) -> Pipe:
     """A pipeline of so many ranks, whose schedule does not count."""
-    return Pipe(ranks, "1f1b") if ranks > 1 else Pipe()
+    return Pipe(ranks, usual_schedule(1)) if ranks > 1 else Pipe()

@@ -15,6 +15,7 @@ from typing import TypeVar
 from autoshard.errors import RecipeError
 from autoshard.ir.execution import Execution
 from autoshard.ir.recipe import Recipe
+from cost_models import schedule_orders
 from cost_models.errors import CostArgumentError
 from cost_models.schedule_orders import most_in_flight, stage_ranks
 from cost_models.schedule_times import pipeline_time, pipeline_times
@@ -22,14 +23,6 @@ from cost_models.stages import Pipeline, StageTimes
 from passes.sections.fold_program import AFTER, BEFORE
 
 Found = TypeVar("Found")
-
-_SCHEDULES = {
-    "gpipe": "GPipe", "1f1b": "1F1B", "interleaved-1f1b": "Interleaved1F1B", "zero-bubble": "InterleavedZeroBubble",
-    "zbv": "ZBVZeroBubble", "dualpipev": "DualPipeV",
-}  # fmt: skip
-
-WHOLE_BACKWARDS = frozenset({"GPipe", "1F1B", "Interleaved1F1B"})
-"""Schedules that do not cut a backward in two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,45 +81,34 @@ def even_blocks(blocks: int, stages: int, *, split_ends: bool = False) -> tuple[
 def rank_sections(stages: Sequence[Stage], recipe: Recipe) -> list[dict[str, int]]:
     """By pipeline rank, how often it has each section, as its schedule lays the stages out."""
     held: list[dict[str, int]] = [{} for _ in range(recipe.pipeline)]
-    owners = stage_ranks(schedule_name(recipe), recipe.pipeline, recipe.virtual_stages)
+    owners = stage_ranks(recipe.chosen_schedule, recipe.pipeline, recipe.virtual_stages)
     for stage, owner in zip(stages, owners, strict=True):
         for name, count in stage.sections:
             held[owner][name] = held[owner].get(name, 0) + count
     return held
 
 
-def schedule_name(recipe: Recipe) -> str:
-    """The name of a recipe's schedule in `cost_models.schedule_orders`."""
-    return name_of_schedule(recipe.schedule, recipe.virtual_stages)
-
-
 def in_flight(recipe: Execution) -> tuple[float, ...]:
     """By pipeline rank, micro-batches that each of its stages holds at its peak; times do not change them."""
     if recipe.pipeline == 1:
         return (1.0,)
-    counts = most_in_flight(schedule_name(recipe), recipe.pipeline, recipe.micro_batches, recipe.virtual_stages)
+    counts = most_in_flight(recipe.chosen_schedule, recipe.pipeline, recipe.micro_batches, recipe.virtual_stages)
     return tuple(count / recipe.virtual_stages for count in counts)
-
-
-def name_of_schedule(schedule: str | None, virtual_stages: int) -> str:
-    """The name there of what recipes call `schedule`."""
-    name = _SCHEDULES[schedule or "1f1b"]
-    return "Interleaved1F1B" if name == "1F1B" and virtual_stages > 1 else name
 
 
 def cuts_backward(recipe: Recipe) -> bool:
     """Whether a pipeline's schedule cuts backwards in two."""
-    return recipe.pipeline > 1 and schedule_name(recipe) not in WHOLE_BACKWARDS
+    return recipe.pipeline > 1 and schedule_orders.cuts_backward(recipe.chosen_schedule)
 
 
-def run_stages(stages: Sequence[StageTimes], recipe: Execution) -> tuple[float, float, tuple[float, ...]]:
-    """Seconds of the pipeline, of its bubble, and micro-batches in flight on each rank.
+def run_stages(stages: Sequence[StageTimes], recipe: Execution) -> tuple[float, float]:
+    """Seconds of the pipeline, and of its bubble.
 
     Raises:
         RecipeError: the schedule does not take so many micro-batches or virtual stages.
     """
     if recipe.pipeline == 1:
-        return stages_time(stages, recipe), 0.0, (1.0,)
+        return stages_time(stages, recipe), 0.0
     return _pipeline_of(stages, recipe, _run_pipeline)
 
 
@@ -143,7 +125,7 @@ def _pipeline_of(stages: Sequence[StageTimes], recipe: Execution, asked: Callabl
     try:
         return asked(
             Pipeline(
-                schedule_name(recipe),
+                recipe.chosen_schedule,
                 tuple(stages),
                 recipe.micro_batches,
                 recipe.virtual_stages,
@@ -158,6 +140,6 @@ _pipeline_time = lru_cache(maxsize=4096)(pipeline_time)
 
 
 @lru_cache(maxsize=4096)
-def _run_pipeline(pipeline: Pipeline) -> tuple[float, float, tuple[float, ...]]:
+def _run_pipeline(pipeline: Pipeline) -> tuple[float, float]:
     times = pipeline_times(pipeline)
-    return times.total_s, times.bubble_s, tuple(held / pipeline.virtual_stages for held in times.in_flight)
+    return times.total_s, times.bubble_s

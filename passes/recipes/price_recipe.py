@@ -200,7 +200,6 @@ class StepPrice:
 
     time_s: float
     breakdown: Mapping[str, float]
-    in_flight: tuple[float, ...]
 
 
 def follows_power(cluster: Cluster, model: StepModel) -> bool:
@@ -269,7 +268,7 @@ class Step:
     def price(self) -> StepPrice:
         """The step, and where its time goes."""
         recipe, send_s = self.recipe, self.send_s
-        pipe_s, bubble_s, in_flight = run_stages(self.stage_times, recipe)
+        pipe_s, bubble_s = run_stages(self.stage_times, recipe)
         breakdown: dict[str, float] = {}
         for name, time in self.times.items():
             count = sum(counts.get(name, 0) for counts in self.ranks)
@@ -286,7 +285,7 @@ class Step:
             breakdown["overhead"] = self.model.step_overhead_s
         total = self._total(pipe_s)
         compute = total - sum(breakdown.values())
-        return StepPrice(total, {"compute": compute, **breakdown}, in_flight)
+        return StepPrice(total, {"compute": compute, **breakdown})
 
     def _total(self, pipe_s: float) -> float:
         return pipe_s + sum(self.end.values()) + self.model.step_overhead_s

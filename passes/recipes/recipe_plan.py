@@ -125,7 +125,7 @@ def _step_of(
     stages = share_out(priced.blocks, recipe)
     sections = priced.section_prices(recipe, cluster)
     step = step_price(sections, stages, recipe, groups, cluster, model)
-    memory = memory_price(sections, stages, recipe, groups, step.in_flight)
+    memory = memory_price(sections, stages, recipe, groups, in_flight(recipe))
     _host_bytes(priced, recipe, cluster)
     return step, memory, model_flops(sections, priced.blocks, recipe) / _peak(recipe, cluster)
 

@@ -39,10 +39,11 @@ from tests.zoo.processes import quiet
 CLUSTER = Cluster("h100_sxm", 128, 8)
 SHAPES = (
     (None, 1, 1),
-    ("gpipe", 1, 128), ("1f1b", 1, 128), ("1f1b", 1, 512),
-    ("interleaved-1f1b", 5, 64), ("interleaved-1f1b", 5, 128), ("interleaved-1f1b", 5, 512),
-    ("zero-bubble", 1, 128), ("zero-bubble", 5, 64), ("zero-bubble", 5, 128), ("zero-bubble", 5, 512),
-    ("zbv", 2, 128), ("zbv", 2, 512), ("dualpipev", 2, 128), ("dualpipev", 2, 512),
+    ("GPipe", 1, 128), ("1F1B", 1, 128), ("1F1B", 1, 512),
+    ("Interleaved1F1B", 5, 64), ("Interleaved1F1B", 5, 128), ("Interleaved1F1B", 5, 512),
+    ("InterleavedZeroBubble", 1, 128), ("InterleavedZeroBubble", 5, 64),
+    ("InterleavedZeroBubble", 5, 128), ("InterleavedZeroBubble", 5, 512),
+    ("ZBVZeroBubble", 2, 128), ("ZBVZeroBubble", 2, 512), ("DualPipeV", 2, 128), ("DualPipeV", 2, 512),
 )  # fmt: skip
 """Schedule, virtual stages, micro-batches."""
 

@@ -26,8 +26,8 @@ from passes.recipe_search.recipe_space import SEARCHED, Only
 _WHOLE_BLOCKS: Only = {"recompute": ("none", "full")}
 _ON_DEVICE: Only = {"offload": ("none",)}
 _OF_2021: Only = {**_WHOLE_BLOCKS, **_ON_DEVICE, "context": (1,), "sequence_parallel": (False,)}
-_1F1B: Only = {"schedule": (None, "1f1b")}
-_INTERLEAVED: Only = {"schedule": (None, "1f1b", "interleaved-1f1b")}
+_1F1B: Only = {"schedule": (None, "1F1B")}
+_INTERLEAVED: Only = {"schedule": (None, "1F1B", "Interleaved1F1B")}
 _ALONE: Only = dict.fromkeys(("tensor", "context", "expert", "pipeline"), (1,))
 _MEGATRON_CORE: tuple[Only, ...] = ({**_INTERLEAVED, **_ON_DEVICE, "zero": (0, 1)}, {"pipeline": (1,)})
 

@@ -49,12 +49,13 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=7)
     options = parser.parse_args(arguments)
     console, random, faults = Console(width=120, highlight=False), Random(options.seed), 0
+    names = list(SCHEDULES)
     console.print("| mutation | drawn | refused | of these other numbers, or no end | accepted, same numbers |")
     console.print("|---|---|---|---|---|")
     for mutate in SCHEDULE_MUTATIONS:
         found: Counter[tuple[bool, bool]] = Counter()
         for number in range(options.count):
-            order = draw_order(SCHEDULES[number % len(SCHEDULES)], random)
+            order = draw_order(names[number % len(names)], random)
             faults += is_refused(order)
             mutant = mutate(order, random)
             found[is_refused(mutant), compute(mutant) != compute(order)] += 1

@@ -80,7 +80,7 @@ def test_parts_that_cannot_change_alone_change_together() -> None:
 
 def test_what_new_axes_have_no_use_for_is_dropped() -> None:
     """Schedules without a pipeline, sequence parallelism without tensor ranks."""
-    start = Execution(tensor=2, pipeline=2, sequence_parallel=True, schedule="zero-bubble", virtual_stages=2)
+    start = Execution(tensor=2, pipeline=2, sequence_parallel=True, schedule="InterleavedZeroBubble", virtual_stages=2)
     assert with_parts(start, Execution(data=4), ["axes"]) == Execution(data=4)
 
 
@@ -102,8 +102,12 @@ def test_published_recipes_are_within_what_their_software_offered(source: str) -
 
 def test_what_software_lacked_is_named() -> None:
     """Of the restrictions that refuse least."""
-    plan = Execution(data=2, pipeline=2, zero=2, schedule="zbv", virtual_stages=2, recompute="selective")
-    assert lacking(plan, "bigscience") == ("schedule zbv", "selective recomputation", "ZeRO-2 with a pipeline")
+    plan = Execution(data=2, pipeline=2, zero=2, schedule="ZBVZeroBubble", virtual_stages=2, recompute="selective")
+    assert lacking(plan, "bigscience") == (
+        "schedule ZBVZeroBubble",
+        "selective recomputation",
+        "ZeRO-2 with a pipeline",
+    )
     assert lacking(Execution(data=8, zero=2), "megatron-bridge") == ()
     piped, plain = Execution(pipeline=2, offload="activations"), Execution(data=2, offload="activations")
     assert lacking(piped, "megatron-bridge") == ("activations on the host",) == lacking(plain, "bigscience")
@@ -116,7 +120,10 @@ def _compared(run: str, seconds: float, plan_s: float, measured_s: float, reason
 
 
 REASON = Reason(
-    (Step(("recomputation",), Taken(7.0, 9)), Step(("ZeRO", "axes"), Taken(4.0, 7))), ("schedule zbv",), 5.0, 6.0
+    (Step(("recomputation",), Taken(7.0, 9)), Step(("ZeRO", "axes"), Taken(4.0, 7))),
+    ("schedule ZBVZeroBubble",),
+    5.0,
+    6.0,
 )
 RUNS = (_compared("slow", 10.0, 4.0, 9.0, REASON), _compared("fast", 8.0, 4.0, 8.0, REASON))
 

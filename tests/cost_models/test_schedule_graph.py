@@ -13,21 +13,20 @@ from cost_models.errors import CostArgumentError
 from cost_models.schedule_graph import KINDS, SEND, put_in, schedule_graph, steady_window
 from cost_models.schedule_orders import (
     SCHEDULES,
-    V_SHAPED,
     rank_orders,
     repeating_micro_batches,
     settled_micro_batches,
     stage_ranks,
 )
 
-PERIODIC = tuple(name for name in SCHEDULES if name not in ("GPipe", "LoopedBFS"))
+PERIODIC = tuple(name for name, item in SCHEDULES.items() if item.repeats)
 
 
 @st.composite
-def graphs(draw, schedules=SCHEDULES, rounds=3):
+def graphs(draw, schedules=(*SCHEDULES,), rounds=3):
     """(schedule, ranks, micro-batches, virtual stages) and whether transfers and pairs overlap."""
     schedule, ranks = draw(st.sampled_from(schedules)), draw(st.integers(1, 4))
-    virtual = 1 if schedule in ("GPipe", "1F1B") else 2 if schedule in V_SHAPED else draw(st.integers(1, 3))
+    virtual = draw(st.sampled_from(SCHEDULES[schedule].numbers_of_stages(3)))
     micro_batches = ranks * draw(st.integers(2, rounds))
     if not schedule.startswith("Interleaved"):
         micro_batches += draw(st.integers(0, ranks - 1))
@@ -97,7 +96,7 @@ def test_no_periods_put_in_leave_a_graph_as_it_is():
 @pytest.mark.parametrize(("ranks", "virtual"), [(1, 1), (5, 2), (16, 2), (4, 3)])
 def test_steady_states_are_found(schedule, ranks, virtual):
     """In as few micro-batches as are said to show them."""
-    virtual = 1 if schedule == "1F1B" else 2 if schedule in V_SHAPED else virtual
+    virtual = virtual if virtual in SCHEDULES[schedule].numbers_of_stages(9) else SCHEDULES[schedule].least_stages
     few = settled_micro_batches(schedule, ranks, 10 * ranks, virtual)
     step = repeating_micro_batches(schedule, ranks, 10 * ranks)
     assert step is not None
@@ -116,5 +115,5 @@ def test_graphs_that_are_kept_are_few():
 
 def test_what_a_schedule_does_not_admit_is_refused():
     """As where it is simulated."""
-    with pytest.raises(CostArgumentError, match="one stage a rank"):
+    with pytest.raises(CostArgumentError, match="needs virtual_stages=1"):
         schedule_graph("1F1B", 2, 4, 2)

@@ -34,7 +34,7 @@ RECIPES = (
     Recipe(tensor=2, sequence_parallel=True, micro_batch=4),
     Recipe(data=2, tensor=2, zero=2, micro_batch=2, recompute="full", offload="activations"),
     Recipe(pipeline=2, micro_batch=2),
-    Recipe(pipeline=2, data=2, zero=3, schedule="zero-bubble", micro_batch=1),
+    Recipe(pipeline=2, data=2, zero=3, schedule="InterleavedZeroBubble", micro_batch=1),
 )
 
 Inputs = Mapping[str, Any]

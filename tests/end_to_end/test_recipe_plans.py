@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import autoshard
 from autoshard import Cluster, Mesh, NotAvailableError, Plan, PlanMismatchError, Recipe, RecipeError
 from autoshard.runtime.launch import share_among_processes
 from autoshard.runtime.stages.stage_meshes import is_elsewhere
+from cost_models.schedule_orders import SCHEDULES, admits
 from cost_models.streams import overlap_of, simulate_streams
 from passes.driver.plan_and_lower import planning_problem
 from passes.driver.plan_of_choice import lowered_plan
@@ -84,9 +86,9 @@ def recipes(draw: st.DrawFn) -> Recipe:
 def staged_recipes(draw: st.DrawFn) -> Recipe:
     """Complete recipes of two pipeline ranks, for two blocks or four."""
     data, context, tensor = draw(st.sampled_from([(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)]))
-    schedule, virtual_stages = draw(
-        st.sampled_from([("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("zero-bubble", 1), ("zbv", 2)])
-    )
+    micro_batches = draw(st.sampled_from([2, 4]))
+    admitted = [(name, two) for name, two in product(SCHEDULES, (1, 2)) if admits(name, 2, micro_batches, two)]
+    schedule, virtual_stages = draw(st.sampled_from(admitted))
     return Recipe(
         data=data,
         context=context,
@@ -97,7 +99,7 @@ def staged_recipes(draw: st.DrawFn) -> Recipe:
         schedule=schedule,
         virtual_stages=virtual_stages,
         stage_layers=(1, 3) if virtual_stages == 1 and draw(st.booleans()) else None,
-        micro_batch=BATCH // data // draw(st.sampled_from([2, 4])),
+        micro_batch=BATCH // data // micro_batches,
         recompute=draw(st.sampled_from(["none", "full"])),
     )
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from autoshard import Recipe, RecipeError
+from cost_models.schedule_orders import SCHEDULES
 
 
 def test_a_recipe_counts_devices() -> None:
@@ -29,10 +30,13 @@ def test_a_recipe_counts_devices() -> None:
         ({"data": 8, "zero": 1, "zero_group": 3}, "zero_group=3 must divide data=8"),
         ({"offload": "optimizer"}, "offload='optimizer' needs zero of at least 1"),
         ({"virtual_stages": 2}, "virtual_stages=2 needs a pipeline"),
-        ({"schedule": "gpipe"}, "schedule='gpipe' needs a pipeline"),
-        ({"pipeline": 2, "schedule": "interleaved-1f1b"}, "needs virtual_stages of at least 2"),
-        ({"pipeline": 2, "schedule": "zbv", "virtual_stages": 3}, "schedule='zbv' needs virtual_stages=2; it has 3"),
-        ({"pipeline": 2, "schedule": "gpipe", "virtual_stages": 2}, "'gpipe' needs virtual_stages=1; it has 2"),
+        ({"schedule": "GPipe"}, "schedule='GPipe' needs a pipeline"),
+        ({"pipeline": 2, "schedule": "Interleaved1F1B"}, "needs virtual_stages of at least 2; it has 1"),
+        (
+            {"pipeline": 2, "schedule": "ZBVZeroBubble", "virtual_stages": 3},
+            "schedule='ZBVZeroBubble' needs virtual_stages=2; it has 3",
+        ),
+        ({"pipeline": 2, "schedule": "GPipe", "virtual_stages": 2}, "'GPipe' needs virtual_stages=1; it has 2"),
         ({"pipeline": 2, "stage_layers": (1, 2, 3)}, "stage_layers has 3 entries"),
         ({"pipeline": 2, "stage_layers": (5, -1)}, r"stage_layers=\(5, -1\) must be whole numbers"),
     ],
@@ -41,3 +45,13 @@ def test_a_contradiction_is_named(fields: dict[str, Any], message: str) -> None:
     """Each mistake has one clear sentence."""
     with pytest.raises(RecipeError, match=message):
         Recipe(**fields)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_that_runs_is_asked_for_by_its_name(schedule: str) -> None:
+    """The names of torch.distributed.pipelining, and no others."""
+    least = SCHEDULES[schedule].least_stages
+    recipe = Recipe(pipeline=2, schedule=schedule, virtual_stages=least)
+    assert f"pipeline 2 ({schedule}" in recipe.words
+    with pytest.raises(RecipeError, match=f"schedule='{schedule.lower()}x' is unknown; use one of None, GPipe, 1F1B"):
+        Recipe(pipeline=2, schedule=f"{schedule.lower()}x", virtual_stages=least)

@@ -12,8 +12,9 @@ from itertools import product
 
 from autoshard.errors import RecipeError
 from autoshard.ir.execution import Execution
-from autoshard.ir.recipe import RECOMPUTE, SCHEDULES
+from autoshard.ir.recipe import RECOMPUTE
 from cost_models.hardware import Cluster
+from cost_models.schedule_orders import SCHEDULES
 from passes.recipes.pipeline_stages import even_blocks
 from passes.recipes.recipe_plan import predict_recipe
 from passes.sections.price_model import CountedModel
@@ -21,7 +22,6 @@ from passes.sections.price_model import CountedModel
 HEADS = EXPERTS = 4
 """Of the models of `tests.passes.decoders`; all else that axes split is a multiple of it."""
 
-ONE_STAGE = ("gpipe", "1f1b", "zero-bubble")
 """Schedules with which a rank may have one stage, of any number of blocks."""
 
 
@@ -86,11 +86,15 @@ def axes_of(
 def _pipes(counted: CountedModel, devices: int) -> Iterator[dict[str, object]]:
     blocks = len(counted.blocks)
     yield {"pipeline": 1, "schedule": None}
-    for ranks, schedule in product(range(2, devices + 1), SCHEDULES):
-        for virtual, split_ends in product(range(1, (blocks + 2) // ranks + 1), (False, True)):
-            if (virtual > 1 or schedule in ONE_STAGE) and virtual * ranks <= blocks + 2 * split_ends:
-                layers = even_blocks(blocks, ranks * virtual, split_ends=True) if split_ends else None
-                yield {"pipeline": ranks, "schedule": schedule, "virtual_stages": virtual, "stage_layers": layers}
+    for ranks, schedule in product(range(2, devices + 1), SCHEDULES.values()):
+        for virtual, split_ends in product(schedule.numbers_of_stages((blocks + 2) // ranks), (False, True)):
+            if schedule.is_searched and virtual * ranks <= blocks + 2 * split_ends:
+                yield {
+                    "pipeline": ranks,
+                    "schedule": schedule.name,
+                    "virtual_stages": virtual,
+                    "stage_layers": even_blocks(blocks, ranks * virtual, split_ends=True) if split_ends else None,
+                }
 
 
 def zeros_of(replicas: int) -> Iterator[dict[str, int | None]]:

@@ -12,7 +12,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.plan_parts import NodePlan, ParameterPlan, Prediction
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
-from autoshard.report.printer import in_words, render_plan, running_lines
+from autoshard.report.printer import in_words, render_plan, running_lines, times_chosen
 
 
 def plan_with(predicted: Prediction) -> Plan:
@@ -125,6 +125,17 @@ def test_baselines_stand_beside_the_objective() -> None:
     ):  # fmt: skip
         assert row in text
     assert "objective of the search" not in render_plan(plan_with(TODAY))
+
+
+def test_a_known_recipe_below_the_plan_is_no_faster_step() -> None:
+    """Steps as lowered choose among plans whose sums are close: 0.85 x would read as a plan that is not the fastest."""
+    plan = replace(plan_with(TODAY), objective=1e-3, baselines={"data parallel": 1e-3, "Megatron TP+SP": 8.5e-4})
+    text = " ".join(render_plan(plan).split())
+    assert "baseline: data parallel │ 1 ms, 1.00 x" in text
+    assert "baseline: Megatron TP+SP │ 850 us, less by this sum alone: the step as lowered decides" in text
+    assert "0.85" not in text
+    assert times_chosen(0.9999e-3, plan) == "1.00 x"
+    assert times_chosen(0.99e-3, plan) == "less by this sum alone: the step as lowered decides"
 
 
 def test_kernels_alike_share_a_row() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -180,6 +181,17 @@ def two_models(compile: Compile) -> Numbers:
     return numbers(*found)
 
 
+def called_from_before(compile: Compile) -> Numbers:
+    """The model as it was passed to `compile` is called by itself, on its own code, and has a gradient of that too."""
+    model, inputs = _model()
+    compiled = compile(model, example_inputs=(inputs,), constraints=_SPLIT)
+    _loss(compiled, inputs).backward()
+    with nullcontext() if compiled is model else compiled.whole_parameters():
+        loss = _loss(model, 2 * inputs)
+        loss.backward()
+    return numbers(loss, *(parameter.grad for parameter in compiled.parameters()))
+
+
 _OPTIMIZERS: dict[str, Make] = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.5, momentum=0.9),
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.1),
@@ -208,6 +220,7 @@ _SCRIPTS: dict[str, Callable[[Compile], Numbers]] = {
     "groups and a schedule from before": groups_and_schedule,
     "a recurrent layer's optimizer from before": recurrent,
     "parameters marked before": marked_parameters,
+    "the model from before, called": called_from_before,
 }
 
 USES = (

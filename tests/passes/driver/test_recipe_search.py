@@ -92,7 +92,7 @@ def test_plans_of_recipes_and_of_specs_are_compared(tmp_path) -> None:
 def test_print_says_in_words_what_it_is() -> None:
     """Stages, schedule, micro-batches; and what compile does not run, or on which mesh it does."""
     piped = _plan(recipe=Recipe(pipeline=2, data=2, micro_batch=2, recompute="full"))
-    assert "Recipe: data 2, pipeline 2 (1f1b); micro-batches of 2; blocks computed again." in str(piped)
+    assert "Recipe: data 2, pipeline 2 (1F1B); micro-batches of 2; blocks computed again." in str(piped)
     assert "Batch: 16 sequences, in 4 micro-batches." in str(piped)
     assert f"price of a run under runtime={PRICED.name!r}. For compile, plan with recipe=plan.recipe." in str(piped)
     again = _plan(recipe=Recipe(data=4, recompute="selective"))

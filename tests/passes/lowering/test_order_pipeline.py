@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 
 from autoshard.ir.pipeline_order import PipelineOrder
 from cost_models.errors import CostArgumentError
-from cost_models.schedule_orders import SCHEDULES, V_SHAPED, rank_orders
+from cost_models.schedule_orders import SCHEDULES, rank_orders
 from passes.lowering.order_pipeline import order_pipeline
 
 
-@given(st.sampled_from(SCHEDULES), st.integers(1, 4), st.integers(2, 3))
+@given(st.sampled_from([*SCHEDULES]), st.integers(1, 4), st.integers(2, 3))
 def test_a_rank_computes_what_the_schedule_says(schedule: str, ranks: int, rounds: int) -> None:
     """In its order, pairs that run as one included."""
-    shape = (schedule, ranks, ranks * rounds, 1 if schedule in ("GPipe", "1F1B") else 2)
+    shape = (schedule, ranks, ranks * rounds, SCHEDULES[schedule].numbers_of_stages(2)[-1])
     computes = [
         [tuple(map(str, slot)) for slot in slots if not slot[0].work.is_transfer]
         for slots in order_pipeline(*shape).ranks
@@ -23,7 +23,7 @@ def test_a_rank_computes_what_the_schedule_says(schedule: str, ranks: int, round
     assert computes == [[tuple(map(str, slot)) for slot in order] for order in rank_orders(*shape)]
 
 
-@pytest.mark.parametrize("schedule", sorted(V_SHAPED))
+@pytest.mark.parametrize("schedule", [name for name, item in SCHEDULES.items() if item.is_v])
 def test_stages_on_one_rank_send_each_other_nothing(schedule: str) -> None:
     """Of a V the last rank has both middle stages; of four stages' three boundaries one needs no transfer."""
     assert _transfers(order_pipeline(schedule, 2, 4, 2)) == 2 * 2 * 2 * 4  # boundaries, ends, directions, micro-batches
@@ -36,5 +36,5 @@ def _transfers(order: PipelineOrder) -> int:
 
 def test_numbers_that_a_schedule_does_not_admit_are_refused() -> None:
     """The message is the schedule's."""
-    with pytest.raises(CostArgumentError, match="1F1B has one stage a rank; virtual_stages=2"):
+    with pytest.raises(CostArgumentError, match="1F1B needs virtual_stages=1; it has 2"):
         order_pipeline("1F1B", 2, 4, 2)

@@ -75,8 +75,8 @@ def test_no_pipeline_is_shorter_than_the_path_of_a_rank(
 def test_a_pipeline_of_equal_stages_takes_the_path_of_its_last_rank() -> None:
     """Three stages of 1 + 2 seconds and six micro-batches: 1F1B takes (3 - 1 + 6) times 3 seconds."""
     forward = np.array([0.0, 1, 0, 0])
-    recipe = Execution(pipeline=3, schedule="1f1b", global_batch=6)
-    pipes = (Pipe(3, "1f1b"), Pipe(3, "zero-bubble"))
+    recipe = Execution(pipeline=3, schedule="1F1B", global_batch=6)
+    pipes = (Pipe(3, "1F1B"), Pipe(3, "InterleavedZeroBubble"))
     assert paths_of(forward, 2 * forward, pipes, "aaa", recipe, 0.0) == pytest.approx([24.0, 20.0])
 
 
@@ -139,7 +139,7 @@ def test_no_step_with_a_pipeline_is_shorter_than_its_floors(
     name: str, drawn: Execution, ranks: int, data: st.DataObject
 ) -> None:
     """The mean of its ranks, and the path and the ends of one, alone or beside other shardings."""
-    recipe = replace(drawn, data=8 // ranks, zero_group=None, pipeline=ranks, schedule="1f1b")
+    recipe = replace(drawn, data=8 // ranks, zero_group=None, pipeline=ranks, schedule="1F1B")
     pricer = pricer_of(name)
     pipe = data.draw(st.sampled_from(known_pipes(ranks, recipe.micro_batches, len(pricer.counted.blocks))))
     time_s = pricer.time_s(replace(recipe, **fields_of(pipe, len(pricer.counted.blocks))))

@@ -8,7 +8,6 @@ from cost_models.schedule_orders import admits
 from passes.recipe_search.known_pipes import (
     Pipe,
     known_pipes,
-    schedule_of,
 )
 from passes.recipes.pipeline_stages import even_blocks
 
@@ -24,7 +23,7 @@ def test_pipelines_are_listed_once(blocks: int, ranks: int) -> None:
     found = known_pipes(ranks, 2 * ranks, blocks)
     assert len(set(found)) == len(found)
     assert {pipe.pipeline for pipe in found} == {ranks}
-    assert {"gpipe", "1f1b", "zero-bubble"} <= {pipe.schedule for pipe in found}
+    assert {"GPipe", "1F1B", "InterleavedZeroBubble"} <= {pipe.schedule for pipe in found}
     for pipe in found:
         stages = ranks * pipe.virtual_stages
         assert stages <= blocks + 2 * pipe.split_ends
@@ -34,7 +33,7 @@ def test_pipelines_are_listed_once(blocks: int, ranks: int) -> None:
     for micro_batches in (1, 3):
         fewer = known_pipes(ranks, micro_batches, blocks)
         assert set(fewer) == {
-            pipe for pipe in found if admits(schedule_of(pipe), ranks, micro_batches, pipe.virtual_stages)
+            pipe for pipe in found if admits(pipe.chosen_schedule, ranks, micro_batches, pipe.virtual_stages)
         }
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cost_models.schedule_orders import admits
-from passes.recipe_search.known_pipes import Pipe, known_pipes, schedule_of, schedules
+from passes.recipe_search.known_pipes import Pipe, known_pipes, schedules
 from passes.recipe_search.pipe_shapes import held_by, pipe_shapes
 from passes.recipes.pipeline_stages import cuts_backward, in_flight, rank_sections, share_out
 from passes.sections.fold_program import AFTER, BEFORE
@@ -49,4 +49,4 @@ def test_the_pipelines_of_a_size_are_those_that_its_schedules_admit(
     for split_ends, (schedule, virtual) in product((False, True), schedules(blocks + 2)):
         pipe = Pipe(ranks, schedule, virtual, split_ends)
         is_known = ranks * virtual <= blocks + 2 * split_ends
-        assert (pipe in found) == (is_known and admits(schedule_of(pipe), ranks, micro_batches, virtual))
+        assert (pipe in found) == (is_known and admits(schedule, ranks, micro_batches, virtual))

@@ -10,6 +10,7 @@ import pytest
 
 from autoshard import Cluster, RecipeError
 from autoshard.ir.execution import Execution
+from cost_models.schedule_orders import SCHEDULES
 from passes.recipe_search.recipe_space import RecipeSpace, divisors
 from passes.recipes.pipeline_stages import even_blocks
 from passes.recipes.recipe_plan import predict_recipe
@@ -25,8 +26,8 @@ def _all_recipes(blocks: int) -> set[Execution]:
     """By brute force over the fields, those that `Recipe` and `price` take, under one name each."""
     found = set()
     sizes = (1, 2, 4)
-    ends = ((None, 1), ("gpipe", 1), ("1f1b", 1), ("interleaved-1f1b", 2), ("zero-bubble", 1), ("zero-bubble", 2),
-            ("zbv", 2), ("dualpipev", 2))  # fmt: skip
+    ends = [(None, 1)]
+    ends += [(item.name, two) for item in SCHEDULES.values() if item.is_searched for two in item.numbers_of_stages(2)]
     for data, tensor, context, pipeline in itertools.product(sizes, repeat=4):
         if data * tensor * context * pipeline != 4:
             continue
@@ -84,7 +85,7 @@ def test_tensor_and_context_ranks_are_limited() -> None:
 
 def test_fields_are_restricted() -> None:
     """A group of all replicas is none; users may name it by its size."""
-    only = {"zero": (3,), "zero_group": (2,), "tensor": (1,), "context": (1,), "schedule": (None, "1f1b")}
+    only = {"zero": (3,), "zero_group": (2,), "tensor": (1,), "context": (1,), "schedule": (None, "1F1B")}
     found = list(RecipeSpace(DENSE, 4, BASE, only=only).recipes())
     assert {(recipe.data, recipe.zero_group) for recipe in found} == {(4, 2)}
     found = list(RecipeSpace(DENSE, 4, BASE, pinned=only).recipes())

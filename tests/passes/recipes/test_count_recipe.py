@@ -17,7 +17,7 @@ def test_stages_hand_on_parts_and_gather_those_that_are_no_whole_sequence() -> N
     for is_split in (False, True):
         base = Execution(tensor=tensor, sequence_parallel=is_split, global_batch=micro_batches)
         whole = price_of(base, length, model)
-        piped = price_of(dataclasses.replace(base, pipeline=stages, schedule="1f1b"), length, model)
+        piped = price_of(dataclasses.replace(base, pipeline=stages, schedule="1F1B"), length, model)
         assert value_of(piped, "communication_bytes_pipeline", pipeline=stages, **sizes) == handed_on // tensor
         name, gathered = "communication_bytes_tensor", 0 if is_split else handed_on * (tensor - 1) // tensor
         within = value_of(whole, name, pipeline=1, **sizes) / stages

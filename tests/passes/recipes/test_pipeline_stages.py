@@ -6,8 +6,9 @@ import pytest
 
 from autoshard import RecipeError
 from autoshard.ir.execution import Execution
+from cost_models.schedule_orders import SCHEDULES
 from cost_models.stages import Pipeline, StageTimes
-from passes.recipes.pipeline_stages import even_blocks, rank_sections, run_stages, schedule_name, share_out
+from passes.recipes.pipeline_stages import even_blocks, in_flight, rank_sections, run_stages, share_out
 from tests.cost_models.simulated_pipelines import simulate_pipeline
 from tests.passes.executions import under
 
@@ -36,7 +37,7 @@ def test_given_counts_are_kept() -> None:
 
 @pytest.mark.parametrize(
     ("schedule", "first"),
-    [("interleaved-1f1b", [0, 4]), ("zero-bubble", [0, 4]), ("zbv", [0, 7]), ("dualpipev", [0, 7])],
+    [("Interleaved1F1B", [0, 4]), ("InterleavedZeroBubble", [0, 4]), ("ZBVZeroBubble", [0, 7]), ("DualPipeV", [0, 7])],
 )
 def test_ranks_have_the_stages_that_their_schedule_gives_them(schedule: str, first: list[int]) -> None:
     """Looped, or as a V: then the first rank has the last stage too."""
@@ -46,20 +47,20 @@ def test_ranks_have_the_stages_that_their_schedule_gives_them(schedule: str, fir
     assert [name for name in rank_sections(stages, recipe)[0] if name.startswith("block")] == inside
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved-1f1b", "zero-bubble", "zbv", "dualpipev"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("overlaps", [False, True])
 def test_long_pipelines_take_what_they_take_in_a_simulation(schedule: str, overlaps: bool) -> None:
     """Every event of the step, one after the other, is the reference."""
-    virtual = 1 if schedule in ("gpipe", "1f1b") else 2
+    virtual = SCHEDULES[schedule].numbers_of_stages(2)[-1]
     recipe = under(
         Execution(pipeline=4, virtual_stages=virtual, schedule=schedule, global_batch=48), overlap_pipeline=overlaps
     )
     stages = [StageTimes(1.0 + index / 16, 1.25, 0.75, 0.125) for index in range(4 * virtual)]
-    total_s, bubble_s, in_flight = run_stages(stages, recipe)
-    line = simulate_pipeline(Pipeline(schedule_name(recipe), stages, 48, virtual, overlap_sends=overlaps))
+    total_s, bubble_s = run_stages(stages, recipe)
+    line = simulate_pipeline(Pipeline(schedule, stages, 48, virtual, overlap_sends=overlaps))
     assert total_s == pytest.approx(line.total_s)
     assert bubble_s == pytest.approx(line.bubble_s)
-    assert in_flight == tuple(held / virtual for held in line.in_flight)
+    assert in_flight(recipe) == tuple(held / virtual for held in line.in_flight)
 
 
 def test_micro_batches_that_a_schedule_does_not_take_are_refused() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from autoshard import Cluster
 from autoshard.ir.execution import Execution
 from cost_models.hardware import node_type
+from cost_models.schedule_orders import SCHEDULES
 from cost_models.step import StepModel
 from passes.recipes.pipeline_stages import share_out
 from passes.recipes.price_recipe import step_price
@@ -55,13 +56,13 @@ def sections(draw: st.DrawFn) -> SectionPrice:
     )  # fmt: skip
 
 
-SCHEDULES = ((None, 1), ("gpipe", 1), ("1f1b", 1), ("1f1b", 2), ("zero-bubble", 1), ("zbv", 2), ("dualpipev", 2))
+NAMED = ((None, 1), *((item.name, item.least_stages) for item in SCHEDULES.values()))
 
 
 @st.composite
 def recipes(draw: st.DrawFn) -> Execution:
     """One that keeps or recomputes, shards, sends beside computation or not, with any schedule."""
-    schedule, virtual = draw(st.sampled_from(SCHEDULES))
+    schedule, virtual = draw(st.sampled_from(NAMED))
     data, tensor, context, turns = (draw(st.sampled_from(sizes)) for sizes in ([1, 2], [1, 2], [1, 2], [4, 8]))
     is_replicated = data * context > 1
     micro_batch = draw(st.integers(1, 2))
@@ -109,7 +110,7 @@ SMALL = dict.fromkeys((BEFORE, "layers:0", AFTER), _small())
 
 
 @example(SMALL, Execution(tensor=2, global_batch=8), 0.5)
-@example(SMALL, Execution(tensor=2, global_batch=8, pipeline=2, schedule="zero-bubble"), 0.5)
+@example(SMALL, Execution(tensor=2, global_batch=8, pipeline=2, schedule="InterleavedZeroBubble"), 0.5)
 @settings(max_examples=60)
 @given(
     st.fixed_dictionaries({name: sections() for name in (BEFORE, "layers:0", AFTER)}),

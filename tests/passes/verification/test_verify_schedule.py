@@ -22,7 +22,6 @@ from passes.verification.verify_schedule import verify_schedule
 from tests.passes.pipeline_numbers import compute
 from tests.passes.schedule_mutations import SCHEDULE_MUTATIONS
 
-VIRTUAL_STAGES = {"GPipe": 1, "1F1B": 1}
 ORDER = order_pipeline("1F1B", 2, 2)
 
 
@@ -58,7 +57,7 @@ def test_mutations_that_change_numbers_are_refused(mutate: Callable[[PipelineOrd
     """Each kind, in every schedule; a wrong order hangs, fails or gives other losses or gradients."""
     refused = 0
     for schedule, seed in product(SCHEDULES, range(6)):
-        order = order_pipeline(schedule, 2 + seed % 2, 6, VIRTUAL_STAGES.get(schedule, 2))
+        order = order_pipeline(schedule, 2 + seed % 2, 6, SCHEDULES[schedule].numbers_of_stages(2)[-1])
         mutant = mutate(order, Random(seed))
         refused += is_refused(mutant)
         assert is_refused(mutant) or compute(mutant) == compute(order), f"{schedule}, seed {seed}"
@@ -102,7 +101,7 @@ def torch_order(schedule: str, ranks: int, micro_batches: int, virtual_stages: i
     return PipelineOrder(stage_ranks(schedule, ranks, virtual_stages), micro_batches, tuple(slots))
 
 
-@pytest.mark.parametrize("schedule", sorted(set(SCHEDULES) - set(VIRTUAL_STAGES)))
+@pytest.mark.parametrize("schedule", [name for name, item in SCHEDULES.items() if item.most_stages != 1])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_torchs_own_transfers_are_accepted(schedule: str, ranks: int) -> None:
     """Of its schedules of several stages a rank; mutated, they are refused where they change numbers."""
@@ -175,7 +174,7 @@ def parse(text: str) -> StageTask:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_forward_alone_is_that_of_a_schedules_stages(schedule: str) -> None:
     """A call without gradients ends under the stages of any schedule; as a step it lacks its backwards."""
-    virtual_stages = 1 if schedule in ("GPipe", "1F1B") else 2
+    virtual_stages = SCHEDULES[schedule].numbers_of_stages(2)[-1]
     order = order_forward(schedule, 3, virtual_stages)
     assert order.stage_ranks == stage_ranks(schedule, 3, virtual_stages)
     verify_schedule(order, trains=False)

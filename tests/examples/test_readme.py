@@ -1,0 +1,77 @@
+"""The first page runs as it is printed, in a clean folder."""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+from transformers import LlamaConfig
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+PYTHON = [text for language, text in BLOCKS if language == "python"]
+COMMANDS = re.findall(r"^\.venv/bin/autoshard (.+)$", README, re.MULTILINE)
+
+_READERS_OWN = """
+import torch
+from torch import nn
+
+class Words(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Embedding(64, 16), nn.Linear(16, 64))
+
+    def forward(self, tokens, targets):
+        return nn.functional.cross_entropy(self.layers(tokens).flatten(0, 1), targets.flatten())
+
+model = Words()
+tokens, targets = torch.randint(64, (2, 8, 4)).unbind()
+dataset = torch.utils.data.TensorDataset(*torch.randint(64, (2, 20, 4)).unbind())
+"""
+"""What the first blocks take for granted: a model that returns its loss, a batch and a dataset for it."""
+
+
+def _run(*arguments: str, folder: Path) -> str:
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+    done = subprocess.run(
+        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_first_blocks_train(tmp_path: Path) -> None:
+    """A loop with an optimizer, then batches from a sampler."""
+    loop, data, processes, *_ = PYTHON
+    assert "sampler(" in data
+    assert "init_device_mesh" in processes
+    checked = f"before = [p.detach().clone() for p in model.parameters()]\n{loop}\n{data}"
+    moved = "assert all(not torch.equal(old, new) for old, new in zip(before, model.parameters()))"
+    (tmp_path / "loop.py").write_text(f"{_READERS_OWN}\n{checked}\n{moved}\nprint(len(loader))\n")
+    assert _run("loop.py", folder=tmp_path).split() == ["2"]
+
+
+def test_the_readers_own_file_is_planned(tmp_path: Path) -> None:
+    """`mine.py` prints a plan and trains, and is planned for a cluster without memory for the model."""
+    mine, planned = PYTHON[3:5]
+    (tmp_path / "mine.py").write_text(mine)
+    assert "Plan on Mesh(data=2, model=2)" in _run("mine.py", folder=tmp_path)
+    (tmp_path / "planned.py").write_text(f"import torch\nimport autoshard\nfrom mine import build\n{planned}")
+    assert "priced for h100_sxm:8x8" in _run("planned.py", folder=tmp_path)
+
+
+def test_the_commands_plan_and_price(tmp_path: Path) -> None:
+    """Each as printed, for the file above it and for a small config."""
+    (tmp_path / "mine.py").write_text(PYTHON[3])
+    small = LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=8
+    )
+    small.architectures = ["LlamaForCausalLM"]
+    small.save_pretrained(tmp_path / "path" / "to")
+    found = [_run("-m", "autoshard", *shlex.split(command), folder=tmp_path) for command in COMMANDS]
+    assert len(found) == 4
+    assert all("Cost of one step" in text for text in found[:3])
+    assert "Commands" in found[3]
