@@ -6,10 +6,10 @@ import pytest
 
 from autoshard import RecipeError
 from autoshard.ir.execution import Execution
-from cost_models.schedule_orders import SCHEDULES
+from cost_models.schedule_orders import SCHEDULES, rank_orders
 from cost_models.stages import Pipeline, StageTimes
 from passes.recipes.pipeline_stages import even_blocks, in_flight, rank_sections, run_stages, share_out
-from tests.cost_models.simulated_pipelines import simulate_pipeline
+from tests.cost_models.simulated_pipelines import peak_in_flight, simulate_pipeline
 from tests.passes.executions import under
 
 
@@ -60,7 +60,8 @@ def test_long_pipelines_take_what_they_take_in_a_simulation(schedule: str, overl
     line = simulate_pipeline(Pipeline(schedule, stages, 48, virtual, overlap_sends=overlaps))
     assert total_s == pytest.approx(line.total_s)
     assert bubble_s == pytest.approx(line.bubble_s)
-    assert in_flight(recipe) == tuple(held / virtual for held in line.in_flight)
+    held = [peak_in_flight(order) for order in rank_orders(schedule, 4, 48, virtual)]
+    assert in_flight(recipe) == tuple(peak / virtual for peak in held)
 
 
 def test_micro_batches_that_a_schedule_does_not_take_are_refused() -> None:
