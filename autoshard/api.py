@@ -87,7 +87,8 @@ def compile(
             generated, which on a CPU stand back for their references unless Triton's interpreter is asked for
             (TRITON_INTERPRET=1); "inductor" (with processes): Inductor compiles forward and backward.
         verify: check that the program to run equals the traced one.
-        time_budget_s: seconds that the search for a plan may take; Ctrl-C ends it too, see `plan`.
+        time_budget_s: seconds that the search for a plan may take. It ends by itself, after counted work, so that a
+            plan does not hang on the machine; where time ends it, the plan says so (`was_cut`). Ctrl-C ends it too.
         options: how calls run, see `Options`.
         cluster: with a mesh: the hardware that plans are for, such as what `calibrate` measured; default: this machine,
             and other hosts of `torchrun` as gigabit Ethernet joins them.

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from cost_models.device import Device
 from cost_models.errors import CostModelError
 from cost_models.hardware import Cluster as PricedCluster
 from cost_models.hardware import NodeParts, NodeType, node_of_driver, node_type
+from cost_models.topology import GroupLinks
 
 
 @contextmanager
@@ -96,6 +98,20 @@ def candidate_meshes(cluster: PricedCluster) -> list[Mesh]:
     shapes = [{"data": cluster.size // size, "model": size} for size in sizes]
     meshes = [Mesh({axis: size for axis, size in shape.items() if size > 1} or {"data": 1}) for shape in shapes]
     return list(dict.fromkeys(meshes))
+
+
+def distinct_meshes(meshes: Iterable[Mesh], cluster: PricedCluster) -> list[Mesh]:
+    """The meshes, of those that are one mesh under several names the first.
+
+    Example:
+        >>> distinct_meshes(candidate_meshes(Cluster("h100_sxm")), Cluster("h100_sxm"))
+        [Mesh(data=8), Mesh(data=4, model=2)]
+    """
+    found: dict[frozenset[tuple[GroupLinks, int]], Mesh] = {}
+    for mesh in meshes:
+        links = (cluster.group_links(dict(mesh.axes), (name,)) for name, size in mesh.axes if size > 1)
+        found.setdefault(frozenset(Counter(links).items()), mesh)
+    return list(found.values())
 
 
 def meshes_of(target: Any, mesh: Mesh | None) -> list[Mesh]:

@@ -118,6 +118,7 @@ class Plan:
         forecast: why it is a price alone, where `autoshard.plan` was asked for a plan that `compile` runs; else "".
         micro_batches: how many a step has; `inputs` and `nodes` are of one.
         was_interrupted: whether Ctrl-C ended the search: it is the best until then.
+        was_cut: whether time_budget_s did: with more time, or on a faster machine, it may be another.
         stages: of a mesh with an axis "pipeline", the plan of each stage, on the mesh of the other axes. The figures
             of such a plan are those of the step; `nodes` is empty, as each stage has its own.
         order: what each rank of the pipeline does in a step, and how many micro-batches that has.
@@ -151,6 +152,7 @@ class Plan:
     forecast: str = ""
     micro_batches: int = 1
     was_interrupted: bool = False
+    was_cut: bool = False
     stages: tuple[Plan, ...] = ()
     order: PipelineOrder | None = None
     schedule: str = ""
@@ -394,6 +396,7 @@ class Plan:
             "forecast": self.forecast,
             "micro_batches": self.micro_batches,
             "was_interrupted": self.was_interrupted,
+            "was_cut": self.was_cut,
             "schedule": self.schedule,
             "order": None if self.order is None else self.order.to_json(),
             "cuts": list(self.cuts),

@@ -44,6 +44,7 @@ def summary(plan: Plan) -> str:
         f"searched {format_time(plan.search_time_s)}, {gap}."
         + (" A forecast: communication runs beside computation." if predicted.overlaps else "")
         + (" The search was interrupted: this is the best plan until then." if plan.was_interrupted else "")
+        + (" The search was cut by time_budget_s: with more time the plan may be another." if plan.was_cut else "")
         + _schedule(plan)
         + _recompute(plan)
         + _offload(plan)

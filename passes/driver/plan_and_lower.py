@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
 
 import numpy as np
 
@@ -32,7 +31,7 @@ from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.planning.constraints import allowed_options
 from passes.planning.kernel_prices import NOTHING_FUSED
 from passes.planning.restrictions import restricted
-from passes.planning.search import Search
+from passes.planning.search import Search, first_bound
 from passes.planning.tie_axes import space_in_time, tied_levels
 from passes.recomputation.fitting import JointSolution
 from passes.recomputation.plan_before import solution_of
@@ -58,11 +57,8 @@ _SURE = 0.01
 _ALIKE = 0.02
 """Part of a step within which plans on CPUs are as fast: prices are off by more (`tests.benchmarks.local_plans`)."""
 
-_LEAST_SHARE = 0.25
-"""The part of the time that a search has, however long it took to list and price what it is over."""
-
-_BASELINE_ROUNDS, _BASELINE_SHARE = 6, 0.1
-"""Rounds of the search for the best plan within a known recipe, and the part of the time that it may take."""
+_BASELINE_ROUNDS = 6
+"""Rounds of the search for the best plan within a known recipe."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +101,21 @@ class Decision:
         return other.cost <= (1 + _NEAR) * min([self.solution.cost, *(plan.objective for plan in elsewhere)])
 
 
+class DearMeshError(Exception):
+    """No plan on a mesh is as cheap as one on another is; `baselines`: what its known recipes cost."""
+
+    def __init__(self, baselines: Mapping[str, float | None]) -> None:
+        super().__init__("a plan on another mesh is cheaper than any on this one")
+        self.baselines = baselines
+
+
 def plan_program(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions) -> Plan:
     """The plan of least predicted step time that fits.
 
     Raises:
         DoesNotFitError, NoShardingRuleError, InvalidSpecError: see `PlanOptions`.
         SearchStopped: `options.control` was stopped before the search began.
+        DearMeshError: a plan elsewhere is cheaper than any here.
     """
     return plan_and_lower(program, mesh, cluster, options).plan
 
@@ -122,30 +127,20 @@ def plan_and_lower(program: Program, mesh: Mesh, cluster: Cluster, options: Plan
         planning = planning_problem(program, mesh, cluster, options)
     built = time.monotonic()
     logger.debug("enumeration took %.3f s", built - start)
-    left_s = options.time_budget_s - (built - start)
-    if left_s < (least_s := _LEAST_SHARE * options.time_budget_s):
-        logger.warning(
-            "listing and pricing all strategies took %.1f s of the %.1f s that time_budget_s leaves; the search has "
-            "%.1f s more",
-            *(built - start, options.time_budget_s, least_s),
-        )
-    in_time = replace(options, time_budget_s=max(left_s, least_s))
-    found = solve(planning, in_time, allowed_by(planning, options))
+    found = solve(planning, options, allowed_by(planning, options))
     logger.debug("search took %.3f s", time.monotonic() - built)
-    best = fastest(planning, found, cluster, options, start + options.time_budget_s)
-    costs = {name: None if priced is None else priced.cost for name, priced in found.baselines.items()}
-    took_s, is_stopped = time.monotonic() - start, options.control.is_stopped
-    return replace(best, plan=replace(best.plan, baselines=costs, search_time_s=took_s, was_interrupted=is_stopped))
+    best = fastest(planning, found, cluster, options)
+    control, took_s = options.control, time.monotonic() - start
+    ended = {"was_interrupted": control.is_stopped, "was_cut": control.ceiling.has_cut}
+    return replace(best, plan=replace(best.plan, baselines=_costs(found.baselines), search_time_s=took_s, **ended))
 
 
-def fastest(
-    planning: PlanningProblem, found: Decision, cluster: Cluster, options: PlanOptions, until: float = math.inf
-) -> LoweredPlan:
+def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, options: PlanOptions) -> LoweredPlan:
     """The plan of the search, of a known recipe, or with prices of buckets, where it may be faster.
 
     Their lowered programs say which is fastest. The search adds up what a step does; what runs puts collectives into
     buckets and hides them, in some plans more than in others, and never what is recomputed. The bound is the search's.
-    From `until` on, a time of `time.monotonic`, no others are lowered.
+    Once the search is over no others are lowered.
     """
     solution = found.solution
     best = lowered_plan(found.planning, solution.choice, solution.cost, solution.lower_bound, cluster, options)
@@ -153,9 +148,11 @@ def fastest(
     if options.with_kernels:
         return best
     seen = {solution.choice} if found.planning is planning else set()
-    for each in takewhile(lambda _: time.monotonic() < until, (*found.baselines.values(), found.bucketed)):
+    for each in (*found.baselines.values(), found.bucketed):
         if each is None or each.choice in seen or not found.may_be_faster(each, options.elsewhere):
             continue
+        if options.control.is_over():
+            break
         seen.add(each.choice)
         other = lowered_plan(planning, each.choice, each.cost, solution.lower_bound, cluster, options)
         predicted = other.plan.predicted
@@ -165,6 +162,10 @@ def fastest(
             recompute, offload = savings_of(*joint_with_blocks(JointSolution(planning, each)))
             best = replace(other, plan=replace(other.plan, recompute=recompute, offload=offload))
     return best
+
+
+def _costs(baselines: Mapping[str, Solution | None]) -> dict[str, float | None]:
+    return {name: None if priced is None else priced.cost for name, priced in baselines.items()}
 
 
 def _is_faster(plan: Prediction, other: Prediction, gain: float, cluster: Cluster) -> bool:
@@ -180,17 +181,15 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
 
     Raises:
         DoesNotFitError, NotAlikeError: no choice fits; blocks left out and those beside them do not recompute alike.
+        DearMeshError: a plan elsewhere is cheaper than any here.
     """
-    end = time.monotonic() + options.time_budget_s
-    search = Search(options.memory_budget, options.time_budget_s, control=options.control)
-    quick = replace(
-        search, time_budget_s=_BASELINE_SHARE * options.time_budget_s, tolerance=1e-2, max_rounds=_BASELINE_ROUNDS,
-        is_thorough=False, says_smallest=False,
-    )  # fmt: skip
+    search = Search(options.memory_budget, control=options.control)
+    quick = replace(search, tolerance=1e-2, max_rounds=_BASELINE_ROUNDS, is_thorough=False, says_smallest=False)
     baselines: Mapping[str, Solution | None] = {}
     if options.with_baselines:
-        baselines = solve_baselines(planning, quick, allowed, options.before, end, options.elsewhere)
-    search = replace(search, time_budget_s=max(0.0, end - time.monotonic()))
+        baselines = solve_baselines(planning, quick, allowed, options.before, options.elsewhere)
+    if options.elsewhere and first_bound(planning, allowed) > min(plan.objective for plan in options.elsewhere):
+        raise DearMeshError(_costs(baselines))
     options.control.problem = ALL_PLANS
     start = [found for found in baselines.values() if found is not None]
     recompute = options.recompute and (options.recipe is None or options.recipe.recompute is None)
@@ -200,13 +199,11 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
     without, found = joint_with_blocks(found) if found.planning is planning else (planning, found)
     decision = Decision(found.planning, found.solution, *savings_of(without, found), baselines)
     keeping_all = [*start, found.solution] if found.planning is planning else start
-    left_s = end - time.monotonic()
-    if not options.with_baselines or not keeping_all or left_s <= 0:
+    if not options.with_baselines or not keeping_all or options.control.is_over():
         return decision
     choice = found.solution.choice
     priced = in_buckets(planning, BucketCollectives().least_bytes, hidden_part(planning, choice))
     own_s = found.solution.cost + priced.cost_of(choice) - planning.assignment.cost_of(choice)
-    quick = replace(quick, time_budget_s=min(quick.time_budget_s, left_s))
     bucketed = solve_in_buckets(planning, priced, quick, allowed, keeping_all)
     return replace(decision, bucketed=bucketed, in_buckets=priced, own_s=own_s)
 

@@ -20,7 +20,7 @@ class PlanOptions:
     Args:
         constraints: glob of qualified names to the spec they must have.
         memory_budget: bytes per device, None for no limit.
-        time_budget_s: seconds for the search.
+        time_budget_s: seconds that searches are to take; `control` ends them.
         state_bytes_per_parameter_byte: optimizer state as a multiple of the parameters' bytes (2 for Adam in float32).
         strict: refuse operators without a sharding rule.
         with_baselines: price the known recipes too.

@@ -19,7 +19,7 @@ from torch import nn
 from autoshard import tracing
 from autoshard.arguments import check_has_loss, check_tensors
 from autoshard.call import LossFunction
-from autoshard.cluster import local_cluster
+from autoshard.cluster import distinct_meshes, local_cluster
 from autoshard.errors import (
     AutoshardError,
     DoesNotFitError,
@@ -47,7 +47,7 @@ from cost_models.memory import room_bytes
 from passes.driver.expand_plan import expand_for, expand_plan
 from passes.driver.fixed_plan import check_plan_fits, check_same_parameters, has_more_outputs
 from passes.driver.make_together import make_together
-from passes.driver.plan_and_lower import plan_and_lower, plan_program
+from passes.driver.plan_and_lower import DearMeshError, plan_and_lower, plan_program
 from passes.driver.plan_of_choice import LoweredPlan
 from passes.driver.plan_options import PlanOptions
 from passes.driver.progress import interruptible, search_bar
@@ -56,7 +56,7 @@ from passes.lowering.lowering_options import LoweringOptions
 from passes.planning.baselines import least_baselines
 from passes.planning.constraints import constraints_on, split_outputs, whole_outputs
 from passes.questions.explain import PlanAlternatives
-from passes.solver.search_control import SearchControl, SearchStopped
+from passes.solver.search_control import Ceiling, SearchControl, SearchStopped
 from passes.strategies.elided import NotAlikeError
 from passes.verification.verify_passes import verify_pass
 from passes.verification.verify_phases import verify_phases
@@ -72,9 +72,9 @@ Forecast = Callable[[Plan, str], WhyNot]
 _MARGINS = (1, 2)
 """Units that stay at each end of a run of alike blocks, in the order tried: the first and last ones may be special."""
 
-_SECONDS_PER_PARAMETER, _LEAST_SHARE = 0.05, 0.25
+_SECONDS_PER_PARAMETER = 0.05
 """Planning all blocks of a deep model takes so long, or more, for each parameter: a Qwen3-30B-A3B of 48 layers and 531
-parameters took 61 s of one core. A search has such a part of the time whatever tracing and earlier tries took."""
+parameters took 61 s of one core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,7 @@ class Planner:
         recipe: within which plans are searched; None: everywhere.
         gather_outputs: let outputs be whole on every rank, but for those that are constrained.
         progress: whether searches show how they go; see `search_bar`.
+        ceiling: of several searches together; None: each has its own. See `begun`.
         others: see `compile`.
     """
 
@@ -124,6 +125,7 @@ class Planner:
     recipe: Recipe | None = None
     gather_outputs: bool = False
     progress: bool | None = False
+    ceiling: Ceiling | None = None
 
     def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
         """See `Compiler`. The first rank plans for all."""
@@ -230,13 +232,13 @@ class Planner:
         Raises:
             NotAvailableError: that takes longer than there is time, and it is to be planned `in_time`.
         """
-        end, are_alike = time.monotonic() + self.time_budget_s, True
+        planner, are_alike = self.begun()[0], True
         for margin in _MARGINS:
             program = self.trace_elided(request, margin)
             if program is None:
                 break
             try:
-                found = self._until(end).search_meshes(program, meshes)
+                found = planner.search_meshes(program, meshes)
                 if self.before is None or found.objective <= self.before.objective:
                     return program, found
                 break
@@ -244,17 +246,23 @@ class Planner:
                 _LOGGER.debug("the model is not planned without its inner blocks: %s", error)
                 are_alike = False
         needed_s = _SECONDS_PER_PARAMETER * len(list(request.model.parameters()))
-        if in_time and not are_alike and time.monotonic() + needed_s > end:
+        if in_time and not are_alike and needed_s > self.time_budget_s:
             raise NotAvailableError(
                 f"the search for the specs of all blocks, which are not alike, would take some {needed_s:.0f} s or "
-                "more, and less is left of time_budget_s; give it more time, or plan with recipe=plan.recipe"
+                f"more, and time_budget_s={self.time_budget_s:g}; give it more time, or plan with recipe=plan.recipe"
             )
         program = self.trace(request)
-        return program, self._until(end).search_meshes(program, meshes)
+        return program, planner.search_meshes(program, meshes)
 
-    def _until(self, end: float) -> Planner:
-        """The planner with what is left of the time up to `end`, of `time.monotonic`; a share of it in any case."""
-        return replace(self, time_budget_s=max(_LEAST_SHARE * self.time_budget_s, end - time.monotonic()))
+    def begun(self) -> tuple[Planner, Ceiling]:
+        """The planner for several searches, and their one ceiling; it counts from now, if it did not before."""
+        ceiling = self.ceiling or Ceiling.within(self.time_budget_s)
+        return replace(self, ceiling=ceiling), ceiling
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether the ceiling of several searches has ended one that would have gone on."""
+        return self.ceiling is not None and self.ceiling.has_cut
 
     def search(
         self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec], before: Plan | None = None
@@ -281,9 +289,10 @@ class Planner:
 
         Raises:
             KeyboardInterrupt: it was ended before anything that fits was found.
+            DoesNotFitError: so it was, by the time budget; says that.
         """
+        control = SearchControl(ceiling=self.begun()[1])
         with search_bar(self.time_budget_s, self.progress) as show:
-            control = SearchControl()
             if show is not None:
                 control.show = lambda found: show(found.problem, found.best, found.lower_bound)
             try:
@@ -292,6 +301,12 @@ class Planner:
             except DoesNotFitError as error:
                 if control.is_stopped:
                     raise KeyboardInterrupt("the search was ended before anything that fits was found") from error
+                if control.ceiling.has_cut:
+                    raise DoesNotFitError(
+                        f"time_budget_s={self.time_budget_s:g} was up before the search ended, and until then {error} "
+                        "Or give it more time.",
+                        smallest_bytes=error.smallest_bytes,
+                    ) from error
                 raise
         if control.is_stopped:
             _LOGGER.warning("Ctrl-C ended the search for a plan: it is the best until then")
@@ -322,28 +337,38 @@ class Planner:
         )
 
     def search_meshes(self, program: Program, meshes: Sequence[Mesh]) -> Plan:
-        """The fastest plan on any of some meshes; the error of the last one if none has a plan."""
-        part = replace(self, time_budget_s=self.time_budget_s / len(meshes))
-        plans: list[Plan] = []
+        """The fastest plan on any of some meshes; the error of the last one if none has a plan.
+
+        Meshes that are others by name alone are searched once, unless anything names axes, and one whose bound is above
+        the best plan of those before it is left.
+        """
+        plans, dear = list[Plan](), list[Mapping[str, float | None]]()
+        names_axes = self.constraints or self.recipe is not None or self.before is not None
         failure = None
         with self._searching() as control:
-            for mesh in meshes:
-                options = replace(part._options(program, mesh, {}), elsewhere=tuple(plans))
+            for mesh in meshes if names_axes else distinct_meshes(meshes, self.cluster_for(meshes[0])):
+                if plans and control.is_over():
+                    break
+                options = replace(self._options(program, mesh, {}), elsewhere=tuple(plans))
                 try:
-                    plans.append(part._search(program, mesh, options, control))
+                    plans.append(self._search(program, mesh, options, control))
                 except AutoshardError as error:
                     failure = error
+                except DearMeshError as error:
+                    dear.append(error.baselines)
                 except SearchStopped:
                     if not plans:
                         raise
-                if control.is_stopped and plans:
-                    break
             if not plans and failure is not None:
                 raise failure
         best = min(plans, key=lambda plan: plan.predicted.step_time_s)
         searched_s = sum(plan.search_time_s for plan in plans)
         return replace(
-            best, baselines=least_baselines(plans), search_time_s=searched_s, was_interrupted=control.is_stopped
+            best,
+            baselines=least_baselines([*(plan.baselines for plan in plans), *dear]),
+            search_time_s=searched_s,
+            was_interrupted=control.is_stopped,
+            was_cut=control.ceiling.has_cut,
         )
 
     def cluster_for(self, mesh: Mesh) -> Cluster:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -57,7 +56,8 @@ def plan_recipe(
     meshes: Sequence[Mesh],
     recipe: Recipe,
     global_batch: int,
-    until: float = math.inf,
+    *,
+    in_time: bool = False,
 ) -> Planned:
     """The fastest plan within a recipe.
 
@@ -70,26 +70,27 @@ def plan_recipe(
         meshes: on which the recipe may lie.
         recipe: complete or not.
         global_batch: sequences of a step.
-        until: see `StagePlans.plan`; if it is finite, what has no stages is planned in time or not at all.
+        in_time: what does not end in time is not planned at all; see `Planner.plan_call` and `StagePlans.plan`.
 
     Raises:
         RecipeError, NotAvailableError: the recipe does not fit the model, the meshes, the batch or the time.
         DoesNotFitError: no plan within it fits.
     """
-    planner = replace(planner, recipe=replace(recipe, global_batch=global_batch))
+    planner, ceiling = replace(planner, recipe=replace(recipe, global_batch=global_batch)).begun()
     counts = _by_micro_batches(meshes, recipe, global_batch)
     if recipe.pipeline > 1:
         chosen = counts_to_try(counts, recipe.pipeline)
         counts = {parts: counts[parts] for parts in chosen}
-        planner = replace(planner, time_budget_s=planner.time_budget_s / len(chosen))
     found: list[Planned] = []
     failure: AutoshardError | None = None
     for parts, places in counts.items():
         if recipe.micro_batch is None and recipe.pipeline == 1 and any(_is_plain(item.plan) for item in found):
             break
+        if found and ceiling.cuts():
+            break
         each = replace(planner, micro_batches=parts)
         try:
-            found.append(_plan_on(each, _with_batch(request, global_batch // parts), places, until))
+            found.append(_plan_on(each, _with_batch(request, global_batch // parts), places, in_time=in_time))
         except (DoesNotFitError, RecipeError) as error:
             _LOGGER.debug("%d micro-batches: %s", parts, error)
             failure = error
@@ -101,22 +102,22 @@ def plan_recipe(
                 smallest_bytes=failure.smallest_bytes,
             ) from failure
         raise failure
-    return min(found, key=attrgetter("step_time_s"))
+    best = min(found, key=attrgetter("step_time_s"))
+    return replace(best, plan=replace(best.plan, was_cut=True)) if ceiling.has_cut else best
 
 
-def _plan_on(planner: Planner, request: Request, meshes: Sequence[Mesh], until: float) -> Planned:
+def _plan_on(planner: Planner, request: Request, meshes: Sequence[Mesh], *, in_time: bool) -> Planned:
     """The fastest plan of a call on any of some meshes, in stages or not."""
     recipe = planner.recipe
     assert recipe is not None, "it is planned within one"
     if recipe.pipeline == 1:
-        return Planned(planner, request, *planner.plan_call(request, meshes, in_time=until < math.inf))
-    planner = replace(planner, time_budget_s=planner.time_budget_s / len(meshes))
+        return Planned(planner, request, *planner.plan_call(request, meshes, in_time=in_time))
     plans, failure = [], None
     for mesh in meshes:
         pipeline = pipeline_of(mesh, recipe.chosen_schedule, recipe.virtual_stages, planner.micro_batches)
         assert pipeline is not None, "an axis carries stages"
         try:
-            plans.append(Planned(planner, request, None, plan_stages(planner, pipeline, request, until)))
+            plans.append(Planned(planner, request, None, plan_stages(planner, pipeline, request, in_time=in_time)))
         except DoesNotFitError as error:
             failure = error
     if not plans:

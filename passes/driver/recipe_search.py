@@ -29,6 +29,7 @@ from passes.recipe_search.search_recipes import FoundRecipe, Watch
 from passes.recipe_search.warm_start import known_recipe
 from passes.recipes.own_runtime import own_runtime
 from passes.sections.price_model import CountedModel, PricedModel
+from passes.solver.search_control import Ceiling
 
 _AXES = 3
 """Axes of more than one device that a recipe is taken to have, by which its communicators are counted."""
@@ -68,10 +69,11 @@ class RecipeSearch:
             DoesNotFitError: no recipe fits; carries the least memory that one takes.
             NotAvailableError: time ran out before any was priced.
         """
+        ceiling = Ceiling.within(self.time_budget_s)
         with search_bar(self.time_budget_s, self.progress) as show:
             watch = None if show is None else _watching(show)
-            known = None if self.before is None else known_recipe(self.problem, self.before, self.time_budget_s)
-            found, kinds = self.problem.best_of_all(time_budget_s=self.time_budget_s, known=known, watch=watch)
+            known = None if self.before is None else known_recipe(self.problem, self.before, ceiling)
+            found, kinds = self.problem.best_of_all(ceiling=ceiling, known=known, watch=watch)
         if found.recipe is not None:
             return self, found, kinds
         if not found.is_complete:
@@ -81,7 +83,7 @@ class RecipeSearch:
         if self.problem.runs:
             why = "of the recipes that fit and keep the constraints, none has a program yet that compile runs"
             return replace(self, problem=replace(self.problem, runs=False), forecast=why).run()
-        raise shortage(self.problem, self.time_budget_s)
+        raise shortage(self.problem, Ceiling.within(self.time_budget_s))
 
     def price(self, found: FoundRecipe, kinds: Mapping[str, FoundRecipe], forecast: str = "") -> Plan:
         """The plan that is the price of the recipe found.
@@ -102,6 +104,7 @@ class RecipeSearch:
             lower_bound=found.lower_bound,
             search_time_s=found.search_time_s,
             was_interrupted=found.was_interrupted,
+            was_cut=found.was_cut,
             memory_budget=int(problem.memory_limit),
             baselines={
                 name: each.objective if each.recipe else None

@@ -51,13 +51,13 @@ def plan_searched(
         )
     if why:
         return Planned(planner, request, None, search.price(found, kinds, why))
-    end = time.monotonic() + planner.time_budget_s
+    planner, ceiling = planner.begun()
     planned, failure = _fastest(planner, request, search, _shapes([found, *kinds.values()], search), check_stages)
+    was_cut = found.was_cut or ceiling.has_cut
     if planned is None:
-        left_s = end - time.monotonic()
-        why = str(failure) if left_s > 0 else f"time_budget_s={planner.time_budget_s:g} was up: {failure}"
-        return Planned(planner, request, None, search.price(found, kinds, why))
-    return replace(planned, plan=replace(planned.plan, search_time_s=time.monotonic() - start))
+        why = f"time_budget_s={planner.time_budget_s:g} was up: {failure}" if ceiling.has_cut else str(failure)
+        return Planned(planner, request, None, replace(search.price(found, kinds, why), was_cut=was_cut))
+    return replace(planned, plan=replace(planned.plan, search_time_s=time.monotonic() - start, was_cut=was_cut))
 
 
 _FREE = ("zero", "sequence_parallel", "recompute", "offload")
@@ -78,8 +78,7 @@ def _shapes(found: Sequence[FoundRecipe], search: RecipeSearch) -> dict[Recipe, 
 
 _MOST_SHAPES, _NEAR, _SHARE_OF_OTHERS = 3, 1.5, 0.5
 """Meshes that are planned at most, how much slower their recipes may be than the fastest, and the part of the time
-that all may take: where the first is planned, the others are only as good as they are quick to plan. Where stages of
-the first do not fit by then, others have the rest."""
+that all may take (`_seconds`): where the first is planned, the others are only as good as they are quick to plan."""
 
 _SECONDS_PER_PARAMETER, _SECONDS_WITHOUT_STAGES = 0.2, 20.0
 """Planning takes so long, about, for each parameter; without stages at most so long, as alike blocks are left out."""
@@ -106,15 +105,14 @@ def _fastest(
     check_stages: Callable[[], None],
 ) -> tuple[Planned | None, AutoshardError | None]:
     """The fastest plan of some recipes, None where none has one; and why the first that has none has none."""
-    end = time.monotonic() + planner.time_budget_s
+    planner, ceiling = planner.begun()
     least, needed_s = min(each.objective for each in shapes.values()), 0.0
     plans: list[Planned] = []
     failure: AutoshardError | None = None
     for shape, found in shapes.items():
         needed_s += _seconds(request.model, found)
         is_late, is_slow = needed_s > _SHARE_OF_OTHERS * planner.time_budget_s, found.objective > _NEAR * least
-        left_s = end - time.monotonic()
-        if (plans and (is_late or is_slow or len(plans) == _MOST_SHAPES)) or (failure and left_s <= 0):
+        if (plans and (is_late or is_slow or len(plans) == _MOST_SHAPES)) or ((plans or failure) and ceiling.cuts()):
             break
         if _takes_too_long(request.model, found, planner.time_budget_s):
             continue
@@ -122,10 +120,8 @@ def _fastest(
             if shape.pipeline > 1:
                 check_stages()
             meshes = meshes_for(shape, search.problem.cluster, None)
-            in_time = replace(planner, time_budget_s=max(1.0, left_s))
-            until = end if failure or len(shapes) == 1 else end - _SHARE_OF_OTHERS * left_s
-            planned = plan_recipe(in_time, request, meshes, shape, shape.batch, until)
-            if time.monotonic() >= end and planned.step_time_s > _NEAR * found.objective:
+            planned = plan_recipe(planner, request, meshes, shape, shape.batch, in_time=True)
+            if ceiling.has_cut and planned.step_time_s > _NEAR * found.objective:
                 raise NotAvailableError(
                     f"the best specs found by then take {format_time(planned.step_time_s)} a step; give it more time, "
                     "or plan with recipe=plan.recipe"

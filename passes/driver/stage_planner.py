@@ -81,9 +81,9 @@ class StagePlanner:
     def _plans_for(self, request: Request) -> StagePlans:
         """The planner of a call: of a step in micro-batches, or of a whole batch without gradients."""
         if request.update is not None:
-            return StagePlans(self.planner, self.pipeline)
+            return StagePlans(self.planner.begun()[0], self.pipeline)
         gather = request.outputs is Outputs.WHOLE or self.planner.gather_outputs
-        planner = replace(self.planner, micro_batches=1, gather_outputs=gather)
+        planner = replace(self.planner.begun()[0], micro_batches=1, gather_outputs=gather)
         return StagePlans(planner, replace(self.pipeline, micro_batches=1))
 
     def _plan_for(self, plans: StagePlans, program: Program, request: Request, lowered: list[PhasedProgram]) -> Plan:

@@ -68,7 +68,7 @@ class StagePlans:
     pipeline: Pipeline
 
     def plan(
-        self, program: Program, request: Request, homes: Mapping[str, int] | None = None, until: float = math.inf
+        self, program: Program, request: Request, homes: Mapping[str, int] | None = None, *, in_time: bool = False
     ) -> tuple[Plan, Sequence[PhasedProgram]]:
         """The plan of a traced step, or of a call without gradients, and its lowered stages.
 
@@ -76,7 +76,7 @@ class StagePlans:
             program: forward and backward, or a forward alone.
             request: what it is a trace of; its update is planned with each stage.
             homes: the stage that holds each parameter already, by name.
-            until: a time of `time.monotonic` after which stages that do not fit are not searched again.
+            in_time: stages that do not fit are not searched again once the planner's ceiling is reached.
 
         Raises:
             DoesNotFitError: a rank needs more memory than there is.
@@ -86,7 +86,7 @@ class StagePlans:
         cut = self._cut(program, request, homes=homes)
         self._check_constraints(program, cut, request)
         order = self.order(request)
-        stages, predicted = self._fitting(cut, order, program, request, until)
+        stages, predicted = self._fitting(cut, order, program, request, in_time=in_time)
         found = self._whole(program, cut, order, stages, predicted)
         return replace(found, search_time_s=time.perf_counter() - start), [stage.phased for stage in stages]
 
@@ -165,7 +165,7 @@ class StagePlans:
         return {name: PartitionSpec() for name in found if name.startswith(_OF_MODEL)}
 
     def _fitting(
-        self, cut: CutProgram, order: PipelineOrder, program: Program, request: Request, until: float
+        self, cut: CutProgram, order: PipelineOrder, program: Program, request: Request, *, in_time: bool
     ) -> tuple[list[StageProgram], PipelinePrediction]:
         """Stages with which each rank has what its order has in flight within its memory."""
         cluster = self.planner.cluster_for(self.pipeline.mesh)
@@ -190,7 +190,7 @@ class StagePlans:
             if predicted.whole.peak_memory_bytes >= needed:
                 break
             needed = predicted.whole.peak_memory_bytes
-            if time.monotonic() >= until:
+            if in_time and self.planner.begun()[1].cuts():
                 raise NotAvailableError(
                     f"the search for stages that fit did not end in time: those found need {format_bytes(needed)} per "
                     "device; give it more time, or plan with recipe=plan.recipe"
@@ -215,7 +215,6 @@ class StagePlans:
             constraints={**_constraints_of(stage, self.planner.constraints), **self._whole_outputs(stage)},
             recipe=self.planner.recipe and self.planner.recipe.of_stage,
             memory_budget=limit if limit is None else int(limit),
-            time_budget_s=self.planner.time_budget_s / self.pipeline.stages,
         )
         try:
             found = share.search_and_lower(stage, self.pipeline.stage_mesh, request.placed)
@@ -230,11 +229,12 @@ class StagePlans:
 
     def _does_not_fit(self, needed: float, budget: float | None, order: PipelineOrder) -> DoesNotFitError:
         flight = max(self._in_flight(order))
+        late = " time_budget_s was up before the search ended: give it more time." if self.planner.is_cut else ""
         limit = "this device" if budget is None else f"memory_budget={budget:.0f}"
         return DoesNotFitError(
             f"The pipeline needs {format_bytes(needed)} per device or more, with up to {flight} micro-batches in "
             f"flight on a rank (schedule={self.pipeline.schedule!r}), and {limit} is less. Use more micro-batches, "
-            "which are smaller, another schedule, or more ranks.",
+            f"which are smaller, another schedule, or more ranks.{late}",
             smallest_bytes=int(needed),
         )
 
@@ -277,6 +277,7 @@ class StagePlans:
             replicated_operators=tuple(dict.fromkeys(item for plan in plans for item in plan.replicated_operators)),
             operators=tuple(item for plan in plans for item in plan.operators),
             was_interrupted=any(plan.was_interrupted for plan in plans),
+            was_cut=any(plan.was_cut for plan in plans),
             stages=plans,
             micro_batches=order.micro_batches,
             order=order,
@@ -302,11 +303,13 @@ def search_stages(
         request_of: the call of a micro-batch, by how many a step has.
     """
     pipelines = _pipelines(mesh, asked, batch)
+    planner, ceiling = planner.begun()
     best, failure = None, None
     for pipeline in pipelines:
-        part = replace(planner, time_budget_s=planner.time_budget_s / len(pipelines))
+        if best is not None and ceiling.cuts():
+            break
         try:
-            found = plan_stages(part, pipeline, request_of(pipeline.micro_batches))
+            found = plan_stages(planner, pipeline, request_of(pipeline.micro_batches))
         except DoesNotFitError as error:
             failure = error
             continue
@@ -315,23 +318,23 @@ def search_stages(
     if best is None:
         assert failure is not None, "at least one number was tried"
         raise failure
-    return best
+    return replace(best, was_cut=ceiling.has_cut)
 
 
-def plan_stages(planner: Planner, pipeline: Pipeline, request: Request, until: float = math.inf) -> Plan:
+def plan_stages(planner: Planner, pipeline: Pipeline, request: Request, *, in_time: bool = False) -> Plan:
     """The plan of a step in the stages of a pipeline.
 
     Args:
         planner: plans stages.
         pipeline: schedule and micro-batches.
         request: the call of a micro-batch.
-        until: see `StagePlans.plan`.
+        in_time: see `StagePlans.plan`.
     """
-    planner = replace(planner, micro_batches=pipeline.micro_batches)
+    planner = replace(planner.begun()[0], micro_batches=pipeline.micro_batches)
     program = planner.trace(replace(request, update=None))
     check_has_loss(program)
     check_stays(program)
-    return StagePlans(planner, pipeline).plan(program, request, until=until)[0]
+    return StagePlans(planner, pipeline).plan(program, request, in_time=in_time)[0]
 
 
 def _pipelines(mesh: Mesh, asked: Asked, batch: int | None) -> list[Pipeline]:

@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -30,18 +29,16 @@ def solve_baselines(
     search: Search,
     allowed: Mapping[int, np.ndarray],
     before: Plan | None = None,
-    deadline: float = np.inf,
     elsewhere: Sequence[Plan] = (),
 ) -> dict[str, Solution | None]:
     """The best plan of each recipe, None where none fits.
 
-    Recipes that no plan within the user's constraints is, and those not looked at before the search was stopped, or
-    time was up, are left out.
+    Recipes that no plan within the user's constraints is, and those not looked at before the search was over, are left
+    out.
 
     Args:
         planning, search, allowed: as of the search itself.
         before: a plan of the program, on this mesh or another.
-        deadline: of `time.monotonic`.
         elsewhere: plans on other meshes of as many devices. A recipe that uses every axis alike and fits on one of
             those is left out: it would be much the same plan, of more collectives.
     """
@@ -55,10 +52,10 @@ def solve_baselines(
         if mask is None:
             continue
         both = {**mask, **{variable: wanted & mask.get(variable, wanted) for variable, wanted in allowed.items()}}
-        if search.control.is_stopped or time.monotonic() >= deadline:
-            break
         if not all(options.any() for options in both.values()):
             continue
+        if search.control.is_over():
+            break
         search.control.problem = name
         priced = _price(planning, search, both)
         if priced is not None or not search.control.is_stopped:
@@ -76,11 +73,11 @@ def _price(planning: PlanningProblem, search: Search, allowed: Mapping[int, np.n
         return None
 
 
-def least_baselines(plans: Sequence[Plan]) -> dict[str, float | None]:
+def least_baselines(baselines: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
     """Seconds that each known recipe costs on the mesh where that is least; None where it fits on none."""
     costs: dict[str, list[float]] = {}
-    for plan in plans:
-        for name, cost in plan.baselines.items():
+    for each in baselines:
+        for name, cost in each.items():
             costs.setdefault(name, []).extend(() if cost is None else (cost,))
     return {name: min(found, default=None) for name, found in costs.items()}
 

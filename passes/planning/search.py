@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -24,16 +23,17 @@ from autoshard.ir.text import format_bytes
 from passes.memory.liveness import Liveness
 from passes.solver.assignment import Assignment, MemoryRow, Solution
 from passes.solver.dual_search import DualSearch
+from passes.solver.messages import Messages
 from passes.solver.search_control import SearchControl
 from passes.solver.smallest_peak import choice_of_smallest_peak
-from passes.solver.solve_milp import solve_milp
+from passes.solver.solve_milp import Effort, solve_milp
 from passes.strategies.enumerate_strategies import SearchSpace
 
 EXACT_PAIRS = 20_000
 """Pairs of options over all edges up to which a problem counts as small."""
 
-_SHARE_EXACT = 0.7
-"""The part of the time for exact search, where duality has the rest."""
+_EXACTLY = Effort(1e-9, 1e6)
+"""What exact search may take, where duality has the rest: 50 nodes of the largest problem that counts as small."""
 
 
 class Searchable(Protocol):
@@ -69,7 +69,6 @@ class Search:
 
     Args:
         memory_limit_bytes: per rank, or None for no limit.
-        time_budget_s: seconds for all rounds together.
         tolerance, max_rounds: of the search of large problems, see `DualSearch`.
         is_thorough: whether large problems are searched on where something fits, see `DualSearch`.
         fineness: part of the tolerance up to which the best of all choices seen is taken where memory binds.
@@ -78,7 +77,6 @@ class Search:
     """
 
     memory_limit_bytes: float | None = None
-    time_budget_s: float = 60.0
     tolerance: float = 1e-3
     max_rounds: int = 100
     is_thorough: bool = True
@@ -105,14 +103,11 @@ class Search:
         limit = np.inf if self.memory_limit_bytes is None else float(self.memory_limit_bytes)
         problem = dataclasses.replace(restrict(planning.assignment, allowed or {}), limit=limit)
         choices = [solution.choice for solution in start]
-        deadline = time.monotonic() + self.time_budget_s
         if _pairs(problem) > EXACT_PAIRS:
-            return self._by_duals(planning, problem, choices, deadline)
-        return self._at_once(planning, problem, choices, deadline)
+            return self._by_duals(planning, problem, choices)
+        return self._at_once(planning, problem, choices)
 
-    def _by_duals(
-        self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]], deadline: float
-    ) -> Solution:
+    def _by_duals(self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]]) -> Solution:
         """Large problems: near-optimal, with a proven bound."""
 
         @cache
@@ -123,26 +118,22 @@ class Search:
 
         merges_above = self.fineness * self.tolerance if self.is_thorough else math.inf
         by_duals = DualSearch(
-            self.tolerance, self.max_rounds, max(0.0, deadline - time.monotonic()), presses=self.is_thorough,
-            merges_above=merges_above, control=self.control,
-        )  # fmt: skip
+            self.tolerance, self.max_rounds, presses=self.is_thorough, merges_above=merges_above, control=self.control
+        )
         solution = by_duals(problem, planning.usage, planning.memory_row, start, frugal)
         if solution is None:
             raise self.does_not_fit(planning, float(planning.usage(frugal()).max()) if frugal() else None)
         return solution
 
-    def _at_once(
-        self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]], deadline: float
-    ) -> Solution:
+    def _at_once(self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]]) -> Solution:
         """The optimum as if memory were no object, if that fits and is soon found; else what duality finds."""
-        left_s = _SHARE_EXACT * (deadline - time.monotonic())
         with suppress(TimeoutError):
-            solution = solve_milp(problem, time_limit_s=left_s, control=self.control)
+            solution = solve_milp(problem, control=self.control, effort=_EXACTLY)
             if solution is None:
                 raise self.does_not_fit(planning)  # nothing is allowed, whatever memory it takes
             if planning.usage(solution.choice).max() <= problem.limit:
                 return solution
-        return self._by_duals(planning, problem, start, deadline)
+        return self._by_duals(planning, problem, start)
 
     def does_not_fit(self, planning: Searchable, least: float | None = None) -> DoesNotFitError:
         """The error of a search that found nothing within its limit.
@@ -162,6 +153,15 @@ class Search:
             f"{would_do} {_largest(planning)} Use more devices, a smaller batch, or fewer constraints.",
             smallest_bytes=0 if least is None else int(np.ceil(least)),
         )
+
+
+_PASSES = 16
+"""Message passes to the first bound."""
+
+
+def first_bound(planning: Searchable, allowed: Mapping[int, np.ndarray]) -> float:
+    """Seconds that every choice costs, whatever memory it takes: proven by message passes."""
+    return Messages(restrict(planning.assignment, allowed)).iterate(_PASSES)[0]
 
 
 def _pairs(problem: Assignment) -> int:

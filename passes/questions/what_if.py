@@ -24,6 +24,7 @@ from passes.driver.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.restrictions import ROLES, restrict_all
 from passes.questions.roles import has_role
+from passes.solver.search_control import SearchControl
 
 MORE = 1.1
 """How much more of each resource `limits` tries."""
@@ -39,6 +40,7 @@ def outcome(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[in
     if not all(mask.any() for mask in allowed.values()):
         return Outcome(fits=False)
     try:
+        options = replace(options, control=SearchControl.within(options.time_budget_s))
         found = solve(planning, options, allowed)
     except DoesNotFitError as error:
         return Outcome(fits=False, smallest_bytes=error.smallest_bytes)

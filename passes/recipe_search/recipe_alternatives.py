@@ -31,6 +31,7 @@ from passes.recipe_search.recipe_space import Only
 from passes.recipe_search.richer_problems import richer_problems
 from passes.recipes.recipe_plan import predict_recipe
 from passes.sections.price_model import PricedModel
+from passes.solver.search_control import Ceiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +238,7 @@ class RecipeAlternatives:
         known: Recipe | None = None,
     ) -> Outcome | None:
         """The best recipe of a problem, see `RecipeProblem.best`, or the one with the least memory; None for none."""
-        found = problem.best(only=only, known=known, time_budget_s=self.time_budget_s)
+        found = problem.best(only=only, known=known, ceiling=Ceiling.within(self.time_budget_s))
         if found.recipe is not None:
             step = predict_recipe(problem.counted, found.recipe, problem.cluster, problem.model)
             return Outcome(
@@ -251,7 +252,7 @@ class RecipeAlternatives:
             )
         if not found.is_complete:
             raise NotAvailableError(f"{self.time_budget_s:g} s ended before any recipe was priced ({name}).")
-        least = problem.smallest(only=only, time_budget_s=self.time_budget_s)
+        least = problem.smallest(only=only, ceiling=Ceiling.within(self.time_budget_s))
         if least.recipe is None:
             return None
         return Outcome(fits=False, smallest_bytes=int(least.objective), recipe=least.recipe)

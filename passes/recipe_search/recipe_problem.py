@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -17,9 +16,7 @@ from passes.recipe_search.recipe_space import Only, RecipeSpace, keeps
 from passes.recipe_search.search_recipes import Branch, FoundRecipe, Watch, search_recipes
 from passes.recipes.own_runtime import step_model
 from passes.sections.price_model import CountedModel
-
-_BASELINES_SHARE = 0.3
-"""Part of the time budget that the known kinds of recipes may take."""
+from passes.solver.search_control import Ceiling
 
 
 @dataclass
@@ -74,7 +71,7 @@ class RecipeProblem:
         *,
         fixed: Mapping[str, object] | None = None,
         only: Only | None = None,
-        time_budget_s: float = math.inf,
+        ceiling: Ceiling | None = None,
         known: Recipe | None = None,
         watch: Watch | None = None,
     ) -> FoundRecipe:
@@ -83,30 +80,28 @@ class RecipeProblem:
         Args:
             fixed: searched fields to their values, `{"pipeline": 8}`.
             only: searched fields to the values that they may have, `{"pipeline": range(2, 65)}`.
-            time_budget_s, known, watch: see `search_recipes`.
+            ceiling, known, watch: see `search_recipes`.
 
         Raises:
             RecipeError: a field that is not searched.
         """
         space = self.space(fixed, only)
         fastest = Branch(space, Fastest(self.pricer, self.memory_limit))
-        return search_recipes(
-            [fastest], self.pricer.memory_bytes, time_budget_s=time_budget_s, known=known, watch=watch
-        )
+        return search_recipes([fastest], self.pricer.memory_bytes, ceiling=ceiling, known=known, watch=watch)
 
     def smallest(
         self,
         *,
         fixed: Mapping[str, object] | None = None,
         only: Only | None = None,
-        time_budget_s: float = math.inf,
+        ceiling: Ceiling | None = None,
     ) -> FoundRecipe:
         """The recipe with the least memory; its objective is bytes. See `best`."""
         space = self.space(fixed, only)
         smallest = Branch(space, Smallest(self.pricer))
-        return search_recipes([smallest], self.pricer.memory_bytes, time_budget_s=time_budget_s)
+        return search_recipes([smallest], self.pricer.memory_bytes, ceiling=ceiling)
 
-    def baselines(self, time_budget_s: float = math.inf) -> dict[str, FoundRecipe]:
+    def baselines(self, ceiling: Ceiling | None = None) -> dict[str, FoundRecipe]:
         """The fastest recipe of each of the `kinds`.
 
         Raises:
@@ -115,7 +110,7 @@ class RecipeProblem:
         found: dict[str, FoundRecipe] = {}
         try:
             for name, only in self.kinds.items():
-                found[name] = self.best(only=only, time_budget_s=time_budget_s / len(self.kinds))
+                found[name] = self.best(only=only, ceiling=ceiling)
                 if found[name].was_interrupted:
                     break
         except KeyboardInterrupt:
@@ -129,14 +124,14 @@ class RecipeProblem:
         return runs and keeps(recipe, self.pinned) and self.pricer.fits(recipe, self.memory_limit)
 
     def best_of_all(
-        self, *, time_budget_s: float = math.inf, known: Recipe | None = None, watch: Watch | None = None
+        self, *, ceiling: Ceiling | None = None, known: Recipe | None = None, watch: Watch | None = None
     ) -> tuple[FoundRecipe, dict[str, FoundRecipe]]:
         """The fastest recipe, and the baselines; the fastest of these, and of `known`, is its first incumbent.
 
         Times are of both.
         """
         start = time.monotonic()
-        kinds = self.baselines(_BASELINES_SHARE * time_budget_s)
+        kinds = self.baselines(ceiling)
         parts = list(kinds.values())
         if known is not None:
             objective = self.pricer.time_s(known)
@@ -151,8 +146,7 @@ class RecipeProblem:
         if is_cut and first is not None:
             found = replace(first, lower_bound=0.0, is_complete=False, was_interrupted=True)
         else:
-            left_s = time_budget_s - (time.monotonic() - start)
-            found = self.best(known=first and first.recipe, time_budget_s=left_s, watch=watch)
+            found = self.best(known=first and first.recipe, ceiling=ceiling, watch=watch)
         return replace(found, search_time_s=time.monotonic() - start), kinds
 
     def space(self, fixed: Mapping[str, object] | None = None, only: Only | None = None) -> RecipeSpace:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -12,24 +11,24 @@ from autoshard.ir.text import format_bytes
 from cost_models.hardware import Cluster
 from passes.recipe_search.recipe_problem import RecipeProblem
 from passes.recipes.recipe_plan import predict_recipe
+from passes.solver.search_control import Ceiling
 
 _MORE_NODES = (2, 4, 8)
 """How many times as many nodes are tried."""
 
 
-def shortage(problem: RecipeProblem, time_budget_s: float) -> DoesNotFitError:
+def shortage(problem: RecipeProblem, ceiling: Ceiling) -> DoesNotFitError:
     """The error that says what the least memory is, of what, and what would help.
 
     Args:
         problem: that nothing fits in.
-        time_budget_s: of all searches for it together; what was not found by then is not said.
+        ceiling: of all searches for it together; what was not found by then is not said.
     """
-    end = time.monotonic() + time_budget_s
-    least = problem.smallest(time_budget_s=time_budget_s)
+    least = problem.smallest(ceiling=ceiling)
     if least.recipe is None:
         return DoesNotFitError(_no_recipe(problem), smallest_bytes=0)
     parts = predict_recipe(problem.counted, least.recipe, problem.cluster, problem.model).memory_breakdown
-    remedies = _without_constraints(problem, end), _with_more_nodes(problem, end)
+    remedies = _without_constraints(problem, ceiling), _with_more_nodes(problem, ceiling)
     return DoesNotFitError(
         f"No recipe{_constraints(problem)} fits in {format_bytes(problem.memory_limit)} per device: the smallest needs "
         f"{format_bytes(least.objective)}, {_words(parts)} ({least.recipe.words}). "
@@ -70,17 +69,17 @@ def _words(parts: Mapping[str, int]) -> str:
     return ", ".join(f"{format_bytes(size)} of {name}" for name, size in largest)
 
 
-def _without_constraints(problem: RecipeProblem, end: float) -> str:
-    found = _that_fits(replace(problem, pinned={}), end) if problem.pinned else None
+def _without_constraints(problem: RecipeProblem, ceiling: Ceiling) -> str:
+    found = _that_fits(replace(problem, pinned={}), ceiling) if problem.pinned else None
     if found is None:
         return ""
     return f"Without constraints {format_bytes(found.needed_bytes)} would do ({found.recipe.words})."
 
 
-def _with_more_nodes(problem: RecipeProblem, end: float) -> str:
+def _with_more_nodes(problem: RecipeProblem, ceiling: Ceiling) -> str:
     for factor in _MORE_NODES:
         larger, words = _larger(problem, factor)
-        found = None if larger is None else _that_fits(larger, end)
+        found = None if larger is None else _that_fits(larger, ceiling)
         if found is not None:
             return f"{words} would do: there the smallest needs {format_bytes(found.needed_bytes)}."
     return ""
@@ -101,9 +100,9 @@ class _Fitting:
     needed_bytes: float
 
 
-def _that_fits(problem: RecipeProblem, end: float) -> _Fitting | None:
+def _that_fits(problem: RecipeProblem, ceiling: Ceiling) -> _Fitting | None:
     """The recipe with the least memory that was found in time, if it fits."""
-    found = problem.smallest(time_budget_s=max(0.0, end - time.monotonic()))
+    found = problem.smallest(ceiling=ceiling)
     if found.recipe is None or found.objective > problem.memory_limit:
         return None
     return _Fitting(found.recipe, found.objective)

@@ -19,7 +19,7 @@ order, so the answer does not depend on the machine. Layouts are taken by rising
 its size, which rises with it. What is recomputed only adds to the step, and so does what is offloaded: where a layout
 is too slow without, it is left. (What is both may be faster than what is offloaded alone: less is copied.)
 
-`Smallest` looks for the least memory in the same way. Stopped early, by its time budget or Ctrl-C, the search gives the
+`Smallest` looks for the least memory in the same way. Stopped early, by its ceiling or Ctrl-C, the search gives the
 best recipe that it priced, and the lowest bound of what is left.
 """
 
@@ -39,6 +39,7 @@ from passes.recipe_search.known_pipes import Pipe
 from passes.recipe_search.recipe_objectives import Objective
 from passes.recipe_search.recipe_space import KEEPINGS, Keeping, Layout, RecipeSpace, Sharding
 from passes.solver.one_thread import one_blas_thread
+from passes.solver.search_control import Ceiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,11 @@ class FoundRecipe:
     nodes: int
     search_time_s: float
 
+    @property
+    def was_cut(self) -> bool:
+        """Whether a ceiling ended it."""
+        return not (self.is_complete or self.was_interrupted)
+
 
 Watch = Callable[[FoundRecipe], None]
 """Called with what is found so far, after every priced recipe and now and then."""
@@ -82,7 +88,7 @@ def search_recipes(
     branches: Sequence[Branch],
     memory_bytes: Callable[[Recipe], int],
     *,
-    time_budget_s: float = math.inf,
+    ceiling: Ceiling | None = None,
     known: Recipe | None = None,
     known_objective: float | None = None,
     watch: Watch | None = None,
@@ -92,7 +98,7 @@ def search_recipes(
     Args:
         branches: the spaces.
         memory_bytes: of a recipe, for the order of equal ones.
-        time_budget_s: seconds that the search may take.
+        ceiling: may end it; None: nothing does.
         known: a recipe that will do: nothing worse is looked at.
         known_objective: what it has; None: it is one of the first space.
         watch: told how it goes.
@@ -100,7 +106,7 @@ def search_recipes(
     Raises:
         KeyboardInterrupt: by Ctrl-C, if no recipe was priced yet; else it ends the search.
     """
-    search = _BestFirst(branches, memory_bytes, time.monotonic() + time_budget_s, watch)
+    search = _BestFirst(branches, memory_bytes, ceiling or Ceiling(), watch)
     was_interrupted = False
     try:
         is_complete = search.run(known, known_objective)
@@ -151,10 +157,10 @@ class _BestFirst:
         self,
         branches: Sequence[Branch],
         memory_bytes: Callable[[Recipe], int],
-        end: float,
+        ceiling: Ceiling,
         watch: Watch | None,
     ) -> None:
-        self.branches, self.memory_bytes, self.end, self.watch = branches, memory_bytes, end, watch
+        self.branches, self.memory_bytes, self.ceiling, self.watch = branches, memory_bytes, ceiling, watch
         self.start = time.monotonic()
         self.open: list[_Entry] = []
         self.deep: list[tuple[int, float, int, _Node]] = []
@@ -232,7 +238,7 @@ class _BestFirst:
     def _is_over(self) -> bool:
         if self.nodes % _OFTEN == 0 and self.watch is not None:
             self.watch(self.found(is_complete=False))
-        return time.monotonic() > self.end
+        return self.ceiling.cuts()
 
     def _open_layouts(self, branch: Branch, layouts: tuple[Layout, ...]) -> None:
         """Open layouts of rising micro-batch, until one is left out for its size."""

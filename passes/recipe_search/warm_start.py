@@ -9,16 +9,14 @@ from autoshard.ir.recipe import Recipe
 from cost_models.errors import CostModelError
 from passes.recipe_search.recipe_problem import RecipeProblem
 from passes.recipe_search.recipe_space import SEARCHED, Only
-
-_SHARE = 0.2
-"""Part of the time budget that recipes like another plan's may take."""
+from passes.solver.search_control import Ceiling
 
 
-def known_recipe(problem: RecipeProblem, before: Recipe, time_budget_s: float) -> Recipe | None:
+def known_recipe(problem: RecipeProblem, before: Recipe, ceiling: Ceiling | None = None) -> Recipe | None:
     """A recipe of a problem: that of another plan, if it fits and keeps the constraints; else the fastest like it.
 
     Like it are recipes that cut a micro-batch as it does (`alike`): on another number of devices these
-    have other replicas or pipeline ranks. None where there is none of these either, or time runs out first.
+    have other replicas or pipeline ranks. None where there is none of these either, or the ceiling cuts first.
     """
     try:
         recipe = _on_base(problem, before)
@@ -26,7 +24,7 @@ def known_recipe(problem: RecipeProblem, before: Recipe, time_budget_s: float) -
             return recipe
     except (RecipeError, CostModelError):
         pass  # it is no recipe for this cluster or batch
-    return problem.best(only=alike(before), time_budget_s=_SHARE * time_budget_s).recipe
+    return problem.best(only=alike(before), ceiling=ceiling).recipe
 
 
 def _on_base(problem: RecipeProblem, before: Recipe) -> Recipe:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +17,7 @@ from passes.planning.build_assignment import PlanningProblem
 from passes.planning.exact_memory import exact_peak
 from passes.recomputation.recompute_problem import NOTHING_AGAIN, Again
 from passes.solver.assignment import Solution
+from passes.solver.search_control import SearchControl
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,34 +47,33 @@ class JointSolution:
 
 
 def fitting(
-    attempt: Callable[[float, float], JointSolution],
+    attempt: Callable[[float], JointSolution],
     frugal: Callable[[], Sequence[JointSolution]],
     limit: float,
-    deadline: float = math.inf,
+    control: SearchControl,
 ) -> tuple[JointSolution | None, float | None]:
     """What a search finds that fits by the exact count; where nothing does, bytes that would do, None if unknown.
 
     A search within these bytes finds something that fits, if only what is frugal.
 
     Args:
-        attempt: the cheapest choice within so many bytes as the search counts, sought until some time of
-            `time.monotonic`; `DoesNotFitError` if there is none.
+        attempt: the cheapest choice within so many bytes as the search counts; `DoesNotFitError` if there is
+            none.
         frugal: choices that take little, the same whenever it is asked.
         limit: bytes on each rank.
-        deadline: of `time.monotonic`, after which nothing more is attempted than the first.
+        control: once it is over nothing more is attempted than the first.
     """
     asked, bound = limit, None
     for _ in range(_ATTEMPTS):
-        now = time.monotonic()
         try:
-            found = attempt(asked, now + _SHARE_ATTEMPT * (deadline - now))
+            found = attempt(asked)
         except DoesNotFitError:
             break
         bound = found.solution.lower_bound if bound is None else bound
         excess = found.peak_bytes() - limit
         if excess <= 0:
             return bounded(found, bound), None
-        if time.monotonic() >= deadline:
+        if control.is_over():
             break
         asked = min(asked, found.counted_bytes) - excess
     peaks = [(choice.peak_bytes(), choice) for choice in frugal()]
@@ -86,9 +85,6 @@ def fitting(
 
 _ATTEMPTS = 6
 """Searches until one fits."""
-
-_SHARE_ATTEMPT = 0.75
-"""Part of the time left that a search may take, so that another one can follow where what it finds does not fit."""
 
 
 def bounded(found: JointSolution, bound: float) -> JointSolution:

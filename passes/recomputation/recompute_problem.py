@@ -15,8 +15,6 @@ is lowered, and more only where a value is held for nothing but a recomputation,
 
 from __future__ import annotations
 
-import math
-import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,7 +32,7 @@ from passes.planning.build_assignment import PlanningProblem
 from passes.recomputation.recompute_memory import RecomputeMemory
 from passes.recomputation.recompute_options import AGAIN, OFFLOADED, RECOMPUTED, Keeping, RecomputeOptions
 from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
-from passes.solver.search_control import SearchStopped
+from passes.solver.search_control import SearchControl, SearchStopped
 from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, leaves_program, specs_of
 from passes.strategies.price import local_bytes_of
 
@@ -150,32 +148,36 @@ def _is_late(head: Site, link: Link) -> bool:
 
 
 def build_recompute_problem(
-    planning: PlanningProblem, options: RecomputeOptions, *, with_memory: bool = True, deadline: float = math.inf
+    planning: PlanningProblem,
+    options: RecomputeOptions,
+    *,
+    with_memory: bool = True,
+    control: SearchControl | None = None,
 ) -> RecomputeProblem:
     """The problem with recomputation over the strategies of `planning`.
 
     Args:
         planning, options: what it is of.
         with_memory: what lies in memory is listed; a problem that is not searched (a choice is drawn) does without.
-        deadline: of `time.monotonic`.
+        control: nothing is built once it is over; None: it is built in any case.
 
     Raises:
-        SearchStopped: the deadline passed before it was built.
+        SearchStopped: it was over before the problem was built.
     """
     memory = RecomputeMemory(planning, options)
     building = _Building(planning, options, memory)
-    assignment = Assignment(tuple(_until(deadline, building.costs())), tuple(_until(deadline, building.edges())))
-    usage = MemoryUsage.of(memory.liveness.points, list(_until(deadline, memory.items())) if with_memory else [])
+    assignment = Assignment(tuple(_in_time(control, building.costs())), tuple(_in_time(control, building.edges())))
+    usage = MemoryUsage.of(memory.liveness.points, list(_in_time(control, memory.items())) if with_memory else [])
     return RecomputeProblem(planning, options, assignment, usage)
 
 
 _Part = TypeVar("_Part")
 
 
-def _until(deadline: float, parts: Iterator[_Part]) -> Iterator[_Part]:
+def _in_time(control: SearchControl | None, parts: Iterator[_Part]) -> Iterator[_Part]:
     """The parts, while there is time."""
     for part in parts:
-        if time.monotonic() >= deadline:
+        if control is not None and control.is_over():
             raise SearchStopped("time was up before the problem with recomputation was built")
         yield part
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -85,24 +84,16 @@ def _solve_jointly(
     offload: bool,
 ) -> JointSolution:
     """See `solve_jointly`, which knows another solution."""
-    end = time.monotonic() + search.time_budget_s
     if not recompute:
-        return _alone(planning, search, allowed, start, end)
-    share = 1.0 if search.memory_limit_bytes is None else _SHARE_FREE
-    unlimited = dataclasses.replace(
-        search, memory_limit_bytes=None, time_budget_s=share * search.time_budget_s, fineness=_FINENESS
-    )
+        return _alone(planning, search, allowed, start)
+    unlimited = dataclasses.replace(search, memory_limit_bytes=None, fineness=_FINENESS)
     free = JointSolution(planning, unlimited(planning, allowed, start))
     if search.memory_limit_bytes is None or free.peak_bytes() <= search.memory_limit_bytes:
         return free
     coarse, bound = dataclasses.replace(search, tolerance=_TOLERANCE), free.solution.lower_bound
-    found = _where_memory_binds(planning, coarse, allowed, start, end, offload=offload)
+    found = _where_memory_binds(planning, coarse, allowed, start, offload=offload)
     # neither strategies nor keepings cost less where memory is short
     return bounded(found, max(found.solution.lower_bound, bound))
-
-
-_SHARE_FREE = 0.7
-"""Part of the time in which it is searched as if memory were no object; the rest is for where it is."""
 
 
 def _where_memory_binds(
@@ -110,30 +101,28 @@ def _where_memory_binds(
     search: Search,
     allowed: Mapping[int, np.ndarray],
     start: Sequence[Solution],
-    end: float,
     *,
     offload: bool,
 ) -> JointSolution:
     """See `solve_jointly`, where the cheapest choice of all does not fit."""
-    if search.control.is_stopped or (start and time.monotonic() >= end):
+    if search.control.is_stopped or (start and search.control.is_over()):
         # the bound of the search without recomputation holds for no other
-        return bounded(_alone(planning, search, allowed, start, end), 0.0)
+        return bounded(_alone(planning, search, allowed, start), 0.0)
     if not offload or planning.prices.cluster.device.host_link is None:
-        return _solve(planning, search, allowed, start, end, offload=False)
-    most = end - _SHARE_WITHOUT * search.time_budget_s
+        return _solve(planning, search, allowed, start, offload=False)
     room = planning.prices.cluster.host_bytes_per_device
     try:
-        found = _solve(planning, search, allowed, start, most, offload=True)
+        found = _solve(planning, search, allowed, start, offload=True)
     except DoesNotFitError:
         if room is None or _most_host_bytes(planning) <= room:
             raise
-        return _solve(planning, search, allowed, start, end, offload=False)
+        return _solve(planning, search, allowed, start, offload=False)
     has_room = room is None or found.host_bytes <= room
     is_near = found.solution.cost * (1 - _FAR) <= found.solution.lower_bound
-    if has_room and (is_near or search.control.is_stopped or time.monotonic() >= end):
+    if has_room and (is_near or search.control.is_over()):
         return found
     try:
-        other = _solve(planning, search, allowed, start, end, offload=False)
+        other = _solve(planning, search, allowed, start, offload=False)
     except DoesNotFitError:
         if has_room:
             return found
@@ -148,9 +137,6 @@ def _most_host_bytes(planning: PlanningProblem) -> int:
     return sum(math.prod(item.shape) * item.itemsize for item in results)
 
 
-_SHARE_WITHOUT = 0.3
-"""Part of the time in which the search is repeated without offload, where its gap with it is over `_FAR`."""
-
 _FAR = 0.05
 """Gap up to which the search is not repeated: measured, where it was 2 to 5 %, repeating it gained nothing, and at 11 %
 less than one in a thousand."""
@@ -161,7 +147,6 @@ def _solve(
     search: Search,
     allowed: Mapping[int, np.ndarray],
     start: Sequence[Solution],
-    deadline: float,
     *,
     offload: bool,
 ) -> JointSolution:
@@ -170,21 +155,21 @@ def _solve(
 
     options = find_options(planning, offload=offload)
     if not options.keepings:
-        return _alone(planning, search, allowed, start, deadline)
+        return _alone(planning, search, allowed, start)
     try:
         with search.control.building():
-            problem = build_recompute_problem(planning, options, deadline=deadline if start else math.inf)
+            problem = build_recompute_problem(planning, options, control=search.control if start else None)
     except SearchStopped:
-        return bounded(_alone(planning, search, allowed, start, deadline), 0.0)
+        return bounded(_alone(planning, search, allowed, start), 0.0)
 
     wide = problem.widen(allowed)
 
-    def attempt(limit: float, until: float) -> JointSolution:
+    def attempt(limit: float) -> JointSolution:
         """The cheapest choice that fits in a limit by the problem's count."""
-        return _joint(problem, _within(limit, until, search)(problem, wide, start))
+        return _joint(problem, _within(limit, search)(problem, wide, start))
 
     frugal = partial(_frugal, problem, search, wide, partial(_joint, problem))
-    found, least = fitting(attempt, frugal, search.memory_limit_bytes, deadline)
+    found, least = fitting(attempt, frugal, search.memory_limit_bytes, search.control)
     bound = 0.0 if found is None else found.solution.lower_bound
     for solution in start:  # the last attempt may have been within less, where these do not fit
         found = _cheaper(found, JointSolution(planning, solution))
@@ -218,17 +203,16 @@ def _alone(
     search: Search,
     allowed: Mapping[int, np.ndarray],
     start: Sequence[Solution],
-    deadline: float,
 ) -> JointSolution:
     """The cheapest choice that fits as it is."""
     if search.memory_limit_bytes is None:
         return JointSolution(planning, search(planning, allowed, start))
 
-    def attempt(limit: float, until: float) -> JointSolution:
-        return JointSolution(planning, _within(limit, until, search)(planning, allowed, start))
+    def attempt(limit: float) -> JointSolution:
+        return JointSolution(planning, _within(limit, search)(planning, allowed, start))
 
     frugal = partial(_frugal, planning, search, allowed, partial(JointSolution, planning))
-    found, least = fitting(attempt, frugal, search.memory_limit_bytes, deadline)
+    found, least = fitting(attempt, frugal, search.memory_limit_bytes, search.control)
     if found is None:
         raise search.does_not_fit(planning, least)
     return found
@@ -248,7 +232,7 @@ def _frugal(
     rough = joint(Solution(found, free.cost_of(found), 0.0))
     if search.control.is_stopped or rough.peak_bytes() > _NEAR * (search.memory_limit_bytes or 0):
         return [rough]
-    quick = DualSearch(search.tolerance, _ROUNDS, np.inf, control=search.control)
+    quick = DualSearch(search.tolerance, _ROUNDS, control=search.control)
     peak = float(problem.usage(found).max())
     cheap = quick(dataclasses.replace(free, limit=peak), problem.usage, problem.memory_row, [found])
     return [rough] if cheap is None else [rough, joint(cheap)]
@@ -258,14 +242,9 @@ _NEAR = 1.1
 """How many times the limit a small peak may be for a cheap choice within it to be looked for: that might fit, too."""
 
 
-def _within(limit: float, deadline: float, search: Search) -> Search:
-    """The search within another limit, and what is left of the time."""
-    return dataclasses.replace(_by(deadline, search), memory_limit_bytes=limit, says_smallest=False)
-
-
-def _by(deadline: float, search: Search) -> Search:
-    """The search within what is left of the time."""
-    return dataclasses.replace(search, time_budget_s=max(0.0, deadline - time.monotonic()))
+def _within(limit: float, search: Search) -> Search:
+    """The search within another limit."""
+    return dataclasses.replace(search, memory_limit_bytes=limit, says_smallest=False)
 
 
 _FINENESS = 0.1

@@ -14,7 +14,7 @@ Energy Minimization", 2006): variables are in program order, so the long chains 
    and Blankenship, "The Boxstep Method for Large-Scale Optimization", 1975), averaged with these (Wentges, 1997), come
    next. A program point gets a multiplier when it first is a peak over the limit.
 3. Stop when bound and choice meet within the tolerance, when they no longer approach each other, when nothing was found
-   that fits for long, after `max_rounds`, when most of the time is up, or when the search is stopped from outside.
+   that fits for long, after `max_rounds`, or when the search is stopped from outside.
 4. Where memory binds: weigh it more, until what messages round to fits; where something does already, that may be left
    out. Take the choices of least Lagrangian that do not fit and cost less than the best that does, and change in each
    the variable that costs least per byte that it saves at the peak, until it fits. Then improve the best choice one
@@ -26,7 +26,6 @@ Energy Minimization", 2006): variables are in program order, so the long chains 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -43,7 +42,6 @@ class DualSearch:
     Args:
         tolerance: relative gap at which the search is content.
         max_rounds: rounds of message passing at most.
-        time_limit_s: seconds at most.
         presses: whether memory is weighed more although something fits.
         merges_above: relative gap above which the best of all choices seen is taken, see `merge_choices`.
         control: told how it goes; may stop it after any round, repair or change.
@@ -51,7 +49,6 @@ class DualSearch:
 
     tolerance: float = 1e-3
     max_rounds: int = 100
-    time_limit_s: float = 60.0
     presses: bool = True
     merges_above: float = math.inf
     control: SearchControl = field(default_factory=SearchControl)
@@ -76,31 +73,25 @@ class DualSearch:
         state = DualState(problem, usage, row_at, self.control)
         for choice in start:
             state.offer(choice)
-        start_s = time.monotonic()
-        ends = [start_s + share * self.time_limit_s for share in _SHARES]
         finely = min(self.tolerance, self.merges_above)
-        state.run(finely, self.max_rounds, ends[0])
+        state.run(finely, self.max_rounds)
         if state.gap() > finely and (self.presses or state.best is None):
-            state.press(ends[1])
+            state.press()
         if state.best is None:
-            self._find_any(state, frugal, ends)
+            self._find_any(state, frugal)
         if state.gap() > finely:
-            state.repair(ends[1])
+            state.repair()
         if state.gap() > self.merges_above:
-            merge(state, self.merges_above, ends[2])
-        state.polish(ends[3])
+            merge(state, self.merges_above)
+        state.polish()
         return state.solution()
 
-    def _find_any(self, state: DualState, frugal: Callable[[], Sequence[int]] | None, ends: Sequence[float]) -> None:
+    def _find_any(self, state: DualState, frugal: Callable[[], Sequence[int]] | None) -> None:
         """Find something that fits; rounds go on with it, as it says how dear bytes are at most."""
         if self.merges_above < math.inf:
-            merge(state, self.merges_above, ends[2])
+            merge(state, self.merges_above)
         choice = frugal() if state.best is None and frugal is not None else ()
         if choice:
             state.offer(choice)
         if state.best is not None and state.gap() > self.tolerance:
-            state.run(self.tolerance, self.max_rounds, ends[1])
-
-
-_SHARES = (0.5, 0.6, 0.95, 1.0)
-"""Until when rounds, repairs, merging, and single changes go on, as parts of the time."""
+            state.run(self.tolerance, self.max_rounds)

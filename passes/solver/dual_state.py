@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -56,17 +55,13 @@ class DualState:
     def __post_init__(self) -> None:
         self.messages = Messages(self.problem)
 
-    def run(self, tolerance: float, rounds: int, deadline: float) -> None:
+    def run(self, tolerance: float, rounds: int) -> None:
         """Some rounds, as long as they close the gap."""
         for _ in range(rounds):
             self.round()
             self.control.note(self.best_cost, self.bound)
-            if self.gap() <= tolerance or self.has_stalled() or self.finds_nothing() or self.is_over(deadline):
+            if self.gap() <= tolerance or self.has_stalled() or self.finds_nothing() or self.control.is_over():
                 return
-
-    def is_over(self, deadline: float) -> bool:
-        """Whether to go no further."""
-        return self.control.is_stopped or time.monotonic() > deadline
 
     def row(self, point: int) -> MemoryRow:
         """The memory row of a point."""
@@ -137,13 +132,13 @@ class DualState:
         """
         self.messages.weigh({point: (self.rows[point].known(), weight) for point, weight in self.multipliers.items()})
 
-    def press(self, deadline: float) -> None:
+    def press(self) -> None:
         """Weigh memory as many times more as it takes for what messages round to to fit: by bisection of how many."""
         if not any(self.best_multipliers.values()):
             return
         too_few, enough, times = 1.0, math.inf, 2.0
         for _ in range(_PRESSES):
-            if self.is_over(deadline):
+            if self.control.is_over():
                 break
             self.multipliers = {point: times * weight for point, weight in self.best_multipliers.items()}
             self.weigh()
@@ -159,18 +154,18 @@ class DualState:
         self.multipliers = dict(self.best_multipliers)
         self.weigh()
 
-    def repair(self, deadline: float) -> None:
+    def repair(self) -> None:
         """Make some choices fit that nearly do, of those that cost less than the incumbent: to fit adds to that."""
         over = [cut for cut in self.cuts if cut[1].max() > self.problem.limit and cut[0] < self.best_cost]
         for _, _, choice in sorted(over, key=lambda cut: self._lagrangian(cut[0], cut[1]))[:_REPAIRS]:
-            fitting = self._fitting(choice, deadline)
+            fitting = self._fitting(choice)
             if fitting is not None:
                 self.offer(fitting)
 
     def _lagrangian(self, cost: float, used: np.ndarray) -> float:
         return cost + sum(weight * (used[p] - self.problem.limit) for p, weight in self.best_multipliers.items())
 
-    def _fitting(self, choice: tuple[int, ...], deadline: float) -> tuple[int, ...] | None:
+    def _fitting(self, choice: tuple[int, ...]) -> tuple[int, ...] | None:
         """The choice after the cheapest changes that make it fit; None if none do, or not in time."""
         used = self.usage(choice)
         while used.max() > self.problem.limit:
@@ -184,7 +179,7 @@ class DualState:
                     break
             else:
                 return None
-            if self.is_over(deadline):
+            if self.control.is_over():
                 return None
         return choice
 
@@ -201,13 +196,13 @@ class DualState:
                 found.append((float(price[option]), variable, option))
         return [(variable, option) for _, variable, option in sorted(found)]
 
-    def polish(self, deadline: float) -> None:
+    def polish(self) -> None:
         """Change one variable of the incumbent at a time as long as that is cheaper and fits."""
         changed = self.best is not None and bool(self.rows)
-        while changed and not self.is_over(deadline):
+        while changed and not self.control.is_over():
             changed = False
             for variable in range(len(self.problem.costs)):
-                changed |= not self.is_over(deadline) and self._polish_variable(variable)
+                changed |= not self.control.is_over() and self._polish_variable(variable)
 
     def _polish_variable(self, variable: int) -> bool:
         assert self.best is not None

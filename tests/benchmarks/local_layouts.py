@@ -26,6 +26,7 @@ from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.planning.constraints import allowed_options
 from passes.planning.search import Search
 from passes.solver.assignment import Floats
+from passes.solver.search_control import SearchControl
 from passes.strategies.fold_blocks import fold_blocks
 from passes.strategies.price import Prices
 
@@ -182,7 +183,7 @@ def _garbled(planning: PlanningProblem, seed: int) -> PlanningProblem:
 def _least_bytes(planning: PlanningProblem, allowed: Mapping) -> float:
     """The smallest limit that a plan fits in."""
     try:
-        Search(1.0, SEARCH_S)(planning, allowed)
+        Search(1.0, control=SearchControl.within(SEARCH_S))(planning, allowed)
     except DoesNotFitError as error:
         return float(error.smallest_bytes)
     raise AssertionError("no plan fits in one byte")

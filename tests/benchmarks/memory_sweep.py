@@ -35,6 +35,7 @@ from passes.driver.plan_options import PlanOptions
 from passes.driver.planner import Planner
 from passes.driver.recipe_search import recipe_problem
 from passes.planning.build_assignment import PlanningProblem
+from passes.solver.search_control import SearchControl
 from tests.benchmarks.decoder import Decoder, DecoderShape
 
 MESH = Mesh({"data": 8})
@@ -87,10 +88,10 @@ def sweep(
     planning: PlanningProblem, shares: Sequence[float], time_budget_s: float, *, apart: bool = False
 ) -> Iterator[Row]:
     """A row for each share of what the fastest plan takes, the smallest first; `apart`: see the module's docstring."""
-    options = PlanOptions(time_budget_s=time_budget_s)
+    options = PlanOptions()
     largest = float(planning.usage(solve(planning, options, {}).solution.choice).max())
     for share in sorted(shares):
-        within = replace(options, memory_budget=share * largest)
+        within = replace(options, memory_budget=share * largest, control=SearchControl.within(time_budget_s))
         try:
             found = solve(planning, within, {})
         except DoesNotFitError as error:

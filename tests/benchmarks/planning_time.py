@@ -40,6 +40,7 @@ from passes.lowering.lower_program import lower_program, prepare
 from passes.memory.liveness import find_lifetimes
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.planning.search import Search
+from passes.solver.search_control import SearchControl
 from passes.strategies.enumerate_strategies import EnumerateStrategies, SearchSpace
 from passes.strategies.fold_blocks import fold_blocks
 from passes.strategies.price import Prices
@@ -84,7 +85,7 @@ def time_stages(name: str, make: Callable[[], tuple[nn.Module, dict[str, Any]]],
         program = trace(model, (), inputs, all_tangents=True)
     planning = time_problem(times, program, mesh)
     with times.stage("search"):
-        solution = Search(None, search_s)(planning)
+        solution = Search(None, control=SearchControl.within(search_s))(planning)
     times.objective = solution.cost
     cluster = local_cluster(mesh)
     with times.stage("plan"):

@@ -34,6 +34,7 @@ from passes.recipe_search.recipe_problem import RecipeProblem
 from passes.recipe_search.recipe_space import SEARCHED
 from passes.recipes.recipe_plan import predict_recipe
 from passes.sections.price_model import CountedModel
+from passes.solver.search_control import Ceiling
 from tests.benchmarks.decoder import Decoder, DecoderShape
 from tests.benchmarks.published_runs import Row, cluster_of, model_shape, read_rows, recipe_of
 from tests.benchmarks.recipe_report import report
@@ -87,7 +88,7 @@ def compare(task: Task, source: str, rows: Sequence[Row], seconds: float) -> Ite
     search = RecipeProblem(model, task.cluster, task.base, limit)
     offered = Offered(search, source, seconds)
     start = time.process_time()
-    found = search.best(time_budget_s=seconds)
+    found = search.best(ceiling=Ceiling.within(seconds))
     spent_s = time.process_time() - start
     if found.was_interrupted:
         raise KeyboardInterrupt
@@ -116,7 +117,7 @@ def best_on_device_s(search: RecipeProblem, found: Recipe, seconds: float) -> fl
     """Of the fastest that keeps all on the device, where the found one does not; None if none fits, too."""
     if found.offload == "none":
         return None
-    best = search.best(only={"offload": ("none",)}, time_budget_s=seconds)
+    best = search.best(only={"offload": ("none",)}, ceiling=Ceiling.within(seconds))
     return None if best.recipe is None else best.objective
 
 
@@ -149,7 +150,8 @@ class Offered:
         """
         if limit not in self._best:
             found = [
-                self.search.within(limit).best(only=only, time_budget_s=self.seconds) for only in OFFERED[self.source]
+                self.search.within(limit).best(only=only, ceiling=Ceiling.within(self.seconds))
+                for only in OFFERED[self.source]
             ]
             if not all(each.is_complete for each in found):
                 raise TimeoutError(

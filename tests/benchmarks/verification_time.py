@@ -30,6 +30,7 @@ from passes.driver.plan_options import PlanOptions
 from passes.lowering.lower_program import lower_program, prepare
 from passes.memory.liveness import find_lifetimes
 from passes.planning.build_assignment import build_problem
+from passes.solver.search_control import SearchControl
 from passes.strategies.enumerate_strategies import EnumerateStrategies
 from passes.strategies.fold_blocks import fold_blocks
 from passes.strategies.price import Prices
@@ -53,7 +54,7 @@ def time_compile(name: str, search_s: float) -> Times:
     with times.stage("trace"):
         program = trace(model, (), inputs)
     with times.stage("plan"):
-        plan = plan_program(program, SMALL, local_cluster(SMALL), PlanOptions(time_budget_s=search_s))
+        plan = plan_program(program, SMALL, local_cluster(SMALL), PlanOptions(control=SearchControl.within(search_s)))
     with times.stage("lower"):
         phased = lower_program(program, plan)
     time_proofs(times, program, phased)

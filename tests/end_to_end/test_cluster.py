@@ -3,36 +3,55 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import autoshard
-import passes.driver.plan_and_lower
-from autoshard.cluster import candidate_meshes, local_cluster
+from autoshard.cluster import candidate_meshes, distinct_meshes, local_cluster
 from autoshard.errors import NotAvailableError
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.program import Program
+from passes.driver import planner
 
 
 def test_each_mesh_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The plan by which the mesh was chosen is the one that runs; it is not made again."""
-    planned = []
+    meshes, planned = [], []
 
-    def plan_program(*args: object) -> autoshard.Plan:
-        planned.append(original(*args))  # type: ignore[arg-type]
+    def plan_program(program: Program, mesh: Mesh, *args: Any) -> autoshard.Plan:
+        meshes.append(mesh)
+        planned.append(original(program, mesh, *args))
         return planned[-1]
 
-    original = passes.driver.plan_and_lower.plan_program
-    monkeypatch.setattr(passes.driver.plan_and_lower, "plan_program", plan_program)
+    original = planner.plan_program
+    monkeypatch.setattr(planner, "plan_program", plan_program)
     cluster = autoshard.Cluster("cpu_laptop", 1, 4)
     model, x = nn.Linear(8, 8), torch.randn(8, 8)
     sharded = autoshard.compile(model, cluster, example_inputs=(x,))
-    assert len(planned) == len(candidate_meshes(cluster)) > 1
+    assert meshes == distinct_meshes(candidate_meshes(cluster), cluster)
+    assert len(meshes) == 2
     chosen = replace(sharded.plan, baselines={}, search_time_s=0.0)
     assert chosen in [replace(plan, baselines={}, search_time_s=0.0) for plan in planned]
     assert sharded.plan.search_time_s == sum(plan.search_time_s for plan in planned)
     torch.testing.assert_close(sharded(x), nn.functional.linear(x, model.weight, model.bias))
-    assert len(planned) == len(candidate_meshes(cluster))
+    assert len(meshes) == 2
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        (1, [{"data": 8}, {"data": 4, "model": 2}]),
+        (2, [{"data": 8}, {"data": 4, "model": 2}, {"data": 2, "model": 4}]),
+    ],
+)
+def test_meshes_of_other_names_are_one(nodes: int, expected: list[dict[str, int]]) -> None:
+    """4x2 and 2x4 on one node; on two nodes links tell them apart."""
+    cluster = autoshard.Cluster("h100_sxm", nodes, 8 // nodes)
+    assert distinct_meshes(candidate_meshes(cluster), cluster) == [Mesh(axes) for axes in expected]
+    assert distinct_meshes([Mesh({"b": 1, "a": 8}), Mesh({"a": 8})], cluster) == [Mesh({"b": 1, "a": 8})]
 
 
 def test_a_cluster_is_put_together_from_parts() -> None:

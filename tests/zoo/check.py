@@ -43,6 +43,7 @@ from passes.lowering.lower_program import lower_program
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.search import Search
 from passes.solver.assignment import Solution
+from passes.solver.search_control import SearchControl
 from passes.solver.smallest_peak import choice_of_smallest_peak
 from passes.verification.verify_phases import verify_phases
 from passes.verification.verify_preparation import verify_preparation
@@ -326,7 +327,7 @@ def plan_tightly(program: Program, time_budget_s: float, result: Result) -> Plan
     chosen = _plan_of(planning, frugal, options)
     for slack in SLACKS if time_budget_s > 0 else ():
         limit = smallest + slack * max(0.0, unsplit - smallest)
-        solution = Search(limit, time_budget_s)(planning, start=[frugal])
+        solution = Search(limit, control=SearchControl.within(time_budget_s))(planning, start=[frugal])
         chosen = _plan_of(planning, solution, replace(options, memory_budget=limit))
         result.gap = 1.0 - solution.lower_bound / solution.cost if solution.cost else 0.0
         result.memory = limit / unsplit if unsplit else 0.0

@@ -5,19 +5,27 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
 import autoshard
-from autoshard import NotAvailableError, P
+from autoshard import DoesNotFitError, NotAvailableError, P
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan import Plan
+from autoshard.ir.program import Program
 from autoshard.ir.request import Request
+from autoshard.ir.spec import PartitionSpec
 from autoshard.runtime.engine import SimulatorEngine
 from autoshard.tracing import trace
+from passes.driver import plan_and_lower
+from passes.driver import planner as planner_module
 from passes.driver.planner import Planner
 from passes.planning.baselines import HSDP, MEGATRON
+from passes.planning.build_assignment import PlanningProblem
+from passes.recomputation.fitting import JointSolution
 from tests.passes.deep import batch, summed
 
 
@@ -92,3 +100,54 @@ def test_a_deep_model_of_unlike_blocks_is_planned_in_time_or_not_at_all() -> Non
     with pytest.raises(NotAvailableError, match=r"all blocks, which are not alike, would take some 2 s"):
         planner.plan_call(request, [Mesh({"data": 2})], in_time=True)
     assert not planner.plan_call(request, [Mesh({"data": 2})])[1].repeats
+
+
+@pytest.mark.parametrize(
+    ("nodes", "constraints", "searched"),
+    [
+        (1, {}, [{"data": 4}, {"data": 2, "model": 2}]),
+        (2, {}, [{"data": 4}, {"data": 2, "model": 2}]),
+        (1, {"0.weight": P("model")}, [{"data": 4}, {"data": 2, "model": 2}, {"model": 4}]),
+    ],
+)
+def test_a_mesh_under_another_name_is_searched_once(
+    nodes: int, constraints: dict[str, PartitionSpec], searched: list[dict[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless constraints name axes."""
+    meshes, plan_on = [], planner_module.plan_program
+
+    def counted(program: Program, mesh: Mesh, *others: Any) -> Plan:
+        meshes.append(mesh)
+        return plan_on(program, mesh, *others)
+
+    monkeypatch.setattr(planner_module, "plan_program", counted)
+    model, rows = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.empty(64, 64)
+    cluster = autoshard.Cluster("h100_sxm", nodes=nodes, devices_per_node=4 // nodes)
+    autoshard.plan(model, cluster, example_inputs=(rows,), constraints=constraints)
+    assert meshes == [Mesh(axes) for axes in searched]
+
+
+def test_a_mesh_ends_at_its_first_bound_above_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its known recipes are told, and nothing else of it is searched."""
+    searched, search = [], plan_and_lower.solve_jointly
+
+    def counted(planning: PlanningProblem, *others: Any, **options: Any) -> JointSolution:
+        searched.append(planning.space.mesh)
+        return search(planning, *others, **options)
+
+    monkeypatch.setattr(plan_and_lower, "solve_jointly", counted)
+    model, rows = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.empty(4096, 64)
+    cluster = autoshard.Cluster("h100_sxm", nodes=2, devices_per_node=2)
+    plan = autoshard.plan(model, cluster, example_inputs=(rows,))
+    assert [plan.mesh] == searched == [Mesh({"data": 4})]
+    assert {HSDP, MEGATRON} <= set(plan.baselines)
+
+
+def test_what_time_ended_before_anything_fitted_says_so() -> None:
+    """Not that nothing fits."""
+    model, rows = nn.Linear(64, 64), torch.empty(64, 64)
+    asked: dict[str, Any] = {"example_inputs": (rows,), "memory_budget": 1}
+    with pytest.raises(DoesNotFitError, match=r"^time_budget_s=0 was up before the search ended"):
+        autoshard.plan(model, Mesh({"data": 2}), time_budget_s=0.0, **asked)
+    with pytest.raises(DoesNotFitError, match=r"^no plan was found that fits"):
+        autoshard.plan(model, Mesh({"data": 2}), **asked)

@@ -15,6 +15,7 @@ from autoshard import DoesNotFitError, Mesh, Recipe
 from autoshard.ir.request import Request
 from passes.driver.planner import Planner
 from passes.driver.recipe_plans import plan_recipe
+from passes.solver.search_control import Ceiling
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,9 @@ class PlannerOf:
     recipe: Recipe | None = None
     micro_batches: int = 1
     time_budget_s: float = 1.0
+
+    def begun(self) -> tuple[PlannerOf, Ceiling]:
+        return self, Ceiling()
 
     def plan_call(self, request: Request, meshes: Sequence[Mesh], *, in_time: bool) -> tuple[None, Any]:
         seconds, again, away = self.plans[self.micro_batches]

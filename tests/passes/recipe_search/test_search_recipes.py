@@ -15,6 +15,7 @@ from passes.recipe_search.recipe_space import RecipeSpace
 from passes.recipe_search.search_recipes import FoundRecipe
 from passes.recipes.recipe_plan import predict_recipe
 from passes.sections.price_model import CountedModel
+from passes.solver.search_control import Ceiling
 from tests.passes.decoders import priced_dense, priced_sparse
 
 
@@ -78,11 +79,12 @@ BASE = Recipe(global_batch=16)
 def test_a_search_that_ends_early_has_a_bound() -> None:
     """With the recipe that was known, or none."""
     whole = problem("dense", 4, BASE).best()
-    nothing = problem("dense", 4, BASE).best(time_budget_s=0.0)
-    assert (nothing.recipe, nothing.is_complete) == (None, False)
+    nothing = problem("dense", 4, BASE).best(ceiling=Ceiling.within(0.0))
+    assert (nothing.recipe, nothing.is_complete, nothing.was_cut) == (None, False, True)
     known = Recipe(data=4, global_batch=16)
-    early = problem("dense", 4, BASE).best(time_budget_s=0.0, known=known)
-    assert (early.recipe, early.is_complete) == (known, False)
+    early = problem("dense", 4, BASE).best(ceiling=Ceiling.within(0.0), known=known)
+    assert (early.recipe, early.is_complete, early.was_cut) == (known, False, True)
+    assert not whole.was_cut
     assert early.lower_bound <= whole.objective <= early.objective
 
 
@@ -98,7 +100,7 @@ def test_ctrl_c_keeps_the_best_recipe() -> None:
 
     stopped = stop_with(recipe=True)
     assert stopped.recipe is not None
-    assert stopped.was_interrupted
+    assert (stopped.was_interrupted, stopped.was_cut) == (True, False)
     assert stopped.lower_bound <= problem("dense", 4, BASE).best().objective <= stopped.objective
     with pytest.raises(KeyboardInterrupt):
         stop_with(recipe=False)

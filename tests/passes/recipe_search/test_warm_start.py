@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from typing import Any, cast
 
@@ -48,7 +47,7 @@ def test_a_recipe_that_will_do_is_the_first() -> None:
     before = plan().recipe
     assert before is not None
     other = problem(FOUR, batch=16)
-    known = known_recipe(other, before, math.inf)
+    known = known_recipe(other, before)
     assert known is not None
     assert (known.batch, known.words.partition(";")[0]) == (16, before.words.partition(";")[0])
     warm, cold = other.best_of_all(known=known)[0], other.best_of_all()[0]
@@ -62,7 +61,7 @@ def test_a_recipe_of_eight_devices_is_where_any_search_begins(data: st.DataObjec
     recipes = list(RecipeSpace(COUNTED, 8, Recipe(global_batch=8)).recipes())
     before, limit = data.draw(st.sampled_from(recipes)), data.draw(st.sampled_from([80e9, 3e6, 1.0]))
     here = problem(cluster, limit=limit)
-    known = known_recipe(here, before, math.inf)
+    known = known_recipe(here, before)
     assume(known is not None)
     assert known is not None
     assert here.admits(known)
@@ -91,7 +90,7 @@ def test_known_recipes_that_time_ran_out_for_are_no_baselines() -> None:
 def test_constraints_are_kept() -> None:
     """A recipe without a pipeline, where one is asked for."""
     here = problem(FOUR, pinned={"pipeline": (2,)})
-    known = known_recipe(here, Recipe(data=4, zero=1), math.inf)
+    known = known_recipe(here, Recipe(data=4, zero=1))
     assert known is not None
     assert (known.pipeline, known.zero) == (2, 1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -24,6 +25,7 @@ from passes.planning.search import Search
 from passes.recomputation.fitting import JointSolution, fitting
 from passes.recomputation.recompute_search import solve_jointly
 from passes.solver.assignment import Solution
+from passes.solver.search_control import SearchControl
 from tests.passes.blocks import h100s, perceptron_program, problem_of, problem_of_drawn, two_nodes
 from tests.passes.planning.test_search import Chain, chains
 from tests.passes.prediction.test_segment_step import drawn_choice
@@ -32,9 +34,12 @@ from tests.passes.recomputation.cheap_choices import cheapest_first
 LINE, SQUARE = Mesh({"x": 2}), Mesh({"x": 2, "y": 2})
 
 
-def found_within(planning: PlanningProblem, limit: float, *, recompute: bool, seconds: float = 300.0) -> JointSolution:
-    """The search without known recipes to start from, with time to end on a busy machine."""
-    return solve_jointly(planning, Search(limit, time_budget_s=seconds), {}, (), recompute=recompute)
+def found_within(
+    planning: PlanningProblem, limit: float, *, recompute: bool, seconds: float = math.inf
+) -> JointSolution:
+    """The search without known recipes to start from."""
+    search = Search(limit, control=SearchControl.within(seconds))
+    return solve_jointly(planning, search, {}, (), recompute=recompute)
 
 
 def every_choice(planning: PlanningProblem) -> list[tuple[float, tuple[int, ...]]]:
@@ -123,7 +128,7 @@ class Stairs:
     least: int
     asked: list[float] = field(default_factory=list)
 
-    def __call__(self, limit: float, until: float) -> JointSolution:
+    def __call__(self, limit: float) -> JointSolution:
         self.asked.append(limit)
         if limit < self.least:
             raise DoesNotFitError("too small", smallest_bytes=self.least)
@@ -153,7 +158,7 @@ class _Counted:
 def test_what_fits_is_found_whatever_the_search_counts(share: float, limit: int, least: float) -> None:
     """Never above the limit; what is smallest as the search counts is tried before it is refused."""
     search = Stairs(share, int(least * limit))
-    found, smallest = fitting(search, search.frugal, limit)
+    found, smallest = fitting(search, search.frugal, limit, SearchControl())
     if found is not None:
         assert smallest is None
         assert found.peak_bytes() <= limit
@@ -161,13 +166,13 @@ def test_what_fits_is_found_whatever_the_search_counts(share: float, limit: int,
         return
     assert smallest is not None
     assert smallest == share * search.least > limit
-    assert fitting(search, search.frugal, smallest)[0] is not None
+    assert fitting(search, search.frugal, smallest, SearchControl())[0] is not None
 
 
 def test_the_first_search_is_the_only_one_where_its_plan_fits() -> None:
     """The limit is asked for as it is."""
     search = Stairs(0.9, 0)
-    assert fitting(search, search.frugal, 1e6)[0] is not None
+    assert fitting(search, search.frugal, 1e6, SearchControl())[0] is not None
     assert search.asked == [1e6]
 
 
@@ -175,13 +180,13 @@ def test_the_next_search_has_as_much_less_as_was_counted_too_little() -> None:
     """What it counted is asked for less its error, however far below the limit that was."""
     asked = []
 
-    def attempt(limit: float, until: float) -> JointSolution:
+    def attempt(limit: float) -> JointSolution:
         """A plan that is counted in hundreds, 130 too little."""
         asked.append(limit)
         counted = limit // 100 * 100
         return _Counted(Solution((), 1.0, 1.0), counted + 130, counted)  # type: ignore[return-value]
 
-    found, _ = fitting(attempt, list, 1090)
+    found, _ = fitting(attempt, list, 1090, SearchControl())
     assert found is not None
     assert found.peak_bytes() == 1030
     assert asked == [1090, 960]
@@ -189,7 +194,7 @@ def test_the_next_search_has_as_much_less_as_was_counted_too_little() -> None:
 
 def test_where_nothing_is_allowed_nothing_would_do() -> None:
     """No limit is named."""
-    assert fitting(Stairs(1.0, 10), list, 5) == (None, None)
+    assert fitting(Stairs(1.0, 10), list, 5, SearchControl()) == (None, None)
 
 
 @pytest.mark.slow

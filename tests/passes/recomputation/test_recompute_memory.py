@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from functools import cache
 
 import pytest
@@ -75,7 +74,7 @@ def seen(problem: RecomputeProblem, share: float) -> list[tuple[int, ...]]:
     """The choices that a search comes upon, which has a share of the memory that plenty of it would take."""
     limited = dataclasses.replace(problem.assignment, limit=share * plenty(problem))
     state = DualState(limited, problem.usage, problem.memory_row, SearchControl())
-    state.run(0.0, 16, math.inf)
+    state.run(0.0, 16)
     return list(dict.fromkeys(choice for _, _, choice in state.cuts))
 
 
@@ -132,7 +131,7 @@ def test_each_result_of_a_call_is_counted_as_long_as_it_or_a_view_of_it_is_there
 def test_searches_apart_do_not_get_slower_with_memory() -> None:
     """Without proof, and without the plan of a tighter limit to begin with."""
     problem = fused(LINE)
-    search = DualSearch(time_limit_s=math.inf, merges_above=1e-4)
+    search = DualSearch(merges_above=1e-4)
     found = []
     for share in (0.5, 0.55, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95):
         limited = dataclasses.replace(problem.assignment, limit=share * plenty(problem))

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from itertools import islice, pairwise, product, takewhile
-from typing import Any
 
 import numpy as np
 import pytest
@@ -29,15 +26,14 @@ from passes.driver.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import allowed_options, constrainable, own_specs
 from passes.planning.exact_memory import exact_memory, exact_peak
-from passes.planning.search import Search, Searchable, restrict
+from passes.planning.search import Search, restrict
 from passes.prediction.utilisation import utilisation
 from passes.recomputation import fitting, recompute_search
 from passes.recomputation.plan_before import solution_of
 from passes.recomputation.recompute_options import RecomputeOptions, find_options
 from passes.recomputation.recompute_problem import Again, RecomputeProblem, build_recompute_problem
 from passes.recomputation.with_again import with_again
-from passes.solver.assignment import Assignment, Solution
-from passes.solver.dual_search import DualSearch
+from passes.solver.assignment import Assignment
 from passes.solver.search_control import Progress, SearchControl
 from tests.passes.blocks import blocks_program, h100s, perceptron_program, problem_of, problem_of_drawn, two_nodes
 from tests.passes.recomputation.cheap_choices import cheapest_first, largest_table
@@ -58,9 +54,10 @@ def problem() -> PlanningProblem:
 
 
 @cache
-def plan_within(budget: float | None, *, recompute: bool = True, seconds: float = 300.0) -> Plan:
-    """A plan, proven where one idle core needs up to 15 s, on a machine that is busy with other things too."""
-    options = PlanOptions(memory_budget=budget, recompute=recompute, with_baselines=False, time_budget_s=seconds)
+def plan_within(budget: float | None, *, recompute: bool = True, seconds: float = math.inf) -> Plan:
+    """A plan."""
+    options = PlanOptions(memory_budget=budget, recompute=recompute, with_baselines=False)
+    options = dataclasses.replace(options, control=SearchControl.within(seconds))
     return plan_program(program(), LINE, h100s(LINE), options)
 
 
@@ -129,8 +126,10 @@ def test_a_search_that_is_stopped_while_it_builds_gives_what_fits_as_it_is(monke
 def test_time_that_is_up_while_it_builds_gives_what_fits_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     """The best known recipe that fits; where none is known it builds on, as something is to be found."""
 
-    def late(planning: PlanningProblem, options: RecomputeOptions, *, deadline: float) -> RecomputeProblem:
-        return build_recompute_problem(planning, options, deadline=deadline if deadline == math.inf else 0.0)
+    def late(
+        planning: PlanningProblem, options: RecomputeOptions, *, control: SearchControl | None
+    ) -> RecomputeProblem:
+        return build_recompute_problem(planning, options, control=control and SearchControl.within(0.0))
 
     monkeypatch.setattr(recompute_search, "build_recompute_problem", late)
     budget = 0.9 * largest()
@@ -147,9 +146,9 @@ def test_time_that_is_up_while_it_builds_gives_what_fits_as_it_is(monkeypatch: p
 def test_a_search_without_time_gives_a_plan_that_fits(share: float, with_baselines: bool) -> None:
     """After one look; no known recipe is looked at."""
     budget = share * largest()
-    options = PlanOptions(memory_budget=budget, time_budget_s=0.0, with_baselines=with_baselines)
+    options = PlanOptions(memory_budget=budget, control=SearchControl.within(0.0), with_baselines=with_baselines)
     found = plan_program(program(), LINE, h100s(LINE), options)
-    assert not found.was_interrupted
+    assert (found.was_cut, found.was_interrupted) == (True, False)
     assert not found.baselines
     assert found.predicted.peak_memory_bytes <= budget
     assert found.lower_bound is not None
@@ -193,7 +192,8 @@ def test_with_a_plan_before_more_memory_is_never_slower(shares: tuple[float, flo
     """However short the time: the plan of a tighter limit fits in a wider one; a bound stays one of all plans."""
     less, more = (share * largest() for share in shares)
     before = plan_within(less)
-    options = PlanOptions(memory_budget=more, time_budget_s=seconds, with_baselines=False, before=before)
+    control = SearchControl.within(seconds)
+    options = PlanOptions(memory_budget=more, control=control, with_baselines=False, before=before)
     found = plan_program(program(), LINE, h100s(LINE), options)
     assert found.objective <= before.objective * (1 + 1e-9)
     assert found.lower_bound is not None
@@ -203,7 +203,8 @@ def test_with_a_plan_before_more_memory_is_never_slower(shares: tuple[float, flo
 def test_a_plan_before_that_does_not_fit_or_is_not_of_the_program_is_left() -> None:
     """It is then as if it were not given."""
     before, budget = plan_within(None), 0.6 * largest()
-    options = PlanOptions(memory_budget=budget, time_budget_s=0.0, with_baselines=False, before=before)
+    control = SearchControl.within(0.0)
+    options = PlanOptions(memory_budget=budget, control=control, with_baselines=False, before=before)
     assert plan_program(program(), LINE, h100s(LINE), options).predicted.peak_memory_bytes <= budget
     assert solution_of(before, problem_of(blocks_program(batch=32, length=128, hidden=128), LINE), {}) is None
     assert solution_of(before, problem_of(program(), Mesh({"x": 4})), {}) is None
@@ -231,65 +232,6 @@ def test_time_and_flops_of_recomputation() -> None:
     planning = problem_of(blocks_program(batch=64, length=128, hidden=128), LINE)
     assert model_s == pytest.approx(utilisation(planning, [0] * len(planning.members)).model_s)
     assert plan.predicted.hfu > plan.predicted.mfu
-
-
-class Clock:
-    """A clock that stands still but for what is spent."""
-
-    def __init__(self) -> None:
-        self.now = 1000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-    def spend(self, seconds: float) -> None:
-        self.now += seconds if math.isfinite(seconds) else 0.0
-
-
-_CLOCK = Clock()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Spending(Search):
-    """A search that takes all the time that it is given, and finds what a short one does."""
-
-    def __call__(
-        self,
-        planning: Searchable,
-        allowed: Mapping[int, np.ndarray] | None = None,
-        start: Sequence[Solution] = (),
-    ) -> Solution:
-        _CLOCK.spend(self.time_budget_s)
-        short = {"time_budget_s": 0.0, "max_rounds": 3, "is_thorough": False}
-        fields = {item.name: getattr(self, item.name) for item in dataclasses.fields(self)}
-        return Search(**{**fields, **short})(planning, allowed, start)
-
-
-@pytest.mark.sample(5)
-@pytest.mark.parametrize("offload", [False, True])
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("share", [0.2, 0.55, 0.8])
-def test_searches_share_the_time_that_there_is(
-    monkeypatch: pytest.MonkeyPatch, share: float, recompute: bool, offload: bool
-) -> None:
-    """Where memory binds several searches follow each other: each may take what is left, none the whole again.
-
-    Seconds here are those that searches were given, on a clock that nothing else moves.
-    """
-
-    def dual(tolerance: float, rounds: int, seconds: float, **options: Any) -> DualSearch:
-        _CLOCK.spend(seconds)
-        return DualSearch(tolerance, min(rounds, 3), 0.0, **options)
-
-    monkeypatch.setattr(recompute_search, "DualSearch", dual)
-    planning, budget_s, limit = problem(), 100.0, share * largest()
-    monkeypatch.setattr(time, "monotonic", _CLOCK)
-    began = _CLOCK.now
-    with contextlib.suppress(DoesNotFitError):
-        recompute_search.solve_jointly(
-            planning, Spending(limit, budget_s), {}, (), recompute=recompute, offload=offload
-        )
-    assert 0.5 * budget_s <= _CLOCK.now - began <= budget_s
 
 
 PLACES = {
@@ -325,7 +267,7 @@ def check_near_the_best(
     every = restrict(problem.assignment, problem.widen(allowed))
     assume(largest_table(every) <= MOST_ENTRIES)
     try:
-        found = recompute_search.solve_jointly(planning, Search(limit, time_budget_s=600.0), allowed, ())
+        found = recompute_search.solve_jointly(planning, Search(limit), allowed, ())
     except DoesNotFitError:
         some = islice(cheapest_first(every), MOST_CHOICES)
         assert all(problem.usage(choice).max() > limit for choice in some)

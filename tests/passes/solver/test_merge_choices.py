@@ -38,7 +38,7 @@ def test_nothing_made_of_choices_seen_is_cheaper(problem: Assignment, data: st.D
     seen = data.draw(st.lists(choices, min_size=1, max_size=4))
     for choice in seen:
         state.offer(choice)
-    merge(state, 0.0, np.inf)
+    merge(state, 0.0)
     best = solve_exhaustive(_only(problem, seen))
     if best is not None:
         assert state.best is not None
