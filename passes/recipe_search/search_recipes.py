@@ -107,7 +107,7 @@ def search_recipes(
     Raises:
         KeyboardInterrupt: by Ctrl-C, if no recipe was priced yet; else it ends the search.
     """
-    search = _Search(branches, memory_bytes, ceiling or Ceiling(), watch)
+    search = _BestFirst(branches, memory_bytes, ceiling or Ceiling(), watch)
     was_interrupted = False
     try:
         is_complete = search.run(known, known_objective)
@@ -151,7 +151,7 @@ _OFTEN = 256
 """Nodes between two looks at the clock."""
 
 
-class _Search:
+class _BestFirst:
     """One search: its open nodes, and the best recipe so far."""
 
     def __init__(

@@ -22,7 +22,7 @@ from cost_models.work import Kind, MatmulShape, TensorInfo
 from passes.counting.count_plan import ring_bytes
 from passes.recipes.price_ends import exchanged_bytes, gradient_bytes
 from passes.recipes.price_memory import kept_bytes, state_bytes
-from passes.sections.count_sections import FUSED, Kernel, Phase, Section, Sized
+from passes.sections.count_sections import FUSED, Phase, Section, SectionKernel, Sized
 from passes.sections.fold_program import AFTER, BEFORE
 from passes.sections.price_sections import EXPERT
 from passes.sections.propagate_axis import MoveKind
@@ -109,7 +109,7 @@ def _sent(phase: Phase, batch: Size, sizes: Mapping[str, Size]) -> dict[str, Siz
     return sent
 
 
-def _flops(kernel: Kernel, batch: Size, sizes: Mapping[str, Size]) -> Size:
+def _flops(kernel: SectionKernel, batch: Size, sizes: Mapping[str, Size]) -> Size:
     if kernel.operator == FUSED:
         return 0
     inputs, outputs = (
@@ -137,7 +137,7 @@ _ANY_SIZE = 840
 """Divides by all small numbers of ranks."""
 
 
-def _contracts(kernel: Kernel, inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo]) -> bool:
+def _contracts(kernel: SectionKernel, inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo]) -> bool:
     """Whether a call is made of products, or attention; that does not depend on sizes."""
 
     def numbers(item: TensorInfo) -> TensorInfo:
@@ -149,7 +149,7 @@ def _contracts(kernel: Kernel, inputs: Sequence[TensorInfo], outputs: Sequence[T
     return bool(done.products) or done.kind is Kind.ATTENTION
 
 
-def _shared_out(product: MatmulShape, kernel: Kernel, ranks: Size) -> MatmulShape:
+def _shared_out(product: MatmulShape, kernel: SectionKernel, ranks: Size) -> MatmulShape:
     """As `price_sections`: products of a share of the experts, with the tokens of all ranks."""
     whole: Any = sympy.Max(*(item.first[0] for item in kernel.inputs))
     share: Any = sympy.Max(1, sympy.floor(whole / ranks))

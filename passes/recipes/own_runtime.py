@@ -27,7 +27,7 @@ from cost_models.memory import MOMENTS
 from cost_models.step import StepModel, alone, fitted
 from cost_models.streams import overlap_of
 from passes.lowering.bucket_collectives import BucketCollectives
-from passes.sections.price_sections import Traffic
+from passes.sections.price_sections import AxisTraffic
 from passes.sections.propagate_axis import MoveKind
 
 BUCKETS = BucketCollectives()
@@ -116,7 +116,7 @@ def casts(recipe: Execution) -> float:
     return 1.0 + 1.0 / recipe.micro_batches if cast_bytes(recipe) else 0.0
 
 
-def sent_again(traffic: Sequence[Traffic]) -> tuple[Traffic, ...]:
+def sent_again(traffic: Sequence[AxisTraffic]) -> tuple[AxisTraffic, ...]:
     """Traffic of a block's forward that is sent again where the block is computed again.
 
     Nothing waits for the last sum over the tensor axis. Values that products gather are there already, for the
@@ -127,7 +127,7 @@ def sent_again(traffic: Sequence[Traffic]) -> tuple[Traffic, ...]:
     return left[:-1] if left and _is_tensor(left[-1], MoveKind.SCATTER, MoveKind.REDUCE) else left
 
 
-def _is_tensor(item: Traffic, *kinds: MoveKind) -> bool:
+def _is_tensor(item: AxisTraffic, *kinds: MoveKind) -> bool:
     return item.axis == "tensor" and item.kind in kinds
 
 

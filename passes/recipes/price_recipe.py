@@ -128,7 +128,7 @@ def _recomputed(
 _NOTHING = PhaseTime(0.0, {}, 0.0, 0.0, 0.0, 0.0)
 
 
-class _Passing(NamedTuple):
+class _PassTimes(NamedTuple):
     """A pass with what it exchanges: seconds of all, and of what a cut one runs first; what of it is exchange."""
 
     total_s: float
@@ -138,7 +138,7 @@ class _Passing(NamedTuple):
 
 def _passing(
     busy_s: float, first_s: float, gather_s: float, copy_s: float, recipe: Execution, model: StepModel
-) -> _Passing:
+) -> _PassTimes:
     """A pass that is busy for so long, its first part alone for `first_s`, beside gathering and copying.
 
     Where the pass is cut, all exchange is in its first part.
@@ -151,7 +151,7 @@ def _passing(
     total_s, gathered_s = (model.beside(before_s + busy_s, seconds) for seconds in (longest_s, beside_s))
     first_s = max(longest_s, before_s + first_s + model.slowed(before_s + busy_s, longest_s))
     copied = {HOST: total_s - gathered_s} if copy_s else {}
-    return _Passing(total_s, first_s, {"data": gathered_s - busy_s, **copied})
+    return _PassTimes(total_s, first_s, {"data": gathered_s - busy_s, **copied})
 
 
 def copies_time(price: SectionPrice, recipe: Execution, cluster: Cluster, *, is_block: bool) -> tuple[float, float]:

@@ -21,7 +21,7 @@ from cost_models.hardware import Cluster
 from cost_models.step import StepModel
 from cost_models.topology import GroupLinks
 from passes.recipes.own_runtime import bucket_count
-from passes.sections.price_sections import EXPERT, Traffic
+from passes.sections.price_sections import EXPERT, AxisTraffic
 from passes.sections.propagate_axis import MoveKind
 
 Exchange = Callable[[float, GroupLinks], float]
@@ -84,7 +84,7 @@ def shard_ranks(recipe: Recipe) -> tuple[int, int]:
     return recipe.zero_group or recipe.replicas, recipe.expert_ranks // recipe.expert
 
 
-def traffic_time(item: Traffic, recipe: Execution, groups: Groups, model: StepModel) -> float:
+def traffic_time(item: AxisTraffic, recipe: Execution, groups: Groups, model: StepModel) -> float:
     """Seconds of a collective."""
     group = groups.of(item.axis)
     is_merged = recipe.runtime.merged_dispatch and (item.axis, item.kind) == (EXPERT, MoveKind.EXCHANGE)
@@ -111,14 +111,14 @@ _merged_s = lru_cache(maxsize=2**16)(dispatch_time)
 """The same of an exchange of tokens that are sent once to each place."""
 
 
-def sorting_time(item: Traffic, recipe: Execution, cluster: Cluster, model: StepModel) -> float:
+def sorting_time(item: AxisTraffic, recipe: Execution, cluster: Cluster, model: StepModel) -> float:
     """Seconds in which tokens that came by rank are sorted by expert, or back; a merged dispatch does that itself."""
     if item.axis != EXPERT or recipe.runtime.merged_dispatch:
         return 0.0
     return memory_time(2 * item.bytes, cluster.device) * model.memory_slowdown
 
 
-def copying_time(item: Traffic, groups: Groups, cluster: Cluster, model: StepModel) -> float:
+def copying_time(item: AxisTraffic, groups: Groups, cluster: Cluster, model: StepModel) -> float:
     """Seconds in which a reshard over the tensor axis copies what it sends and what it receives."""
     if item.axis != "tensor":
         return 0.0

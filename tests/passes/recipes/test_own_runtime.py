@@ -22,7 +22,7 @@ from passes.recipes.own_runtime import (
     step_model,
     update_bytes,
 )
-from passes.sections.price_sections import Traffic
+from passes.sections.price_sections import AxisTraffic
 from passes.sections.propagate_axis import MoveKind
 from tests.passes.executions import under
 
@@ -67,8 +67,8 @@ def test_parameters_are_cast_once_per_step_and_gradients_each_time() -> None:
 
 def test_blocks_that_are_computed_again_send_less() -> None:
     """No sum that nothing reads, and no gathering for products, whose weights' gradients read it again anyway."""
-    gathers, sums = (Traffic("tensor", kind, 8, has_weight=True) for kind in (MoveKind.GATHER, MoveKind.SCATTER))
-    around = Traffic("context", MoveKind.GATHER, 8, has_weight=False)
+    gathers, sums = (AxisTraffic("tensor", kind, 8, has_weight=True) for kind in (MoveKind.GATHER, MoveKind.SCATTER))
+    around = AxisTraffic("context", MoveKind.GATHER, 8, has_weight=False)
     assert sent_again((gathers, around, sums, gathers, sums)) == (around, sums)
     assert sent_again((around,)) == (around,)
     assert sent_again(()) == ()

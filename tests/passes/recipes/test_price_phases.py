@@ -17,7 +17,7 @@ from passes.recipes.pipeline_stages import share_out
 from passes.recipes.price_recipe import step_price
 from passes.recipes.recipe_groups import recipe_groups
 from passes.sections.fold_program import AFTER, BEFORE
-from passes.sections.price_sections import Busy, PhasePrice, SectionPrice, Traffic
+from passes.sections.price_sections import AxisTraffic, Busy, PhasePrice, SectionPrice
 from passes.sections.propagate_axis import MoveKind
 from tests.passes.executions import under
 
@@ -38,7 +38,7 @@ def phases(draw: st.DrawFn, *, is_backward: bool) -> PhasePrice:
         late = draw(SECONDS)
         rest += Busy(matmul_s=late, kernels=2, weight_gradient_s=late, weight_gradient_kernels=2)
     traffic = tuple(
-        Traffic(axis, draw(st.sampled_from([MoveKind.GATHER, MoveKind.REDUCE])), size, has_weight=True)
+        AxisTraffic(axis, draw(st.sampled_from([MoveKind.GATHER, MoveKind.REDUCE])), size, has_weight=True)
         for axis in ("tensor", "context", "expert")
         if (size := draw(st.sampled_from([10**7, 10**5, 0])))
     )
@@ -101,7 +101,7 @@ def _small() -> SectionPrice:
     """A section whose host issues slower than its device computes, with a collective over `tensor` in the backward."""
     sizes = dict.fromkeys(("saved_bytes", "core_bytes", "entering_bytes", "workspace_bytes", "expert_parameters"), 0)
     late = Busy(matmul_s=1e-5, kernels=1, weight_gradient_s=1e-5, weight_gradient_kernels=1)
-    busy, traffic = Busy(matmul_s=1e-5, kernels=40), Traffic("tensor", MoveKind.REDUCE, 10**7, has_weight=True)
+    busy, traffic = Busy(matmul_s=1e-5, kernels=40), AxisTraffic("tensor", MoveKind.REDUCE, 10**7, has_weight=True)
     forward, backward = PhasePrice(busy, Busy(), Busy(), ()), PhasePrice(busy + late, Busy(), Busy(), (traffic,))
     return SectionPrice(**sizes, parameters=0, tensors=4, matrices=2, forward=forward, backward=backward)
 

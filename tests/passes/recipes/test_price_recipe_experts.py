@@ -18,7 +18,7 @@ from passes.recipes.price_recipe import sharded_time, step_price
 from passes.recipes.recipe_groups import recipe_groups, sorting_time, traffic_time
 from passes.recipes.recipe_plan import predict_recipe
 from passes.sections.price_model import PricedModel
-from passes.sections.price_sections import Traffic
+from passes.sections.price_sections import AxisTraffic
 from passes.sections.propagate_axis import MoveKind
 from tests.benchmarks.experts import Experts, MixtureOfExperts
 from tests.passes.decoders import Decoder, folded, priced_sparse
@@ -47,7 +47,7 @@ def _seconds(recipe: Execution) -> float:
     return step_price(prices, stages, recipe, recipe_groups(recipe, CLUSTER), CLUSTER, MODEL).time_s
 
 
-def _exchanges(recipe: Execution) -> list[Traffic]:
+def _exchanges(recipe: Execution) -> list[AxisTraffic]:
     prices = PRICED.section_prices(recipe, CLUSTER).values()
     phases = (phase for price in prices for phase in (price.forward, price.backward))
     return [item for phase in phases for item in phase.traffic if item.axis == "expert"]
@@ -89,7 +89,7 @@ def test_a_merged_dispatch_sends_less_and_sorts_nothing() -> None:
 
 def test_other_traffic_is_not_sorted() -> None:
     """Only tokens that were sent to experts are."""
-    item = Traffic("tensor", MoveKind.REDUCE, 2**20, has_weight=False)
+    item = AxisTraffic("tensor", MoveKind.REDUCE, 2**20, has_weight=False)
     assert sorting_time(item, RECIPE, CLUSTER, MODEL) == 0.0
 
 

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from autoshard.ir.execution import Execution
 from cost_models.hardware import Cluster
 from passes.sections import section_pricer
-from passes.sections.count_sections import Kernel
+from passes.sections.count_sections import SectionKernel
 from passes.sections.fold_program import AFTER, BEFORE
 from passes.sections.price_model import RecipeKind
 from passes.sections.price_sections import Busy, Setting, price_kernel
-from passes.sections.section_pricer import SectionPricer, _Span
+from passes.sections.section_pricer import SectionPricer, _RunTimes
 from tests.passes.decoders import HIDDEN, SEQUENCE, priced_sparse
 
 MODEL = priced_sparse().counted
@@ -52,7 +52,7 @@ def test_what_a_batch_does_not_change_is_priced_once(monkeypatch: pytest.MonkeyP
     """Of another batch only kernels that have its sequences are priced anew; of one that was met, none."""
     priced: list[str] = []
 
-    def counted(kernel: Kernel, *others: Any) -> Busy:
+    def counted(kernel: SectionKernel, *others: Any) -> Busy:
         priced.append(kernel.name)
         return price_kernel(kernel, *others)
 
@@ -107,6 +107,9 @@ def test_operands_of_products_in_8_bits_are_kept_so() -> None:
 
 def test_spans_may_be_joined_in_any_order() -> None:
     """A span is its time, and what comes behind its last product: (a b) c is a (b c)."""
-    product, rest = _Span(Busy(matmul_s=4.0), Busy(), Busy(), True), _Span(Busy(memory_s=1.0), Busy(), Busy(), False)
+    product, rest = (
+        _RunTimes(Busy(matmul_s=4.0), Busy(), Busy(), True),
+        _RunTimes(Busy(memory_s=1.0), Busy(), Busy(), False),
+    )
     for first, second, third in itertools.product([product, rest], repeat=3):
         assert first.then(second).then(third) == first.then(second.then(third))
