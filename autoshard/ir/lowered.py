@@ -41,6 +41,7 @@ class LoweredProgram:
         mesh: the mesh it runs on.
         graph_module: placeholders in the order of `inputs`; returns a flat tuple in the order of `outputs`.
         inputs, outputs: the slots of `traced`, with specs.
+        without_kernels: the program that this one was before kernels stood in for its operators, if they do.
     """
 
     traced: Program
@@ -48,6 +49,21 @@ class LoweredProgram:
     graph_module: fx.GraphModule
     inputs: tuple[LocalSlot, ...]
     outputs: tuple[LocalSlot, ...]
+    without_kernels: LoweredProgram | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardHalves:
+    """A backward in two halves: for the stages before, which wait for it, and for the update (Qi et al. 2023).
+
+    Args:
+        inputs: takes what the backward takes; returns what that returns for others, `backward_outputs`, then the values
+            that the second half reads.
+        weights: takes these values; returns those carried into the update.
+    """
+
+    inputs: fx.GraphModule
+    weights: fx.GraphModule
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +84,7 @@ class PhasedProgram:
         carried: names of the backward's nodes that the update reads, in order.
         hoisted: what depends on parameters alone, computed once for all micro-batches of a step: takes
             `hoisted_inputs`, parameters and buffers that stay. None where each micro-batch computes everything.
+        halves: the backward in two, of a stage whose order cuts it.
     """
 
     lowered: LoweredProgram
@@ -84,6 +101,7 @@ class PhasedProgram:
     carried: tuple[str, ...] = ()
     hoisted: fx.GraphModule | None = None
     hoisted_inputs: tuple[int, ...] = ()
+    halves: BackwardHalves | None = None
 
     @property
     def phases(self) -> Mapping[str, fx.GraphModule]:
@@ -95,17 +113,3 @@ class PhasedProgram:
         """A short hash of the text of the graphs, which is the same on all ranks."""
         graphs = [graph_module.graph for graph_module in self.phases.values()]
         return hashlib.sha256("\n".join(map(str, graphs)).encode()).hexdigest()[:16]
-
-
-@dataclass(frozen=True, slots=True)
-class CutBackward:
-    """A backward in two halves: for the stages before, which wait for it, and for the update (Qi et al. 2023).
-
-    Args:
-        inputs: takes what the backward takes; returns what that returns for others, `backward_outputs`, then the values
-            that the second half reads.
-        weights: takes these values; returns those carried into the update.
-    """
-
-    inputs: fx.GraphModule
-    weights: fx.GraphModule

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autoshard.ir.lowered import CutBackward, LocalSlot, PhasedProgram
+from autoshard.ir.lowered import LocalSlot, PhasedProgram
 from autoshard.ir.pipeline_order import PipelineOrder
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind, OutputKind, Program
@@ -78,12 +78,10 @@ class StageProgram:
     Args:
         phased: its phases.
         plan: its plan.
-        halves: its backward in two, where the order cuts one.
     """
 
     phased: PhasedProgram
     plan: Plan
-    halves: CutBackward | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +103,7 @@ class StagedProgram:
     def digest(self) -> str:
         """A short hash of the text of all stages and of their order, which is the same on all ranks."""
         parts = [*(stage.phased.digest() for stage in self.stages), str(self.order), str(self.crossings)]
-        halves = (stage.halves for stage in self.stages if stage.halves is not None)
+        halves = (stage.phased.halves for stage in self.stages if stage.phased.halves is not None)
         parts += [str(half.graph) for pair in halves for half in (pair.inputs, pair.weights)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 

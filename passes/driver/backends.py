@@ -14,7 +14,8 @@ from autoshard.kernels.fusible import traced_through
 from autoshard.runtime.distributed import DistributedEngine
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.graphed_passes import GraphedPasses
-from passes.lowering.bucket_updates import bucket_updates
+from passes.lowering.lowering_options import LoweringOptions
+from passes.lowering.order import Moment, run_at
 from passes.verification.verify_in_place import verify_in_place
 
 _WITH_KERNELS = ("inductor", "triton")
@@ -38,13 +39,10 @@ def check_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mappi
     verify_in_place(before, after, written)
 
 
-def bucketing_of(backend: str, device: torch.device) -> Callable[[fx.GraphModule], fx.GraphModule]:
-    """What rewrites a graph that writes over parameters: one call, of Triton or of torch, updates many."""
-
-    def rewrite(graph_module: fx.GraphModule) -> fx.GraphModule:
-        return bucket_updates(graph_module, with_triton=backend == "triton" and has_kernels(backend, device))
-
-    return rewrite
+def finish_of(backend: str, device: torch.device) -> Callable[[fx.GraphModule], fx.GraphModule]:
+    """The passes over a graph that writes over parameters."""
+    options = LoweringOptions(with_kernels=backend == "triton" and has_kernels(backend, device))
+    return lambda graph_module: run_at(Moment.WRITTEN, graph_module, options)
 
 
 def graphs_of(cuda_graph: bool, engine: Engine, *, is_traced: bool, has_stages: bool) -> GraphedPasses | None:

@@ -20,7 +20,7 @@ from autoshard.runtime.stages.stage_engines import make_engines
 from autoshard.runtime.stages.staged_forward import StagedForward
 from autoshard.runtime.train_step import TrainStep
 from cost_models.hardware import Cluster
-from passes.driver.backends import bucketing_of, check_in_place, graphs_of, wrap_of
+from passes.driver.backends import check_in_place, finish_of, graphs_of, wrap_of
 from passes.driver.choose_mesh import choose_mesh
 from passes.driver.fixed_plan import micro_batches_of, precision_of, update_for
 from passes.driver.pipelines import asked_of, check_pipeline, pipeline_of
@@ -60,7 +60,7 @@ def compile_model(call: Call) -> ShardedModule | TrainStep:
         device,
         wrap_of(call.backend),
         check_in_place if call.verify else None,
-        bucketing_of(call.backend, device),
+        finish_of(call.backend, device),
         options.timeout_s,
     )
     if call.backend == "inductor" and isinstance(engine, SimulatorEngine):

@@ -15,9 +15,10 @@ from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
 from passes.driver.kernels_on_one_device import kernels_of
 from passes.driver.plan_options import PlanOptions
+from passes.lowering.in_flight import buckets_of
 from passes.lowering.lower import result_key
 from passes.lowering.lower_program import lower_prepared
-from passes.lowering.overlap import buckets_of
+from passes.lowering.lowering_options import LoweringOptions
 from passes.lowering.split_phases import SplitPhases
 from passes.memory.lowered_memory import peak_bytes
 from passes.planning.build_assignment import PlanningProblem
@@ -79,10 +80,13 @@ def _walked(
     """
     micro_batches, is_whole = planning.liveness.micro_batches, not planning.elided.sites
     made: dict[type, Any] = {}
-    phased = lower_prepared(
-        planning.space.program, plan, cluster, with_overlap=is_whole, reduce_dtype=options.reduce_dtype,
-        micro_batches=micro_batches if is_whole else 1, on_pass=lambda one, _, result: made.update({type(one): result}),
-    )  # fmt: skip
+    lowering = LoweringOptions(
+        with_overlap=is_whole,
+        reduce_dtype=options.reduce_dtype,
+        micro_batches=micro_batches if is_whole else 1,
+        on_pass=lambda one, _, result: made.update({type(one): result}),
+    )
+    phased = lower_prepared(planning.space.program, plan, cluster, lowering)
     prices = NodePrices(cluster, plan.mesh)
     if is_whole:
         walked = walk_program(phased, prices, micro_batches)

@@ -53,6 +53,7 @@ from passes.driver.plan_of_choice import LoweredPlan
 from passes.driver.plan_options import PlanOptions
 from passes.driver.progress import interruptible, search_bar
 from passes.lowering.lower_program import lower_program, prepare, prepare_for
+from passes.lowering.lowering_options import LoweringOptions
 from passes.planning.baselines import least_baselines
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import constraints_on, split_outputs, whole_outputs
@@ -454,13 +455,17 @@ class Planner:
         phased = predicted
         if phased is None or not is_plain:
             phased = lower_program(
-                *(program, chosen, self.cluster_for(chosen.mesh)),
-                with_kernels=self.with_kernels and not self.for_compiler,
-                saves_least=self.for_compiler,
-                with_native=self.with_native,
-                reduce_dtype=self.reduce_dtype,
-                micro_batches=self.micro_batches,
-                on_pass=on_pass,
+                program,
+                chosen,
+                self.cluster_for(chosen.mesh),
+                LoweringOptions(
+                    with_kernels=self.with_kernels and not self.for_compiler,
+                    saves_least=self.for_compiler,
+                    with_native=self.with_native,
+                    reduce_dtype=self.reduce_dtype,
+                    micro_batches=self.micro_batches,
+                    on_pass=on_pass,
+                ),
             )
         if not self.verify:
             return phased, None

@@ -37,7 +37,7 @@ from cost_models.memory import room_bytes
 from cost_models.schedule_orders import most_in_flight
 from passes.driver.pipelines import Asked, Pipeline, pipeline_of
 from passes.driver.planner import Planner
-from passes.lowering.cut_backward import cut_backward
+from passes.lowering.order import Moment, run_at
 from passes.lowering.order_pipeline import order_forward, order_pipeline
 from passes.planning.constraints import constraints_on, split_outputs, whole_outputs
 from passes.prediction.predict_pipeline import PipelinePrediction, predict_pipeline
@@ -111,7 +111,8 @@ class StagePlans:
             raise _of_another_step(plan) from error
         stages = [self._stage(*pair, plan.order) for pair in zip(phased, plan.stages, strict=True)]
         if self.planner.verify:
-            _verify_halves(stages)
+            for stage in stages:
+                verify_cut_backward(stage.phased)
         return _staged(cut, plan.order, stages, program)
 
     def order(self, request: Request) -> PipelineOrder:
@@ -224,7 +225,7 @@ class StagePlans:
         return self._stage(self.planner._lower(stage, found.plan, found.phased)[0], found.plan, order)
 
     def _stage(self, phased: PhasedProgram, plan: Plan, order: PipelineOrder) -> StageProgram:
-        return StageProgram(phased, plan, cut_backward(phased) if order.cuts_backwards else None)
+        return StageProgram(run_at(Moment.STAGE, phased) if order.cuts_backwards else phased, plan)
 
     def _does_not_fit(self, needed: float, budget: float | None, order: PipelineOrder) -> DoesNotFitError:
         flight = max(self._in_flight(order))
@@ -405,12 +406,6 @@ def check_stays(program: Program) -> None:
 
 def _verify_order(order: PipelineOrder, *, trains: bool) -> None:
     verify_schedule(order, trains=trains)
-
-
-def _verify_halves(stages: Sequence[StageProgram]) -> None:
-    for stage in stages:
-        if stage.halves is not None:
-            verify_cut_backward(stage.phased, stage.halves)
 
 
 def _staged(cut: CutProgram, order: PipelineOrder, stages: Sequence[StageProgram], program: Program) -> StagedProgram:

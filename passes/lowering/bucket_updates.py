@@ -40,8 +40,22 @@ class _Bucket:
     nodes: tuple[fx.Node, ...]
 
 
-def bucket_updates(graph_module: fx.GraphModule, *, with_triton: bool = False) -> fx.GraphModule:
-    """A copy of a graph that writes in place, with its updates in buckets; see the module's docstring."""
+@dataclass(frozen=True, slots=True)
+class BucketUpdates:
+    """See the module's docstring.
+
+    Args:
+        with_triton: let Triton's kernels run the buckets that they can.
+    """
+
+    with_triton: bool = False
+
+    def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
+        """A copy of a graph that writes in place, with its updates in buckets."""
+        return _bucketed(graph_module, self.with_triton)
+
+
+def _bucketed(graph_module: fx.GraphModule, with_triton: bool) -> fx.GraphModule:
     bucket_of = {node: bucket for bucket in _buckets(graph_module.graph, with_triton) for node in bucket.nodes}
     order = _order(graph_module.graph, bucket_of) if bucket_of else None
     if order is None:

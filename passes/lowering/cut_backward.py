@@ -7,12 +7,18 @@ gradients need, by reachability; and all others, which go on from what the first
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 from autoshard.graphs.cut_graph import cut_graph
-from autoshard.ir.lowered import CutBackward, PhasedProgram
+from autoshard.ir.lowered import BackwardHalves, PhasedProgram
 
 
-def cut_backward(phased: PhasedProgram) -> CutBackward:
-    """The halves of a stage's backward."""
-    sent = range(len(phased.backward_outputs))
-    inputs, weights, _ = cut_graph(phased.backward, sent, hands_on_inputs=True)
-    return CutBackward(inputs, weights)
+@dataclass(frozen=True, slots=True)
+class CutBackward:
+    """See the module's docstring."""
+
+    def __call__(self, phased: PhasedProgram) -> PhasedProgram:
+        """The phases with the halves of the backward beside it."""
+        sent = range(len(phased.backward_outputs))
+        inputs, weights, _ = cut_graph(phased.backward, sent, hands_on_inputs=True)
+        return replace(phased, halves=BackwardHalves(inputs, weights))

@@ -57,7 +57,7 @@ class FuseKernels:
 
     def __call__(self, lowered: LoweredProgram) -> LoweredProgram:
         """The program with kernels, over a graph of its own."""
-        return replace(lowered, graph_module=self.fuse(lowered.graph_module))
+        return replace(lowered, graph_module=self.fuse(lowered.graph_module), without_kernels=lowered)
 
     def fuse(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         """A graph over local values with kernels, as one of its own."""

@@ -37,7 +37,7 @@ class SplitPhases:
     saves_least: bool = False
 
     def __call__(self, lowered: LoweredProgram) -> PhasedProgram:
-        """The programs, sharing constants with `lowered`."""
+        """The programs, sharing constants with `lowered`; the whole that they are proven against has no kernels."""
         nodes = list(lowered.graph_module.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
         results = nodes[-1].args[0]
@@ -61,7 +61,7 @@ class SplitPhases:
             backward |= computed_again(nodes, forward, _read_by(backward, gives))
         saved = _saved(nodes, forward - backward, _read_by(backward, gives))
         return PhasedProgram(
-            lowered=lowered,
+            lowered=lowered.without_kernels or lowered,
             forward=_extract(
                 lowered,
                 [placeholders[i] for i in forward_in],

@@ -130,13 +130,13 @@ def _needs_of(stage: StageProgram, staged: StagedProgram) -> _Needs:
     carried = carried_bytes(phased)
     owned = owned_results(phased.backward.graph)[len(phased.backward_outputs) :]
     halves: dict[str, int] = {}
-    if stage.halves is not None:
-        owned = owned_results(stage.halves.weights.graph)
-        first = memory.run(filled(stage.halves.inputs.graph), [*saved, *tangents], [*held, *once])
+    if phased.halves is not None:
+        owned = owned_results(phased.halves.weights.graph)
+        first = memory.run(filled(phased.halves.inputs.graph), [*saved, *tangents], [*held, *once])
         halves["first_half"] = _restart(memory) - base - hoisted
         between = first[len(phased.backward_outputs) :]
         halves["kept"] = memory.bytes_of([*held, *once, *between]) - base - hoisted
-        memory.run(filled(stage.halves.weights.graph), between, [*held, *once])
+        memory.run(filled(phased.halves.weights.graph), between, [*held, *once])
         halves["second_half"] = _restart(memory) - base - hoisted
     return _Needs(
         parameters=total(InputKind.PARAMETER, InputKind.BUFFER),

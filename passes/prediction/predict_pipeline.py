@@ -121,8 +121,9 @@ def _walk(stage: StageProgram, cluster: Cluster, order: PipelineOrder, number: i
     step = walk_program(stage.phased, prices, micro_batches=order.micro_batches)
     overlap, dispatch_s = overlap_of(cluster), cluster.device.dispatch("eager")
     phases: dict[str, Segment] = {segment.name: segment for segment in step.segments if segment.name != ACCUMULATION}
-    if stage.halves is not None:
-        for name, half in ((_INPUTS, stage.halves.inputs), (_WEIGHTS, stage.halves.weights)):
+    halves = stage.phased.halves
+    if halves is not None:
+        for name, half in ((_INPUTS, halves.inputs), (_WEIGHTS, halves.weights)):
             walked = walk_program(replace(stage.phased, backward=half), prices).segments
             phases[name] = next(segment for segment in walked if segment.name == "backward")
     for name in ("backward", _WEIGHTS):

@@ -11,16 +11,19 @@ from collections.abc import Sequence
 from torch import fx
 
 from autoshard.errors import VerificationError
-from autoshard.ir.lowered import CutBackward, PhasedProgram
+from autoshard.ir.lowered import PhasedProgram
 from passes.preparation.number_values import Numbering, number_graph
 
 
-def verify_cut_backward(phased: PhasedProgram, halves: CutBackward) -> None:
-    """Prove that the halves together are the backward.
+def verify_cut_backward(phased: PhasedProgram) -> None:
+    """Prove that the halves together are the backward, where it is cut.
 
     Raises:
         VerificationError: a call or a result is another one; the message names it.
     """
+    halves = phased.halves
+    if halves is None:
+        return
     whole = number_graph(phased.backward)
     taken = [whole.numbers[node] for node in phased.backward.graph.find_nodes(op="placeholder")]
     due = [whole.numbers[node] for node in _results(phased.backward)]

@@ -15,13 +15,14 @@ from autoshard.errors import VerificationError
 from autoshard.ir.lowered import LoweredProgram, PhasedProgram
 from autoshard.ir.program import Program
 from passes.preparation.number_values import Numbering
+from passes.verification.verify_cut_backward import verify_cut_backward
 from passes.verification.verify_phases import verify_phases
 from passes.verification.verify_preparation import verify_preparation
 from passes.verification.verify_program import verify_program
 
 
 def verify_pass(rewrite: Any, before: Any, after: Any) -> None:
-    """Prove that what a pass made computes what it was given; see `passes.lowering.phases.OnPass`.
+    """Prove that what a pass made computes what it was given; see `passes.lowering.lowering_options.OnPass`.
 
     Raises:
         VerificationError: it does not; the message names the pass.
@@ -44,6 +45,7 @@ def _verify(before: Any, after: Any) -> None:
             _verify_kernels(before, after)
         case PhasedProgram():
             verify_phases(after)
+            verify_cut_backward(after)
         case _:
             raise TypeError(f"passes make programs; found {type(after).__name__}")
 

@@ -115,8 +115,8 @@ def check_collectives_in_another_order(folder: Path) -> None:
     """One rank starts a collective ahead of another: proven on its own, it would leave the other rank waiting."""
     right = lower_program.overlapped
 
-    def reordered(phased: PhasedProgram, *options: Any) -> PhasedProgram:
-        made = right(phased, *options)
+    def reordered(phased: PhasedProgram, options: Any) -> PhasedProgram:
+        made = right(phased, options)
         module = copy_of(made.backward)
         assert any(start_earlier(module.graph, Random(seed), PAIR) for seed in range(9))
         wrong = replace(made, backward=fx.GraphModule(module, module.graph))

@@ -21,6 +21,7 @@ from passes.driver.plan_options import PlanOptions
 from passes.lowering.choose_groups import is_view
 from passes.lowering.count_launches import Traffic, is_launch
 from passes.lowering.lower_program import lower_program
+from passes.lowering.lowering_options import LoweringOptions
 from passes.lowering.split_phases import SplitPhases
 from passes.verification.verify_phases import verify_phases
 from passes.verification.verify_program import verify_program
@@ -157,7 +158,7 @@ def test_what_follows_a_partial_sum_is_one_kernel(norm: str) -> None:
         built[0].down.bias.requires_grad_(False)
     program = traced_of(*built, updates=False)
     plan = plan_program(program, mesh, h100s(mesh), PlanOptions(constraints=TENSOR_PARALLEL, with_baselines=False))
-    fused = lower_program(program, plan, with_kernels=True)
+    fused = lower_program(program, plan, options=LoweringOptions(with_kernels=True))
     verify_phases(fused)
     plain = SplitPhases()(fused.lowered)
     assert list(_received(plain.forward.graph, "reduce")) == [{"aten.add.Tensor"}]

@@ -15,6 +15,7 @@ from autoshard.ir.lowered import PhasedProgram
 from autoshard.runtime.train_step import TrainStep
 from autoshard.testing import Link, Transfer, delayed_mesh, record_transfers
 from passes.lowering.lower_program import lower_prepared
+from passes.lowering.lowering_options import LoweringOptions
 from tests.benchmarks.hidden_cases import AXIS, PLANS, batch, compiled, llama
 from tests.end_to_end.work_clock import Rig, WorkClock, products_s, share_hidden, walk
 from tests.runtime.processes import report, run_checks
@@ -35,7 +36,9 @@ def programs_of(step: TrainStep) -> tuple[PhasedProgram, PhasedProgram]:
     program, plan = step.sharded.program, step.plan
     assert program is not None
     assert plan is not None
-    return program.phased, lower_prepared(program.phased.lowered.traced, plan, with_overlap=False)
+    return program.phased, lower_prepared(
+        program.phased.lowered.traced, plan, options=LoweringOptions(with_overlap=False)
+    )
 
 
 def rig_of(plain: PhasedProgram) -> Rig:

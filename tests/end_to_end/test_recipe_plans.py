@@ -23,6 +23,7 @@ from cost_models.streams import overlap_of, simulate_streams
 from passes.driver.plan_and_lower import planning_problem
 from passes.driver.plan_of_choice import lowered_plan
 from passes.lowering.lower_program import lower_program
+from passes.lowering.lowering_options import LoweringOptions
 from passes.memory.lowered_memory import peak_bytes
 from passes.prediction.walk_program import walk_program
 from passes.questions.explain import PlanAlternatives
@@ -115,7 +116,7 @@ def check_price(plan: Plan, cluster: Cluster) -> None:
     of_specs = lowered_plan(
         same.planning, same.solution.choice, same.solution.cost, None, cluster, options
     ).plan.predicted
-    phased = lower_program(asked.program, plan, cluster, micro_batches=plan.micro_batches)
+    phased = lower_program(asked.program, plan, cluster, LoweringOptions(micro_batches=plan.micro_batches))
     walked = walk_program(phased, NodePrices(cluster, plan.mesh), micro_batches=plan.micro_batches)
     times = simulate_streams(walked.segments, overlap_of(cluster), dispatch_s=cluster.device.dispatch("eager"))
     for seconds in (of_specs.step_time_s, times.total_s):

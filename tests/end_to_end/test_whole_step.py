@@ -25,7 +25,7 @@ from autoshard.runtime.traced_optimizer import describe_update, names_of
 from autoshard.runtime.train_step import TrainStep
 from autoshard.testing.plans import plans
 from autoshard.tracing import trace
-from passes.lowering.bucket_updates import bucket_updates
+from passes.lowering.bucket_updates import BucketUpdates
 from tests.benchmarks.live_memory import peak_bytes_of
 from tests.end_to_end.training import whole
 from tests.runtime.processes import checked_once, report, run_checks
@@ -385,13 +385,13 @@ UPDATES = {"triton": "triton_adam_updates_", "auto": "adam_updates_"}
 def check_kernels_on_gloo() -> None:
     """One launch updates each group of parameters, where pieces of them are put together behind it too."""
     for constraints, (backend, name) in product((ZERO_1, ZERO_3), UPDATES.items()):
-        made = []
+        made, right = [], BucketUpdates.__call__
 
-        def record(graph_module: fx.GraphModule, made: list[fx.GraphModule] = made, **options: bool) -> fx.GraphModule:
-            made.append(bucket_updates(graph_module, **options))
+        def record(self: BucketUpdates, graph_module: fx.GraphModule, made: Any = made, right: Any = right) -> Any:
+            made.append(right(self, graph_module))
             return made[-1]
 
-        with mock.patch("passes.lowering.bucket_updates.bucket_updates", record):
+        with mock.patch.object(BucketUpdates, "__call__", record):
             options = {"constraints": constraints, "backend": backend, "limit": 0.5}
             check_step(small(), small(), OPTIMIZERS["adamw"], LINE, tolerance=2e-5, **options)
         (update,) = made

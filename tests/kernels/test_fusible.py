@@ -17,6 +17,7 @@ from autoshard.tracing import trace
 from passes.driver.plan_and_lower import plan_program
 from passes.driver.plan_options import PlanOptions
 from passes.lowering.lower_program import lower_program
+from passes.lowering.lowering_options import LoweringOptions
 from tests.end_to_end.models import MODELS
 from tests.passes.blocks import h100s
 
@@ -57,7 +58,7 @@ def test_nothing_of_ours_is_left(name: str) -> None:
     model, batch = MODELS[name]()
     program = trace(model, (), {key: item for key, item in batch.items() if key != "attention_mask"})
     plan = plan_program(program, MESH, h100s(MESH), PlanOptions(with_baselines=False))
-    phased = lower_program(program, plan, h100s(MESH), saves_least=True)
+    phased = lower_program(program, plan, h100s(MESH), LoweringOptions(saves_least=True))
     inputs = examples(phased.forward)
     for phase, kernel in ((phased.forward, f"{FLASH}.default"), (phased.backward, f"{FLASH}_backward.default")):
         operators, results, expected = handed(phase, inputs)
@@ -73,7 +74,7 @@ def test_dropout_is_drawn_where_it_is_used() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5))
     program = trace(model, (torch.randn(2, 4),))
     plan = plan_program(program, MESH, h100s(MESH), PlanOptions(with_baselines=False))
-    forward = lower_program(program, plan, h100s(MESH), saves_least=True).forward
+    forward = lower_program(program, plan, h100s(MESH), LoweringOptions(saves_least=True)).forward
     operators, results, expected = handed(forward, examples(forward))
     assert not [name for name in operators if name.startswith("autoshard")]
     assert torch.equal(results[0], expected[0])

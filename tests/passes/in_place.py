@@ -9,7 +9,7 @@ from torch import fx
 
 from autoshard.graphs.write_in_place import write_in_place
 from autoshard.ir.lowered import PhasedProgram
-from passes.lowering.bucket_updates import bucket_updates
+from passes.lowering.bucket_updates import BucketUpdates
 
 
 def written_of(phased: PhasedProgram) -> dict[int, int]:
@@ -30,4 +30,4 @@ def in_place(phased: PhasedProgram) -> PhasedProgram:
 @lru_cache(maxsize=1)
 def _writing(update: fx.GraphModule, written: tuple[tuple[int, int], ...]) -> fx.GraphModule:
     """An update that writes in place, in buckets."""
-    return bucket_updates(write_in_place(update, dict(written)))
+    return BucketUpdates()(write_in_place(update, dict(written)))

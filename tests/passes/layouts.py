@@ -32,6 +32,7 @@ from cost_models.hardware import Cluster, node_type
 from passes.driver.plan_of_choice import lowered_plan
 from passes.driver.plan_options import PlanOptions
 from passes.lowering.lower_program import lower_program, prepare
+from passes.lowering.lowering_options import LoweringOptions
 from passes.memory.liveness import find_lifetimes
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.planning.constraints import own_specs
@@ -200,7 +201,9 @@ def lowered_under(
 
 def _lowered(layout: Layout, program: Program, plan: Plan, **options: Any) -> PhasedProgram:
     parts = 2 if layout.updates else 1
-    return lower_program(program, plan, with_kernels=layout.kernels, micro_batches=parts, **options)
+    return lower_program(
+        program, plan, options=LoweringOptions(with_kernels=layout.kernels, micro_batches=parts, **options)
+    )
 
 
 def _roomy(plan: Plan) -> Plan:

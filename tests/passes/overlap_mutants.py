@@ -18,9 +18,9 @@ from autoshard.ir.collectives import is_collective, is_wait
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from passes.lowering.bucket_collectives import BucketCollectives
-from passes.lowering.overlap import APART, OVERLAP, Pass
-from passes.lowering.start_ahead import StartAhead
-from passes.lowering.wait_in_turn import WaitInTurn
+from passes.lowering.in_flight import BESIDE, InFlight
+from passes.lowering.lowering_options import LoweringOptions
+from passes.lowering.order import Moment, Pass, passes_at
 from passes.verification.verify_in_place import written_operands
 from tests.passes import bucket_mutations, mutations, training_mutations
 from tests.passes.bucket_mutations import BUCKET_MUTATIONS, FLIGHT_MUTATIONS, ancestors
@@ -52,7 +52,11 @@ _RARE, _RARELY = ("hoist_gather", "lower_wait", "gather_before_update", "hoist_w
 
 def in_buckets(phased: PhasedProgram) -> PhasedProgram:
     """A program without overlap, with all that the passes of overlap can do, whatever memory it takes."""
-    return _after((*APART, LARGE, StartAhead(), WaitInTurn()), phased)
+    return _after(_passes(InFlight(buckets=LARGE)), phased)
+
+
+def _passes(in_flight: InFlight) -> tuple[Pass, ...]:
+    return passes_at(Moment.IN_FLIGHT, LoweringOptions(in_flight=in_flight))
 
 
 def _after(passes: Sequence[Pass], phased: PhasedProgram) -> PhasedProgram:
@@ -238,11 +242,11 @@ def start_earlier(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
 def _passes_otherwise(plain: PhasedProgram) -> Mutate:
     """One rank whose passes had other limits: of its buckets, or of what is in flight."""
     sizes = (64, 256, 1024, 4096)
-    choices: Sequence[Sequence[Pass]] = (*OVERLAP, *((_limited(size), StartAhead(), WaitInTurn()) for size in sizes))
+    choices = (*BESIDE, *(InFlight(buckets=_limited(size)) for size in sizes))
 
     def mutate(phased: PhasedProgram, random: Random) -> Found | None:
         index = random.randrange(len(choices))
-        return f"passes of choice {index}", _after((*APART, *choices[index]), plain), phased.lowered.traced
+        return f"passes of choice {index}", _after(_passes(choices[index]), plain), phased.lowered.traced
 
     return mutate
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from autoshard.graphs.owned_results import owned_results
-from autoshard.ir.lowered import CutBackward, LocalSlot
+from autoshard.ir.lowered import BackwardHalves, LocalSlot
 from autoshard.ir.pipeline_order import Slot, StageTask, Work
 from autoshard.ir.program import InputKind
 from autoshard.ir.staged import Crossing, StagedProgram
@@ -73,7 +73,7 @@ class Halves:
     owned: Sequence[bool]
 
     @classmethod
-    def of(cls, cut: CutBackward, engine: Engine) -> Halves:
+    def of(cls, cut: BackwardHalves, engine: Engine) -> Halves:
         """Load both."""
         return cls(engine.load(cut.inputs), engine.load(cut.weights), owned_results(cut.weights.graph))
 
@@ -91,7 +91,7 @@ def _load(number: int, program: Executable, staged: StagedProgram) -> Stage:
         way: [item for item in staged.crossings if item.maker == number and item.is_forward == way]
         for way in (True, False)
     }
-    cut = staged.stages[number].halves
+    cut = staged.stages[number].phased.halves
     return Stage(number, program, sends, None if cut is None else Halves.of(cut, program.engine))
 
 

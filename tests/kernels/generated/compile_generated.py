@@ -25,6 +25,7 @@ from passes.driver.plan_options import PlanOptions
 from passes.lowering.fuse_kernels import FuseKernels
 from passes.lowering.generate_kernels import GenerateKernels
 from passes.lowering.lower_program import lower_program
+from passes.lowering.lowering_options import LoweringOptions
 from passes.lowering.split_phases import SplitPhases
 from tests.benchmarks.fused_counts import llama_block
 from tests.kernels.ahead import compile_ahead
@@ -44,7 +45,7 @@ def phases_of(family: str) -> PhasedProgram:
     program = trace(model.float(), single, {}, compute_dtype=torch.bfloat16)
     cluster = h100s(MESH)
     plan = plan_program(program, MESH, cluster, PlanOptions(with_baselines=False))
-    return lower_program(program, plan, cluster, with_kernels=True)
+    return lower_program(program, plan, cluster, LoweringOptions(with_kernels=True))
 
 
 def kernels_in(graph_module: fx.GraphModule) -> list[GeneratedKernel]:

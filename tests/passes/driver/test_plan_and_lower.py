@@ -25,7 +25,9 @@ from passes.driver import plan_and_lower as pipeline
 from passes.driver.plan_and_lower import plan_program
 from passes.driver.plan_of_choice import LoweredPlan, lowered_plan
 from passes.driver.plan_options import PlanOptions
-from passes.lowering.lower_program import PREPARATION, lower_program, prepare
+from passes.lowering.lower_program import lower_program, prepare
+from passes.lowering.lowering_options import LoweringOptions
+from passes.lowering.order import Moment, passes_at
 from passes.prediction.predict import HOST
 from passes.solver.assignment import Assignment, Solution
 from passes.solver.search_control import SearchControl
@@ -223,16 +225,16 @@ def test_a_plan_is_predicted_from_what_runs(share: float, micro_batches: int) ->
     found = pipeline.plan_and_lower(program, mesh, h100s(mesh), options)
     saves = found.plan.recompute.nodes or found.plan.offload.nodes
     assert bool(saves) is (share < 1)
-    again = lower_program(program, found.plan, h100s(mesh), micro_batches=micro_batches)
+    again = lower_program(program, found.plan, h100s(mesh), LoweringOptions(micro_batches=micro_batches))
     assert found.phased is not None
     assert str(found.phased.lowered.graph_module.graph) == str(again.lowered.graph_module.graph)
     assert found.phased.digest() == again.digest()
 
 
 def test_the_order_of_passes_is_data() -> None:
-    """Preparation is a tuple of passes, each of which gives back a program."""
+    """Passes that need no plan each give back a program; together they are the preparation."""
     program = perceptron_program()
-    for rewrite in PREPARATION:
+    for rewrite in passes_at(Moment.TRACED):
         program = rewrite(program)
     assert program.digest() == prepare(perceptron_program()).digest()
 

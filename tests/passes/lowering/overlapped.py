@@ -13,6 +13,7 @@ from autoshard.ir.spec import P
 from passes.driver.plan_and_lower import plan_program
 from passes.driver.plan_options import PlanOptions
 from passes.lowering.lower_program import lower_program
+from passes.lowering.lowering_options import LoweringOptions
 from tests.passes.blocks import blocks_program, h100s
 from tests.passes.families import FAMILIES
 from tests.passes.layouts import LAYOUTS, MESH, lowered_under, plan_of, planning_of, planning_on, program_of
@@ -37,7 +38,9 @@ def plain_on(mesh: Mesh, layout: str, family: str, reduce_dtype: torch.dtype | N
 @cache
 def of_one_batch(family: str, layout: str) -> PhasedProgram:
     """The same, for a step of one batch: parameters are gathered in its forward and backward."""
-    return lower_program(program_of(family, layout), plan_of(family, layout), with_overlap=False)
+    return lower_program(
+        program_of(family, layout), plan_of(family, layout), options=LoweringOptions(with_overlap=False)
+    )
 
 
 @cache
@@ -46,7 +49,7 @@ def fully_sharded() -> PhasedProgram:
     mesh, constraints = Mesh({"x": 4}), {"*.up.weight": P("x"), "*.down.weight": P("x"), "input:0": P("x")}
     program = blocks_program(batch=256, length=512, hidden=1024, count=3)
     plan = plan_program(program, mesh, h100s(mesh), PlanOptions(constraints=constraints, with_baselines=False))
-    return lower_program(program, plan, h100s(mesh), with_overlap=False)
+    return lower_program(program, plan, h100s(mesh), LoweringOptions(with_overlap=False))
 
 
 @cache
@@ -56,7 +59,7 @@ def gathered_blocks() -> PhasedProgram:
     constraints = {"*.weight": P("x"), "*.bias": P("x"), "input:0": P("x")}
     program = blocks_program(batch=2**18, length=1, hidden=1024, count=6)
     plan = plan_program(program, mesh, h100s(mesh), PlanOptions(constraints=constraints, with_baselines=False))
-    return lower_program(program, plan, h100s(mesh), with_overlap=False)
+    return lower_program(program, plan, h100s(mesh), LoweringOptions(with_overlap=False))
 
 
 def calls(graph_module: fx.GraphModule) -> list[str]:

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 from autoshard.errors import VerificationError
 from autoshard.graphs.write_in_place import write_in_place
 from autoshard.kernels.triton_adam import adam_updates_
-from passes.lowering.bucket_updates import bucket_updates
+from passes.lowering.bucket_updates import BucketUpdates
 from passes.verification.expand_buckets import expand_buckets
 from passes.verification.verify_in_place import verify_in_place
 
@@ -81,7 +81,7 @@ def test_updates_share_a_launch(in_pieces: bool, with_triton: bool) -> None:
     functional = _update_graph(3, in_pieces=in_pieces)
     expected = functional(*_values(functional.graph))
     writing = write_in_place(functional, _written(3))
-    bucketed = bucket_updates(writing, with_triton=with_triton)
+    bucketed = BucketUpdates(with_triton)(writing)
     assert _calls(writing) == [1, 1, 1]
     assert _calls(bucketed) == [3]
     assert any(node.target is adam_updates_ for node in bucketed.graph.nodes) == with_triton
@@ -98,7 +98,7 @@ def test_a_launch_is_of_one_dtype(with_triton: bool, sizes: list[int]) -> None:
     """Of Triton's kernels, which leave float64 to torch's; a call of torch's takes all."""
     kinds = [torch.float32, torch.bfloat16, torch.float64, torch.float32, torch.bfloat16]
     functional = _update_graph(5, in_pieces=False, dtypes=kinds)
-    bucketed = bucket_updates(write_in_place(functional, _written(5)), with_triton=with_triton)
+    bucketed = BucketUpdates(with_triton)(write_in_place(functional, _written(5)))
     assert sorted(_calls(bucketed)) == sizes
     verify_in_place(functional, bucketed, _written(5))
     torch.testing.assert_close(
@@ -108,7 +108,7 @@ def test_a_launch_is_of_one_dtype(with_triton: bool, sizes: list[int]) -> None:
 
 def test_buckets_expand_to_their_updates() -> None:
     """The way back has one update for each parameter."""
-    bucketed = bucket_updates(write_in_place(_update_graph(3, in_pieces=True), _written(3)))
+    bucketed = BucketUpdates()(write_in_place(_update_graph(3, in_pieces=True), _written(3)))
     assert _calls(expand_buckets(bucketed)) == [1, 1, 1]
 
 
@@ -163,7 +163,7 @@ def test_other_right_buckets_verify(right: Callable[[Lists], list[Lists]]) -> No
 def _split_otherwise(change: Callable[[Lists], list[Lists]], in_pieces: bool) -> tuple[fx.GraphModule, fx.GraphModule]:
     """The update of three parameters, and its graph in place with other buckets than the pass makes."""
     functional = _update_graph(3, in_pieces=in_pieces)
-    bucketed = bucket_updates(write_in_place(functional, _written(3)))
+    bucketed = BucketUpdates()(write_in_place(functional, _written(3)))
     (call,) = (node for node in bucketed.graph.nodes if node.target is ours.adam_updates_.default)
     with bucketed.graph.inserting_before(call):
         for lists in change([list(items) for items in call.args[:_STATE]]):
@@ -182,5 +182,5 @@ def test_updates_that_read_each_other_stay() -> None:
         grad = graph.call_function(aten.mul.Tensor, (updated, 2.0))
     grad.meta["val"] = torch.empty(4, 3, device="meta")
     second.args = (second.args[0], grad, *second.args[2:])
-    bucketed = bucket_updates(write_in_place(functional, _written(2)))
+    bucketed = BucketUpdates()(write_in_place(functional, _written(2)))
     assert _calls(bucketed) == [1, 1]

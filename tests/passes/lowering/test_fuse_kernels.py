@@ -28,6 +28,7 @@ from passes.driver.plan_and_lower import plan_program
 from passes.driver.plan_options import PlanOptions
 from passes.lowering.fuse_kernels import FuseKernels
 from passes.lowering.lower_program import lower_program
+from passes.lowering.lowering_options import LoweringOptions
 from passes.verification.verify_passes import verify_pass
 from passes.verification.verify_phases import verify_phases
 from tests.passes.blocks import Blocks, h100s
@@ -73,7 +74,7 @@ def _lower(model: nn.Module) -> LoweredProgram:
 def _phases(model: nn.Module, *, with_generated: bool = True) -> PhasedProgram:
     program = trace(model, (torch.randn(2, 3, 8),), {})
     plan = plan_program(program, MESH, h100s(MESH), PlanOptions(with_baselines=False))
-    return lower_program(program, plan, with_kernels=True, with_generated=with_generated)
+    return lower_program(program, plan, options=LoweringOptions(with_kernels=True, with_generated=with_generated))
 
 
 def _check_equal(lowered: LoweredProgram, fused: LoweredProgram, target: torch.Tensor | None = None) -> None:
@@ -171,7 +172,7 @@ def test_cross_entropy_over_a_split_vocabulary(smoothing: float) -> None:
     }
     assert split.keys() <= plan.nodes.keys()
     plan = dataclasses.replace(plan, nodes={**plan.nodes, **split})
-    phased = lower_program(program, plan, with_kernels=True)
+    phased = lower_program(program, plan, options=LoweringOptions(with_kernels=True))
     fused = FuseKernels()(phased.lowered)
     assert fused_calls(fused.graph_module) == {
         "autoshard.triton_split_cross_entropy.default": 1,
@@ -200,7 +201,7 @@ def test_rows_of_a_split_table_are_one_kernel_each_way(vocabulary: int, padding:
     forward = NodePlan((P("x"), P()), (P(partial={"x": "sum"}),))
     backward = NodePlan((P(), P()), (P("x"),))
     nodes = {**plan.nodes, "embedding": forward, "embedding_dense_backward": backward}
-    phased = lower_program(program, dataclasses.replace(plan, nodes=nodes), with_kernels=True)
+    phased = lower_program(program, dataclasses.replace(plan, nodes=nodes), options=LoweringOptions(with_kernels=True))
     fused = FuseKernels()(phased.lowered)
     assert fused_calls(fused.graph_module) == {
         "autoshard.triton_split_embedding.default": 1,
@@ -286,7 +287,7 @@ def test_tokens_go_to_experts_and_back_in_a_kernel_each(compute_dtype: torch.dty
     torch.manual_seed(0)
     program = trace(Routed(), (torch.randn(2, 3, 8),), {}, compute_dtype=compute_dtype)
     plan = plan_program(program, MESH, h100s(MESH), PlanOptions(with_baselines=False))
-    phased = lower_program(program, plan, with_kernels=True)
+    phased = lower_program(program, plan, options=LoweringOptions(with_kernels=True))
     fused = FuseKernels()(phased.lowered)
     names = ("permute", "permute_backward", "combine", "combine_backward")
     assert {f"autoshard.triton_{name}.default": 1 for name in names}.items() <= fused_calls(fused.graph_module).items()
@@ -320,7 +321,7 @@ def _phases_of_loss(*shape: int, dtype: torch.dtype = torch.float32, returns_log
     model = Loss(dtype, returns_logits=returns_logits)
     program = trace(model, (torch.randn(*shape, 8, dtype=dtype), torch.randint(40, shape)), {})
     plan = plan_program(program, MESH, h100s(MESH), PlanOptions(with_baselines=False))
-    return lower_program(program, plan, with_kernels=True)
+    return lower_program(program, plan, options=LoweringOptions(with_kernels=True))
 
 
 @pytest.mark.usefixtures("_chunks_of_16")
@@ -403,7 +404,7 @@ def test_products_in_either_order_verify() -> None:
 
     program = trace(Reversed("silu"), (torch.randn(2, 3, 8),), {})
     plan = plan_program(program, MESH, h100s(MESH), PlanOptions(with_baselines=False))
-    phased = lower_program(program, plan, with_kernels=True, on_pass=verify_pass)
+    phased = lower_program(program, plan, options=LoweringOptions(with_kernels=True, on_pass=verify_pass))
     assert "autoshard.triton_gated.default" in fused_calls(phased.forward)
     verify_phases(phased)
 

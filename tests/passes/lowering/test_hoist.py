@@ -15,6 +15,7 @@ from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.program import InputKind
 from passes.lowering.hoist import Hoist
 from passes.lowering.lower_program import lower_program
+from passes.lowering.lowering_options import LoweringOptions
 from passes.lowering.node_time import NodeTime
 from passes.memory.lowered_memory import peak_bytes
 from passes.verification.verify_phases import verify_phases
@@ -124,7 +125,7 @@ def test_what_differs_between_micro_batches_is_refused() -> None:
 def test_another_call_is_refused() -> None:
     """Every call of the hoisted phase, changed to another operator, is found."""
     program, plan = program_of(LLAMA, SHARDED), plan_of(LLAMA, SHARDED)
-    phased = lower_program(program, plan, micro_batches=2, with_overlap=False)
+    phased = lower_program(program, plan, options=LoweringOptions(micro_batches=2, with_overlap=False))
     assert phased.hoisted is not None
     calls = [node.name for node in phased.hoisted.graph.nodes if node.op == "call_function" and node.all_input_nodes]
     for name in calls[:: max(1, len(calls) // 20)]:

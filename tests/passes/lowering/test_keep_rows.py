@@ -21,6 +21,7 @@ from autoshard.ir.recompute import PHASE
 from autoshard.tracing import trace
 from passes.lowering.keep_rows import KeepRows
 from passes.lowering.lower_program import lower_program
+from passes.lowering.lowering_options import LoweringOptions
 from passes.memory.lowered_memory import peak_bytes
 from passes.verification.verify_phases import verify_phases
 from tests.end_to_end.test_experts import EXCHANGED, PAIR, built, plan_with
@@ -50,7 +51,7 @@ def with_room(memory_bytes: int | None) -> PhasedProgram:
 def plain() -> PhasedProgram:
     """The program that keeps no rows, its collectives where they stand."""
     program, plan = case()
-    return lower_program(program, plan, with_overlap=False)
+    return lower_program(program, plan, options=LoweringOptions(with_overlap=False))
 
 
 def calls(graph_module: fx.GraphModule, target: Any) -> list[fx.Node]:

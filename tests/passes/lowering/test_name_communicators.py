@@ -19,6 +19,7 @@ from autoshard.tracing import trace
 from passes.driver.plan_and_lower import plan_program
 from passes.driver.plan_options import PlanOptions
 from passes.lowering.lower_program import lower_program
+from passes.lowering.lowering_options import LoweringOptions
 from passes.preparation.rewriting import with_groups
 from passes.verification.verify_phases import verify_phases
 from tests.passes.blocks import Perceptron, h100s
@@ -61,7 +62,7 @@ def phased(layout: str) -> PhasedProgram:
     options = PlanOptions(constraints=LAYOUTS[layout], with_baselines=False)
     mesh = MESH if layout == "tensor" else Mesh({"data": 2})
     plan = plan_program(program, mesh, h100s(mesh), options)
-    return lower_program(program, plan, h100s(mesh), with_overlap=False)
+    return lower_program(program, plan, h100s(mesh), LoweringOptions(with_overlap=False))
 
 
 def test_gradients_of_data_parallelism_have_their_own() -> None:

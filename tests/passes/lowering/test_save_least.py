@@ -17,6 +17,7 @@ from autoshard.tracing import trace
 from passes.driver.plan_and_lower import plan_program
 from passes.driver.plan_options import PlanOptions
 from passes.lowering.lower_program import lower_program
+from passes.lowering.lowering_options import LoweringOptions
 from passes.lowering.save_least import computed_again
 from passes.verification.verify_phases import verify_phases
 from tests.end_to_end.models import MODELS
@@ -31,7 +32,7 @@ def phases(name: str) -> tuple[Any, Any, PhasedProgram, PhasedProgram]:
     program = trace(model, (), batch)
     options = PlanOptions(constraints={"input:*": P("data")}, with_baselines=False)
     plan = plan_program(program, MESH, h100s(MESH), options)
-    found = [lower_program(program, plan, h100s(MESH), saves_least=least) for least in (False, True)]
+    found = [lower_program(program, plan, h100s(MESH), LoweringOptions(saves_least=least)) for least in (False, True)]
     return model, batch, found[0], found[1]
 
 

@@ -15,6 +15,7 @@ from passes.driver.plan_and_lower import plan_program
 from passes.driver.plan_options import PlanOptions
 from passes.lowering.bucket_collectives import BucketCollectives
 from passes.lowering.lower_program import lower_program
+from passes.lowering.lowering_options import LoweringOptions
 from passes.lowering.start_ahead import StartAhead
 from passes.lowering.wait_in_turn import WaitInTurn
 from passes.lowering.wait_late import WaitLate
@@ -31,7 +32,7 @@ def twice_reduced() -> PhasedProgram:
     mesh, constraints = Mesh({"x": 2, "y": 2}), {"*.weight": P(), "*.bias": P(), "input:0": P(("x", "y"))}
     program = blocks_program(batch=2**14, length=1, hidden=1024, count=6)
     plan = plan_program(program, mesh, h100s(mesh), PlanOptions(constraints=constraints, with_baselines=False))
-    return lower_program(program, plan, h100s(mesh), with_overlap=False)
+    return lower_program(program, plan, h100s(mesh), LoweringOptions(with_overlap=False))
 
 
 def apart(phased: PhasedProgram) -> PhasedProgram:

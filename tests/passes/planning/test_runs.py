@@ -18,6 +18,7 @@ from cost_models.streams import simulate_streams
 from passes.driver.plan_and_lower import plan_program
 from passes.driver.plan_options import PlanOptions
 from passes.lowering.lower_program import lower_program
+from passes.lowering.lowering_options import LoweringOptions
 from passes.prediction.walk_program import ACCUMULATION, walk_program
 from passes.strategies.price_nodes import NodePrices
 from tests.passes.blocks import h100s
@@ -54,7 +55,7 @@ def plan_of(micro_batches: int) -> Plan:
 def collectives(micro_batches: int) -> dict[str, Counter[str]]:
     """How many of each kind a phase starts, with everything where it stands."""
     plan = plan_of(micro_batches)
-    phased = lower_program(step(), plan, h100s(MESH), micro_batches=micro_batches, with_overlap=False)
+    phased = lower_program(step(), plan, h100s(MESH), LoweringOptions(micro_batches=micro_batches, with_overlap=False))
     return {
         name: Counter(str(node.target).split(".")[1] for node in phase.graph.nodes if is_collective(node))
         for name, phase in phased.phases.items()
@@ -72,7 +73,7 @@ def test_gradients_of_micro_batches_are_reduced_once() -> None:
 def test_the_objective_is_of_the_whole_step(micro_batches: int) -> None:
     """As the lowered program takes it, where nothing is hidden or hoisted."""
     plan = plan_of(micro_batches)
-    phased = lower_program(step(), plan, h100s(MESH), with_overlap=False, with_native=False)
+    phased = lower_program(step(), plan, h100s(MESH), LoweringOptions(with_overlap=False, with_native=False))
     walked = walk_program(phased, NodePrices(h100s(MESH), MESH), micro_batches=micro_batches)
     times = simulate_streams(walked.segments)
     assert (ACCUMULATION in times.compute_s) == (micro_batches > 1)

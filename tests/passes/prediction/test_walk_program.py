@@ -24,6 +24,7 @@ from passes.driver.plan_of_choice import lowered_plan
 from passes.driver.plan_options import PlanOptions
 from passes.lowering.bucket_collectives import MIB, BucketCollectives
 from passes.lowering.lower_program import lower_prepared
+from passes.lowering.lowering_options import LoweringOptions
 from passes.lowering.rewrite_phases import rewrite_phases
 from passes.lowering.start_ahead import StartAhead
 from passes.lowering.wait_late import WaitLate
@@ -47,7 +48,7 @@ def phased_of(planning: PlanningProblem, choice: list[int]) -> PhasedProgram:
     """The lowered program of a choice."""
     cluster = planning.prices.cluster
     plan = lowered_plan(planning, choice, 0.0, None, cluster, PlanOptions()).plan
-    return lower_prepared(planning.space.program, plan, cluster, with_overlap=False)
+    return lower_prepared(planning.space.program, plan, cluster, LoweringOptions(with_overlap=False))
 
 
 def walk(

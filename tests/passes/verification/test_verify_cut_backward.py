@@ -8,13 +8,13 @@ from functools import cache
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import autoshard
 from autoshard import Mesh
 from autoshard.errors import VerificationError
-from autoshard.ir.lowered import CutBackward, PhasedProgram
-from passes.lowering.cut_backward import cut_backward
+from autoshard.ir.lowered import BackwardHalves, PhasedProgram
+from passes.lowering.cut_backward import CutBackward
 from passes.verification.verify_cut_backward import verify_cut_backward
 
 MM = torch.ops.aten.mm.default
@@ -35,10 +35,22 @@ def stage() -> PhasedProgram:
     return program.staged.stages[1].phased
 
 
+def halves_of(phased: PhasedProgram) -> BackwardHalves:
+    """The halves of a stage that has them."""
+    assert phased.halves is not None, "its backward was cut"
+    return phased.halves
+
+
+def with_halves(inputs: fx.GraphModule, weights: fx.GraphModule) -> PhasedProgram:
+    """The stage with a backward cut so."""
+    return replace(stage(), halves=BackwardHalves(inputs, weights))
+
+
 def test_the_first_half_is_what_the_stage_before_waits_for() -> None:
     """Each half has one of the two products of each layer's backward; together they are the backward."""
-    halves = cut_backward(stage())
-    verify_cut_backward(stage(), halves)
+    cut = CutBackward()(stage())
+    verify_cut_backward(cut)
+    halves = halves_of(cut)
     products = [
         len(list(half.graph.find_nodes(op="call_function", target=MM))) for half in (halves.inputs, halves.weights)
     ]
@@ -47,15 +59,15 @@ def test_the_first_half_is_what_the_stage_before_waits_for() -> None:
 
 def test_another_second_half_is_refused() -> None:
     """A call that the whole does not make, a value too few, and two results in each other's place."""
-    halves = cut_backward(stage())
+    halves = halves_of(CutBackward()(stage()))
     other = copy.deepcopy(halves.weights)
     next(iter(other.graph.find_nodes(op="call_function", target=MM))).target = torch.ops.aten.matmul.default
     with pytest.raises(VerificationError, match="is no call of the backward"):
-        verify_cut_backward(stage(), replace(halves, weights=other))
+        verify_cut_backward(with_halves(halves.inputs, other))
     with pytest.raises(VerificationError, match="is given"):
-        verify_cut_backward(stage(), CutBackward(halves.weights, halves.inputs))
+        verify_cut_backward(with_halves(halves.weights, halves.inputs))
     swapped = copy.deepcopy(halves.weights)
     output = swapped.graph.output_node()
     output.args = (tuple(output.args[0][::-1]),)  # type: ignore[index]
     with pytest.raises(VerificationError, match="where the whole returns"):
-        verify_cut_backward(stage(), replace(halves, weights=swapped))
+        verify_cut_backward(with_halves(halves.inputs, swapped))

@@ -18,7 +18,8 @@ from passes.driver.plan_and_lower import plan_program
 from passes.driver.plan_options import PlanOptions
 from passes.lowering.fuse_kernels import FuseKernels
 from passes.lowering.lower import Lower
-from passes.lowering.lower_program import PREPARATION, lower_program
+from passes.lowering.lower_program import lower_program
+from passes.lowering.lowering_options import LoweringOptions
 from passes.lowering.split_phases import SplitPhases
 from passes.preparation.canonicalize import Canonicalize
 from passes.preparation.insert_hubs import InsertHubs
@@ -99,11 +100,11 @@ def test_kernels_that_go_wrong_are_named(monkeypatch: pytest.MonkeyPatch) -> Non
     """With Triton's kernels, right ones are accepted too."""
     program = trace(Layers(), (torch.ones(4, 8),), {})
     plan = plan_program(program, MESH, local_cluster(MESH), PlanOptions())
-    lower_program(program, plan, with_kernels=True, on_pass=verify_pass)
+    lower_program(program, plan, options=LoweringOptions(with_kernels=True, on_pass=verify_pass))
     right = FuseKernels.__call__
     monkeypatch.setattr(FuseKernels, "__call__", lambda self, lowered: with_result_scaled(right(self, lowered)))
     with pytest.raises(VerificationError, match=r"^passes\.lowering\.fuse_kernels made another program"):
-        lower_program(program, plan, with_kernels=True, on_pass=verify_pass)
+        lower_program(program, plan, options=LoweringOptions(with_kernels=True, on_pass=verify_pass))
 
 
 def test_passes_that_are_right_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,9 +117,11 @@ def test_passes_that_are_right_are_accepted(monkeypatch: pytest.MonkeyPatch) -> 
 
     program = trace(Layers(), (torch.ones(4, 8),), {})
     plan = plan_program(program, MESH, local_cluster(MESH), PlanOptions())
-    lower_program(program, plan, on_pass=watched)
+    lower_program(program, plan, options=LoweringOptions(on_pass=watched))
     assert seen == [
-        *(type(item).__name__ for item in PREPARATION),
+        "Canonicalize",
+        "JoinGelu",
+        "InsertHubs",
         "InsertRecompute",
         "Lower",
         "SplitPhases",

@@ -1,0 +1,112 @@
+"""The order of all passes of lowering, in one tuple.
+
+An entry has the moment at which its pass runs, and a function that makes the pass from the options, or gives None where
+they do not ask for it. To add a pass: write its file, and put an entry where it belongs. Passes of one moment run in
+the order of their entries; the entries of a moment stand together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum
+from typing import Any
+
+from passes.lowering.bucket_updates import BucketUpdates
+from passes.lowering.cut_backward import CutBackward
+from passes.lowering.hoist import Hoist
+from passes.lowering.join_biases import JoinBiases
+from passes.lowering.keep_rows import KeepRows
+from passes.lowering.lower import Lower
+from passes.lowering.lowering_options import USUAL, LoweringOptions
+from passes.lowering.name_communicators import NameCommunicators
+from passes.lowering.narrow_reductions import NarrowReductions
+from passes.lowering.node_time import NodeTime
+from passes.lowering.select_kernels import SelectKernels
+from passes.lowering.split_phases import SplitPhases
+from passes.lowering.start_ahead import StartAhead
+from passes.lowering.start_soon import StartSoon
+from passes.lowering.wait_in_turn import WaitInTurn
+from passes.lowering.wait_late import WaitLate
+from passes.preparation.canonicalize import Canonicalize
+from passes.preparation.insert_hubs import InsertHubs
+from passes.preparation.join_gelu import JoinGelu
+from passes.recomputation.recompute import InsertRecompute
+
+Pass = Callable[[Any], Any]
+MakePass = Callable[[LoweringOptions], Pass | None]
+
+
+class Moment(Enum):
+    """When a pass runs, and what it is given."""
+
+    TRACED = "the traced program, before it has a plan"
+    PLANNED = "the program that was planned, with its plan"
+    LOWERED = "the program to be lowered; later its lowered form, then its phases"
+    IN_FLIGHT = "the phases, within a limit of what is under way at once"
+    STAGE = "the phases of a pipeline's stage whose order cuts backwards"
+    WRITTEN = "a graph of one rank that writes over its inputs"
+
+
+def _fuse_kernels(options: LoweringOptions) -> Pass | None:
+    if not options.with_kernels:
+        return None
+    from passes.lowering.fuse_kernels import FuseKernels  # triton is imported only for a program that has kernels
+
+    return FuseKernels()
+
+
+def _generate_kernels(options: LoweringOptions) -> Pass | None:
+    if not (options.with_kernels and options.with_generated):
+        return None
+    from passes.lowering.generate_kernels import GenerateKernels
+
+    return GenerateKernels(options.device)
+
+
+ORDER: Sequence[tuple[Moment, MakePass]] = (
+    (Moment.TRACED, lambda _: Canonicalize()),
+    (Moment.TRACED, lambda _: JoinGelu()),
+    (Moment.TRACED, lambda _: InsertHubs()),
+    (Moment.PLANNED, lambda o: InsertRecompute(o.decided.recompute.nodes, o.decided.offload.nodes)),
+    (Moment.LOWERED, lambda o: Lower(o.decided, o.step_cost)),
+    (Moment.LOWERED, _fuse_kernels),
+    (Moment.LOWERED, lambda o: SplitPhases(o.saves_least)),
+    (Moment.LOWERED, lambda o: Hoist(o.micro_batches, NodeTime(o.decided.mesh, o.cluster), o.memory_bytes)),
+    (Moment.LOWERED, _generate_kernels),
+    (Moment.LOWERED, lambda o: SelectKernels() if o.with_native else None),
+    (Moment.LOWERED, lambda o: JoinBiases() if o.with_native else None),
+    (Moment.LOWERED, lambda _: NameCommunicators()),
+    (Moment.LOWERED, lambda o: NarrowReductions(o.reduce_dtype) if o.reduce_dtype else None),
+    # Rows that experts keep are not sent twice, which wins most: they come first.
+    (Moment.LOWERED, lambda o: KeepRows(o.micro_batches, o.memory_bytes) if o.keeps_rows else None),
+    (Moment.IN_FLIGHT, lambda _: WaitLate()),
+    (Moment.IN_FLIGHT, lambda o: StartSoon() if o.in_flight.starts_soon else None),
+    (Moment.IN_FLIGHT, lambda o: StartAhead(by=None) if o.in_flight.buckets else None),
+    (Moment.IN_FLIGHT, lambda o: o.in_flight.buckets),
+    (Moment.IN_FLIGHT, lambda o: StartAhead(by=o.in_flight.ahead)),
+    (Moment.IN_FLIGHT, lambda o: WaitInTurn(o.in_flight.most_held)),
+    (Moment.STAGE, lambda _: CutBackward()),
+    (Moment.WRITTEN, lambda o: BucketUpdates(with_triton=o.with_kernels)),
+)
+
+
+def passes_at(moment: Moment, options: LoweringOptions = USUAL) -> tuple[Pass, ...]:
+    """The passes of a moment that the options ask for, in order."""
+    return tuple(_made(moment, options))
+
+
+def run_at(moment: Moment, program: Any, options: LoweringOptions = USUAL) -> Any:
+    """The program after the passes of a moment."""
+    for rewrite in passes_at(moment, options):
+        made = rewrite(program)
+        if options.on_pass is not None:
+            options.on_pass(rewrite, program, made)
+        program = made
+    return program
+
+
+def _made(moment: Moment, options: LoweringOptions) -> Iterator[Pass]:
+    for when, make in ORDER:
+        made = make(options) if when is moment else None
+        if made is not None:
+            yield made

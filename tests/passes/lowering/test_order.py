@@ -1,0 +1,86 @@
+"""One tuple holds the order of the passes of lowering; an entry is all that a new pass needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import groupby
+from random import Random
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard import Mesh, VerificationError
+from autoshard.ir.lowered import PhasedProgram
+from passes.lowering import order
+from passes.lowering.lowering_options import LoweringOptions
+from passes.lowering.name_communicators import NameCommunicators
+from passes.lowering.order import ORDER, Moment, passes_at
+from tests.passes.mutants import in_phase
+from tests.passes.mutations import scale_value
+
+MESH = Mesh({"x": 2})
+
+
+@dataclass(frozen=True)
+class Watch:
+    """A newcomer's pass: it counts the nodes of a forward, and may spoil the phases."""
+
+    seen: list[int] = field(default_factory=list)
+    spoils: bool = False
+
+    def __call__(self, phased: PhasedProgram) -> PhasedProgram:
+        """The phases as they are, or with a value scaled."""
+        self.seen.append(len(phased.forward.graph.nodes))
+        return spoiled(phased) if self.spoils else phased
+
+
+def spoiled(phased: PhasedProgram) -> PhasedProgram:
+    """The phases with one value scaled."""
+    return next(found for seed in range(9) if (found := in_phase(scale_value)(phased, Random(seed))))[1]
+
+
+def with_entry(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:
+    """Put a pass into the order, behind `NameCommunicators`."""
+    options = LoweringOptions(plan=compile_layer().plan)
+    made = [make(options) if when is Moment.LOWERED else None for when, make in ORDER]
+    place = 1 + next(place for place, item in enumerate(made) if isinstance(item, NameCommunicators))
+    entry = (Moment.LOWERED, lambda _: watch)
+    monkeypatch.setattr(order, "ORDER", (*ORDER[:place], entry, *ORDER[place:]))
+
+
+def compile_layer() -> autoshard.ShardedModule:
+    """A layer whose batch is split."""
+    constraints = {"input:0": autoshard.P("x")}
+    model = nn.Sequential(nn.Linear(8, 4), nn.Tanh())
+    return autoshard.compile(model, MESH, example_inputs=(torch.ones(4, 8),), constraints=constraints)
+
+
+def test_an_entry_is_all_that_a_pass_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that are predicted and programs that run have been through it."""
+    watch = Watch()
+    with_entry(monkeypatch, watch)
+    compile_layer()(torch.ones(4, 8))
+    assert len(watch.seen) > 0
+    assert min(watch.seen) > 0
+
+
+def test_a_new_pass_that_goes_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Verification by pass walks the order."""
+    with_entry(monkeypatch, Watch(spoils=True))
+    monkeypatch.setenv("AUTOSHARD_VERIFY", "each-pass")
+    with pytest.raises(VerificationError, match=rf"^{__name__} made another program of what it was given"):
+        compile_layer()
+
+
+def test_entries_of_one_moment_stand_together() -> None:
+    """In the order in which the moments come."""
+    assert [moment for moment, _ in groupby(when for when, _ in ORDER)] == list(Moment)
+
+
+def test_options_choose_passes() -> None:
+    """A pass that the options do not ask for is not made."""
+    few = LoweringOptions(with_native=False, with_overlap=False, plan=compile_layer().plan)
+    names = [type(item).__name__ for item in passes_at(Moment.LOWERED, few)]
+    assert names == ["Lower", "SplitPhases", "Hoist", "NameCommunicators"]
