@@ -58,24 +58,37 @@ class DearMeshError(Exception):
         self.baselines = baselines
 
 
-def plan_program(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions) -> Plan:
-    """The plan of least predicted step time that fits.
+def bounded_problem(
+    program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions
+) -> tuple[float, PlanningProblem]:
+    """The problem of `plan_program`, behind seconds that every plan of it costs."""
+    with options.control.building(), one_blas_thread():
+        planning = planning_problem(program, mesh, cluster, options)
+        return first_bound(planning, allowed_by(planning, options)), planning
+
+
+def plan_program(
+    program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions, planning: PlanningProblem | None = None
+) -> Plan:
+    """The plan of least predicted step time that fits; `planning`: its problem, if it is built already.
 
     Raises:
         DoesNotFitError, NoShardingRuleError, InvalidSpecError: see `PlanOptions`.
         SearchStopped: `options.control` was stopped before the search began.
         DearMeshError: a plan elsewhere is cheaper than any here.
     """
-    return plan_and_lower(program, mesh, cluster, options).plan
+    return plan_and_lower(program, mesh, cluster, options, planning).plan
 
 
-def plan_and_lower(program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions) -> LoweredPlan:
+def plan_and_lower(
+    program: Program, mesh: Mesh, cluster: Cluster, options: PlanOptions, planning: PlanningProblem | None = None
+) -> LoweredPlan:
     """`plan_program`, with the lowered program that the plan was predicted from."""
     start = time.monotonic()
-    with options.control.building():
-        planning = planning_problem(program, mesh, cluster, options)
+    if planning is None:
+        with options.control.building():
+            planning = planning_problem(program, mesh, cluster, options)
     built = time.monotonic()
-    logger.debug("enumeration took %.3f s", built - start)
     found = solve(planning, options, allowed_by(planning, options))
     logger.debug("search took %.3f s", time.monotonic() - built)
     best = fastest(planning, found, cluster, options)
@@ -147,6 +160,7 @@ def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: Pl
     Raises:
         NotAlikeError: the program leaves out blocks, and those beside them are not alike, or do not recompute alike.
     """
+    start = time.monotonic()
     strategies = EnumerateStrategies(mesh, options.strict, prune=True, wide_gradients=True)
     levels = tied_levels(mesh, options.constraints.values(), options.before, options.recipe)
     space = space_in_time(strategies, prepare(program), levels, options.time_budget_s)
@@ -155,4 +169,5 @@ def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: Pl
     liveness = with_elided(find_lifetimes(space, ratio, options.micro_batches), elided, space)
     fusion = fusion_of(space, prices) if options.with_kernels else NOTHING_FUSED
     planning = build_problem(space, prices, liveness, fold_blocks(space), elided, fusion)
+    logger.debug("enumeration took %.3f s", time.monotonic() - start)
     return planning if options.recipe is None else with_whole_blocks(planning, options.recipe)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -47,13 +48,14 @@ from cost_models.memory import room_bytes
 from passes.driver.expand_plan import expand_for, expand_plan
 from passes.driver.fixed_plan import check_plan_fits, check_same_parameters, has_more_outputs
 from passes.driver.make_together import make_together
-from passes.driver.plan_and_lower import DearMeshError, plan_and_lower, plan_program
+from passes.driver.plan_and_lower import DearMeshError, bounded_problem, plan_and_lower, plan_program
 from passes.driver.plan_of_choice import LoweredPlan
 from passes.driver.plan_options import PlanOptions
 from passes.driver.progress import interruptible, search_bar
 from passes.lowering.lower_program import lower_program, prepare, prepare_for
 from passes.lowering.lowering_options import LoweringOptions
 from passes.planning.baselines import least_baselines
+from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import constraints_on, split_outputs, whole_outputs
 from passes.questions.explain import PlanAlternatives
 from passes.solver.search_control import Ceiling, SearchControl, SearchStopped
@@ -279,10 +281,6 @@ class Planner:
             found = plan_and_lower(program, mesh, self.cluster_for(mesh), options)
         return replace(found, plan=replace(found.plan, precision=self.precision))
 
-    def _search(self, program: Program, mesh: Mesh, options: PlanOptions, control: SearchControl) -> Plan:
-        plan = plan_program(program, mesh, self.cluster_for(mesh), replace(options, control=control))
-        return replace(plan, precision=self.precision)
-
     @contextmanager
     def _searching(self) -> Iterator[SearchControl]:
         """What a search follows: its user sees how it goes, and ends it by Ctrl-C.
@@ -339,34 +337,42 @@ class Planner:
     def search_meshes(self, program: Program, meshes: Sequence[Mesh]) -> Plan:
         """The fastest plan on any of some meshes; the error of the last one if none has a plan.
 
-        Meshes that are others by name alone are searched once, unless anything names axes, and one whose bound is above
-        the best plan of those before it is left.
+        Meshes that are others by name alone are searched once, unless anything names axes; the one of the least bound
+        first, and one whose bound is above the best plan of those before it is left.
         """
+        start = time.monotonic()
         plans, dear = list[Plan](), list[Mapping[str, float | None]]()
         names_axes = self.constraints or self.recipe is not None or self.before is not None
         failure = None
         with self._searching() as control:
+            problems: list[tuple[float, PlanningProblem, PlanOptions]] = []
             for mesh in meshes if names_axes else distinct_meshes(meshes, self.cluster_for(meshes[0])):
+                options = replace(self._options(program, mesh, {}), control=control)
+                try:
+                    problems.append((*bounded_problem(program, mesh, self.cluster_for(mesh), options), options))
+                except AutoshardError as error:
+                    failure = error
+                except SearchStopped:
+                    if not problems:
+                        raise
+            for _, planning, options in sorted(problems, key=itemgetter(0)):
                 if plans and control.is_over():
                     break
-                options = replace(self._options(program, mesh, {}), elsewhere=tuple(plans))
                 try:
-                    plans.append(self._search(program, mesh, options, control))
+                    mesh, options = planning.space.mesh, replace(options, elsewhere=tuple(plans))
+                    plans.append(plan_program(program, mesh, self.cluster_for(mesh), options, planning))
                 except AutoshardError as error:
                     failure = error
                 except DearMeshError as error:
                     dear.append(error.baselines)
-                except SearchStopped:
-                    if not plans:
-                        raise
             if not plans and failure is not None:
                 raise failure
         best = min(plans, key=lambda plan: plan.predicted.step_time_s)
-        searched_s = sum(plan.search_time_s for plan in plans)
         return replace(
             best,
+            precision=self.precision,
             baselines=least_baselines([*(plan.baselines for plan in plans), *dear]),
-            search_time_s=searched_s,
+            search_time_s=time.monotonic() - start,
             was_interrupted=control.is_stopped,
             was_cut=control.ceiling.has_cut,
         )

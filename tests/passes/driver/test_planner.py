@@ -107,7 +107,7 @@ def test_a_deep_model_of_unlike_blocks_is_planned_in_time_or_not_at_all() -> Non
     [
         (1, {}, [{"data": 4}, {"data": 2, "model": 2}]),
         (2, {}, [{"data": 4}, {"data": 2, "model": 2}]),
-        (1, {"0.weight": P("model")}, [{"data": 4}, {"data": 2, "model": 2}, {"model": 4}]),
+        (1, {"0.weight": P("model")}, [{"data": 2, "model": 2}, {"model": 4}]),
     ],
 )
 def test_a_mesh_under_another_name_is_searched_once(
@@ -124,7 +124,7 @@ def test_a_mesh_under_another_name_is_searched_once(
     model, rows = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)), torch.empty(64, 64)
     cluster = autoshard.Cluster("h100_sxm", nodes=nodes, devices_per_node=4 // nodes)
     autoshard.plan(model, cluster, example_inputs=(rows,), constraints=constraints)
-    assert meshes == [Mesh(axes) for axes in searched]
+    assert sorted(map(str, meshes)) == sorted(str(Mesh(axes)) for axes in searched)
 
 
 def test_a_mesh_ends_at_its_first_bound_above_the_best_plan(monkeypatch: pytest.MonkeyPatch) -> None:
