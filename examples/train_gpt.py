@@ -29,6 +29,9 @@ import autoshard
 
 VOCABULARY = 256
 
+MEMORY_SHARE = 0.75
+"""Part of the memory of a plan that copies all parameters, within which the demo plans again: it is to shard."""
+
 
 class Block(nn.Module):
     def __init__(self, width: int, heads: int) -> None:
@@ -122,18 +125,29 @@ def make_plan(
         return None
     console.print("Measuring this machine: products, memory, and collectives of all ranks at once ...")
     cluster = autoshard.calibrate(budget_s=measure_s).cluster
-    plans = [None]
+    plans: list[autoshard.Plan | None] = [None]
     if dist.get_rank() == 0:
-        plans = [
-            autoshard.plan(
+
+        def plan_within(memory_budget: int | None) -> autoshard.Plan:
+            return autoshard.plan(
                 model,
                 cluster,
                 mesh=autoshard.Mesh.from_device_mesh(mesh),
                 example_inputs=example,
                 optimizer=make_optimizer(model),
                 precision=None,
+                memory_budget=memory_budget,
             )
-        ]
+
+        plan = plan_within(None)
+        if all(layout.startswith("copied") for layout in plan.layouts):
+            peak, limit = plan.predicted.peak_memory_bytes, int(MEMORY_SHARE * plan.predicted.peak_memory_bytes)
+            console.print(
+                f"The fastest plan copies all parameters, and takes {peak / 2**20:.0f} MiB a rank. "
+                f"Planning for devices of {limit / 2**20:.0f} MiB, which must shard ..."
+            )
+            plan = plan_within(limit)
+        plans = [plan]
     dist.broadcast_object_list(plans)
     return plans[0]
 

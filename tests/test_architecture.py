@@ -45,16 +45,17 @@ _PASSES: dict[str, tuple[str, ...]] = {
     "passes.driver.plan_of_choice": (
         *(*_LOWERED, "passes.driver.plan_options", "passes.driver.kernels_on_one_device"),
     ),
+    "passes.driver.fastest_choice": (*_LOWERED, "passes.driver.plan_options", "passes.driver.plan_of_choice"),
     "passes.driver.plan_and_lower": (
         *(*_LOWERED, "passes.driver.plan_options", "passes.driver.kernels_on_one_device"),
-        "passes.driver.plan_of_choice",
+        *("passes.driver.plan_of_choice", "passes.driver.fastest_choice"),
     ),
     "passes.counting": (*_LOWERED, "passes.driver.expand_plan"),
     "passes.sections": (*_LOWERED, "passes.verification", "passes.driver.kernels_on_one_device"),
     "passes.recipes": (*_PROGRAMS[:3], "passes.sections", "passes.counting", "passes.lowering"),
     "passes.questions": (
         *(*_LOWERED, "passes.driver.plan_options", "passes.driver.kernels_on_one_device"),
-        "passes.driver.plan_and_lower",
+        *("passes.driver.fastest_choice", "passes.driver.plan_and_lower"),
     ),
     "passes.recipe_search": ("passes.solver", "passes.sections", "passes.recipes", "passes.questions"),
 }

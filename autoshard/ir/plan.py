@@ -101,8 +101,8 @@ class Plan:
         predicted: cost of the plan.
         objective: what the search minimised, seconds; `lower_bound`: proven bound of it, or None.
         search_time_s: wall time of the search.
-        baselines: what the search minimises, of named recipes, seconds, each on the mesh where it is least; None where
-            it fits on none.
+        baselines: predicted step of known recipes, seconds, each on the mesh where it is fastest; None where it fits on
+            none. Recipes that are far slower than the plan are lowered when their step is first read.
         hardware: name of the cluster that priced the plan.
         memory_budget: bytes per device that the plan had to fit in, or None.
         precision: "bf16", "f16" or "f32" where the program casts wider parameters; None where it computes in the
@@ -214,7 +214,10 @@ class Plan:
 
     @property
     def gap(self) -> float | None:
-        """Relative distance of the objective to its proven lower bound, or None where there is no bound."""
+        """Relative distance of this plan's objective to its proven lower bound, or None where there is no bound.
+
+        Both are sums that the search minimises, and not predicted steps, but for the price of a recipe.
+        """
         if self.lower_bound is None:
             return None
         return 0.0 if self.objective <= 0 else max(0.0, 1.0 - self.lower_bound / self.objective)

@@ -19,13 +19,15 @@ from autoshard.ir.show import page_of
 from autoshard.ir.text import format_bytes, format_time
 from autoshard.ir.trace import Trace, TraceSpan
 from autoshard.report.printer import (
+    baseline_rows,
     figure_rows,
     in_words,
+    lead_rows,
+    notes,
     parameter_rows,
     running_lines,
     stage_rows,
-    summary,
-    times_chosen,
+    title,
 )
 
 WIDTH = 1000.0
@@ -71,14 +73,16 @@ def render_page(plan: Plan) -> str:
     """A plan as HTML: in a few sentences, where the time goes, what fills the memory, the timeline, and all specs."""
     predicted = plan.predicted
     return _TEMPLATES.get_template("page.html.j2").render(
-        lines=[summary(plan), *in_words(plan), *running_lines(plan)],
+        title=title(plan),
+        lead=lead_rows(plan),
+        lines=[*in_words(plan), *notes(plan), *running_lines(plan)],
         width=WIDTH,
         time=_bar(predicted.breakdown, format_time),
         memory=_bar(predicted.memory_breakdown, format_bytes),
         lanes=[] if predicted.timeline is None else lanes(predicted.timeline),
         works=[] if predicted.timeline is None else works(predicted.timeline),
         figures=[*((name, format_time(seconds)) for name, seconds in predicted.hidden.items()), *figure_rows(plan)],
-        baselines=_baselines(plan),
+        baselines=baseline_rows(plan),
         parameters=parameter_rows(plan.parameters),
         operators=[_operator_row(item) for item in plan.operators[:_MOST_OPERATORS]],
         others=max(0, len(plan.operators) - _MOST_OPERATORS),
@@ -179,15 +183,6 @@ def _piece(spans: Sequence[TraceSpan], end: int, colours: Mapping[str, int]) -> 
     return Piece(
         round(WIDTH * start / end, 3), round(WIDTH * (last - start) / end, 3), name, text, colours[_kind(spans[0])]
     )
-
-
-def _baselines(plan: Plan) -> list[tuple[str, str, str]]:
-    """The plan and each known recipe, what the search minimises, and that over the plan's."""
-    rows = {"the plan": plan.objective, **plan.baselines} if plan.baselines else {}
-    return [
-        (name, "does not fit", "") if seconds is None else (name, format_time(seconds), times_chosen(seconds, plan))
-        for name, seconds in rows.items()
-    ]
 
 
 def _operator_row(item: OperatorCoverage) -> tuple[str, str, str, str, str, str]:

@@ -23,67 +23,102 @@ _TOLD = 0.05
 
 @text_of.register
 def render_plan(plan: Plan) -> str:
-    """A plan as tables, without colours, as wide as the terminal but at most 110 columns (so where there is none)."""
-    kernels, whole = plan.predicted.kernels, plan.replicated_operators
-    tables = [_stage_table(plan)] if plan.stages else []
+    """A plan as text and tables, without colours, as wide as the terminal but at most 110 columns.
+
+    First the figures that a person asks for, and what each axis of the mesh does; then all else.
+    """
+    kernels, whole, known = plan.predicted.kernels, plan.replicated_operators, baseline_rows(plan)
+    tables = [_table("Known recipes", ("recipe", "step", "of this plan's"), known)] if known else []
+    tables += [_stage_table(plan)] if plan.stages else []
     tables += [_parameter_table(plan.parameters), _cost_table(plan)]
     tables += [_kernel_table(kernels.uses)] if kernels.uses else []
     tables += [_replicated_table(whole)] if whole else []
-    return as_text(summary(plan), *in_words(plan), *running_lines(plan), *tables)
+    figures = _table("", ("predicted", "value"), lead_rows(plan))
+    return as_text(title(plan), figures, *in_words(plan), *notes(plan), *running_lines(plan), *tables)
 
 
-def summary(plan: Plan) -> str:
-    """A plan in one sentence."""
+def title(plan: Plan) -> str:
+    """The mesh of a plan, and the hardware that it is priced for."""
+    gap = "" if plan.gap is None or plan.nodes or plan.stages else f", at most {plan.gap:.2%} from the fastest recipe"
+    precision = "" if plan.precision is None else f" in {plan.precision}"
+    searched = f"searched {format_time(plan.search_time_s)}{gap}"
+    return f"Plan on {plan.mesh}{precision}, priced for {plan.hardware}; {searched}."
+
+
+def lead_rows(plan: Plan) -> list[tuple[str, str]]:
+    """The figures that a person asks for first: step, tokens per second, utilisation, memory of its limit."""
     predicted = plan.predicted
-    gap = "no bound" if plan.gap is None else f"gap {plan.gap:.2%}"
-    budget = "no limit" if plan.memory_budget is None else f"limit {format_bytes(plan.memory_budget)}"
-    return (
-        f"Plan on {plan.mesh}{_precision(plan)}, priced for {plan.hardware}: "
-        f"step {format_time(predicted.step_time_s)}{_interval(plan)}, "
-        f"peak memory {format_bytes(predicted.peak_memory_bytes)} per device ({budget}); "
-        f"searched {format_time(plan.search_time_s)}, {gap}."
-        + (" A forecast: communication runs beside computation." if predicted.overlaps else "")
-        + (" The search was interrupted: this is the best plan until then." if plan.was_interrupted else "")
-        + (" The search was cut by time_budget_s: with more time the plan may be another." if plan.was_cut else "")
-        + _schedule(plan)
-        + _recompute(plan)
-        + _offload(plan)
-        + (f"\nWith {predicted.kernels}." if predicted.kernels.uses else "")
-    )
+    rows = [("step", f"{format_time(predicted.step_time_s)}{_interval(plan)}")]
+    if predicted.tokens_per_s is not None:
+        rows.append(("tokens/s", f"{predicted.tokens_per_s:,.0f}"))
+    if predicted.mfu is not None:
+        rows.append(("model FLOPs utilisation", f"{predicted.mfu:.1%}"))
+    limit = "no limit" if plan.memory_budget is None else f"of {format_bytes(plan.memory_budget)}"
+    return [*rows, ("peak memory per device", f"{format_bytes(predicted.peak_memory_bytes)}, {limit}")]
+
+
+def notes(plan: Plan) -> list[str]:
+    """Lines about the schedule, what is recomputed and offloaded, kernels, and how far the figures may be trusted."""
+    predicted = plan.predicted
+    lines = [
+        "A forecast: communication runs beside computation." if predicted.overlaps else "",
+        "The search was interrupted: this is the best plan until then." if plan.was_interrupted else "",
+        "The search was cut by time_budget_s: with more time the plan may be another." if plan.was_cut else "",
+        _schedule(plan),
+        _recompute(plan),
+        _offload(plan),
+        f"With {predicted.kernels}." if predicted.kernels.uses else "",
+    ]
+    return [line for line in lines if line]
 
 
 def in_words(plan: Plan) -> list[str]:
-    """One sentence: the axes that split inputs, and where most parameters lie; nothing for a plan without parameters.
+    """One sentence: what each axis of the mesh does; nothing for a price, which has a recipe, or without parameters.
 
-    "Inputs are split over data; 64% of parameters are ZeRO-3 over model, copied over data, 36% are split over model."
+    "Axis data splits inputs and copies all parameters; axis model splits 98% of parameters."
     """
-    if not plan.parameters:
+    axes = [axis for axis, size in plan.mesh.axes if size > 1]
+    if not plan.parameters or not axes or not (plan.nodes or plan.stages):
         return []
-    inputs = [plan.nodes[name].outputs[0] for name in plan.nodes if name.startswith("input_")]
-    axes = [axis for axis in plan.mesh.axis_names if any(axis in spec.sharded_axes for spec in inputs)]
-    counts = plan.layouts or _split_elements(plan.parameters)
-    total = sum(counts.values())
-    places = [
-        f"{count / total:.0%} of parameters are {place.replace(';', ',')}"
-        for place, count in counts.items()
-        if count >= _TOLD * total
-    ]
-    split = f"split over {' and '.join(axes)}" if axes else "whole on every rank"
-    return [f"Inputs are {split}; {', '.join(places)}."]
+    said = "; ".join(f"axis {axis} {_work_of(axis, plan)}" for axis in axes)
+    return [f"{said[0].upper()}{said[1:]}."]
 
 
-def _split_elements(parameters: Mapping[str, ParameterPlan]) -> dict[str, int]:
-    """Elements of parameters by the axes that split these, most first."""
+_WORK = {
+    "ZeRO-3": "shards {} (ZeRO-3)",
+    "ZeRO-2": "shards gradients and optimizer state of {} (ZeRO-2)",
+    "ZeRO-1": "shards the optimizer state of {} (ZeRO-1)",
+    "split": "splits {}",
+    "copied": "copies {}",
+}
+"""What an axis does with parameters, by the words of `passes.prediction.name_layouts`."""
+
+
+def _work_of(axis: str, plan: Plan) -> str:
+    """What an axis does with inputs, and with at least a twentieth of the parameters."""
+    first = plan.stages[0] if plan.stages else plan
+    if axis not in first.mesh.axis_names:
+        return f"carries {len(plan.stages)} stages"
+    inputs = [first.nodes[name].outputs[0] for name in first.nodes if name.startswith("input_")]
+    work = ["splits inputs"] if any(axis in spec.sharded_axes for spec in inputs) else []
     counts: dict[str, int] = {}
-    for item in parameters.values():
-        axes = item.spec.sharded_axes
-        place = f"split over {' and '.join(axes)}" if axes else "whole on every rank"
-        counts[place] = counts.get(place, 0) + math.prod(item.shape)
-    return dict(sorted(counts.items(), key=lambda pair: -pair[1]))
+    for item in plan.parameters.values():
+        kind = _kinds(item).get(axis, "copied")
+        counts[kind] = counts.get(kind, 0) + math.prod(item.shape)
+    total = sum(counts.values())
+    for kind, count in sorted(counts.items(), key=lambda pair: -pair[1]):
+        if count >= _TOLD * total:
+            part = "all parameters" if count >= 0.995 * total else f"{count / total:.0%} of parameters"
+            work.append(_WORK[kind].format(part))
+    return " and ".join((", ".join(work[:-1]), work[-1])) if len(work) > 1 else work[0]
 
 
-def _precision(plan: Plan) -> str:
-    return "" if plan.precision is None else f" in {plan.precision}"
+def _kinds(item: ParameterPlan) -> dict[str, str]:
+    """What is done with a parameter over each axis, in a word; an axis that is not told copies it."""
+    if not item.layout:
+        return dict.fromkeys(item.spec.sharded_axes, "split")
+    parts = (part.partition(" over ") for part in item.layout.split("; "))
+    return {axis: kind for kind, _, axes in parts for axis in axes.split(", ")}
 
 
 def running_lines(plan: Plan) -> list[str]:
@@ -129,7 +164,7 @@ def _schedule(plan: Plan) -> str:
     each = f" ({virtual} on each)" if virtual > 1 else ""
     share = bubble / plan.predicted.step_time_s if plan.predicted.step_time_s > 0 else 0.0
     return (
-        f"\nSchedule {plan.schedule}: {len(plan.stages)} stages on {ranks} ranks{each}, {plan.order.micro_batches} "
+        f"Schedule {plan.schedule}: {len(plan.stages)} stages on {ranks} ranks{each}, {plan.order.micro_batches} "
         f"micro-batches, bubble {share:.0%}."
     )
 
@@ -164,7 +199,7 @@ def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 def _recompute(plan: Plan) -> str:
     """What is recomputed, and what that saves and costs, as a line of its own."""
-    return f"\nRecompute: {_saving(plan.recompute, plan.recomputed)}." if plan.recompute.nodes else ""
+    return f"Recompute: {_saving(plan.recompute, plan.recomputed)}." if plan.recompute.nodes else ""
 
 
 def _offload(plan: Plan) -> str:
@@ -172,7 +207,7 @@ def _offload(plan: Plan) -> str:
     if not plan.offload.nodes:
         return ""
     host = format_bytes(plan.offload.host_bytes)
-    return f"\nOffload: {_saving(plan.offload, plan.offloaded)}; {host} on the host for each device."
+    return f"Offload: {_saving(plan.offload, plan.offloaded)}; {host} on the host for each device."
 
 
 def _saving(item: Recompute | Offload, nodes: Mapping[str, Sequence[str]]) -> str:
@@ -214,25 +249,25 @@ def parameter_rows(parameters: Mapping[str, ParameterPlan]) -> list[tuple[str, s
     ]
 
 
-def _cost_table(plan: Plan) -> Table:
-    table = Table("predicted", "value", title="Cost of one step", title_justify="left")
-    for name, seconds in {**plan.predicted.breakdown, **plan.predicted.hidden}.items():
-        table.add_row(name, format_time(seconds))
-    for name, size in plan.predicted.memory_breakdown.items():
-        table.add_row(f"memory: {name}", format_bytes(size))
-    for name, value in [*figure_rows(plan), *baseline_rows(plan)]:
-        table.add_row(name, value)
+def _table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    table = Table(*columns, title=title or None, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
+def _cost_table(plan: Plan) -> Table:
+    predicted = plan.predicted
+    parts = {**predicted.breakdown, **predicted.hidden}
+    rows = [(name, format_time(seconds)) for name, seconds in parts.items()]
+    rows += [(f"memory: {name}", format_bytes(size)) for name, size in predicted.memory_breakdown.items()]
+    return _table("Cost of one step", ("predicted", "value"), [*rows, *figure_rows(plan)])
+
+
 def figure_rows(plan: Plan) -> list[tuple[str, str]]:
-    """What is predicted beside time and memory: throughput, utilisation, layouts."""
+    """What is predicted beside the lead, time and memory: utilisation of the hardware, experts, layouts."""
     predicted, total = plan.predicted, sum(plan.layouts.values())
     rows: list[tuple[str, str]] = []
-    if predicted.tokens_per_s is not None:
-        rows.append(("tokens/s", f"{predicted.tokens_per_s:,.0f}"))
-    if predicted.mfu is not None:
-        rows.append(("model FLOPs utilisation", f"{predicted.mfu:.1%}"))
     if predicted.hfu is not None:
         rows.append(("hardware FLOPs utilisation", f"{predicted.hfu:.1%}"))
     if predicted.expert_load is not None:
@@ -241,26 +276,15 @@ def figure_rows(plan: Plan) -> list[tuple[str, str]]:
     return rows
 
 
-def baseline_rows(plan: Plan) -> list[tuple[str, str]]:
-    """What the search minimises, of the plan and of the known recipes.
-
-    It is not the predicted time of a step, which knows kernels, and how long the host takes to issue them.
-    """
-    if not plan.baselines:
-        return []
-    rows = [("objective of the search", format_time(plan.objective))]
-    for name, seconds in plan.baselines.items():
-        found = "does not fit" if seconds is None else f"{format_time(seconds)}, {times_chosen(seconds, plan)}"
-        rows.append((f"baseline: {name}", found))
-    return rows
-
-
-def times_chosen(seconds: float, plan: Plan) -> str:
-    """An objective as a multiple of the plan's: `1.25 x`; of a smaller one, why the plan was taken all the same."""
-    if plan.objective <= 0:
-        return ""
-    times = f"{seconds / plan.objective:.2f}"
-    return f"{times} x" if float(times) >= 1 else "less by this sum alone: the step as lowered decides"
+def baseline_rows(plan: Plan) -> list[tuple[str, str, str]]:
+    """Known recipes: name, predicted step, and that as a multiple of the plan's."""
+    own_s = plan.predicted.step_time_s
+    return [
+        (name, "does not fit", "")
+        if seconds is None
+        else (name, format_time(seconds), f"{seconds / own_s:.2f} x" if own_s > 0 else "")
+        for name, seconds in plan.baselines.items()
+    ]
 
 
 def _kernel_table(uses: Iterable[KernelUse]) -> Table:

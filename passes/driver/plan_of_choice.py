@@ -13,6 +13,7 @@ from autoshard.ir.program import OWNERS, InputKind, OutputSlot, describe
 from autoshard.ir.repeat import names_alike
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
+from cost_models.streams import overlap_of, simulate_streams
 from passes.driver.kernels_on_one_device import kernels_of
 from passes.driver.plan_options import PlanOptions
 from passes.lowering.in_flight import buckets_of
@@ -26,7 +27,7 @@ from passes.planning.cover import cover
 from passes.planning.exact_memory import exact_memory
 from passes.prediction.name_layouts import plan_of_parameter
 from passes.prediction.predict import memory_at_peak, predict
-from passes.prediction.segment_step import folded_step
+from passes.prediction.segment_step import folded_step, repeated_step
 from passes.prediction.walk_program import WalkedStep, walk_program
 from passes.strategies.price_nodes import NodePrices
 
@@ -68,6 +69,15 @@ def lowered_plan(
     predicted = predict(planning, choice, kernels, dispatch=options.dispatch, memory=memory, record=True)
     kernels = replace(kernels, breakdown_without=plan.predicted.breakdown)
     return LoweredPlan(replace(plan, predicted=replace(predicted, kernels=kernels)))
+
+
+def rough_step_s(planning: PlanningProblem, choice: Sequence[int], cluster: Cluster, options: PlanOptions) -> float:
+    """Seconds of a choice's step, about: what `lowered_plan` predicts, without lowering it."""
+    is_lowered = not options.with_kernels
+    largest_bytes = buckets_of(cluster).largest_bytes if is_lowered else None
+    segments = repeated_step(planning, choice, planning.liveness.micro_batches, largest_bytes=largest_bytes)
+    overlap, dispatch_s = overlap_of(cluster) if is_lowered else None, cluster.device.dispatch(options.dispatch)
+    return simulate_streams(segments, overlap, dispatch_s=dispatch_s).total_s
 
 
 def _walked(

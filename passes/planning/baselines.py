@@ -10,7 +10,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -44,7 +47,7 @@ def solve_baselines(
     """
     axes = len(planning.space.mesh.shape)
     others = [plan.baselines for plan in elsewhere if len(plan.mesh.shape) <= axes]
-    priced = {name for costs in others for name in _EVERY_AXIS if costs.get(name) is not None}
+    priced = {name for steps in others for name in _EVERY_AXIS if may_fit(steps, name)}
     recipes = {name: roles for name, roles in known_recipes(planning.space.mesh).items() if name not in priced}
     masks = {name: restrict_all(planning, roles) for name, roles in recipes.items()}
     if before is not None:
@@ -75,13 +78,56 @@ def _price(planning: PlanningProblem, search: Search, allowed: Mapping[int, np.n
         return None
 
 
-def least_baselines(baselines: Sequence[Mapping[str, float | None]]) -> dict[str, float | None]:
-    """Seconds that each known recipe costs on the mesh where that is least; None where it fits on none."""
-    costs: dict[str, list[float]] = {}
-    for each in baselines:
-        for name, cost in each.items():
-            costs.setdefault(name, []).extend(() if cost is None else (cost,))
-    return {name: min(found, default=None) for name, found in costs.items()}
+@dataclass(frozen=True, slots=True, eq=False)
+class BaselineSteps(Mapping[str, float | None]):
+    """Predicted step of each known recipe, seconds; None where the recipe does not fit. Pickled as a dict of the known.
+
+    Args:
+        names: of the recipes.
+        known: the steps that are known already.
+        predict: gives the step of each other recipe, when it is first read.
+    """
+
+    names: Sequence[str]
+    known: dict[str, float | None] = field(default_factory=dict)
+    predict: Mapping[str, Callable[[], float | None]] = field(default_factory=dict, repr=False)
+
+    def __getitem__(self, name: str) -> float | None:
+        if name not in self.known:
+            self.known[name] = self.predict[name]()
+        return self.known[name]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.names
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, ([(name, self.known[name]) for name in self.names if name in self.known],)
+
+
+def may_fit(baselines: Mapping[str, float | None], name: str) -> bool:
+    """Whether a known recipe is among baselines, and not known to need too much memory."""
+    known = baselines.known if isinstance(baselines, BaselineSteps) else baselines
+    return name in baselines and known.get(name, 0.0) is not None
+
+
+def least_baselines(baselines: Sequence[Mapping[str, float | None]]) -> Mapping[str, float | None]:
+    """Predicted step of each known recipe on the mesh where it is fastest; None where it fits on none."""
+    if len(baselines) == 1:
+        return baselines[0]
+    names = list(dict.fromkeys(name for each in baselines for name in each))
+    every = {name: [each for each in baselines if name in each] for name in names}
+    return BaselineSteps(names, predict={name: partial(_least, found, name) for name, found in every.items()})
+
+
+def _least(baselines: Sequence[Mapping[str, float | None]], name: str) -> float | None:
+    steps = [each[name] for each in baselines]
+    return min((step for step in steps if step is not None), default=None)
 
 
 ZERO_1 = "ZeRO-1"

@@ -19,7 +19,8 @@ from autoshard.ir.program import Program
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster, NodeType
 from cost_models.topology import Link
-from passes.driver.plan_and_lower import allowed_by, fastest, planning_problem, solve
+from passes.driver.fastest_choice import fastest
+from passes.driver.plan_and_lower import allowed_by, planning_problem, solve
 from passes.driver.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.restrictions import ROLES, restrict_all

@@ -30,7 +30,8 @@ from autoshard.ir.request import Request
 from autoshard.ir.text import format_bytes, format_time
 from autoshard.runtime.optimizer_state import named_optimizer
 from autoshard.runtime.traced_optimizer import update_of
-from passes.driver.plan_and_lower import Decision, planning_problem, solve
+from passes.driver.fastest_choice import Decision
+from passes.driver.plan_and_lower import planning_problem, solve
 from passes.driver.plan_of_choice import lowered_plan
 from passes.driver.plan_options import PlanOptions
 from passes.driver.planner import Planner

@@ -1,0 +1,177 @@
+"""Which of the choices that a search found is fastest as it is lowered, and how long the steps of known recipes take.
+
+The search adds up what a step does. What runs puts collectives into buckets and hides them, in some plans more than in
+others, and never what is recomputed. So the lowered programs decide:
+
+1. the search's own choice is lowered;
+2. each other choice has a rough step, by the prices of the problem, scaled by what lowering made of the search's own;
+3. the choices whose rough step is near the fastest step are lowered, the shortest first;
+4. the plan is the one of the shortest step. Known recipes that were not lowered are when their step is first read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from autoshard.ir.offload import Offload
+from autoshard.ir.recompute import Recompute
+from cost_models.hardware import Cluster
+from passes.driver.plan_of_choice import LoweredPlan, lowered_plan, rough_step_s
+from passes.driver.plan_options import PlanOptions
+from passes.planning.baselines import BaselineSteps
+from passes.planning.build_assignment import PlanningProblem
+from passes.recomputation.fitting import JointSolution
+from passes.recomputation.savings import savings_of
+from passes.recomputation.whole_blocks import joint_with_blocks
+from passes.solver.assignment import Solution
+
+_NEAR, _NEAR_FOLDED = 0.2, 0.05
+"""Part by which a rough step is too long at most: of a program that is lowered whole, and of one without inner blocks.
+
+Of 60 choices of a dozen models on CPUs, L4s and H100s a rough step was at most 1.16 of the lowered step, and 1.03 in
+programs without inner blocks (2026-11-29)."""
+
+_ALIKE = 0.02
+"""Part of a step within which plans on CPUs are as fast: prices are off by more (`tests.benchmarks.local_plans`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What a search decided.
+
+    Args:
+        planning: the planning problem of the program as it will run, with what is recomputed.
+        solution: one option per variable of `planning`.
+        recompute: what is recomputed.
+        offload: what is offloaded.
+        baselines: the best solutions of the known recipes, without recomputation; None where none fits.
+        bucketed: the best solution with what is sent of parameters and gradients priced in buckets, less what hides.
+    """
+
+    planning: PlanningProblem
+    solution: Solution
+    recompute: Recompute
+    offload: Offload
+    baselines: Mapping[str, Solution | None]
+    bucketed: Solution | None = None
+
+
+def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, options: PlanOptions) -> LoweredPlan:
+    """The plan of the shortest predicted step among the choices of a search, with the steps of known recipes.
+
+    Args:
+        planning: the problem without what is recomputed.
+        found: the choices.
+        cluster, options: what the search was for. Once it is over no others are lowered; known recipes that may be
+            faster than the plan are then left out.
+    """
+    lowering = _Lowering(planning, found.solution.lower_bound, cluster, options)
+    own = lowering(found.solution, found.planning)
+    own = replace(own, plan=replace(own.plan, recompute=found.recompute, offload=found.offload))
+    known = {name: each for name, each in found.baselines.items() if each is not None}
+    others = {each.choice: each for each in (*known.values(), found.bucketed) if each is not None}
+    lowered = {found.solution.choice: own} if found.planning is planning else {}
+    rough_s = _rough_steps(found, own, [each for each in others.values() if each.choice not in lowered], lowering)
+    least_s, late = min(plan.predicted.step_time_s for plan in (own.plan, *options.elsewhere)), set[_Choice]()
+    for choice in sorted(rough_s, key=rough_s.__getitem__):
+        if rough_s[choice] > lowering.near * least_s:
+            break
+        if options.control.is_over():
+            late.add(choice)
+            continue
+        lowered[choice] = lowering(others[choice])
+        least_s = min(least_s, lowering.step_s(lowered[choice]) or math.inf)
+    steps = {choice: lowering.step_s(made) for choice, made in lowered.items()}
+    fitting = [own, *(made for choice, made in lowered.items() if made is not own and steps[choice] is not None)]
+    done = {name: steps[each.choice] for name, each in known.items() if each.choice in steps}
+    best = _fastest_of(fitting, [step for step in done.values() if step is not None], cluster)
+    if best is not own:
+        chosen = next(others[choice] for choice, made in lowered.items() if made is best)
+        recompute, offload = savings_of(*joint_with_blocks(JointSolution(planning, chosen)))
+        best = replace(best, plan=replace(best.plan, recompute=recompute, offload=offload))
+    names = [name for name in found.baselines if name not in known or known[name].choice not in late]
+    left = {name: partial(lowering.step_of, each) for name, each in known.items() if name not in done}
+    baselines = BaselineSteps(names, {**dict.fromkeys(names - known.keys()), **done}, left)
+    return replace(best, plan=replace(best.plan, baselines=baselines))
+
+
+def nearest_recipe(
+    planning: PlanningProblem, baselines: Mapping[str, Solution | None], cluster: Cluster, options: PlanOptions
+) -> Solution | None:
+    """The known recipe of the shortest rough step, if it may be faster than the plans elsewhere."""
+    lowering = _Lowering(planning, 0.0, cluster, options)
+    rough = [(lowering.rough_step_s(each), each) for each in baselines.values() if each is not None]
+    rough_s, nearest = min(rough, key=lambda pair: pair[0], default=(math.inf, None))
+    return nearest if rough_s <= lowering.near * min(plan.predicted.step_time_s for plan in options.elsewhere) else None
+
+
+def steps_when_read(
+    planning: PlanningProblem, baselines: Mapping[str, Solution | None], cluster: Cluster, options: PlanOptions
+) -> BaselineSteps:
+    """The steps of known recipes, each lowered when it is read."""
+    lowering = _Lowering(planning, 0.0, cluster, options)
+    left = {name: partial(lowering.step_of, each) for name, each in baselines.items() if each is not None}
+    return BaselineSteps(list(baselines), dict.fromkeys(baselines.keys() - left.keys()), left)
+
+
+_Choice = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Lowering:
+    """Lowers choices of a problem for a cluster; `lower_bound` is of the search."""
+
+    planning: PlanningProblem
+    lower_bound: float
+    cluster: Cluster
+    options: PlanOptions
+
+    @property
+    def near(self) -> float:
+        """The most that a rough step may be of the fastest step, for the choice to be lowered."""
+        return 1 + (_NEAR_FOLDED if self.planning.elided.sites else _NEAR)
+
+    def __call__(self, found: Solution, planning: PlanningProblem | None = None) -> LoweredPlan:
+        return lowered_plan(
+            planning or self.planning, found.choice, found.cost, self.lower_bound, self.cluster, self.options
+        )
+
+    def step_s(self, made: LoweredPlan) -> float | None:
+        """The predicted step of a plan; None where it does not fit."""
+        predicted, budget = made.plan.predicted, self.options.memory_budget
+        return predicted.step_time_s if budget is None or predicted.peak_memory_bytes <= budget else None
+
+    def step_of(self, found: Solution) -> float | None:
+        """The predicted step of a choice; None where it does not fit."""
+        return self.step_s(self(found))
+
+    def rough_step_s(self, found: Solution, planning: PlanningProblem | None = None) -> float:
+        """The step of a choice, about."""
+        return rough_step_s(planning or self.planning, found.choice, self.cluster, self.options)
+
+
+def _rough_steps(
+    found: Decision, own: LoweredPlan, others: Sequence[Solution], lowering: _Lowering
+) -> dict[_Choice, float]:
+    """Steps of choices, about, by what lowering made of the search's own."""
+    if not others:
+        return {}
+    rough_s = lowering.rough_step_s(found.solution, found.planning)
+    scale = own.plan.predicted.step_time_s / rough_s if rough_s else 1.0
+    return {each.choice: scale * lowering.rough_step_s(each) for each in others}
+
+
+def _fastest_of(made: Sequence[LoweredPlan], known_s: Sequence[float], cluster: Cluster) -> LoweredPlan:
+    """The plan of the shortest step; on CPUs, of those as fast, the one that launches least.
+
+    No plan is taken that is slower than a known recipe, whose steps are `known_s`.
+    """
+    fastest = min(made, key=lambda each: each.plan.predicted.step_time_s)
+    if cluster.device.dispatch_s:
+        return fastest
+    most_s = min([*known_s, (1 + _ALIKE) * fastest.plan.predicted.step_time_s])
+    alike = [each for each in made if each.plan.predicted.step_time_s <= most_s]
+    return min(alike, key=lambda each: each.plan.predicted.launches)

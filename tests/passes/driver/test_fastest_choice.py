@@ -1,0 +1,162 @@
+"""The fastest of the choices that a search found, and the steps of known recipes."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import autoshard
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan import Plan
+from autoshard.ir.plan_parts import UNKNOWN
+from autoshard.ir.recipe import Recipe
+from cost_models.hardware import Cluster
+from passes.driver import fastest_choice
+from passes.driver.fastest_choice import fastest
+from passes.driver.plan_and_lower import plan_program, planning_problem, solve
+from passes.driver.plan_of_choice import LoweredPlan, lowered_plan
+from passes.driver.plan_options import PlanOptions
+from passes.planning.baselines import HSDP, MEGATRON, ZERO_1
+from passes.solver.search_control import SearchControl
+from tests.passes.blocks import Block, blocks_program, h100s
+
+DATA, FSDP = "data parallel", "fully sharded data parallel"
+RECIPES = {
+    Mesh({"data": 4}): {
+        DATA: Recipe(data=4, zero=0, micro_batch=128),
+        ZERO_1: Recipe(data=4, zero=1, micro_batch=128),
+        FSDP: Recipe(data=4, zero=3, micro_batch=128),
+    },
+    Mesh({"data": 2, "model": 2}): {MEGATRON: Recipe(data=2, tensor=2, micro_batch=256)},
+}
+"""Known recipes on a mesh, and what a user asks for to have them; 512 samples in one micro-batch."""
+
+
+def plan_of(target: Cluster | Mesh, width: int = 64, **asked: Any) -> Plan:
+    """A plan of two blocks' training step."""
+    with torch.device("meta"):
+        model, rows = nn.Sequential(*(Block(width) for _ in range(2))), torch.empty(512, width)
+    return autoshard.plan(
+        model, target, example_inputs=(rows,), optimizer="adamw", precision=None,
+        loss_fn=lambda out: out.square().mean(), **asked,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("mesh", RECIPES, ids=str)
+@pytest.mark.parametrize(("hardware", "width"), [("h100_sxm", 64), ("h100_sxm", 1024), (None, 64)])
+def test_no_known_recipe_is_faster_than_the_plan(hardware: str | None, width: int, mesh: Mesh) -> None:
+    """Each has the step of the plan that is made for it, and the plan has the least."""
+    target, on = (mesh, {}) if hardware is None else (Cluster(hardware, 1, 4), {"mesh": mesh})
+    plan = plan_of(target, width, **on)
+    assert plan.baselines.keys() >= RECIPES[mesh].keys()
+    steps = {name: seconds for name, seconds in plan.baselines.items() if seconds is not None}
+    assert min(steps.values()) >= plan.predicted.step_time_s
+    for name, recipe in RECIPES[mesh].items():
+        asked = plan_of(target, width, recipe=recipe, global_batch=512, **on)
+        assert asked.predicted.step_time_s == pytest.approx(steps[name], rel=1e-2), name
+
+
+def noting(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The choices that are lowered from now on."""
+    lowered: list[object] = []
+
+    def lower(*arguments: object) -> LoweredPlan:
+        lowered.append(arguments[1])
+        return lowered_plan(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(fastest_choice, "lowered_plan", lower)
+    return lowered
+
+
+def test_recipes_that_are_far_slower_are_lowered_when_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once; what is not read yet is missing from a copy in another process."""
+    lowered = noting(monkeypatch)
+    plan = plan_of(Cluster("h100_sxm", 1, 4), mesh=Mesh({"data": 4}))
+    count = len(lowered)
+    assert ZERO_1 not in pickle.loads(pickle.dumps(plan)).baselines
+    step_s = plan.baselines[ZERO_1]
+    assert step_s is not None
+    assert step_s > 1.2 * plan.predicted.step_time_s
+    assert plan.baselines[ZERO_1] == step_s
+    assert len(lowered) == count + 1
+    assert pickle.loads(pickle.dumps(plan)).baselines[ZERO_1] == step_s
+    assert plan.to_json()["baselines"].keys() == {DATA, ZERO_1, FSDP}
+    assert len(lowered) == count + 3
+
+
+def test_the_least_step_over_meshes_is_lowered_when_it_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planning on several meshes lowers no recipe for want of a comparison."""
+    lowered = noting(monkeypatch)
+    plan = plan_of(Cluster("h100_sxm", 1, 4))
+    count = len(lowered)
+    assert set(plan.baselines) == {DATA, ZERO_1, FSDP, HSDP, MEGATRON}
+    assert len(lowered) == count
+    assert min(step for step in plan.baselines.values() if step is not None) >= plan.predicted.step_time_s
+    assert len(lowered) > count
+
+
+def test_recipes_that_time_is_up_for_are_left_out() -> None:
+    """Those that may be faster; such as are surely slower are told all the same."""
+    mesh, cluster = Mesh({"data": 8}), h100s(Mesh({"data": 8}))
+    program = blocks_program(batch=64, length=1024, hidden=4096, count=4)
+    options = PlanOptions(state_bytes_per_parameter_byte=2)
+    planning = planning_problem(program, mesh, cluster, options)
+    found = solve(planning, options, {})
+    over = replace(options, control=SearchControl.within(0.0))
+    late, whole = (fastest(planning, found, cluster, each).plan for each in (over, options))
+    assert late.baselines.keys() < whole.baselines.keys()
+    assert late.objective == found.solution.cost
+    assert late.predicted.step_time_s >= whole.predicted.step_time_s
+
+
+def test_what_another_mesh_beats_by_far_is_not_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cheapest choice alone is."""
+    lowered = noting(monkeypatch)
+    mesh = Mesh({"data": 4, "model": 2})
+    program, cluster = blocks_program(batch=64, length=1024, hidden=4096), h100s(mesh)
+    free = plan_program(program, mesh, cluster, PlanOptions())
+    count = len(lowered)
+    assert count > 1
+    lowered.clear()
+    elsewhere = replace(free, predicted=replace(free.predicted, step_time_s=0.5 * free.predicted.step_time_s))
+    beaten = plan_program(
+        program, mesh, cluster, PlanOptions(elsewhere=[replace(elsewhere, objective=2 * free.objective, baselines={})])
+    )
+    assert len(lowered) == 1
+    assert beaten.predicted.step_time_s >= free.predicted.step_time_s
+
+
+@pytest.mark.parametrize(
+    ("hardware", "steps", "known_s", "chosen"),
+    [
+        ("cpu_laptop", [(1.0, 10), (0.985, 20)], [], 0),
+        ("cpu_laptop", [(1.0, 10), (0.985, 20)], [0.985], 1),
+        ("cpu_laptop", [(1.0, 10), (1.015, 5)], [1.015], 1),
+        ("cpu_laptop", [(1.0, 10), (1.015, 5)], [1.0, 1.015], 0),
+        ("cpu_laptop", [(1.0, 10), (0.9, 20)], [], 1),
+        ("cpu_laptop", [(1.0, 10), (1.1, 5)], [], 0),
+        ("h100_sxm", [(1.0, 10), (0.999, 20)], [], 1),
+        ("h100_sxm", [(1.0, 10), (1.001, 5)], [1.001], 0),
+    ],
+)
+def test_launches_decide_between_plans_as_fast_on_cpus(
+    hardware: str, steps: list[tuple[float, int]], known_s: list[float], chosen: int
+) -> None:
+    """Within 2 % the plan of fewer launches is taken there, unless a known recipe is faster; else the faster one."""
+    made = [LoweredPlan(plan_with_step(seconds, launches)) for seconds, launches in steps]
+    cluster = Cluster(hardware, nodes=1, devices_per_node=2)
+    assert fastest_choice._fastest_of(made, known_s, cluster) is made[chosen]
+
+
+def plan_with_step(seconds: float, launches: int) -> Plan:
+    """A plan of nothing, with a step."""
+    return Plan(
+        mesh=Mesh({"x": 2}), program_digest="", inputs={}, nodes={}, outputs={}, parameters={}, objective=1.0,
+        predicted=replace(UNKNOWN, step_time_s=seconds, launches=launches), lower_bound=None, search_time_s=0.0,
+        hardware="",
+    )  # fmt: skip
