@@ -68,7 +68,7 @@ def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, option
         cluster, options: what the search was for. Once it is over no others are lowered; known recipes that may be
             faster than the plan are then left out.
     """
-    lowering = _Lowering(planning, found.solution.lower_bound, cluster, options)
+    lowering = _ChoiceLowering(planning, found.solution.lower_bound, cluster, options)
     own = lowering(found.solution, found.planning)
     own = replace(own, plan=replace(own.plan, recompute=found.recompute, offload=found.offload))
     known = {name: each for name, each in found.baselines.items() if each is not None}
@@ -102,7 +102,7 @@ def nearest_recipe(
     planning: PlanningProblem, baselines: Mapping[str, Solution | None], cluster: Cluster, options: PlanOptions
 ) -> Solution | None:
     """The known recipe of the shortest rough step, if it may be faster than the plans elsewhere."""
-    lowering = _Lowering(planning, 0.0, cluster, options)
+    lowering = _ChoiceLowering(planning, 0.0, cluster, options)
     rough = [(lowering.rough_step_s(each), each) for each in baselines.values() if each is not None]
     rough_s, nearest = min(rough, key=lambda pair: pair[0], default=(math.inf, None))
     return nearest if rough_s <= lowering.near * min(plan.predicted.step_time_s for plan in options.elsewhere) else None
@@ -112,7 +112,7 @@ def steps_when_read(
     planning: PlanningProblem, baselines: Mapping[str, Solution | None], cluster: Cluster, options: PlanOptions
 ) -> BaselineSteps:
     """The steps of known recipes, each lowered when it is read."""
-    lowering = _Lowering(planning, 0.0, cluster, options)
+    lowering = _ChoiceLowering(planning, 0.0, cluster, options)
     left = {name: partial(lowering.step_of, each) for name, each in baselines.items() if each is not None}
     return BaselineSteps(list(baselines), dict.fromkeys(baselines.keys() - left.keys()), left)
 
@@ -121,7 +121,7 @@ _Choice = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Lowering:
+class _ChoiceLowering:
     """Lowers choices of a problem for a cluster; `lower_bound` is of the search."""
 
     planning: PlanningProblem
@@ -154,7 +154,7 @@ class _Lowering:
 
 
 def _rough_steps(
-    found: Decision, own: LoweredPlan, others: Sequence[Solution], lowering: _Lowering
+    found: Decision, own: LoweredPlan, others: Sequence[Solution], lowering: _ChoiceLowering
 ) -> dict[_Choice, float]:
     """Steps of choices, about, by what lowering made of the search's own."""
     if not others:

@@ -21,13 +21,7 @@ from autoshard import tracing
 from autoshard.arguments import check_has_loss, check_tensors
 from autoshard.call import LossFunction
 from autoshard.cluster import distinct_meshes, local_cluster
-from autoshard.errors import (
-    AutoshardError,
-    DoesNotFitError,
-    NotAvailableError,
-    PlanMismatchError,
-    TraceError,
-)
+from autoshard.errors import AutoshardError, DoesNotFitError, NotAvailableError, PlanMismatchError, TraceError
 from autoshard.ir.answers import WhyNot
 from autoshard.ir.fingerprint import fingerprint
 from autoshard.ir.initialisation import Initialisation

@@ -153,7 +153,7 @@ def test_known_recipes_stand_beside_the_predicted_step() -> None:
 
 def test_the_price_of_a_recipe_shows_its_gap() -> None:
     """The search over recipes minimises the predicted step."""
-    priced = replace(plan_with(TODAY), objective=2e-3, lower_bound=1.5e-3, recipe=Recipe(data=2, global_batch=16))
+    priced = replace(plan_with(TODAY), objective=2e-3, lower_bound=1.5e-3, recipe=Recipe(data=2, micro_batch=8))
     assert "at most 25.00% from the fastest recipe" in render_plan(priced)
 
 
