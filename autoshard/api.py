@@ -230,6 +230,9 @@ def price(
     loss_fn: LossFunction | None = None,
     step_model: StepModel | None = None,
     runtime: str | Runtime | None = None,
+    optimizer: str = "adamw",
+    precision: str = "bf16",
+    global_batch: int | None = None,
 ) -> Plan:
     """What a training step takes under a recipe, and where everything lies; nothing is run.
 
@@ -237,15 +240,18 @@ def price(
     The recipe fixes specs of parameters, inputs and what passes between blocks; all others follow by propagation.
 
     Args:
-        model: any module; it may be on meta. One in float32 is priced in the dtype of the recipe's products, as `plan`
-            plans it. Its blocks are the entries of its module lists.
+        model: any module; it may be on meta. One in float32 is priced in the dtype of its products, as `plan` plans
+            it. Its blocks are the entries of its module lists.
         cluster: as many devices as the recipe needs.
         recipe: the expert's plan.
         example_inputs: positional (a tuple) or keyword (a dict) arguments. The first dim of every input is the batch;
-            how large it is does not matter, the recipe says how many sequences are run.
+            how large it is does not matter.
         loss_fn: for a model that returns no loss, see `compile`.
-        runtime: what executes it: "megatron", "fsdp2", "deepspeed", or a `Runtime` made by hand; None: as the recipe's
-            own fields say (what is overlapped and fused). Our own runtime is priced by `autoshard.plan(recipe=)`.
+        runtime: what executes it: "megatron", "fsdp2", "deepspeed", or a `Runtime` made by hand; None: the defaults
+            of `Runtime`, what most frameworks do. Our own runtime is priced by `autoshard.plan(recipe=)`.
+        optimizer: "sgd", "sgd_momentum", "adam" or "adamw": whose state takes memory and bandwidth.
+        precision: of matrix products inside blocks: "bf16", "f16", "f8" or "f32".
+        global_batch: sequences of a step, over all replicas; None: one micro-batch for each.
         step_model: how kernels and collectives do in a step, beside how they do alone; default: as in published runs.
 
     Returns:
@@ -275,6 +281,9 @@ def price(
         loss_fn=loss_fn,
         step_model=step_model,
         runtime=runtime,
+        optimizer=optimizer,
+        precision=precision,
+        global_batch=global_batch,
     )
 
 

@@ -20,7 +20,14 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree as pytree
 
-from autoshard.errors import InvalidSpecError, MeshError, NotAvailableError, PlanMismatchError, TraceError
+from autoshard.errors import (
+    InvalidSpecError,
+    MeshError,
+    NotAvailableError,
+    PlanMismatchError,
+    RecipeError,
+    TraceError,
+)
 from autoshard.ir.loss import Output, loss_among
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.outputs import Outputs
@@ -143,30 +150,17 @@ def _check_parameters(plan: Plan, model: nn.Module) -> None:
             )
 
 
-def check_beside_recipe(recipe: Any, *, constraints: Any, optimizer: str | None, global_batch: Any) -> None:
-    """Raise `NotAvailableError` for what goes with a recipe and says otherwise; `price` checks the recipe itself."""
-    if constraints:
-        raise NotAvailableError(
-            f"constraints={constraints!r} does not go with recipe=, which leaves nothing to choose. Leave one of them "
-            "out, or search recipes with global_batch=."
-        )
-    if not isinstance(recipe, Recipe):
-        return
-    for name, given, own in (("optimizer", optimizer, recipe.optimizer), ("global_batch", global_batch, recipe.batch)):
-        if given not in (None, own):
-            raise NotAvailableError(
-                f"{name}={given!r}, but that of the recipe is {own!r}. Pass Recipe(..., {name}={given!r}), or leave "
-                f"{name}= out."
-            )
-
-
 def check_recipes(recipe: Any, runtime: Any, global_batch: Any, **given: Any) -> None:
     """Raise `NotAvailableError` for arguments that recipes, or searches for them, would pass over.
 
     Args:
         recipe, runtime, global_batch: as given; `runtime` None for our own.
         given: arguments of steps without recipes, by name; None for those that are left out.
+
+    `RecipeError` for what is no recipe.
     """
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise RecipeError(f"recipe={recipe!r} is a {type(recipe).__name__}; pass an autoshard.Recipe.")
     if recipe is None and global_batch is None:
         if runtime is None:
             return

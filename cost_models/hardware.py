@@ -20,7 +20,16 @@ from cost_models import constants
 from cost_models.constants import Constant, HardwareFile
 from cost_models.device import Device, MatmulCurve, device, device_numbers, read_device
 from cost_models.errors import HardwareFileError, TopologyError, UnknownHardwareError
-from cost_models.topology import SWITCHED, GroupLinks, Layout, Link, MeasuredCollective, Protocol, Wiring, group_links
+from cost_models.topology import (
+    SWITCHED,
+    GroupLinks,
+    Link,
+    MeasuredCollective,
+    NodeWiring,
+    Protocol,
+    Wiring,
+    group_links,
+)
 
 __all__ = [
     "Cluster",
@@ -367,7 +376,7 @@ def _check_layout(node: NodeType) -> None:
         raise TopologyError(
             f"Node type {node.name!r} has devices_per_node={node.devices_per_node!r}; a whole number of at least 1."
         )
-    if node.wiring.layout is Layout.HYBRID_CUBE_MESH and node.devices_per_node > 8:
+    if node.wiring.layout is NodeWiring.HYBRID_CUBE_MESH and node.devices_per_node > 8:
         raise TopologyError(
             f"Node type {node.name!r}: a hybrid cube mesh joins 8 devices, not {node.devices_per_node}."
         )
@@ -432,14 +441,14 @@ def _protocol(file: HardwareFile, below: str, name: str) -> Protocol:
 
 
 def _wiring(file: HardwareFile, prefix: str = "") -> Wiring:
-    text = file.texts.get("layout", Layout.SWITCH.value)
-    if text not in {layout.value for layout in Layout}:
+    text = file.texts.get("layout", NodeWiring.SWITCH.value)
+    if text not in {layout.value for layout in NodeWiring}:
         raise HardwareFileError(
-            f"{file.origin}: layout={text!r}; known: {', '.join(layout.value for layout in Layout)}."
+            f"{file.origin}: layout={text!r}; known: {', '.join(layout.value for layout in NodeWiring)}."
         )
     host, cards = f"{prefix}host.", f"{prefix}cards_per_collective"
     return Wiring(
-        Layout(text),
+        NodeWiring(text),
         read_link(file, host) if f"{host}bandwidth" in file.constants else None,
         cards_per_collective=int(file.number(cards, "devices")) if cards in file.constants else 0,
     )

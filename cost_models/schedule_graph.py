@@ -1,24 +1,24 @@
-"""A pipeline schedule as a graph, built once for a shape: which node waits for which, whatever the stages take.
+"""The order of a pipeline's step as a graph: which node waits for which, whatever the stages take.
 
 Each pipeline rank stands for all ranks at its place. An action starts when its rank is free and its inputs are there:
 
-    F(s, i)           after F(s - 1, i), sent here if that stage sits on another rank
-    B or I(s, i)      after F(s, i) and after B or I(s + 1, i), sent here likewise
+    F(s, i)           after F(r, i) of each stage r that makes a value for it, sent here if r sits on another rank
+    B or I(s, i)      after F(s, i) and after B or I(r, i), sent here likewise
     W(s, i)           after I(s, i)
 
 Transfers run on streams of their own, one per ordered pair of ranks. The runtime overlaps transfers with computation,
 or it does not: torch's 1F1B (as Megatron's) then swaps, between a forward and a backward, what it has made for what it
 needs next, and both neighbours wait for the swap. Other schedules without overlap wait for each of their sends.
 
-A node is a slot that a rank runs, a transfer, a join that takes no time, or the gathering of a stage's parameters. A
-node starts when the two nodes ended that it waits for (often one, named twice):
+A node is an action, a transfer, or a join that takes no time. A node starts when the two nodes ended that it waits for
+(often one, named twice):
 
     end(i) = max(end(first(i)), end(second(i))) + duration(kind(i))
 
 1. Nodes and what they wait for are tables, made a column at a time.
-2. Slots are then put in the order in which rank 0 asks for them: before each of its slots all slots, of any rank, that
-   it needs. Where the schedule repeats itself, so does the list.
-3. Transfers and joins stand right behind the last slot that they wait for.
+2. Actions are then put in the order in which rank 0 asks for them: before each of its actions all actions, of any rank,
+   that it needs. Where the schedule repeats itself, so does the list.
+3. Transfers and joins stand right behind the last action that they wait for.
 """
 
 from __future__ import annotations
@@ -26,253 +26,188 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cost_models.schedule_orders import SCHEDULES, ActionKind, Rows, last_forward_stage, order_rows, stage_ranks
-
-SEND = len(ActionKind)
-KINDS = SEND + 1
-"""Kinds of nodes per stage: stage * KINDS + its ActionKind, or + SEND for transfers to its next stage or back from
-there. After those of all stages come joins, and then pairs: forward's stage * stages + backward's more."""
+from cost_models.schedule_orders import SCHEDULES, ActionKind, Rows, order_rows, stage_ranks
 
 Integers = NDArray[np.int64]
 
 
+class Transfer(NamedTuple):
+    """A value that a stage's forward, or its backward, makes for another stage's, of each micro-batch."""
+
+    name: str
+    maker: int
+    reader: int
+    is_forward: bool
+
+
 @dataclass(frozen=True, slots=True)
-class ScheduleGraph:
+class OrderGraph:
     """What waits for what.
 
     Args:
-        ranks: how many there are.
-        owners: by stage, its rank.
-        first, second: for each node the two that it waits for, both earlier. Node 0 is the start of the step, nodes 1
-            to `stages` gather the parameters of a stage; they wait for nothing.
-        kinds: what each node takes (see KINDS).
-        slots: nodes that are slots, rank by rank in order; likewise `slot_ranks`, `begins` (the slot before on that
-            rank, or node 0), and `transfers` [slots, 2 or 4], what else it waits for (`begins` where nothing).
-        gathers: [stages, 2] by stage, the join of what else its first forward waits for, and the slot of that forward.
-        lasts: by stage, the slot with its last backward.
-        marks: by micro-batch, the forwards of rank 0 that go on until the steady state ends.
+        first, second: for each node the two that it waits for, both earlier. Node 0 is the start of the step.
+        kinds: what each node takes: of an action, len(ActionKind) * stage + its kind; then come the numbers of
+            transfers, and that of joins.
+        slots: the actions' nodes, rank by rank in order; likewise `slot_ranks`, `begins` (the slot before on that rank,
+            or node 0), and `waits` [slots, n], the transfers that it waits for (`begins` where nothing).
+        firsts: by stage, the slot of its first forward.
+        lasts: by rank, its last slot.
+        actions: [slots, 3] with stage, kind and micro-batch.
+        sent: [n, 3] with the node, the number and the micro-batch of each transfer between ranks.
     """
 
-    ranks: int
-    owners: Integers
     first: Integers
     second: Integers
     kinds: Integers
     slots: Integers
     slot_ranks: Integers
     begins: Integers
-    transfers: Integers
-    gathers: Integers
+    waits: Integers
+    firsts: Integers
     lasts: Integers
-    marks: Integers
-
-    @property
-    def stages(self) -> int:
-        """How many there are."""
-        return len(self.owners)
+    actions: Integers
+    sent: Integers
 
 
 @lru_cache(maxsize=128)
 def schedule_graph(
-    schedule: str,
-    ranks: int,
-    micro_batches: int,
-    virtual_stages: int = 1,
-    *,
-    overlap_sends: bool = True,
-    overlap_pairs: bool = False,
-) -> ScheduleGraph:
-    """The graph of a schedule; see `schedules.Pipeline` for the arguments.
+    schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1, *, overlap_sends: bool = True
+) -> OrderGraph:
+    """The graph of a schedule whose stages hand on to their neighbours; see `stages.Pipeline` for the arguments.
 
     Raises:
         CostArgumentError: numbers that the schedule does not admit.
 
     Example:
         >>> graph = schedule_graph("GPipe", 1, 2)
-        >>> graph.first[2:].tolist(), graph.second[2:].tolist()  # a join; two forwards, the first after the gathering
-        ([0, 2, 3, 4, 5], [0, 1, 3, 4, 5])
+        >>> graph.first.tolist(), graph.kinds.tolist()  # the start, two forwards, two backwards
+        ([0, 0, 1, 2, 3], [4, 0, 0, 1, 1])
     """
-    owners = np.array(stage_ranks(schedule, ranks, virtual_stages))
     orders = order_rows(schedule, ranks, micro_batches, virtual_stages)
-    actions = _Actions.of(orders, owners, micro_batches, overlap_pairs)
-    waits = _connect(actions, owners, overlap_sends, swaps=SCHEDULES[schedule].swaps and not overlap_sends)
-    nodes = np.concatenate([np.zeros((len(owners) + 1, 3), dtype=np.int64), waits.slots, *waits.others])
-    nodes[: len(owners) + 1, 2] = KINDS * len(owners)
-    order = _order(waits, nodes, actions)
-    places = np.empty_like(order)
-    places[order] = np.arange(len(order))
-    is_forward = actions.kinds == ActionKind.FORWARD
-    is_done = (actions.kinds == ActionKind.BACKWARD) | (actions.kinds == ActionKind.BACKWARD_WEIGHT)
-    lasts = np.zeros(len(owners), dtype=np.int64)
-    np.maximum.at(lasts, actions.stages[is_done], actions.slots[is_done])
-    marked = is_forward & (actions.stages == last_forward_stage(schedule, ranks, virtual_stages))
-    return ScheduleGraph(
-        ranks=ranks,
-        owners=owners,
-        first=places[nodes[order, 0]],
-        second=places[nodes[order, 1]],
-        kinds=nodes[order, 2],
-        slots=places[actions.slot_nodes],
-        slot_ranks=actions.slot_ranks,
-        begins=places[actions.begins],
-        transfers=places[waits.transfers],
-        gathers=places[waits.gathers],
-        lasts=places[lasts],
-        marks=places[actions.slots[marked]],
-    )
+    owners = stage_ranks(schedule, ranks, virtual_stages)
+    swaps = SCHEDULES[schedule].swaps and not overlap_sends
+    return order_graph(orders, owners, neighbours(len(owners)), overlap_sends=overlap_sends, swaps=swaps)
 
 
-@dataclass(frozen=True, slots=True)
-class _Actions:
-    """All actions, rank by rank in order, and the slots that they are in.
+def neighbours(stages: int) -> tuple[Transfer, ...]:
+    """Each stage's output to the next stage, and its gradient back."""
+    pairs = tuple(pairwise(range(stages)))
+    forwards = (Transfer("", early, late, True) for early, late in pairs)
+    return (*forwards, *(Transfer("", late, early, False) for early, late in pairs))
 
-    A value is what a stage's forward (2 * stage + 1) or backward (2 * stage) makes of a micro-batch, as one number.
+
+def order_graph(
+    orders: Sequence[Rows],
+    owners: Sequence[int],
+    transfers: Sequence[Transfer],
+    *,
+    overlap_sends: bool = True,
+    swaps: bool = False,
+) -> OrderGraph:
+    """The graph of an order.
 
     Args:
-        stages, kinds, slots, made, needed, targets: of each action; its slot is a node, `made` and `needed` are values
-            or -1, the target is the stage that needs what it makes, or -1.
-        is_start: of each action, whether it is the first forward of its stage.
-        slot_nodes, slot_ranks, begins: of each slot; `begins` is the slot before on that rank, or node 0.
-        heads, tails: of each slot, its first action, and its second or -1.
+        orders: by rank, its actions; they can run to their end.
+        owners: by stage, its rank.
+        transfers: values that stages make for each other.
+        overlap_sends: whether transfers overlap with compute.
+        swaps: whether neighbours swap, both waiting, if not.
     """
-
-    stages: Integers
-    kinds: Integers
-    slots: Integers
-    made: Integers
-    needed: Integers
-    targets: Integers
-    is_start: NDArray[np.bool_]
-    slot_nodes: Integers
-    slot_ranks: Integers
-    begins: Integers
-    heads: Integers
-    tails: Integers
-
-    @classmethod
-    def of(cls, orders: Sequence[Rows], owners: Integers, micro_batches: int, pairs: bool) -> _Actions:
-        """The tables of the orders; without pairs, each action is a slot of its own."""
-        stages, kinds, indices, joined = np.concatenate([rows.T for rows in orders], axis=1)
-        is_forward, is_weight = kinds == ActionKind.FORWARD, kinds == ActionKind.BACKWARD_WEIGHT
-        step = np.where(is_forward, 1, -1)
-        targets, sources = (_within(stages + way * step, len(owners), ~is_weight) for way in (1, -1))
-        is_head = joined == 0 if pairs else np.ones_like(joined, dtype=np.bool_)
-        (heads,) = np.nonzero(is_head)
-        widths = np.diff(heads, append=len(stages))
-        slot_nodes = len(owners) + 1 + np.arange(len(heads))
-        slot_ranks = owners[stages[heads]]
-        return cls(
-            stages=stages,
-            kinds=kinds,
-            slots=np.repeat(slot_nodes, widths),
-            made=np.where(is_weight, -1, (2 * stages + is_forward) * micro_batches + indices),
-            needed=np.where(sources < 0, -1, (2 * sources + is_forward) * micro_batches + indices),
-            targets=targets,
-            is_start=is_forward & (indices == 0),
-            slot_nodes=slot_nodes,
-            slot_ranks=slot_ranks,
-            begins=np.where(np.diff(slot_ranks, prepend=-1) != 0, 0, slot_nodes - 1),
-            heads=heads,
-            tails=np.where(widths == 2, heads + 1, -1),
-        )
-
-    def by_slot(self, column: Integers) -> Integers:
-        """[slots, 1 or 2] of what a column has for the actions of each slot, -1 for none."""
-        columns = [column[self.heads]]
-        if (self.tails >= 0).any():
-            columns.append(np.where(self.tails < 0, -1, column[self.tails]))
-        return np.stack(columns, axis=1)
-
-
-def _within(stages: Integers, count: int, holds: NDArray[np.bool_]) -> Integers:
-    """Numbers of stages, -1 where there is no such stage or the condition does not hold."""
-    return np.where(holds & (stages >= 0) & (stages < count), stages, -1)
-
-
-@dataclass(frozen=True, slots=True)
-class _Waits:
-    """What waits for what. Nodes are rows of (first, second, kind); they are numbered in the order of the fields, after
-    the start and the gathers.
-
-    Args:
-        slots: the slots.
-        others: transfers, and then, one table after the other, joins that wait for what is before them.
-        transfers: see `ScheduleGraph`.
-        gathers: likewise.
-    """
-
-    slots: Integers
-    others: tuple[Integers, ...]
-    transfers: Integers
-    gathers: Integers
-
-
-def _connect(actions: _Actions, owners: Integers, overlap_sends: bool, swaps: bool) -> _Waits:
-    stages = len(owners)
-    sends, sent, arrived = _send(actions, owners, swaps)
-    inputs = actions.by_slot(np.where(actions.needed < 0, -1, arrived[actions.needed]))
-    owed = np.full_like(inputs, -1)
+    actions = np.concatenate(orders)[:, :3]
+    ranks, count = np.array(owners)[actions[:, 0]], len(actions)
+    slots = np.arange(1, count + 1)
+    begins = np.where(np.diff(ranks, prepend=-1) != 0, 0, slots - 1)
+    places = _places(actions, slots, len(owners))
+    makers, readers, numbers, indices = _moved(places, transfers, owners)
+    sent = count + 1 + np.arange(len(makers))
+    after = begins[readers - 1] if swaps else _before_on_link(makers, readers, sent, ranks)
+    inputs, owed = _by_slot(readers, sent, count), np.full((count, 0), -1)
     if not overlap_sends:
-        owed[1:] = actions.by_slot(sent)[:-1]
-        kinds = actions.kinds[actions.heads]
-        owed[(actions.begins == 0) | (swaps & (np.diff(kinds, prepend=-1) == 0))] = -1
-    begins = actions.begins[:, None]
-    waited = np.hstack([inputs, owed])
-    owed = np.where(owed < 0, begins, owed)
-    inputs = np.where(inputs < 0, owed[:, :1], inputs)
-    joins = _Joins(stages + 1 + len(begins) + len(sends), KINDS * stages, [])
-    slots = np.stack([joins.of(owed), joins.of(inputs), _slot_kinds(actions, stages)], axis=1)
-    (starts,) = np.nonzero(actions.is_start[actions.heads])
-    started = actions.stages[actions.heads[starts]]
-    gathers = np.empty((stages, 2), dtype=np.int64)
-    gathers[started, 0] = joins.of(slots[starts, :2], always=True)
-    gathers[started, 1] = actions.slot_nodes[starts]
-    slots[starts, :2] = np.stack([gathers[started, 0], started + 1], axis=1)
-    return _Waits(
-        slots=slots,
-        others=(sends, *joins.nodes),
-        transfers=np.where(waited < 0, begins, waited),
-        gathers=gathers,
+        owed = np.roll(_by_slot(makers, sent, count), 1, axis=0)
+        owed[(begins == 0) | (swaps & (np.diff(actions[:, 1], prepend=-1) == 0))] = -1
+    first_of_transfers = len(ActionKind) * len(owners)
+    joins = _Joins(count + 1 + len(sent), first_of_transfers + len(transfers), [])
+    first = _either(joins.of(owed), begins)
+    second = _either(joins.of(inputs), first)
+    start, kinds = np.array([[0, 0, joins.kind]]), actions[:, 0] * len(ActionKind) + actions[:, 1]
+    ways = np.stack([makers, after, first_of_transfers + numbers], axis=1)
+    nodes = np.concatenate([start, np.stack([first, second, kinds], axis=1), ways, *joins.nodes])
+
+    def slots_of(values: Integers, columns: Integers) -> list[Integers]:
+        """Columns of transfers' slots, 0 for none."""
+        known = np.append(values, 0)
+        return [known[np.where(column < 0, len(values), column - count - 1)] for column in columns.T]
+
+    needs = [begins, *slots_of(makers, inputs), *(slots_of(after, owed) if swaps else ())]
+    order = _order(nodes, count, _slot_order(_distinct(needs)), [len(sent), *map(len, joins.nodes)])
+    place = np.empty_like(order)
+    place[order] = np.arange(len(order))
+    return OrderGraph(
+        first=place[nodes[order, 0]],
+        second=place[nodes[order, 1]],
+        kinds=nodes[order, 2],
+        slots=place[slots],
+        slot_ranks=ranks,
+        begins=place[begins],
+        waits=place[_either(np.hstack([inputs, owed]), begins[:, None])],
+        firsts=place[places[:, 1, 0]],
+        lasts=place[slots[np.diff(ranks, append=-1) != 0]],
+        actions=actions,
+        sent=np.stack([place[sent], numbers, indices], axis=1),
     )
 
 
-def _send(actions: _Actions, owners: Integers, swaps: bool) -> tuple[Integers, Integers, Integers]:
-    """(transfers as nodes; by action, the transfer of what it makes, or -1; by value, the node that brings it).
+def _either(values: Integers, others: Integers) -> Integers:
+    """Values, and others where those are negative."""
+    return np.where(values < 0, others, values)
 
-    A transfer waits for the one before it on its link, or, where ranks swap, for its reader to be free.
+
+def _places(actions: Integers, slots: Integers, stages: int) -> Integers:
+    """The slot of each stage's backward (0) and forward (1) of each micro-batch, [stages, 2, micro-batches], or -1.
+
+    Of a backward that is cut in two, its first half.
     """
-    ranks = owners[actions.stages]
-    (senders,) = np.nonzero((actions.targets >= 0) & (owners[actions.targets] != ranks))
-    made, targets = actions.made[senders], actions.targets[senders]
-    numbers = len(owners) + 1 + len(actions.slot_nodes) + np.arange(len(senders))
-    after = actions.slots[senders]
-    if swaps:
-        reader = np.zeros(actions.made.max() + 2, dtype=np.int64)  # the last for those that need nothing
-        reader[actions.needed] = actions.begins[actions.slots - actions.slot_nodes[0]]
-        after = reader[made]
-    else:
-        links = ranks[senders] * len(owners) + owners[targets]
-        grouped = np.argsort(links, kind="stable")
-        follows = np.diff(links[grouped], prepend=-1) == 0
-        after[grouped[follows]] = numbers[grouped[:-1][follows[1:]]]
-    kinds = np.minimum(actions.stages[senders], targets) * KINDS + SEND
-    sent = np.full(len(actions.stages), -1)
-    sent[senders] = numbers
-    arrived = np.full(actions.made.max() + 2, -1)  # the last for those that make nothing
-    arrived[actions.made] = np.where(sent < 0, actions.slots, sent)
-    return np.stack([actions.slots[senders], after, kinds], axis=1), sent, arrived
+    stage, kind, index = actions.T
+    found = np.full((stages, 2, index.max() + 1), -1)
+    is_main = kind != ActionKind.BACKWARD_WEIGHT
+    found[stage[is_main], (kind == ActionKind.FORWARD)[is_main].astype(int), index[is_main]] = slots[is_main]
+    return found
 
 
-def _slot_kinds(actions: _Actions, stages: int) -> Integers:
-    heads, tails = actions.heads, actions.tails
-    alone = actions.stages[heads] * KINDS + actions.kinds[heads]
-    pairs = KINDS * stages + 1 + actions.stages[heads] * stages + actions.stages[tails]
-    return np.where(tails < 0, alone, pairs)
+def _moved(places: Integers, transfers: Sequence[Transfer], owners: Sequence[int]) -> tuple[Integers, ...]:
+    """What moves between ranks, as it is made: makers' and readers' slots, numbers of transfers, micro-batches."""
+    rows = [np.empty((4, 0), dtype=np.int64)]
+    for number, item in enumerate(transfers):
+        maker, reader = (places[stage, int(item.is_forward)] for stage in (item.maker, item.reader))
+        if owners[item.maker] != owners[item.reader] and maker[0] >= 0:
+            rows.append(np.stack([maker, reader, np.full_like(maker, number), np.arange(len(maker))]))
+    table = np.concatenate(rows, axis=1)
+    return tuple(table[:, np.argsort(table[0], kind="stable")])
+
+
+def _before_on_link(makers: Integers, readers: Integers, sent: Integers, ranks: Integers) -> Integers:
+    """Of each transfer, the one before it between the same ranks, or its maker."""
+    after, links = makers.copy(), ranks[makers - 1] * (ranks.max() + 1) + ranks[readers - 1]
+    grouped = np.argsort(links, kind="stable")
+    follows = np.diff(links[grouped], prepend=-1) == 0
+    after[grouped[follows]] = sent[grouped[:-1][follows[1:]]]
+    return after
+
+
+def _by_slot(slots: Integers, sent: Integers, count: int) -> Integers:
+    """[slots, n] with the transfers of each slot, -1 for none."""
+    order = np.argsort(slots, kind="stable")
+    slots = slots[order] - 1
+    turns = np.arange(len(slots)) - np.searchsorted(slots, slots)
+    found = np.full((count, int(turns.max(initial=-1)) + 1), -1)
+    found[slots, turns] = sent[order]
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,41 +218,36 @@ class _Joins:
     kind: int
     nodes: list[Integers]
 
-    def of(self, ends: Integers, always: bool = False) -> Integers:
-        """What ends with the last of the one or two nodes of each row: a join where they differ, or always."""
-        (rows,) = np.nonzero((ends[:, 0] != ends[:, -1]) | always)
-        start = self.start + sum(len(nodes) for nodes in self.nodes)
-        self.nodes.append(np.hstack([ends[rows][:, [0, -1]], np.full((len(rows), 1), self.kind)]))
-        result = ends[:, 0].copy()
-        result[rows] = start + np.arange(len(rows))
+    def of(self, ends: Integers) -> Integers:
+        """What ends with the last of the nodes of each row, -1 for none."""
+        result = np.full(len(ends), -1)
+        for column in ends.T:
+            (rows,) = np.nonzero((result >= 0) & (column >= 0))
+            start = self.start + sum(map(len, self.nodes))
+            self.nodes.append(np.stack([result[rows], column[rows], np.full(len(rows), self.kind)], axis=1))
+            result = _either(result, column)
+            result[rows] = start + np.arange(len(rows))
         return result
 
 
-def _order(waits: _Waits, nodes: Integers, actions: _Actions) -> Integers:
+def _order(nodes: Integers, count: int, order: Sequence[int], tables: Sequence[int]) -> Integers:
     """All nodes, each after the two that it waits for; see the module's docstring."""
-    slots = np.zeros(len(nodes), dtype=np.int64)  # of a node that is a slot, its number from 1 on
-    slots[actions.slot_nodes] = np.arange(1, len(actions.slot_nodes) + 1)
     keys = np.zeros(len(nodes), dtype=np.int64)
-    order = _slot_order(_needed_slots(waits, nodes, slots, actions))
-    keys[actions.slot_nodes[order]] = np.arange(1, len(order) + 1)
-    end = len(nodes) - sum(len(table) for table in waits.others)
-    for table in waits.others:
-        start, end = end, end + len(table)
-        keys[start:end] = keys[table[:, :2]].max(axis=1)  # a transfer before on its link is of no later slot
+    keys[np.array(order, dtype=np.int64) + 1] = np.arange(1, count + 1)
+    end = count + 1
+    for size in tables:
+        start, end = end, end + size
+        keys[start:end] = keys[nodes[start:end, :2]].max(axis=1)  # a transfer before on its link is of no later slot
     return np.argsort(keys, kind="stable")
 
 
-def _needed_slots(waits: _Waits, nodes: Integers, slots: Integers, actions: _Actions) -> list[tuple[int, ...]]:
+def _distinct(columns: Sequence[Integers]) -> list[tuple[int, ...]]:
     """By slot, the slots that it waits for, itself or its transfers, each once, numbered from 1 on; 0 for none."""
-    columns = [slots[actions.begins]]
-    for transfer in waits.transfers.T:
-        is_slot = slots[transfer] > 0
-        for needed in (np.where(is_slot, transfer, nodes[transfer, 0]), np.where(is_slot, 0, nodes[transfer, 1])):
-            column = slots[needed]
-            for other in columns:
-                column[column == other] = 0
-            columns.append(column)
-    used = [column.tolist() for column in columns if column.any()]
+    columns = [column.copy() for column in columns]
+    for place, column in enumerate(columns):
+        for other in columns[:place]:
+            column[column == other] = 0
+    used = [column.tolist() for place, column in enumerate(columns) if column.any() or place == 0]
     return [(), *zip(*used, strict=True)]
 
 
@@ -356,21 +286,23 @@ class Window(NamedTuple):
     reach: int
 
 
-def steady_window(graph: ScheduleGraph, step: int) -> Window | None:
+def steady_window(graph: OrderGraph, stage: int, step: int) -> Window | None:
     """The end of a schedule's steady state, if it has one that is long enough.
 
     Args:
         graph: of a schedule.
+        stage: one of rank 0 whose forwards go on as long (`schedule_orders.last_forward_stage`).
         step: micro-batches of a period (`schedule_orders.repeating_micro_batches`).
     """
-    if len(graph.marks) <= step:
+    marks = graph.slots[(graph.actions[:, 0] == stage) & (graph.actions[:, 1] == ActionKind.FORWARD)]
+    if len(marks) <= step:
         return None
-    place = int(graph.marks[-1])
-    length = place - int(graph.marks[-1 - step])
+    place = int(marks[-1])
+    length = place - int(marks[-1 - step])
     waits = np.arange(place - length, len(graph.first)) - np.minimum(graph.first, graph.second)[place - length :]
     reach = int(waits.max())
     begin = place - length - reach
-    if begin < 0 or graph.lasts.min() < place or graph.gathers.max() >= begin:
+    if begin < 0 or graph.lasts.min() < place or graph.firsts.max() >= begin:
         return None
     before, after = slice(begin, place - length), slice(begin + length, place)
     repeats = all(
@@ -380,8 +312,8 @@ def steady_window(graph: ScheduleGraph, step: int) -> Window | None:
     return Window(place, length, reach) if repeats else None
 
 
-def put_in(graph: ScheduleGraph, window: Window, periods: int) -> ScheduleGraph:
-    """The graph with periods put in: that of as many more micro-batches, but for `marks`.
+def put_in(graph: OrderGraph, window: Window, periods: int) -> OrderGraph:
+    """The graph with periods put in: that of as many more micro-batches, but for `actions` and `sent`.
 
     Slots come in another order.
     """
@@ -406,6 +338,6 @@ def put_in(graph: ScheduleGraph, window: Window, periods: int) -> ScheduleGraph:
         slots=graph.slots[slots] + later,
         slot_ranks=graph.slot_ranks[slots],
         begins=graph.begins[slots] + later,
-        transfers=graph.transfers[slots] + later[:, None],
+        waits=graph.waits[slots] + later[:, None],
         lasts=graph.lasts + length * periods,
     )

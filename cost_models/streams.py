@@ -153,7 +153,7 @@ def simulate_streams(
     compiled = {
         key: _compile(segment, overlap is not None, dispatch_s, merge=not record) for key, segment in plain.items()
     }
-    run = _Run([compiled[id(segment)] for segment in segments], overlap, dispatch_s, record)
+    run = _StreamState([compiled[id(segment)] for segment in segments], overlap, dispatch_s, record)
     run.all_segments()
     return run.times()
 
@@ -235,7 +235,7 @@ class _Stream:
 
 
 @dataclass(slots=True)
-class _Run:
+class _StreamState:
     """The state of a simulation; `clock` is when the compute stream is free, `host` when the host is."""
 
     segments: Sequence[_Compiled]

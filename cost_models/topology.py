@@ -102,7 +102,7 @@ class MeasuredCollective:
         return self.start_s + (members - 1) * self.latency_s + carried / self.bandwidth_bytes_per_s
 
 
-class Layout(Enum):
+class NodeWiring(Enum):
     """How the devices of a node are wired to each other."""
 
     SWITCH = "switch"  # every device to every other at full bandwidth (NVSwitch)
@@ -117,7 +117,7 @@ class Wiring:
     """Which devices share what.
 
     Args:
-        layout: see `Layout`; the node's `intra` link is what a device has over all its direct links together.
+        layout: see `NodeWiring`; the node's `intra` link is what a device has over all its direct links together.
         host: the host's bus, for devices without a direct link; None if there is always one.
         devices_per_nic: devices that share one network card; alone on a node, a device has the whole card.
         nodes_per_pod: nodes below one leaf of the network, with full bandwidth among them; 0 = all of them.
@@ -125,7 +125,7 @@ class Wiring:
         cards_per_collective: of a large node's devices, those whose cards one ring or tree uses at once; 0 = all.
     """
 
-    layout: Layout = Layout.SWITCH
+    layout: NodeWiring = NodeWiring.SWITCH
     host: Link | None = None
     devices_per_nic: int = 1
     nodes_per_pod: int = 0
@@ -143,27 +143,27 @@ _CUBE = (
 )
 
 
-def direct_links(layout: Layout, devices: int) -> dict[tuple[int, int], float]:
+def direct_links(layout: NodeWiring, devices: int) -> dict[tuple[int, int], float]:
     """The direct links of a node: (device, other device) with device < other, to the share of a device's bandwidth."""
     pairs = list(combinations(range(devices), 2))
     match layout:
-        case Layout.MESH:
+        case NodeWiring.MESH:
             return dict.fromkeys(pairs, 1 / max(1, devices - 1))
-        case Layout.HYBRID_CUBE_MESH:
+        case NodeWiring.HYBRID_CUBE_MESH:
             return {(a, b): links / 6 for a, b, links in _CUBE if b < devices}
-        case Layout.PAIRS:
+        case NodeWiring.PAIRS:
             return {(a, b): 1.0 for a, b in pairs if a % 2 == 0 and b == a + 1}
     return {}
 
 
 @lru_cache(maxsize=4096)
-def wired_share(layout: Layout, devices: int, members: tuple[int, ...]) -> float:
+def wired_share(layout: NodeWiring, devices: int, members: tuple[int, ...]) -> float:
     """The share of a device's bandwidth that a group of these devices of one node reaches; 0 if links do not join it.
 
     With B(S) the links that leave the set S and g members, an all-gather takes at least |S|/g of its bytes over B(S),
     so what a ring of one link would need to have is the least (g - 1) * B(S) / |S| over all proper subsets S.
     """
-    if layout is Layout.SWITCH or len(members) == 1:
+    if layout is NodeWiring.SWITCH or len(members) == 1:
         return 1.0
     links = direct_links(layout, devices)
     joined = {pair: share for pair, share in links.items() if pair[0] in members and pair[1] in members}
@@ -300,7 +300,7 @@ def _profile(ranks: Sequence[int], unit: int) -> tuple[int, int]:
 
 def _inside(groups: Sequence[Sequence[int]], per_node: int, intra: Link, wiring: Wiring, wired: int) -> Link:
     """The link inside the node that the slowest group has."""
-    if wiring.layout is Layout.SWITCH:
+    if wiring.layout is NodeWiring.SWITCH:
         return intra
     parts = {part for group in groups for part in _parts(group, per_node)}
     share = min(wired_share(wiring.layout, wired or per_node, part) for part in parts)

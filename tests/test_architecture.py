@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,8 @@ from tests.samples import spread
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("autoshard", "cost_models", "passes")
 MAX_LINES = 500
+MAX_SHARED_NAMES = 13
+"""Class names that may still stand for two or more things; each rename lowers the number."""
 
 _IR = ("autoshard.errors", "autoshard.ir")
 _GRAPHS = (*_IR, "autoshard.graphs")
@@ -252,6 +255,17 @@ def test_test_files_mirror_modules(path: Path) -> None:
     assert any(module.with_suffix(".py").exists() or module.is_dir() for module in mirrored), (
         f"{relative} tests no module: rename it after one, or put it in {FREE_FOLDERS}"
     )
+
+
+def test_a_class_name_stands_for_one_thing() -> None:
+    """Names of classes that two files define, with or without an underscore, become fewer."""
+    homes: defaultdict[str, set[str]] = defaultdict(set)
+    for path in _sources():
+        for node in ast.walk(_syntax(path)):
+            if isinstance(node, ast.ClassDef):
+                homes[node.name.lstrip("_")].add(_identify(path))
+    shared = {name: sorted(files) for name, files in homes.items() if len(files) > 1}
+    assert len(shared) <= MAX_SHARED_NAMES, shared
 
 
 def test_every_part_is_named() -> None:

@@ -87,7 +87,7 @@ def test_operators(call: Callable[[], Any], words: str) -> None:
         (lambda: P(partial="data"), "partial='data'; write partial={'data': 'sum'}"),
         (lambda: P(partial=["data"]), "partial=['data']; write partial={"),
         (lambda: PartitionSpec.parse("P('data'"), "cannot be read; write it as P('data', None)"),
-        (lambda: Recipe(stage_blocks=3), "stage_blocks=3 is a int; pass a tuple"),
+        (lambda: Recipe(stage_layers=3), "stage_layers=3 is a int; pass a tuple"),
     ],
 )
 def test_specs_and_recipes(call: Callable[[], Any], words: str) -> None:

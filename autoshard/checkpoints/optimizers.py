@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from autoshard.checkpoints.values import Count
+from autoshard.checkpoints.values import StepCount
 from autoshard.errors import CheckpointError
 from autoshard.ir.lowered import LocalSlot
 from autoshard.ir.program import InputKind
@@ -135,7 +135,7 @@ def _counted(state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """The state with counts of steps as numbers."""
     tensors = [held[_STEP] for held in state.values() if _is_count(held.get(_STEP))]
     values = _values_of(tensors)
-    counts = {id(item): Count(values[id(item)], item.dtype, item.shape) for item in tensors}
+    counts = {id(item): StepCount(values[id(item)], item.dtype, item.shape) for item in tensors}
     return {
         name: {**held, _STEP: counts[id(held[_STEP])]} if id(held.get(_STEP)) in counts else held
         for name, held in state.items()
@@ -162,4 +162,4 @@ def _is_count(value: Any) -> bool:
 
 
 def _tensors_of(held: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: item.tensor() if isinstance(item, Count) else item for key, item in held.items()}
+    return {key: item.tensor() if isinstance(item, StepCount) else item for key, item in held.items()}

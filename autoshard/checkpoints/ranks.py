@@ -25,7 +25,7 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True, slots=True)
-class _Failed:
+class _FailedPart:
     """Why a rank could not do its part."""
 
     error: str
@@ -118,15 +118,15 @@ class Ranks:
                 value = mine()
                 sent = shared(value)
         except Exception as error:
-            text = self._settle(what, _Failed(_text_of(error)), merge, undo)
-            raise CheckpointError(text.error if isinstance(text, _Failed) else str(text)) from error
+            text = self._settle(what, _FailedPart(_text_of(error)), merge, undo)
+            raise CheckpointError(text.error if isinstance(text, _FailedPart) else str(text)) from error
         merged = self._settle(what, sent, merge, undo)
-        if isinstance(merged, _Failed):
+        if isinstance(merged, _FailedPart):
             raise CheckpointError(merged.error)
         return value, merged
 
     def _settle(self, what: str, sent: Any, merge: Callable[[Sequence[Any]], R], undo: Callable[[], None]) -> Any:
-        """What the first rank makes of what all have sent, or `_Failed`; on every rank."""
+        """What the first rank makes of what all have sent, or `_FailedPart`; on every rank."""
         self._meet(what)
         everyone = self._to_first(sent)
         with self._showing_life(what):
@@ -162,15 +162,15 @@ class Ranks:
 
 
 def _merged(what: str, everyone: Sequence[Any], merge: Callable[[Sequence[Any]], R], undo: Callable[[], None]) -> Any:
-    failed = {rank: sent.error for rank, sent in enumerate(everyone) if isinstance(sent, _Failed)}
+    failed = {rank: sent.error for rank, sent in enumerate(everyone) if isinstance(sent, _FailedPart)}
     if failed:
         undo()
-        return _Failed(_describe(what, failed, len(everyone)))
+        return _FailedPart(_describe(what, failed, len(everyone)))
     try:
         return merge(everyone)
     except Exception as error:  # noqa: BLE001  (it is raised on every rank)
         undo()
-        return _Failed(_describe(what, {0: _text_of(error)}, 1))
+        return _FailedPart(_describe(what, {0: _text_of(error)}, 1))
 
 
 def _describe(what: str, failed: dict[int, str], size: int) -> str:

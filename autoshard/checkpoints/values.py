@@ -38,7 +38,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Count:
+class StepCount:
     """Steps that an optimizer has counted in a tensor of one element."""
 
     value: float
@@ -150,7 +150,7 @@ def _text(data: bytes | bytearray) -> str:
 
 _KINDS: Mapping[type, tuple[str, Callable[[Any], Any]]] = {
     Slot: ("slot", lambda slot: [slot.name, slot.is_sharded]),
-    Count: ("count", lambda count: [_encoded(count.value), name_of(count.dtype), list(count.shape)]),
+    StepCount: ("count", lambda count: [_encoded(count.value), name_of(count.dtype), list(count.shape)]),
     dict: ("items", _items),
     OrderedDict: ("ordered", _items),
     tuple: ("tuple", _each),
@@ -201,7 +201,7 @@ def _slot(data: Any) -> Slot:
 
 _DECODERS: Mapping[str, Callable[[Any], Any]] = {
     "slot": _slot,
-    "count": lambda data: Count(_decoded(data[0]), dtype_named(data[1]), torch.Size(data[2])),
+    "count": lambda data: StepCount(_decoded(data[0]), dtype_named(data[1]), torch.Size(data[2])),
     "dict": lambda data: {key: _decoded(item) for key, item in data.items()},
     "items": lambda data: dict(_pairs(data)),
     "ordered": lambda data: OrderedDict(_pairs(data)),

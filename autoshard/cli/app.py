@@ -10,7 +10,6 @@ import json
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -299,8 +298,10 @@ def price(
     runtime: Annotated[
         str, typer.Option(help="Whose run is priced: megatron, fsdp2 or deepspeed. For ours: plan.")
     ] = MEGATRON,
-    optimizer: Annotated[
-        str | None, typer.Option(help="adamw, adam, sgd or sgd_momentum, in place of the recipe's own.")
+    precision: Annotated[str, typer.Option(help="Of products: bf16, f16, f8 or f32.")] = "bf16",
+    optimizer: Annotated[str, typer.Option(help="adamw, adam, sgd or sgd_momentum.")] = "adamw",
+    global_batch: Annotated[
+        int | None, typer.Option(help="Sequences of a step; default: one micro-batch of each replica.")
     ] = None,
     out: Annotated[Path | None, typer.Option(help="Write the plan here, as JSON.")] = None,
     trust_remote_code: _TrustCode = False,
@@ -308,11 +309,18 @@ def price(
 ) -> None:
     """Say what an expert's recipe would take under another framework's runtime: step time, memory, breakdown."""
     _check_folder(out)
-    asked = parse_recipe(recipe)
-    dtype = _PRODUCTS.get(asked.precision, torch.bfloat16)
+    dtype = _PRODUCTS.get(precision, torch.bfloat16)
     loaded = load_model(model, batch=1, seq=seq, dtype=dtype, trust_remote_code=trust_remote_code)
-    asked = asked if optimizer is None else replace(asked, optimizer=optimizer)
-    result = api.price(loaded.model, parse_cluster(cluster), asked, example_inputs=loaded.inputs, runtime=runtime)
+    result = api.price(
+        loaded.model,
+        parse_cluster(cluster),
+        parse_recipe(recipe),
+        example_inputs=loaded.inputs,
+        runtime=runtime,
+        optimizer=optimizer,
+        precision=precision,
+        global_batch=global_batch,
+    )
     if out is not None:
         _write(out, result.save)
     _show(result.to_json() if as_json else str(result))

@@ -182,22 +182,22 @@ class Initialisation:
 
     def sources(self) -> dict[str, frozenset[str]]:
         """For each weight, those from whose earlier values its own is computed: itself where nobody writes it."""
-        known = {place.memory: _Content(place.shape, frozenset({name})) for name, place in self.begins.items()}
+        known = {place.memory: _MemorySource(place.shape, frozenset({name})) for name, place in self.begins.items()}
         for operation in self.operations:
             read = frozenset().union(
                 *(known[item.memory].sources for item in operation.operands if item.memory in known)
             )
             for place in operation.results:
                 if place is not None:
-                    known[place.memory] = _Content(place.shape, read)
+                    known[place.memory] = _MemorySource(place.shape, read)
             for place in operation.written:
-                content = known.setdefault(place.memory, _Content(place.shape, frozenset()))
+                content = known.setdefault(place.memory, _MemorySource(place.shape, frozenset()))
                 known[place.memory] = content.written(place, read, self.numels[place.memory], operation.overwrites)
         return {name: known[place.memory].sources for name, place in self.ends.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class _Content:
+class _MemorySource:
     """What a memory's present value is computed from.
 
     Args:
@@ -210,17 +210,17 @@ class _Content:
     sources: frozenset[str]
     boxes: tuple[tuple[Box, frozenset[str]], ...] = ()
 
-    def written(self, place: Place, read: frozenset[str], numel: int, overwrites: bool) -> _Content:
+    def written(self, place: Place, read: frozenset[str], numel: int, overwrites: bool) -> _MemorySource:
         """The content after a tensor of it was written."""
         if overwrites and place.has_all(numel):
-            return _Content(self.shape, read)
+            return _MemorySource(self.shape, read)
         found = place.box_in(self.shape) if overwrites else None
         if found is None:
-            return _Content(self.shape, self.sources | read, self.boxes)
+            return _MemorySource(self.shape, self.sources | read, self.boxes)
         boxes = (*self.boxes, (found[0], read))
         if cover([box for box, _ in boxes], self.shape):
-            return _Content(self.shape, frozenset().union(*(sources for _, sources in boxes)))
-        return _Content(self.shape, self.sources | read, boxes)
+            return _MemorySource(self.shape, frozenset().union(*(sources for _, sources in boxes)))
+        return _MemorySource(self.shape, self.sources | read, boxes)
 
 
 def cover(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:

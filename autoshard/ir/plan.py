@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-SCHEMA_VERSION = 7
+SCHEMA_VERSION = 8
 """The version that files have; a file of another version is refused."""
 
 _Specs = tuple[PartitionSpec, ...]

@@ -3,33 +3,72 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields
 
-from autoshard.errors import NotAvailableError
-from autoshard.ir.recipe import Recipe
+from autoshard.errors import NotAvailableError, RecipeError
+from autoshard.ir.recipe import check_choice, check_count, check_flag
 
 AUTOSHARD = "autoshard"
 """The runtime of `autoshard.compile`: what it does is read off the lowered program, not said by a profile."""
 
 MEGATRON = "megatron"
+LIBRARY, TRITON = KERNELS = ("library", "triton")
+GRADIENT_DTYPES = ("bf16", "f16", "f32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """How another framework executes a recipe.
+    """How a framework executes a recipe.
 
     Args:
         name: of the framework.
-        early_stop, gradient_dtype, separate_sum, master_weights, overlap_gradients, overlap_parameters, overlap_tensor,
-        overlap_pipeline, bucket_bytes, separate_experts, fused, compiled: see `Recipe`.
+        recompute_modules: what `recompute="selective"` means: modules, by their own names joined by + ("act+norm");
+            None: attention's core.
+        early_stop: recomputing a block ends with the last value that its backward needs, before its last product
+            (torch's checkpoints that are not reentrant).
+        attention: the kernel of fused attention, by the device's names ("flash2"); None: the device's usual one.
+        gradient_dtype: in which gradients are summed over micro-batches and reduced over replicas.
+        separate_sum: a micro-batch's gradients, in 16 bits, are kept beside their sum in float32 (DeepSpeed's bf16
+            optimizer; Megatron-LM adds each product to the sum at once).
+        master_weights: the optimizer keeps parameters in float32.
+        overlap_gradients: gradients are reduced while the backward of the last micro-batch runs.
+        overlap_parameters: ZeRO-1/2 gather the updated parameters while the next forward runs, ZeRO-3 gathers each
+            block's while the block before it runs.
+        overlap_tensor: the backward's collectives over `tensor` run beside the products of weight gradients.
+        overlap_pipeline: activations are sent between stages while others are computed.
+        overlap_expert: expert all-to-alls of one micro-batch run beside the computation of another.
+        merged_dispatch: a token goes once to a rank that has several of its experts, over the network once to a node
+            (DeepEP, HybridEP); otherwise once for each expert, and ranks sort by expert what comes.
+        separate_experts: each expert's product is a kernel of its own (Transformer Engine's grouped layers on cuBLAS);
+            otherwise one kernel has all experts of a rank.
+        bucket_bytes: gradients and parameters are exchanged in pieces of about this size, at least one for each block
+            under ZeRO-3.
+        listed_collectives: gathers and scatters go through lists of a tensor for each rank, which the host copies one
+            by one (torch.distributed.all_gather before torch 1.10).
+        whole_tensors: ZeRO-1 keeps each parameter whole on one rank: gradients are reduced to all, updated parameters
+            broadcast one by one (InternEvo's hybrid optimizer), not scattered and gathered.
+        fused: chains of memory-bound operators run as one kernel each, and so does the optimizer.
+        kernels: what chains of memory-bound operators run as: "library", what the usual libraries have; "triton", what
+            `backend="triton"` puts in their place, see docs/kernels.md.
+        unfused: modules, by their own names joined by + ("clamp+bias"), whose operators run one by one all the same.
+        compiled: the step is one program, as `autoshard.compile` runs it. Parameters lie in the optimizer's own type.
+            ZeRO-1 and -2 gather them in that type, beside the update. Gradients of several micro-batches are reduced
+            beside the update too, but for ZeRO-2 and -3. ZeRO-3 gathers again only for what is computed again.
+        cuda_graph: kernels are launched from a captured graph.
+        blocking_launches: the host waits for each kernel before it issues the next (CUDA_LAUNCH_BLOCKING=1).
+
+    Raises:
+        RecipeError: a field has no such value; names it.
 
     Example:
-        >>> RUNTIMES["fsdp2"].executes(Recipe(data=8, zero=3)).fused
+        >>> RUNTIMES["fsdp2"].fused
         False
     """
 
     name: str
+    recompute_modules: str | None = None
     early_stop: bool = False
+    attention: str | None = None
     gradient_dtype: str = "f32"
     separate_sum: bool = False
     master_weights: bool = True
@@ -37,17 +76,34 @@ class Runtime:
     overlap_parameters: bool = True
     overlap_tensor: bool = True
     overlap_pipeline: bool = False
-    bucket_bytes: int = 200_000_000
+    overlap_expert: bool = False
+    merged_dispatch: bool = False
     separate_experts: bool = False
+    bucket_bytes: int = 200_000_000
+    listed_collectives: bool = False
+    whole_tensors: bool = False
     fused: bool = True
+    kernels: str = LIBRARY
+    unfused: str | None = None
     compiled: bool = False
+    cuda_graph: bool = False
+    blocking_launches: bool = False
 
-    def executes(self, recipe: Recipe) -> Recipe:
-        """The recipe as this runtime executes it."""
-        fields = asdict(self)
-        del fields["name"]
-        return replace(recipe, **fields)
+    def __post_init__(self) -> None:
+        check_count("bucket_bytes", self.bucket_bytes)
+        check_choice("gradient_dtype", self.gradient_dtype, GRADIENT_DTYPES)
+        check_choice("kernels", self.kernels, KERNELS)
+        for item in fields(self):
+            if item.type == "bool":
+                check_flag(item.name, getattr(self, item.name))
+        if self.kernels == TRITON and (self.unfused or not self.fused):
+            raise RecipeError(
+                f"kernels='triton' says what is fused; leave out fused={self.fused} and unfused={self.unfused!r}."
+            )
 
+
+USUAL = Runtime(name=MEGATRON)
+"""What most frameworks do, with the name that its prices have."""
 
 RUNTIMES: Mapping[str, Runtime] = {
     runtime.name: runtime

@@ -97,7 +97,7 @@ class Attribute:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Operation:
+class NumberOperation:
     """A function of attributes and plain values.
 
     Args:
@@ -111,25 +111,26 @@ class Operation:
     @property
     def size(self) -> int:
         """Attributes and operations in it."""
-        return 1 + sum(item.size for item in self.operands if isinstance(item, (Attribute, Operation)))
+        return 1 + sum(item.size for item in self.operands if isinstance(item, (Attribute, NumberOperation)))
 
     @property
     def key(self) -> tuple[Any, ...]:
         """What tells it from others."""
         keys = (
-            item.key if isinstance(item, (Attribute, Operation)) else (type(item), repr(item)) for item in self.operands
+            item.key if isinstance(item, (Attribute, NumberOperation)) else (type(item), repr(item))
+            for item in self.operands
         )
         return (self.function.__name__, *keys)
 
     @property
     def attributes(self) -> tuple[Attribute, ...]:
         """The attributes in it."""
-        inner = (item for item in self.operands if isinstance(item, (Attribute, Operation)))
+        inner = (item for item in self.operands if isinstance(item, (Attribute, NumberOperation)))
         return tuple(attribute for item in inner for attribute in item.attributes)
 
     def value(self) -> Any:
         """What it gives now."""
-        operands = (item.value() if isinstance(item, (Attribute, Operation)) else item for item in self.operands)
+        operands = (item.value() if isinstance(item, (Attribute, NumberOperation)) else item for item in self.operands)
         return self.function(*operands)
 
 
@@ -142,7 +143,7 @@ class Condition:
         outcome: its value, which Python saw.
     """
 
-    expression: Attribute | Operation
+    expression: Attribute | NumberOperation
     outcome: Any
 
     @property
@@ -151,7 +152,7 @@ class Condition:
         match self.expression:
             case Attribute():
                 return self.expression
-            case Operation(function, (Attribute() as attribute, *rest)) if not any(rest):
+            case NumberOperation(function, (Attribute() as attribute, *rest)) if not any(rest):
                 return attribute if function in _TELLING or (function is int and attribute.kind is int) else None
         return None
 
@@ -182,7 +183,7 @@ class Watch:
         """What was noted."""
         return tuple(self._conditions.values())
 
-    def number(self, expression: Attribute | Operation, value: float) -> Any:
+    def number(self, expression: Attribute | NumberOperation, value: float) -> Any:
         """A number that is watched."""
         number = (_Float if isinstance(value, float) else _Integer)(expression, value, self)
         self._made.append(weakref.ref(number))
@@ -191,18 +192,20 @@ class Watch:
     def derived(self, function: Callable[..., Any], *operands: Any) -> Any:
         """A number that is computed with watched ones, watched too."""
         value = self._apply(function, operands)
-        expression = Operation(function, tuple(map(_expression_of, operands)))
+        expression = NumberOperation(function, tuple(map(_expression_of, operands)))
         if type(value) not in (bool, *KINDS) or expression.size > _MOST_OPERATIONS:
             self._note_exactly(operands)
             return value
         if function in _FAILING or (function in _DIVIDING and isinstance(operands[1], _Number)):
-            self._note(Operation(type, (expression,)), type(value))  # another value is an error, or of another type
+            self._note(
+                NumberOperation(type, (expression,)), type(value)
+            )  # another value is an error, or of another type
         return self.number(expression, value) if self._is_watching() else value
 
     def noted(self, function: Callable[..., Any], *operands: Any) -> Any:
         """A plain value that is computed with watched numbers, which is a condition."""
         value = self._apply(function, operands)
-        self._note(Operation(function, tuple(map(_expression_of, operands))), value)
+        self._note(NumberOperation(function, tuple(map(_expression_of, operands))), value)
         return value
 
     def exact(self, number: _Number) -> Any:
@@ -222,7 +225,7 @@ class Watch:
             if isinstance(item, _Number):
                 self.exact(item)
 
-    def _note(self, expression: Attribute | Operation, value: Any) -> None:
+    def _note(self, expression: Attribute | NumberOperation, value: Any) -> None:
         if not self._is_watching():
             return
         if expression.size > _MOST_OPERATIONS or len(self._conditions) >= _MOST_CONDITIONS:
@@ -379,7 +382,7 @@ class _Number:
 
     __slots__ = ("__weakref__", "_expression", "_value", "_watch")
 
-    def __init__(self, expression: Attribute | Operation, value: Any, watch: Watch) -> None:
+    def __init__(self, expression: Attribute | NumberOperation, value: Any, watch: Watch) -> None:
         self._expression, self._value, self._watch = expression, value, watch
 
     @property

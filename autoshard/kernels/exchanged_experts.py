@@ -27,8 +27,8 @@ from autoshard.kernels.experts import (
     CONSTANTS,
     GRADIENTS,
     OPERANDS,
-    Experts,
-    Groups,
+    ExpertGroups,
+    ExpertWeights,
     add_up,
     check_experts,
     fake_experts,
@@ -54,7 +54,7 @@ class Route:
     order: Tensor
     sent: Sequence[int]
     received: Sequence[int]
-    arrived: Groups
+    arrived: ExpertGroups
 
     @classmethod
     def of(cls, order: Tensor, counts: Tensor) -> Route:
@@ -81,7 +81,7 @@ class Route:
         return (yield Exchange(rows, self.received, self.sent, is_awaited=False))
 
 
-def _counted(groups: Groups, held: int) -> Generator[Exchange, list[Tensor], Tensor]:
+def _counted(groups: ExpertGroups, held: int) -> Generator[Exchange, list[Tensor], Tensor]:
     """Rows to each expert of each rank, and from each rank to each expert here: [2, ranks, held] on the host."""
     counts = torch.diff(groups.ends.to(torch.int64), prepend=groups.ends.new_zeros(1, dtype=torch.int64)).view(-1, held)
     ones = [1] * counts.shape[0]
@@ -96,7 +96,7 @@ def _forward(
 ) -> Generator[Exchange, list[Tensor], tuple[Tensor, ...]]:  # fmt: skip
     """The result, and where it `keeps` them, rows, first products and counts."""
     check_experts(x, index, weights, gate_up, down)
-    held = Experts(gate_up, gate_up_bias, down, *constants)
+    held = ExpertWeights(gate_up, gate_up_bias, down, *constants)
     groups = group_by_expert(index.flatten(), experts)
     counts = yield from _counted(groups, held.count)
     route = Route.of(groups.order, counts)
@@ -129,7 +129,7 @@ def backward_steps(
     down: Tensor, experts: int, *constants: Any,
 ) -> Steps:  # fmt: skip
     """The steps of `exchanged_experts_backward`; the first product runs while gradients of results are on their way."""
-    held = Experts(gate_up, gate_up_bias, down, *constants)
+    held = ExpertWeights(gate_up, gate_up_bias, down, *constants)
     groups = group_by_expert(index.flatten(), experts)
     route = Route.of(groups.order, (yield from _counted(groups, held.count)))
     tokens = route.order // index.shape[1]
@@ -145,7 +145,7 @@ def kept_backward_steps(
     rows: Tensor, u: Tensor, counts: Tensor, experts: int, *constants: Any,
 ) -> Steps:  # fmt: skip
     """The steps of `exchanged_experts_kept_backward`; the gate runs while gradients of results are on their way."""
-    held = Experts(gate_up, gate_up_bias, down, *constants)
+    held = ExpertWeights(gate_up, gate_up_bias, down, *constants)
     route = Route.of(group_by_expert(index.flatten(), experts).order, counts)
     pending = yield from route.there(
         grad_out.index_select(0, route.order // index.shape[1]), weights.flatten().index_select(0, route.order)
@@ -153,7 +153,9 @@ def kept_backward_steps(
     return (yield from _gradients(held, route, pending, rows, u, index))
 
 
-def _gradients(held: Experts, route: Route, pending: list[Tensor], rows: Tensor, u: Tensor, index: Tensor) -> Steps:
+def _gradients(
+    held: ExpertWeights, route: Route, pending: list[Tensor], rows: Tensor, u: Tensor, index: Tensor
+) -> Steps:
     """Gradients of x, weights and matrices; those of matrices are computed while those of rows are on their way.
 
     Args:

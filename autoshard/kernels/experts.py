@@ -30,7 +30,7 @@ from autoshard.kernels.library import define, differentiate
 
 
 @dataclass(frozen=True, slots=True)
-class Groups:
+class ExpertGroups:
     """Rows sorted by expert: those of expert e are from ends[e - 1] to ends[e].
 
     Args:
@@ -97,7 +97,7 @@ def _is_aligned(operand: Tensor) -> bool:
     return first == 1 and all(stride * operand.element_size() % 16 == 0 for stride in others)
 
 
-def group_by_expert(ids: Tensor, experts: int) -> Groups:
+def group_by_expert(ids: Tensor, experts: int) -> ExpertGroups:
     """Rows in the order of their experts [R]; a number that is not in 0 .. experts - 1 is no expert.
 
     How many rows have an expert is read on the CPU alone: elsewhere the host would wait for it.
@@ -106,9 +106,9 @@ def group_by_expert(ids: Tensor, experts: int) -> Groups:
     ids, order = torch.sort(known, stable=True)
     ends = torch.searchsorted(ids, torch.arange(experts, device=ids.device, dtype=ids.dtype), right=True)
     if not _is_read_at_once(ids):
-        return Groups(order, ids, ends.to(torch.int32), is_cut=False)
+        return ExpertGroups(order, ids, ends.to(torch.int32), is_cut=False)
     rows = int(ends[-1])
-    return Groups(order[:rows], ids[:rows], ends.to(torch.int32), is_cut=True)
+    return ExpertGroups(order[:rows], ids[:rows], ends.to(torch.int32), is_cut=True)
 
 
 def _is_read_at_once(tensor: Tensor) -> bool:
@@ -117,7 +117,7 @@ def _is_read_at_once(tensor: Tensor) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Experts:
+class ExpertWeights:
     """Experts' weights as they lie in a model, and what is between their products.
 
     Args:
@@ -140,12 +140,12 @@ class Experts:
         """E."""
         return self.down.shape[0]
 
-    def first_products(self, x: Tensor, groups: Groups) -> Tensor:
+    def first_products(self, x: Tensor, groups: ExpertGroups) -> Tensor:
         """u of experts' rows x [R, H]: [R, g I]; undefined for rows of no expert, as all that is made of it."""
         u = groups.products(x, self._gate_up)
         return u if self.gate_up_bias is None else u + groups.of_each(self.gate_up_bias.flatten(1))
 
-    def results(self, u: Tensor, groups: Groups) -> Tensor:
+    def results(self, u: Tensor, groups: ExpertGroups) -> Tensor:
         """Results of experts, [R, H], not weighed."""
         return groups.products(self._gate.forward(u), self._down)
 
@@ -156,7 +156,7 @@ class Experts:
         hidden, _ = self.hidden(torch.where(is_chosen, u, 0.0).flatten(0, 1))  # finite where it is of no use
         return torch.matmul(hidden.unflatten(0, u.shape[:2]), self._down)
 
-    def backward(self, grad: Tensor, x: Tensor, weights: Tensor, groups: Groups) -> tuple[Any, ...]:
+    def backward(self, grad: Tensor, x: Tensor, weights: Tensor, groups: ExpertGroups) -> tuple[Any, ...]:
         """Gradients of x [R, H], weights [R], gate_up, gate_up_bias (None without one) and down.
 
         The first two are undefined for rows of no expert.
@@ -176,7 +176,7 @@ class Experts:
         return self._gate.with_backward(u)
 
     def backward_of_rows(
-        self, grad: Tensor, weights: Tensor, hidden: Tensor, backward: Callable[[Tensor], Tensor], groups: Groups
+        self, grad: Tensor, weights: Tensor, hidden: Tensor, backward: Callable[[Tensor], Tensor], groups: ExpertGroups
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Gradients of x, weights and u, and that of the results before they are weighed; see `hidden`, `backward`."""
         unweighed = groups.products(grad, self._down.mT)  # of hidden, [R, I]
@@ -187,7 +187,7 @@ class Experts:
         return groups.products(d_u, self._gate_up.mT), d_weights, d_u, (grad * weights).to(grad.dtype)
 
     def backward_of_matrices(
-        self, grad: Tensor, x: Tensor, hidden: Tensor, d_u: Tensor, groups: Groups
+        self, grad: Tensor, x: Tensor, hidden: Tensor, d_u: Tensor, groups: ExpertGroups
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Gradients of gate_up, gate_up_bias and down; `grad` and `d_u` as `backward_of_rows` gives them."""
         d_down = groups.gradients(hidden, grad) if self.transposed else groups.gradients(grad, hidden)
@@ -235,7 +235,7 @@ def experts_reference(
         x: [T, H].
         index: int64 [T, k], each token's experts; outside 0 .. E - 1: none.
         weights: [T, k].
-        gate_up, gate_up_bias, down, activation, transposed, interleaved, alpha, limit: see `Experts`, `Gate`.
+        gate_up, gate_up_bias, down, activation, transposed, interleaved, alpha, limit: see `ExpertWeights`, `Gate`.
         experts: how many experts tokens choose from: E, or more where these are a part of them.
 
     Returns:
@@ -245,7 +245,7 @@ def experts_reference(
         ValueError: shapes that do not fit.
     """
     check_experts(x, index, weights, gate_up, down)
-    held = Experts(gate_up, gate_up_bias, down, activation, transposed, interleaved, alpha, limit)
+    held = ExpertWeights(gate_up, gate_up_bias, down, activation, transposed, interleaved, alpha, limit)
     groups = group_by_expert(index.flatten(), held.count)
     rows = held.results(held.first_products(x.index_select(0, groups.order // index.shape[1]), groups), groups)
     rows = groups.without_unknown(rows * weights.flatten().index_select(0, groups.order).unsqueeze(1))
@@ -257,7 +257,7 @@ def experts_composite(
     activation: str, transposed: bool, interleaved: bool, alpha: float, limit: float,
 ) -> tuple[Tensor]:  # fmt: skip
     """`experts_reference` in operators that have derivatives: each token goes through all experts."""
-    held = Experts(gate_up, gate_up_bias, down, activation, transposed, interleaved, alpha, limit)
+    held = ExpertWeights(gate_up, gate_up_bias, down, activation, transposed, interleaved, alpha, limit)
     is_chosen = index.unsqueeze(2) == torch.arange(held.count, device=index.device)  # [T, k, E]
     share = torch.where(is_chosen, weights.unsqueeze(2), 0.0).sum(1).mT.unsqueeze(2)  # [E, T, 1]
     return ((held.results_of_all(x, is_chosen.any(1).mT.unsqueeze(2)) * share).sum(0).to(x.dtype),)
@@ -268,7 +268,7 @@ def experts_backward_reference(
     down: Tensor, experts: int, activation: str, transposed: bool, interleaved: bool, alpha: float, limit: float,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
     """Gradients of x, weights, gate_up, gate_up_bias (None without one) and down, in their shapes and dtypes."""
-    held = Experts(gate_up, gate_up_bias, down, activation, transposed, interleaved, alpha, limit)
+    held = ExpertWeights(gate_up, gate_up_bias, down, activation, transposed, interleaved, alpha, limit)
     groups = group_by_expert(index.flatten(), held.count)
     tokens = groups.order // index.shape[1]
     rows = (grad_out.index_select(0, tokens), x.index_select(0, tokens))

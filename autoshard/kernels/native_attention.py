@@ -67,7 +67,7 @@ Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _Kernel:
+class _LibraryKernel:
     """A fused kernel of torch.
 
     Args:
@@ -80,7 +80,7 @@ class _Kernel:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _AttentionCall:
     """One call of a kernel: some queries on some keys, causally from the first of both or not."""
 
     rows: range
@@ -137,7 +137,7 @@ def native_attention_backward(
     global_shape: Sequence[int],
 ) -> Gradients:  # fmt: skip
     """Gradients of q, k and v in their shapes and dtypes; arguments are those of `attention_backward_reference`."""
-    sums = _Sums(q, k, v)
+    sums = _GradientSums(q, k, v)
     if dropout_p > 0.0 or not _has_kernel(q, k, v):
         for rows in _blocks(q, q.shape[0] * q.shape[1] * k.shape[2]):
             of_rows = (_cut(out, rows), _cut(lse, rows), seed, dropout_p, is_causal, scale, site)
@@ -150,7 +150,8 @@ def native_attention_backward(
                 *of_rows,
             )
             sums.add(
-                _Part(rows, range(k.shape[2])), attention_backward_reference(*block, _moved(offset, rows), global_shape)
+                _AttentionCall(rows, range(k.shape[2])),
+                attention_backward_reference(*block, _moved(offset, rows), global_shape),
             )
         return sums.gradients()
     all_k, all_v = _repeated(k, q), _repeated(v, q)
@@ -163,7 +164,7 @@ def native_attention_backward(
     return sums.gradients()
 
 
-class _Sums:
+class _GradientSums:
     """Gradients as sums over parts; where one part is everything, its own."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -171,7 +172,7 @@ class _Sums:
         self._whole: Gradients | None = None
         self._sums: Gradients | None = None
 
-    def add(self, part: _Part, gradients: Gradients) -> None:
+    def add(self, part: _AttentionCall, gradients: Gradients) -> None:
         """Add the gradients of a part."""
         q, k, _ = self._like
         if self._sums is None and (len(part.rows), len(part.keys)) == (q.shape[2], k.shape[2]):
@@ -201,7 +202,7 @@ def _has_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
     return q.device.type == "cuda" and is_narrow and q.shape[-1] % HEAD_STEP == 0 == v.shape[-1] % HEAD_STEP
 
 
-def _kernel_of(q: Tensor, part: _Part) -> _Kernel:
+def _kernel_of(q: Tensor, part: _AttentionCall) -> _LibraryKernel:
     """The kernel of a part, of those that take its types."""
     if q.device.type == "cpu":
         return _CPU
@@ -222,7 +223,7 @@ def _prefers_cudnn(device: torch.device) -> bool:
     return has_kernels and version is not None and version >= _FIRST_CUDNN
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, part: _Part, scale: float) -> Result:
+def _forward(q: Tensor, k: Tensor, v: Tensor, part: _AttentionCall, scale: float) -> Result:
     out, lse = _kernel_of(q, part).forward(q, k, v, part.bias, part.is_causal, scale)
     if part.bias is None:
         return out, lse
@@ -232,22 +233,22 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, part: _Part, scale: float) -> Resu
 
 def _parts(
     q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, offset: Sequence[int]
-) -> Iterator[tuple[range, Sequence[_Part]]]:
+) -> Iterator[tuple[range, Sequence[_AttentionCall]]]:
     """The queries in blocks, in order, with the parts of each; none of those that see no key."""
     shift, queries, keys = offset[2] - offset[3], range(q.shape[2]), range(k.shape[2])
     if mask is not None:
         for rows in _blocks(q, mask.shape[0] * mask.shape[1] * len(keys)):
-            yield rows, (_Part(rows, keys, bias=_bias_of(mask, rows, q, k, shift if is_causal else None)),)
+            yield rows, (_AttentionCall(rows, keys, bias=_bias_of(mask, rows, q, k, shift if is_causal else None)),)
     elif not is_causal or shift >= len(keys) - 1:
-        yield queries, (_Part(queries, keys),)
+        yield queries, (_AttentionCall(queries, keys),)
     elif shift == 0:
-        yield queries, (_Part(queries, keys, is_causal=True),)
+        yield queries, (_AttentionCall(queries, keys, is_causal=True),)
     elif shift > 0:
-        yield queries, (_Part(queries, keys[:shift]), _Part(queries, keys[shift:], is_causal=True))
+        yield queries, (_AttentionCall(queries, keys[:shift]), _AttentionCall(queries, keys[shift:], is_causal=True))
     else:
         yield queries[:-shift], ()
         if queries[-shift:]:
-            yield queries[-shift:], (_Part(queries[-shift:], keys, is_causal=True),)
+            yield queries[-shift:], (_AttentionCall(queries[-shift:], keys, is_causal=True),)
 
 
 def _bias_of(mask: Tensor, rows: range, q: Tensor, k: Tensor, shift: int | None) -> Tensor:
@@ -411,10 +412,10 @@ def _aligned(bias: Tensor | None, q: Tensor) -> Tensor | None:
     return padded.narrow(-1, 0, columns).expand(*q.shape[:2], -1, -1)
 
 
-_CPU = _Kernel(_cpu_forward, _cpu_backward)
-_FLASH = _Kernel(_flash_forward, _flash_backward)
-_CUDNN = _Kernel(_cudnn_forward, _cudnn_backward)
-_EFFICIENT = _Kernel(_efficient_forward, _efficient_backward)
+_CPU = _LibraryKernel(_cpu_forward, _cpu_backward)
+_FLASH = _LibraryKernel(_flash_forward, _flash_backward)
+_CUDNN = _LibraryKernel(_cudnn_forward, _cudnn_backward)
+_EFFICIENT = _LibraryKernel(_efficient_forward, _efficient_backward)
 
 native = define("native_attention", ARGUMENTS, native_attention, fake_attention)
 native_backward = define(

@@ -231,7 +231,7 @@ def _empty(written: Sequence[int]) -> Callable[..., Tensor | tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Update:
+class _UpdateTwins:
     """An update of one parameter, its twin in place, and the twin that updates many in a call."""
 
     functional: OpOverload
@@ -239,7 +239,7 @@ class _Update:
     many: OpOverload
 
 
-def _define(name: str, in_place: Callable[..., None], state: Sequence[str], flags: Sequence[str]) -> _Update:
+def _define(name: str, in_place: Callable[..., None], state: Sequence[str], flags: Sequence[str]) -> _UpdateTwins:
     """An update and its twins: they write `param` and `state`, which come with the gradient between them."""
     tensors = ["param", "grad", *state]
     written = [index for index, tensor in enumerate(tensors) if tensor != "grad"]
@@ -255,7 +255,7 @@ def _define(name: str, in_place: Callable[..., None], state: Sequence[str], flag
 
     returns = "Tensor" if len(written) == 1 else f"({', '.join(['Tensor'] * len(written))})"
     plain = f"({schema('', writes=False)}) -> {returns}"
-    return _Update(
+    return _UpdateTwins(
         define(name, plain, _out_of_place(one, written), _empty(written)),
         define(f"{name}_", f"({schema('', writes=True)}) -> ()", one, lambda *args: None),
         define(f"{name}s_", f"({schema('[]', 's', writes=True)}) -> ()", in_place, lambda *args: None),

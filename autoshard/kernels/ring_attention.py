@@ -47,7 +47,7 @@ Travelling = Generator[Exchange, Sequence[Tensor], list[Tensor]]
 """Steps that return the tensors that came."""
 
 
-class _Part(NamedTuple):
+class _VisitingKeys(NamedTuple):
     """Some of a rank's queries on some of the keys that visit it; `columns` are these among the keys of all ranks."""
 
     rows: slice
@@ -96,7 +96,7 @@ class Ring:
     def _all_at(self, rank: int, rows: int) -> list[int]:
         return [rows if number == rank % self.ranks else 0 for number in range(self.ranks)]
 
-    def parts(self, hop: int, queries: int) -> Iterator[_Part]:
+    def parts(self, hop: int, queries: int) -> Iterator[_VisitingKeys]:
         """The parts that are computed at a hop; none where causality masks everything."""
         visitor = (self.index - hop) % self.ranks
         start, length = self.starts[visitor], self.lengths[visitor]
@@ -105,21 +105,23 @@ class Ring:
         if not self.is_paired:
             columns, place = slice(start, start + length), [batch, head, row, column + start]
             if length and not (self.is_causal and row + queries <= column + start):
-                yield _Part(rows, keys, columns, self.is_causal, place)
+                yield _VisitingKeys(rows, keys, columns, self.is_causal, place)
         elif visitor == self.index:
-            yield _Part(rows, keys, keys, True, [batch, head, 0, 0])
+            yield _VisitingKeys(rows, keys, keys, True, [batch, head, 0, 0])
         elif visitor < self.index:
-            yield _Part(rows, slice(0, length // 2), keys, False, self.offset)
+            yield _VisitingKeys(rows, slice(0, length // 2), keys, False, self.offset)
         else:
-            yield _Part(slice(queries // 2, queries), keys, keys, False, self.offset)
+            yield _VisitingKeys(slice(queries // 2, queries), keys, keys, False, self.offset)
 
-    def attend(self, part: _Part, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None) -> Any:
+    def attend(
+        self, part: _VisitingKeys, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None
+    ) -> Any:
         """Result and log-sum-exp of a part."""
         operands = (q[:, :, part.rows], k[:, :, part.keys], v[:, :, part.keys], _columns(mask, part))
         return native_attention(*operands, seed, *self._constants(part))
 
     def gradients(
-        self, part: _Part, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor,
+        self, part: _VisitingKeys, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor,
         lse: Tensor, seed: Tensor | None,
     ) -> Any:  # fmt: skip
         """Share of a part in the gradients of q, k and v, where `out` and `lse` are of all keys."""
@@ -127,7 +129,7 @@ class Ring:
         operands = (grad_out, q, k[:, :, part.keys], v[:, :, part.keys], _columns(mask, part), out, lse)
         return native_attention_backward(*operands, seed, *self._constants(part))
 
-    def _constants(self, part: _Part) -> tuple[Any, ...]:
+    def _constants(self, part: _VisitingKeys) -> tuple[Any, ...]:
         return self.dropout_p, part.is_causal, self.scale, self.site, part.offset, self.global_shape
 
     def to_pairs(self, *tensors: Tensor) -> Travelling:
@@ -232,7 +234,7 @@ def _zeros(x: Tensor) -> Tensor:
     return empty_by_rows(x, dtype=accumulation_dtype(x.dtype)).zero_()
 
 
-def _columns(mask: Tensor | None, part: _Part) -> Tensor | None:
+def _columns(mask: Tensor | None, part: _VisitingKeys) -> Tensor | None:
     """The columns of a mask for the keys of a part, as [B or 1, H or 1, S or 1, T or 1]."""
     if mask is None:
         return None

@@ -111,9 +111,10 @@ def running_lines(plan: Plan) -> list[str]:
 def _batch(plan: Plan) -> str:
     """A recipe's batch in sequences; of other plans the inputs of a call, or of a micro-batch."""
     recipe = plan.recipe
-    if recipe is not None and (recipe.is_complete or recipe.global_batch is not None):
-        return f"Batch: {recipe.batch} sequences."
     parts = plan.micro_batches if plan.order is None else plan.order.micro_batches
+    if recipe is not None and recipe.is_complete:
+        cut = f", in {parts} micro-batches" if parts > 1 else ""
+        return f"Batch: {parts * recipe.micro_batch * recipe.data} sequences{cut}."
     shown = [f"{name} {text}" for name, text in plan.inputs.items()]
     more = f" and {len(shown) - _SHOWN_INPUTS} others" if len(shown) > _SHOWN_INPUTS else ""
     title = f"Inputs of each of {parts} micro-batches" if parts > 1 else "Inputs"

@@ -17,7 +17,7 @@ from autoshard.rules.carries import increasing_addend, linear_result, sums_by_re
 from autoshard.rules.dims import all_blocked
 from autoshard.rules.halo import (
     Halo,
-    Window,
+    HaloWindow,
     counted,
     each,
     exchanged,
@@ -43,7 +43,7 @@ _FIRST = 2
 def _windows(
     x: torch.Tensor, weight: torch.Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
     transposed: bool, output_padding: Sequence[int],
-) -> tuple[Window, ...]:  # fmt: skip
+) -> tuple[HaloWindow, ...]:  # fmt: skip
     """The windows of each spatial dim; those of a transposed convolution slide over its result.
 
     Complex numbers do not travel between ranks, so their dims stay whole.
@@ -58,7 +58,7 @@ def _windows(
     return sliding(*sides, kernel, stride, padding, dilation, is_plain=not x.is_complex())
 
 
-def _operand_dims(windows: Sequence[Window], *, transposed: bool) -> tuple[Dims, Dims, Dims]:
+def _operand_dims(windows: Sequence[HaloWindow], *, transposed: bool) -> tuple[Dims, Dims, Dims]:
     """The dims of the operand, the weight and the result: n batch, g groups, i and o channels of a group."""
     sides = (tuple(window.elements for window in windows), tuple(window.windows for window in windows))
     x_space, result_space = reversed(sides) if transposed else sides
@@ -67,7 +67,7 @@ def _operand_dims(windows: Sequence[Window], *, transposed: bool) -> tuple[Dims,
     return (("n",), ("g", "i"), *x_space), weight, (("n",), _OUT_CHANNELS, *result_space)
 
 
-def _needed(window: Window) -> Halo:
+def _needed(window: HaloWindow) -> Halo:
     """What a rank's piece of the operand of a transposed convolution lacks to compute its piece of the result.
 
     Element i of the operand adds to elements i s - p + d j of the result, j < kernel.
@@ -113,7 +113,7 @@ def _local_convolution(
 
 def _local_transposed(
     context: LocalContext, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, *rest: Any,
-    windows: Sequence[Window],
+    windows: Sequence[HaloWindow],
 ) -> Any:  # fmt: skip
     """What the elements with halos add to, cut to the rank's piece. `rest`: dilation, transposed, output_padding,
     groups."""

@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class HaloWindow:
     """The windows along one dim of an operand.
 
     Args:
@@ -128,12 +128,12 @@ def sliding(
     dilation: Sequence[int] = (1,),
     *,
     is_plain: bool = True,
-) -> tuple[Window, ...]:
+) -> tuple[HaloWindow, ...]:
     """The windows of each spatial dim; these are the last dims. Options of length one hold for all."""
     space = len(elements)
     options = (each(option, space) for option in (kernel, stride, padding, dilation))
     rows = zip(elements, windows, *options, strict=True)
-    return tuple(Window(index - space, *row, is_plain=is_plain) for index, row in enumerate(rows))
+    return tuple(HaloWindow(index - space, *row, is_plain=is_plain) for index, row in enumerate(rows))
 
 
 def each(option: int | Sequence[int], space: int) -> tuple[int, ...]:
@@ -142,12 +142,12 @@ def each(option: int | Sequence[int], space: int) -> tuple[int, ...]:
     return listed * space if len(listed) == 1 else listed
 
 
-def within(windows: Sequence[Window]) -> dict[str, int]:
+def within(windows: Sequence[HaloWindow]) -> dict[str, int]:
     """The factors of a rule that count elements between windows, with their sizes; they cannot be split."""
     return {window.within: window.stride for window in windows if window.fits}
 
 
-def counted(windows: Sequence[Window]) -> tuple[str, ...]:
+def counted(windows: Sequence[HaloWindow]) -> tuple[str, ...]:
     """The factors of a rule that count windows; they can only be split evenly."""
     return tuple(window.factor for window in windows if window.fits)
 

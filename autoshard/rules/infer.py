@@ -25,7 +25,7 @@ from torch import Tensor
 from autoshard.errors import OperatorError, RuleInferenceError
 from autoshard.rules.notation import Beside, Dims, Rule, bind, parse, render
 from autoshard.rules.registry import checked_operator, has_rule, mark_inferred, sharding_rule, tensor_operands
-from autoshard.rules.sampling import Call, Sampler, Tie, Trial, agree, call_of, is_additive
+from autoshard.rules.sampling import SampledCall, Sampler, Tie, Trial, agree, call_of, is_additive
 
 Outcome = int | str
 """How pieces of a result make it up: concatenated along a dim, reduced ("sum", "max", "min"), or "whole"."""
@@ -178,7 +178,7 @@ def find_rule(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     return rule
 
 
-def _check_operator(call: Call, sample: Sequence[Tensor]) -> None:
+def _check_operator(call: SampledCall, sample: Sequence[Tensor]) -> None:
     """Refuse what no rule can be found for, by what the operator says and by what it does."""
     name, schema = str(call.operator), call.operator._schema
     if schema.is_mutable:
@@ -199,7 +199,7 @@ def _check_operator(call: Call, sample: Sequence[Tensor]) -> None:
         raise RuleInferenceError(f"{name} gives other results when it is run again: it is random. {_BY_HAND}")
 
 
-def _run(call: Call, sample: Sequence[Tensor]) -> Sequence[Tensor]:
+def _run(call: SampledCall, sample: Sequence[Tensor]) -> Sequence[Tensor]:
     try:
         return call.run(sample)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
@@ -212,7 +212,7 @@ def _run(call: Call, sample: Sequence[Tensor]) -> Sequence[Tensor]:
 _BY_HAND = "Write its rule by hand, with @autoshard.sharding_rule."
 
 
-def _check_trials(call: Call, trials: Sequence[Trial]) -> None:
+def _check_trials(call: SampledCall, trials: Sequence[Trial]) -> None:
     ranks = {tuple(x.dim() for x in trial.results) for trial in trials}
     if len(ranks) != 1:
         raise RuleInferenceError(f"{call.operator}: the ranks of its results vary: {sorted(ranks)}. {_BY_HAND}")

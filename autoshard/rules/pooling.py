@@ -19,7 +19,7 @@ from autoshard.ir.spec import Reduction
 from autoshard.rules.dims import named
 from autoshard.rules.halo import (
     Halo,
-    Window,
+    HaloWindow,
     counted,
     each,
     exchanged,
@@ -43,7 +43,7 @@ _BACKWARD: Mapping[str, Any] = MappingProxyType({"linear": _LINEAR, "beside": {1
 Ints = int | Sequence[int]
 
 
-def _rule(x: torch.Tensor, windows: Sequence[Window], operands: str, results: str, **options: Any) -> Rule:
+def _rule(x: torch.Tensor, windows: Sequence[HaloWindow], operands: str, results: str, **options: Any) -> Rule:
     """A rule whose tensors are planes of elements ("x") or of windows ("y")."""
     batch = named(x.dim() - len(windows))
     dims: dict[str, Dims] = {
@@ -61,13 +61,13 @@ def _rule(x: torch.Tensor, windows: Sequence[Window], operands: str, results: st
     )
 
 
-def _halos(windows: Iterable[Window]) -> list[Halo]:
+def _halos(windows: Iterable[HaloWindow]) -> list[Halo]:
     return [window.halo for window in windows if window.fits]
 
 
 def _windows(
     x: torch.Tensor, space: int, kernel: Ints, stride: Ints, padding: Ints, dilation: Ints, ceil_mode: bool
-) -> tuple[Window, ...]:
+) -> tuple[HaloWindow, ...]:
     """The windows of each spatial dim. With `ceil_mode` the last may end anywhere, if it starts before the padding."""
     first = x.dim() - space
     options = [each(option, space) for option in (kernel, stride or kernel, padding, dilation)]
@@ -83,11 +83,11 @@ def _count(size: int, kernel: int, stride: int, padding: int, dilation: int, *, 
     return count - 1 if (count - 1) * stride >= size + padding else count
 
 
-def _adaptive_windows(x: torch.Tensor, sizes: Sequence[int]) -> tuple[Window, ...]:
+def _adaptive_windows(x: torch.Tensor, sizes: Sequence[int]) -> tuple[HaloWindow, ...]:
     """Windows side by side where they divide the plane."""
     pairs = zip(x.shape[x.dim() - len(sizes) :], sizes, strict=True)
     return tuple(
-        Window(dim - len(sizes), size, count, size // max(count, 1), size // max(count, 1), 0)
+        HaloWindow(dim - len(sizes), size, count, size // max(count, 1), size // max(count, 1), 0)
         for dim, (size, count) in enumerate(pairs)
     )
 
@@ -95,7 +95,7 @@ def _adaptive_windows(x: torch.Tensor, sizes: Sequence[int]) -> tuple[Window, ..
 # Indices into planes.
 
 
-def _to_whole(context: LocalContext, indices: Any, windows: Sequence[Window], split: Sequence[Halo]) -> Any:
+def _to_whole(context: LocalContext, indices: Any, windows: Sequence[HaloWindow], split: Sequence[Halo]) -> Any:
     """Indices into the whole plane from those into the rank's piece with halos.
 
     Where all of a window is the least number there is, the index is that of its first element, which in the rank's
@@ -113,7 +113,7 @@ def _to_whole(context: LocalContext, indices: Any, windows: Sequence[Window], sp
     return _flat(context, found, [window.size for window in windows])
 
 
-def _to_piece(context: LocalContext, indices: Any, windows: Sequence[Window], split: Sequence[Halo]) -> Any:
+def _to_piece(context: LocalContext, indices: Any, windows: Sequence[HaloWindow], split: Sequence[Halo]) -> Any:
     """The inverse of `_to_whole`; what is not in the piece (0 in padding of the batch) becomes some index in it."""
     starts = {halo.dim: halo.start(context) for halo in split}
     places = _places(context, indices, [window.size for window in windows])
@@ -125,7 +125,7 @@ def _to_piece(context: LocalContext, indices: Any, windows: Sequence[Window], sp
     return context.call(aten.clamp.default, _flat(context, found, sizes), 0, math.prod(sizes) - 1)
 
 
-def _extended_sizes(context: LocalContext, windows: Sequence[Window], split: Sequence[Halo]) -> list[int]:
+def _extended_sizes(context: LocalContext, windows: Sequence[HaloWindow], split: Sequence[Halo]) -> list[int]:
     """The sizes of the plane of which the rank's piece with halos consists."""
     extended = {halo.dim: halo.extended_size(context) for halo in split}
     return [extended.get(window.dim, window.size) for window in windows]
@@ -173,7 +173,7 @@ def _max_pool(space: int) -> Callable[..., Rule]:
 
 def _local_max_pool(
     context: LocalContext, x: Any, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1,
-    ceil_mode: bool = False, *, windows: Sequence[Window], fill: float,
+    ceil_mode: bool = False, *, windows: Sequence[HaloWindow], fill: float,
 ) -> Any:  # fmt: skip
     if not (split := split_halos(context, _halos(windows))):
         return context.default(x, kernel, stride, padding, dilation, ceil_mode)
@@ -196,7 +196,7 @@ def _max_pool_backward(space: int) -> Callable[..., Rule]:
 
 def _local_max_pool_backward(
     context: LocalContext, grad: Any, x: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil_mode: bool,
-    indices: Any, *, windows: Sequence[Window],
+    indices: Any, *, windows: Sequence[HaloWindow],
 ) -> Any:  # fmt: skip
     if not (split := split_halos(context, _halos(windows))):
         return context.default(grad, x, kernel, stride, padding, dilation, ceil_mode, indices)
@@ -231,7 +231,7 @@ def _adaptive_max_pool_backward(space: int) -> Callable[..., Rule]:
     return rule
 
 
-def _local_sizes(context: LocalContext, windows: Sequence[Window], sizes: Sequence[int]) -> list[int]:
+def _local_sizes(context: LocalContext, windows: Sequence[HaloWindow], sizes: Sequence[int]) -> list[int]:
     """The number of windows that each rank has along each dim."""
     pairs = zip(windows, sizes, strict=True)
     return [context.local_size(window.factor) if window.fits else size for window, size in pairs]
@@ -243,11 +243,11 @@ def _local_sizes(context: LocalContext, windows: Sequence[Window], sizes: Sequen
 def _average_windows(
     x: torch.Tensor, space: int, kernel: Ints, stride: Ints, padding: Ints, ceil_mode: bool, counts_padding: bool,
     divisor: int | None,
-) -> tuple[Window, ...]:  # fmt: skip
+) -> tuple[HaloWindow, ...]:  # fmt: skip
     """Where windows divide by how many elements they have, those that reach into padding are not like the others."""
     windows = _windows(x, space, kernel, stride, padding, 1, ceil_mode)
     return tuple(
-        Window(
+        HaloWindow(
             w.dim, w.size, w.count, w.kernel, w.stride, w.padding,
             is_plain=divisor is not None or ((counts_padding or not w.padding) and w.halo.right <= w.padding),
         )
@@ -268,7 +268,7 @@ def _average_pool(space: int) -> Callable[..., Rule]:
 
 def _local_average_pool(
     context: LocalContext, x: Any, kernel: Any, stride: Any = (), padding: Any = 0, *rest: Any,
-    windows: Sequence[Window],
+    windows: Sequence[HaloWindow],
 ) -> Any:  # fmt: skip
     if not (split := split_halos(context, _halos(windows))):
         return context.default(x, kernel, stride, padding, *rest)
@@ -290,7 +290,7 @@ def _average_pool_backward(space: int) -> Callable[..., Rule]:
 
 def _local_average_pool_backward(
     context: LocalContext, grad: Any, x: Any, kernel: Any, stride: Any, padding: Any, *rest: Any,
-    windows: Sequence[Window],
+    windows: Sequence[HaloWindow],
 ) -> Any:  # fmt: skip
     split = split_halos(context, _halos(windows))
     padding = inner_padding(padding, len(windows), split)

@@ -31,7 +31,7 @@ _MOST_TIED = 6
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class SampledCall:
     """A call of an operator with its tensors taken out.
 
     Args:
@@ -87,7 +87,7 @@ class Sampler:
         generator: of all random numbers, so that a rule does not depend on the run.
     """
 
-    call: Call
+    call: SampledCall
     sample: tuple[Tensor, ...]
     generator: torch.Generator = field(default_factory=lambda: torch.Generator("cpu").manual_seed(0))
 
@@ -195,12 +195,12 @@ class Sampler:
         return [*noise, x - sum(noise)]
 
 
-def call_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call, tuple[Tensor, ...]]:
+def call_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[SampledCall, tuple[Tensor, ...]]:
     """A call taken apart: what stays, and its tensor operands, detached."""
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     places = tuple(place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
     rest = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)
-    return Call(operator, rest, spec, places), tuple(leaves[place].detach() for place in places)
+    return SampledCall(operator, rest, spec, places), tuple(leaves[place].detach() for place in places)
 
 
 def agree(found: Tensor, expected: Tensor) -> bool:

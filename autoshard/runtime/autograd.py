@@ -26,7 +26,7 @@ from autoshard.runtime.versions import check_versions, version_of
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ProgramCall:
     """One call of a program.
 
     Args:
@@ -40,10 +40,10 @@ class Call:
     executable: Executable
     inputs: Mapping[str, torch.Tensor]
     all_tangents: Callable[[], Executable]
-    differentiate: Callable[[Derivative, Sequence[torch.Tensor]], Call]
+    differentiate: Callable[[Derivative, Sequence[torch.Tensor]], ProgramCall]
 
 
-def run(call: Call, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+def run(call: ProgramCall, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     """The outputs of a call, by the program's output slots; a node of autograd's graph where gradients are wanted."""
     if torch.is_grad_enabled():
         return ProgramFunction.apply(call, *tensors)
@@ -54,7 +54,7 @@ class ProgramFunction(torch.autograd.Function):
     """`apply(call, *tensors)`: tensors by the program's input slots, to tensors by its output slots."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx: Any, call: ProgramCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run the forward phase; see `torch.autograd.Function`."""
         outputs, saved = call.executable.run_forward(tensors)
         ctx.call = call

@@ -37,7 +37,7 @@ from autoshard.runtime.agreement.lost_ranks import naming_lost_ranks
 from autoshard.runtime.engine import NO_HOLDERS, NOTHING, Loaded
 from autoshard.runtime.freed_memory import keep_freed_memory
 from autoshard.runtime.known_layouts import LikeWriter, Reader, are_dtensors, is_same_memory, local_of
-from autoshard.runtime.layouts import Layout, Layouts
+from autoshard.runtime.layouts import Layouts, TensorLayout
 from autoshard.runtime.parameters import give_buffers_memory, memory_of, swap_parameter, take_over_parameters
 from autoshard.runtime.pickled_shards import pickle_wholes_alone
 from autoshard.runtime.process_groups import ProcessGroups, bind, reduce_in_place, taking_from_a_list
@@ -353,7 +353,7 @@ class DistributedEngine:
         is_padded = tuple(local.shape) == layout.padded
         return local if is_padded else pad_local(local, layout.spec, self.mesh, layout.shape), layout.spec
 
-    def _put_in(self, value: torch.Tensor, slot: LocalSlot, layout: Layout) -> DTensor:
+    def _put_in(self, value: torch.Tensor, slot: LocalSlot, layout: TensorLayout) -> DTensor:
         """The DTensor that lies as `layout`, of a padded local value that lies as its slot says."""
         if not layout.is_cut_alike:
             return distribute_tensor(self.write(value, slot), self.device_mesh, layout.placements, src_data_rank=None)
@@ -362,7 +362,7 @@ class DistributedEngine:
             local = unpad_local(local, layout.spec, self.mesh, slot.shape, self.groups.rank)
         return self._from_local(local.contiguous(), layout)
 
-    def _from_local(self, local: torch.Tensor, layout: Layout) -> DTensor:
+    def _from_local(self, local: torch.Tensor, layout: TensorLayout) -> DTensor:
         return DTensor.from_local(
             local, self.device_mesh, layout.placements, run_check=False, shape=layout.shape, stride=layout.stride
         )

@@ -16,7 +16,7 @@ from autoshard.runtime.per_program import PerProgram
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldState:
     """What the update of a program takes.
 
     Args:
@@ -48,7 +48,7 @@ class KnownState:
     _state: Any = field(init=False)
     _entries: list[Any] = field(init=False)
     _tensors: list[Any] = field(init=False)
-    _held: PerProgram[Held] = field(default_factory=PerProgram)
+    _held: PerProgram[HeldState] = field(default_factory=PerProgram)
 
     def __post_init__(self) -> None:
         self._groups = [*self.optimizer.param_groups]
@@ -74,11 +74,11 @@ class KnownState:
             and _are_same([*_tensors_in(state)], self._tensors)
         )
 
-    def held_by(self, executable: Executable) -> Held | None:
+    def held_by(self, executable: Executable) -> HeldState | None:
         """What the update of a program takes, if it is known."""
         return self._held.get(executable)
 
-    def remember(self, executable: Executable, held: Held) -> None:
+    def remember(self, executable: Executable, held: HeldState) -> None:
         """Know what the update of a program takes: objects that the optimizer and the model hold."""
         self._held.keep(executable, held)
 

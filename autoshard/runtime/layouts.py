@@ -18,7 +18,7 @@ _MOST = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TensorLayout:
     """How a DTensor lies on one rank.
 
     Args:
@@ -46,27 +46,27 @@ class Layouts:
         self._of = lru_cache(_MOST)(self._find)
         self._stored = lru_cache(_MOST)(self._find_stored)
 
-    def of(self, placements: Sequence[Placement], shape: Sequence[int]) -> Layout:
+    def of(self, placements: Sequence[Placement], shape: Sequence[int]) -> TensorLayout:
         """The layout of a DTensor with these placements and this shape."""
         return self._of(tuple(placements), tuple(shape))
 
-    def stored(self, spec: PartitionSpec, shape: Sequence[int]) -> Layout:
+    def stored(self, spec: PartitionSpec, shape: Sequence[int]) -> TensorLayout:
         """The layout in which a DTensor holds what lies as `spec` says, or as nearly as placements can."""
         return self._stored(spec, tuple(shape))
 
-    def _find(self, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> Layout:
+    def _find(self, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> TensorLayout:
         return self._made(PartitionSpec.from_placements(placements, self._mesh), placements, shape)
 
-    def _find_stored(self, spec: PartitionSpec, shape: tuple[int, ...]) -> Layout:
+    def _find_stored(self, spec: PartitionSpec, shape: tuple[int, ...]) -> TensorLayout:
         spec = storage_spec(spec, self._mesh)
         return self._made(spec, tuple(spec.to_placements(self._mesh)), shape)
 
-    def _made(self, spec: PartitionSpec, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> Layout:
+    def _made(self, spec: PartitionSpec, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> TensorLayout:
         stride = torch.empty(shape, device="meta").stride()
         is_cut_alike = matches_dtensor(spec, shape, self._mesh)
         padded = spec.local_shape(shape, self._mesh) if is_cut_alike else ()
         chunk = unpadded_shape(spec, self._mesh, shape, self._rank) if is_cut_alike else ()
-        return Layout(spec, placements, torch.Size(shape), stride, is_cut_alike, padded, chunk)
+        return TensorLayout(spec, placements, torch.Size(shape), stride, is_cut_alike, padded, chunk)
 
 
 def storage_spec(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:

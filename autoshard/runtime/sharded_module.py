@@ -35,7 +35,7 @@ from autoshard.ir.request import CompiledProgram, Request
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.update import Update
 from autoshard.runtime.agreement.step_agreement import Check, StepAgreement, facts_to_compile
-from autoshard.runtime.autograd import Call, run
+from autoshard.runtime.autograd import ProgramCall, run
 from autoshard.runtime.compiler import Compiler
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.executable import Executable, check_state
@@ -215,12 +215,12 @@ class ShardedModule(OfModel, HasWeights):
 
     def _call_of(
         self, executable: Executable, call: FlatCall, seed: torch.Tensor | None, derivatives: Derivatives = ()
-    ) -> Call:
+    ) -> ProgramCall:
         """A call of a program that drew `seed`, as autograd keeps it."""
 
         state, training = executable.state, self.training
 
-        def differentiate(derivative: Derivative, tangents: Sequence[torch.Tensor]) -> Call:
+        def differentiate(derivative: Derivative, tangents: Sequence[torch.Tensor]) -> ProgramCall:
             check_state(state, was_training=training, is_training=self.training)
             arguments = (*call.assemble(call.leaves), tuple(tangents))
             of_gradients = replace(FlatCall.of(arguments, {}, call.outputs), as_compiled=call.as_compiled)
@@ -231,7 +231,7 @@ class ShardedModule(OfModel, HasWeights):
             check_state(state, was_training=training, is_training=self.training)
             return self._find_with_all_tangents(call, seed, derivatives)
 
-        return Call(executable, call.tensors, again, differentiate)
+        return ProgramCall(executable, call.tensors, again, differentiate)
 
     def _find_padded(
         self, call: FlatCall, members: Members, update: Update | None = None, *, runs: bool = True

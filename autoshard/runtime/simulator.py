@@ -58,12 +58,12 @@ def simulate(
         MeshError: a group names an axis that the mesh does not have.
     """
     if isinstance(program, fx.Graph):
-        return _Run(program, torch.nn.Module(), mesh, on_values).run(inputs)
-    return _Run(program.graph, program, mesh, on_values).run(inputs)
+        return _SimulatedRun(program, torch.nn.Module(), mesh, on_values).run(inputs)
+    return _SimulatedRun(program.graph, program, mesh, on_values).run(inputs)
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _SimulatedRun:
     graph: fx.Graph
     root: torch.nn.Module
     mesh: Mesh

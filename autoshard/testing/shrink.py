@@ -105,7 +105,7 @@ class _Shrinking:
 
     def source(self, calls: Sequence[fx.Node]) -> str:
         """A part as code to run."""
-        part = _Part(calls)
+        part = _Statements(calls)
         specs = [self._spec(node) for node in part.inputs]
         lines = [
             "import torch",
@@ -190,7 +190,7 @@ def _fails(source: str) -> bool:
 
 
 @dataclass(slots=True)
-class _Part:
+class _Statements:
     """Some calls of a program as statements.
 
     Args:

@@ -22,7 +22,7 @@ from torch._functorch._aot_autograd import descriptors as aot
 from autoshard.errors import TraceError
 from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.program import Guard, InputKind, InputSlot, OutputKind, OutputSlot, Program
-from autoshard.tracing.calling import Call
+from autoshard.tracing.calling import TracedCall
 from autoshard.tracing.checks import tie_checks
 from autoshard.tracing.copy_node import copy_node
 from autoshard.tracing.joint import JointGraph
@@ -36,14 +36,14 @@ _KEPT_META = ("val", "phase", "module", "source")
 
 
 @dataclass(frozen=True, slots=True)
-class _Results:
+class _JointResults:
     """The results of a joint graph: what goes out, and the values that are guarded."""
 
     outputs: tuple[tuple[fx.Node, OutputKind, str], ...]
     guarded: tuple[fx.Node, ...]
 
 
-def assemble_program(joint: JointGraph, model: nn.Module, call: Call) -> Program:
+def assemble_program(joint: JointGraph, model: nn.Module, call: TracedCall) -> Program:
     """The program of a traced call.
 
     Raises:
@@ -80,10 +80,10 @@ def _reached(joint: JointGraph, inputs: Iterable[tuple[fx.Node, InputSlot]]) -> 
 def _finish(
     copier: Copier,
     slots: tuple[InputSlot, ...],
-    results: _Results,
+    results: _JointResults,
     unreached: Mapping[str, frozenset[str]],
     joint: JointGraph,
-    call: Call,
+    call: TracedCall,
 ) -> Program:
     pairs = [
         (copier.node(node), value)
@@ -113,7 +113,7 @@ def _finish(
 
 
 def _read_inputs(
-    graph: fx.Graph, joint: JointGraph, model: nn.Module, call: Call
+    graph: fx.Graph, joint: JointGraph, model: nn.Module, call: TracedCall
 ) -> tuple[tuple[fx.Node, InputSlot], ...]:
     aliases = {
         **_aliases(model.named_parameters(remove_duplicate=False)),
@@ -135,7 +135,7 @@ def _aliases(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, 
     return {first: tuple(others) for first, *others in names.values()}
 
 
-def _input_slot(node: fx.Node, joint: JointGraph, call: Call) -> InputSlot:
+def _input_slot(node: fx.Node, joint: JointGraph, call: TracedCall) -> InputSlot:
     what = node.meta["desc"]
     match what:
         case aot.PlainAOTInput(idx=index):
@@ -152,7 +152,7 @@ def _input_slot(node: fx.Node, joint: JointGraph, call: Call) -> InputSlot:
     raise TraceError(f"AOTAutograd made an input that autoshard does not know: {what!r}.")
 
 
-def _owner(slot: tuple[InputKind, str], call: Call) -> str:
+def _owner(slot: tuple[InputKind, str], call: TracedCall) -> str:
     """What an input of the graph is, in the user's words."""
     kind, name = slot
     if kind is InputKind.INPUT:
@@ -160,7 +160,7 @@ def _owner(slot: tuple[InputKind, str], call: Call) -> str:
     return f"{kind.value} {name!r}"
 
 
-def _changed_in_place(slot: tuple[InputKind, str], call: Call) -> TraceError:
+def _changed_in_place(slot: tuple[InputKind, str], call: TracedCall) -> TraceError:
     advice = "Work on a copy (`x = x.clone()`), or make it a buffer."
     if slot[0] is InputKind.PARAMETER:
         advice = (
@@ -173,7 +173,7 @@ def _changed_in_place(slot: tuple[InputKind, str], call: Call) -> TraceError:
     )
 
 
-def _read_results(graph: fx.Graph, joint: JointGraph, call: Call) -> _Results:
+def _read_results(graph: fx.Graph, joint: JointGraph, call: TracedCall) -> _JointResults:
     output = graph.output_node()
     plain = len(joint.result.indices)
     found: list[tuple[fx.Node, OutputKind, str]] = []
@@ -187,7 +187,7 @@ def _read_results(graph: fx.Graph, joint: JointGraph, call: Call) -> _Results:
         else:
             found.append((node, *_output_kind(what, joint, call)))
     found.sort(key=lambda item: _ORDER_OF[item[1]])
-    return _Results(tuple(found), tuple(guarded))
+    return _JointResults(tuple(found), tuple(guarded))
 
 
 _ORDER_OF = {
@@ -195,7 +195,7 @@ _ORDER_OF = {
 }  # fmt: skip
 
 
-def _output_kind(what: Any, joint: JointGraph, call: Call) -> tuple[OutputKind, str]:
+def _output_kind(what: Any, joint: JointGraph, call: TracedCall) -> tuple[OutputKind, str]:
     match what:
         case aot.PlainAOTOutput(idx=index):
             return OutputKind.OUTPUT, f"output:{joint.result.indices[index]}"
@@ -210,7 +210,7 @@ def _output_kind(what: Any, joint: JointGraph, call: Call) -> tuple[OutputKind, 
     raise TraceError(f"AOTAutograd made a result that autoshard does not know: {what!r}.")
 
 
-def _set_phases(graph: fx.Graph, inputs: Iterable[tuple[fx.Node, InputSlot]], results: _Results) -> None:
+def _set_phases(graph: fx.Graph, inputs: Iterable[tuple[fx.Node, InputSlot]], results: _JointResults) -> None:
     forward_results = [n for n, kind, _ in results.outputs if kind in (OutputKind.OUTPUT, OutputKind.BUFFER_UPDATE)]
     needed = _live_nodes([*forward_results, *results.guarded])
     after_tangent = {node for node, slot in inputs if slot.kind is InputKind.TANGENT}

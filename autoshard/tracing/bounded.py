@@ -103,7 +103,7 @@ def bound_sizes(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 @dataclass(frozen=True, slots=True)
-class _Count:
+class _SymbolStandIn:
     """What stands for a symbol: the number (a scalar), which rows are padding, and how many rows there are."""
 
     number: fx.Node
@@ -119,7 +119,7 @@ class _Bounding:
     graph: fx.Graph = field(default_factory=fx.Graph)
     mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
     copies: dict[fx.Node, Any] = field(default_factory=dict)
-    counts: dict[Any, _Count] = field(default_factory=dict)
+    counts: dict[Any, _SymbolStandIn] = field(default_factory=dict)
     padded: dict[Any, tuple[Padded, ...]] = field(default_factory=dict)
     places: dict[fx.Node, tuple[fx.Node, Any]] = field(default_factory=dict)
     filled: dict[tuple[fx.Node, Any, tuple[int, ...]], fx.Node] = field(default_factory=dict)
@@ -193,7 +193,7 @@ class _Bounding:
         number = self._call(aten.sum.default, (is_one,))
         options = {"device": is_one.meta["val"].device, "pin_memory": False}
         rows = self._call(aten.arange.start_step, (0, bound, 1), options)
-        self.counts[symbol] = _Count(number, self._call(aten.ge.Tensor, (rows, number)), bound)
+        self.counts[symbol] = _SymbolStandIn(number, self._call(aten.ge.Tensor, (rows, number)), bound)
         places = self._call(aten.nonzero_static.default, (is_one,), {"size": bound, "fill_value": 0})
         self.places[mask] = (places, symbol)
         self._mark(places, symbol)

@@ -42,7 +42,7 @@ def cast_floats(values: Any, dtype: torch.dtype) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class TracedCall:
     """A call of a model, taken apart.
 
     Args:
@@ -87,7 +87,7 @@ class Result:
     own_gradients: tuple[str, ...] = ()
 
 
-def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedCall:
     """Flatten a call.
 
     Raises:
@@ -108,7 +108,7 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
                 f"that a trace cannot see. Pass tensors, lists, dicts or dataclasses of them, or register the "
                 f"type with torch.utils._pytree.register_pytree_node."
             )
-    return Call(tensors, constants, tree, tuple(_path_text(path) for path, _ in leaves))
+    return TracedCall(tensors, constants, tree, tuple(_path_text(path) for path, _ in leaves))
 
 
 def register_dataclasses(value: Any) -> None:

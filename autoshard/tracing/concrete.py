@@ -38,7 +38,7 @@ _EQUAL = torch.ops.aten.equal.default
 
 
 @dataclass(slots=True)
-class Reads:
+class ConcreteReads:
     """The values that were read while tracing, in order, and the tensors they were read from."""
 
     values: list[Value] = field(default_factory=list)
@@ -61,7 +61,7 @@ class ConcreteValues(TorchDispatchMode):
 
     def __init__(self, known: Iterable[tuple[Tensor, Tensor]], counts: SymbolicCounts | None = None) -> None:
         super().__init__()
-        self.reads = Reads()
+        self.reads = ConcreteReads()
         self._counts = counts
         self._twins = WeakTensorKeyDictionary()
         self._stale: set[int] = set()
@@ -146,14 +146,14 @@ def _storage(tensor: Tensor) -> int:
 @contextlib.contextmanager
 def answer_reads(
     known: Iterable[tuple[Tensor, Tensor]] | None, counts: SymbolicCounts | None = None
-) -> Iterator[Reads]:
+) -> Iterator[ConcreteReads]:
     """Within, reads of tensor values are answered where `known` determines them; with None they are errors.
 
     `counts`: as `ConcreteValues` takes it.
     """
     if known is None and counts is None:
         with _Rewrites():
-            yield Reads()
+            yield ConcreteReads()
         return
     with ConcreteValues(known or (), counts) as mode, _read_by_item(), _Rewrites():
         yield mode.reads

@@ -17,7 +17,7 @@ from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 from autoshard.errors import NotAvailableError, TraceError
 from autoshard.ir.program import InputKind
 from autoshard.ir.watched_numbers import is_watching
-from autoshard.tracing.calling import Call, ModelCall
+from autoshard.tracing.calling import ModelCall, TracedCall
 from autoshard.tracing.joint import JointGraph, TraceOptions, export_joint
 
 
@@ -33,7 +33,7 @@ class _CallModule(nn.Module):
         return self.options.call(self.model, args, kwargs)
 
 
-def capture_with_dynamo(model: nn.Module, call: Call, options: TraceOptions) -> JointGraph:
+def capture_with_dynamo(model: nn.Module, call: TracedCall, options: TraceOptions) -> JointGraph:
     """Capture the call with Dynamo, and export the joint graph of what it captured.
 
     Raises:

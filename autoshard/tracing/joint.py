@@ -28,9 +28,9 @@ from autoshard.tracing.assigned_data import WriteAssignedData
 from autoshard.tracing.attributes import keep_scalars, keeping_attributes
 from autoshard.tracing.bounded import bound_sizes
 from autoshard.tracing.caches import emptying_caches
-from autoshard.tracing.calling import Call, Result, flatten_result
+from autoshard.tracing.calling import Result, TracedCall, flatten_result
 from autoshard.tracing.checks import keeping_checks
-from autoshard.tracing.concrete import Reads, Value, answer_reads
+from autoshard.tracing.concrete import ConcreteReads, Value, answer_reads
 from autoshard.tracing.dense import differentiating_to_dense
 from autoshard.tracing.experts import keep_experts_whole
 from autoshard.tracing.higher_order import calling_plainly
@@ -103,7 +103,7 @@ class FlatModule(nn.Module):
     however many names it has), the call's tensors and the seed, so that tied parameters stay tied.
     """
 
-    def __init__(self, model: nn.Module, call: Call, options: TraceOptions, state: Mapping[str, Tensor]) -> None:
+    def __init__(self, model: nn.Module, call: TracedCall, options: TraceOptions, state: Mapping[str, Tensor]) -> None:
         super().__init__()
         self._model = (model,)  # in a tuple: not a submodule
         self._call = call
@@ -112,7 +112,7 @@ class FlatModule(nn.Module):
         self._places = _places(model, state)
         self._provenance = ProvenanceMode(model)
         self.result = Result()
-        self.reads = Reads()
+        self.reads = ConcreteReads()
         self.accesses = Accesses()
         self.environment = new_environment() if options.symbolic else None
         self.counts: SymbolicCounts | None = None
@@ -229,7 +229,7 @@ def _is_loss(output: Tensor) -> bool:
     return output.dim() == 0 and output.is_floating_point() and output.requires_grad
 
 
-def export_joint(model: nn.Module, call: Call, options: TraceOptions) -> JointGraph:
+def export_joint(model: nn.Module, call: TracedCall, options: TraceOptions) -> JointGraph:
     """Trace the call under fake tensors."""
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     flat_module = FlatModule(model, call, options, {**parameters, **buffers})

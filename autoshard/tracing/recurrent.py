@@ -33,7 +33,7 @@ _State = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class _Weights:
+class _LayerWeights:
     """Of one layer and direction, in torch's order: w_ih [gates H, I], w_hh, biases or None, w_hr or None."""
 
     w_ih: Tensor
@@ -47,7 +47,7 @@ class _Weights:
         return None if self.b_ih is None or self.b_hh is None else self.b_ih + self.b_hh
 
 
-_Direction = Callable[[Tensor, _State, _Weights, Tensor | None, bool], tuple[Tensor, _State]]
+_Direction = Callable[[Tensor, _State, _LayerWeights, Tensor | None, bool], tuple[Tensor, _State]]
 """(x [B, T, I], state, weights, lengths or None, reverse) to (y [B, T, P], last state)."""
 
 
@@ -62,7 +62,7 @@ class _Stack:
     bidirectional: bool
 
     def run(
-        self, x: Tensor, states: Sequence[_State], weights: Sequence[_Weights], lengths: Tensor | None = None
+        self, x: Tensor, states: Sequence[_State], weights: Sequence[_LayerWeights], lengths: Tensor | None = None
     ) -> tuple[Tensor, list[_State]]:
         """The last layer's result, and the last state of each layer and direction."""
         last, ways = [], 2 if self.bidirectional else 1
@@ -79,7 +79,7 @@ class _Stack:
 
 
 def _lstm_direction(
-    x: Tensor, state: _State, weights: _Weights, lengths: Tensor | None, reverse: bool
+    x: Tensor, state: _State, weights: _LayerWeights, lengths: Tensor | None, reverse: bool
 ) -> tuple[Tensor, _State]:
     inputs = F.linear(x, weights.w_ih, weights.both_biases())
     h0, c0, w_hh, w_hr = _cast(inputs.dtype, *state, weights.w_hh, weights.w_hr)
@@ -88,7 +88,7 @@ def _lstm_direction(
 
 
 def _gru_direction(
-    x: Tensor, state: _State, weights: _Weights, lengths: Tensor | None, reverse: bool
+    x: Tensor, state: _State, weights: _LayerWeights, lengths: Tensor | None, reverse: bool
 ) -> tuple[Tensor, _State]:
     inputs = F.linear(x, weights.w_ih, weights.b_ih)
     h0, w_hh, b_hh = _cast(inputs.dtype, *state, weights.w_hh, weights.b_hh)
@@ -98,7 +98,7 @@ def _gru_direction(
 
 def _rnn_direction(relu: bool) -> _Direction:
     def direction(
-        x: Tensor, state: _State, weights: _Weights, lengths: Tensor | None, reverse: bool
+        x: Tensor, state: _State, weights: _LayerWeights, lengths: Tensor | None, reverse: bool
     ) -> tuple[Tensor, _State]:
         inputs = F.linear(x, weights.w_ih, weights.both_biases())
         h0, w_hh = _cast(inputs.dtype, *state, weights.w_hh)
@@ -113,12 +113,12 @@ def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
     return [None if tensor is None else tensor.to(dtype) for tensor in tensors]
 
 
-def _weights(params: Sequence[Tensor], has_biases: bool, projected: bool) -> list[_Weights]:
+def _weights(params: Sequence[Tensor], has_biases: bool, projected: bool) -> list[_LayerWeights]:
     """torch's flat list: w_ih, w_hh, b_ih and b_hh if there are biases, w_hr if there are projections."""
     size = 2 + 2 * has_biases + projected
     groups = (list(params[start : start + size]) for start in range(0, len(params), size))
     return [
-        _Weights(
+        _LayerWeights(
             group[0], group[1], *(group[2:4] if has_biases else (None, None)), w_hr=group[-1] if projected else None
         )
         for group in groups
@@ -143,7 +143,7 @@ def _lstm_packed(
     return _run_packed(stack, data, batch_sizes, _states(hx), weights)
 
 
-def _lstm_weights(hx: Sequence[Tensor], params: Sequence[Tensor], has_biases: bool) -> list[_Weights]:
+def _lstm_weights(hx: Sequence[Tensor], params: Sequence[Tensor], has_biases: bool) -> list[_LayerWeights]:
     return _weights(params, has_biases, projected=hx[0].size(2) != hx[1].size(2))
 
 
@@ -184,7 +184,7 @@ def _batch_first(x: Tensor, is_already: bool) -> Tensor:
 
 
 def _run_packed(
-    stack: _Stack, data: Tensor, batch_sizes: Tensor, states: Sequence[_State], weights: Sequence[_Weights]
+    stack: _Stack, data: Tensor, batch_sizes: Tensor, states: Sequence[_State], weights: Sequence[_LayerWeights]
 ) -> tuple[Tensor, ...]:
     batch_sizes = batch_sizes.to(data.device)
     lengths = _lengths(batch_sizes, states[0][0].size(0))

@@ -28,8 +28,8 @@ from autoshard.ir.update import Update
 from autoshard.tracing.assemble import assemble_program
 from autoshard.tracing.attributes import kept_note
 from autoshard.tracing.calling import (
-    Call,
     ModelCall,
+    TracedCall,
     check_fits,
     check_layouts,
     count_targets,
@@ -143,7 +143,7 @@ def trace(
     return program if update is None else append_update(program, update)
 
 
-def _capture(model: nn.Module, call: Call, options: TraceOptions, values: LendValues) -> JointGraph:
+def _capture(model: nn.Module, call: TracedCall, options: TraceOptions, values: LendValues) -> JointGraph:
     """The graph of the first rung that holds."""
     failures: list[tuple[_Rung, Exception]] = []
     for rung in _RUNGS:
@@ -176,23 +176,23 @@ def _unreported() -> Iterator[None]:
 _REPORTING = tuple(map(logging.getLogger, ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes")))
 
 
-def _plainly(model: nn.Module, call: Call, options: TraceOptions) -> JointGraph:
+def _plainly(model: nn.Module, call: TracedCall, options: TraceOptions) -> JointGraph:
     return export_joint(model, call, options)
 
 
-def _symbolically(model: nn.Module, call: Call, options: TraceOptions) -> JointGraph:
+def _symbolically(model: nn.Module, call: TracedCall, options: TraceOptions) -> JointGraph:
     return _bounding(model, call, options, Known.NOTHING)
 
 
-def _symbolically_with_inputs(model: nn.Module, call: Call, options: TraceOptions) -> JointGraph:
+def _symbolically_with_inputs(model: nn.Module, call: TracedCall, options: TraceOptions) -> JointGraph:
     return _bounding(model, call, options, Known.INPUTS)
 
 
-def _symbolically_with_state(model: nn.Module, call: Call, options: TraceOptions) -> JointGraph:
+def _symbolically_with_state(model: nn.Module, call: TracedCall, options: TraceOptions) -> JointGraph:
     return _bounding(model, call, options, Known.STATE)
 
 
-def _bounding(model: nn.Module, call: Call, options: TraceOptions, known: Known) -> JointGraph:
+def _bounding(model: nn.Module, call: TracedCall, options: TraceOptions, known: Known) -> JointGraph:
     """Sizes that depend on values are bounded; what goes wrong with them alone is no error of the model."""
     try:
         return export_joint(model, call, replace(options, known=known, symbolic=True))
@@ -204,15 +204,15 @@ def _bounding(model: nn.Module, call: Call, options: TraceOptions, known: Known)
         raise UnboundedSizeError(f"{type(error).__name__}: {_first_line(error)}") from error
 
 
-def _with_inputs(model: nn.Module, call: Call, options: TraceOptions) -> JointGraph:
+def _with_inputs(model: nn.Module, call: TracedCall, options: TraceOptions) -> JointGraph:
     return export_joint(model, call, replace(options, known=Known.INPUTS))
 
 
-def _with_state(model: nn.Module, call: Call, options: TraceOptions) -> JointGraph:
+def _with_state(model: nn.Module, call: TracedCall, options: TraceOptions) -> JointGraph:
     return export_joint(model, call, replace(options, known=Known.STATE))
 
 
-def _as_compiled(model: nn.Module, call: Call, options: TraceOptions) -> JointGraph:
+def _as_compiled(model: nn.Module, call: TracedCall, options: TraceOptions) -> JointGraph:
     return export_joint(model, call, replace(options, known=Known.INPUTS, as_compiled=True))
 
 
@@ -247,7 +247,7 @@ class _Rung:
     """One way to capture a call, which errors of the way before it can help with, and whether it reads parameters."""
 
     name: str
-    capture: Callable[[nn.Module, Call, TraceOptions], JointGraph]
+    capture: Callable[[nn.Module, TracedCall, TraceOptions], JointGraph]
     helps_with: Callable[[BaseException], bool]
     needs_values: bool = False
 

@@ -26,7 +26,7 @@ from cost_models.formulas import Size, ceil_div, product_of, size_symbol, value_
 from cost_models.hardware import Cluster
 from cost_models.operators import work
 from cost_models.work import Kind, TensorInfo
-from passes.counting.symbolic_program import Place, Shape, SymbolicProgram
+from passes.counting.symbolic_program import BlockPlace, Shape, SymbolicProgram
 from passes.lowering.lower import result_key
 from passes.preparation.canonicalize import is_view
 from passes.recomputation.recompute import original_of
@@ -37,7 +37,7 @@ from passes.strategies.price import StepPrice
 from passes.strategies.price_rewrites import emitted_collectives
 from passes.strategies.scratch import unread_operands
 
-Counted = tuple[Place | None, Size]
+Counted = tuple[BlockPlace | None, Size]
 """A part of a count, and the block that it belongs to."""
 
 
@@ -161,7 +161,7 @@ class PlanCounting:
 
     # Communication.
 
-    def sent(self) -> Iterator[tuple[str, Place | None, Size]]:
+    def sent(self) -> Iterator[tuple[str, BlockPlace | None, Size]]:
         """Axis, block and bytes that each rank sends, of every collective, with ring algorithms; see `ring_bytes`."""
         for read in self.reads():
             place = self._place(read.reader if read.reader is not None else read.tail)
@@ -410,7 +410,7 @@ class PlanCounting:
             if node.op == "call_function" and node.name in self.plan.nodes:
                 yield node
 
-    def _place(self, node: fx.Node) -> Place | None:
+    def _place(self, node: fx.Node) -> BlockPlace | None:
         return self.symbolic.places.get(node.name)
 
     def _shape(self, node: fx.Node, result: int) -> Shape:

@@ -26,7 +26,7 @@ from cost_models.formulas import Point, Size, published, size_symbol
 from cost_models.hardware import Cluster
 from passes.counting.count_plan import Counted, PlanCounting
 from passes.counting.fit_sizes import DoesNotRunError, InputDims, InputSize, input_sizes, resize
-from passes.counting.symbolic_program import Place, SymbolicProgram, symbolic_program
+from passes.counting.symbolic_program import BlockPlace, SymbolicProgram, symbolic_program
 from passes.driver.expand_plan import expand_for
 from passes.lowering.lower_program import prepare_for
 
@@ -100,7 +100,7 @@ def total(counts: Iterable[Counted], symbols: Mapping[tuple[str, int], str], fix
     Raises:
         FormulaError: blocks of one kind come to different counts.
     """
-    parts: defaultdict[Place | None, list[Any]] = defaultdict(list)
+    parts: defaultdict[BlockPlace | None, list[Any]] = defaultdict(list)
     for place, size in counts:
         parts[place].append(size)
     result: Any = sympy.Add(*parts.pop(None, ()))

@@ -20,7 +20,7 @@ Shape = tuple[Size, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BlockPlace:
     """A block: the path of its list, its position there, and its kind (blocks of a kind are alike)."""
 
     path: str
@@ -43,7 +43,7 @@ class SymbolicProgram:
     program: Program
     shapes: Mapping[str, tuple[Shape, ...]]
     arguments: Mapping[str, tuple[Any, ...]]
-    places: Mapping[str, Place]
+    places: Mapping[str, BlockPlace]
     sizes: tuple[InputSize, ...]
     samples: Mapping[Point, Mapping[str, fx.Node]] = field(repr=False)
 
@@ -100,10 +100,10 @@ def _filled(node: fx.Node, numbers: Any) -> tuple[Any, ...]:
     return pytree.tree_map(lambda leaf: next(numbers) if _is_size(leaf) else leaf, _literals(node))
 
 
-def _places(program: Program, lists: Sequence[BlockList]) -> dict[str, Place]:
+def _places(program: Program, lists: Sequence[BlockList]) -> dict[str, BlockPlace]:
     """By the module that issued a call, or by a parameter's name; sums of gradients go with their last operand."""
     names = {slot.node: slot.name.rpartition(":")[2] for slot in program.inputs}  # of state: "exp_avg:layers.0.weight"
-    found: dict[str, Place] = {}
+    found: dict[str, BlockPlace] = {}
     for node in program.graph.nodes:
         place = place_of(names.get(node.name) or node.meta.get("module", ""), lists)
         if place is None and not node.meta.get("module") and node.meta.get("phase") == "backward":
@@ -114,11 +114,11 @@ def _places(program: Program, lists: Sequence[BlockList]) -> dict[str, Place]:
     return found
 
 
-def place_of(path: str, lists: Sequence[BlockList]) -> Place | None:
+def place_of(path: str, lists: Sequence[BlockList]) -> BlockPlace | None:
     """The block that a module's or parameter's path lies in."""
     for item in lists:
         head, _, rest = path.partition(f"{item.path}.")
         position = rest.partition(".")[0]
         if not head and position.isdigit() and int(position) < len(item.kinds):
-            return Place(item.path, int(position), item.kinds[int(position)])
+            return BlockPlace(item.path, int(position), item.kinds[int(position)])
     return None

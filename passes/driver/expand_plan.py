@@ -66,7 +66,7 @@ def expand_plan(plan: Plan, short: Program, whole: Program) -> Plan:
     Raises:
         NotAlikeError: the programs differ in more than blocks that repeat.
     """
-    again = _Again(short, whole)
+    again = _ExpandedRecompute(short, whole)
     recompute = replace(plan.recompute, nodes=again.expand(plan.recompute.nodes))
     offload = replace(plan.offload, nodes=again.expand(plan.offload.nodes))
     expanded = replace(plan, recompute=recompute, offload=offload, repeats=())
@@ -84,7 +84,7 @@ def _running(plan: Plan, prepared: Program) -> Program:
 _Brought = TypeVar("_Brought", bound=BroughtBack)
 
 
-class _Spot(NamedTuple):
+class _NodeSpot(NamedTuple):
     """Where a node stands: which run of units, the first block of its unit, and its place there."""
 
     repeat: int
@@ -93,7 +93,7 @@ class _Spot(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class _Again:
+class _ExpandedRecompute:
     """Expands what is brought back: of a unit that is left out, the same, and as many units further on."""
 
     short: Program
@@ -180,14 +180,14 @@ def _places(program: Program) -> dict[str, object]:
     return {name: (spots[name].repeat, spots[name].place) if name in spots else name for name in module_paths(program)}
 
 
-def _spots(program: Program, repeats: tuple[Repeat, ...]) -> dict[str, _Spot]:
+def _spots(program: Program, repeats: tuple[Repeat, ...]) -> dict[str, _NodeSpot]:
     """Where the nodes of repeated units stand, those that are left out and the two at each of their ends."""
     counts: dict[_Unit, int] = defaultdict(int)
-    spots: dict[str, _Spot] = {}
+    spots: dict[str, _NodeSpot] = {}
     for name, path in module_paths(program).items():
         for number, repeat in enumerate(repeats):
             first = repeat.first_block(path)
             if first is not None:
-                spots[name] = _Spot(number, first, counts[number, first])
+                spots[name] = _NodeSpot(number, first, counts[number, first])
                 counts[number, first] += 1
     return spots

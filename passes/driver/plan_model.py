@@ -6,7 +6,6 @@ from dataclasses import replace
 from functools import partial
 
 from autoshard.arguments import (
-    check_beside_recipe,
     check_optimizer,
     check_target,
     check_traced,
@@ -16,11 +15,11 @@ from autoshard.arguments import (
 )
 from autoshard.call import Call
 from autoshard.cluster import device_of_plans, meshes_of
-from autoshard.errors import DoesNotFitError
+from autoshard.errors import DoesNotFitError, NotAvailableError
 from autoshard.ir.plan import Plan
 from autoshard.ir.precision import effective_precision
-from autoshard.ir.recipe import TRITON, Recipe
 from autoshard.ir.request import Request
+from autoshard.ir.runtime import TRITON
 from autoshard.ir.text import format_bytes
 from autoshard.runtime.micro_batches import batch_size, parts_of
 from autoshard.runtime.optimizer_state import named_optimizer
@@ -30,8 +29,14 @@ from passes.driver.backends import has_kernels
 from passes.driver.pipelines import Asked, check_pipeline, pipeline_of
 from passes.driver.planner_for import planner_for
 from passes.driver.pricing import price
-from passes.driver.recipe_plans import Planned, asked_by, batch_of, meshes_for, plan_recipe
-from passes.driver.recipe_search import RecipeForecast, RecipeSearch, optimizer_name, recipe_search
+from passes.driver.recipe_plans import Planned, batch_of, meshes_for, plan_recipe
+from passes.driver.recipe_search import (
+    RecipeForecast,
+    RecipeSearch,
+    optimizer_name,
+    products_precision,
+    recipe_search,
+)
 from passes.driver.searched_plans import plan_searched
 from passes.driver.stage_plans import search_stages
 
@@ -50,8 +55,7 @@ def plan_model(call: Call) -> Plan:
         call = replace(call, constraints=None, previous=None)
     check_target(call.target, call.mesh)
     if call.recipe is not None:
-        optimizer, precision = asked_by(call.recipe, optimizer, call.precision)
-        call = replace(call, precision=precision)
+        optimizer = optimizer or "adamw"
     check_trains(call.model, optimizer)
     if isinstance(optimizer, str):
         optimizer = named_optimizer(optimizer, call.model.parameters())
@@ -85,7 +89,7 @@ def plan_model(call: Call) -> Plan:
     else:
         if call.recipe.pipeline > 1:
             check_stages()
-        batch = batch_of(call.recipe, call.global_batch, args, kwargs)
+        batch = batch_of(call.global_batch, args, kwargs)
         planned = plan_recipe(planner, request, meshes_for(call.recipe, call.target, call.mesh), call.recipe, batch)
     return planned.plan if planned.program is None else _with_answers(call, planned)
 
@@ -130,19 +134,25 @@ def _with_answers(call: Call, planned: Planned) -> Plan:
 
 def _price(call: Call) -> Plan:
     """What another runtime takes for a recipe, which must fit in `memory_budget`."""
-    recipe, cluster = call.recipe, checked_cluster(call.target, call.mesh)
-    check_beside_recipe(
-        recipe,
-        constraints=call.constraints,
-        optimizer=None if call.optimizer is None else optimizer_name(call.optimizer),
-        global_batch=call.global_batch,
-    )
-    if isinstance(recipe, Recipe) and has_kernels(call.backend, device_of_plans(cluster)):
-        recipe = replace(recipe, kernels=TRITON)
+    runtime, cluster = call.runtime, checked_cluster(call.target, call.mesh)
+    if call.constraints:
+        raise NotAvailableError(
+            f"constraints={call.constraints!r} does not go with recipe=, which leaves nothing to choose. Leave one of "
+            "them out, or search recipes with global_batch=."
+        )
     assert call.example_inputs is not None, "plan takes example inputs"
-    assert recipe is not None, "it is priced"
+    assert call.recipe is not None, "it is priced"
+    assert runtime is not None, "it is of another runtime"
     priced = price(
-        call.model, cluster, recipe, example_inputs=call.example_inputs, loss_fn=call.loss_fn, runtime=call.runtime
+        call.model,
+        cluster,
+        call.recipe,
+        example_inputs=call.example_inputs,
+        loss_fn=call.loss_fn,
+        runtime=replace(runtime, kernels=TRITON) if has_kernels(call.backend, device_of_plans(cluster)) else runtime,
+        optimizer="adamw" if call.optimizer is None else optimizer_name(call.optimizer),
+        precision=call.precision or products_precision(call.model, None),
+        global_batch=call.global_batch,
     )
     needed, memory_budget = priced.predicted.peak_memory_bytes, call.memory_budget
     if memory_budget is not None and needed > memory_budget:

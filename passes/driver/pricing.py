@@ -26,10 +26,11 @@ from autoshard.arguments import (
     split_inputs,
 )
 from autoshard.errors import NotAvailableError, RecipeError, TraceError
+from autoshard.ir.execution import Execution
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from autoshard.ir.recipe import Recipe
-from autoshard.ir.runtime import MEGATRON, Runtime, runtime_named
+from autoshard.ir.runtime import USUAL, Runtime, runtime_named
 from cost_models.hardware import Cluster
 from cost_models.step import StepModel
 from passes.recipes.recipe_formulas import RecipeFormulas
@@ -51,11 +52,14 @@ def price(
     loss_fn: Callable[..., torch.Tensor] | None = None,
     step_model: StepModel | None = None,
     runtime: str | Runtime | None = None,
+    optimizer: str = "adamw",
+    precision: str = "bf16",
+    global_batch: int | None = None,
 ) -> Plan:
     """What a training step takes under a recipe as another framework runs it. See `autoshard.price`."""
     check_model(model)
     check_loss(loss_fn)
-    args, kwargs = split_inputs(example_inputs)
+    split_inputs(example_inputs)
     checked_cluster(cluster, None)
     if step_model is not None and not isinstance(step_model, StepModel):
         raise NotAvailableError(
@@ -74,19 +78,34 @@ def price(
             f"recipe={recipe.words}: another runtime's price takes every field. Give those that are free, or let "
             "autoshard.plan(recipe=) search them for our own runtime."
         )
-    recipe = recipe if profile is None else profile.executes(recipe)
-    if recipe.offload in ("optimizer", "parameters"):
+    trained = Execution(
+        runtime=profile or USUAL, optimizer=optimizer, precision=precision, micro_batch=1, global_batch=global_batch
+    )
+    return price_execution(model, cluster, trained.of(recipe), example_inputs, loss_fn, step_model)
+
+
+def price_execution(
+    model: nn.Module,
+    cluster: Cluster,
+    execution: Execution,
+    example_inputs: ExampleInputs,
+    loss_fn: Callable[..., torch.Tensor] | None = None,
+    step_model: StepModel | None = None,
+) -> Plan:
+    """What a training step of an execution takes. Raises as `price`."""
+    if execution.offload in ("optimizer", "parameters"):
         raise NotAvailableError(
-            f"offload={recipe.offload!r} cannot be priced yet: an update that runs on the host has no cost model. "
+            f"offload={execution.offload!r} cannot be priced yet: an update that runs on the host has no cost model. "
             "Price the recipe with offload='none' or 'activations'."
         )
-    found = recipe_plan(priced_model(model, example_inputs, loss_fn, recipe.precision), recipe, cluster, step_model)
-    found = replace(found, runtime=MEGATRON if profile is None else profile.name)
+    args, kwargs = split_inputs(example_inputs)
 
     def fold(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> PricedModel:
-        return priced_model(model, kwargs if isinstance(example_inputs, Mapping) else args, loss_fn, recipe.precision)
+        inputs = kwargs if isinstance(example_inputs, Mapping) else args
+        return priced_model(model, inputs, loss_fn, execution.precision)
 
-    return replace(found, formulas=RecipeFormulas(fold, args, kwargs, recipe))
+    found = recipe_plan(fold(args, kwargs), execution, cluster, step_model)
+    return replace(found, formulas=RecipeFormulas(fold, args, kwargs, execution))
 
 
 def priced_model(

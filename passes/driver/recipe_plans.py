@@ -12,7 +12,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
-from autoshard.errors import AutoshardError, DoesNotFitError, NotAvailableError, RecipeError, TraceError
+from autoshard.errors import AutoshardError, DoesNotFitError, RecipeError, TraceError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
@@ -76,7 +76,7 @@ def plan_recipe(
         RecipeError, NotAvailableError: the recipe does not fit the model, the meshes, the batch or the time.
         DoesNotFitError: no plan within it fits.
     """
-    planner, ceiling = replace(planner, recipe=replace(recipe, global_batch=global_batch)).begun()
+    planner, ceiling = replace(planner, recipe=recipe).begun()
     counts = _by_micro_batches(meshes, recipe, global_batch)
     if recipe.pipeline > 1:
         chosen = counts_to_try(counts, recipe.pipeline)
@@ -126,26 +126,6 @@ def _plan_on(planner: Planner, request: Request, meshes: Sequence[Mesh], *, in_t
     return min(plans, key=attrgetter("step_time_s"))
 
 
-def asked_by(
-    recipe: Any, optimizer: str | torch.optim.Optimizer | None, precision: str | None
-) -> tuple[str | torch.optim.Optimizer, str | None]:
-    """The optimizer and the precision of a plan within a recipe: as asked for, else as the recipe says.
-
-    Raises:
-        RecipeError: it is no recipe.
-        NotAvailableError: a name of recipes that torch has no optimizer of.
-    """
-    if not isinstance(recipe, Recipe):
-        raise RecipeError(f"recipe={recipe!r} is a {type(recipe).__name__}; pass an autoshard.Recipe.")
-    if optimizer is None and recipe.optimizer == "sgd_momentum":
-        raise NotAvailableError(
-            "optimizer='sgd_momentum' has no learning rate to plan with: pass optimizer=torch.optim.SGD(..., "
-            "momentum=0.9)."
-        )
-    is_said = recipe.precision in ("f16", "f32") and precision == "bf16"
-    return optimizer or recipe.optimizer, recipe.precision if is_said else precision
-
-
 def meshes_for(recipe: Recipe, target: object, mesh: Mesh | None) -> list[Mesh]:
     """The meshes on which a recipe may lie: the one that is given, or those that a cluster's devices make."""
     if isinstance(target, DeviceMesh):
@@ -161,13 +141,9 @@ def meshes_for(recipe: Recipe, target: object, mesh: Mesh | None) -> list[Mesh]:
     return meshes
 
 
-def batch_of(recipe: Recipe, global_batch: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """Sequences of a step: as asked for, as the recipe says, or those of the example inputs."""
-    if global_batch is not None and recipe.global_batch not in (None, global_batch):
-        raise NotAvailableError(
-            f"global_batch={global_batch!r}, but that of the recipe is {recipe.global_batch!r}. Leave one of them out."
-        )
-    return global_batch or recipe.global_batch or _batch(args, kwargs)
+def batch_of(global_batch: int | None, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """Sequences of a step: as asked for, or those of the example inputs."""
+    return global_batch or _batch(args, kwargs)
 
 
 def _by_micro_batches(meshes: Sequence[Mesh], recipe: Recipe, global_batch: int) -> dict[int, list[Mesh]]:

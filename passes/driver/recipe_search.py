@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -13,15 +13,16 @@ from torch.utils import _pytree as pytree
 from autoshard.arguments import ExampleInputs, check_trains
 from autoshard.errors import NotAvailableError
 from autoshard.ir.answers import Explanation, Limits, WhyNot
+from autoshard.ir.execution import OPTIMIZERS, Execution
 from autoshard.ir.plan import Plan
-from autoshard.ir.recipe import OPTIMIZERS, TRITON, Recipe
-from autoshard.ir.runtime import Runtime
+from autoshard.ir.recipe import Recipe
+from autoshard.ir.runtime import MEGATRON, TRITON, USUAL, Runtime
 from cost_models.hardware import Cluster
 from cost_models.memory import room_bytes
-from passes.driver.pricing import narrow_dtype, price, priced_model
+from passes.driver.pricing import narrow_dtype, price_execution, priced_model
 from passes.driver.progress import Show, search_bar
 from passes.recipe_search.recipe_alternatives import RecipeAlternatives
-from passes.recipe_search.recipe_constraints import pin
+from passes.recipe_search.recipe_constraints import pinned
 from passes.recipe_search.recipe_problem import RecipeProblem
 from passes.recipe_search.recipe_shortage import shortage
 from passes.recipe_search.recipe_space import Only
@@ -94,12 +95,10 @@ class RecipeSearch:
         """
         assert found.recipe is not None, "a recipe was found"
         problem = self.problem
-        chosen = price(
-            self.model, problem.cluster, found.recipe, example_inputs=self.example_inputs, loss_fn=self.loss_fn
-        )
+        chosen = price_execution(self.model, problem.cluster, found.recipe, self.example_inputs, self.loss_fn)
         return replace(
             chosen,
-            runtime=chosen.runtime if self.runtime is None else self.runtime.name,
+            runtime=MEGATRON if self.runtime is None else self.runtime.name,
             objective=found.objective,
             lower_bound=found.lower_bound,
             search_time_s=found.search_time_s,
@@ -165,7 +164,7 @@ def recipe_search(
 ) -> RecipeSearch:
     """The search for the fastest recipe; see `autoshard.plan` for the arguments.
 
-    `with_kernels`: recipes run our own kernels, see `Recipe.kernels`; `runtime`: None for our own.
+    `with_kernels`: recipes run our own kernels, see `Runtime.kernels`; `runtime`: None for our own.
 
     Raises:
         RecipeError: a constraint that names no field of recipes, or no value of one.
@@ -173,14 +172,16 @@ def recipe_search(
     """
     check_trains(model, optimizer)
     base = base_recipe(model, optimizer, precision, global_batch)
-    base = base if runtime is None else runtime.executes(base)
-    base = replace(base, kernels=TRITON) if with_kernels else base
-    asked, pinned = pin(base, constraints or {})
-    forecast = "" if runtime is not None else _only_priced(optimizer, base, asked)
+    only = pinned(constraints or {})
+    forecast = "" if runtime is not None else _only_priced(optimizer, base)
     if runtime is None and not forecast:
-        asked = _as_compiled(asked, cluster, has_masters=narrow_dtype(model, asked.precision) is not None)
-    priced = priced_model(model, example_inputs, loss_fn, asked.precision)
-    problem = problem_of(priced.counted, cluster, asked, memory_budget, pinned)
+        has_masters = narrow_dtype(model, base.precision) is not None
+        base = replace(base, runtime=_of_compile(cluster, has_masters=has_masters, with_kernels=with_kernels))
+    else:
+        executes = runtime or replace(USUAL, master_weights=base.precision != "f32")
+        base = replace(base, runtime=replace(executes, kernels=TRITON) if with_kernels else executes)
+    priced = priced_model(model, example_inputs, loss_fn, base.precision)
+    problem = problem_of(priced.counted, cluster, base, memory_budget, only)
     problem = replace(problem, runs=runtime is None and not forecast)
     before = None if previous is None else previous.recipe
     return RecipeSearch(
@@ -188,21 +189,20 @@ def recipe_search(
     )
 
 
-def _as_compiled(recipe: Recipe, cluster: Cluster, *, has_masters: bool) -> Recipe:
-    """A recipe as `compile` runs it; `has_masters`: parameters are wider than what products read."""
-    run = own_runtime(cluster).executes(recipe)
-    return replace(run, master_weights=has_masters, fused=recipe.kernels == TRITON)
+def _of_compile(cluster: Cluster, *, has_masters: bool, with_kernels: bool) -> Runtime:
+    """The runtime of `compile` on a cluster; `has_masters`: parameters are wider than what products read."""
+    own = own_runtime(cluster)
+    if not with_kernels:
+        return replace(own, master_weights=has_masters)
+    return replace(own, master_weights=has_masters, fused=True, kernels=TRITON)
 
 
-def _only_priced(optimizer: str | torch.optim.Optimizer | None, base: Recipe, asked: Recipe) -> str:
+def _only_priced(optimizer: str | torch.optim.Optimizer | None, base: Execution) -> str:
     """Why no recipe of a search could have a plan that `compile` runs; "" where recipes may."""
-    if asked.without_program:
-        return f"{asked.without_program} has no program yet that compile runs"
+    if base.precision == "f8":
+        return "precision='f8' has no program yet that compile runs"
     if optimizer == "sgd_momentum":
         return "optimizer='sgd_momentum' has no learning rate to plan with; pass torch.optim.SGD(..., momentum=0.9)"
-    own = [item.name for item in fields(Recipe) if getattr(asked, item.name) != getattr(base, item.name)]
-    if own:
-        return f"constraints[{own[0]!r}] says what another runtime does; compile runs what its own program says"
     return ""
 
 
@@ -245,8 +245,9 @@ class RecipeForecast:
             )
         precision = None if narrow_dtype(self.model, plan.precision) is None else plan.precision
         base = base_recipe(self.model, self.optimizer, precision, _batch_of(self.example_inputs, question))
-        base = replace(base, kernels=TRITON) if self.with_kernels else base
-        base = _as_compiled(base, self.cluster, has_masters=plan.precision is not None and base.master_weights)
+        has_masters = plan.precision is not None and base.precision != "f32"
+        runtime = _of_compile(self.cluster, has_masters=has_masters, with_kernels=self.with_kernels)
+        base = replace(base, runtime=runtime)
         priced = priced_model(self.model, self.example_inputs, self.loss_fn, base.precision)
         problem = problem_of(priced.counted, self.cluster, base, plan.memory_budget, {})
         return RecipeAlternatives(problem, priced, self.time_budget_s).forecast(plan, feature)
@@ -266,7 +267,7 @@ def _batch_of(example_inputs: ExampleInputs, question: str) -> int:
 
 
 def problem_of(
-    counted: CountedModel, cluster: Cluster, base: Recipe, memory_budget: int | None, pinned: Only
+    counted: CountedModel, cluster: Cluster, base: Execution, memory_budget: int | None, pinned: Only
 ) -> RecipeProblem:
     """The search for a model's recipe, within so many bytes of each device; None: its own."""
     limit = room_bytes(cluster.device, _AXES if cluster.size > 1 else 0) if memory_budget is None else memory_budget
@@ -276,7 +277,7 @@ def problem_of(
 def recipe_problem(
     model: nn.Module,
     cluster: Cluster,
-    base: Recipe,
+    base: Execution,
     *,
     example_inputs: ExampleInputs,
     memory_limit: float,
@@ -290,14 +291,10 @@ def recipe_problem(
 
 def base_recipe(
     model: nn.Module, optimizer: str | torch.optim.Optimizer | None, precision: str | None, global_batch: int
-) -> Recipe:
-    """The fields of recipes that are not searched, as a call of `plan` gives them."""
-    chosen = _precision(model, precision)
-    return Recipe(
-        global_batch=global_batch,
-        precision=chosen,
-        optimizer=optimizer_name(optimizer),
-        master_weights=chosen != "f32",
+) -> Execution:
+    """What of the recipes that are searched is given, by a call of `plan`."""
+    return Execution(
+        global_batch=global_batch, precision=products_precision(model, precision), optimizer=optimizer_name(optimizer)
     )
 
 
@@ -305,7 +302,12 @@ _OWN = {torch.bfloat16: ("bf16", "f8"), torch.float16: ("f16", "f8"), torch.floa
 """In which precisions a model of a dtype is priced, its own first."""
 
 
-def _precision(model: nn.Module, asked: str | None) -> str:
+def products_precision(model: nn.Module, asked: str | None) -> str:
+    """The precision of a model's products in recipes; `asked` None: the model's own.
+
+    Raises:
+        NotAvailableError: a model of its types has no such products.
+    """
     narrow = narrow_dtype(model, asked)
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
     dtypes = dtypes if narrow is None else {narrow}

@@ -72,7 +72,7 @@ def _shapes(found: Sequence[FoundRecipe], search: RecipeSearch) -> dict[Recipe, 
     shapes: dict[Recipe, FoundRecipe] = {}
     for each in sorted(found, key=lambda each: each.objective):
         if each.recipe is not None:
-            shapes.setdefault(replace(each.recipe, **free, split_ends=False), each)
+            shapes.setdefault(replace(each.recipe.recipe, **free, stage_layers=None), each)
     return shapes
 
 
@@ -120,7 +120,7 @@ def _fastest(
             if shape.pipeline > 1:
                 check_stages()
             meshes = meshes_for(shape, search.problem.cluster, None)
-            planned = plan_recipe(planner, request, meshes, shape, shape.batch, in_time=True)
+            planned = plan_recipe(planner, request, meshes, shape, search.problem.base.batch, in_time=True)
             if ceiling.has_cut and planned.step_time_s > _NEAR * found.objective:
                 raise NotAvailableError(
                     f"the best specs found by then take {format_time(planned.step_time_s)} a step; give it more time, "

@@ -141,7 +141,7 @@ class StagePlans:
         """The programs of the stages, each with its update."""
         mesh = self.pipeline.stage_mesh
         prices = NodePrices(self.planner.cluster_for(mesh), mesh)
-        blocks = None if self.planner.recipe is None else self.planner.recipe.stage_blocks
+        blocks = None if self.planner.recipe is None else self.planner.recipe.stage_layers
         cut = SplitStages(self.pipeline.stages, prices.computed_s, cuts, homes or {}, blocks)(program)
         if request.update is None:
             return cut

@@ -64,8 +64,8 @@ class BucketCollectives:
         buckets = [bucket for bucket in self._buckets(graph_module.graph, mesh) if len(bucket) > 1]
         return _rewritten(graph_module, buckets) if buckets else graph_module
 
-    def _buckets(self, graph: fx.Graph, mesh: Mesh) -> Iterator[tuple[_Member, ...]]:
-        by_key: defaultdict[tuple[Any, ...], list[_Member]] = defaultdict(list)
+    def _buckets(self, graph: fx.Graph, mesh: Mesh) -> Iterator[tuple[_BucketMember, ...]]:
+        by_key: defaultdict[tuple[Any, ...], list[_BucketMember]] = defaultdict(list)
         for member in _members(graph, mesh):
             by_key[member.key].append(member)
         for members in by_key.values():
@@ -75,10 +75,10 @@ class BucketCollectives:
         """The size of the largest bucket of collectives of one kind that have so many bytes together."""
         return min(self.most_bytes, max(self.least_bytes, total_bytes // 8))
 
-    def _fill(self, members: Sequence[_Member], most_bytes: int) -> Iterator[tuple[_Member, ...]]:
+    def _fill(self, members: Sequence[_BucketMember], most_bytes: int) -> Iterator[tuple[_BucketMember, ...]]:
         end_bytes = most_bytes if self.end_bytes is None else min(self.end_bytes, most_bytes // 4)
         before = list(accumulate((member.size for member in members), initial=0))
-        bucket: list[_Member] = []
+        bucket: list[_BucketMember] = []
         start = cap = 0
         for place, member in enumerate(members):
             is_too_late = any(other.waited_at < member.started_at for other in bucket)
@@ -93,7 +93,7 @@ class BucketCollectives:
 
 
 @dataclass(frozen=True, slots=True)
-class _Member:
+class _BucketMember:
     """A collective that may come into a bucket, and its wait, with their places in the graph."""
 
     start: fx.Node
@@ -126,14 +126,14 @@ class _Member:
         return (self.start.target, *self.start.args[1:], value.dtype, value.device)
 
 
-def _members(graph: fx.Graph, mesh: Mesh) -> Iterator[_Member]:
+def _members(graph: fx.Graph, mesh: Mesh) -> Iterator[_BucketMember]:
     """Reductions and gathers, in order."""
     places = {node: place for place, node in enumerate(graph.nodes)}
     for node, place in places.items():
         waits = [user for user in node.users if is_wait(user)]
         if _may_be_packed(node) and len(waits) == len(node.users) == 1:
             ranks = mesh.shards(group_axes(str(node.args[-1])))
-            yield _Member(node, waits[0], place, places[waits[0]], ranks)
+            yield _BucketMember(node, waits[0], place, places[waits[0]], ranks)
 
 
 def _may_be_packed(node: fx.Node) -> bool:
@@ -146,9 +146,9 @@ def _may_be_packed(node: fx.Node) -> bool:
     return node.target is REDUCE_SCATTER and value.shape[:1] == (node.args[2],)
 
 
-def _rewritten(graph_module: fx.GraphModule, buckets: Sequence[Sequence[_Member]]) -> fx.GraphModule:
+def _rewritten(graph_module: fx.GraphModule, buckets: Sequence[Sequence[_BucketMember]]) -> fx.GraphModule:
     """A copy of a graph with these collectives in buckets."""
-    made = _Rewriting(graph_module.graph)
+    made = _BucketRewrite(graph_module.graph)
     starts = {member.start: bucket for bucket in buckets for member in bucket}
     waits = {member.wait: (member, bucket) for bucket in buckets for member in bucket}
     for node in graph_module.graph.nodes:
@@ -162,7 +162,7 @@ def _rewritten(graph_module: fx.GraphModule, buckets: Sequence[Sequence[_Member]
 
 
 @dataclass(slots=True)
-class _Rewriting:
+class _BucketRewrite:
     """A graph that is copied with buckets in it.
 
     Args:
@@ -188,7 +188,7 @@ class _Rewriting:
         """A node that is in no bucket."""
         self.copies[node] = copy_node(self.made, node, self.copies.__getitem__)
 
-    def start(self, bucket: Sequence[_Member]) -> None:
+    def start(self, bucket: Sequence[_BucketMember]) -> None:
         """Pack what the members send, and send it."""
         last: Any = bucket[-1].start
         sent = [self.copies[member.operand] for member in self._packed(bucket)]
@@ -197,7 +197,7 @@ class _Rewriting:
         packed = self._call(_aten.cat.default, (flat, *dims), last)
         self.started[bucket[0].start] = self._call(last.target, (packed, *last.args[1:]), last)
 
-    def wait(self, member: _Member, bucket: Sequence[_Member]) -> None:
+    def wait(self, member: _BucketMember, bucket: Sequence[_BucketMember]) -> None:
         """Give a member its part of what its bucket received."""
         first, packed = bucket[0].start, self._packed(bucket)
         if first not in self.parts:
@@ -207,7 +207,7 @@ class _Rewriting:
         result.meta |= {key: item for key, item in member.wait.meta.items() if key != "val"}
         self.copies[member.wait] = result
 
-    def _parts(self, bucket: Sequence[_Member], like: fx.Node) -> fx.Node:
+    def _parts(self, bucket: Sequence[_BucketMember], like: fx.Node) -> fx.Node:
         """What each member received: views, or, of what lies in rows for each rank, copies."""
         first: Any = bucket[0].start
         received = self._call(WAIT, (self.started[first],), like)
@@ -220,7 +220,7 @@ class _Rewriting:
         pieces = [size // ranks for size in sizes]
         return self._call(_aten.split_with_sizes_copy.default, (rows, pieces, 1), like)
 
-    def _packed(self, bucket: Sequence[_Member]) -> list[_Member]:
+    def _packed(self, bucket: Sequence[_BucketMember]) -> list[_BucketMember]:
         """The members of a bucket in the order in which they lie in it."""
         return sorted(bucket, key=lambda member: self.ranks[member.wait])
 

@@ -28,7 +28,7 @@ from passes.verification.verify_in_place import written_operands
 
 
 @dataclass(frozen=True, slots=True)
-class _Bucket:
+class _UpdateBucket:
     """Updates that one call can do.
 
     Args:
@@ -70,7 +70,7 @@ def _bucketed(graph_module: fx.GraphModule, with_triton: bool) -> fx.GraphModule
     return lazy_module(graph_module, graph)
 
 
-def _add_bucket(graph: fx.Graph, bucket: _Bucket, copies: Mapping[fx.Node, fx.Node]) -> None:
+def _add_bucket(graph: fx.Graph, bucket: _UpdateBucket, copies: Mapping[fx.Node, fx.Node]) -> None:
     first, *_ = bucket.nodes
     count = tensors_of(bucket.target)
     tensors = tuple([node.args[index] for node in bucket.nodes] for index in range(count))
@@ -78,7 +78,7 @@ def _add_bucket(graph: fx.Graph, bucket: _Bucket, copies: Mapping[fx.Node, fx.No
     graph.create_node("call_function", bucket.target, args).meta = dict(first.meta)
 
 
-def _buckets(graph: fx.Graph, with_triton: bool) -> Iterator[_Bucket]:
+def _buckets(graph: fx.Graph, with_triton: bool) -> Iterator[_UpdateBucket]:
     alike: defaultdict[tuple[object, ...], list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if node.target in MANY:
@@ -86,7 +86,7 @@ def _buckets(graph: fx.Graph, with_triton: bool) -> Iterator[_Bucket]:
             alike[(target, dtypes, *node.args[tensors_of(target) :])].append(node)
     for (target, *_), nodes in alike.items():
         if len(nodes) > 1:
-            yield _Bucket(target, tuple(nodes))
+            yield _UpdateBucket(target, tuple(nodes))
 
 
 def _target_of(node: fx.Node, with_triton: bool) -> tuple[Any, tuple[torch.dtype, ...]]:
@@ -109,7 +109,7 @@ def _value(operand: Any) -> Tensor | None:
     return operand.meta.get("val")
 
 
-def _order(graph: fx.Graph, bucket_of: Mapping[fx.Node, _Bucket]) -> list[fx.Node] | None:
+def _order(graph: fx.Graph, bucket_of: Mapping[fx.Node, _UpdateBucket]) -> list[fx.Node] | None:
     """The nodes with each bucket at one place, named by its first node; None where there is no such order.
 
     Of what may come next, the earliest node of the graph does.

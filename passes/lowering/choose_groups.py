@@ -31,9 +31,9 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from autoshard.kernels.generated.define import NamedGroup
-from autoshard.kernels.generated.group import Group, Ref, Step, Value
+from autoshard.kernels.generated.group import Group, GroupStep, Ref, ValueShape
 from autoshard.kernels.generated.loops import NoLoopsError
-from autoshard.kernels.generated.operators import LANES, Kind, kind_of
+from autoshard.kernels.generated.operators import LANES, IndexKind, kind_of
 from autoshard.kernels.generated.source import write_source
 from cost_models.compute import memory_time
 from cost_models.device import Device
@@ -99,7 +99,7 @@ def choose_groups(graph: fx.Graph, device: Device | None) -> tuple[ChosenGroup, 
     """The groups of a graph whose nodes have fake values in `meta["val"]`, in the order of their first members."""
     if any(_writes(node) for node in graph.nodes):
         return ()
-    return _Choice(graph, device).run()
+    return _UnitedGroups(graph, device).run()
 
 
 def is_view(node: fx.Node) -> bool:
@@ -108,12 +108,12 @@ def is_view(node: fx.Node) -> bool:
         return False
     if node.target is torch.ops.aten.contiguous.default:
         return node.all_input_nodes[0].meta["val"].is_contiguous()
-    return kind_of(node.target) is Kind.VIEW
+    return kind_of(node.target) is IndexKind.VIEW
 
 
 def may_be_pointwise(node: fx.Node) -> bool:
     """Whether a kernel could compute a call element by element."""
-    return kind_of(node.target) is Kind.POINTWISE and _is_member(node) and _value(node).dtype in LANES
+    return kind_of(node.target) is IndexKind.POINTWISE and _is_member(node) and _value(node).dtype in LANES
 
 
 def _writes(node: fx.Node) -> bool:
@@ -122,13 +122,17 @@ def _writes(node: fx.Node) -> bool:
 
 def _is_free(node: fx.Node) -> bool:
     """Whether a node waits for its operands alone, and computes nothing that is worth a place of its own."""
-    is_constant = kind_of(node.target) is Kind.CONSTANT and not node.all_input_nodes
+    is_constant = kind_of(node.target) is IndexKind.CONSTANT and not node.all_input_nodes
     return node.op == "get_attr" or node.target is operator.getitem or is_view(node) or is_constant
 
 
 def _is_member(node: fx.Node) -> bool:
     """Whether a kernel could compute a call."""
-    if kind_of(node.target) not in (Kind.POINTWISE, Kind.REDUCTION) or is_view(node) or not node.all_input_nodes:
+    if (
+        kind_of(node.target) not in (IndexKind.POINTWISE, IndexKind.REDUCTION)
+        or is_view(node)
+        or not node.all_input_nodes
+    ):
         return False
     values = [_value(item) for item in (node, *node.all_input_nodes)]
     devices = {value.device for value in values if isinstance(value, Tensor) and value.dim()}
@@ -137,7 +141,7 @@ def _is_member(node: fx.Node) -> bool:
 
 
 @dataclass(slots=True)
-class _Choice:
+class _UnitedGroups:
     """Groups of a graph, while they are united.
 
     Args:
@@ -265,7 +269,7 @@ class _GroupBuilder:
         nodes = [*self.operands, *self.steps]
         numbers = {node: number for number, node in enumerate(nodes)}
         group = Group(
-            operands=tuple(Value.of(_value(node)) for node in self.operands),
+            operands=tuple(ValueShape.of(_value(node)) for node in self.operands),
             steps=tuple(_step(node, numbers) for node in self.steps),
             results=tuple(numbers[node] for node in results),
         )
@@ -276,7 +280,7 @@ class _GroupBuilder:
     def _visit(self, node: fx.Node) -> None:
         if node in self.operands or node in self.steps:
             return
-        is_constant = kind_of(node.target) is Kind.CONSTANT and not node.all_input_nodes
+        is_constant = kind_of(node.target) is IndexKind.CONSTANT and not node.all_input_nodes
         if node not in self.within and not is_view(node) and not is_constant:
             self.operands[node] = len(self.operands)
             return
@@ -285,7 +289,7 @@ class _GroupBuilder:
         self.steps.append(node)
 
 
-def _step(node: fx.Node, numbers: Mapping[fx.Node, int]) -> Step:
+def _step(node: fx.Node, numbers: Mapping[fx.Node, int]) -> GroupStep:
     def argument(item: Any) -> Any:
         if isinstance(item, fx.Node):
             return Ref(numbers[item])
@@ -293,7 +297,7 @@ def _step(node: fx.Node, numbers: Mapping[fx.Node, int]) -> Step:
 
     target: Any = node.target
     kwargs = tuple((name, argument(item)) for name, item in sorted(node.kwargs.items()))
-    return Step(target, argument(node.args), kwargs, Value.of(_value(node)))
+    return GroupStep(target, argument(node.args), kwargs, ValueShape.of(_value(node)))
 
 
 def _places(graph: fx.Graph) -> dict[fx.Node, int]:

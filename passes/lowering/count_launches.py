@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from torch._ops import OpOverload
 
 from autoshard.kernels.generated.define import generated_kernel
-from autoshard.kernels.generated.source import Layout
+from autoshard.kernels.generated.source import ElementLayout
 from autoshard.kernels.launch import row_tile
 from autoshard.kernels.triton_linear_cross_entropy import (
     chunk_classes,
@@ -112,7 +112,7 @@ def second_step(target: Any, value: Any) -> Traffic:
     return sum((Traffic(1, 2 * partial_bytes + _bytes(other)) for other in others), Traffic())
 
 
-def split_sums(layout: Layout) -> Traffic:
+def split_sums(layout: ElementLayout) -> Traffic:
     """The sums of the parts that a generated kernel stores where sums are split, and those parts, written and read."""
     return Traffic(1, 2 * layout.chunks * layout.rows * _FLOAT_BYTES) * len(layout.split)
 

@@ -61,7 +61,7 @@ class FuseKernels:
 
     def fuse(self, graph_module: fx.GraphModule) -> fx.GraphModule:
         """A graph over local values with kernels, as one of its own."""
-        fusion = _Fusion(_copy(graph_module, {}))
+        fusion = _FusedGraph(_copy(graph_module, {}))
         for kernel in self.kernels:
             for form in range(len(kernel.forms)):
                 fusion.apply(kernel, form)
@@ -101,7 +101,7 @@ def _replace_alone(node: fx.Node) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _ReplacedCalls:
     """Calls that a kernel is about to replace.
 
     Args:
@@ -120,7 +120,7 @@ class _Group:
 
 
 @dataclass(slots=True)
-class _Fusion:
+class _FusedGraph:
     """A graph that is being fused.
 
     Args:
@@ -194,7 +194,7 @@ class _Fusion:
         self._take_over(group, call, values)
         return True
 
-    def _group(self, match: Match, anchor: fx.Node) -> _Group | None:
+    def _group(self, match: Match, anchor: fx.Node) -> _ReplacedCalls | None:
         results = tuple(
             () if number is None else tuple(node for node in self.nodes[number] if _is_beside(node, anchor))
             for number in match.results
@@ -207,9 +207,11 @@ class _Fusion:
                 going.add(node)
         readers = {user for node in held for user in node.users} - going
         spares = any(is_launch(node) and not _is_beside(node, anchor) for node in inner - going)
-        return _Group(match, results, frozenset(going), min(readers), spares) if readers else None
+        return _ReplacedCalls(match, results, frozenset(going), min(readers), spares) if readers else None
 
-    def _arguments(self, kernel: FusedKernel, form: int, group: _Group, anchor: fx.Node) -> tuple[Any, ...] | None:
+    def _arguments(
+        self, kernel: FusedKernel, form: int, group: _ReplacedCalls, anchor: fx.Node
+    ) -> tuple[Any, ...] | None:
         """The kernel's arguments, each operand in the latest node that holds it.
 
         None where one comes too late, or a number stands where the kernel takes a tensor: `linear(x) + 1` has no bias.
@@ -230,7 +232,7 @@ class _Fusion:
         free = {name: compute(fakes) for name, compute in kernel.forms[form].free.items()}
         return tuple(arguments.values()) if all(values[name] == value for name, value in free.items()) else None
 
-    def _spares_dear_values(self, kernel: FusedKernel, group: _Group) -> bool:
+    def _spares_dear_values(self, kernel: FusedKernel, group: _ReplacedCalls) -> bool:
         """Whether nothing but calls that are to go as well still reads what the kernel computes anew."""
         if kernel.readers_of_anew is None:
             return True
@@ -238,7 +240,9 @@ class _Fusion:
         readers = {user for node in inner - group.going for user in node.users} - inner
         return all(reader.target in kernel.readers_of_anew for reader in readers)
 
-    def _insert(self, kernel: FusedKernel, arguments: tuple[Any, ...], group: _Group, anchor: fx.Node) -> fx.Node:
+    def _insert(
+        self, kernel: FusedKernel, arguments: tuple[Any, ...], group: _ReplacedCalls, anchor: fx.Node
+    ) -> fx.Node:
         """The kernel's call, behind its last operand, or where the first result is."""
         graph = self.graph_module.graph
         last = max(item for item in arguments if isinstance(item, fx.Node))
@@ -251,7 +255,7 @@ class _Fusion:
         call.meta = dict(anchor.meta)
         return call
 
-    def _take_over(self, group: _Group, call: fx.Node, values: Sequence[Any]) -> None:
+    def _take_over(self, group: _ReplacedCalls, call: fx.Node, values: Sequence[Any]) -> None:
         """Let the kernel's results stand where the group's did, and take away what nothing reads."""
         graph = self.graph_module.graph
         for index, (number, nodes) in enumerate(zip(group.match.results, group.results, strict=True)):

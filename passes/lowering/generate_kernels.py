@@ -66,13 +66,13 @@ def generate_kernels(
     first = {item.group: item for item in reversed(every)}
     kernels = define_kernels([first[group].named(count) for group, count in counts.items()], title)
     return {
-        name: _Rewriting(phase, chosen[name], kernels).run() if chosen[name] else phase
+        name: _KernelRewrite(phase, chosen[name], kernels).run() if chosen[name] else phase
         for name, phase in phases.items()
     }
 
 
 @dataclass(slots=True)
-class _Rewriting:
+class _KernelRewrite:
     """Copies a phase, with kernels in place of groups.
 
     Every node is copied at its place, a group at that of its last member; or sooner, where something reads it sooner.

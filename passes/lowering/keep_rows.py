@@ -56,7 +56,7 @@ class KeepRows:
         limit = self._peak(phased) if layers and self.memory_bytes is None else self.memory_bytes
         fitting, count, least, most = phased, len(layers), 0, len(layers)
         while limit is not None and least < most:
-            made = _Keeping(phased, dict(layers[:count])).made()
+            made = _RowKeeper(phased, dict(layers[:count])).made()
             if self._peak(made) <= limit:
                 fitting, least = made, count
             else:
@@ -100,7 +100,7 @@ def _saved(phased: PhasedProgram) -> list[fx.Node]:
 
 
 @dataclass(slots=True)
-class _Keeping:
+class _RowKeeper:
     """Rewrites phases so that the layers of `layers`, calls of the backward with those of the forward, keep rows."""
 
     phased: PhasedProgram

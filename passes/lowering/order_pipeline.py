@@ -56,7 +56,7 @@ def order_forward(schedule: str, ranks: int, virtual_stages: int = 1) -> Pipelin
 
 
 def _with_transfers(shape: PipelineOrder, left: list[deque[Slot]]) -> PipelineOrder:
-    return _Inserting(shape, left, slots=[[] for _ in left], there=[set() for _ in left]).run()
+    return _MessageInsertion(shape, left, slots=[[] for _ in left], there=[set() for _ in left]).run()
 
 
 def _tasks(slot: PricedSlot) -> Slot:
@@ -64,7 +64,7 @@ def _tasks(slot: PricedSlot) -> Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class _Inserting:
+class _MessageInsertion:
     """By rank: what is left to put in, what is put in, and the messages that are made or received by then."""
 
     shape: PipelineOrder

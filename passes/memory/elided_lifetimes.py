@@ -55,7 +55,7 @@ def elided_intervals(
         *((links.indices, links.standing, links.elided) for links in elided.links),
     ]
     rows = [
-        _Row(tuple((keeper, which) for keeper in keepers), (standing, which), number)
+        _UnitValues(tuple((keeper, which) for keeper in keepers), (standing, which), number)
         for keepers, standing, number in alike
         for which in dict.fromkeys(which for keeper in keepers for which in kept_by[keeper])
     ]
@@ -73,7 +73,7 @@ def numbered(on_links: Iterable[OnLink]) -> dict[Key, OnLink]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Row:
+class _UnitValues:
     """The same value (or link) in each of the four units, that which stands for the elided ones, and their number."""
 
     keys: Sequence[Key]
@@ -172,7 +172,7 @@ def _add_adding(liveness: Liveness, elided: Elided, spots: dict[int, tuple[int, 
 
 
 def _intervals(
-    points: _Points, rows: Sequence[_Row], intervals: Mapping[Key, Interval]
+    points: _Points, rows: Sequence[_UnitValues], intervals: Mapping[Key, Interval]
 ) -> dict[Key, tuple[Interval, int]]:
     """Of what stands for elided units: when these hold it, and how many they are."""
     found: dict[Key, tuple[Interval, int]] = {}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.memory.memory_usage import Item, MemoryUsage
+from passes.memory.memory_usage import MemoryUsage, UsedBytes
 from passes.solver.assignment import Floats, MemoryRow
 
 _MOST_KEPT = 32
@@ -25,11 +25,11 @@ def row_at(usage: MemoryUsage, point: int, edge_between: Mapping[tuple[int, ...]
     return usage.known_rows[point]
 
 
-def _row_of(items: Iterable[Item], edge_between: Mapping[tuple[int, ...], int]) -> MemoryRow:
+def _row_of(items: Iterable[UsedBytes], edge_between: Mapping[tuple[int, ...], int]) -> MemoryRow:
     """The memory row of items that are in memory at once; `edge_between` as in `row_at`."""
     items = list(items)
-    variables: dict[int, list[Item]] = defaultdict(list)
-    edges: dict[int, list[Item]] = defaultdict(list)
+    variables: dict[int, list[UsedBytes]] = defaultdict(list)
+    edges: dict[int, list[UsedBytes]] = defaultdict(list)
     for item in items:
         if item.is_of_one:
             variables[item.variables[0]].append(item)
@@ -54,7 +54,7 @@ class _Bytes(Mapping[int, Floats]):
         finds: whether entries that are not known are found; else they are nothing as long as no choice needed them.
     """
 
-    held: Mapping[int, Sequence[Item]]
+    held: Mapping[int, Sequence[UsedBytes]]
     finds: bool = True
     _sums: dict[int, Floats] = field(default_factory=dict, repr=False)
 

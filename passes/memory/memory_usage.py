@@ -79,7 +79,7 @@ class Table:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
+class UsedBytes:
     """What is in memory over `interval`: as many bytes as a table says of the options of one or two variables.
 
     `number`: how many such there are.
@@ -132,11 +132,11 @@ class MemoryUsage:
     row_steps: _Integers
     column_steps: _Integers
     numbers: _Integers
-    items: tuple[Item, ...]
+    items: tuple[UsedBytes, ...]
     known_rows: dict[int, MemoryRow] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def of(cls, points: int, items: Sequence[Item]) -> MemoryUsage:
+    def of(cls, points: int, items: Sequence[UsedBytes]) -> MemoryUsage:
         """The usage of `items`; those that share a table object share its entries."""
         tables = {id(item.table): item.table.sizes for item in items}
         ends = np.cumsum([sizes.size for sizes in tables.values()], dtype=np.int64)
@@ -167,7 +167,7 @@ class MemoryUsage:
             sizes[number] = self.sizes[places[number]] = item.table.at(*(choice[each] for each in item.variables))
         return self._in_use(sizes)
 
-    def items_at(self, point: int) -> list[Item]:
+    def items_at(self, point: int) -> list[UsedBytes]:
         """What is in memory at one point."""
         places = np.flatnonzero((self.births <= point) & (point < self.ends))
         return [self.items[place] for place in places.tolist()]

@@ -87,7 +87,7 @@ def pipeline_memory(staged: StagedProgram) -> tuple[RankMemory, ...]:
     """Peak memory of each rank of a pipeline, and its parts."""
     needs = [_needs_of(stage, staged) for stage in staged.stages]
     ranks = range(max(staged.order.stage_ranks) + 1)
-    return tuple(_Walk(staged, needs, rank).run() for rank in ranks)
+    return tuple(_RankWalk(staged, needs, rank).run() for rank in ranks)
 
 
 def _needs_of(stage: StageProgram, staged: StagedProgram) -> _Needs:
@@ -173,7 +173,7 @@ def _update_bytes(phased: PhasedProgram, carried: Sequence[int]) -> int:
 
 
 @dataclass(slots=True)
-class _Walk:
+class _RankWalk:
     """A rank's order under way: what is live, by part, and the most that was."""
 
     staged: StagedProgram

@@ -60,7 +60,7 @@ class Moved:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LocalForm:
+class RewrittenForm:
     """What a rank runs for a call that is rewritten, and where its results lie.
 
     Args:
@@ -89,7 +89,7 @@ class Transients:
     mesh: Mesh
     cost: StepCost | None = None
     _growths: dict[Any, _Growth] = field(default_factory=dict, repr=False)
-    _forms: dict[Any, LocalForm] = field(default_factory=dict, repr=False)
+    _forms: dict[Any, RewrittenForm] = field(default_factory=dict, repr=False)
     _peaks: dict[Any, int] = field(default_factory=dict, repr=False)
 
     def of_reshard(self, moved: Moved, *, freed: bool) -> int:
@@ -127,7 +127,7 @@ class Transients:
         strategy: Strategy,
         unread: frozenset[int] = frozenset(),
         strides: Mapping[int, tuple[int, ...]] | None = None,
-    ) -> LocalForm | None:
+    ) -> RewrittenForm | None:
         """Local graph of a call, where nothing reads some of its results; None for no more than operands and results.
 
         Args:
@@ -148,7 +148,9 @@ class Transients:
             self._forms[key] = _local_form(site, strategy, self.mesh, unread, dict(lying))
         return self._forms[key]
 
-    def beside(self, form: LocalForm, operands: tuple[int, ...], sizes: tuple[int, ...], gone: tuple[bool, ...]) -> int:
+    def beside(
+        self, form: RewrittenForm, operands: tuple[int, ...], sizes: tuple[int, ...], gone: tuple[bool, ...]
+    ) -> int:
         """The most bytes beside operands and results while a call runs; below zero if operands go early.
 
         Args:
@@ -158,7 +160,9 @@ class Transients:
         """
         return self._peak(form, operands, sizes, gone) - sum(sizes) - sum(form.made.values())
 
-    def _peak(self, form: LocalForm, operands: tuple[int, ...], sizes: tuple[int, ...], gone: tuple[bool, ...]) -> int:
+    def _peak(
+        self, form: RewrittenForm, operands: tuple[int, ...], sizes: tuple[int, ...], gone: tuple[bool, ...]
+    ) -> int:
         key = (form, operands, sizes, gone)
         if key not in self._peaks:
             storages = Storages()
@@ -216,7 +220,7 @@ def strides_in_trace(site: Site) -> dict[int, tuple[int, ...]]:
 
 def _local_form(
     site: Site, strategy: Strategy, mesh: Mesh, unread: frozenset[int], strides: Mapping[int, tuple[int, ...]]
-) -> LocalForm:
+) -> RewrittenForm:
     graph, count = emitted_call(site, strategy, mesh, strides), len(site.results)
     kept = range(count)
     values: Any = graph.output_node().args[0]
@@ -234,7 +238,7 @@ def _local_form(
     made = {number: storages.sizes[number] for number in dict.fromkeys(found) if number >= len(operands)}
     reads = tuple(bool(node.users) for node in graph.nodes if node.op == "placeholder")
     where = dict(zip(kept, found, strict=True))
-    return LocalForm(graph, tuple(map(where.get, range(count))), made, reads)
+    return RewrittenForm(graph, tuple(map(where.get, range(count))), made, reads)
 
 
 def _numbers_of_tensors(graph: fx.Graph, storage: Storage, count: int) -> tuple[int, ...]:
@@ -245,6 +249,6 @@ def _numbers_of_tensors(graph: fx.Graph, storage: Storage, count: int) -> tuple[
     return tuple(number for number, value in zip(storage, values, strict=True) if isinstance(value, torch.Tensor))
 
 
-def _operand_bytes(form: LocalForm) -> tuple[int, ...]:
+def _operand_bytes(form: RewrittenForm) -> tuple[int, ...]:
     values = (node.meta["val"] for node in form.graph.nodes if node.op == "placeholder")
     return tuple(value.numel() * value.element_size() for value in values)

@@ -23,7 +23,7 @@ from autoshard.ir.spec import Reduction
 from autoshard.rules.notation import BoundRule, Dims
 from autoshard.rules.registry import bound_rule
 from autoshard.tracing.bounded import ROWWISE, runs_as_it_is
-from passes.padding.contents import Content, constant, content_of_type, either, is_masked, masked_sum
+from passes.padding.contents import PaddedContent, constant, content_of_type, either, is_masked, masked_sum
 from passes.padding.padded_calls import PaddedCall, Results
 from passes.padding.padded_values import CLEAN, Dim, PaddedValue, Place, ReachedError, Region, is_padded_part
 
@@ -67,7 +67,7 @@ def _clean(call: PaddedCall) -> Results:
     )
 
 
-def _made(call: PaddedCall, result: int, operands: Sequence[Content], region: Region) -> Content:
+def _made(call: PaddedCall, result: int, operands: Sequence[PaddedContent], region: Region) -> PaddedContent:
     """What a call makes of elements of its operands; of results behind the first, any number of their type."""
     found = call.content(operands, region)
     if not result:
@@ -167,7 +167,7 @@ class _Ruled:
                 return False
         return True
 
-    def _operands(self, result: int, region: Region, labels: frozenset[Label]) -> list[Content]:
+    def _operands(self, result: int, region: Region, labels: frozenset[Label]) -> list[PaddedContent]:
         """What the operands hold for a region of a result, in the padding of some reduced parts."""
         wanted = {self._label(self.bound.outputs[result], place) for place in region} | labels
         return [
@@ -195,14 +195,14 @@ class _Ruled:
             raise ReachedError("makes a dim of the length")
         return (sizes,)
 
-    def _content_of(self, result: int, index: int, reduced: Sequence[Label]) -> Callable[[Region], Content]:
+    def _content_of(self, result: int, index: int, reduced: Sequence[Label]) -> Callable[[Region], PaddedContent]:
         subsets = [frozenset[Label](), *_nonempty_subsets(reduced)]
         reductions = [self.bound.reduce.get(factor) for factor, _ in reduced]
         is_one = len(set(reductions)) == 1
         combine = _COMBINED.get(reductions[0], either) if is_one else either
         is_pointwise = torch.Tag.pointwise in getattr(self.call.target, "tags", ())
 
-        def content(region: Region) -> Content:
+        def content(region: Region) -> PaddedContent:
             if self.bound.transparent:
                 first, *others = self._operands(result, region, frozenset())
                 return replace(first, is_clean=False, is_like_clean=False) if others and region else first
@@ -224,7 +224,7 @@ class _Ruled:
         value, dims = self.call.operands[operand], self.bound.inputs[operand]
         return not any(self._label(dims, place) in wanted for place in value.places)
 
-    def _added_mask(self, found: Sequence[Sequence[Content]]) -> Content | None:
+    def _added_mask(self, found: Sequence[Sequence[PaddedContent]]) -> PaddedContent | None:
         """The mask that a product of ordinary numbers is added to."""
         if len(self.bound.added) != 1 or self.call.node.kwargs:
             return None
@@ -248,17 +248,17 @@ class _Ruled:
         )
 
 
-def _least_of(contents: Iterable[Content]) -> Content:
+def _least_of(contents: Iterable[PaddedContent]) -> PaddedContent:
     known = list(contents)
     return replace(either(known), high=min(item.high for item in known))
 
 
-def _greatest_of(contents: Iterable[Content]) -> Content:
+def _greatest_of(contents: Iterable[PaddedContent]) -> PaddedContent:
     known = list(contents)
     return replace(either(known), low=max(item.low for item in known))
 
 
-_COMBINED: Mapping[Reduction | None, Callable[[Iterable[Content]], Content]] = {
+_COMBINED: Mapping[Reduction | None, Callable[[Iterable[PaddedContent]], PaddedContent]] = {
     Reduction.MIN: _least_of,
     Reduction.MAX: _greatest_of,
 }
@@ -284,7 +284,7 @@ def _assign(parts: dict[str, Dim], factors: tuple[str, ...], dim: Dim, sizes: Ma
     parts[factor] = ((size, size),)
 
 
-def changes_nothing(reduction: Reduction | None, fill: Any, padding: Content, clean: Content) -> bool:
+def changes_nothing(reduction: Reduction | None, fill: Any, padding: PaddedContent, clean: PaddedContent) -> bool:
     """Whether a reduction of clean elements is the same beside what padding holds."""
     if reduction is Reduction.MAX:
         return padding.high <= _least(clean)
@@ -293,11 +293,11 @@ def changes_nothing(reduction: Reduction | None, fill: Any, padding: Content, cl
     return fill is not None and padding.is_only(float(fill))
 
 
-def _least(clean: Content) -> float:
+def _least(clean: PaddedContent) -> float:
     return clean.low if clean.low > -math.inf or not clean.is_finite else -_FLOAT_MAX
 
 
-def _greatest(clean: Content) -> float:
+def _greatest(clean: PaddedContent) -> float:
     return clean.high if clean.high < math.inf or not clean.is_finite else _FLOAT_MAX
 
 

@@ -29,7 +29,7 @@ _MASKED = -5e3
 
 
 @dataclass(frozen=True, slots=True)
-class Content:
+class PaddedContent:
     """The numbers from `low` to `high`; where `is_finite`, none of them is infinite or no number.
 
     `is_clean`: they are those of the clean part, as where a row is repeated. `is_like_clean`: they are infinite only
@@ -70,28 +70,28 @@ class Content:
         return low <= self.low and self.high <= high
 
 
-UNKNOWN = Content(-math.inf, math.inf, is_finite=False)
-_FINITE = Content(-math.inf, math.inf, is_finite=True)
+UNKNOWN = PaddedContent(-math.inf, math.inf, is_finite=False)
+_FINITE = PaddedContent(-math.inf, math.inf, is_finite=True)
 
 
-def constant(number: Any) -> Content:
+def constant(number: Any) -> PaddedContent:
     """The content of elements that are all one number; unknown for any other object."""
     if not isinstance(number, (int, float)) or math.isnan(number):
         return UNKNOWN
-    return Content(float(number), float(number), math.isfinite(number))
+    return PaddedContent(float(number), float(number), math.isfinite(number))
 
 
-def content_of_type(dtype: torch.dtype) -> Content:
+def content_of_type(dtype: torch.dtype) -> PaddedContent:
     """Any finite numbers of a type."""
     if dtype.is_floating_point or dtype.is_complex:
         return _FINITE
     return _from_range(range_of_type(dtype), is_finite=True)
 
 
-def either(contents: Iterable[Content]) -> Content:
+def either(contents: Iterable[PaddedContent]) -> PaddedContent:
     """The content of elements that have one of these contents."""
     known = list(contents)
-    return Content(
+    return PaddedContent(
         min(item.low for item in known),
         max(item.high for item in known),
         all(item.is_finite for item in known),
@@ -100,21 +100,23 @@ def either(contents: Iterable[Content]) -> Content:
     )
 
 
-def is_masked(content: Content) -> bool:
+def is_masked(content: PaddedContent) -> bool:
     """Whether scores in it have no weight in a softmax: -inf, the least number of their type, -1e9."""
     return content.high <= _MASKED
 
 
-def masked_sum(mask: Content) -> Content:
+def masked_sum(mask: PaddedContent) -> PaddedContent:
     """The sum of a mask without weight and ordinary scores."""
-    return Content(-math.inf, 0.9 * mask.high, mask.is_finite)
+    return PaddedContent(-math.inf, 0.9 * mask.high, mask.is_finite)
 
 
-def content_of_call(node: fx.Node, operands: Sequence[Content]) -> Content:
+def content_of_call(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent:
     """The content of elements that a call makes of elements of its operands, given in order."""
     dtype = _dtype_of(node)
     if dtype is None or dtype.is_complex:
-        return UNKNOWN if dtype is None else Content(-math.inf, math.inf, all(item.is_finite for item in operands))
+        return (
+            UNKNOWN if dtype is None else PaddedContent(-math.inf, math.inf, all(item.is_finite for item in operands))
+        )
     made = _compute(node, operands) or _combine(node, operands, dtype) or _bound(node, operands, dtype)
     if operands and _is_pointwise(node) and all(item.is_clean for item in operands):
         return replace(made, is_clean=True)
@@ -128,15 +130,15 @@ def _dtype_of(node: fx.Node) -> torch.dtype | None:
     return value.dtype if isinstance(value, torch.Tensor) else None
 
 
-def _from_range(found: Range, *, is_finite: bool) -> Content:
+def _from_range(found: Range, *, is_finite: bool) -> PaddedContent:
     is_infinity = found.low == found.high and math.isinf(found.low)
-    return Content(found.low, found.high, is_finite and not is_infinity)
+    return PaddedContent(found.low, found.high, is_finite and not is_infinity)
 
 
 # Known numbers are computed.
 
 
-def _compute(node: fx.Node, operands: Sequence[Content]) -> Content | None:
+def _compute(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | None:
     """One number, where all operands are one number each: by the operator itself."""
     if not _is_pointwise(node) or not operands:
         return None
@@ -154,26 +156,26 @@ def _compute(node: fx.Node, operands: Sequence[Content]) -> Content | None:
 
 # Operators with a function of their own.
 
-_Function = Callable[[fx.Node, Sequence[Content]], Content | None]
+_Function = Callable[[fx.Node, Sequence[PaddedContent]], PaddedContent | None]
 
 
-def _arguments(node: fx.Node, operands: Sequence[Content]) -> list[Content]:
+def _arguments(node: fx.Node, operands: Sequence[PaddedContent]) -> list[PaddedContent]:
     """Contents of the positional arguments, of which some may be numbers."""
     given = iter(operands)
     return [next(given) if isinstance(item, fx.Node) else replace(constant(item), is_clean=True) for item in node.args]
 
 
-def _where(node: fx.Node, operands: Sequence[Content]) -> Content | None:
+def _where(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | None:
     condition, one, other = _arguments(node, operands)
     return _chosen(condition, one, other)
 
 
-def _masked_fill(node: fx.Node, operands: Sequence[Content]) -> Content | None:
+def _masked_fill(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | None:
     x, mask, value = _arguments(node, operands)
     return _chosen(mask, value, x)
 
 
-def _chosen(condition: Content, one: Content, other: Content) -> Content:
+def _chosen(condition: PaddedContent, one: PaddedContent, other: PaddedContent) -> PaddedContent:
     """One where the condition holds, else the other."""
     if not condition.is_constant:
         made = either((one, other))
@@ -184,29 +186,29 @@ def _chosen(condition: Content, one: Content, other: Content) -> Content:
     return replace(found, is_clean=False, is_like_clean=is_like_clean)
 
 
-def _is_infinity(content: Content) -> bool:
+def _is_infinity(content: PaddedContent) -> bool:
     return content.is_constant and math.isinf(content.low)
 
 
-def _mul(node: fx.Node, operands: Sequence[Content]) -> Content | None:
+def _mul(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | None:
     one, other = _arguments(node, operands)
     if (one.is_zero and other.is_finite) or (other.is_zero and one.is_finite):
         return constant(0)
     return None
 
 
-def _and(node: fx.Node, operands: Sequence[Content]) -> Content | None:
+def _and(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | None:
     given = _arguments(node, operands)
     return constant(0) if any(item.is_zero for item in given) else _other_than(1, node, given)
 
 
-def _or(node: fx.Node, operands: Sequence[Content]) -> Content | None:
+def _or(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | None:
     given = _arguments(node, operands)
     is_true = _are_boolean(node) and any(item.is_only(1) for item in given)
     return constant(1) if is_true else _other_than(0, node, given)
 
 
-def _other_than(neutral: float, node: fx.Node, given: Sequence[Content]) -> Content | None:
+def _other_than(neutral: float, node: fx.Node, given: Sequence[PaddedContent]) -> PaddedContent | None:
     """The one of two booleans that decides, beside one that changes nothing."""
     if not _are_boolean(node) or len(given) != 2 or not any(item.is_only(neutral) for item in given):
         return None
@@ -217,7 +219,7 @@ def _are_boolean(node: fx.Node) -> bool:
     return all(operand.meta["val"].dtype == torch.bool for operand in node.all_input_nodes)
 
 
-def _sum(node: fx.Node, operands: Sequence[Content]) -> Content | None:
+def _sum(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | None:
     """Beside a score of ordinary size, the number that a mask adds decides."""
     dtype = _dtype_of(node)
     if len(node.args) > 2 or node.kwargs or dtype is None or not dtype.is_floating_point:
@@ -237,7 +239,7 @@ def _comparison(holds: Callable[[float, float], bool], *, at_ends: str) -> _Func
         at_ends: how it follows from the ends of intervals: "less" where it holds for lesser first operands.
     """
 
-    def function(node: fx.Node, operands: Sequence[Content]) -> Content | None:
+    def function(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | None:
         one, other = _arguments(node, operands)
         if not (one.is_finite and other.is_finite):
             return None
@@ -250,7 +252,7 @@ def _comparison(holds: Callable[[float, float], bool], *, at_ends: str) -> _Func
     return function
 
 
-def _is_equal(node: fx.Node, operands: Sequence[Content]) -> Content | None:
+def _is_equal(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | None:
     one, other = _arguments(node, operands)
     if one.is_finite and other.is_finite:
         return constant(0) if one.high < other.low or other.high < one.low else None
@@ -259,16 +261,16 @@ def _is_equal(node: fx.Node, operands: Sequence[Content]) -> Content | None:
     return constant(0) if are_apart else None
 
 
-def _differs(node: fx.Node, operands: Sequence[Content]) -> Content | None:
+def _differs(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | None:
     found = _is_equal(node, operands)
     return None if found is None else constant(1)
 
 
-def _of_booleans(node: fx.Node, operands: Sequence[Content]) -> Content | None:
+def _of_booleans(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | None:
     return operands[0] if _are_boolean(node) else None
 
 
-def _convert(node: fx.Node, operands: Sequence[Content]) -> Content | None:
+def _convert(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | None:
     """A conversion: numbers that the type has stay as they are."""
     (x,), dtype = operands, _dtype_of(node)
     assert dtype is not None
@@ -282,9 +284,9 @@ def _convert(node: fx.Node, operands: Sequence[Content]) -> Content | None:
     return x if x.is_finite and x.lies_in(limits.min, limits.max) else None
 
 
-def _made_finite(node: fx.Node, operands: Sequence[Content]) -> Content | None:
+def _made_finite(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | None:
     found = _range_of(node, operands)
-    return Content(found.low, found.high, is_finite=True) if found.is_finite else None
+    return PaddedContent(found.low, found.high, is_finite=True) if found.is_finite else None
 
 
 _FUNCTIONS: Mapping[Any, _Function] = {
@@ -309,7 +311,7 @@ _FUNCTIONS: Mapping[Any, _Function] = {
 """By the name of an operator; None leaves it to `_bound`."""
 
 
-def _combine(node: fx.Node, operands: Sequence[Content], dtype: torch.dtype) -> Content | None:
+def _combine(node: fx.Node, operands: Sequence[PaddedContent], dtype: torch.dtype) -> PaddedContent | None:
     function = _FUNCTIONS.get(_packet(node))
     return None if function is None else function(node, operands)
 
@@ -317,7 +319,7 @@ def _combine(node: fx.Node, operands: Sequence[Content], dtype: torch.dtype) -> 
 # All other operators: by their ranges.
 
 
-def _bound(node: fx.Node, operands: Sequence[Content], dtype: torch.dtype) -> Content:
+def _bound(node: fx.Node, operands: Sequence[PaddedContent], dtype: torch.dtype) -> PaddedContent:
     if not dtype.is_floating_point:
         return _bound_whole(node, operands, dtype)
     if not all(item.is_finite for item in operands):
@@ -327,26 +329,26 @@ def _bound(node: fx.Node, operands: Sequence[Content], dtype: torch.dtype) -> Co
     return _from_range(found, is_finite=stays_finite(node, operands) or found.is_finite)
 
 
-def _bound_whole(node: fx.Node, operands: Sequence[Content], dtype: torch.dtype) -> Content:
+def _bound_whole(node: fx.Node, operands: Sequence[PaddedContent], dtype: torch.dtype) -> PaddedContent:
     found, whole = _range_of(node, operands), range_of_type(dtype)
     fits = whole.low <= found.low and found.high <= whole.high and all(item.is_finite for item in operands)
-    return Content(found.low, found.high, is_finite=True) if fits else content_of_type(dtype)
+    return PaddedContent(found.low, found.high, is_finite=True) if fits else content_of_type(dtype)
 
 
-def _range_of(node: fx.Node, operands: Sequence[Content]) -> Range:
+def _range_of(node: fx.Node, operands: Sequence[PaddedContent]) -> Range:
     return range_of_call(node, [Range(item.low, item.high) for item in operands])
 
 
-def _positive(node: fx.Node, operands: Sequence[Content]) -> bool:
+def _positive(node: fx.Node, operands: Sequence[PaddedContent]) -> bool:
     return operands[0].low > 0
 
 
-def _divisor(node: fx.Node, operands: Sequence[Content]) -> bool:
+def _divisor(node: fx.Node, operands: Sequence[PaddedContent]) -> bool:
     divisor = _arguments(node, operands)[1]
     return divisor.low > 0 or divisor.high < 0
 
 
-def _exponent(node: fx.Node, operands: Sequence[Content]) -> bool:
+def _exponent(node: fx.Node, operands: Sequence[PaddedContent]) -> bool:
     base, exponent = node.args
     if isinstance(base, int | float):
         return base > 0
@@ -354,16 +356,16 @@ def _exponent(node: fx.Node, operands: Sequence[Content]) -> bool:
     return is_whole or operands[0].low > 0
 
 
-def _has_epsilon(node: fx.Node, operands: Sequence[Content]) -> bool:
+def _has_epsilon(node: fx.Node, operands: Sequence[PaddedContent]) -> bool:
     epsilon = node.args[-1]
     return epsilon is None or (isinstance(epsilon, int | float) and epsilon > 0)
 
 
-def _never(node: fx.Node, operands: Sequence[Content]) -> bool:
+def _never(node: fx.Node, operands: Sequence[PaddedContent]) -> bool:
     return False
 
 
-_RISKS: Mapping[Any, Callable[[fx.Node, Sequence[Content]], bool]] = {
+_RISKS: Mapping[Any, Callable[[fx.Node, Sequence[PaddedContent]], bool]] = {
     **dict.fromkeys((aten.log, aten.log2, aten.log10, aten.sqrt, aten.rsqrt, aten.reciprocal), _positive),
     aten.log1p: lambda node, operands: operands[0].low > -1,
     **dict.fromkeys((aten.div, aten.true_divide, aten.floor_divide, aten.remainder, aten.fmod), _divisor),
@@ -387,7 +389,7 @@ def weighs(node: fx.Node) -> bool:
     return _packet(node) in _SOFTMAX
 
 
-def stays_finite(node: fx.Node, operands: Sequence[Content]) -> bool:
+def stays_finite(node: fx.Node, operands: Sequence[PaddedContent]) -> bool:
     """Whether a call makes finite results, with finite gradients, of finite numbers; or those of clean parts alone."""
     holds = _RISKS.get(_packet(node))
     return holds is None or all(item.is_clean for item in operands) or holds(node, operands)

@@ -15,7 +15,7 @@ import torch
 
 from autoshard.ir.spec import Reduction
 from passes.padding.by_rule import by_rule, changes_nothing
-from passes.padding.contents import Content, either
+from passes.padding.contents import PaddedContent, either
 from passes.padding.padded_calls import PaddedCall, Results, padded_call
 from passes.padding.padded_values import CLEAN, Dim, PaddedValue, ReachedError, Region
 
@@ -55,7 +55,7 @@ def _index(call: PaddedCall) -> Results:
     first, last = len(before), len(before) + len(index_dims)
     dims = [*(x.dims[dim] for dim in before), *index_dims, *(x.dims[dim] for dim in behind)]
 
-    def content(region: Region) -> Content:
+    def content(region: Region) -> PaddedContent:
         kept = {
             (before[dim] if dim < first else behind[dim - last], part)
             for dim, part in region
@@ -68,14 +68,14 @@ def _index(call: PaddedCall) -> Results:
     return (PaddedValue.of(dims, content),)
 
 
-def _at(index: PaddedValue, region: Region, first: int, rank: int) -> tuple[Content, bool]:
+def _at(index: PaddedValue, region: Region, first: int, rank: int) -> tuple[PaddedContent, bool]:
     """What an index holds for a region of the result, and whether the region is clean."""
     shift = first + rank - len(index.dims)
     of_index = {(dim - shift, part) for dim, part in region}
     return index.content(of_index & {*index.places}), not region
 
 
-def _looked_up(x: PaddedValue, kept: Region, indices: dict[int, tuple[Content, bool]]) -> Content:
+def _looked_up(x: PaddedValue, kept: Region, indices: dict[int, tuple[PaddedContent, bool]]) -> PaddedContent:
     """What the elements at some indices are, for a region of the dims that are not indexed."""
     regions = [kept]
     for dim, (index, is_clean) in indices.items():
@@ -93,7 +93,7 @@ def _looked_up(x: PaddedValue, kept: Region, indices: dict[int, tuple[Content, b
     return replace(either(map(x.content, regions)), is_clean=False, is_like_clean=False)
 
 
-def _check_from_start(index: Content) -> None:
+def _check_from_start(index: PaddedContent) -> None:
     if index.low < 0:
         raise ReachedError("takes elements of the padded dim at indices that may count from its end")
 
@@ -120,7 +120,7 @@ def _index_select(call: PaddedCall) -> Results:
         return by_rule(call)
     dims = (*x.dims[:dim], index.dims[0] if index.dims else ((1, 1),), *x.dims[dim + 1 :])
 
-    def content(region: Region) -> Content:
+    def content(region: Region) -> PaddedContent:
         along = frozenset(place for place in region if place[0] == dim)
         found = index.content((0, part) for _, part in along)
         return _looked_up(x, region - along, {dim: (found, not region)})
@@ -140,7 +140,7 @@ def _gather(call: PaddedCall) -> Results:
     ):
         raise ReachedError("takes the padded dim and another one for the same")
 
-    def content(region: Region) -> Content:
+    def content(region: Region) -> PaddedContent:
         kept = frozenset(place for place in region if place[0] != dim)
         return _looked_up(x, kept, {dim: (index.content(region), not region)})
 
@@ -181,10 +181,10 @@ def _extremes(call: PaddedCall) -> Results:
     def origin(region: Region) -> Region:
         return frozenset((place + (moved if place >= dim else 0), index) for place, index in region)
 
-    def place_of(region: Region) -> Content:
-        return Content(0, (part[1] if not region else part[0]) - 1, is_finite=True)
+    def place_of(region: Region) -> PaddedContent:
+        return PaddedContent(0, (part[1] if not region else part[0]) - 1, is_finite=True)
 
-    def value_of(region: Region) -> Content:
+    def value_of(region: Region) -> PaddedContent:
         return either((x.content(origin(region)), x.content(origin(region) | {(dim, 0)})))
 
     index = PaddedValue.of(dims, place_of)
@@ -210,13 +210,13 @@ def _scan(call: PaddedCall) -> Results:
         value = value[number] if isinstance(value, (tuple, list)) else value
         made = content_of_type(value.dtype)
 
-        def content(region: Region) -> Content:
+        def content(region: Region) -> PaddedContent:
             found = either((x.content(region), x.content(region - {(dim, 0)})))
             if call.target in _MOVING and not number:
                 return found
             if call.target is aten.cumsum.default and found.low >= 0:
-                return Content(0, math.inf if value.is_floating_point() else made.high, found.is_finite)
-            return Content(made.low, made.high, found.is_finite)
+                return PaddedContent(0, math.inf if value.is_floating_point() else made.high, found.is_finite)
+            return PaddedContent(made.low, made.high, found.is_finite)
 
         return PaddedValue.of(x.dims, content)
 

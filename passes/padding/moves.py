@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from autoshard.tracing.bounded import CREATIONS
-from passes.padding.contents import UNKNOWN, Content, constant, content_of_call, either
+from passes.padding.contents import UNKNOWN, PaddedContent, constant, content_of_call, either
 from passes.padding.padded_calls import PaddedCall, Results, padded_call
 from passes.padding.padded_values import (
     CLEAN,
@@ -52,10 +52,10 @@ def _arange(call: PaddedCall) -> Results:
     (dim,) = call.plain_dims()
     ((padded, exact),) = dim
 
-    def content(region: Region) -> Content:
+    def content(region: Region) -> PaddedContent:
         first, last = (exact, padded - 1) if region else (0, exact - 1)
         ends = (start + first * step, start + last * step)
-        return Content(min(ends), max(ends), is_finite=True)
+        return PaddedContent(min(ends), max(ends), is_finite=True)
 
     return (PaddedValue.of([dim], content),)
 
@@ -76,7 +76,7 @@ def _view(call: PaddedCall) -> Results:
     if waiting:
         raise ReachedError("splits the padded dim")
 
-    def content(region: Region) -> Content:
+    def content(region: Region) -> PaddedContent:
         return x.content(origins[place] for place in region)
 
     return (PaddedValue.of(dims, content),)
@@ -130,7 +130,7 @@ def _expand(call: PaddedCall) -> Results:
         elif size != 1 and (is_padded_part(dims[dim][0]) or x.is_dim_padded(dim - new)):
             raise ReachedError("repeats the padded dim")
 
-    def content(region: Region) -> Content:
+    def content(region: Region) -> PaddedContent:
         return x.content(kept[place] for place in region if place in kept)
 
     return (PaddedValue.of(dims, content),)
@@ -150,7 +150,7 @@ def _slice(call: PaddedCall) -> Results:
     part = (call.shapes(0)[0][dim], call.shapes(1)[0][dim])
     begins_clean = starts[0] + part[1] < exact
 
-    def content(region: Region) -> Content:
+    def content(region: Region) -> PaddedContent:
         place = (dim, 0)
         if place not in region:
             return x.content(region)
@@ -182,7 +182,7 @@ def _select(call: PaddedCall) -> Results:
         _check_same(call, 2)
     dims = (*x.dims[:dim], *x.dims[dim + 1 :])
 
-    def content(region: Region) -> Content:
+    def content(region: Region) -> PaddedContent:
         return x.content((place[0] + (place[0] >= dim), place[1]) for place in region)
 
     return (PaddedValue.of(dims, content),)
@@ -210,7 +210,7 @@ def _select_scatter(call: PaddedCall) -> Results:
     if (*x.dims[:dim], *x.dims[dim + 1 :]) != source.dims:
         raise ReachedError("takes the padded dim and another one for the same")
 
-    def content(region: Region) -> Content:
+    def content(region: Region) -> PaddedContent:
         if any(place[0] == dim for place in region):
             return x.content(region)
         written = source.content((place[0] - (place[0] > dim), place[1]) for place in region)
@@ -236,7 +236,7 @@ def _slice_scatter(call: PaddedCall) -> Results:
     if starts[0] != starts[1] or ends != [*lengths]:
         raise ReachedError("writes into a part of the padded dim")
 
-    def content(region: Region) -> Content:
+    def content(region: Region) -> PaddedContent:
         if (dim, 0) in region:
             return source.content(region)
         return either((x.content(region), source.content(region)))
@@ -270,7 +270,7 @@ def _cat(call: PaddedCall) -> Results:
         value.plain_part(dim)
     behind = pieces[first + 1 :]
 
-    def padding(region: Region) -> Content:
+    def padding(region: Region) -> PaddedContent:
         """What all pieces hold from the padding of the first padded one on."""
         found = [pieces[first].content(region)]
         for value in behind:
@@ -281,7 +281,7 @@ def _cat(call: PaddedCall) -> Results:
     if behind and not padding(frozenset({place})).is_constant:
         raise ReachedError("puts something behind the padded dim")
 
-    def content(region: Region) -> Content:
+    def content(region: Region) -> PaddedContent:
         return padding(region) if place in region else either(value.content(region) for value in pieces)
 
     return (pieces[0].replaced(dim, part, content),)
@@ -301,7 +301,7 @@ def _pad(call: PaddedCall) -> Results:
             dims[dim] = (_grown(x, dim, before, behind, number),)
             grown[dim] = behind > 0
 
-    def content(region: Region) -> Content:
+    def content(region: Region) -> PaddedContent:
         found = x.content(region)
         are_all_in = all((dim, 0) in region and not has_more for dim, has_more in grown.items())
         return found if are_all_in else either((found, number))
@@ -309,7 +309,7 @@ def _pad(call: PaddedCall) -> Results:
     return (PaddedValue.of(dims, content),)
 
 
-def _grown(x: PaddedValue, dim: int, before: int, behind: int, number: Content) -> Part:
+def _grown(x: PaddedValue, dim: int, before: int, behind: int, number: PaddedContent) -> Part:
     size, exact = x.plain_part(dim)
     if size != exact and (before < 0 or behind < 0):
         raise ReachedError("cuts the padded dim")
@@ -331,7 +331,7 @@ def _triangle(call: PaddedCall, *, is_lower: bool) -> Results:
     def ends(part: Part, *, is_padding: bool) -> tuple[int, int]:
         return (part[1], part[0] - 1) if is_padding else (0, part[1] - 1)
 
-    def content(region: Region) -> Content:
+    def content(region: Region) -> PaddedContent:
         of_rows = ends(rows, is_padding=(row, 0) in region)
         of_columns = ends(columns, is_padding=(column, 0) in region)
         least, greatest = of_columns[0] - of_rows[1], of_columns[1] - of_rows[0]

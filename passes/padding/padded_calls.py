@@ -16,7 +16,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autoshard.ir.program import tensor_values
-from passes.padding.contents import Content, content_of_call, stays_finite, weighs
+from passes.padding.contents import PaddedContent, content_of_call, stays_finite, weighs
 from passes.padding.padded_values import Dim, PaddedValue, ReachedError, Region
 
 _NO_GRADIENT = "may make infinities, or no numbers, of padding, and so may its gradient"
@@ -84,12 +84,12 @@ class PaddedCall:
         """The dims of the first result, each of one part."""
         return tuple(((padded, exact),) for padded, exact in zip(self.shapes(0)[0], self.shapes(1)[0], strict=True))
 
-    def check_weights(self, contents: Iterable[Content]) -> None:
+    def check_weights(self, contents: Iterable[PaddedContent]) -> None:
         """Raise `ReachedError` where weights in padding may be no numbers, and so their gradients."""
         if self.has_gradient and weighs(self.node) and not all(item.has_no_infinity_of_its_own for item in contents):
             raise ReachedError(_NO_GRADIENT)
 
-    def content(self, operands: Sequence[Content], region: Region) -> Content:
+    def content(self, operands: Sequence[PaddedContent], region: Region) -> PaddedContent:
         """The content of a region of the result, from those of the operands there.
 
         Raises:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from passes.padding.contents import Content, either
+from passes.padding.contents import PaddedContent, either
 
 Part = tuple[int, int]
 """The size of a part of a dim in the padded program, and in the exact one."""
@@ -45,10 +45,10 @@ class PaddedValue:
     """
 
     dims: tuple[Dim, ...]
-    contents: Mapping[Region, Content]
+    contents: Mapping[Region, PaddedContent]
 
     @classmethod
-    def of(cls, dims: Sequence[Dim], content: Callable[[Region], Content]) -> PaddedValue:
+    def of(cls, dims: Sequence[Dim], content: Callable[[Region], PaddedContent]) -> PaddedValue:
         """The value with the content of each of its regions."""
         dims = tuple(dims)
         contents = {region: content(region) for region in regions_of(padded_places(dims))}
@@ -69,7 +69,7 @@ class PaddedValue:
         """The sizes of a part."""
         return self.dims[place[0]][place[1]]
 
-    def content(self, region: Iterable[Place]) -> Content:
+    def content(self, region: Iterable[Place]) -> PaddedContent:
         """What a region holds."""
         return self.contents[frozenset(region)]
 
@@ -93,7 +93,7 @@ class PaddedValue:
         """The sizes of its dims: 0 in the padded program, 1 in the exact one."""
         return tuple(math.prod(part[index] for part in dim) for dim in self.dims)
 
-    def replaced(self, dim: int, part: Part, content: Callable[[Region], Content]) -> PaddedValue:
+    def replaced(self, dim: int, part: Part, content: Callable[[Region], PaddedContent]) -> PaddedValue:
         """The value with one part in place of a dim."""
         return PaddedValue.of((*self.dims[:dim], (part,), *self.dims[dim + 1 :]), content)
 
@@ -122,6 +122,6 @@ def regions_of(places: Sequence[Place]) -> Iterator[Region]:
         yield from map(frozenset, itertools.combinations(places, count))
 
 
-def joined(value: PaddedValue, region: Region, place: Place) -> Content:
+def joined(value: PaddedValue, region: Region, place: Place) -> PaddedContent:
     """What a region holds, together with what it holds in the clean part of one of its padded parts."""
     return either((value.content(region), value.content(region - {place})))

@@ -36,7 +36,7 @@ from autoshard.ir.program import InputKind, OutputKind, Program, tensor_values
 from autoshard.ir.request import Request
 from autoshard.rules.ranges import range_of_values
 from passes.padding.by_rule import by_rule
-from passes.padding.contents import Content, constant, content_of_type
+from passes.padding.contents import PaddedContent, constant, content_of_type
 from passes.padding.padded_calls import PaddedCall, results_of
 from passes.padding.padded_values import Dim, PaddedValue, ReachedError, Region
 
@@ -117,7 +117,7 @@ class _Pair:
         """
         self._check_alike()
         inputs = self._inputs()
-        values = _Walk(self._padded.graph_module, self._exact.graph_module, self._with_gradients()).run(inputs)
+        values = _PaddedWalk(self._padded.graph_module, self._exact.graph_module, self._with_gradients()).run(inputs)
         self._check_guards(inputs)
         nodes = self._padded.nodes_by_name()
         cuts: dict[int, Grown] = {}
@@ -162,7 +162,7 @@ class _Pair:
             raise ReachedError("the model reads a value that padding changes")
         if one.guard_program is None or other.guard_program is None:
             return
-        values = _Walk(one.guard_program, other.guard_program).run(inputs)
+        values = _PaddedWalk(one.guard_program, other.guard_program).run(inputs)
         results = pytree.tree_leaves(one.guard_program.graph.output_node().args)
         if any(values[node].is_padded for node in results):
             raise ReachedError("the model reads a value that padding changes")
@@ -179,7 +179,7 @@ def _input(value: torch.Tensor, exact: torch.Tensor, fill: float | None) -> Padd
     clean = content_of_type(value.dtype)
     number = None if fill is None else constant(torch.tensor(fill).to(value.dtype).item())
 
-    def content(region: Region) -> Content:
+    def content(region: Region) -> PaddedContent:
         return number if region and number is not None else clean
 
     return PaddedValue.of(dims, content)
@@ -199,7 +199,7 @@ def _grown(value: PaddedValue, name: str, length: int, exact: int) -> Grown:
 
 
 @dataclass(slots=True)
-class _Walk:
+class _PaddedWalk:
     """The nodes of a padded graph, beside those of an exact one.
 
     Args:
@@ -279,7 +279,7 @@ def _constant_of(value: torch.Tensor, other: torch.Tensor) -> PaddedValue:
     found = range_of_values(value)
     is_finite = bool(torch.isfinite(value).all())
     return PaddedValue.of(
-        [((size, size),) for size in value.shape], lambda _: Content(found.low, found.high, is_finite)
+        [((size, size),) for size in value.shape], lambda _: PaddedContent(found.low, found.high, is_finite)
     )
 
 

@@ -7,7 +7,7 @@ import math
 import torch
 
 from passes.padding.by_rule import by_rule
-from passes.padding.contents import Content, constant, content_of_type, is_masked
+from passes.padding.contents import PaddedContent, constant, content_of_type, is_masked
 from passes.padding.padded_calls import PaddedCall, Results, padded_call
 from passes.padding.padded_values import Dim, PaddedValue, Place, ReachedError, Region, is_padded_part
 
@@ -15,7 +15,7 @@ aten = torch.ops.aten
 ours = torch.ops.autoshard
 
 _FINITE = content_of_type(torch.float32)
-_ANY = Content(-math.inf, math.inf, is_finite=False)
+_ANY = PaddedContent(-math.inf, math.inf, is_finite=False)
 
 _LOGARITHMS = (aten._log_softmax.default, aten.log_softmax.int)
 
@@ -32,13 +32,13 @@ def _softmax(call: PaddedCall) -> Results:
     along = _places_in(x, dim)
     _check_masked(x, along)
 
-    def content(region: Region) -> Content:
+    def content(region: Region) -> PaddedContent:
         is_finite = region <= along or x.content(region - along).has_no_infinity_of_its_own
         if call.target in _LOGARITHMS:
-            return Content(-math.inf, 0, is_finite and not region & along)
+            return PaddedContent(-math.inf, 0, is_finite and not region & along)
         if region & along and is_masked(x.content(region)) and is_finite:
             return constant(0)
-        return Content(0, 1, is_finite)
+        return PaddedContent(0, 1, is_finite)
 
     call.check_weights(content(region) for region in x.contents if region and not region & along)
     return (PaddedValue.of(x.dims, content),)
@@ -68,9 +68,9 @@ def _log_sum_exp(call: PaddedCall) -> Results:
     kept = [dim for dim in range(len(x.dims)) if dim not in removed or keepdim]
     dims: list[Dim] = [((1, 1),) if dim in removed else x.dims[dim] for dim in kept]
 
-    def content(region: Region) -> Content:
+    def content(region: Region) -> PaddedContent:
         found = x.content((kept[dim], part) for dim, part in region)
-        return Content(-math.inf, math.inf, not region or found.is_finite)
+        return PaddedContent(-math.inf, math.inf, not region or found.is_finite)
 
     call.check_weights(item for region, item in x.contents.items() if region and not region & along)
     return (PaddedValue.of(dims, content),)
@@ -95,8 +95,8 @@ def _attention(call: PaddedCall) -> Results:
     if not all(item.is_finite for x in (k, v) for item in x.contents.values()):
         raise ReachedError("multiplies by what padding holds, which may be no number")
 
-    def content(region: Region) -> Content:
-        return Content(-math.inf, math.inf, q.content(region).is_finite)
+    def content(region: Region) -> PaddedContent:
+        return PaddedContent(-math.inf, math.inf, q.content(region).is_finite)
 
     return (
         PaddedValue.of((*q.dims[:3], v.dims[3]), content),
@@ -124,9 +124,9 @@ def _dropout(call: PaddedCall) -> Results:
     """Elements are dropped or scaled, each by itself."""
     x = call.operands[0]
 
-    def content(region: Region) -> Content:
+    def content(region: Region) -> PaddedContent:
         found = x.content(region)
-        return found if found.is_zero else Content(-math.inf, math.inf, found.is_finite)
+        return found if found.is_zero else PaddedContent(-math.inf, math.inf, found.is_finite)
 
     return (PaddedValue.of(x.dims, content),)
 
@@ -154,10 +154,10 @@ def _rows_of_loss(logits: PaddedValue, target: PaddedValue, ignored: int) -> Res
     if target.dims != rows:
         raise ReachedError("takes the padded dim and another one for the same")
 
-    def content(region: Region) -> Content:
+    def content(region: Region) -> PaddedContent:
         if target.content(region).is_only(ignored):
             return constant(0)
-        return Content(-math.inf, math.inf, logits.content(region).is_finite)
+        return PaddedContent(-math.inf, math.inf, logits.content(region).is_finite)
 
     return (PaddedValue.of(rows, content), PaddedValue.of(rows, lambda _: _ANY))
 

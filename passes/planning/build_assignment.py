@@ -21,7 +21,7 @@ from autoshard.rules.enumeration import Strategy
 from passes.memory.liveness import Interval, Liveness, OnLink
 from passes.memory.memory_rows import row_at
 from passes.memory.memory_tables import MemoryTables
-from passes.memory.memory_usage import Item, MemoryUsage, Table
+from passes.memory.memory_usage import MemoryUsage, Table, UsedBytes
 from passes.memory.transients import Transients
 from passes.planning.copy_prices import Taken
 from passes.planning.kernel_prices import NOTHING_FUSED, Fusion, Seam, copies_table, part_times, seam_table
@@ -111,16 +111,16 @@ class PlanningProblem:
             self._usage.append(MemoryUsage.of(self.liveness.points, list(self._items())))
         return self._usage[0]
 
-    def _items(self) -> Iterator[Item]:
+    def _items(self) -> Iterator[UsedBytes]:
         """What lies in memory: values, what links keep, and what calls need while they run."""
         for name, result, interval, number in self.liveness.held_values():
             table = self.memory.of_value(name, result, self._copies(name))
-            yield Item(interval, table, (self.classes[name],), number)
+            yield UsedBytes(interval, table, (self.classes[name],), number)
         for kept, number in self.liveness.held_on_links():
             table = self.memory.on_link(kept)
-            yield Item(kept.interval, table, self._variables(kept, table), number)
+            yield UsedBytes(kept.interval, table, self._variables(kept, table), number)
         for name, now in self.liveness.calls.items():
-            yield Item(Interval(now, now), self.memory.of_call(name), (self.classes[name],))
+            yield UsedBytes(Interval(now, now), self.memory.of_call(name), (self.classes[name],))
 
     def _copies(self, name: str) -> float:
         """How many times a value takes its bytes: a parameter carries optimizer state."""

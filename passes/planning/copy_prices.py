@@ -88,7 +88,7 @@ def _places(specs: Sequence[PartitionSpec]) -> dict[PartitionSpec, list[int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Step:
+class _CopiedReshard:
     """A reshard of one step: where it leads, its seconds, those of each copy, and what is written if a copy goes.
 
     Args:
@@ -118,7 +118,7 @@ class _Step:
 
 def _steps_from(
     value: ValueInfo, source: PartitionSpec, reductions: tuple[Reduction, ...], prices: Prices
-) -> tuple[_Step, ...]:
+) -> tuple[_CopiedReshard, ...]:
     """The steps that lead away from a spec and copy something, found once for each value and spec."""
     key = (_steps_from, value, source, reductions)
     if key not in prices.derived:
@@ -128,7 +128,7 @@ def _steps_from(
     return prices.derived[key]
 
 
-def _step(value: ValueInfo, source: PartitionSpec, move: Move, state: State, prices: Prices) -> _Step:
+def _step(value: ValueInfo, source: PartitionSpec, move: Move, state: State, prices: Prices) -> _CopiedReshard:
     mesh, device = prices.mesh, prices.cluster.device
     target = PartitionSpec(*state[0], partial=dict(state[1]))
     sizes = (local_bytes(value, spec, mesh) for spec in (source, target))
@@ -139,10 +139,10 @@ def _step(value: ValueInfo, source: PartitionSpec, move: Move, state: State, pri
     if move.kind is ReshardKind.MAKE_PARTIAL:  # a choice between the value and zeros, and a launch that makes its flag
         chosen_s = device.launch_latency_s + pieces_s + joined_s
         saved_s = copied_s * chosen_s / (chosen_s + device.launch_latency_s)
-        return _Step(target, sent_s + copied_s, saved_s, saved_s, True, pieces_s, joined_s)
+        return _CopiedReshard(target, sent_s + copied_s, saved_s, saved_s, True, pieces_s, joined_s)
     splits, joins = copied_by(step, value.shape, mesh)
     each = copied_s / max(1, splits + joins)
-    return _Step(target, sent_s + copied_s, splits * each, joins * each, False, pieces_s, joined_s)
+    return _CopiedReshard(target, sent_s + copied_s, splits * each, joins * each, False, pieces_s, joined_s)
 
 
 def copied_by(step: ReshardStep, shape: Sequence[int], mesh: Mesh) -> tuple[bool, bool]:

@@ -25,7 +25,7 @@ PARTS = ("parameters", "optimizer state", "gradients", "inputs", "activations")
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredBytes:
     """Bytes in memory over an interval, by what they are; negative where something that is counted goes early."""
 
     part: str
@@ -39,7 +39,7 @@ class ExactMemory:
     """All that is in memory at some of `points` points."""
 
     points: int
-    stored: tuple[Stored, ...]
+    stored: tuple[StoredBytes, ...]
 
     def used(self) -> Floats:
         """Bytes in use on each rank at every point, [points]."""
@@ -69,7 +69,7 @@ def exact_peak(planning: PlanningProblem, choice: Sequence[int]) -> float:
     return float(exact_memory(planning, choice).used().max())
 
 
-def _stored(planning: PlanningProblem, walk: Walk) -> Iterator[Stored]:
+def _stored(planning: PlanningProblem, walk: Walk) -> Iterator[StoredBytes]:
     """All storages, those of elided units too, and what is there for a moment."""
     own = {key: Interval(storage.birth, storage.death) for key, storage in walk.storages.items()}
     elided = elided_intervals(planning.liveness, planning.elided, planning.space, own)
@@ -77,11 +77,11 @@ def _stored(planning: PlanningProblem, walk: Walk) -> Iterator[Stored]:
     ratio = planning.liveness.state_bytes_per_parameter_byte
     for key, interval, number in found:
         storage = walk.storages[key]
-        yield Stored(storage.part, interval, storage.size, number)
+        yield StoredBytes(storage.part, interval, storage.size, number)
         if storage.part == "parameters" and ratio:
-            yield Stored("optimizer state", interval, storage.size * ratio, number)
+            yield StoredBytes("optimizer state", interval, storage.size * ratio, number)
     for point, size in _moments(planning, walk):
-        yield Stored("activations", Interval(point, point), size)
+        yield StoredBytes("activations", Interval(point, point), size)
 
 
 def _moments(planning: PlanningProblem, walk: Walk) -> Iterator[tuple[int, int]]:

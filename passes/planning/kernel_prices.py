@@ -62,7 +62,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
-class Beside:
+class SideTime:
     """Seconds on one device of what a kernel does beside, and for which result of a member: it is as long as that."""
 
     seconds: float
@@ -70,7 +70,7 @@ class Beside:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class MemberTerms:
     """The terms of a kernel's time that belong to one member.
 
     Args:
@@ -85,7 +85,7 @@ class Part:
     reads: tuple[tuple[int, float], ...]
     writes: tuple[int, ...]
     launches: int = 0
-    beside: Beside | None = None
+    beside: SideTime | None = None
     is_product: bool = False
 
 
@@ -109,8 +109,8 @@ class Seam:
     has_tail: bool
     has_head: bool
     ends: bool
-    lost_before: Beside | None = None
-    lost_behind: Beside | None = None
+    lost_before: SideTime | None = None
+    lost_behind: SideTime | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ class Fusion:
         within: seconds that kernels save within the local form of a call, for each strategy.
     """
 
-    parts: Mapping[str, Part] = field(default_factory=dict)
+    parts: Mapping[str, MemberTerms] = field(default_factory=dict)
     seams: Mapping[_LinkKey, Seam] = field(default_factory=dict)
     copies: Mapping[_LinkKey, Taken] = field(default_factory=dict)
     within: Mapping[str, Floats] = field(default_factory=dict)
@@ -165,7 +165,7 @@ def find_fusion(
         takers: calls that may be in kernels with copies.
         price_within: what kernels do of the local form of a call.
     """
-    fusion = _Finding(space, prices, _owners(space, kernels), takers).run()
+    fusion = _SeamSearch(space, prices, _owners(space, kernels), takers).run()
     return replace(fusion, within=saved_within(space, prices, price_within))
 
 
@@ -191,7 +191,7 @@ class _Slice:
 
 
 @dataclass(slots=True)
-class _Finding:
+class _SeamSearch:
     """The search for parts and seams.
 
     Args:
@@ -295,7 +295,7 @@ class _Finding:
             for part in parts:
                 self.reads[part.member].append((part.operand, part.size / max(1, part.operand_size)))
 
-    def _parts(self) -> dict[str, Part]:
+    def _parts(self) -> dict[str, MemberTerms]:
         parts = {name: self._part(name) for name in self.space.sites if name in self.owners}
         members: dict[int, list[str]] = defaultdict(list)
         for name in parts:
@@ -307,24 +307,24 @@ class _Finding:
             known = sum(self._time_on_one_device(name, parts[name]) for name in names)
             if abs(use.time_s - known) > _ROUNDING * use.time_s:
                 owner, result = self._least_written(names, parts)
-                parts[owner] = replace(parts[owner], beside=Beside(use.time_s - known, result))
+                parts[owner] = replace(parts[owner], beside=SideTime(use.time_s - known, result))
         return parts
 
-    def _least_written(self, names: Sequence[str], parts: Mapping[str, Part]) -> tuple[str, int]:
+    def _least_written(self, names: Sequence[str], parts: Mapping[str, MemberTerms]) -> tuple[str, int]:
         """The smallest result of a kernel, for which it does what it does beside: sums of parts, mostly."""
         written = [(name, result) for name in names for result in parts[name].writes] or [(names[-1], 0)]
         return min(written, key=lambda item: _bytes(self.space.sites[item[0]].results[item[1]]))
 
-    def _time_on_one_device(self, name: str, part: Part) -> float:
+    def _time_on_one_device(self, name: str, part: MemberTerms) -> float:
         site = self.space.sites[name]
         return float(part_times(site, part, site.strategies[:1], self.prices)[0])
 
-    def _part(self, name: str) -> Part:
+    def _part(self, name: str) -> MemberTerms:
         site = self.space.sites[name]
         writes = tuple(result for result in range(len(site.results)) if (name, result) in self.written)
-        return Part(tuple(self.reads[name]), writes, is_product=self.prices.has_products(site))
+        return MemberTerms(tuple(self.reads[name]), writes, is_product=self.prices.has_products(site))
 
-    def _seams(self, paths: Sequence[Sequence[Link]], parts: Mapping[str, Part]) -> dict[_LinkKey, Seam]:
+    def _seams(self, paths: Sequence[Sequence[Link]], parts: Mapping[str, MemberTerms]) -> dict[_LinkKey, Seam]:
         """The seams of the links on paths between members."""
         firsts = {_key(link): path[0] for path in paths for link in path}
         branches = Counter(key[:2] for key in firsts)
@@ -354,7 +354,7 @@ class _Finding:
                 found |= set(map(_key, path))
         return found
 
-    def _seam(self, key: _LinkKey, first: Link, share: float, joins: bool, parts: Mapping[str, Part]) -> Seam:
+    def _seam(self, key: _LinkKey, first: Link, share: float, joins: bool, parts: Mapping[str, MemberTerms]) -> Seam:
         tail, _, head, _ = key
         by_itself = head in parts and parts[head].is_product
         is_held = (first.tail, first.result) in self.written or parts[first.tail].is_product
@@ -372,7 +372,7 @@ class _Finding:
 
 
 def part_times(
-    site: Site, part: Part, strategies: Sequence[Strategy], prices: Prices, within: Floats | None = None
+    site: Site, part: MemberTerms, strategies: Sequence[Strategy], prices: Prices, within: Floats | None = None
 ) -> Floats:
     """Seconds of a member as part of its kernel, where it runs as it is; else of its call, [strategies].
 
@@ -422,7 +422,7 @@ def _may_fuse(site: Site, prices: Prices) -> Any:
     return _runs_as_it_is(site, site.strategies, prices) if is_call else np.ones(len(site.strategies), dtype=bool)
 
 
-def _beside_times(site: Site, beside: Beside | None, strategies: Sequence[Strategy], prices: Prices) -> Floats:
+def _beside_times(site: Site, beside: SideTime | None, strategies: Sequence[Strategy], prices: Prices) -> Floats:
     """Seconds of what a kernel does beside, [strategies]."""
     if beside is None:
         return np.zeros(len(strategies))

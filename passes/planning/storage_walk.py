@@ -19,7 +19,7 @@ from autoshard.rules.hub import hub
 from passes.memory.elided_lifetimes import Key
 from passes.memory.liveness import GRADIENT, UPDATE
 from passes.memory.memory_tables import differs, is_on_host, traced_value
-from passes.memory.transients import LocalForm, Moved, Transients
+from passes.memory.transients import Moved, RewrittenForm, Transients
 from passes.planning.build_assignment import PlanningProblem
 from passes.preparation.insert_hubs import is_gradient_hub
 from passes.strategies.enumerate_strategies import Site, leaves_program
@@ -82,7 +82,7 @@ class Rewritten:
     """A call that runs another local form, and its operands."""
 
     site: Site
-    form: LocalForm
+    form: RewrittenForm
     point: int
     operands: tuple[Local, ...]
 
@@ -131,7 +131,7 @@ class Walk:
         if self.planning.liveness.micro_batches > 1:
             self._add_sums()
 
-    def local_form(self, site: Site, strategy: Strategy, operands: Sequence[Local]) -> LocalForm | None:
+    def local_form(self, site: Site, strategy: Strategy, operands: Sequence[Local]) -> RewrittenForm | None:
         """What a rank runs for a call, without what nothing reads; see `Transients.local_form`."""
         unread = frozenset(range(len(site.results))) - self.read[site.name]
         strided = {index: operand.strides for index, operand in enumerate(operands) if operand.strides is not None}

@@ -1,7 +1,7 @@
 """Prediction of a pipeline's step: its stages' lowered programs, run in the order of the step.
 
 Each phase of a stage takes what walking it says (`walk_program`), each value that crosses ranks what its bytes take
-between two neighbours. The order is simulated with these (`simulate_order`), and each rank's memory is walked in it
+between two neighbours. The order is run with these (`cost_models.schedule_times`); each rank's memory is walked in it
 (`passes.memory.pipeline_memory`). The step's parts are means over ranks; the memory is that of the fullest rank.
 """
 
@@ -13,19 +13,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
+import numpy as np
+
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.pipeline_order import PipelineOrder, Work
 from autoshard.ir.plan_parts import Prediction
 from autoshard.ir.program import InputKind
-from autoshard.ir.staged import PIPELINE_AXIS, Crossing, StagedProgram, StageProgram
+from autoshard.ir.staged import PIPELINE_AXIS, StagedProgram, StageProgram
 from cost_models.collectives import point_to_point_time
 from cost_models.hardware import Cluster
 from cost_models.intervals import KERNELS, MEASURED, step_time_uncertainty
+from cost_models.schedule_graph import Transfer
+from cost_models.schedule_orders import ActionKind, Rows
+from cost_models.schedule_times import RankTimes, order_times
 from cost_models.streams import Op, Segment, StreamTimes, overlap_of, simulate_streams
 from passes.memory.pipeline_memory import RankMemory, crossing_bytes, pipeline_memory
 from passes.prediction.predict import HOST, SLOWED, trace_of
 from passes.prediction.segment_step import COPIES
-from passes.prediction.simulate_order import RankSeconds, StageSeconds, simulate_order
 from passes.prediction.walk_program import ACCUMULATION, walk_program
 from passes.strategies.price_nodes import NodePrices
 
@@ -73,18 +77,15 @@ def predict_pipeline(staged: StagedProgram, mesh: Mesh, cluster: Cluster, *, cli
     """
     order = staged.order
     walked = [_walk(stage, cluster, order, number) for number, stage in enumerate(staged.stages)]
-    seconds = [
-        StageSeconds(
-            forward=item.seconds("forward"),
-            backward=item.seconds("backward"),
-            backward_input=item.seconds(_INPUTS),
-            backward_weight=item.seconds(_WEIGHTS),
-            once=item.seconds("hoisted"),
-            update=item.seconds("update"),
-        )
-        for item in walked
-    ]
-    times = simulate_order(order, seconds, _transfers(staged, mesh, cluster), clips_norm=clips_norm)
+    times, timeline = order_times(
+        order_rows(order),
+        order.stage_ranks,
+        np.array([[item.seconds(name) for name in _WORKS] for item in walked]),
+        _transfers(staged, mesh, cluster),
+        once_s=np.array([item.seconds("hoisted") for item in walked]),
+        update_s=np.array([item.seconds("update") for item in walked]),
+        clips_norm=clips_norm,
+    )
     memory = pipeline_memory(staged)
     fullest = max(memory, key=lambda item: item.peak_bytes)
     busy = [_busy_s(item) for item in walked]
@@ -101,7 +102,7 @@ def predict_pipeline(staged: StagedProgram, mesh: Mesh, cluster: Cluster, *, cli
         sent_bytes=_sent_bytes(staged, walked),
         step_time_interval_s=None if uncertainty is None else uncertainty.interval(times.total_s),
         interval_coverage=None if uncertainty is None else uncertainty.coverage,
-        timeline=trace_of(times.timeline),
+        timeline=trace_of(timeline),
     )
     stages = tuple(
         replace(
@@ -114,6 +115,20 @@ def predict_pipeline(staged: StagedProgram, mesh: Mesh, cluster: Cluster, *, cli
         for stage, item, seconds_busy, rank in zip(staged.stages, walked, busy, order.stage_ranks, strict=True)
     )
     return PipelinePrediction(whole, stages, memory)
+
+
+def order_rows(order: PipelineOrder) -> list[Rows]:
+    """The actions of each rank, as `cost_models` has them; transfers follow from what crosses ranks."""
+    return [
+        np.array(
+            [
+                (task.stage, ActionKind[task.work.name], task.micro_batch, 0)
+                for task in (task for slot in slots for task in slot)
+                if not task.work.is_transfer
+            ]
+        )
+        for slots in order.ranks
+    ]
 
 
 def _walk(stage: StageProgram, cluster: Cluster, order: PipelineOrder, number: int) -> _Walked:
@@ -150,16 +165,16 @@ def _busy_s(walked: _Walked) -> float:
     return sum(times.total_s * walked.runs.get(name, 1) for name, times in walked.phases.items())
 
 
-def _transfers(staged: StagedProgram, mesh: Mesh, cluster: Cluster) -> dict[Crossing, float]:
+def _transfers(staged: StagedProgram, mesh: Mesh, cluster: Cluster) -> dict[Transfer, float]:
     """Seconds of each value between two ranks, over the network where those of any pipeline are in two nodes."""
-    found: dict[Crossing, float] = {}
+    found: dict[Transfer, float] = {}
     is_near = cache(lambda *places: _share_a_node(mesh, places, cluster))
     for item in staged.crossings:
         ends = (staged.order.stage_ranks[item.maker], staged.order.stage_ranks[item.reader])
         link = cluster.node.intra if is_near(*ends) else cluster.node.inter
         assert link is not None, "two stages have a link"
         size = crossing_bytes(staged, item.name, item.maker, is_forward=item.is_forward)
-        found[item] = point_to_point_time(size, link)
+        found[Transfer(item.name, item.maker, item.reader, item.is_forward)] = point_to_point_time(size, link)
     return found
 
 
@@ -190,11 +205,11 @@ def _parts(walked: Sequence[_Walked]) -> dict[str, float]:
     return {name: seconds for name, seconds in found.items() if seconds > 0}
 
 
-def _breakdown(walked: Sequence[_Walked], ranks: Sequence[RankSeconds]) -> dict[str, float]:
+def _breakdown(walked: Sequence[_Walked], ranks: Sequence[RankTimes]) -> dict[str, float]:
     """The parts of the step, means over ranks; they sum to it."""
     parts = {name: seconds / len(ranks) for name, seconds in _parts(walked).items()}
-    parts[f"communication over {PIPELINE_AXIS}"] = sum(rank.waited for rank in ranks) / len(ranks)
-    parts[BUBBLE] = sum(rank.bubble for rank in ranks) / len(ranks)
+    parts[f"communication over {PIPELINE_AXIS}"] = sum(rank.exposed_send_s for rank in ranks) / len(ranks)
+    parts[BUBBLE] = sum(rank.bubble_s for rank in ranks) / len(ranks)
     return parts
 
 

@@ -31,7 +31,7 @@ from autoshard.kernels.offload import TRANSFERS
 from cost_models.streams import Op, Segment
 from passes.planning.bucket_prices import BucketPrice, bucketed_links, piece_bytes
 from passes.planning.build_assignment import PlanningProblem
-from passes.prediction.step_layout import Part, StepLayout, step_layout
+from passes.prediction.step_layout import SiteRun, StepLayout, step_layout
 from passes.prediction.walk_program import (
     COPIES,
     WalkedStep,
@@ -49,7 +49,7 @@ from passes.strategies.price_nodes import NodePrices
 _LinkKey = tuple[int, int, int, int]
 
 
-class _Sent(NamedTuple):
+class _PricedCollective(NamedTuple):
     """A collective: its mesh axis, stream and seconds, and how often the host issues it; 0 within a bucket."""
 
     name: str
@@ -59,22 +59,22 @@ class _Sent(NamedTuple):
     launches: int = 1
 
 
-class _Reshard(NamedTuple):
+class _PricedReshard(NamedTuple):
     """A reshard: its collectives in order, seconds and number of copies."""
 
-    sent: tuple[_Sent, ...]
+    sent: tuple[_PricedCollective, ...]
     copied_s: float
     copies: int
 
 
-_NOTHING = _Reshard((), 0.0, 0)
+_NOTHING = _PricedReshard((), 0.0, 0)
 
 
-class _Call(NamedTuple):
+class _PricedCall(NamedTuple):
     """A call: seconds of its computation (what kernels leave of it), and the collectives inside it."""
 
     seconds: float
-    sent: tuple[_Sent, ...]
+    sent: tuple[_PricedCollective, ...]
 
 
 @dataclass(slots=True)
@@ -88,7 +88,7 @@ class _Costs:
     largest_bytes: Callable[[int], int] | None = None
     computed: Mapping[str, float] | None = None
     adds_up: bool = False
-    reshards: dict[tuple[_LinkKey, bool], _Reshard] = field(default_factory=dict)
+    reshards: dict[tuple[_LinkKey, bool], _PricedReshard] = field(default_factory=dict)
     bucketed: Mapping[Link, int] = field(init=False)
     in_bucket: BucketPrice = field(init=False)
     updating: Mapping[str, Sequence[Link]] = field(init=False)
@@ -114,33 +114,33 @@ class _Costs:
                 gone_copies[name, reader] += share
         self.kernels_at, self.gone, self.gone_copies = dict(kernels_at), dict(gone), dict(gone_copies)
 
-    def call(self, name: str) -> _Call:
+    def call(self, name: str) -> _PricedCall:
         """The cost of a call."""
         call, gone = self._whole_call(name), self.gone.get(name, 0.0)
         if self.computed is not None:
             call = call._replace(seconds=self.computed.get(name, 0.0))
         return call if gone == 0 else call._replace(seconds=call.seconds * max(0.0, 1.0 - gone))
 
-    def _whole_call(self, name: str) -> _Call:
+    def _whole_call(self, name: str) -> _PricedCall:
         """The cost of a call without kernels, found once for each option of its variable and kept with the problem."""
         number = self.planning.classes[name]
-        known: dict[tuple[int, int, int], _Call] = self.planning.derived.setdefault("calls", {})
+        known: dict[tuple[int, int, int], _PricedCall] = self.planning.derived.setdefault("calls", {})
         key = (self.planning.space.sites[name].call, number, self.choice[number])
         if key not in known:
             known[key] = self._price_call(name)
         return known[key]
 
-    def _price_call(self, name: str) -> _Call:
+    def _price_call(self, name: str) -> _PricedCall:
         site, strategy = self.planning.space.sites[name], self.planning.strategy(name, self.choice)
         prices = self.planning.prices
         sent = tuple(
-            _Sent(f"all_reduce in {name}", axis, self._stream(axis), seconds)
+            _PricedCollective(f"all_reduce in {name}", axis, self._stream(axis), seconds)
             for axis, seconds in prices.collectives_inside(site, strategy)
         )
         whole = prices.call_time(site, strategy)
-        return _Call(max(0.0, whole - sum(item.seconds for item in sent)), sent)
+        return _PricedCall(max(0.0, whole - sum(item.seconds for item in sent)), sent)
 
-    def reshard(self, link: Link) -> _Reshard:
+    def reshard(self, link: Link) -> _PricedReshard:
         """The cost of a link's reshard."""
         reader = link.tail if leaves_program(self.planning.space.sites[link.head], link) else link.head
         reshard, gone = self._whole_reshard(link), self.gone_copies.get((link.tail, reader), 0.0)
@@ -149,14 +149,14 @@ class _Costs:
         left = max(0.0, 1.0 - gone)
         return reshard._replace(copied_s=left * reshard.copied_s, copies=round(left * reshard.copies))
 
-    def _whole_reshard(self, link: Link) -> _Reshard:
+    def _whole_reshard(self, link: Link) -> _PricedReshard:
         """The same without kernels, found once for each option."""
         key = (self.planning.link_key(link), link in self.bucketed)
         if key not in self.reshards:
             self.reshards[key] = self._price(link)
         return self.reshards[key]
 
-    def _price(self, link: Link) -> _Reshard:
+    def _price(self, link: Link) -> _PricedReshard:
         price = self.in_bucket if link in self.bucketed else self.planning.prices.step_price
         steps = self._steps(link, price)
         if not steps:
@@ -164,13 +164,13 @@ class _Costs:
         times = [price.parts(step) for step in steps]
         issued = int(link not in self.bucketed)
         sent = tuple(
-            _Sent(
+            _PricedCollective(
                 f"{step.kind.value} {link.tail} over {step.axis}", step.axis, self._stream(step.axis), seconds, issued
             )
             for step, (seconds, _) in zip(steps, times, strict=True)
             if seconds > 0
         )
-        return _Reshard(sent, sum(copied for _, copied in times), len(steps))
+        return _PricedReshard(sent, sum(copied for _, copied in times), len(steps))
 
     def _steps(self, link: Link, price: StepPrice | BucketPrice) -> Sequence[ReshardStep]:
         space = self.planning.space
@@ -209,11 +209,11 @@ class _Costs:
 
 
 @dataclass(slots=True)
-class _Writing:
+class _SegmentWriter:
     """One segment in the making; `made` says behind which operation each site's value is there."""
 
     costs: _Costs
-    part: Part
+    part: SiteRun
     ops: list[Op] = field(default_factory=list)
     made: dict[str, int] = field(default_factory=dict)
 
@@ -278,10 +278,10 @@ class _Writing:
             behind = len(self.ops) - 1 if reshard.copied_s > 0 else self.made.get(link.tail, -1)
             self._write_chain(reshard.sent, (behind,) if behind >= 0 else ())
 
-    def _write_copy(self, link: Link, reshard: _Reshard, needs: tuple[int, ...]) -> None:
+    def _write_copy(self, link: Link, reshard: _PricedReshard, needs: tuple[int, ...]) -> None:
         self._add(Op(f"copy {link.tail}", COPIES, reshard.copied_s, needs=needs, launches=reshard.copies))
 
-    def _write_chain(self, sent: Sequence[_Sent], needs: tuple[int, ...], *, early: bool = False) -> int:
+    def _write_chain(self, sent: Sequence[_PricedCollective], needs: tuple[int, ...], *, early: bool = False) -> int:
         """Collectives one after the other; the index of the last."""
         for item in sent:
             self._add(Op(item.name, item.axis, item.seconds, item.stream, needs, early, item.launches))
@@ -323,7 +323,7 @@ def _segments(costs: _Costs, *, shares: bool) -> list[Segment]:
     for part in costs.layout.parts:
         key = (part.structure, options[part.slots].tobytes()) if shares else (id(part), b"")
         if key not in made:
-            made[key] = _Writing(costs, part).segment()
+            made[key] = _SegmentWriter(costs, part).segment()
         segments.append(made[key])
     return segments
 

@@ -22,7 +22,7 @@ from passes.strategies.enumerate_strategies import Link, Site, leaves_program
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SiteRun:
     """A run of sites.
 
     Args:
@@ -49,7 +49,7 @@ class StepLayout:
         free: sites whose values need no computation that a step waits for: inputs, and what parameters alone make.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[SiteRun, ...]
     incoming: Mapping[str, Sequence[Link]]
     leaving: Mapping[str, Sequence[Link]]
     free: frozenset[str]
@@ -77,7 +77,7 @@ def _find_layout(planning: PlanningProblem) -> StepLayout:
     return StepLayout(tuple(parts), dict(incoming), dict(leaving), free)
 
 
-def _repeated(parts: Sequence[Part], run: Sequence[str], more: int) -> list[Part]:
+def _repeated(parts: Sequence[SiteRun], run: Sequence[str], more: int) -> list[SiteRun]:
     """The parts of a step with those of a run of sites `more` times more, ahead of it."""
     first = next(index for index, part in enumerate(parts) if part.sites[0] == run[0])
     last = next(index for index, part in enumerate(parts) if part.sites[-1] == run[-1])
@@ -96,7 +96,7 @@ class _Structures:
     kind_of: dict[str, int] = field(default_factory=dict)
     found: dict[tuple[object, ...], int] = field(default_factory=dict)
 
-    def part(self, name: str, sites: Sequence[str]) -> Part:
+    def part(self, name: str, sites: Sequence[str]) -> SiteRun:
         places = {site: index for index, site in enumerate(sites)}
         slots: dict[int, int] = {}
         key: list[object] = []
@@ -108,7 +108,7 @@ class _Structures:
             for link in self.leaving.get(site, ()):
                 key.append((link.result, link.operand, self._alike(link.head, slots)))
         structure = self.found.setdefault(tuple(key), len(self.found))
-        return Part(name, tuple(sites), structure, np.array(list(slots), dtype=np.int64))
+        return SiteRun(name, tuple(sites), structure, np.array(list(slots), dtype=np.int64))
 
     def _alike(self, name: str, slots: dict[int, int]) -> tuple[int, int]:
         """The kind of a site, and the slot of its variable."""

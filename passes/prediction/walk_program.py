@@ -66,7 +66,7 @@ def walk_program(phased: PhasedProgram, prices: NodePrices, micro_batches: int =
         prices: of its nodes.
         micro_batches: how many a step has; the program is that of one.
     """
-    written = {name: _Phase(name, prices).segment(phase.graph) for name, phase in phased.phases.items()}
+    written = {name: _PhaseWalk(name, prices).segment(phase.graph) for name, phase in phased.phases.items()}
     first, last = ([written[name]] if name in written else [] for name in ("hoisted", "update"))
     adding_s = seconds_of_adding(phased, prices.cluster.device)
     each = [written["forward"], written["backward"]]
@@ -135,7 +135,7 @@ def stream_of(axes: tuple[str, ...], cluster: Cluster, mesh_axes: Mapping[str, i
 
 
 @dataclass(slots=True)
-class _Phase:
+class _PhaseWalk:
     """One phase in the making; `begun` says which operation is the collective that a node began."""
 
     name: str

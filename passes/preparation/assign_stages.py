@@ -33,7 +33,7 @@ _ALONE = (InputKind.INPUT, InputKind.BUFFER, InputKind.SEED)
 
 
 @dataclass(frozen=True, slots=True)
-class Assignment:
+class StageAssignment:
     """Where the nodes of a program belong.
 
     Args:
@@ -58,14 +58,14 @@ def assign_stages(
     cuts: Sequence[str] = (),
     homes: Mapping[str, int] = MappingProxyType({}),
     blocks: Sequence[int] | None = None,
-) -> Assignment:
+) -> StageAssignment:
     """The stage of each node.
 
     Args:
         program: forward and backward, as traced; or a forward alone.
         stages: how many; at least 2.
         seconds: of a node, which stages are balanced by.
-        cuts: see `Assignment`: where stages begin; none: searched for.
+        cuts: see `StageAssignment`: where stages begin; none: searched for.
         homes: the stage that holds each parameter already, by name.
         blocks: how many blocks (modules with a number in their path) each stage has; None: as balances them.
 
@@ -91,7 +91,7 @@ class _Assigning:
     derived: set[fx.Node] = field(default_factory=set)
     there: list[set[fx.Node]] = field(default_factory=list)
 
-    def run(self) -> Assignment:
+    def run(self) -> StageAssignment:
         nodes = {slot.node: slot for slot in self.program.inputs}
         forward: list[fx.Node] = []
         alone: set[fx.Node] = set()
@@ -118,7 +118,7 @@ class _Assigning:
         self._place_backward()
         self._place_results()
         derived, repeated = frozenset(self.derived), frozenset(self.repeated)
-        return Assignment(self.stages, self.stage, derived, repeated, tuple(self.cuts))
+        return StageAssignment(self.stages, self.stage, derived, repeated, tuple(self.cuts))
 
     def _know(self, node: fx.Node) -> None:
         """A stage has what it makes, and what its forward reads."""
@@ -352,7 +352,7 @@ def _ends_of_blocks(forward: Sequence[fx.Node], blocks: Sequence[int]) -> list[i
     places = _between_blocks(forward, _crossing_bytes(forward))
     if sum(blocks) != len(places) + 1 or 0 in blocks:
         raise RecipeError(
-            f"stage_blocks={tuple(blocks)!r} shares out {sum(blocks)} blocks, and the model's forward passes "
+            f"stage_layers={tuple(blocks)!r} shares out {sum(blocks)} blocks, and the model's forward passes "
             f"{len(places) + 1}; each stage takes one or more. Give numbers that add up to that, or leave it out."
         )
     return [places[end - 1] for end in accumulate(blocks[:-1])]

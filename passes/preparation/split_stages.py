@@ -19,7 +19,7 @@ from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.program import InputKind, InputSlot, OutputKind, OutputSlot, Program
 from autoshard.ir.staged import Crossing, CutProgram, crossing_name
 from autoshard.tracing.copy_node import copy_node
-from passes.preparation.assign_stages import Assignment, NodeSeconds, assign_stages
+from passes.preparation.assign_stages import NodeSeconds, StageAssignment, assign_stages
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class SplitStages:
             NotAvailableError: the program cannot be cut; see `assign_stages`.
         """
         assignment = assign_stages(program, self.stages, self.seconds, self.cuts, self.homes, self.blocks)
-        building = [_Stage(program, assignment, number) for number in range(self.stages)]
+        building = [_StageCut(program, assignment, number) for number in range(self.stages)]
         for stage in building:
             stage.find()
         crossings = _crossings(assignment, building)
@@ -57,7 +57,7 @@ class SplitStages:
 _Key = tuple[fx.Node, int]
 
 
-def _crossings(assignment: Assignment, building: list[_Stage]) -> dict[_Key, Crossing]:
+def _crossings(assignment: StageAssignment, building: list[_StageCut]) -> dict[_Key, Crossing]:
     """By value and reader."""
     found: dict[_Key, Crossing] = {}
     for stage in building:
@@ -79,11 +79,11 @@ def _crossings(assignment: Assignment, building: list[_Stage]) -> dict[_Key, Cro
 
 
 @dataclass(slots=True)
-class _Stage:
+class _StageCut:
     """The program of stage `number`: its own calls, those it repeats, and what it receives."""
 
     program: Program
-    assignment: Assignment
+    assignment: StageAssignment
     number: int
     members: set[fx.Node] = field(default_factory=set)
     received: dict[fx.Node, None] = field(default_factory=dict)

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.ir.recipe import Recipe
+from autoshard.ir.execution import Execution
 from passes.recipe_search.bound_recipes import ROUNDING, Floats
 from passes.recipe_search.pipe_shapes import PipeShapes, Presence
 from passes.recipe_search.recipe_space import KEEPINGS, Keeping
@@ -36,7 +36,7 @@ from passes.sections.price_sections import SectionSizes
 _PARTS = 8
 """Parts of memory at most, see `passes.recipes.price_memory`."""
 
-_KINDS = {keeping: Recipe(recompute=keeping.recompute, offload=keeping.offload) for keeping in KEEPINGS}
+_KINDS = {keeping: Execution(recompute=keeping.recompute, offload=keeping.offload) for keeping in KEEPINGS}
 
 
 class ParameterBytes(NamedTuple):
@@ -47,7 +47,7 @@ class ParameterBytes(NamedTuple):
     """Beside the parameter, its gradient and state, while it is updated; in place of what a micro-batch needs."""
 
 
-def parameter_bytes(shards: float, recipe: Recipe) -> ParameterBytes:
+def parameter_bytes(shards: float, recipe: Execution) -> ParameterBytes:
     """Those of a recipe, where it shards over so many ranks."""
     return ParameterBytes(sum(state_bytes(1.0, shards, recipe).values()), update_bytes(1.0, shards, recipe))
 
@@ -115,7 +115,7 @@ def memory_floors(shapes: PipeShapes, parameters: SectionParameters, passing: Pa
 
 
 def passing_bytes(
-    sections: Mapping[str, SectionSizes], counts: Floats, present: Presence, held: Floats, recipe: Recipe
+    sections: Mapping[str, SectionSizes], counts: Floats, present: Presence, held: Floats, recipe: Execution
 ) -> Passing:
     """What ranks hold but for parameters, gradients and state, while they run micro-batches.
 
@@ -126,7 +126,7 @@ def passing_bytes(
         recipe: what is kept.
     """
 
-    def each(of: Callable[[SectionSizes, str, Recipe], float]) -> Floats:
+    def each(of: Callable[[SectionSizes, str, Execution], float]) -> Floats:
         return np.array([of(size, name, recipe) for name, size in sections.items()], dtype=float)
 
     passing = held * (counts @ section_kept(sections, recipe))
@@ -138,22 +138,22 @@ def passing_bytes(
     return Passing(passing, present.largest(gathered))
 
 
-def section_kept(sections: Mapping[str, SectionSizes], recipe: Recipe) -> Floats:
+def section_kept(sections: Mapping[str, SectionSizes], recipe: Execution) -> Floats:
     """Bytes that a micro-batch keeps of sections, [sections]."""
     return np.array([held_bytes(size, name, recipe) for name, size in sections.items()], dtype=float)
 
 
-def working_bytes(size: SectionSizes, name: str, recipe: Recipe) -> int:
+def working_bytes(size: SectionSizes, name: str, recipe: Execution) -> int:
     """Bytes that a section holds while its backward runs: its workspace, and what is computed again."""
     return size.workspace_bytes + again_bytes(size, name, recipe)
 
 
-def held_bytes(size: SectionSizes, name: str, recipe: Recipe) -> int:
+def held_bytes(size: SectionSizes, name: str, recipe: Execution) -> int:
     """Bytes that a micro-batch keeps of a section on the device."""
     return 0 if is_offloaded(name, recipe) else kept_bytes(size, name, recipe)
 
 
-def away_bytes(size: SectionSizes, name: str, recipe: Recipe) -> int:
+def away_bytes(size: SectionSizes, name: str, recipe: Execution) -> int:
     """Bytes that a micro-batch keeps of a section on the host."""
     return kept_bytes(size, name, recipe) if is_offloaded(name, recipe) else 0
 

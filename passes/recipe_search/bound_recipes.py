@@ -32,7 +32,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autoshard.ir.recipe import Recipe
+from autoshard.ir.execution import Execution
 from cost_models.hardware import Cluster
 from cost_models.power import power_limit
 from cost_models.step import StepModel
@@ -74,7 +74,7 @@ class SectionFloors(NamedTuple):
 def section_floor(
     price: SectionPrice,
     passes: SectionPasses,
-    recipe: Recipe,
+    recipe: Execution,
     groups: Groups,
     cluster: Cluster,
     model: StepModel,
@@ -105,7 +105,7 @@ def mean_floors(
     floors: Sequence[SectionFloors],
     exchanges: Sequence[Floats],
     counts: Floats,
-    recipe: Recipe,
+    recipe: Execution,
     cluster: Cluster,
     model: StepModel,
 ) -> Floats:
@@ -152,17 +152,17 @@ class Ends:
         """Of one pipeline, each sharding for itself, as if they were pipelines."""
         return replace(self, reduce_s=self.reduce_s.T, gather_s=self.gather_s.T, update_s=self.update_s.T)
 
-    def least(self, recipe: Recipe, model: StepModel) -> Floats:
+    def least(self, recipe: Execution, model: StepModel) -> Floats:
         """What the sharding that waits least waits, [pipes]; see `price_ends.end_times`."""
         reduce_s, gather_s = self.reduce_s, self.gather_s
         if recipe.reduces_late:
             sent_s = reduce_s + gather_s
-            waited_s = _exposed(self.update_s, sent_s, model) if recipe.overlap_gradients else sent_s
+            waited_s = _exposed(self.update_s, sent_s, model) if recipe.runtime.overlap_gradients else sent_s
             return (waited_s + self.update_s).min(axis=1)
-        if recipe.overlap_gradients:
+        if recipe.runtime.overlap_gradients:
             reduce_s = _exposed(self.backward, reduce_s, model)
-        if recipe.overlap_parameters:
-            gather_s = _exposed(self.update_s if recipe.compiled else self.forward, gather_s, model)
+        if recipe.runtime.overlap_parameters:
+            gather_s = _exposed(self.update_s if recipe.runtime.compiled else self.forward, gather_s, model)
         return (reduce_s + gather_s + self.update_s).min(axis=1)
 
 
@@ -197,7 +197,7 @@ def path_floors(
     floors: SectionFloors,
     shapes: PipeShapes,
     send_s: float,
-    recipe: Recipe,
+    recipe: Execution,
     work_of: EndWorkOf,
     cluster: Cluster,
     model: StepModel,

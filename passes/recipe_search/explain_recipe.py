@@ -22,8 +22,9 @@ from torch import fx
 
 from autoshard.errors import InvalidSpecError
 from autoshard.ir.answers import ValueCost
+from autoshard.ir.execution import Execution
 from autoshard.ir.program import InputKind, tensor_values
-from autoshard.ir.recipe import TRITON, Recipe
+from autoshard.ir.runtime import TRITON
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
 from cost_models.schedule_orders import stage_ranks
@@ -107,15 +108,15 @@ def _calls(priced: PricedModel) -> list[str]:
     return [node for node, section in priced.folded.section_of.items() if section and not node.startswith("p_")]
 
 
-def spec_of(priced: PricedModel, value: Value, recipe: Recipe) -> PartitionSpec:
+def spec_of(priced: PricedModel, value: Value, recipe: Execution) -> PartitionSpec:
     """The spec of a value under a recipe; batches are split over replicas beside it."""
     spec = _axes_spec(priced, value, RecipeKind.of(recipe))
     return replica_sharded(spec, recipe, recipe_mesh(recipe)) if value.parameter else spec
 
 
-def kernels_of(priced: PricedModel, value: Value, recipe: Recipe) -> tuple[str, ...]:
+def kernels_of(priced: PricedModel, value: Value, recipe: Execution) -> tuple[str, ...]:
     """The kernels of ours that compute or read a value, in words; none where a recipe has the usual libraries'."""
-    if recipe.kernels != TRITON:
+    if recipe.runtime.kernels != TRITON:
         return ()
     return tuple(str(kernel) for kernel in priced.kernels if kernel.concerns(value.node.name))
 
@@ -142,7 +143,7 @@ class Place:
 
 
 def value_costs(
-    priced: PricedModel, value: Value, recipe: Recipe, cluster: Cluster, model: StepModel
+    priced: PricedModel, value: Value, recipe: Execution, cluster: Cluster, model: StepModel
 ) -> tuple[ValueCost, ...]:
     """The collectives that a value takes part in, and the update of a parameter."""
     place = Place(cluster, recipe_groups(recipe, cluster))
@@ -150,7 +151,9 @@ def value_costs(
     return (*own, *_moves(priced, value, recipe, place, model))
 
 
-def _moves(priced: PricedModel, value: Value, recipe: Recipe, place: Place, model: StepModel) -> tuple[ValueCost, ...]:
+def _moves(
+    priced: PricedModel, value: Value, recipe: Execution, place: Place, model: StepModel
+) -> tuple[ValueCost, ...]:
     """Collectives of activations: of the value, or of what calls that read it as a parameter are given or make."""
     if not value.section:
         return ()
@@ -176,7 +179,7 @@ def _moves(priced: PricedModel, value: Value, recipe: Recipe, place: Place, mode
 
 
 def _parameter_costs(
-    priced: PricedModel, value: Value, recipe: Recipe, place: Place, model: StepModel
+    priced: PricedModel, value: Value, recipe: Execution, place: Place, model: StepModel
 ) -> tuple[ValueCost, ...]:
     """A parameter's part of reducing gradients, gathering parameters, and updating them."""
     cluster, groups = place.cluster, place.groups
@@ -223,7 +226,7 @@ def _less(one: EndWork, two: EndWork) -> EndWork:
     return EndWork(*(getattr(one, item.name) - getattr(two, item.name) for item in fields(EndWork)))
 
 
-def _elements(priced: PricedModel, value: Value, recipe: Recipe) -> tuple[int, bool]:
+def _elements(priced: PricedModel, value: Value, recipe: Execution) -> tuple[int, bool]:
     """Elements of a parameter on each rank before ZeRO, and whether the expert axis splits it."""
     section = priced.sections(RecipeKind.of(recipe))[value.section]
     sizes = {"tensor": recipe.tensor, "context": recipe.context, "expert": recipe.expert}
@@ -231,7 +234,7 @@ def _elements(priced: PricedModel, value: Value, recipe: Recipe) -> tuple[int, b
     return elements, value.parameter in section.expert_parameters
 
 
-def _rank_of(folded: FoldedProgram, value: Value, recipe: Recipe) -> int:
+def _rank_of(folded: FoldedProgram, value: Value, recipe: Execution) -> int:
     """The pipeline rank that has a parameter."""
     stages = share_out(folded.blocks, recipe)
     owners = stage_ranks(recipe.chosen_schedule, recipe.pipeline, recipe.virtual_stages)
@@ -254,7 +257,7 @@ def _block_of(folded: FoldedProgram, name: str) -> int:
     raise AssertionError(f"{name} lies in no block")
 
 
-def value_memory(priced: PricedModel, value: Value, recipe: Recipe, cluster: Cluster) -> dict[str, int]:
+def value_memory(priced: PricedModel, value: Value, recipe: Execution, cluster: Cluster) -> dict[str, int]:
     """Bytes of a parameter, its gradient and its state on each device; nothing for other values."""
     if not value.parameter:
         return {}
@@ -280,12 +283,12 @@ _Point = tuple[bool, ...]
 """For each of these fields, in which of the two sets its value is."""
 
 
-def point_of(recipe: Recipe) -> _Point:
+def point_of(recipe: Execution) -> _Point:
     """Where a recipe lies."""
     return tuple(getattr(recipe, name) in split for name, (_, split) in _FIELDS.items())
 
 
-def spec_families(priced: PricedModel, value: Value, recipe: Recipe) -> list[list[Only]]:
+def spec_families(priced: PricedModel, value: Value, recipe: Execution) -> list[list[Only]]:
     """The recipes that give a value another spec than one does, by spec: some restrictions, whose union they are."""
     points = _points(priced)
     families: dict[object, list[_Point]] = {}
@@ -307,11 +310,12 @@ def _points(priced: PricedModel) -> list[_Point]:
     return found
 
 
-def _family(priced: PricedModel, value: Value, point: _Point, recipe: Recipe) -> object:
+def _family(priced: PricedModel, value: Value, point: _Point, recipe: Execution) -> object:
     """What tells specs apart: axes, and whether replicas share a parameter."""
     tensor, parallel, context, expert, expert_tensor, gathers = point
-    names = (recipe.fused, recipe.unfused, recipe.recompute_modules, recipe.kernels)
-    kind = RecipeKind(tensor, parallel, context, expert, expert_tensor, *names)
+    kind = RecipeKind.of(recipe)._replace(
+        tensor=tensor, sequence_parallel=parallel, context=context, expert=expert, expert_tensor=expert_tensor
+    )
     return _axes_spec(priced, value, kind), gathers and bool(value.parameter)
 
 

@@ -9,7 +9,7 @@ from cost_models.schedule_orders import SCHEDULES, admits, usual_schedule
 
 
 class Pipe(NamedTuple):
-    """A pipeline; `schedule` is None for a single rank, `split_ends` as in `Recipe`."""
+    """A pipeline; `schedule` is None for a single rank. With `split_ends` the ends count as blocks."""
 
     pipeline: int = 1
     schedule: str | None = None

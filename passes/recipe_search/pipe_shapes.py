@@ -86,11 +86,13 @@ def pipe_shapes(names: tuple[str, ...], blocks: tuple[str, ...], pipes: tuple[Pi
     """The shapes of pipelines of as many ranks; `names` is the order of sections, `blocks` the model's."""
     is_whole = np.array([[not cuts_backward(pipe.chosen_schedule)] for pipe in pipes])
     ways, table = _ways(pipes[0].pipeline, len(blocks)), _stages(names, blocks, pipes[0].pipeline)
-    places = [ways[_Way(pipe.virtual_stages, pipe.split_ends, SCHEDULES[pipe.chosen_schedule].is_v)] for pipe in pipes]
+    places = [
+        ways[_BlockShares(pipe.virtual_stages, pipe.split_ends, SCHEDULES[pipe.chosen_schedule].is_v)] for pipe in pipes
+    ]
     return PipeShapes(table.counts[places], table.present.where(places), table.before[places], pipes, is_whole)
 
 
-class _Way(NamedTuple):
+class _BlockShares(NamedTuple):
     """One way to share blocks out over the stages of a pipeline, which decides where sections lie."""
 
     virtual_stages: int
@@ -108,15 +110,15 @@ class _Stages:
 
 
 @lru_cache(maxsize=256)
-def _ways(ranks: int, blocks: int) -> Mapping[_Way, int]:
+def _ways(ranks: int, blocks: int) -> Mapping[_BlockShares, int]:
     """All ways to share blocks out evenly over so many ranks, numbered; a single one has one stage."""
     if ranks == 1:
-        return {_Way(1, False, False): 0}
-    found: list[_Way] = []
+        return {_BlockShares(1, False, False): 0}
+    found: list[_BlockShares] = []
     for split_ends in (False, True):
         most = (blocks + 2 * split_ends) // ranks
-        found += [_Way(virtual, split_ends, False) for virtual in range(1, most + 1)]
-        found += [_Way(2, split_ends, True)] if most >= 2 else []
+        found += [_BlockShares(virtual, split_ends, False) for virtual in range(1, most + 1)]
+        found += [_BlockShares(2, split_ends, True)] if most >= 2 else []
     return {way: place for place, way in enumerate(found)}
 
 
@@ -141,7 +143,7 @@ def _stages(names: tuple[str, ...], blocks: tuple[str, ...], ranks: int) -> _Sta
     return _Stages(counts, presence(counts), before)
 
 
-def _stage_ends(ranks: int, ways: Sequence[_Way], blocks: int) -> tuple[NDArray[np.int64], ...]:
+def _stage_ends(ranks: int, ways: Sequence[_BlockShares], blocks: int) -> tuple[NDArray[np.int64], ...]:
     """By stage of one way after the other: the way, the stage's number, and blocks up to its end."""
     stages, split = np.array([(ranks * way.virtual_stages, way.split_ends) for way in ways]).T
     first, of = np.cumsum(stages) - stages, np.repeat(np.arange(len(ways)), stages)

@@ -14,6 +14,7 @@ from typing import Any
 
 from autoshard.errors import NotAvailableError
 from autoshard.ir.answers import Alternative, Explanation, Limits, Outcome, Variant, WhyNot
+from autoshard.ir.execution import Execution
 from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import Recipe
 from passes.questions.feature_names import feature_named
@@ -167,16 +168,16 @@ class RecipeAlternatives:
         """
         assert plan.recipe is not None, "recipes are asked about"
         priced, problem = self.priced, self.problem
-        value = find_value(priced, name)
+        value, chosen = find_value(priced, name), problem.base.of(plan.recipe)
         families = (
             [best for only in family if (best := self._best(name, problem, only=only)) is not None]
-            for family in spec_families(priced, value, plan.recipe)
+            for family in spec_families(priced, value, chosen)
         )
         found = [min(family, key=cheapest_first) for family in families if family]
 
         def alternative(outcome: Outcome) -> Alternative:
             assert outcome.recipe is not None, "it is a recipe's"
-            return Alternative(spec_of(priced, value, outcome.recipe), **_figures(outcome))
+            return Alternative(spec_of(priced, value, problem.base.of(outcome.recipe)), **_figures(outcome))
 
         return Explanation(
             name=name,
@@ -185,9 +186,9 @@ class RecipeAlternatives:
             chosen=alternative(outcome_of(plan)),
             others=tuple(sorted(map(alternative, found), key=cheapest_first)),
             memory_budget=plan.memory_budget,
-            costs=value_costs(priced, value, plan.recipe, problem.cluster, problem.model),
-            memory=value_memory(priced, value, plan.recipe, problem.cluster),
-            kernels=kernels_of(priced, value, plan.recipe),
+            costs=value_costs(priced, value, chosen, problem.cluster, problem.model),
+            memory=value_memory(priced, value, chosen, problem.cluster),
+            kernels=kernels_of(priced, value, chosen),
         )
 
     def limits(self, plan: Plan) -> Limits:
@@ -197,7 +198,8 @@ class RecipeAlternatives:
             NotAvailableError: time ran out before anything was priced.
         """
         chosen = outcome_of(plan)
-        found = {name: self._variant(name, other, known=plan.recipe) for name, other in richer_problems(self.problem)}
+        known = None if plan.recipe is None else self.problem.base.of(plan.recipe)
+        found = {name: self._variant(name, other, known=known) for name, other in richer_problems(self.problem)}
         more = found[MORE_MEMORY]
         worth = None if more is None else memory_worth(chosen, more, self.problem.memory_limit)
         return Limits(chosen, tuple(item for item in found.values() if item is not None), plan.memory_budget, worth)
@@ -221,7 +223,7 @@ class RecipeAlternatives:
         problem: RecipeProblem | None = None,
         *,
         only: Only | None = None,
-        known: Recipe | None = None,
+        known: Execution | None = None,
     ) -> Variant | None:
         """The best recipe of a problem (default: the plan's) in words, see `_best`."""
         best = self._best(name, problem or self.problem, only=only, known=known)
@@ -235,7 +237,7 @@ class RecipeAlternatives:
         problem: RecipeProblem,
         *,
         only: Only | None = None,
-        known: Recipe | None = None,
+        known: Execution | None = None,
     ) -> Outcome | None:
         """The best recipe of a problem, see `RecipeProblem.best`, or the one with the least memory; None for none."""
         found = problem.best(only=only, known=known, ceiling=Ceiling.within(self.time_budget_s))
@@ -248,14 +250,14 @@ class RecipeAlternatives:
                 step_time_s=step.step_time_s,
                 peak_memory_bytes=step.peak_memory_bytes,
                 breakdown=step.breakdown,
-                recipe=found.recipe,
+                recipe=found.recipe.recipe,
             )
         if not found.is_complete:
             raise NotAvailableError(f"{self.time_budget_s:g} s ended before any recipe was priced ({name}).")
         least = problem.smallest(only=only, ceiling=Ceiling.within(self.time_budget_s))
         if least.recipe is None:
             return None
-        return Outcome(fits=False, smallest_bytes=int(least.objective), recipe=least.recipe)
+        return Outcome(fits=False, smallest_bytes=int(least.objective), recipe=least.recipe.recipe)
 
 
 def _figures(outcome: Outcome) -> dict[str, Any]:

@@ -1,36 +1,38 @@
-"""Constraints on the recipes that are searched: fields with the values that they may have.
+"""Constraints on the recipes that are searched: fields with the value, or the values, that they may have.
 
-`{"tensor": 8, "pipeline": (1, 2, 4), "overlap_expert": True}`: a field that is searched may have one value or several;
-one that is not (what the framework overlaps and fuses, dtypes of gradients) has one, in place of the default.
+`{"tensor": 8, "pipeline": (1, 2, 4)}`. What a framework overlaps and fuses is no field of recipes but its `Runtime`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import fields, replace
+from dataclasses import fields
 
 from autoshard.errors import NotAvailableError, RecipeError
-from autoshard.ir.recipe import Recipe, check_field
+from autoshard.ir.recipe import check_field
+from autoshard.ir.runtime import Runtime
 from autoshard.ir.spec import PartitionSpec
 from passes.recipe_search.recipe_space import SEARCHED, Only
 
-_FIELDS = tuple(item.name for item in fields(Recipe))
+_RUNTIME = tuple(item.name for item in fields(Runtime))
 
 _ELSEWHERE = {
     "global_batch": "pass global_batch=",
     "precision": "pass precision=",
     "optimizer": "pass optimizer=",
-    "stage_blocks": "the search shares blocks out evenly; recipe=, and autoshard.price, take a recipe with others",
-    "whole_tensors": "autoshard.price takes a recipe with it",
+    "stage_layers": "the search shares blocks out evenly; recipe=, and autoshard.price, take a recipe with others",
+    **{
+        name: f"it says what a runtime does: pass runtime=autoshard.Runtime(name='mine', {name}=...)"
+        for name in _RUNTIME
+    },
 }
-"""Fields that constraints do not decide, and what to do instead."""
+"""Names that constraints do not decide, and what to do instead."""
 
 
-def pin(base: Recipe, constraints: Mapping[str, object]) -> tuple[Recipe, Only]:
-    """What constraints leave: the fields that are not searched, and the values of those that are.
+def pinned(constraints: Mapping[str, object]) -> Only:
+    """The values that constraints leave to searched fields.
 
     Args:
-        base: a recipe with the defaults of the former.
         constraints: field of `Recipe` to its value, or to a collection of values that it may have.
 
     Raises:
@@ -38,28 +40,15 @@ def pin(base: Recipe, constraints: Mapping[str, object]) -> tuple[Recipe, Only]:
         NotAvailableError: a spec of a value, which recipes do not choose one by one.
 
     Example:
-        >>> pin(Recipe(), {"pipeline": (1, 2), "fused": False})[1]
-        {'pipeline': (1, 2)}
+        >>> pinned({"pipeline": (1, 2), "tensor": 8})
+        {'pipeline': (1, 2), 'tensor': (8,)}
     """
     if not isinstance(constraints, Mapping):
         raise RecipeError(
             f"constraints={constraints!r} is a {type(constraints).__name__}; pass a dict of fields to values, "
             "{'tensor': 8, 'pipeline': (1, 2)}."
         )
-    only: dict[str, Collection[object]] = {}
-    single: dict[str, object] = {}
-    for name, given in constraints.items():
-        values = _values(name, given)
-        if name in SEARCHED:
-            only[name] = values
-        elif len(values) == 1:
-            single[name] = values[0]
-        else:
-            raise RecipeError(
-                f"constraints[{name!r}]={given!r}: {name} is not searched, so it takes one value. Several may be given "
-                f"for {', '.join(SEARCHED)}."
-            )
-    return replace(base, **single), only
+    return {name: _values(name, given) for name, given in constraints.items()}
 
 
 def _values(name: str, given: object) -> tuple[object, ...]:
@@ -70,10 +59,10 @@ def _values(name: str, given: object) -> tuple[object, ...]:
             "whose axes give all values theirs. Constrain fields of the recipe, {'tensor': 8, 'zero': (0, 1)}, or plan "
             "on a mesh without global_batch=, where specs are searched one by one."
         )
-    if name not in _FIELDS:
-        raise RecipeError(f"constraints[{name!r}]: a recipe has no such field; there are {', '.join(_FIELDS)}.")
     if name in _ELSEWHERE:
         raise RecipeError(f"constraints[{name!r}]={given!r}: constraints do not decide it; {_ELSEWHERE[name]}.")
+    if name not in SEARCHED:
+        raise RecipeError(f"constraints[{name!r}]: a recipe has no such field; there are {', '.join(SEARCHED)}.")
     values = (given,) if isinstance(given, str) or not isinstance(given, Collection) else tuple(given)
     if not values:
         raise RecipeError(f"constraints[{name!r}]={given!r} leaves no value; leave it out, or name one.")

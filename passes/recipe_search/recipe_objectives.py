@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from autoshard.ir.recipe import Recipe
+from autoshard.ir.execution import Execution
 from passes.recipe_search.known_pipes import Pipe, PipeSet
 from passes.recipe_search.recipe_pricer import Kind, RecipePricer
 from passes.recipe_search.recipe_space import Keeping
@@ -23,7 +23,7 @@ Bound = Callable[[], float]
 class Objective(Protocol):
     """What is minimised: bounds for sets of recipes that have more and more of `recipe`, infinite if none will do."""
 
-    def is_too_large(self, recipe: Recipe) -> bool:
+    def is_too_large(self, recipe: Execution) -> bool:
         """Whether no recipe of a layout will do, nor of one with larger micro-batches."""
         ...
 
@@ -31,7 +31,7 @@ class Objective(Protocol):
         """Whether to compute more again than a keeping does, or to copy what it keeps, only adds to the objective."""
         ...
 
-    def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping], *, zero: int) -> Sequence[Bound]:
+    def layouts(self, first: Execution, most: int, keepings: Sequence[Keeping], *, zero: int) -> Sequence[Bound]:
         """Those of a layout with one keeping or another, from the first recipe's pipeline ranks to `most`.
 
         `zero`: the ZeRO stage that shards most of those that they may have.
@@ -42,21 +42,21 @@ class Objective(Protocol):
         """Bounds of recipes with some pipelines, one for each kind of exchange of shards, none included."""
         ...
 
-    def schedules(self, recipe: Recipe, shardings: Iterable[Recipe], pipes: PipeSet) -> Sequence[float]:
+    def schedules(self, recipe: Execution, shardings: Iterable[Execution], pipes: PipeSet) -> Sequence[float]:
         """Bounds of recipes with each of some pipelines, all of the recipe's size.
 
         `recipe` shards most; `shardings` are its like with each sharding that they may have.
         """
         ...
 
-    def recipes(self, recipes: Sequence[Recipe], pipe: Pipe, *, enough: float) -> Sequence[float]:
+    def recipes(self, recipes: Sequence[Execution], pipe: Pipe, *, enough: float) -> Sequence[float]:
         """Of each recipe: they differ in sharding, and their pipeline is `pipe`.
 
         What surely has more than `enough` need not be infinite.
         """
         ...
 
-    def price(self, recipe: Recipe) -> float:
+    def price(self, recipe: Execution) -> float:
         """The recipe's objective."""
         ...
 
@@ -68,7 +68,7 @@ class Fastest:
     pricer: RecipePricer
     memory_limit: float
 
-    def is_too_large(self, recipe: Recipe) -> bool:
+    def is_too_large(self, recipe: Execution) -> bool:
         """See `Objective`."""
         return self.pricer.workspace_bytes(recipe) > self.memory_limit
 
@@ -76,13 +76,13 @@ class Fastest:
         """See `Objective`. Of what is copied, what is computed again need not be."""
         return keeping.offload == "none"
 
-    def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping], *, zero: int) -> Sequence[Bound]:
+    def layouts(self, first: Execution, most: int, keepings: Sequence[Keeping], *, zero: int) -> Sequence[Bound]:
         """See `Objective`."""
         needed = self.pricer.layout_memory_floors(first, most, keepings, zero=zero)
         fits = (needed <= self.memory_limit).tolist()
         return [partial(self._layout, first, most, *each) for each in zip(keepings, fits, strict=True)]
 
-    def _layout(self, first: Recipe, most: int, keeping: Keeping, fits: bool) -> float:
+    def _layout(self, first: Execution, most: int, keeping: Keeping, fits: bool) -> float:
         kind = replace(first, recompute=keeping.recompute, offload=keeping.offload)
         return self.pricer.layout_floor(kind, most) if fits else math.inf
 
@@ -95,7 +95,7 @@ class Fastest:
             bounds[some] = self.pricer.mean_floors(list(compress(kinds, some)))
         return bounds.tolist()
 
-    def schedules(self, recipe: Recipe, shardings: Iterable[Recipe], pipes: PipeSet) -> Sequence[float]:
+    def schedules(self, recipe: Execution, shardings: Iterable[Execution], pipes: PipeSet) -> Sequence[float]:
         """See `Objective`."""
         fits = self.pricer.memory_floors([recipe], pipes)[0] <= self.memory_limit
         bounds = np.full(len(pipes), math.inf)
@@ -103,7 +103,7 @@ class Fastest:
             bounds[fits] = self.pricer.path_floors(list(shardings), pipes, fits)
         return bounds.tolist()
 
-    def recipes(self, recipes: Sequence[Recipe], pipe: Pipe, *, enough: float) -> Sequence[float]:
+    def recipes(self, recipes: Sequence[Execution], pipe: Pipe, *, enough: float) -> Sequence[float]:
         """See `Objective`."""
         floors = self.pricer.recipe_floors(recipes, pipe).tolist()
         return [
@@ -111,7 +111,7 @@ class Fastest:
             for floor, recipe in zip(floors, recipes, strict=True)
         ]
 
-    def price(self, recipe: Recipe) -> float:
+    def price(self, recipe: Execution) -> float:
         """See `Objective`."""
         return self.pricer.time_s(recipe)
 
@@ -122,7 +122,7 @@ class Smallest:
 
     pricer: RecipePricer
 
-    def is_too_large(self, recipe: Recipe) -> bool:
+    def is_too_large(self, recipe: Execution) -> bool:
         """See `Objective`."""
         return False
 
@@ -130,7 +130,7 @@ class Smallest:
         """See `Objective`."""
         return False
 
-    def layouts(self, first: Recipe, most: int, keepings: Sequence[Keeping], *, zero: int) -> Sequence[Bound]:
+    def layouts(self, first: Execution, most: int, keepings: Sequence[Keeping], *, zero: int) -> Sequence[Bound]:
         """See `Objective`."""
         floors = self.pricer.layout_memory_floors(first, most, keepings, zero=zero)
         return [partial(float, floor) for floor in floors]
@@ -140,14 +140,14 @@ class Smallest:
         floors = self.pricer.memory_floors([recipe for recipe, _ in kinds], pipes)
         return floors.min(axis=1, initial=math.inf).tolist()
 
-    def schedules(self, recipe: Recipe, shardings: Iterable[Recipe], pipes: PipeSet) -> Sequence[float]:
+    def schedules(self, recipe: Execution, shardings: Iterable[Execution], pipes: PipeSet) -> Sequence[float]:
         """See `Objective`."""
         return self.pricer.memory_floors([recipe], pipes)[0].tolist()
 
-    def recipes(self, recipes: Sequence[Recipe], pipe: Pipe, *, enough: float) -> Sequence[float]:
+    def recipes(self, recipes: Sequence[Execution], pipe: Pipe, *, enough: float) -> Sequence[float]:
         """See `Objective`."""
         return [self.price(recipe) if self.pricer.fits(recipe, math.inf) else math.inf for recipe in recipes]
 
-    def price(self, recipe: Recipe) -> float:
+    def price(self, recipe: Execution) -> float:
         """See `Objective`."""
         return float(self.pricer.memory_bytes(recipe))

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.ir.recipe import Recipe
+from autoshard.ir.execution import Execution
 from cost_models.hardware import Cluster
 from cost_models.step import StepModel, fitted
 from cost_models.topology import GroupLinks
@@ -46,7 +46,7 @@ from passes.sections.price_sections import EXPERT, SectionPrice, SectionSizes
 _GATHERS = 3
 """The ZeRO stage that gathers parameters for each micro-batch."""
 
-Kind = tuple[Recipe, tuple[int | None, ...]]
+Kind = tuple[Execution, tuple[int | None, ...]]
 """Recipes that differ in what ZeRO shards over: that which shards most, and all sizes of groups (`zero_group`)."""
 
 
@@ -74,10 +74,10 @@ class RecipePricer:
     _passing: dict[tuple[object, ...], Passing] = field(default_factory=dict)
     _ends: dict[tuple[object, ...], EndWork] = field(default_factory=dict)
     _names: dict[tuple[str, ...], Floats] = field(default_factory=dict)
-    _times: dict[Recipe, float] = field(default_factory=dict)
-    _bytes: dict[Recipe, int] = field(default_factory=dict)
+    _times: dict[Execution, float] = field(default_factory=dict)
+    _bytes: dict[Execution, int] = field(default_factory=dict)
 
-    def groups(self, recipe: Recipe) -> Groups:
+    def groups(self, recipe: Execution) -> Groups:
         """The groups of a recipe."""
         shape = (recipe.pipeline, recipe.data, recipe.context, recipe.tensor)
         key = (*shape, recipe.expert, recipe.expert_tensor, recipe.zero_group)
@@ -85,18 +85,18 @@ class RecipePricer:
             self._groups[key] = recipe_groups(recipe, self.cluster)
         return self._groups[key]
 
-    def sections(self, recipe: Recipe) -> Mapping[str, SectionPrice]:
+    def sections(self, recipe: Execution) -> Mapping[str, SectionPrice]:
         """The prices of a recipe's sections."""
         key = _layout_of(recipe)
         if key not in self._sections:
             self._sections[key] = self.counted.section_prices(recipe, self.cluster)
         return self._sections[key]
 
-    def stages(self, recipe: Recipe) -> tuple[Stage, ...]:
+    def stages(self, recipe: Execution) -> tuple[Stage, ...]:
         """A recipe's stages."""
         return share_out(self.counted.blocks, recipe)
 
-    def time_s(self, recipe: Recipe) -> float:
+    def time_s(self, recipe: Execution) -> float:
         """The step of a recipe, as `recipe_plan.predict_recipe` has it."""
         if recipe not in self._times:
             sections, stages = self.sections(recipe), self.stages(recipe)
@@ -104,7 +104,7 @@ class RecipePricer:
             self._times[recipe] = step.at_its_clock().time_s()
         return self._times[recipe]
 
-    def memory_bytes(self, recipe: Recipe) -> int:
+    def memory_bytes(self, recipe: Execution) -> int:
         """The memory of a recipe's fullest rank, likewise."""
         if recipe not in self._bytes:
             sections, stages = self.sections(recipe), self.stages(recipe)
@@ -112,7 +112,7 @@ class RecipePricer:
             self._bytes[recipe] = price.total
         return self._bytes[recipe]
 
-    def fits(self, recipe: Recipe, memory_limit: float) -> bool:
+    def fits(self, recipe: Execution, memory_limit: float) -> bool:
         """Whether a recipe fits in so much memory, and what it offloads in the device's share of its host's."""
         if self.memory_bytes(recipe) > memory_limit:
             return False
@@ -121,18 +121,18 @@ class RecipePricer:
             return True
         return host_bytes(self.sizes(recipe), self.stages(recipe), recipe, in_flight(recipe)) <= share
 
-    def sizes(self, recipe: Recipe) -> Mapping[str, SectionSizes]:
+    def sizes(self, recipe: Execution) -> Mapping[str, SectionSizes]:
         """What a recipe's sections keep and hold; found without their prices."""
         key = _layout_of(recipe)
         if key not in self._sizes:
             self._sizes[key] = self.counted.section_sizes(recipe, self.cluster)
         return self._sizes[key]
 
-    def workspace_bytes(self, recipe: Recipe) -> int:
+    def workspace_bytes(self, recipe: Execution) -> int:
         """The largest workspace of a recipe's layout: a rank has it, beside all else."""
         return max(size.workspace_bytes for size in self.sizes(recipe).values())
 
-    def layout_memory_floors(self, first: Recipe, most: int, keepings: Sequence[Keeping], *, zero: int) -> Floats:
+    def layout_memory_floors(self, first: Execution, most: int, keepings: Sequence[Keeping], *, zero: int) -> Floats:
         """Bounds on the memory of all recipes of a layout, with the pipeline ranks of the first or more, to `most`.
 
         `zero`: the ZeRO stage that shards most of those that they may have.
@@ -143,30 +143,30 @@ class RecipePricer:
         parameters = copies + (shared - copies) * most * shares
         return layout_memory_floors(sizes, self._counts_of(tuple(sizes)), most, parameters, keepings)
 
-    def _section_parameters(self, recipes: Sequence[Recipe]) -> SectionParameters:
+    def _section_parameters(self, recipes: Sequence[Execution]) -> SectionParameters:
         """What recipes that differ in sharding hold for parameters on each rank."""
         shardings = [self._sharded_bytes(recipe) for recipe in recipes]
         return section_parameters(self.sizes(recipes[0]), shardings, [recipe.zero == _GATHERS for recipe in recipes])
 
-    def _sharded_bytes(self, recipe: Recipe) -> tuple[ParameterBytes, ParameterBytes]:
+    def _sharded_bytes(self, recipe: Execution) -> tuple[ParameterBytes, ParameterBytes]:
         """What a rank holds for each parameter, and for each of experts."""
         dense, expert = (self._parameter_bytes(recipe.zero, shards, recipe) for shards in shard_ranks(recipe))
         return dense, expert
 
-    def _parameter_bytes(self, zero: int, shards: float, recipe: Recipe) -> ParameterBytes:
+    def _parameter_bytes(self, zero: int, shards: float, recipe: Execution) -> ParameterBytes:
         """The same under a ZeRO stage over so many ranks; all else is alike in a search."""
         key = (zero, shards, recipe.offload, recipe.recompute, recipe.micro_batches > 1)
         if key not in self._parameters:
-            self._parameters[key] = parameter_bytes(shards, replace(recipe, zero=zero, whole_tensors=False))
+            self._parameters[key] = parameter_bytes(shards, replace(recipe, zero=zero))
         return self._parameters[key]
 
-    def layout_floor(self, first: Recipe, most: int) -> float:
+    def layout_floor(self, first: Execution, most: int) -> float:
         """Bound on the step of all recipes of a layout that have the pipeline ranks of the first or more, to `most`.
 
         Experts' all-to-alls that run beside other micro-batches take less the more there are: the least is at one end.
         """
         ends = [first]
-        if first.overlap_expert and first.expert > 1:
+        if first.runtime.overlap_expert and first.expert > 1:
             data = first.pipeline * first.data // most
             ends.append(replace(first, pipeline=most, data=data, schedule=None))
         return min(float(self.mean_floors([(each, ())])[0]) for each in ends)
@@ -182,7 +182,7 @@ class RecipePricer:
         floors, exchanges = [alone[recipe.zero] for recipe in recipes], [self.exchanges(*kind) for kind in kinds]
         return mean_floors(floors, exchanges, self._counts(recipes[0]), recipes[0], self.cluster, self.model)
 
-    def exchanges(self, recipe: Recipe, zero_groups: tuple[int | None, ...]) -> Floats:
+    def exchanges(self, recipe: Execution, zero_groups: tuple[int | None, ...]) -> Floats:
         """Least seconds in which a micro-batch gathers parameters, and again with reducing gradients, [2, sections].
 
         `zero_groups`: the sizes of groups that the recipe may shard over.
@@ -196,11 +196,13 @@ class RecipePricer:
             self._sharded[key] = np.minimum.reduce(of_groups)
         return self._sharded[key]
 
-    def _gathers(self, recipe: Recipe) -> Floats:
+    def _gathers(self, recipe: Execution) -> Floats:
         groups, sections = self.groups(recipe), self.sections(recipe).values()
         return np.array([sharded_time(price, recipe, groups, self.cluster, self.model) for price in sections]).T
 
-    def path_floors(self, recipes: Sequence[Recipe], pipes: PipeSet, mask: NDArray[np.bool_] | None = None) -> Floats:
+    def path_floors(
+        self, recipes: Sequence[Execution], pipes: PipeSet, mask: NDArray[np.bool_] | None = None
+    ) -> Floats:
         """Bounds on the step of recipes that differ in sharding, with each pipeline that a mask leaves.
 
         They are those of longest paths and their ends.
@@ -208,11 +210,11 @@ class RecipePricer:
         shapes = self._shapes(recipes[0], pipes)
         return self._path_floors(recipes, shapes if mask is None else shapes.where(mask))
 
-    def recipe_floors(self, recipes: Sequence[Recipe], pipe: Pipe) -> Floats:
+    def recipe_floors(self, recipes: Sequence[Execution], pipe: Pipe) -> Floats:
         """The same of each of some recipes that differ in sharding, and whose pipeline is `pipe`, [recipes]."""
         return self._path_floors(recipes, self._shapes(recipes[0], PipeSet([pipe])), apart=True)
 
-    def _path_floors(self, recipes: Sequence[Recipe], shapes: PipeShapes, *, apart: bool = False) -> Floats:
+    def _path_floors(self, recipes: Sequence[Execution], shapes: PipeShapes, *, apart: bool = False) -> Floats:
         recipe = recipes[0]
         floors = self.section_floors(recipe)
         send_s = send_time(self.sections(recipe), recipe, self.groups(recipe), self.model)
@@ -222,7 +224,7 @@ class RecipePricer:
 
         return path_floors(floors, shapes, send_s, recipe, work_of, self.cluster, self.model, apart=apart)
 
-    def end_work(self, dense: float, expert: float, tensors: int, recipe: Recipe) -> EndWork:
+    def end_work(self, dense: float, expert: float, tensors: int, recipe: Execution) -> EndWork:
         """What a rank with so many parameters does once per step."""
         shape = (recipe.tensor, recipe.expert, recipe.expert_tensor, recipe.replicas, recipe.zero, recipe.zero_group)
         key = (dense, expert, tensors, recipe.reduces_each, recipe.micro_batches > 1, *shape)
@@ -231,7 +233,7 @@ class RecipePricer:
             self._ends[key] = end_work(dense, expert, tensors, recipe, groups, self.cluster, self.model)
         return self._ends[key]
 
-    def memory_floors(self, recipes: Sequence[Recipe], pipes: PipeSet) -> Floats:
+    def memory_floors(self, recipes: Sequence[Execution], pipes: PipeSet) -> Floats:
         """Bounds on the memory of recipes that differ in sharding, with each of some pipelines, [recipes, pipes]."""
         first = recipes[0]
         if not pipes:
@@ -239,7 +241,7 @@ class RecipePricer:
         shapes = self._shapes(first, pipes)
         return memory_floors(shapes, self._section_parameters(recipes), self._passing_bytes(first, shapes))
 
-    def _passing_bytes(self, recipe: Recipe, shapes: PipeShapes) -> Passing:
+    def _passing_bytes(self, recipe: Execution, shapes: PipeShapes) -> Passing:
         """What ranks hold but for parameters and their state, with each of some pipelines, [pipes, ranks]."""
         key = (_layout_of(recipe), recipe.recompute, recipe.offload, shapes.pipes)
         if key not in self._passing:
@@ -247,11 +249,11 @@ class RecipePricer:
             self._passing[key] = passing_bytes(self.sizes(recipe), shapes.counts, shapes.present, held, recipe)
         return self._passing[key]
 
-    def section_floors(self, recipe: Recipe, *, gathers: bool = True) -> SectionFloors:
+    def section_floors(self, recipe: Execution, *, gathers: bool = True) -> SectionFloors:
         """What sections take: the same whatever the pipeline and, unless each micro-batch exchanges, the sharding."""
         stage = recipe.zero if recipe.reduces_each else 0
         shards = (stage, recipe.replicas, recipe.zero_group) if stage and gathers else stage
-        counts = recipe.compiled or (recipe.overlap_expert and recipe.expert > 1)
+        counts = recipe.runtime.compiled or (recipe.runtime.overlap_expert and recipe.expert > 1)
         turns = recipe.micro_batches if counts else recipe.micro_batches > 1
         keeping = (recipe.recompute, recipe.offload)
         key = (_layout_of(recipe), keeping, turns, shards)
@@ -271,7 +273,7 @@ class RecipePricer:
         self,
         price: SectionPrice,
         name: str,
-        recipe: Recipe,
+        recipe: Execution,
         groups: Groups,
         keeping: tuple[str, str],
         rest: tuple[object, ...],
@@ -291,13 +293,13 @@ class RecipePricer:
     @cached_property
     def _alone(self) -> GroupLinks:
         """A group of one rank."""
-        return recipe_groups(Recipe(data=self.cluster.size), self.cluster).tensor
+        return recipe_groups(Execution(data=self.cluster.size), self.cluster).tensor
 
-    def _shapes(self, recipe: Recipe, pipes: PipeSet) -> PipeShapes:
+    def _shapes(self, recipe: Execution, pipes: PipeSet) -> PipeShapes:
         """Where sections lie in pipelines."""
         return pipe_shapes(tuple(self.sections(recipe)), self.counted.blocks, pipes)
 
-    def _counts(self, recipe: Recipe) -> Floats:
+    def _counts(self, recipe: Execution) -> Floats:
         """How often the model has each section."""
         return self._counts_of(tuple(self.sections(recipe)))
 
@@ -309,7 +311,7 @@ class RecipePricer:
         return self._names[names]
 
 
-def _layout_of(recipe: Recipe) -> tuple[object, ...]:
+def _layout_of(recipe: Execution) -> tuple[object, ...]:
     """What of a recipe decides what its sections do, but for recomputation; all else is alike in a search."""
     ranks = (recipe.tensor, recipe.sequence_parallel, recipe.context, recipe.expert, recipe.expert_tensor)
     return (*ranks, recipe.micro_batch)

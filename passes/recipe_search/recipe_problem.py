@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from autoshard.ir.recipe import Recipe
+from autoshard.ir.execution import Execution
 from cost_models.hardware import Cluster
 from cost_models.step import StepModel
 from passes.recipe_search.recipe_objectives import Fastest, Smallest
@@ -37,7 +37,7 @@ class RecipeProblem:
 
     counted: CountedModel
     cluster: Cluster
-    base: Recipe
+    base: Execution
     memory_limit: float
     least_tokens: int = 128
     step: StepModel | None = None
@@ -72,7 +72,7 @@ class RecipeProblem:
         fixed: Mapping[str, object] | None = None,
         only: Only | None = None,
         ceiling: Ceiling | None = None,
-        known: Recipe | None = None,
+        known: Execution | None = None,
         watch: Watch | None = None,
     ) -> FoundRecipe:
         """The fastest recipe that fits.
@@ -118,13 +118,13 @@ class RecipeProblem:
                 raise
         return found
 
-    def admits(self, recipe: Recipe) -> bool:
+    def admits(self, recipe: Execution) -> bool:
         """Whether a recipe fits, and keeps the constraints. Raises RecipeError for one of another number of devices."""
         runs = not (self.runs and recipe.without_program)
         return runs and keeps(recipe, self.pinned) and self.pricer.fits(recipe, self.memory_limit)
 
     def best_of_all(
-        self, *, ceiling: Ceiling | None = None, known: Recipe | None = None, watch: Watch | None = None
+        self, *, ceiling: Ceiling | None = None, known: Execution | None = None, watch: Watch | None = None
     ) -> tuple[FoundRecipe, dict[str, FoundRecipe]]:
         """The fastest recipe, and the baselines; the fastest of these, and of `known`, is its first incumbent.
 

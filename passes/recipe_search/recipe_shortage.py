@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autoshard.errors import DoesNotFitError
-from autoshard.ir.recipe import Recipe
+from autoshard.ir.execution import Execution
 from autoshard.ir.text import format_bytes
 from cost_models.hardware import Cluster
 from passes.recipe_search.recipe_problem import RecipeProblem
@@ -96,7 +96,7 @@ def _larger(problem: RecipeProblem, factor: int) -> tuple[RecipeProblem | None, 
 
 @dataclass(frozen=True, slots=True)
 class _Fitting:
-    recipe: Recipe
+    recipe: Execution
     needed_bytes: float
 
 

@@ -9,7 +9,7 @@ A recipe of the space is a choice in four steps, every one of which is data here
    with the ends counted as blocks. What devices are left are `data`;
 4. a `Sharding`: the ZeRO stage and the ranks over which it shards.
 
-All other fields (precision, optimizer, what the framework overlaps and fuses) are those of a given recipe, `base`.
+All else (runtime, precision, optimizer, batch) is that of a given execution, `base`.
 What no recipe can be is known beforehand:
 
 * sizes multiply to the devices, and each replica runs whole micro-batches;
@@ -21,8 +21,7 @@ What no recipe can be is known beforehand:
   micro-batches (`cost_models.schedule_orders.admits`); every stage but the first and the last has a block.
 
 Names for the same thing are left out: a group of all replicas is `zero_group=None`, and selective recomputation of
-blocks that have nothing which it computes again is none. ZeRO shards over two replicas or more, and ZeRO-1 alone can
-keep tensors whole (`base.whole_tensors`).
+blocks that have nothing which it computes again is none. ZeRO shards over two replicas or more.
 """
 
 from __future__ import annotations
@@ -35,17 +34,19 @@ from itertools import compress, product
 from typing import Any, NamedTuple
 
 from autoshard.errors import RecipeError
+from autoshard.ir.execution import Execution
 from autoshard.ir.recipe import RECOMPUTE, Recipe
 from passes.recipe_search.known_pipes import (
     Pipe,
     PipeSet,
     known_pipes,
 )
+from passes.recipes.pipeline_stages import even_blocks
 from passes.sections.price_model import CountedModel, RecipeKind
 
 SEARCHED = (
     "data", "tensor", "sequence_parallel", "context", "expert", "expert_tensor", "pipeline", "schedule",
-    "virtual_stages", "split_ends", "micro_batch", "recompute", "offload", "zero", "zero_group",
+    "virtual_stages", "micro_batch", "recompute", "offload", "zero", "zero_group",
 )  # fmt: skip
 """The fields of a recipe that the space chooses."""
 
@@ -112,7 +113,7 @@ class RecipeSpace:
 
     counted: CountedModel
     devices: int
-    base: Recipe
+    base: Execution
     most_tensor: int | None = None
     least_tokens: int = 1
     offloads: bool = False
@@ -161,11 +162,13 @@ class RecipeSpace:
 
     def kind(self, layout: Layout) -> RecipeKind:
         """The kind of a layout's recipes."""
-        return RecipeKind(
-            layout.tensor > 1, layout.sequence_parallel, layout.context > 1, layout.expert > 1,
-            layout.expert_tensor > 1, self.base.fused, self.base.unfused, self.base.recompute_modules,
-            self.base.kernels,
-        )  # fmt: skip
+        return RecipeKind.of(self.base)._replace(
+            tensor=layout.tensor > 1,
+            sequence_parallel=layout.sequence_parallel,
+            context=layout.context > 1,
+            expert=layout.expert > 1,
+            expert_tensor=layout.expert_tensor > 1,
+        )
 
     def _micro_batches(self, layout: Layout) -> list[int]:
         sizes = [size for size in divisors(self.batch) if self._allows("micro_batch", size)]
@@ -207,11 +210,7 @@ class RecipeSpace:
         """Those of some pipelines that no restriction forbids; the same set where it forbids none."""
         schedules = {each for each in {pipe.schedule for pipe in known} if self._allows("schedule", each)}
         virtual = {each for each in {pipe.virtual_stages for pipe in known} if self._allows("virtual_stages", each)}
-        splits = {each for each in (False, True) if self._allows("split_ends", each)}
-        is_allowed = [
-            pipe.schedule in schedules and pipe.virtual_stages in virtual and pipe.split_ends in splits
-            for pipe in known
-        ]
+        is_allowed = [pipe.schedule in schedules and pipe.virtual_stages in virtual for pipe in known]
         return known if all(is_allowed) else PipeSet(compress(known, is_allowed))
 
     @property
@@ -244,7 +243,7 @@ class RecipeSpace:
             return False
         return name not in self.pinned or value in self.pinned[name]
 
-    def recipe(self, layout: Layout, keeping: Keeping, pipe: Pipe, sharding: Sharding) -> Recipe:
+    def recipe(self, layout: Layout, keeping: Keeping, pipe: Pipe, sharding: Sharding) -> Execution:
         """The recipe of a choice."""
         made = {
             **_fields_of(self.base),
@@ -260,14 +259,19 @@ class RecipeSpace:
             "pipeline": pipe.pipeline,
             "schedule": pipe.schedule,
             "virtual_stages": pipe.virtual_stages,
-            "split_ends": pipe.split_ends,
+            "stage_layers": self._stage_layers(pipe),
             "zero": sharding.zero,
             "zero_group": sharding.group or None,
-            "whole_tensors": self.base.whole_tensors and sharding.zero == 1,
         }
-        return Recipe(**made)
+        return Execution(**made)
 
-    def recipes(self) -> Iterator[Recipe]:
+    def _stage_layers(self, pipe: Pipe) -> tuple[int, ...] | None:
+        """Blocks on each stage where the ends count as blocks; None: as even as can be."""
+        if not pipe.split_ends:
+            return None
+        return even_blocks(len(self.counted.blocks), pipe.pipeline * pipe.virtual_stages, split_ends=True)
+
+    def recipes(self) -> Iterator[Execution]:
         """Every recipe, once."""
         for layouts in self.layouts():
             for layout in layouts:
@@ -283,7 +287,7 @@ class RecipeSpace:
 
 
 @lru_cache(maxsize=16)
-def _fields_of(recipe: Recipe) -> Mapping[str, Any]:
+def _fields_of(recipe: Execution) -> Mapping[str, Any]:
     """The fields of a recipe by name: of those that have them alike, `dataclasses.replace` asks for each again."""
     return {item.name: getattr(recipe, item.name) for item in fields(recipe)}
 

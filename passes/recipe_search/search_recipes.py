@@ -33,7 +33,8 @@ from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
-from autoshard.ir.recipe import RECOMPUTE, Recipe
+from autoshard.ir.execution import Execution
+from autoshard.ir.recipe import RECOMPUTE
 from cost_models.schedule_orders import usual_schedule
 from passes.recipe_search.known_pipes import Pipe
 from passes.recipe_search.recipe_objectives import Objective
@@ -56,7 +57,7 @@ class FoundRecipe:
         search_time_s: wall time.
     """
 
-    recipe: Recipe | None
+    recipe: Execution | None
     objective: float
     lower_bound: float
     is_complete: bool
@@ -86,10 +87,10 @@ class Branch:
 @one_blas_thread()
 def search_recipes(
     branches: Sequence[Branch],
-    memory_bytes: Callable[[Recipe], int],
+    memory_bytes: Callable[[Execution], int],
     *,
     ceiling: Ceiling | None = None,
-    known: Recipe | None = None,
+    known: Execution | None = None,
     known_objective: float | None = None,
     watch: Watch | None = None,
 ) -> FoundRecipe:
@@ -106,7 +107,7 @@ def search_recipes(
     Raises:
         KeyboardInterrupt: by Ctrl-C, if no recipe was priced yet; else it ends the search.
     """
-    search = _Search(branches, memory_bytes, ceiling or Ceiling(), watch)
+    search = _BestFirst(branches, memory_bytes, ceiling or Ceiling(), watch)
     was_interrupted = False
     try:
         is_complete = search.run(known, known_objective)
@@ -150,13 +151,13 @@ _OFTEN = 256
 """Nodes between two looks at the clock."""
 
 
-class _Search:
+class _BestFirst:
     """One search: its open nodes, and the best recipe so far."""
 
     def __init__(
         self,
         branches: Sequence[Branch],
-        memory_bytes: Callable[[Recipe], int],
+        memory_bytes: Callable[[Execution], int],
         ceiling: Ceiling,
         watch: Watch | None,
     ) -> None:
@@ -167,10 +168,10 @@ class _Search:
         self.split: set[int] = set()
         self.numbers = count()
         self.turn = 0
-        self.best: tuple[float, tuple[object, ...], Recipe] | None = None
+        self.best: tuple[float, tuple[object, ...], Execution] | None = None
         self.bound, self.priced, self.nodes = 0.0, 0, 0
 
-    def run(self, known: Recipe | None, known_objective: float | None) -> bool:
+    def run(self, known: Execution | None, known_objective: float | None) -> bool:
         """Search until the best recipe is found, or time is over; whether it is found."""
         if known is not None:
             self._keep_known(known, known_objective)
@@ -187,7 +188,7 @@ class _Search:
         self.bound = math.inf if self.best is None else self.best[0]
         return True
 
-    def _keep_known(self, known: Recipe, objective: float | None) -> None:
+    def _keep_known(self, known: Execution, objective: float | None) -> None:
         found = self.branches[0].objective.price(known) if objective is None else objective
         self._keep(found, (math.inf,), known)
 
@@ -249,7 +250,7 @@ class _Search:
                 return
             self._open_keepings(branch, layout, first, sizes[-1])
 
-    def _open_keepings(self, branch: Branch, layout: Layout, first: Recipe, most: int) -> None:
+    def _open_keepings(self, branch: Branch, layout: Layout, first: Execution, most: int) -> None:
         """Open a layout with what may become of blocks' values; nothing more than what is too slow already."""
         keepings = sorted(branch.space.keepings(layout), key=lambda keeping: keeping.offload != "none")
         too_slow = len(RECOMPUTE)
@@ -315,7 +316,7 @@ class _Search:
         shardings = node.branch.space.shardings(node.layout, node.ranks)
         return [replace(node, sharding=item) for item in shardings if _exchanges(item) == node.exchanges]
 
-    def _recipe(self, node: _Node) -> Recipe:
+    def _recipe(self, node: _Node) -> Execution:
         """The recipe of a node; of a set, one of those that shard most."""
         space = node.branch.space
         sharding = node.sharding or node.exchanges or Sharding(min(1, space.most_zero))
@@ -350,7 +351,7 @@ class _Search:
         self._keep(objective, order, recipe)
         heapq.heappush(self.open, (objective, True, order, next(self.numbers), node))
 
-    def _keep(self, objective: float, order: tuple[object, ...], recipe: Recipe) -> None:
+    def _keep(self, objective: float, order: tuple[object, ...], recipe: Execution) -> None:
         """Keep a recipe if it is the best so far."""
         if self.best is None or (objective, order) < self.best[:2]:
             self.best = (objective, order, recipe)

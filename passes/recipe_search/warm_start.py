@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autoshard.errors import RecipeError
+from autoshard.ir.execution import Execution
 from autoshard.ir.recipe import Recipe
 from cost_models.errors import CostModelError
 from passes.recipe_search.recipe_problem import RecipeProblem
@@ -12,7 +13,7 @@ from passes.recipe_search.recipe_space import SEARCHED, Only
 from passes.solver.search_control import Ceiling
 
 
-def known_recipe(problem: RecipeProblem, before: Recipe, ceiling: Ceiling | None = None) -> Recipe | None:
+def known_recipe(problem: RecipeProblem, before: Recipe, ceiling: Ceiling | None = None) -> Execution | None:
     """A recipe of a problem: that of another plan, if it fits and keeps the constraints; else the fastest like it.
 
     Like it are recipes that cut a micro-batch as it does (`alike`): on another number of devices these
@@ -27,9 +28,9 @@ def known_recipe(problem: RecipeProblem, before: Recipe, ceiling: Ceiling | None
     return problem.best(only=alike(before), ceiling=ceiling).recipe
 
 
-def _on_base(problem: RecipeProblem, before: Recipe) -> Recipe:
+def _on_base(problem: RecipeProblem, before: Recipe) -> Execution:
     """A recipe with the problem's own batch, precision, and all else that is not searched."""
-    given = {name: getattr(before, name) for name in SEARCHED}
+    given = {name: getattr(before, name) for name in (*SEARCHED, "stage_layers")}
     return replace(problem.base, **{name: value for name, value in given.items() if value is not None})
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import sympy
 
 from autoshard.errors import FormulaError
-from autoshard.ir.recipe import Recipe
+from autoshard.ir.execution import Execution
 from autoshard.ir.reshard import ReshardKind
 from cost_models.formulas import Size, ceil_div, product_of, value_at
 from cost_models.operators import work
@@ -22,7 +22,7 @@ from cost_models.work import Kind, MatmulShape, TensorInfo
 from passes.counting.count_plan import ring_bytes
 from passes.recipes.price_ends import exchanged_bytes, gradient_bytes
 from passes.recipes.price_memory import kept_bytes, state_bytes
-from passes.sections.count_sections import FUSED, Kernel, Phase, Section, Sized
+from passes.sections.count_sections import FUSED, Phase, Section, SectionKernel, Sized
 from passes.sections.fold_program import AFTER, BEFORE
 from passes.sections.price_sections import EXPERT
 from passes.sections.propagate_axis import MoveKind
@@ -109,7 +109,7 @@ def _sent(phase: Phase, batch: Size, sizes: Mapping[str, Size]) -> dict[str, Siz
     return sent
 
 
-def _flops(kernel: Kernel, batch: Size, sizes: Mapping[str, Size]) -> Size:
+def _flops(kernel: SectionKernel, batch: Size, sizes: Mapping[str, Size]) -> Size:
     if kernel.operator == FUSED:
         return 0
     inputs, outputs = (
@@ -137,7 +137,7 @@ _ANY_SIZE = 840
 """Divides by all small numbers of ranks."""
 
 
-def _contracts(kernel: Kernel, inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo]) -> bool:
+def _contracts(kernel: SectionKernel, inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo]) -> bool:
     """Whether a call is made of products, or attention; that does not depend on sizes."""
 
     def numbers(item: TensorInfo) -> TensorInfo:
@@ -149,7 +149,7 @@ def _contracts(kernel: Kernel, inputs: Sequence[TensorInfo], outputs: Sequence[T
     return bool(done.products) or done.kind is Kind.ATTENTION
 
 
-def _shared_out(product: MatmulShape, kernel: Kernel, ranks: Size) -> MatmulShape:
+def _shared_out(product: MatmulShape, kernel: SectionKernel, ranks: Size) -> MatmulShape:
     """As `price_sections`: products of a share of the experts, with the tokens of all ranks."""
     whole: Any = sympy.Max(*(item.first[0] for item in kernel.inputs))
     share: Any = sympy.Max(1, sympy.floor(whole / ranks))
@@ -177,7 +177,7 @@ class RecipeCounting:
         tokens_each: integers of a sequence.
     """
 
-    recipe: Recipe
+    recipe: Execution
     sections: Mapping[str, SectionCount]
     blocks: Mapping[str, Size]
     batch: Size
@@ -233,7 +233,7 @@ class RecipeCounting:
     def sent(self) -> dict[str, Size]:
         """Bytes that each rank sends, by what for: an axis, or, where several share a group, the axis "data"."""
         axes, again = self.axes, self.recipe.recompute == "full"
-        if self.recipe.merged_dispatch and self.recipe.expert > 1:
+        if self.recipe.runtime.merged_dispatch and self.recipe.expert > 1:
             raise FormulaError(
                 "What a merged dispatch sends depends on where the experts of a token lie, so it is no formula; for "
                 "what the all-to-alls of experts send set merged_dispatch=False."
@@ -267,8 +267,8 @@ class RecipeCounting:
             return self.micro_batches * both + (gathered if recipe.zero == 2 else 0)
         if not recipe.zero:
             return _reduce(gradient * dense, replicas) + _reduce(gradient * expert, owners)
-        whole = recipe.zero_group in (None, recipe.replicas) and not recipe.whole_tensors
-        if recipe.compiled:
+        whole = recipe.zero_group in (None, recipe.replicas) and not recipe.broadcasts
+        if recipe.runtime.compiled:
             reduced = _gather(gradient * dense, shards) + _reduce(gradient * dense / shards, replicas / shards)
         else:
             reduced = _gather(gradient * dense, shards) if whole else _reduce(gradient * dense, replicas)

@@ -1,4 +1,4 @@
-"""What a recipe takes where `autoshard.compile` runs it (`Recipe.compiled`), by the prices of plans of specs.
+"""What a recipe takes where `autoshard.compile` runs it (`Runtime.compiled`), by the prices of plans of specs.
 
 The lowered program of such a plan is walked for its price (`passes/prediction/walk_program.py`); here is what of that
 program all recipes have in common:
@@ -20,14 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autoshard.ir.recipe import Recipe
+from autoshard.ir.execution import Execution
 from autoshard.ir.runtime import AUTOSHARD, Runtime
 from cost_models.hardware import Cluster
 from cost_models.memory import MOMENTS
 from cost_models.step import StepModel, alone, fitted
 from cost_models.streams import overlap_of
 from passes.lowering.bucket_collectives import BucketCollectives
-from passes.sections.price_sections import Traffic
+from passes.sections.price_sections import AxisTraffic
 from passes.sections.propagate_axis import MoveKind
 
 BUCKETS = BucketCollectives()
@@ -47,20 +47,20 @@ def own_runtime(cluster: Cluster) -> Runtime:
     )
 
 
-def step_model(recipe: Recipe, cluster: Cluster) -> StepModel:
+def step_model(recipe: Execution, cluster: Cluster) -> StepModel:
     """How kernels and collectives do in the steps of a recipe's runtime."""
-    if not recipe.compiled:
+    if not recipe.runtime.compiled:
         return fitted()
     overlap = overlap_of(cluster)
     return alone(0.0 if overlap is None else overlap.slowdown)
 
 
-def at_rest_bytes(recipe: Recipe) -> int:
+def at_rest_bytes(recipe: Execution) -> int:
     """Bytes of an element of parameters, gradients and state."""
-    return 4 if recipe.master_weights or recipe.precision == "f32" else 2
+    return 4 if recipe.runtime.master_weights or recipe.precision == "f32" else 2
 
 
-def cast_bytes(recipe: Recipe) -> int:
+def cast_bytes(recipe: Execution) -> int:
     """Bytes of an element of a parameter's copy that products read; 0: they read the parameter."""
     return 2 if at_rest_bytes(recipe) == 4 and recipe.precision != "f32" else 0
 
@@ -77,7 +77,7 @@ def section_bucket_count(section_bytes: float, ranks: int) -> int:
     return max(1, round(section_bytes / ranks / BUCKETS.most_bytes))
 
 
-def state_bytes(elements: float, shards: float, recipe: Recipe) -> dict[str, float]:
+def state_bytes(elements: float, shards: float, recipe: Execution) -> dict[str, float]:
     """Bytes of parameters, gradients and state of so many elements, see `price_memory.state_bytes`.
 
     Copies that products read are kept for the backward, but for those of ZeRO-3 and of what is computed again.
@@ -93,30 +93,30 @@ def state_bytes(elements: float, shards: float, recipe: Recipe) -> dict[str, flo
     }
 
 
-def gradients_beside(elements: float, shards: float, recipe: Recipe) -> float:
+def gradients_beside(elements: float, shards: float, recipe: Execution) -> float:
     """Bytes of the gradients of one micro-batch when all are made, in place of activations."""
     if recipe.micro_batches > 1:
         return 0.0
     return elements * at_rest_bytes(recipe) / (shards if recipe.zero else 1)
 
 
-def update_bytes(recipe: Recipe) -> float:
+def update_bytes(recipe: Execution) -> float:
     """Bytes that the optimizer moves for each element: parameter and state read and written, gradient read."""
     return at_rest_bytes(recipe) * (3 + 2 * MOMENTS[recipe.optimizer])
 
 
-def casting_bytes(recipe: Recipe) -> float:
+def casting_bytes(recipe: Execution) -> float:
     """Bytes moved to cast each element of a parameter, or a gradient back."""
     cast = cast_bytes(recipe)
     return at_rest_bytes(recipe) + cast if cast else 0.0
 
 
-def casts(recipe: Recipe) -> float:
+def casts(recipe: Execution) -> float:
     """Kernels that cast each parameter, once per step, and its gradient, in each micro-batch; mean of a micro-batch."""
     return 1.0 + 1.0 / recipe.micro_batches if cast_bytes(recipe) else 0.0
 
 
-def sent_again(traffic: Sequence[Traffic]) -> tuple[Traffic, ...]:
+def sent_again(traffic: Sequence[AxisTraffic]) -> tuple[AxisTraffic, ...]:
     """Traffic of a block's forward that is sent again where the block is computed again.
 
     Nothing waits for the last sum over the tensor axis. Values that products gather are there already, for the
@@ -127,11 +127,11 @@ def sent_again(traffic: Sequence[Traffic]) -> tuple[Traffic, ...]:
     return left[:-1] if left and _is_tensor(left[-1], MoveKind.SCATTER, MoveKind.REDUCE) else left
 
 
-def _is_tensor(item: Traffic, *kinds: MoveKind) -> bool:
+def _is_tensor(item: AxisTraffic, *kinds: MoveKind) -> bool:
     return item.axis == "tensor" and item.kind in kinds
 
 
-def end_copies(shards: float, recipe: Recipe) -> float:
+def end_copies(shards: float, recipe: Execution) -> float:
     """Bytes moved to copy each element of gradients that are reduced once per step, and of parameters.
 
     Reducing copies the whole, and the shard or the sum. ZeRO-1 and -2 cut the shard of a parameter out of it, and
@@ -144,7 +144,7 @@ def end_copies(shards: float, recipe: Recipe) -> float:
     return at_rest_bytes(recipe) * (reduced + 2.0 * with_shard * (recipe.zero in (1, 2)))
 
 
-def pass_bytes(recipe: Recipe) -> float:
+def pass_bytes(recipe: Execution) -> float:
     """Bytes moved for each element of parameters in a micro-batch, beside products.
 
     Parameters are cast once per step (shards of ZeRO-3: so little that it does not count), gradients each time. They

@@ -13,6 +13,7 @@ from itertools import pairwise
 from typing import TypeVar
 
 from autoshard.errors import RecipeError
+from autoshard.ir.execution import Execution
 from autoshard.ir.recipe import Recipe
 from cost_models import schedule_orders
 from cost_models.errors import CostArgumentError
@@ -45,28 +46,28 @@ def share_out(blocks: Sequence[str], recipe: Recipe) -> tuple[Stage, ...]:
 
 def _block_counts(blocks: int, recipe: Recipe) -> tuple[int, ...]:
     """Blocks on each stage."""
-    if recipe.stage_blocks is not None:
-        if sum(recipe.stage_blocks) != blocks:
-            found = sum(recipe.stage_blocks)
+    if recipe.stage_layers is not None:
+        if sum(recipe.stage_layers) != blocks:
+            found = sum(recipe.stage_layers)
             raise RecipeError(
-                f"stage_blocks={recipe.stage_blocks!r} shares out {found} blocks; the model has {blocks}."
+                f"stage_layers={recipe.stage_layers!r} shares out {found} blocks; the model has {blocks}."
             )
-        return tuple(recipe.stage_blocks)
+        return tuple(recipe.stage_layers)
     stages = recipe.stages
-    if stages > 1 and blocks + 2 * recipe.split_ends < stages:
+    if stages > 1 and blocks < stages:
         raise RecipeError(
             f"pipeline={recipe.pipeline} x virtual_stages={recipe.virtual_stages} = {stages} stages cannot share "
             f"{blocks} blocks."
         )
-    return even_blocks(blocks, stages, split_ends=recipe.split_ends)
+    return even_blocks(blocks, stages)
 
 
 @lru_cache(maxsize=8192)
-def even_blocks(blocks: int, stages: int, *, split_ends: bool) -> tuple[int, ...]:
+def even_blocks(blocks: int, stages: int, *, split_ends: bool = False) -> tuple[int, ...]:
     """Blocks on each of some stages, as even as can be; with `split_ends` the ends count as blocks.
 
     Example:
-        >>> even_blocks(10, 4, split_ends=False), even_blocks(10, 4, split_ends=True)
+        >>> even_blocks(10, 4), even_blocks(10, 4, split_ends=True)
         ((2, 3, 3, 2), (2, 3, 3, 2))
     """
     slots = blocks + 2 * split_ends
@@ -87,7 +88,7 @@ def rank_sections(stages: Sequence[Stage], recipe: Recipe) -> list[dict[str, int
     return held
 
 
-def in_flight(recipe: Recipe) -> tuple[float, ...]:
+def in_flight(recipe: Execution) -> tuple[float, ...]:
     """By pipeline rank, micro-batches that each of its stages holds at its peak; times do not change them."""
     if recipe.pipeline == 1:
         return (1.0,)
@@ -100,7 +101,7 @@ def cuts_backward(recipe: Recipe) -> bool:
     return recipe.pipeline > 1 and schedule_orders.cuts_backward(recipe.chosen_schedule)
 
 
-def run_stages(stages: Sequence[StageTimes], recipe: Recipe) -> tuple[float, float]:
+def run_stages(stages: Sequence[StageTimes], recipe: Execution) -> tuple[float, float]:
     """Seconds of the pipeline, and of its bubble.
 
     Raises:
@@ -111,7 +112,7 @@ def run_stages(stages: Sequence[StageTimes], recipe: Recipe) -> tuple[float, flo
     return _pipeline_of(stages, recipe, _run_pipeline)
 
 
-def stages_time(stages: Sequence[StageTimes], recipe: Recipe) -> float:
+def stages_time(stages: Sequence[StageTimes], recipe: Execution) -> float:
     """Seconds of the pipeline alone; see `run_stages`."""
     if recipe.pipeline == 1:
         (only,) = stages
@@ -119,7 +120,7 @@ def stages_time(stages: Sequence[StageTimes], recipe: Recipe) -> float:
     return _pipeline_of(stages, recipe, _pipeline_time)
 
 
-def _pipeline_of(stages: Sequence[StageTimes], recipe: Recipe, asked: Callable[[Pipeline], Found]) -> Found:
+def _pipeline_of(stages: Sequence[StageTimes], recipe: Execution, asked: Callable[[Pipeline], Found]) -> Found:
     """What is asked of a recipe's pipeline. Raises RecipeError, see `run_stages`."""
     try:
         return asked(
@@ -128,7 +129,7 @@ def _pipeline_of(stages: Sequence[StageTimes], recipe: Recipe, asked: Callable[[
                 tuple(stages),
                 recipe.micro_batches,
                 recipe.virtual_stages,
-                overlap_sends=recipe.overlap_pipeline,
+                overlap_sends=recipe.runtime.overlap_pipeline,
             )
         )
     except CostArgumentError as error:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autoshard.ir.recipe import Recipe
+from autoshard.ir.execution import Execution
 from cost_models.memory import MOMENTS
 from passes.recipes import own_runtime
 from passes.recipes.pipeline_stages import Stage, rank_sections
@@ -41,7 +41,7 @@ class MemoryPrice:
 def memory_price(
     sections: Mapping[str, SectionPrice],
     stages: Sequence[Stage],
-    recipe: Recipe,
+    recipe: Execution,
     groups: Groups,
     in_flight: Sequence[float],
 ) -> MemoryPrice:
@@ -65,7 +65,7 @@ def memory_price(
 def rank_memory(
     sections: Mapping[str, SectionPrice],
     counts: Mapping[str, int],
-    recipe: Recipe,
+    recipe: Execution,
     groups: Groups,
     in_flight: float,
 ) -> MemoryPrice:
@@ -97,15 +97,15 @@ def rank_memory(
     return MemoryPrice({name: int(size) for name, size in parts.items() if size})
 
 
-def state_bytes(elements: float, shards: float, recipe: Recipe) -> dict[str, float]:
+def state_bytes(elements: float, shards: float, recipe: Execution) -> dict[str, float]:
     """Bytes of parameters, gradients and optimizer state of `elements` parameters on one rank."""
-    if recipe.compiled:
+    if recipe.runtime.compiled:
         return own_runtime.state_bytes(elements, shards, recipe)
-    weight, gradient = WEIGHT_BYTES[recipe.precision], GRADIENT_BYTES[recipe.gradient_dtype]
-    extra = 2 if recipe.separate_sum and gradient > 2 else 0
-    state = 4 * MOMENTS[recipe.optimizer] + (4 if recipe.master_weights and recipe.zero < 3 else 0)
+    weight, gradient = WEIGHT_BYTES[recipe.precision], GRADIENT_BYTES[recipe.runtime.gradient_dtype]
+    extra = 2 if recipe.runtime.separate_sum and gradient > 2 else 0
+    state = 4 * MOMENTS[recipe.optimizer] + (4 if recipe.runtime.master_weights and recipe.zero < 3 else 0)
     if recipe.zero == 3:
-        weight = 4 if recipe.master_weights else weight
+        weight = 4 if recipe.runtime.master_weights else weight
     on_device = 0.0 if recipe.offload in ("optimizer", "parameters") else 1.0
     return {
         "parameters": elements * weight / (shards if recipe.zero == 3 else 1),
@@ -114,23 +114,23 @@ def state_bytes(elements: float, shards: float, recipe: Recipe) -> dict[str, flo
     }
 
 
-def gathered_bytes(block: SectionSizes, recipe: Recipe) -> float:
+def gathered_bytes(block: SectionSizes, recipe: Execution) -> float:
     """Bytes of what ZeRO-3 gathers of a block: its weights, and its neighbour's."""
-    weight = (own_runtime.cast_bytes(recipe) or own_runtime.at_rest_bytes(recipe)) if recipe.compiled else None
+    weight = (own_runtime.cast_bytes(recipe) or own_runtime.at_rest_bytes(recipe)) if recipe.runtime.compiled else None
     return 2.0 * (weight or WEIGHT_BYTES[recipe.precision]) * (block.parameters + block.expert_parameters)
 
 
-def update_bytes(elements: float, shards: float, recipe: Recipe) -> float:
+def update_bytes(elements: float, shards: float, recipe: Execution) -> float:
     """Bytes of the float32 copy of gradients that master weights are updated with."""
-    if recipe.compiled:
+    if recipe.runtime.compiled:
         return own_runtime.gradients_beside(elements, shards, recipe)
-    if not recipe.master_weights or recipe.gradient_dtype == "f32":
+    if not recipe.runtime.master_weights or recipe.runtime.gradient_dtype == "f32":
         return 0.0
     return 4.0 * elements / (shards if recipe.zero >= 1 else 1)
 
 
 def host_bytes(
-    sections: Mapping[str, SectionSizes], stages: Sequence[Stage], recipe: Recipe, in_flight: Sequence[float]
+    sections: Mapping[str, SectionSizes], stages: Sequence[Stage], recipe: Execution, in_flight: Sequence[float]
 ) -> int:
     """Bytes that lie on the host for the rank that has most there; see `memory_price`."""
     ranks = zip(rank_sections(stages, recipe), in_flight, strict=True)
@@ -138,31 +138,31 @@ def host_bytes(
 
 
 def rank_host_bytes(
-    sections: Mapping[str, SectionSizes], counts: Mapping[str, int], recipe: Recipe, in_flight: float
+    sections: Mapping[str, SectionSizes], counts: Mapping[str, int], recipe: Execution, in_flight: float
 ) -> int:
     """Bytes that lie on the host for a pipeline rank that has sections so often."""
     away = {name: count for name, count in counts.items() if is_offloaded(name, recipe)}
     return int(in_flight * sum(kept_bytes(sections[name], name, recipe) * count for name, count in away.items()))
 
 
-def is_offloaded(name: str, recipe: Recipe) -> bool:
+def is_offloaded(name: str, recipe: Execution) -> bool:
     """Whether what a section keeps lies on the host."""
     return recipe.offload == "activations" and name not in (BEFORE, AFTER)
 
 
-def again_bytes(price: SectionSizes, name: str, recipe: Recipe) -> int:
+def again_bytes(price: SectionSizes, name: str, recipe: Execution) -> int:
     """Bytes that a section keeps while its backward runs, where they are computed again."""
     if name in (BEFORE, AFTER):
         return 0
     return {"none": 0, "selective": price.core_bytes, "full": price.saved_bytes}[recipe.recompute]
 
 
-def kept_bytes(price: SectionSizes, name: str, recipe: Recipe) -> int:
+def kept_bytes(price: SectionSizes, name: str, recipe: Execution) -> int:
     """Bytes that a micro-batch keeps of a section, on the device or on the host."""
     return price.saved_bytes if name in (BEFORE, AFTER) else block_bytes(price, recipe)
 
 
-def block_bytes(price: SectionSizes, recipe: Recipe) -> int:
+def block_bytes(price: SectionSizes, recipe: Execution) -> int:
     """Bytes that a micro-batch keeps of a block."""
     if recipe.recompute == "none":
         return price.saved_bytes

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autoshard.ir.recipe import Recipe
+from autoshard.ir.execution import Execution
 from cost_models.hardware import Cluster
 from cost_models.step import StepModel
 from passes.recipes.recipe_groups import Groups, copying_time, sorting_time, traffic_time
@@ -73,7 +73,7 @@ class PhaseTime:
 
 def phase_time(
     phase: PhasePrice,
-    recipe: Recipe,
+    recipe: Execution,
     groups: Groups,
     cluster: Cluster,
     model: StepModel,
@@ -93,24 +93,24 @@ def phase_time(
     kernels = phase.busy.kernels - done.kernels
     compute_s = max(0.0, _device_time(phase.busy, model) - _device_time(done, model))
     compute_s += sum(sorting_time(item, recipe, cluster, model) for item in phase.traffic)
-    if recipe.compiled:
+    if recipe.runtime.compiled:
         compute_s += sum(copying_time(item, groups, cluster, model) for item in phase.traffic)
     dispatch_s = 0.0
-    if recipe.blocking_launches:
+    if recipe.runtime.blocking_launches:
         compute_s += (kernels + len(phase.traffic)) * cluster.device.dispatch("blocking")
     else:
-        dispatch_s = cluster.device.dispatch("graph" if recipe.cuda_graph else "eager")
+        dispatch_s = cluster.device.dispatch("graph" if recipe.runtime.cuda_graph else "eager")
     sent: dict[str, float] = {}
     for item in phase.traffic:
         sent[item.axis] = sent.get(item.axis, 0.0) + traffic_time(item, recipe, groups, model)
     late_s = phase.busy.weight_gradient_s * model.matmul_slowdown
-    beside_s = late_s + adding_s if recipe.compiled else late_s
+    beside_s = late_s + adding_s if recipe.runtime.compiled else late_s
     hidden = {
-        "tensor": min(sent.get("tensor", 0.0), recipe.overlap_tensor * beside_s),
+        "tensor": min(sent.get("tensor", 0.0), recipe.runtime.overlap_tensor * beside_s),
         "context": min(sent.get("context", 0.0), phase.busy.attention_s * model.attention_slowdown),
     }
     beside_late = hidden["tensor"]
-    if recipe.overlap_expert:
+    if recipe.runtime.overlap_expert:
         turns = 1 - 1 / recipe.micro_batches  # one forward and one backward of a step have no other beside them
         to_hide = sent.get(EXPERT, 0.0)
         rest = min(to_hide, max(0.0, compute_s - late_s - hidden["context"]))

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
-from autoshard.ir.recipe import Recipe
+from autoshard.ir.execution import Execution
 from cost_models.collectives import all_gather_time, all_reduce_time, point_to_point_time, reduce_scatter_time
 from cost_models.compute import memory_time
 from cost_models.hardware import Cluster
@@ -74,7 +74,7 @@ class SectionPasses:
 
 
 def section_passes(
-    price: SectionPrice, recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel
+    price: SectionPrice, recipe: Execution, groups: Groups, cluster: Cluster, model: StepModel
 ) -> SectionPasses:
     """What a section's passes take before anything is computed again or copied."""
     forward = phase_time(price.forward, recipe, groups, cluster, model)
@@ -86,7 +86,7 @@ def section_passes(
 
 def section_time(
     price: SectionPrice,
-    recipe: Recipe,
+    recipe: Execution,
     groups: Groups,
     cluster: Cluster,
     model: StepModel,
@@ -113,22 +113,22 @@ def section_time(
 
 
 def _recomputed(
-    price: SectionPrice, recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel, *, is_block: bool
+    price: SectionPrice, recipe: Execution, groups: Groups, cluster: Cluster, model: StepModel, *, is_block: bool
 ) -> PhaseTime:
     """What a section's backward computes again."""
     if not is_block or recipe.recompute == "none":
         return _NOTHING
     if recipe.recompute == "selective":
         return phase_time(PhasePrice(price.forward.core, Busy(), Busy(), ()), recipe, groups, cluster, model)
-    done = price.forward.tail if recipe.early_stop else Busy()
-    traffic = own_runtime.sent_again(price.forward.traffic) if recipe.compiled else price.forward.traffic
+    done = price.forward.tail if recipe.runtime.early_stop else Busy()
+    traffic = own_runtime.sent_again(price.forward.traffic) if recipe.runtime.compiled else price.forward.traffic
     return phase_time(replace(price.forward, traffic=traffic), recipe, groups, cluster, model, done=done)
 
 
 _NOTHING = PhaseTime(0.0, {}, 0.0, 0.0, 0.0, 0.0)
 
 
-class _Passing(NamedTuple):
+class _PassTimes(NamedTuple):
     """A pass with what it exchanges: seconds of all, and of what a cut one runs first; what of it is exchange."""
 
     total_s: float
@@ -137,24 +137,24 @@ class _Passing(NamedTuple):
 
 
 def _passing(
-    busy_s: float, first_s: float, gather_s: float, copy_s: float, recipe: Recipe, model: StepModel
-) -> _Passing:
+    busy_s: float, first_s: float, gather_s: float, copy_s: float, recipe: Execution, model: StepModel
+) -> _PassTimes:
     """A pass that is busy for so long, its first part alone for `first_s`, beside gathering and copying.
 
     Where the pass is cut, all exchange is in its first part.
     """
-    overlaps = recipe.overlap_parameters if recipe.zero == 3 else recipe.overlap_gradients
+    overlaps = recipe.runtime.overlap_parameters if recipe.zero == 3 else recipe.runtime.overlap_gradients
     before_s, beside_s = (0.0, gather_s) if overlaps else (gather_s, 0.0)
-    if recipe.compiled:
+    if recipe.runtime.compiled:
         before_s, copy_s = before_s + copy_s, 0.0
     longest_s = max(beside_s, copy_s)
     total_s, gathered_s = (model.beside(before_s + busy_s, seconds) for seconds in (longest_s, beside_s))
     first_s = max(longest_s, before_s + first_s + model.slowed(before_s + busy_s, longest_s))
     copied = {HOST: total_s - gathered_s} if copy_s else {}
-    return _Passing(total_s, first_s, {"data": gathered_s - busy_s, **copied})
+    return _PassTimes(total_s, first_s, {"data": gathered_s - busy_s, **copied})
 
 
-def copies_time(price: SectionPrice, recipe: Recipe, cluster: Cluster, *, is_block: bool) -> tuple[float, float]:
+def copies_time(price: SectionPrice, recipe: Execution, cluster: Cluster, *, is_block: bool) -> tuple[float, float]:
     """Seconds in which what a section keeps goes to the host, and comes back; the ends' stays on the device."""
     if recipe.offload != "activations" or not is_block:
         return 0.0, 0.0
@@ -163,11 +163,11 @@ def copies_time(price: SectionPrice, recipe: Recipe, cluster: Cluster, *, is_blo
 
 
 def sharded_time(
-    price: SectionPrice, recipe: Recipe, groups: Groups, cluster: Cluster, model: StepModel
+    price: SectionPrice, recipe: Execution, groups: Groups, cluster: Cluster, model: StepModel
 ) -> tuple[float, float]:
     """Seconds of gathering a section's parameters in the forward, and again with reducing their gradients after.
 
-    ZeRO-3 gathers; ZeRO-2 reduces too, where there are several micro-batches (`Recipe.reduces_each`). Experts are
+    ZeRO-3 gathers; ZeRO-2 reduces too, where there are several micro-batches (`Execution.reduces_each`). Experts are
     shared out among the ranks that hold the same ones. Where collectives take lists, each matrix is gathered by
     itself, and vectors stay whole (DeepSpeed's ZeRO-3).
     """
@@ -177,7 +177,7 @@ def sharded_time(
     dense, expert = price.parameters, price.expert_parameters
 
     def exchange_s(exchange: Exchange, moved_bytes: float, group: GroupLinks, count: int | None = None) -> float:
-        if recipe.compiled:
+        if recipe.runtime.compiled:
             count = own_runtime.section_bucket_count(moved_bytes, group.size)
         return in_pieces(exchange, moved_bytes, group, recipe, cluster, model, count=count)
 
@@ -187,7 +187,7 @@ def sharded_time(
         reduce_s += exchange_s(reduce_scatter_time, expert * gradient, groups.expert_replicas)
     if recipe.zero < 3:
         return 0.0, reduce_s
-    each = max(1, price.matrices) if recipe.listed_collectives else None
+    each = max(1, price.matrices) if recipe.runtime.listed_collectives else None
     gather_s = exchange_s(all_gather_time, dense * weight, groups.zero, each)
     if expert:
         gather_s += exchange_s(all_gather_time, expert * weight, groups.expert_replicas)
@@ -210,7 +210,7 @@ def follows_power(cluster: Cluster, model: StepModel) -> bool:
 def step_price(
     sections: Mapping[str, SectionPrice],
     stages: Sequence[Stage],
-    recipe: Recipe,
+    recipe: Execution,
     groups: Groups,
     cluster: Cluster,
     model: StepModel,
@@ -220,7 +220,7 @@ def step_price(
 
 
 def products_time(
-    sections: Mapping[str, SectionPrice], stages: Sequence[Stage], recipe: Recipe, model: StepModel
+    sections: Mapping[str, SectionPrice], stages: Sequence[Stage], recipe: Execution, model: StepModel
 ) -> float:
     """Seconds of matrix products and attention in a step, mean over pipeline ranks, recomputed ones included."""
     total = 0.0
@@ -229,7 +229,9 @@ def products_time(
     return total * recipe.micro_batches / recipe.pipeline
 
 
-def section_products(price: SectionPrice, recipe: Recipe, model: StepModel, *, is_block: bool) -> tuple[float, float]:
+def section_products(
+    price: SectionPrice, recipe: Execution, model: StepModel, *, is_block: bool
+) -> tuple[float, float]:
     """Seconds of matrix products and attention in a section's forward, and in its backward with what is recomputed."""
 
     def seconds(busy: Busy) -> float:
@@ -246,7 +248,7 @@ class Step:
 
     sections: Mapping[str, SectionPrice]
     stages: Sequence[Stage]
-    recipe: Recipe
+    recipe: Execution
     groups: Groups
     cluster: Cluster
     model: StepModel
@@ -276,7 +278,7 @@ class Step:
         if bubble_s:
             breakdown["pipeline bubble"] = bubble_s
         sends = 2 * send_s * recipe.virtual_stages * recipe.micro_batches if recipe.pipeline > 1 else 0.0
-        if sends and not recipe.overlap_pipeline:
+        if sends and not recipe.runtime.overlap_pipeline:
             breakdown["communication over pipeline"] = min(sends, max(0.0, pipe_s - bubble_s))
         breakdown |= {name: value for name, value in self.end.items() if value}
         if self.model.step_overhead_s:
@@ -323,7 +325,7 @@ class Step:
         return max(ends, key=lambda parts: sum(parts.values()))
 
 
-def stage_times(stage: Stage, times: Mapping[str, SectionTime], recipe: Recipe, send_s: float) -> StageTimes:
+def stage_times(stage: Stage, times: Mapping[str, SectionTime], recipe: Execution, send_s: float) -> StageTimes:
     """What a stage takes for one micro-batch, from what its sections take, and what handing on does."""
 
     def total(part: Callable[[SectionTime], float]) -> float:
@@ -336,7 +338,7 @@ def stage_times(stage: Stage, times: Mapping[str, SectionTime], recipe: Recipe, 
     return StageTimes(forward_s, first_s, late_s, send_s, again_s)
 
 
-def send_time(sections: Mapping[str, SectionPrice], recipe: Recipe, groups: Groups, model: StepModel) -> float:
+def send_time(sections: Mapping[str, SectionPrice], recipe: Execution, groups: Groups, model: StepModel) -> float:
     """Seconds of handing a block's input to the next stage; each tensor rank sends its part (Narayanan et al. 2021)."""
     if recipe.pipeline == 1:
         return 0.0
@@ -366,30 +368,30 @@ def load_of(
     )
 
 
-def adding_time(price: SectionPrice, recipe: Recipe, cluster: Cluster, model: StepModel) -> float:
+def adding_time(price: SectionPrice, recipe: Execution, cluster: Cluster, model: StepModel) -> float:
     """Seconds of adding a micro-batch's gradients to those before it, and of what our own runtime casts."""
     adding_s = memory_time(accumulation_bytes(price, recipe), cluster.device) * model.memory_slowdown
-    if recipe.compiled:
+    if recipe.runtime.compiled:
         adding_s += price.tensors * own_runtime.casts(recipe) * cluster.device.launch_latency_s
     return adding_s
 
 
-def accumulation_bytes(price: SectionPrice, recipe: Recipe) -> float:
+def accumulation_bytes(price: SectionPrice, recipe: Execution) -> float:
     """Bytes moved to add a micro-batch's gradients to those before it, or to lay out those that are reduced at once.
 
     Gradients come in two bytes an element and are added to a sum that is read and written. FSDP copies them into its
     flat buffer, and casts that to the dtype in which it reduces.
     """
-    gradient = GRADIENT_BYTES[recipe.gradient_dtype]
+    gradient = GRADIENT_BYTES[recipe.runtime.gradient_dtype]
     elements = price.parameters + price.expert_parameters
-    if recipe.compiled:
+    if recipe.runtime.compiled:
         return elements * own_runtime.pass_bytes(recipe)
     if recipe.reduces_each:
         return elements * (4 + (2 + gradient if gradient > 2 else 0))
     return elements * (2 + 2 * gradient) if recipe.micro_batches > 1 else 0.0
 
 
-def model_flops(sections: Mapping[str, SectionPrice], blocks: Sequence[str], recipe: Recipe) -> float:
+def model_flops(sections: Mapping[str, SectionPrice], blocks: Sequence[str], recipe: Execution) -> float:
     """FLOPs of products and attention in a step on one rank, nothing recomputed."""
     names = [BEFORE, *blocks, AFTER]
     counts = {name: names.count(name) for name in dict.fromkeys(names)}

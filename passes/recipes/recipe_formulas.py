@@ -13,8 +13,8 @@ from typing import Any
 import sympy
 
 from autoshard.errors import FormulaError, TraceError
+from autoshard.ir.execution import Execution
 from autoshard.ir.plan import Plan
-from autoshard.ir.recipe import Recipe
 from cost_models.formulas import Point, Size, published, size_symbol
 from passes.counting.fit_sizes import InputDims, InputSize, Observation, fit_numbers, input_sizes, resize
 from passes.counting.formulas import block_symbols, cannot_resize, check_fixed, check_name, no_formulas, symbol_names
@@ -40,7 +40,7 @@ class RecipeFormulas:
     fold: Callable[[tuple[Any, ...], Mapping[str, Any]], PricedModel]
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
-    recipe: Recipe
+    recipe: Execution
     _fitted: dict[tuple[InputSize, ...], tuple[dict[str, Section], Size]] = field(default_factory=dict, repr=False)
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from autoshard.errors import RecipeError
+from autoshard.ir.execution import Execution
 from autoshard.ir.recipe import Recipe
 from cost_models.collectives import (
     all_gather_time,
@@ -20,7 +21,7 @@ from cost_models.hardware import Cluster
 from cost_models.step import StepModel
 from cost_models.topology import GroupLinks
 from passes.recipes.own_runtime import bucket_count
-from passes.sections.price_sections import EXPERT, Traffic
+from passes.sections.price_sections import EXPERT, AxisTraffic
 from passes.sections.propagate_axis import MoveKind
 
 Exchange = Callable[[float, GroupLinks], float]
@@ -83,10 +84,10 @@ def shard_ranks(recipe: Recipe) -> tuple[int, int]:
     return recipe.zero_group or recipe.replicas, recipe.expert_ranks // recipe.expert
 
 
-def traffic_time(item: Traffic, recipe: Recipe, groups: Groups, model: StepModel) -> float:
+def traffic_time(item: AxisTraffic, recipe: Execution, groups: Groups, model: StepModel) -> float:
     """Seconds of a collective."""
     group = groups.of(item.axis)
-    is_merged = recipe.merged_dispatch and (item.axis, item.kind) == (EXPERT, MoveKind.EXCHANGE)
+    is_merged = recipe.runtime.merged_dispatch and (item.axis, item.kind) == (EXPERT, MoveKind.EXCHANGE)
     if is_merged:
         alone_s = _merged_s(item.bytes, item.copies, group)
     else:
@@ -110,14 +111,14 @@ _merged_s = lru_cache(maxsize=2**16)(dispatch_time)
 """The same of an exchange of tokens that are sent once to each place."""
 
 
-def sorting_time(item: Traffic, recipe: Recipe, cluster: Cluster, model: StepModel) -> float:
+def sorting_time(item: AxisTraffic, recipe: Execution, cluster: Cluster, model: StepModel) -> float:
     """Seconds in which tokens that came by rank are sorted by expert, or back; a merged dispatch does that itself."""
-    if item.axis != EXPERT or recipe.merged_dispatch:
+    if item.axis != EXPERT or recipe.runtime.merged_dispatch:
         return 0.0
     return memory_time(2 * item.bytes, cluster.device) * model.memory_slowdown
 
 
-def copying_time(item: Traffic, groups: Groups, cluster: Cluster, model: StepModel) -> float:
+def copying_time(item: AxisTraffic, groups: Groups, cluster: Cluster, model: StepModel) -> float:
     """Seconds in which a reshard over the tensor axis copies what it sends and what it receives."""
     if item.axis != "tensor":
         return 0.0
@@ -134,18 +135,18 @@ _LISTING_OPERATORS = 2
 """What the host issues for each rank of a collective that takes a list of tensors: a view, and a copy."""
 
 
-def pieces(total_bytes: float, recipe: Recipe, ranks: int) -> int:
+def pieces(total_bytes: float, recipe: Execution, ranks: int) -> int:
     """In how many collectives so many bytes are exchanged."""
-    if recipe.compiled:
+    if recipe.runtime.compiled:
         return bucket_count(total_bytes, ranks)
-    return max(1, round(total_bytes / recipe.bucket_bytes))
+    return max(1, round(total_bytes / recipe.runtime.bucket_bytes))
 
 
 def in_pieces(
     exchange: Exchange,
     total_bytes: float,
     group: GroupLinks,
-    recipe: Recipe,
+    recipe: Execution,
     cluster: Cluster,
     model: StepModel,
     *,
@@ -154,6 +155,6 @@ def in_pieces(
     """Seconds of exchanging bytes in `count` pieces (default: of the recipe's size), each listed by rank if it does."""
     count = pieces(total_bytes, recipe, group.size) if count is None else count
     listing_s = 0.0
-    if recipe.listed_collectives and group.size > 1:
+    if recipe.runtime.listed_collectives and group.size > 1:
         listing_s = group.size * _LISTING_OPERATORS * cluster.device.dispatch("eager")
     return count * (_alone_s(exchange, total_bytes / count, group) * slowdown(group, model) + listing_s)

@@ -7,13 +7,13 @@ import time
 from collections.abc import Mapping
 
 from autoshard.errors import RecipeError
+from autoshard.ir.execution import Execution
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.offload import Offload
 from autoshard.ir.plan import Plan
 from autoshard.ir.plan_parts import ParameterPlan, Prediction
 from autoshard.ir.program import InputKind, OutputKind, describe
 from autoshard.ir.recipe import Recipe
-from autoshard.ir.runtime import MEGATRON
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.text import format_bytes
 from cost_models.hardware import Cluster
@@ -32,7 +32,7 @@ from passes.sections.propagate_axis import AxisLayout
 
 def recipe_plan(
     priced: PricedModel,
-    recipe: Recipe,
+    recipe: Execution,
     cluster: Cluster,
     model: StepModel | None = None,
 ) -> Plan:
@@ -66,8 +66,8 @@ def recipe_plan(
         lower_bound=None,
         search_time_s=time.monotonic() - start,
         hardware=cluster.name,
-        recipe=recipe,
-        runtime=MEGATRON,
+        recipe=recipe.recipe,
+        runtime=recipe.runtime.name,
         micro_batches=recipe.micro_batches,
         offload=Offload(
             host_bytes=_host_bytes(priced.counted, recipe, cluster),
@@ -77,7 +77,7 @@ def recipe_plan(
 
 
 def predict_recipe(
-    priced: CountedModel, recipe: Recipe, cluster: Cluster, model: StepModel | None = None
+    priced: CountedModel, recipe: Execution, cluster: Cluster, model: StepModel | None = None
 ) -> Prediction:
     """What a step takes under a recipe, on the fullest rank. See `recipe_plan`."""
     model = step_model(recipe, cluster) if model is None else model
@@ -96,7 +96,7 @@ def predict_recipe(
     )
 
 
-def _host_bytes(priced: CountedModel, recipe: Recipe, cluster: Cluster) -> int:
+def _host_bytes(priced: CountedModel, recipe: Execution, cluster: Cluster) -> int:
     """What lies in the host's memory for each device. Raises RecipeError where it does not hold that."""
     if recipe.offload != "activations":
         return 0
@@ -106,7 +106,7 @@ def _host_bytes(priced: CountedModel, recipe: Recipe, cluster: Cluster) -> int:
     return _held_by_host(recipe, cluster, size)
 
 
-def _held_by_host(recipe: Recipe, cluster: Cluster, size: int) -> int:
+def _held_by_host(recipe: Execution, cluster: Cluster, size: int) -> int:
     """So many bytes, if the host has room for them. Raises RecipeError where it has not."""
     share = cluster.host_bytes_per_device
     if share is not None and size > share:
@@ -118,7 +118,7 @@ def _held_by_host(recipe: Recipe, cluster: Cluster, size: int) -> int:
 
 
 def _step_of(
-    priced: CountedModel, recipe: Recipe, cluster: Cluster, model: StepModel
+    priced: CountedModel, recipe: Execution, cluster: Cluster, model: StepModel
 ) -> tuple[StepPrice, MemoryPrice, float]:
     """The step, its memory, and the seconds that its FLOPs take at the peak."""
     groups = recipe_groups(recipe, cluster)
@@ -130,7 +130,7 @@ def _step_of(
     return step, memory, model_flops(sections, priced.blocks, recipe) / _peak(recipe, cluster)
 
 
-def _peak(recipe: Recipe, cluster: Cluster) -> float:
+def _peak(recipe: Execution, cluster: Cluster) -> float:
     """FLOP/s of products at a device's peak."""
     return cluster.device.peak("bf16" if recipe.precision == "f8" else recipe.precision)
 
@@ -151,7 +151,7 @@ def recipe_mesh(recipe: Recipe) -> Mesh:
 
 
 def _parameter_plans(
-    priced: PricedModel, layouts: Mapping[str, AxisLayout], recipe: Recipe, mesh: Mesh
+    priced: PricedModel, layouts: Mapping[str, AxisLayout], recipe: Execution, mesh: Mesh
 ) -> dict[str, ParameterPlan]:
     """Every parameter of the whole model; ZeRO-3 splits the first dim over replicas too.
 

@@ -70,7 +70,7 @@ class InsertRecompute:
         by_anchor: dict[fx.Node, list[fx.Node]] = defaultdict(list)
         for item in (*self.nodes, *self.offloaded):
             by_anchor[_find(named, item.before)].append(_find(named, item.name))
-        _Inserting(program.graph, by_anchor, {named[item.name] for item in self.offloaded}).run()
+        _RecomputeInsertion(program.graph, by_anchor, {named[item.name] for item in self.offloaded}).run()
         program.graph_module.recompile()
         return program
 
@@ -85,7 +85,7 @@ def _find(named: Mapping[str, fx.Node], name: str) -> fx.Node:
 
 
 @dataclass(slots=True)
-class _Inserting:
+class _RecomputeInsertion:
     """`waiting` are the values that are still to be there again, `again` those that are; `copies` lie on the host."""
 
     graph: fx.Graph

@@ -19,7 +19,7 @@ import numpy as np
 from passes.memory.elided_lifetimes import Key, elided_intervals, numbered
 from passes.memory.liveness import Held, Interval, Liveness, OnLink
 from passes.memory.memory_tables import MemoryTables, differs
-from passes.memory.memory_usage import Item, Table
+from passes.memory.memory_usage import Table, UsedBytes
 from passes.planning.build_assignment import PlanningProblem
 from passes.recomputation.recompute_options import AGAIN, OFFLOADED, RECOMPUTED, Keeping, RecomputeOptions
 from passes.recomputation.recompute_split import SplitSpace, split_space
@@ -67,7 +67,7 @@ class RecomputeMemory:
         again = set(self.split.again.values())
         return find_elided(self.split.space, paths_where_run(self.split.space, paths, again))
 
-    def items(self) -> Iterator[Item]:
+    def items(self) -> Iterator[UsedBytes]:
         """Values in memory, with the options under which they lie there.
 
         Raises:
@@ -76,7 +76,7 @@ class RecomputeMemory:
         for name, point in self.liveness.calls.items():
             if name not in self.split.late.values() and self.split.origin(name)[1] not in OFFLOADED:
                 yield self._item(Interval(point, point), self.memory.of_call(name), (name,))
-        held: dict[Key, Item] = {}
+        held: dict[Key, UsedBytes] = {}
         for key, item in self._held():
             held[key] = item
             yield item
@@ -84,7 +84,7 @@ class RecomputeMemory:
         for key, there in elided_intervals(self.liveness, self.elided, self.split.space, intervals).items():
             yield dataclasses.replace(held[key], interval=there[0], number=there[1])
 
-    def _held(self) -> Iterator[tuple[Key, Item]]:
+    def _held(self) -> Iterator[tuple[Key, UsedBytes]]:
         """Values that stay in memory behind their call, by the value or link that keeps them there."""
         for (name, result), interval in self.liveness.values.items():
             if name in self.planning.classes:
@@ -119,7 +119,7 @@ class RecomputeMemory:
         is_view = link.operand == 0 and self.split.space.sites[link.head].is_alias
         return is_view and link.head in self.split.sources and kept.held in (Held.EITHER, Held.COPY)
 
-    def _on_link(self, kept: OnLink) -> Item:
+    def _on_link(self, kept: OnLink) -> UsedBytes:
         link, held = self.split.space.links[kept.link], kept.held
         if held is Held.LAST_RESHARD and (link.tail in self.split.sources or link.tail in self._may_stay):
             held = Held.RESHARD
@@ -129,7 +129,7 @@ class RecomputeMemory:
         table = self.memory.on_link(kept)
         return self._item(kept.interval, table, (link.head,) if table.is_of_one else (link.tail, link.head))
 
-    def _value_behind(self, kept: OnLink, link: Link, *, is_held: bool) -> Item:
+    def _value_behind(self, kept: OnLink, link: Link, *, is_held: bool) -> UsedBytes:
         """A value of the forward from its last use there on, under the keepings that hold it or, else, that free it.
 
         Where it is held, its second life counts it for as long as that lasts.
@@ -140,7 +140,7 @@ class RecomputeMemory:
         variables = (self.planning.classes[link.tail], self.planning.classes[origin])
         return self._item_under(kept.interval, self.memory.on_link(kept), variables, (is_there, there))
 
-    def _result_behind(self, kept: OnLink) -> Iterator[Item]:
+    def _result_behind(self, kept: OnLink) -> Iterator[UsedBytes]:
         """A result of the program that is held, from the end of its second life on."""
         link = self.split.space.links[kept.link]
         is_result = kept.held is Held.VALUE and leaves_program(self.split.space.sites[link.head], link)
@@ -151,13 +151,13 @@ class RecomputeMemory:
             if interval.birth <= interval.death:
                 yield self._value_behind(dataclasses.replace(kept, interval=interval), link, is_held=True)
 
-    def _late_items(self, name: str, keeping: Keeping) -> Iterator[Item]:
+    def _late_items(self, name: str, keeping: Keeping) -> Iterator[UsedBytes]:
         """A value behind the forward, under a keeping."""
         if keeping in AGAIN or self.options.holds(name, keeping):
             is_owner = name not in self.viewed or keeping in OFFLOADED
             yield from self._owned(name, keeping) if is_owner else self._seen(name, keeping)
 
-    def _owned(self, name: str, keeping: Keeping) -> Iterator[Item]:
+    def _owned(self, name: str, keeping: Keeping) -> Iterator[UsedBytes]:
         """What lies in memory of its own behind the forward; a recomputed call makes what nothing reads, too."""
         there = tuple(kept is keeping for kept in self.keepings_of(name))
         start = self._start(name, keeping)
@@ -168,7 +168,7 @@ class RecomputeMemory:
                 table = self.memory.of_value(name, result)
                 yield self._item_under(interval, table, (self.planning.classes[name],), (there,))
 
-    def _seen(self, name: str, keeping: Keeping) -> Iterator[Item]:
+    def _seen(self, name: str, keeping: Keeping) -> Iterator[UsedBytes]:
         """What a view keeps in memory behind the forward: nothing while what it views is there anyway, then that."""
         start, end = self._start(name, keeping), self.ends[name, 0]
         covered = min(end, self._end_of_viewed(self.viewed[name]))
@@ -177,7 +177,7 @@ class RecomputeMemory:
         if max(start, covered + 1) <= end:
             yield self._view_item(Interval(max(start, covered + 1), end), name, keeping, is_covered=False)
 
-    def _copy_beside(self, name: str) -> Iterator[Item]:
+    def _copy_beside(self, name: str) -> Iterator[UsedBytes]:
         """The copy that a view is, at its last use in the forward: it goes meanwhile, unless what it views is held."""
         link = self.viewed.get(name)
         if link is None or self.planning.space.sites[link.tail].is_input:
@@ -285,7 +285,7 @@ class RecomputeMemory:
             return self.liveness.points
         return self.ends.get(self._memory_of(link), -1)
 
-    def _view_item(self, interval: Interval, name: str, keeping: Keeping, *, is_covered: bool) -> Item:
+    def _view_item(self, interval: Interval, name: str, keeping: Keeping, *, is_covered: bool) -> UsedBytes:
         """What a view keeps under a keeping: the copy that it is of, or all of what it is a part of.
 
         `is_covered`: whether the memory of what it views is counted as that.
@@ -301,7 +301,7 @@ class RecomputeMemory:
             rows.append(np.where(moved, self._copy_bytes(name), 0.0 if is_covered and is_of_it else whole[:, None]))
         there = [other is keeping for other in self.keepings_of(name)]
         sizes = np.concatenate([np.concatenate([row * now for now in there], axis=1) for row in rows])
-        return Item(interval, Table(sizes), (self.planning.classes[link.tail], self.planning.classes[name]))
+        return UsedBytes(interval, Table(sizes), (self.planning.classes[link.tail], self.planning.classes[name]))
 
     def _copy_bytes(self, name: str) -> Floats:
         """Bytes of what a view is of as the view needs it, by its option."""
@@ -329,7 +329,7 @@ class RecomputeMemory:
             self.wholes[link.tail] = np.maximum(self._copy_bytes(link.tail), whole.max(axis=0))
         return self.wholes[link.tail]
 
-    def _item(self, interval: Interval, table: Table, names: tuple[str, ...]) -> Item:
+    def _item(self, interval: Interval, table: Table, names: tuple[str, ...]) -> UsedBytes:
         """An item of sites of the split space; what belongs to a recomputation is there if that happens."""
         origins = [self.split.origin(name) for name in names]
         there = tuple(tuple(kept is want or want is None for kept in self.keepings_of(name)) for name, want in origins)
@@ -337,12 +337,12 @@ class RecomputeMemory:
 
     def _item_under(
         self, interval: Interval, table: Table, variables: tuple[int, ...], there: tuple[tuple[bool, ...], ...]
-    ) -> Item:
+    ) -> UsedBytes:
         """An item that is there under some keepings of its variables."""
         key = (id(table), there)
         if key not in self.spread:
             self.spread[key] = _spread(table, there)
-        return Item(interval, self.spread[key], variables)
+        return UsedBytes(interval, self.spread[key], variables)
 
 
 def _spread(table: Table, there: tuple[tuple[bool, ...], ...]) -> Table:

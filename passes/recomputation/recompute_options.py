@@ -94,11 +94,11 @@ def find_options(
         least_share: see `LEAST_SHARE`.
         offload: whether values may go to the host.
     """
-    return _Finding(planning.space, planning.classes, planning.counts(), least_share, offload).run()
+    return _OptionSearch(planning.space, planning.classes, planning.counts(), least_share, offload).run()
 
 
 @dataclass
-class _Finding(ForwardCalls):
+class _OptionSearch(ForwardCalls):
     classes: Mapping[str, int]
     counts: Mapping[str, int]
     least_share: float

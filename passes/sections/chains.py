@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class ChainDemand:
     """What a chain asks of memory and of the host, beside its results.
 
     Args:
@@ -56,7 +56,7 @@ class Chains(ABC):
         """The calls whose kernels read a node's results, or one of them, or that are in the chain that makes it."""
 
     @abstractmethod
-    def asked(self, chain: Sequence[fx.Node]) -> Asked:
+    def asked(self, chain: Sequence[fx.Node]) -> ChainDemand:
         """What the calls of a chain in one section ask for."""
 
     def phase_of(self, call: fx.Node) -> str:
@@ -101,7 +101,7 @@ class LibraryChains(Chains):
         """All but those that make the value again."""
         return [item for item in readers_of(node, index) if not self._is_remade(node, item)]
 
-    def asked(self, chain: Sequence[fx.Node]) -> Asked:
+    def asked(self, chain: Sequence[fx.Node]) -> ChainDemand:
         """Every operand that the chain does not make, those that it makes again too, in place of what they are made of.
 
         What several calls of a chain read alike is read once.
@@ -112,7 +112,7 @@ class LibraryChains(Chains):
             for index, operand in enumerate(operands_of(node)):
                 if source_of(operand)[0].name not in inside:
                     found[operand.name, 0 if len(chain) > 1 else index] = node, index
-        return Asked(tuple(found.values()))
+        return ChainDemand(tuple(found.values()))
 
     def _cheap_values(self) -> frozenset[str]:
         """Forward calls whose results the backward makes again: pointwise, of what is saved anyway or never varies,

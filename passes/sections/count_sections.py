@@ -65,7 +65,7 @@ class Sized:
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class SectionKernel:
     """A call, or a fused chain of calls, that runs on the device.
 
     Args:
@@ -78,7 +78,7 @@ class Kernel:
         is_core: whether it belongs to attention's core, between its first and its last product, or to other modules
             that a selective recomputation names.
         launches: of a chain; the others' follow from what they are.
-        later_bytes: see `Asked`.
+        later_bytes: see `ChainDemand`.
     """
 
     name: str
@@ -112,7 +112,7 @@ class Sent:
 class Phase:
     """What a section does in one phase, once."""
 
-    kernels: tuple[Kernel, ...]
+    kernels: tuple[SectionKernel, ...]
     sent: tuple[Sent, ...]
 
 
@@ -198,11 +198,11 @@ def count_sections(
     else:
         added = frozenset(node.name for node in folded.single.graph.nodes if _is_bias(node))
         chains = KernelChains(folded, working, added, kernels, layouts)
-    counting = _Counting(folded, layouts, varying, working, chains, recomputed)
+    counting = _SectionMaker(folded, layouts, varying, working, chains, recomputed)
     return {name: counting.section(name) for name in folded.sections}
 
 
-class _Counting:
+class _SectionMaker:
     """What is known of a program's values, and how sections are made of it."""
 
     def __init__(
@@ -247,7 +247,7 @@ class _Counting:
             chains.setdefault(self.chains.chain_of(node), []).append(node)
         return list(chains.values())
 
-    def _sums(self, section: str, phase: str) -> Iterator[Kernel]:
+    def _sums(self, section: str, phase: str) -> Iterator[SectionKernel]:
         """The sums over sequences that the program of one lacks, of values that a section makes."""
         names = {two: one for one, two in self.folded.twin.items()}
         for node in self.folded.sums:
@@ -256,7 +256,7 @@ class _Counting:
             if self.folded.section_of.get(name) == section and self.chains.phase_of(self.nodes[name]) == phase:
                 summed = self._sized(self.nodes[name], index)
                 made = replace(summed, step=(0,) * len(summed.step))
-                yield Kernel(
+                yield SectionKernel(
                     f"{name}_sum", operator_name(node), (summed,), (made,), (),
                     has_weight=False, makes_gradient=False, is_core=False,
                 )  # fmt: skip
@@ -280,14 +280,14 @@ class _Counting:
 
     # Kernels.
 
-    def _kernel(self, chain: list[fx.Node]) -> Kernel:
+    def _kernel(self, chain: list[fx.Node]) -> SectionKernel:
         last, is_fused, asked = chain[-1], self.chains.is_fused(chain), self.chains.asked(chain)
         read = [self._operand(node, index) for node, index in asked.operands]
         read += [self._sized(node, index) for node, index in asked.values]
         written = [self._sized(node, index) for node, index in self._written(chain)]
         operator = FUSED if is_fused else operator_name(last)
         arguments = () if is_fused else tuple(fx.map_arg(last.args, lambda argument: None))
-        return Kernel(
+        return SectionKernel(
             last.name, operator, tuple(read), tuple(written), arguments,
             has_weight=self._reads_weight(last),
             makes_gradient=last.name in self.gradients,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autoshard.ir.program import tensor_values
-from passes.sections.chains import Asked, Chains
+from passes.sections.chains import ChainDemand, Chains
 from passes.sections.fold_program import FoldedProgram
 from passes.sections.propagate_axis import AxisLayout
 from passes.sections.trace_values import is_free, readers_of, source_of
@@ -132,11 +132,11 @@ class KernelChains(Chains):
         values = [(node, place) for place in indices]
         return [*found, *(placed.first_reader(value) for value in values for placed in self.read_by.get(value, ()))]
 
-    def asked(self, chain: Sequence[fx.Node]) -> Asked:
+    def asked(self, chain: Sequence[fx.Node]) -> ChainDemand:
         """What the calls of a kernel, on one level and in one section, are the first to read."""
         placed = self.placed.get(chain[0])
         if placed is None:
-            return Asked(tuple((chain[0], index) for index in range(len(operands_of(chain[0])))))
+            return ChainDemand(tuple((chain[0], index) for index in range(len(operands_of(chain[0])))))
         level = placed.levels[chain[0]]
         together = [node for node in placed.members if placed.levels[node] == level]
         working = [node for node in together if node.name in self.working]
@@ -150,11 +150,11 @@ class KernelChains(Chains):
                 operands += views
                 values += [source] * is_whole
         if working[-1] is not chain[-1]:
-            return Asked(tuple(operands), tuple(values), launches=0)
+            return ChainDemand(tuple(operands), tuple(values), launches=0)
         if level < max(placed.levels.values()):
-            return Asked(tuple(operands), tuple(values))
+            return ChainDemand(tuple(operands), tuple(values))
         kernel = placed.kernel
-        return Asked(tuple(operands), tuple(values), 1 + kernel.later_launches, kernel.later_bytes)
+        return ChainDemand(tuple(operands), tuple(values), 1 + kernel.later_launches, kernel.later_bytes)
 
 
 def _owner(reader: fx.Node, together: Sequence[fx.Node], working: Sequence[fx.Node]) -> fx.Node:

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from autoshard.errors import RecipeError
+from autoshard.ir.execution import Execution
 from autoshard.ir.plan_parts import NodePlan
 from autoshard.ir.program import InputKind
-from autoshard.ir.recipe import LIBRARY, TRITON, Recipe
+from autoshard.ir.runtime import LIBRARY, TRITON
 from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.enumeration import Strategy
 from cost_models.hardware import Cluster
@@ -32,8 +34,7 @@ from passes.sections.section_pricer import SectionPricer
 from passes.strategies.enumerate_strategies import SearchSpace
 
 
-@dataclass(frozen=True, slots=True)
-class RecipeKind:
+class RecipeKind(NamedTuple):
     """What of a recipe decides how values are split."""
 
     tensor: bool
@@ -47,18 +48,19 @@ class RecipeKind:
     kernels: str = LIBRARY
 
     @classmethod
-    def of(cls, recipe: Recipe) -> RecipeKind:
+    def of(cls, recipe: Execution) -> RecipeKind:
         """The kind of a recipe."""
+        runtime = recipe.runtime
         return cls(
             recipe.tensor > 1,
             recipe.sequence_parallel,
             recipe.context > 1,
             recipe.expert > 1,
             recipe.expert_tensor > 1,
-            recipe.fused,
-            recipe.unfused,
-            recipe.recompute_modules,
-            recipe.kernels,
+            runtime.fused,
+            runtime.unfused,
+            runtime.recompute_modules,
+            runtime.kernels,
         )
 
 
@@ -99,7 +101,7 @@ class CountedModel:
             self._cores[kind] = any(part.is_core for part in parts)
         return self._cores[kind]
 
-    def section_prices(self, recipe: Recipe, cluster: Cluster) -> Mapping[str, SectionPrice]:
+    def section_prices(self, recipe: Execution, cluster: Cluster) -> Mapping[str, SectionPrice]:
         """The price of each section under a recipe."""
         kind, pricer, sizes = RecipeKind.of(recipe), self._pricer(recipe, cluster), _axis_sizes(recipe)
         return {
@@ -107,7 +109,7 @@ class CountedModel:
             for name, section in self.count(kind).items()
         }
 
-    def section_sizes(self, recipe: Recipe, cluster: Cluster) -> Mapping[str, SectionSizes]:
+    def section_sizes(self, recipe: Execution, cluster: Cluster) -> Mapping[str, SectionSizes]:
         """What each section keeps and holds under a recipe: a part of its price that is found sooner."""
         kind, pricer, sizes = RecipeKind.of(recipe), self._pricer(recipe, cluster), _axis_sizes(recipe)
         return {
@@ -115,15 +117,16 @@ class CountedModel:
             for name, section in self.count(kind).items()
         }
 
-    def _pricer(self, recipe: Recipe, cluster: Cluster) -> SectionPricer:
-        key = (cluster.device, recipe.attention, recipe.precision, recipe.separate_experts)
+    def _pricer(self, recipe: Execution, cluster: Cluster) -> SectionPricer:
+        key = (cluster.device, recipe.runtime.attention, recipe.precision, recipe.runtime.separate_experts)
         if key not in self._pricers:
-            device = cluster.device if recipe.attention is None else cluster.device.with_attention(recipe.attention)
-            self._pricers[key] = SectionPricer(device, recipe.precision, recipe.separate_experts)
+            attention = recipe.runtime.attention
+            device = cluster.device if attention is None else cluster.device.with_attention(attention)
+            self._pricers[key] = SectionPricer(device, recipe.precision, recipe.runtime.separate_experts)
         return self._pricers[key]
 
 
-def _axis_sizes(recipe: Recipe) -> dict[str, int]:
+def _axis_sizes(recipe: Execution) -> dict[str, int]:
     return {"tensor": recipe.tensor, "context": recipe.context, "expert": recipe.expert}
 
 
@@ -191,7 +194,7 @@ class PricedModel:
             )
         return found
 
-    def section_prices(self, recipe: Recipe, cluster: Cluster) -> Mapping[str, SectionPrice]:
+    def section_prices(self, recipe: Execution, cluster: Cluster) -> Mapping[str, SectionPrice]:
         """The price of each section under a recipe."""
         return self.counted.section_prices(recipe, cluster)
 

@@ -15,7 +15,7 @@ from cost_models.counting import size_bytes
 from cost_models.hardware import Device
 from cost_models.operators import work
 from cost_models.work import Kind, MatmulShape, TensorInfo, Work
-from passes.sections.count_sections import FUSED, Kernel, Sent, Sized
+from passes.sections.count_sections import FUSED, SectionKernel, Sent, Sized
 from passes.sections.propagate_axis import MoveKind
 
 EXPERT = "expert"
@@ -50,7 +50,7 @@ class Busy:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class AxisTraffic:
     """A collective: its axis, kind, and bytes of the value that each rank would hold if the axis did not split it.
 
     `copies` is how often each token is among them: once, or once for each of its experts.
@@ -71,7 +71,7 @@ class PhasePrice:
     busy: Busy
     core: Busy
     tail: Busy
-    traffic: tuple[Traffic, ...]
+    traffic: tuple[AxisTraffic, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -124,7 +124,7 @@ class Setting:
     separate_experts: bool = False
 
 
-def price_kernel(kernel: Kernel, setting: Setting, sizes: Mapping[str, int], precision: str) -> Busy:
+def price_kernel(kernel: SectionKernel, setting: Setting, sizes: Mapping[str, int], precision: str) -> Busy:
     """What a kernel takes; `precision` is that of products with weights."""
     inputs = tuple(_info(item, setting.batch, _sizes_of(item, sizes)) for item in kernel.inputs)
     outputs = tuple(_info(item, setting.batch, _sizes_of(item, sizes)) for item in kernel.outputs)
@@ -166,7 +166,7 @@ def _sizes_of(item: Sized, sizes: Mapping[str, int]) -> Mapping[str, int]:
     return {**sizes, EXPERT: 1} if any(item.step) else sizes
 
 
-def _shared_out(done: Work, kernel: Kernel, ranks: int) -> Work:
+def _shared_out(done: Work, kernel: SectionKernel, ranks: int) -> Work:
     """Products of a share of the experts, with the tokens of all ranks."""
 
     def share(product: MatmulShape) -> MatmulShape:
@@ -190,11 +190,11 @@ def _quantising_time(inputs: tuple[TensorInfo, ...], device: Device) -> float:
     return sum(memory_time(math.prod(item.shape) * (item.itemsize + 2), device) for item in inputs[:1])
 
 
-def traffic_of(sent: Sent, batch: int, sizes: Mapping[str, int], entering: int) -> Traffic:
+def traffic_of(sent: Sent, batch: int, sizes: Mapping[str, int], entering: int) -> AxisTraffic:
     """A collective of a section that so many bytes enter."""
     size = sent.value.local_bytes(batch, {**sizes, EXPERT: 1})
     copies = max(1.0, size / entering) if sent.axis == EXPERT and entering else 1.0
-    return Traffic(sent.axis, sent.kind, size, sent.has_weight, copies)
+    return AxisTraffic(sent.axis, sent.kind, size, sent.has_weight, copies)
 
 
 def _info(item: Sized, batch: int, sizes: Mapping[str, int]) -> TensorInfo:

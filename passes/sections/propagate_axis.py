@@ -52,7 +52,7 @@ class MoveKind(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class AxisMove:
     """A collective over the axis: the value (site, result) changes from `source` to `target` before call `reader`.
 
     `reader` is the placeholder of a parameter where the value is its gradient.
@@ -76,7 +76,7 @@ class AxisLayout:
 
     operands: Mapping[str, tuple[PartitionSpec, ...]]
     results: Mapping[str, tuple[PartitionSpec, ...]]
-    moves: tuple[Move, ...]
+    moves: tuple[AxisMove, ...]
 
     def dim_of(self, key: _Key) -> int | None:
         """The dim of a value that the axis splits, or None."""
@@ -138,7 +138,7 @@ class _Propagation:
     whole: frozenset[str]
     operands: dict[str, tuple[PartitionSpec, ...]] = field(default_factory=dict)
     results: dict[str, tuple[PartitionSpec, ...]] = field(default_factory=dict)
-    moves: list[Move] = field(default_factory=list)
+    moves: list[AxisMove] = field(default_factory=list)
     state: dict[_Key, PartitionSpec | None] = field(default_factory=dict)
     origins: dict[_Key, frozenset[str]] = field(default_factory=dict)
     viewed: dict[_Key, _Key] = field(default_factory=dict)
@@ -365,7 +365,7 @@ class _Propagation:
             return
         kind = MoveKind.EXCHANGE if self.policy.exchanges else _kind(have, need)
         if kind is not None:
-            self.moves.append(Move(key, reader, kind, have, need))
+            self.moves.append(AxisMove(key, reader, kind, have, need))
 
     def _finish_parameters(self) -> None:
         for key, spec in list(self.state.items()):

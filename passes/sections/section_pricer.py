@@ -15,15 +15,15 @@ from itertools import groupby
 from typing import Generic, TypeVar
 
 from cost_models.device import Device
-from passes.sections.count_sections import Kernel, Phase, Section, Sized
+from passes.sections.count_sections import Phase, Section, SectionKernel, Sized
 from passes.sections.price_sections import (
     EXPERT,
+    AxisTraffic,
     Busy,
     PhasePrice,
     SectionPrice,
     SectionSizes,
     Setting,
-    Traffic,
     price_kernel,
     traffic_of,
 )
@@ -36,13 +36,13 @@ Sizes = Mapping[str, int]
 class _Priced:
     """A kernel without its name; the axes on which its price depends, and whether on the micro-batch."""
 
-    kernel: Kernel
+    kernel: SectionKernel
     axes: tuple[str, ...]
     varies: bool
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class _KernelRun:
     """Kernels that follow each other, by number; `axes`, `varies`: as of kernels, of any of them."""
 
     kernels: tuple[int, ...]
@@ -51,7 +51,7 @@ class _Run:
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
+class _RunTimes:
     """What a run takes: all of it; attention's core; what is behind the last product with a weight, and that.
 
     `restarts`: whether there is such a product.
@@ -62,14 +62,14 @@ class _Span:
     tail: Busy
     restarts: bool
 
-    def then(self, other: _Span) -> _Span:
+    def then(self, other: _RunTimes) -> _RunTimes:
         """This run and the next one."""
         tail = other.tail if other.restarts else self.tail + other.busy
-        return _Span(self.busy + other.busy, self.core + other.core, tail, self.restarts or other.restarts)
+        return _RunTimes(self.busy + other.busy, self.core + other.core, tail, self.restarts or other.restarts)
 
 
 _IDLE = Busy()
-_NOTHING = _Span(_IDLE, _IDLE, _IDLE, restarts=False)
+_NOTHING = _RunTimes(_IDLE, _IDLE, _IDLE, restarts=False)
 
 _T = TypeVar("_T")
 
@@ -114,7 +114,7 @@ class _Shapes:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _SectionBytes:
     """Bytes of a section.
 
     Args:
@@ -159,11 +159,11 @@ class SectionPricer:
     _parts: dict[object, _Parts] = field(default_factory=dict)
     _alike: _Numbered[object] = field(default_factory=lambda: _Numbered())
     _kernels: _Numbered[_Priced] = field(default_factory=lambda: _Numbered())
-    _runs: _Numbered[_Run] = field(default_factory=lambda: _Numbered())
+    _runs: _Numbered[_KernelRun] = field(default_factory=lambda: _Numbered())
     _busy: dict[tuple[object, ...], Busy] = field(default_factory=dict)
-    _spans: dict[tuple[object, ...], _Span] = field(default_factory=dict)
-    _traffic: dict[tuple[object, ...], tuple[Traffic, ...]] = field(default_factory=dict)
-    _bytes: dict[tuple[object, ...], _Held] = field(default_factory=dict)
+    _spans: dict[tuple[object, ...], _RunTimes] = field(default_factory=dict)
+    _traffic: dict[tuple[object, ...], tuple[AxisTraffic, ...]] = field(default_factory=dict)
+    _bytes: dict[tuple[object, ...], _SectionBytes] = field(default_factory=dict)
     _sizes: dict[tuple[object, ...], SectionSizes] = field(default_factory=dict)
     _prices: dict[tuple[object, ...], SectionPrice] = field(default_factory=dict)
 
@@ -236,7 +236,7 @@ class SectionPricer:
             )  # fmt: skip
         return self._parts[key]
 
-    def _span(self, run: _Run, setting: Setting, sizes: Sizes, precision: str) -> _Span:
+    def _span(self, run: _KernelRun, setting: Setting, sizes: Sizes, precision: str) -> _RunTimes:
         span = _NOTHING
         for number in run.kernels:
             item = self._kernels.items[number]
@@ -245,7 +245,7 @@ class SectionPricer:
                 self._busy[known] = price_kernel(item.kernel, setting, sizes, precision)
             taken = self._busy[known]
             core = taken if item.kernel.is_core else _IDLE
-            span = span.then(_Span(taken, core, taken, bool(taken.matmul_s) and item.kernel.has_weight))
+            span = span.then(_RunTimes(taken, core, taken, bool(taken.matmul_s) and item.kernel.has_weight))
         return span
 
     def _runs_in(self, phase: Phase) -> tuple[int, ...]:
@@ -255,19 +255,19 @@ class SectionPricer:
             run = tuple(kernels)
             axes = tuple(sorted({axis for item in run for axis in item.axes}))
             places = tuple(self._kernels.number(item) for item in run)
-            numbers.append(self._runs.number(_Run(places, axes, any(item.varies for item in run))))
+            numbers.append(self._runs.number(_KernelRun(places, axes, any(item.varies for item in run))))
         return tuple(numbers)
 
 
 _HELD = tuple(item.name for item in fields(SectionSizes))
 
 
-def _priced(kernel: Kernel) -> _Priced:
+def _priced(kernel: SectionKernel) -> _Priced:
     tensors = _tensors(kernel)
     return _Priced(replace(kernel, name=""), _axes_in(tensors), any(any(item.step) for item in tensors))
 
 
-def _tensors(kernel: Kernel) -> tuple[Sized, ...]:
+def _tensors(kernel: SectionKernel) -> tuple[Sized, ...]:
     return (*kernel.inputs, *kernel.outputs)
 
 
@@ -336,7 +336,7 @@ def _apart(workspace: Counter[Sized]) -> tuple[list[Sized], list[Sized]]:
     return stored, shares
 
 
-def _section_bytes(shapes: _Shapes, batch: int, sizes: Sizes) -> _Held:
+def _section_bytes(shapes: _Shapes, batch: int, sizes: Sizes) -> _SectionBytes:
     each = [item.local_bytes(batch, sizes) for item in shapes.values]
 
     def total(items: Counter[int]) -> int:
@@ -345,10 +345,10 @@ def _section_bytes(shapes: _Shapes, batch: int, sizes: Sizes) -> _Held:
     workspaces = [(total(stored), shares) for stored, shares in shapes.workspaces]
     with_shares = tuple(item for item in workspaces if item[1])
     largest = max((size for size, _ in workspaces), default=0)
-    return _Held(total(shapes.saved), total(shapes.core), total(shapes.entering), largest, with_shares)
+    return _SectionBytes(total(shapes.saved), total(shapes.core), total(shapes.entering), largest, with_shares)
 
 
-def _section_sizes(shapes: _Shapes, held: _Held, sizes: Sizes) -> SectionSizes:
+def _section_sizes(shapes: _Shapes, held: _SectionBytes, sizes: Sizes) -> SectionSizes:
     def elements(items: Counter[Sized]) -> int:
         return sum(math.prod(item.shape(1, sizes)) * count for item, count in items.items())
 

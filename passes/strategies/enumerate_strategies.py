@@ -131,7 +131,7 @@ class SearchSpace:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _AlikeCalls:
     """What calls that look alike share: their number, and their rule."""
 
     number: int
@@ -158,7 +158,7 @@ class EnumerateStrategies:
     prune: bool = False
     wide_gradients: bool = False
     groups: Groups | None = None
-    _calls: dict[Any, _Call] = field(default_factory=dict, repr=False)
+    _calls: dict[Any, _AlikeCalls] = field(default_factory=dict, repr=False)
     _numbers: dict[Any, int] = field(default_factory=dict, repr=False)
     _cache: dict[Any, tuple[Strategy, ...]] = field(default_factory=dict, repr=False)
 
@@ -218,14 +218,14 @@ class EnumerateStrategies:
         has_work = all(count <= size for count, size in zip(pieces, shape, strict=True))
         return has_work and matches_dtensor(spec, shape, self.mesh)
 
-    def _call(self, node: fx.Node, ranges: Ranges) -> _Call:
+    def _call(self, node: fx.Node, ranges: Ranges) -> _AlikeCalls:
         key = _call_key(node), facts_of(node, ranges)
         if key not in self._calls:
             rule = rule_of(node, ranges)
             if rule is None and self.strict:
                 raise NoShardingRuleError(no_rule_message(node))
             alike = (key[0], None if rule is None else (rule.linear, rule.carries))
-            self._calls[key] = _Call(self._numbers.setdefault(alike, len(self._numbers)), rule)
+            self._calls[key] = _AlikeCalls(self._numbers.setdefault(alike, len(self._numbers)), rule)
         return self._calls[key]
 
     def _strategies(
@@ -302,7 +302,7 @@ def _is_call(node: fx.Node) -> bool:
     return node.op == "call_function" and not _is_selection(node) and bool(_values(node))
 
 
-def _reductions_of(calls: Iterable[_Call]) -> frozenset[Reduction]:
+def _reductions_of(calls: Iterable[_AlikeCalls]) -> frozenset[Reduction]:
     """The reductions that results of some calls can await: sums, which are also made from whole values, and others."""
     rules = [call.rule for call in calls if call.rule is not None]
     made = {rule.reduce[factor] for rule in rules for factor in rule.splittable if factor in rule.reduce}

@@ -15,7 +15,7 @@ class Same:
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class SlicedDim:
     """A part has its own slice of a dim."""
 
     dim: int
@@ -23,7 +23,7 @@ class Split:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BatchIndices:
     """Indices along a dim of the batch, as `arange(len(x))` counts them; `size` is that of a part's dim.
 
     A part counts from zero. So an index that is used to read a part reads the sample that it stands for.
@@ -54,4 +54,4 @@ class Mixed:
     why: str
 
 
-State = Same | Split | Place | Sum | OfInputs | Mixed
+State = Same | SlicedDim | BatchIndices | Sum | OfInputs | Mixed

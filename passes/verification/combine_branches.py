@@ -22,7 +22,7 @@ from autoshard.ir.loss_weights import Branches
 from autoshard.ir.program import InputKind, Program
 from autoshard.ir.spec import Reduction
 from autoshard.tracing.copy_node import copy_node
-from passes.verification.batch_states import Split, State
+from passes.verification.batch_states import SlicedDim, State
 
 aten = torch.ops.aten
 _REDUCTIONS: Mapping[Any, Reduction] = {
@@ -85,7 +85,7 @@ def _is_reduction(node: fx.Node, states: Mapping[fx.Node, Sequence[State]]) -> b
     if node.target not in _REDUCTIONS or node.meta["val"].dim() or len(node.all_input_nodes) != 1:
         return False
     state = states[node.all_input_nodes[0]][0]
-    return isinstance(state, Split) and not state.exponent
+    return isinstance(state, SlicedDim) and not state.exponent
 
 
 def _is_known(node: fx.Node, twins: Mapping[fx.Node, fx.Node], reduced: Sequence[fx.Node]) -> bool:

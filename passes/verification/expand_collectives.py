@@ -29,7 +29,7 @@ _SPLIT, _SPLIT_ROWS = _aten.split_with_sizes.default, _aten.split_with_sizes_cop
 
 
 @dataclass(frozen=True, slots=True)
-class _Bucket:
+class _PackedCollective:
     """A collective of values that lie behind each other in a buffer.
 
     Args:
@@ -56,7 +56,7 @@ def expand_collectives(graph_module: fx.GraphModule) -> fx.GraphModule:
     return _Expanding(graph_module.graph, buckets).run(graph_module) if buckets else graph_module
 
 
-def _bucket_of(split: fx.Node) -> _Bucket | None:
+def _bucket_of(split: fx.Node) -> _PackedCollective | None:
     """The bucket whose result a call splits into what it was made of; None where it does not."""
     if split.target not in (_SPLIT, _SPLIT_ROWS) or len(split.args) < 2 or split.kwargs:
         return None
@@ -84,7 +84,7 @@ def _bucket_of(split: fx.Node) -> _Bucket | None:
     if split.args[1:] != (sizes, *_dims([1] if is_gathered else rows)):
         return None
     shapes = [_shape_given(started, list(value.meta["val"].shape)) for value in values]
-    return _Bucket(started, values, shapes, frozenset((*inner, *flat)))
+    return _PackedCollective(started, values, shapes, frozenset((*inner, *flat)))
 
 
 def _shape_given(started: fx.Node, shape: list[int]) -> list[int]:
@@ -133,7 +133,7 @@ class _Expanding:
     """
 
     graph: fx.Graph
-    buckets: Mapping[fx.Node, _Bucket]
+    buckets: Mapping[fx.Node, _PackedCollective]
     made: fx.Graph = field(default_factory=fx.Graph)
     copies: dict[fx.Node, fx.Node] = field(default_factory=dict)
     parts: dict[fx.Node, fx.Node] = field(default_factory=dict)

@@ -100,7 +100,7 @@ class LocalForm:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _ProxyMeaning:
     """What a proxy of `_Recording` stands for.
 
     `args` and `meta` are what emitters look at in a new node, to infer its fake value; here they find nothing to infer.
@@ -128,13 +128,13 @@ class _Recording(TracerBase):
         return self._proxy(len(self.operands) + len(self.lines) - 1)
 
     def _proxy(self, index: int) -> Proxy:
-        return Proxy(cast(fx.Node, _Place(index)), self)
+        return Proxy(cast(fx.Node, _ProxyMeaning(index)), self)
 
 
 def place_of(value: Proxy | fx.Node) -> int:
     """The place that a proxy of a recording, or the node of one, stands for."""
     found = value.node if isinstance(value, Proxy) else value
-    assert isinstance(found, _Place), "only proxies of a recording are passed to definitions"
+    assert isinstance(found, _ProxyMeaning), "only proxies of a recording are passed to definitions"
     return found.index
 
 

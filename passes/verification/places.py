@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from passes.verification.batch_states import Place, Same, Split, State
+from passes.verification.batch_states import BatchIndices, Same, SlicedDim, State
 
 aten = torch.ops.aten
 
@@ -25,7 +25,7 @@ def counts_from_zero(node: fx.Node) -> bool:
 
 def _is_beside(state: State, dim: int) -> bool:
     """Whether a value is the same for all parts, or has its samples along a dim."""
-    return state == Same() or state == Split(dim)
+    return state == Same() or state == SlicedDim(dim)
 
 
 def read_at_places(node: fx.Node, states: Mapping[fx.Node, Sequence[State]]) -> State | None:
@@ -36,10 +36,10 @@ def read_at_places(node: fx.Node, states: Mapping[fx.Node, Sequence[State]]) -> 
     (state,) = states[source]
     given = {dim: index for dim, index in enumerate(indices) if isinstance(index, fx.Node)}
     values = {dim: index.meta["val"] for dim, index in given.items()}
-    if not isinstance(state, Split) or any(value.dtype in (torch.bool, torch.uint8) for value in values.values()):
+    if not isinstance(state, SlicedDim) or any(value.dtype in (torch.bool, torch.uint8) for value in values.values()):
         return None
     place = states[given[state.dim]][0] if state.dim in given else None
-    if not isinstance(place, Place) or place.size != source.meta["val"].shape[state.dim]:
+    if not isinstance(place, BatchIndices) or place.size != source.meta["val"].shape[state.dim]:
         return None
     width = max(value.dim() for value in values.values())
     sample = width - values[state.dim].dim() + place.dim
@@ -49,7 +49,7 @@ def read_at_places(node: fx.Node, states: Mapping[fx.Node, Sequence[State]]) -> 
     first, last = min(given), max(given)
     chosen = sample + (first if last - first == len(given) - 1 else 0)
     if node.target in READS_AT:
-        return Split(chosen, state.exponent)
+        return SlicedDim(chosen, state.exponent)
     written = node.args[2]
     assert isinstance(written, fx.Node)
     missing = source.meta["val"].dim() - len(given) + width - written.meta["val"].dim()

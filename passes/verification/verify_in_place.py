@@ -51,11 +51,11 @@ def verify_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapp
     packed = pack_buckets(after)
     if packed is not after:
         before = shaped_alike(before)
-    _Memory(before, expand_buckets(packed), written).run()
+    _WrittenMemory(before, expand_buckets(packed), written).run()
 
 
 @dataclass(slots=True)
-class _Memory:
+class _WrittenMemory:
     """What lies where while the graph that writes is walked.
 
     Args:

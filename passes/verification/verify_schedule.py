@@ -47,7 +47,7 @@ def verify_schedule(order: PipelineOrder, *, trains: bool = True) -> None:
     for stage in range(len(order.stage_ranks)):
         _check_work(order, stage, trains=trains)
     _check_transfers(order, trains=trains)
-    _Run(order).to_the_end()
+    _ScheduleRun(order).to_the_end()
 
 
 def _check_places(order: PipelineOrder, rank: int, slot: Slot) -> None:
@@ -112,7 +112,7 @@ def _times(count: int) -> str:
 
 
 @dataclass(slots=True)
-class _Run:
+class _ScheduleRun:
     """A step that runs: by rank, its place, the transfers under way, and the messages and results that are there."""
 
     order: PipelineOrder

@@ -34,7 +34,7 @@ from autoshard.kernels.checks import checked
 from autoshard.rules.notation import BoundRule
 from autoshard.tracing.copy_node import copy_node
 from passes.strategies.enumerate_strategies import operands_of, rule_of
-from passes.verification.batch_states import Mixed, OfInputs, Place, Same, Split, State, Sum
+from passes.verification.batch_states import BatchIndices, Mixed, OfInputs, Same, SlicedDim, State, Sum
 from passes.verification.combine_branches import combine_branches
 from passes.verification.places import COUNTS, READS_AT, WRITES_AT, argument, counts_from_zero, read_at_places
 
@@ -76,7 +76,7 @@ def weigh_loss(part: Program, pair: Program) -> LossWeights:
             f"the model does not run the same operators for another batch size: {_named(one)} where two micro-batches "
             f"at once run {_named(two)}"
         )
-    walk = _Walk(part, dict(zip(made, twins, strict=True)))
+    walk = _LossWalk(part, dict(zip(made, twins, strict=True)))
     walk.run(nodes)
     return replace(walk.result(loss), branches=_branches(part, pair))
 
@@ -91,7 +91,7 @@ def _branches(part: Program, pair: Program) -> Branches | None:
     )
     if list(map(_kind, nodes)) != list(map(_kind, theirs)):
         return None
-    walk = _Walk(part, dict(zip(nodes, theirs, strict=True)))
+    walk = _LossWalk(part, dict(zip(nodes, theirs, strict=True)))
     walk.run(nodes)
     return combine_branches(part, walk.twins, walk.states)
 
@@ -128,7 +128,7 @@ def _refused(why: str) -> LossWeights:
 
 
 @dataclass(slots=True)
-class _Walk:
+class _LossWalk:
     """The state of every forward value, result by result; `twins` are the nodes of the program of two parts."""
 
     program: Program
@@ -141,7 +141,7 @@ class _Walk:
         for node in nodes:
             if node.op == "placeholder":
                 is_cut = kinds.get(node.name) == InputKind.INPUT and node.meta["val"].dim() > 0
-                self.states[node] = [Split(0) if is_cut else Same()]
+                self.states[node] = [SlicedDim(0) if is_cut else Same()]
             elif node.op == "get_attr":
                 self.states[node] = [self._constant(node)]
             elif _is_copy(node) or node.target is checked:  # each part is checked by itself
@@ -200,7 +200,7 @@ class _Walk:
             return [Mixed(node, "reads a number that depends on the size of the batch")] * results
         if all(isinstance(state, Same) for state in given):
             return self._same(node, given, scale)
-        if any(isinstance(state, Place) for state in given):
+        if any(isinstance(state, BatchIndices) for state in given):
             return [self._of_places(node, given) or Mixed(node, _OF_PLACE)] * results
         if any(isinstance(state, Sum | OfInputs) for state in given):
             return [self._of_sums(node, operands, given, scale)] * results
@@ -228,8 +228,8 @@ class _Walk:
         is_alike = node.target in _ALIKE or _is_random(node) or self._reads_seed(node)
         made: list[State] = []
         for dim in grown:
-            other = Place(0, node.meta["val"].shape[0]) if counts_from_zero(node) else Mixed(node, _OF_PLACE)
-            made.append(Same() if dim is None else Split(dim) if is_alike and dim >= 0 else other)
+            other = BatchIndices(0, node.meta["val"].shape[0]) if counts_from_zero(node) else Mixed(node, _OF_PLACE)
+            made.append(Same() if dim is None else SlicedDim(dim) if is_alike and dim >= 0 else other)
         return made
 
     # Calls on places.
@@ -240,10 +240,10 @@ class _Walk:
             return read_at_places(node, self.states)
         rule = rule_of(self.twins[node])
         place = given[0]
-        if len(given) > 1 or rule is None or not rule.transparent or not isinstance(place, Place):
+        if len(given) > 1 or rule is None or not rule.transparent or not isinstance(place, BatchIndices):
             return None
-        (moved,) = self._split(node, [Split(place.dim)], 0)
-        return Place(moved.dim, place.size) if isinstance(moved, Split) else None
+        (moved,) = self._split(node, [SlicedDim(place.dim)], 0)
+        return BatchIndices(moved.dim, place.size) if isinstance(moved, SlicedDim) else None
 
     def _reads_seed(self, node: fx.Node) -> bool:
         """Whether a call draws numbers: each part draws its own."""
@@ -269,7 +269,9 @@ class _Walk:
     def _result(self, node: fx.Node, rule: BoundRule, factor: str, index: int, exponent: int) -> State:
         for dim, factors in enumerate(rule.outputs[index]):
             if factor in factors:
-                return Split(dim, exponent) if factors[0] == factor else Mixed(node, "mixes samples across the batch")
+                return (
+                    SlicedDim(dim, exponent) if factors[0] == factor else Mixed(node, "mixes samples across the batch")
+                )
         if rule.local is None and index in rule.whole.get(factor, ()):  # it does not depend on the batch
             return Same()
         if node.target in _MEANS or argument(node, "reduction") == _MEAN_REDUCTION:
@@ -282,7 +284,7 @@ class _Walk:
 
     def _exponent(self, node: fx.Node, rule: BoundRule, given: Sequence[State]) -> int | None:
         """That of the results, where those of the operands differ from zero only in one that the call is linear in."""
-        exponents = [state.exponent for state in given if isinstance(state, Same | Split)]
+        exponents = [state.exponent for state in given if isinstance(state, Same | SlicedDim)]
         places = frozenset(index for index, exponent in enumerate(exponents) if exponent)
         if not places:
             return 0
@@ -293,7 +295,7 @@ class _Walk:
 
     def _of_sums(self, node: fx.Node, operands: Sequence[fx.Node], given: Sequence[State], scale: int) -> State:
         """A call on sums over the parts."""
-        if any(isinstance(state, Split) for state in given):
+        if any(isinstance(state, SlicedDim) for state in given):
             return Mixed(node, "reads a sum over the batch beside samples")
         sums = [state for state in given if isinstance(state, Sum)]
         others = [state for state in given if isinstance(state, Same)]
@@ -377,13 +379,13 @@ def _factor(rule: BoundRule, given: Sequence[State]) -> str | None:
     """The factor that leads the split dim of each split operand, and that no other operand has."""
     found: str | None = None
     for state, dims in zip(given, rule.inputs, strict=True):
-        if isinstance(state, Split):
+        if isinstance(state, SlicedDim):
             own = next(iter(dims[state.dim]), None)
             if own is None or (found is not None and own != found):
                 return None
             found = own
     is_alone = all(
-        isinstance(state, Split) or all(found not in dim for dim in dims)
+        isinstance(state, SlicedDim) or all(found not in dim for dim in dims)
         for state, dims in zip(given, rule.inputs, strict=True)
     )
     return found if is_alone else None

@@ -52,10 +52,9 @@ def _ours(mesh: Any, x: Any) -> Callable[[Any], Any]:
         *(layer, Mesh({"expert": mesh.size()})),
         example_inputs=(x,),
         optimizer=optimizer,
-        recipe=Recipe(
-            data=mesh.size(), expert=mesh.size(), zero=0, micro_batch=SEQUENCES // mesh.size(), precision="f32"
-        ),
+        recipe=Recipe(data=mesh.size(), expert=mesh.size(), zero=0, micro_batch=SEQUENCES // mesh.size()),
         global_batch=SEQUENCES,
+        precision=None,
     )
     calls = [node.inputs for name, node in plan.nodes.items() if name == "experts"]
     assert calls, "the layer is one operator"

@@ -23,7 +23,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from autoshard import Cluster, DoesNotFitError, Mesh, Recipe
+from autoshard import Cluster, DoesNotFitError, Mesh
+from autoshard.ir.execution import Execution
 from autoshard.ir.plan import Plan
 from autoshard.ir.request import Request
 from autoshard.ir.text import format_bytes, format_time
@@ -154,7 +155,7 @@ class RecipeRow:
 def sweep_recipes(cluster: Cluster, sequence: int, limits: int) -> Iterator[RecipeRow]:
     """A row for a limit that is too small, and for several from the least that fits to plenty."""
     model, tokens = llama(32, sequence, 1)
-    base = Recipe(global_batch=8 * cluster.size)
+    base = Execution(global_batch=8 * cluster.size)
     problem = recipe_problem(
         model.bfloat16(), cluster, base, example_inputs=(tokens, tokens), memory_limit=math.inf
     )  # fmt: skip

@@ -29,9 +29,11 @@ import transformers
 from rich.console import Console
 from torch import nn
 
-import autoshard
-from autoshard import Cluster, Recipe
+from autoshard import Cluster
+from autoshard.ir.execution import Execution
+from autoshard.ir.runtime import Runtime
 from cost_models.schedule_graph import schedule_graph
+from passes.driver.pricing import price_execution
 from tests.zoo.processes import quiet
 
 CLUSTER = Cluster("h100_sxm", 128, 8)
@@ -86,13 +88,14 @@ def time_shape(
 
     def price() -> float:
         size = next(micro_batches)
-        recipe = Recipe(
+        recipe = Execution(
             data=data, tensor=8, sequence_parallel=True, pipeline=pipeline, schedule=schedule, virtual_stages=virtual,
-            micro_batch=size, global_batch=size * data * number, zero=1, overlap_pipeline=overlaps,
+            micro_batch=size, global_batch=size * data * number, zero=1,
+            runtime=Runtime(name="mine", overlap_pipeline=overlaps),
         )  # fmt: skip
         gc.collect()
         start = time.process_time()
-        autoshard.price(model, CLUSTER, recipe, example_inputs=inputs)
+        price_execution(model, CLUSTER, recipe, inputs)
         return 1e3 * (time.process_time() - start)
 
     cold, warm = [], []
@@ -130,8 +133,8 @@ def main(arguments: list[str]) -> None:
     console = Console(width=120, highlight=False)
     with Console(stderr=True).status("tracing 80 layers") as status:
         model, inputs = build()
-        first = Recipe(data=128, tensor=8, sequence_parallel=True, zero=1)
-        autoshard.price(model, CLUSTER, first, example_inputs=inputs)
+        first = Execution(data=128, tensor=8, sequence_parallel=True, zero=1)
+        price_execution(model, CLUSTER, first, inputs)
         gc.collect()
         gc.freeze()
         versions = f"Python {platform.python_version()}, torch {torch.__version__}, {platform.machine()}"

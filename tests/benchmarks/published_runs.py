@@ -11,8 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from autoshard import Cluster, Recipe
+from autoshard import Cluster, Runtime
+from autoshard.ir.execution import Execution
 from cost_models.hardware import assemble_node, node_type
+from passes.recipes.pipeline_stages import even_blocks
 from tests.benchmarks.decoder import DecoderShape, Experts, Latent
 
 Row = Mapping[str, Any]
@@ -27,20 +29,20 @@ class Framework:
         dropout: of hidden states and attention (Megatron-LM's default is 0.1; later recipes set 0).
         fused: chains of pointwise operators are fused (Megatron's kernels), or run one by one (plain PyTorch).
         bias: of linear layers in models with learned positions or LayerNorm.
-        overlap_gradients, overlap_parameters, overlap_tensor, overlap_pipeline: see `Recipe`.
+        overlap_gradients, overlap_parameters, overlap_tensor, overlap_pipeline: see `Runtime`.
         gradient_dtype: None: that of the model.
-        early_stop, attention: see `Recipe`. llm-foundry's benchmarks run attn_impl=triton and checkpoints that are not
+        early_stop, attention: see `Runtime`. llm-foundry's benchmarks run attn_impl=triton and checkpoints that are not
             reentrant (scripts/train/benchmarking/submit_benchmarks.py @12a63191).
-        bucket_bytes: see `Recipe`. FSDP gathers a block at a time; InternEvo reduces buckets of 512 Mi elements.
-        whole_tensors: see `Recipe` (InternEvo @0aa6d26e, internlm/solver/optimizer/hybrid_zero_optim.py). Its rows are
+        bucket_bytes: see `Runtime`. FSDP gathers a block at a time; InternEvo reduces buckets of 512 Mi elements.
+        whole_tensors: see `Runtime` (InternEvo @0aa6d26e, internlm/solver/optimizer/hybrid_zero_optim.py). Its rows are
             of July 2023 (the table is in the first README of InternLM), when `broadcast_params(overlap=False)` waited:
             "TODO: support broadcast overlap".
-        blocking_launches: see `Recipe` (bigscience train/tr11-176B-ml/setup-test-n2.slurm @7148d3e0 and all scripts
+        blocking_launches: see `Runtime` (bigscience train/tr11-176B-ml/setup-test-n2.slurm @7148d3e0 and all scripts
             beside it: without it the training hung).
-        separate_experts: see `Recipe` (Megatron-LM @1d9edcf8, docs/discussions/deepseek-v3-gb200-optimization: grouped
+        separate_experts: see `Runtime` (Megatron-LM @1d9edcf8, docs/discussions/deepseek-v3-gb200-optimization: grouped
             products are "multi-stream + cuBLAS"; a graph of the whole iteration needs kernels that read counts on the
             device).
-        unfused: see `Recipe` (Megatron Core 0.15: `TEGroupedMLP._apply_bias` in transformer/moe/experts.py, and
+        unfused: see `Runtime` (Megatron Core 0.15: `TEGroupedMLP._apply_bias` in transformer/moe/experts.py, and
             `weighted_bias_quick_geglu_impl` in fusions/fused_bias_geglu.py; with a graph of the whole iteration one
             kernel does all that: NVIDIA, Boosting MoE Training Throughput with Advanced Fusion Kernels, 2026-06-15).
         wide_logits: the loss reads a copy of the logits in float32, as Megatron-LM's does. llm-foundry's
@@ -156,14 +158,16 @@ def _is_biased(row: Row) -> bool:
     return row["model"]["name"].startswith("gpt-oss")
 
 
-def recipe_of(row: Row) -> Recipe:
-    """The row's plan."""
+def recipe_of(row: Row) -> Execution:
+    """The row's plan, and how its framework ran it."""
     plan, framework = row["plan"], framework_of(row)
     context, pipeline = plan["cp"] or 1, plan["pp"] or 1
     layers = row["model"]["layers"] + ((row["model"].get("moe") or {}).get("mtp_layers") or 0)
     virtual = plan["vpp"] or 1
     layout = plan.get("pp_layout") or ""
-    return Recipe(
+    virtual = virtual if pipeline > 1 and layers >= virtual * pipeline else 1
+    splits_ends = "embedding" in layout or layout.startswith("Et") or row["id"] in _SPLIT_ENDS
+    return Execution(
         data=plan["dp"],
         zero=plan["zero_stage"] or 0,
         zero_group=plan.get("zero_group"),
@@ -172,13 +176,22 @@ def recipe_of(row: Row) -> Recipe:
         context=context,
         expert=plan["ep"] or 1,
         pipeline=pipeline,
-        virtual_stages=virtual if pipeline > 1 and layers >= virtual * pipeline else 1,
-        split_ends="embedding" in layout or layout.startswith("Et") or row["id"] in _SPLIT_ENDS,
+        virtual_stages=virtual,
+        stage_layers=even_blocks(layers, virtual * pipeline, split_ends=True) if splits_ends else None,
         micro_batch=row["micro_batch"],
         global_batch=row["global_batch"],
         recompute=_recompute(row["recompute"]),
-        recompute_modules=_recompute_modules(row["recompute"]),
         precision=_precision(row),
+        runtime=_runtime(row, framework),
+    )
+
+
+def _runtime(row: Row, framework: Framework) -> Runtime:
+    """How the row's framework ran it."""
+    plan = row["plan"]
+    return Runtime(
+        name=row["source"]["key"],
+        recompute_modules=_recompute_modules(row["recompute"]),
         gradient_dtype=_gradient_dtype(row, framework),
         overlap_gradients=framework.overlap_gradients,
         overlap_parameters=framework.overlap_parameters,
@@ -194,14 +207,14 @@ def recipe_of(row: Row) -> Recipe:
         separate_experts=framework.separate_experts and plan.get("cuda_graph") != "full_iteration",
         fused=framework.fused,
         unfused=framework.unfused if _is_biased(row) and plan.get("cuda_graph") != "full_iteration" else None,
-        whole_tensors=framework.whole_tensors and plan["zero_stage"] == 1,
+        whole_tensors=framework.whole_tensors,
         blocking_launches=framework.blocking_launches,
         cuda_graph=(plan.get("cuda_graph") or "none") != "none",
     )
 
 
 def _precision(row: Row) -> str:
-    """Four bits have no price: `Recipe` refuses them."""
+    """Four bits have no price: `Execution` refuses them."""
     if is_16_bit(row):
         return "f16" if row["dtype"].startswith("fp16") else "bf16"
     return "f4" if row["dtype"].startswith("nvfp4") else "f8"

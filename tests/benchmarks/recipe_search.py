@@ -21,17 +21,17 @@ import hashlib
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 
 import torch
 
-from autoshard import Cluster, Recipe
+from autoshard import Cluster
+from autoshard.ir.execution import Execution
 from passes.driver.pricing import priced_model
 from passes.recipe_search.recipe_problem import RecipeProblem
-from passes.recipe_search.recipe_space import SEARCHED
 from passes.recipes.recipe_plan import predict_recipe
 from passes.sections.price_model import CountedModel
 from passes.solver.search_control import Ceiling
@@ -53,7 +53,7 @@ class Task:
 
     shape: DecoderShape
     cluster: Cluster
-    base: Recipe
+    base: Execution
 
     @classmethod
     def of(cls, row: Row) -> Task:
@@ -67,10 +67,11 @@ class Task:
         return hashlib.sha256(f"{self.shape} {cluster} {self.base}".encode()).hexdigest()[:12]
 
 
-def base_of(recipe: Recipe) -> Recipe:
+def base_of(recipe: Execution) -> Execution:
     """What of a recipe is no choice."""
-    kept = {item.name: getattr(recipe, item.name) for item in fields(Recipe) if item.name not in SEARCHED}
-    return Recipe(**kept, zero=int(recipe.whole_tensors))
+    return Execution(
+        runtime=recipe.runtime, optimizer=recipe.optimizer, precision=recipe.precision, global_batch=recipe.global_batch
+    )
 
 
 @lru_cache(maxsize=1)
@@ -113,7 +114,7 @@ def compare(task: Task, source: str, rows: Sequence[Row], seconds: float) -> Ite
         yield run
 
 
-def best_on_device_s(search: RecipeProblem, found: Recipe, seconds: float) -> float | None:
+def best_on_device_s(search: RecipeProblem, found: Execution, seconds: float) -> float | None:
     """Of the fastest that keeps all on the device, where the found one does not; None if none fits, too."""
     if found.offload == "none":
         return None
@@ -121,7 +122,7 @@ def best_on_device_s(search: RecipeProblem, found: Recipe, seconds: float) -> fl
     return None if best.recipe is None else best.objective
 
 
-def priced(search: RecipeProblem, recipe: Recipe) -> Priced:
+def priced(search: RecipeProblem, recipe: Execution) -> Priced:
     """A recipe of a search with its price."""
     prediction = predict_recipe(search.counted, recipe, search.cluster, search.model)
     return Priced(recipe.words, prediction.step_time_s, prediction.memory_breakdown)
@@ -161,7 +162,7 @@ class Offered:
         return self._best[limit]
 
 
-def why_lower(offered: Offered, recipe: Recipe, found: Recipe) -> Reason:
+def why_lower(offered: Offered, recipe: Execution, found: Execution) -> Reason:
     """For whom the found recipe was there to take, and what each part of it is worth."""
     search = offered.search
     room = max((1 - _FREE) * search.memory_limit, taken(search, recipe).memory_bytes)
@@ -173,7 +174,7 @@ def why_lower(offered: Offered, recipe: Recipe, found: Recipe) -> Reason:
     )
 
 
-def taken(search: RecipeProblem, recipe: Recipe) -> Taken:
+def taken(search: RecipeProblem, recipe: Execution) -> Taken:
     """What a recipe takes."""
     prediction = predict_recipe(search.counted, recipe, search.cluster, search.model)
     return Taken(prediction.step_time_s, prediction.peak_memory_bytes)

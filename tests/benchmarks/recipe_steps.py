@@ -13,16 +13,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 
-from autoshard import Recipe, RecipeError
+from autoshard import RecipeError
+from autoshard.ir.execution import Execution
 
 PARTS: Mapping[str, tuple[str, ...]] = {
     "recomputation": ("recompute",),
     "offload": ("offload",),
     "micro-batch": ("micro_batch",),
-    "schedule": ("schedule", "virtual_stages", "split_ends"),
+    "schedule": ("schedule", "virtual_stages", "stage_layers"),
     "sequence parallelism": ("sequence_parallel",),
-    "ZeRO": ("zero", "zero_group", "whole_tensors"),
-    "axes": ("data", "tensor", "context", "pipeline", "stage_blocks"),
+    "ZeRO": ("zero", "zero_group"),
+    "axes": ("data", "tensor", "context", "pipeline"),
     "experts": ("expert", "expert_tensor"),
 }
 """Fields that change together."""
@@ -49,7 +50,7 @@ class Step:
         return " and ".join(self.parts)
 
 
-def steps_between(start: Recipe, end: Recipe, price: Callable[[Recipe], Taken]) -> list[Step]:
+def steps_between(start: Execution, end: Execution, price: Callable[[Execution], Taken]) -> list[Step]:
     """The way from one recipe to another.
 
     Args:
@@ -67,14 +68,14 @@ def steps_between(start: Recipe, end: Recipe, price: Callable[[Recipe], Taken]) 
     return steps
 
 
-def differing(one: Recipe, other: Recipe) -> list[str]:
+def differing(one: Execution, other: Execution) -> list[str]:
     """The parts in which two recipes differ."""
     return [name for name, fields in PARTS.items() if any(getattr(one, f) != getattr(other, f) for f in fields)]
 
 
 def _best_change(
-    current: Recipe, end: Recipe, left: Sequence[str], price: Callable[[Recipe], Taken]
-) -> tuple[Step, Recipe]:
+    current: Execution, end: Execution, left: Sequence[str], price: Callable[[Execution], Taken]
+) -> tuple[Step, Execution]:
     """The change of the fewest parts that can be priced; of these the one with the shortest step."""
     for size in range(1, len(left)):
         found = [
@@ -88,8 +89,8 @@ def _best_change(
 
 
 def _priced(
-    current: Recipe, end: Recipe, names: Sequence[str], price: Callable[[Recipe], Taken]
-) -> list[tuple[Recipe, Taken]]:
+    current: Execution, end: Execution, names: Sequence[str], price: Callable[[Execution], Taken]
+) -> list[tuple[Execution, Taken]]:
     """A recipe with some parts of another, and its price; none where there is no such recipe."""
     try:
         recipe = with_parts(current, end, names)
@@ -98,7 +99,7 @@ def _priced(
         return []
 
 
-def with_parts(recipe: Recipe, other: Recipe, names: Sequence[str]) -> Recipe:
+def with_parts(recipe: Execution, other: Execution, names: Sequence[str]) -> Execution:
     """A recipe with some parts of another; what means nothing on the new axes is dropped.
 
     Raises:
@@ -106,7 +107,7 @@ def with_parts(recipe: Recipe, other: Recipe, names: Sequence[str]) -> Recipe:
     """
     change = {field: getattr(other, field) for name in names for field in PARTS[name]}
     if change.get("pipeline", recipe.pipeline) == 1:
-        change |= {"schedule": None, "virtual_stages": 1, "split_ends": False}
+        change |= {"schedule": None, "virtual_stages": 1, "stage_layers": None}
     if change.get("tensor", recipe.tensor) == 1:
         change["sequence_parallel"] = False
     return replace(recipe, **change)

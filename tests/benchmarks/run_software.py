@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from autoshard import Recipe
+from autoshard.ir.execution import Execution
 from passes.recipe_search.recipe_space import SEARCHED, Only
 
 _WHOLE_BLOCKS: Only = {"recompute": ("none", "full")}
@@ -50,23 +50,23 @@ OFFERED: Mapping[str, tuple[Only, ...]] = {
 """By source."""
 
 
-def is_offered(recipe: Recipe, source: str) -> bool:
+def is_offered(recipe: Execution, source: str) -> bool:
     """Whether a source's software could run a recipe."""
     return any(not _refused(recipe, only) for only in OFFERED[source])
 
 
-def lacking(recipe: Recipe, source: str) -> tuple[str, ...]:
+def lacking(recipe: Execution, source: str) -> tuple[str, ...]:
     """In words, what a recipe does that a source's software did not offer, by the restrictions that refuse least."""
     refused = (_refused(recipe, only) for only in OFFERED[source])
     return min(refused, key=lambda words: ("pipeline" in words, len(words)))
 
 
-def _refused(recipe: Recipe, only: Only) -> tuple[str, ...]:
+def _refused(recipe: Execution, only: Only) -> tuple[str, ...]:
     named = replace(recipe, schedule=None) if recipe.pipeline == 1 else recipe
     return tuple(_words(named, name) for name in SEARCHED if name in only and getattr(named, name) not in only[name])
 
 
-def _words(recipe: Recipe, name: str) -> str:
+def _words(recipe: Execution, name: str) -> str:
     value = getattr(recipe, name)
     match name:
         case "zero":

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard import Cluster, Recipe, RecipeError
+from autoshard import Cluster, RecipeError
+from autoshard.ir.execution import Execution
 from passes.recipe_search.recipe_space import RecipeSpace
 from passes.recipes.recipe_plan import predict_recipe
 from passes.sections.price_model import CountedModel
@@ -33,12 +34,12 @@ def counted() -> CountedModel:
 
 
 @cache
-def recipes() -> list[Recipe]:
+def recipes() -> list[Execution]:
     """Every recipe for it."""
-    return list(RecipeSpace(counted(), CLUSTER.size, Recipe(global_batch=16), least_tokens=8).recipes())
+    return list(RecipeSpace(counted(), CLUSTER.size, Execution(global_batch=16), least_tokens=8).recipes())
 
 
-def price(recipe: Recipe) -> Taken:
+def price(recipe: Execution) -> Taken:
     """What a step of it takes."""
     prediction = predict_recipe(counted(), recipe, CLUSTER)
     return Taken(prediction.step_time_s, prediction.peak_memory_bytes)
@@ -49,9 +50,9 @@ def price(recipe: Recipe) -> Taken:
 def test_the_way_between_two_recipes_ends_at_the_second(data: st.DataObject) -> None:
     """Each part changes once; the factors' product is the ratio of the prices; every price is that of a recipe."""
     start, end = (recipes()[data.draw(st.integers(0, len(recipes()) - 1))] for _ in range(2))
-    seen: dict[Taken, Recipe] = {}
+    seen: dict[Taken, Execution] = {}
 
-    def noted(recipe: Recipe) -> Taken:
+    def noted(recipe: Execution) -> Taken:
         return seen.setdefault(price(recipe), recipe) and price(recipe)
 
     steps = steps_between(start, end, noted)
@@ -64,10 +65,10 @@ def test_the_way_between_two_recipes_ends_at_the_second(data: st.DataObject) -> 
 
 def test_parts_that_cannot_change_alone_change_together() -> None:
     """Here where none of the recipes between can be priced."""
-    start = Recipe(data=2, pipeline=2, micro_batch=8, global_batch=16)
+    start = Execution(data=2, pipeline=2, micro_batch=8, global_batch=16)
     end = replace(start, data=4, pipeline=1, micro_batch=4)
 
-    def refusing(recipe: Recipe) -> Taken:
+    def refusing(recipe: Execution) -> Taken:
         if recipe != end:
             raise RecipeError("no price")
         return price(recipe)
@@ -79,15 +80,15 @@ def test_parts_that_cannot_change_alone_change_together() -> None:
 
 def test_what_new_axes_have_no_use_for_is_dropped() -> None:
     """Schedules without a pipeline, sequence parallelism without tensor ranks."""
-    start = Recipe(tensor=2, pipeline=2, sequence_parallel=True, schedule="InterleavedZeroBubble", virtual_stages=2)
-    assert with_parts(start, Recipe(data=4), ["axes"]) == Recipe(data=4)
+    start = Execution(tensor=2, pipeline=2, sequence_parallel=True, schedule="InterleavedZeroBubble", virtual_stages=2)
+    assert with_parts(start, Execution(data=4), ["axes"]) == Execution(data=4)
 
 
 def test_every_field_of_the_space_is_in_one_part() -> None:
     """So that the way always arrives."""
     named = [field for fields in PARTS.values() for field in fields]
     assert len(named) == len(set(named))
-    varying = {name for name in Recipe.__slots__ if len({getattr(recipe, name) for recipe in recipes()}) > 1}
+    varying = {name for name in Execution.__slots__ if len({getattr(recipe, name) for recipe in recipes()}) > 1}
     assert varying <= set(named)
 
 
@@ -101,14 +102,14 @@ def test_published_recipes_are_within_what_their_software_offered(source: str) -
 
 def test_what_software_lacked_is_named() -> None:
     """Of the restrictions that refuse least."""
-    plan = Recipe(data=2, pipeline=2, zero=2, schedule="ZBVZeroBubble", virtual_stages=2, recompute="selective")
+    plan = Execution(data=2, pipeline=2, zero=2, schedule="ZBVZeroBubble", virtual_stages=2, recompute="selective")
     assert lacking(plan, "bigscience") == (
         "schedule ZBVZeroBubble",
         "selective recomputation",
         "ZeRO-2 with a pipeline",
     )
-    assert lacking(Recipe(data=8, zero=2), "megatron-bridge") == ()
-    piped, plain = Recipe(pipeline=2, offload="activations"), Recipe(data=2, offload="activations")
+    assert lacking(Execution(data=8, zero=2), "megatron-bridge") == ()
+    piped, plain = Execution(pipeline=2, offload="activations"), Execution(data=2, offload="activations")
     assert lacking(piped, "megatron-bridge") == ("activations on the host",) == lacking(plain, "bigscience")
     assert lacking(plain, "megatron-bridge") == () == lacking(plain, "mosaicml")
 

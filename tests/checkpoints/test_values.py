@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoshard import CheckpointError
-from autoshard.checkpoints.values import Count, Slot, packed, unpacked
+from autoshard.checkpoints.values import Slot, StepCount, packed, unpacked
 from tests.checkpoints.hostile import RunsCode
 
 PLAIN = st.recursive(
@@ -63,7 +63,7 @@ def test_plain_values_come_back(value: Any) -> None:
         np.random.get_state(),
         np.random.default_rng(0).bit_generator.state,
         {"kinds": {np.dtype("i4").type(3), np.float64(0.1)}},
-        [Slot("model.weight", is_sharded=True), Count(3.0, torch.float32, torch.Size([]))],
+        [Slot("model.weight", is_sharded=True), StepCount(3.0, torch.float32, torch.Size([]))],
         [torch.bfloat16, torch.Size([2, 3]), torch.device("cpu"), {1, 2}, frozenset({"a"}), bytearray(b"x")],
         deque([1, 2], maxlen=3),
         [float("inf"), -float("inf"), -0.0, 2**53, -(2**63), 2**64, 10**40],

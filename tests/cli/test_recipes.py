@@ -13,8 +13,8 @@ from autoshard.cli.recipes import parse_constraints, parse_recipe
 
 def test_fields_are_numbers_words_and_lists() -> None:
     """Each value becomes what the field wants."""
-    text = "pipeline=2,virtual_stages=1,stage_blocks=3+5,sequence_parallel=yes,tensor=2,recompute=none,zero_group=none"
-    expected = Recipe(pipeline=2, stage_blocks=(3, 5), sequence_parallel=True, tensor=2)
+    text = "pipeline=2,virtual_stages=1,stage_layers=3+5,sequence_parallel=yes,tensor=2,recompute=none,zero_group=none"
+    expected = Recipe(pipeline=2, stage_layers=(3, 5), sequence_parallel=True, tensor=2)
     assert parse_recipe(text) == expected
 
 

@@ -14,7 +14,7 @@ from itertools import pairwise
 import networkx
 
 from cost_models.hardware import Cluster
-from cost_models.topology import GroupLinks, Layout, Link, Wiring, direct_links
+from cost_models.topology import GroupLinks, Link, NodeWiring, Wiring, direct_links
 
 
 def axis_links(cluster: Cluster, mesh_axes: Mapping[str, int]) -> dict[str, GroupLinks]:
@@ -57,7 +57,7 @@ def _add_fabric(
             edge = ("device", first + a), ("device", first + b)
             graph.add_edge(*edge, bytes_per_s=share * intra.reached_bytes_per_s)
     for place in range(per_node):
-        if wiring.layout is Layout.SWITCH:
+        if wiring.layout is NodeWiring.SWITCH:
             graph.add_edge(("device", first + place), ("switch", node), bytes_per_s=intra.reached_bytes_per_s)
         elif wiring.host is not None:
             bus = wiring.host.reached_bytes_per_s

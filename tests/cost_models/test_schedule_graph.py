@@ -10,9 +10,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cost_models.errors import CostArgumentError
-from cost_models.schedule_graph import KINDS, SEND, put_in, schedule_graph, steady_window
+from cost_models.schedule_graph import put_in, schedule_graph, steady_window
 from cost_models.schedule_orders import (
     SCHEDULES,
+    last_forward_stage,
     rank_orders,
     repeating_micro_batches,
     settled_micro_batches,
@@ -30,7 +31,7 @@ def graphs(draw, schedules=(*SCHEDULES,), rounds=3):
     micro_batches = ranks * draw(st.integers(2, rounds))
     if not schedule.startswith("Interleaved"):
         micro_batches += draw(st.integers(0, ranks - 1))
-    options = {"overlap_sends": draw(st.booleans()), "overlap_pairs": draw(st.booleans())}
+    options = {"overlap_sends": draw(st.booleans())}
     return (schedule, ranks, micro_batches, virtual), options
 
 
@@ -52,12 +53,11 @@ def test_every_action_and_every_transfer_is_there_once(drawn):
     orders = rank_orders(*drawn[0])
     for rank, order in enumerate(orders):
         mine = graph.slots[graph.slot_ranks == rank]
-        assert len(mine) == (len(order) if options["overlap_pairs"] else sum(map(len, order)))
+        assert len(mine) == sum(map(len, order))
         assert (np.diff(mine) > 0).all()
     owners = stage_ranks(schedule, ranks, virtual)
     crossings = sum(one != two for one, two in pairwise(owners))
-    is_send = (graph.kinds < KINDS * len(owners)) & (graph.kinds % KINDS == SEND)
-    assert is_send.sum() == 2 * micro_batches * crossings
+    assert len(graph.sent) == 2 * micro_batches * crossings
 
 
 @given(graphs(PERIODIC, rounds=9), st.integers(1, 3))
@@ -69,25 +69,25 @@ def test_more_micro_batches_are_more_periods(drawn, periods):
     fewer = micro_batches - periods * step
     assume(fewer >= (2 * ranks if schedule == "DualPipeV" else 1))
     graph = schedule_graph(schedule, ranks, fewer, virtual, **options)
-    window = steady_window(graph, step)
+    window = steady_window(graph, last_forward_stage(schedule, ranks, virtual), step)
     assume(window is not None)
     longer = put_in(graph, window, periods)
     expected = schedule_graph(schedule, ranks, micro_batches, virtual, **options)
-    for name in ("first", "second", "kinds", "gathers", "lasts"):
+    for name in ("first", "second", "kinds", "firsts", "lasts"):
         assert getattr(longer, name).tolist() == getattr(expected, name).tolist(), name
     assert _by_slot(longer) == _by_slot(expected)
 
 
 def _by_slot(graph):
     """Rank, slot before, and transfers of each slot."""
-    columns = (graph.slots, graph.slot_ranks, graph.begins, *graph.transfers.T)
+    columns = (graph.slots, graph.slot_ranks, graph.begins, *graph.waits.T)
     return {slot: row for slot, *row in zip(*(column.tolist() for column in columns), strict=True)}
 
 
 def test_no_periods_put_in_leave_a_graph_as_it_is():
     """As where all micro-batches are in it."""
     graph = schedule_graph("1F1B", 2, 12)
-    window = steady_window(graph, 1)
+    window = steady_window(graph, 0, 1)
     assert window is not None
     assert put_in(graph, window, 0) is graph
 
@@ -100,12 +100,13 @@ def test_steady_states_are_found(schedule, ranks, virtual):
     few = settled_micro_batches(schedule, ranks, 10 * ranks, virtual)
     step = repeating_micro_batches(schedule, ranks, 10 * ranks)
     assert step is not None
-    assert steady_window(schedule_graph(schedule, ranks, few, virtual), step) is not None
+    last = last_forward_stage(schedule, ranks, virtual)
+    assert steady_window(schedule_graph(schedule, ranks, few, virtual), last, step) is not None
 
 
 def test_a_step_of_one_period_has_no_steady_state():
     """There is nothing to compare it with."""
-    assert steady_window(schedule_graph("Interleaved1F1B", 4, 4, 2), 4) is None
+    assert steady_window(schedule_graph("Interleaved1F1B", 4, 4, 2), 4, 4) is None
 
 
 def test_graphs_that_are_kept_are_few():

@@ -156,13 +156,6 @@ def test_interleaving_holds_more(ranks, rounds, virtual_stages):
         assert peak_in_flight(order) == min(expected, micro_batches * virtual_stages)
 
 
-def test_sizes_weigh_what_is_held():
-    """A stage that saves twice as much counts twice, until its weights' backward has run."""
-    order = ((Action(0, F, 0),), (Action(1, F, 0),), (Action(1, I, 0),), (Action(0, F, 1),), (Action(1, W, 0),))
-    assert peak_in_flight(order) == 3
-    assert peak_in_flight(order, {0: 1.0, 1: 5.0}) == 7.0
-
-
 @pytest.mark.parametrize(
     ("shape", "message"),
     [

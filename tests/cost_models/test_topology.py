@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from cost_models.collectives import all_gather_time, all_reduce_time, all_to_all_time
 from cost_models.errors import TopologyError, UnknownHardwareError
 from cost_models.hardware import Cluster, node_type
-from cost_models.topology import Layout, direct_links, wired_share
+from cost_models.topology import NodeWiring, direct_links, wired_share
 from tests.cost_models.cluster_graph import axis_links, cluster_graph, ring_bandwidth
 
 MESHES = st.lists(st.sampled_from([1, 2, 3, 4, 8]), min_size=1, max_size=3).filter(lambda sizes: prod(sizes) <= 64)
@@ -132,23 +132,23 @@ def test_adding_a_faster_link_never_slows(level, factor, size, message):
 
 def test_a_hybrid_cube_mesh_has_six_links_a_device():
     """DGX-1: all eight reach the full bandwidth, a quad two thirds of it, devices 0 and 5 nothing."""
-    links = direct_links(Layout.HYBRID_CUBE_MESH, 8)
+    links = direct_links(NodeWiring.HYBRID_CUBE_MESH, 8)
     for device in range(8):
         assert sum(share for pair, share in links.items() if device in pair) == pytest.approx(1)
-    assert wired_share(Layout.HYBRID_CUBE_MESH, 8, tuple(range(8))) == pytest.approx(1)
-    assert wired_share(Layout.HYBRID_CUBE_MESH, 8, (0, 1, 2, 3)) == pytest.approx(4 / 6)
-    assert wired_share(Layout.HYBRID_CUBE_MESH, 8, (0, 3)) == pytest.approx(2 / 6)
-    assert wired_share(Layout.HYBRID_CUBE_MESH, 8, (0, 5)) == 0
+    assert wired_share(NodeWiring.HYBRID_CUBE_MESH, 8, tuple(range(8))) == pytest.approx(1)
+    assert wired_share(NodeWiring.HYBRID_CUBE_MESH, 8, (0, 1, 2, 3)) == pytest.approx(4 / 6)
+    assert wired_share(NodeWiring.HYBRID_CUBE_MESH, 8, (0, 3)) == pytest.approx(2 / 6)
+    assert wired_share(NodeWiring.HYBRID_CUBE_MESH, 8, (0, 5)) == 0
 
 
 @given(st.integers(2, 8), st.data())
 def test_a_group_on_a_mesh_has_the_links_to_its_members(devices, data):
     """Of n - 1 links, a group of g uses g - 1."""
     members = data.draw(st.sampled_from([m for g in range(2, devices + 1) for m in combinations(range(devices), g)]))
-    assert wired_share(Layout.MESH, devices, members) == pytest.approx((len(members) - 1) / (devices - 1))
+    assert wired_share(NodeWiring.MESH, devices, members) == pytest.approx((len(members) - 1) / (devices - 1))
 
 
-@given(st.sampled_from([Layout.MESH, Layout.HYBRID_CUBE_MESH, Layout.PAIRS]), st.integers(2, 8), st.data())
+@given(st.sampled_from([NodeWiring.MESH, NodeWiring.HYBRID_CUBE_MESH, NodeWiring.PAIRS]), st.integers(2, 8), st.data())
 def test_the_narrowest_cut_equals_that_of_the_graph(layout, devices, data):
     """With the maximum flows of networkx: the slowest of the members' all-gather bounds."""
     members = data.draw(st.sampled_from([m for g in range(2, devices + 1) for m in combinations(range(devices), g)]))

@@ -115,7 +115,7 @@ def plan_of_recipe(name: str, place: str, share: float | None = None) -> Plan:
 def price(name: str, cluster: PricedCluster, recipe: Recipe) -> Plan:
     """Of a recipe that is stated, as a user would confirm it."""
     model, inputs = built(name)
-    return autoshard.price(model, cluster, recipe, example_inputs=inputs)
+    return autoshard.price(model, cluster, recipe, example_inputs=inputs, runtime=PRICED, global_batch=8)
 
 
 def plan_of_specs(name: str, cluster: PricedCluster, mesh: str, **options: Any) -> Plan:

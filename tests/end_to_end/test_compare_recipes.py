@@ -10,18 +10,20 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-import autoshard
-from autoshard import Cluster, Plan, Recipe, RecipeError
+from autoshard import Cluster, Plan, Recipe, RecipeError, Runtime
+from autoshard.ir.execution import Execution
 from autoshard.ir.plan_parts import Prediction
+from passes.driver.pricing import price_execution
 from passes.recipes.recipe_plan import predict_recipe
 from passes.sections.price_model import CountedModel
 from tests.passes.decoders import priced_sparse, sparse, tokens
+from tests.passes.executions import under
 
 MODEL = sparse()
 CLUSTERS = {
     "uniform": Cluster("h100_sxm", 1, 4),
 }
-BASE = Recipe(data=2, zero=1, pipeline=2, global_batch=8)
+BASE = Execution(data=2, zero=1, pipeline=2, global_batch=8)
 
 CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
     "data": ({"data": 1, "pipeline": 4},),
@@ -35,8 +37,7 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
     "pipeline": ({"pipeline": 4, "data": 1},),
     "schedule": ({"schedule": "GPipe"}, {"schedule": "InterleavedZeroBubble"}, {"schedule": "1F1B"}),
     "virtual_stages": ({"virtual_stages": 2}, {"virtual_stages": 3, "schedule": "InterleavedZeroBubble"}),
-    "stage_blocks": ({"stage_blocks": (2, 4)}, {"stage_blocks": (5, 1)}),
-    "split_ends": ({"split_ends": True},),
+    "stage_layers": ({"stage_layers": (2, 4)}, {"stage_layers": (5, 1)}),
     "micro_batch": ({"micro_batch": 2}, {"micro_batch": 4}),
     "global_batch": ({"global_batch": 16}, {"global_batch": 4}),
     "recompute": ({"recompute": "full"}, {"recompute": "selective"}),
@@ -66,7 +67,7 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
     "cuda_graph": ({"cuda_graph": True},),
     "blocking_launches": ({"blocking_launches": True},),
 }
-"""Every field of recipes, with changes of it, and of what has to change with it."""
+"""Every field of executions and of runtimes, with changes of it, and of what has to change with it."""
 
 OTHERS = st.fixed_dictionaries(
     {},
@@ -83,17 +84,24 @@ OTHERS = st.fixed_dictionaries(
 """Other fields of both recipes."""
 
 
-def plan_of(name: str, recipe: Recipe) -> Plan:
+def changed(execution: Execution, change: dict[str, Any]) -> Execution:
+    """An execution with other fields, or those of its runtime."""
+    own = {item.name for item in fields(Execution)}
+    ours, theirs = ({key: change[key] for key in change if (key in own) is side} for side in (True, False))
+    return replace(under(execution, **theirs), **ours)
+
+
+def plan_of(name: str, recipe: Execution) -> Plan:
     """Its price."""
-    return autoshard.price(MODEL, CLUSTERS[name], recipe, example_inputs=tokens())
+    return price_execution(MODEL, CLUSTERS[name], recipe, tokens())
 
 
-def check(name: str, one: Recipe, other: Recipe) -> None:
+def check(name: str, one: Execution, other: Execution) -> None:
     """Compare their plans, and each figure with that of a model for which nothing was priced before."""
     found = plan_of(name, one).compare(plan_of(name, other))
     differing = [item.name for item in fields(Recipe) if getattr(one, item.name) != getattr(other, item.name)]
     assert found.recipe_fields == {field: (getattr(one, field), getattr(other, field)) for field in differing}
-    assert found.recipes == (one, other)
+    assert found.recipes == (one.recipe, other.recipe)
     for index, recipe in enumerate((one, other)):
         again = priced_afresh(name, recipe)
         assert found.step_time_s[index] == again.step_time_s
@@ -115,7 +123,7 @@ def check(name: str, one: Recipe, other: Recipe) -> None:
 
 
 @cache
-def priced_afresh(name: str, recipe: Recipe) -> Prediction:
+def priced_afresh(name: str, recipe: Execution) -> Prediction:
     """What a recipe takes, with none of the model's prices kept from other recipes."""
     counted = priced_sparse().counted
     unpriced = CountedModel(counted.blocks, counted.tokens, counted.count, counted.has_experts)
@@ -123,8 +131,9 @@ def priced_afresh(name: str, recipe: Recipe) -> Prediction:
 
 
 def test_every_field_has_changes() -> None:
-    """A new field of recipes is compared too."""
-    assert set(CHANGES) == {item.name for item in fields(Recipe)}
+    """A new field is compared too."""
+    known = {item.name for kind in (Execution, Runtime) for item in fields(kind)}
+    assert set(CHANGES) == known - {"runtime", "name"}
 
 
 @pytest.mark.sample(12)
@@ -133,8 +142,8 @@ def test_every_field_has_changes() -> None:
 def test_a_changed_field_makes_the_difference_that_pricing_both_makes(field: str, name: str) -> None:
     """Each change of it."""
     for change in CHANGES[field]:
-        other = replace(BASE, **change)
-        assert getattr(other, field) != getattr(BASE, field)
+        other = changed(BASE, change)
+        assert other != BASE
         check(name, BASE, other)
 
 
@@ -146,8 +155,8 @@ def test_it_does_so_whatever_the_other_fields_are(
     """Those that are drawn are the same in both recipes, but for what the change takes."""
     change = data.draw(st.sampled_from(CHANGES[field]))
     try:
-        one = replace(BASE, **others)
-        other = replace(one, **change)
+        one = changed(BASE, others)
+        other = changed(one, change)
         _ = [plan_of(name, recipe) for recipe in (one, other)]
     except RecipeError:
         assume(condition=False)

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import autoshard
-from autoshard import Cluster, Recipe
+from autoshard import Cluster, Runtime
+from autoshard.ir.execution import Execution
 from cost_models.device import HostLink
 from cost_models.hardware import node_type
-from passes.driver.pricing import priced_model
+from passes.driver.pricing import price_execution, priced_model
 from passes.driver.recipe_search import recipe_problem
 from passes.recipe_search.recipe_problem import RecipeProblem
 from passes.sections.price_model import CountedModel
@@ -56,9 +56,9 @@ def clusters(draw: st.DrawFn, most: int) -> Cluster:
     return Cluster(node, nodes, each)
 
 
-BASES = st.builds(
-    Recipe,
-    global_batch=st.sampled_from([2, 4]),
+RUNTIMES = st.builds(
+    Runtime,
+    name=st.just("mine"),
     overlap_pipeline=st.booleans(),
     overlap_parameters=st.booleans(),
     overlap_gradients=st.booleans(),
@@ -66,9 +66,10 @@ BASES = st.builds(
     compiled=st.booleans(),
     gradient_dtype=st.sampled_from(["f32", "bf16"]),
 )
+BASES = st.builds(Execution, global_batch=st.sampled_from([2, 4]), runtime=RUNTIMES)
 
 
-def check(counted: CountedModel, cluster: Cluster, base: Recipe, share: float) -> None:
+def check(counted: CountedModel, cluster: Cluster, base: Execution, share: float) -> None:
     """Compare the search with every price, at a memory limit drawn among those that matter, and below them all."""
     prices = every_price(counted, cluster, base, LEAST_TOKENS)
     sizes = sorted({each.memory_bytes for each in prices})
@@ -89,7 +90,7 @@ def check(counted: CountedModel, cluster: Cluster, base: Recipe, share: float) -
 @settings(max_examples=3)
 @given(models(most=3), clusters(most=3), BASES, st.floats(0, 1))
 def test_it_finds_what_pricing_every_recipe_finds(
-    counted: CountedModel, cluster: Cluster, base: Recipe, share: float
+    counted: CountedModel, cluster: Cluster, base: Execution, share: float
 ) -> None:
     """Time to the last digit, within the memory, with a proof; the least memory; and nothing where nothing fits."""
     check(counted, cluster, base, share)
@@ -99,7 +100,7 @@ def test_it_finds_what_pricing_every_recipe_finds(
 @settings(max_examples=30)
 @given(models(most=5), clusters(most=4), BASES, st.floats(0, 1))
 def test_it_finds_what_pricing_every_recipe_of_more_devices_finds(
-    counted: CountedModel, cluster: Cluster, base: Recipe, share: float
+    counted: CountedModel, cluster: Cluster, base: Execution, share: float
 ) -> None:
     """With four devices and five blocks there are up to 20,000 recipes."""
     check(counted, cluster, base, share)
@@ -108,7 +109,7 @@ def test_it_finds_what_pricing_every_recipe_of_more_devices_finds(
 @settings(max_examples=5)
 @given(models(most=4), clusters(most=4), BASES, st.lists(st.floats(0.5, 2), min_size=2, max_size=5))
 def test_a_step_is_never_slower_with_more_memory(
-    counted: CountedModel, cluster: Cluster, base: Recipe, shares: list[float]
+    counted: CountedModel, cluster: Cluster, base: Execution, shares: list[float]
 ) -> None:
     """Limits from what is too small to what the fastest of all takes; each recipe fits, and nothing does below."""
     problem = RecipeProblem(counted, cluster, base, math.inf, LEAST_TOKENS)
@@ -127,15 +128,15 @@ def test_a_step_is_never_slower_with_more_memory(
 
 def test_plan_finds_what_price_says_is_best() -> None:
     """Through the public calls: every recipe of a decoder of two blocks on two devices, priced one by one."""
-    model, base = dense(2), Recipe(global_batch=2)
+    model, base = dense(2), Execution(global_batch=2)
     cluster = Cluster("a100_sxm_80gb", 1, 2)
     counted = priced_model(model, tokens(), None).counted
     recipes = [each.recipe for each in every_price(counted, cluster, base, LEAST_TOKENS)]
-    prices = [autoshard.price(model, cluster, each, example_inputs=tokens()).predicted for each in recipes]
+    prices = [price_execution(model, cluster, each, tokens()).predicted for each in recipes]
     limit = sorted(each.peak_memory_bytes for each in prices)[len(prices) // 2]
     best = min(each.step_time_s for each in prices if each.peak_memory_bytes <= limit)
     problem = recipe_problem(model, cluster, base, example_inputs=tokens(), memory_limit=limit)
     found = replace(problem, least_tokens=LEAST_TOKENS).best().recipe
     assert found is not None
-    priced = autoshard.price(model, cluster, found, example_inputs=tokens()).predicted
+    priced = price_execution(model, cluster, found, tokens()).predicted
     assert (priced.step_time_s, priced.peak_memory_bytes <= limit) == (best, True)

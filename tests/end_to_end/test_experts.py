@@ -133,8 +133,10 @@ def test_rows_are_kept_of_each_micro_batch(mesh: Mesh) -> None:
     alone = copy.deepcopy(model)
     optimizer, expected = (torch.optim.AdamW(each.parameters(), lr=1e-2, eps=1e-4) for each in (model, alone))
     stages = mesh.size // 2
-    recipe = Recipe(data=2, expert=2, pipeline=stages, zero=0, micro_batch=1, precision="f32")
-    plan = autoshard.plan(model, mesh, example_inputs=(x,), optimizer=optimizer, recipe=recipe, global_batch=len(x))
+    recipe = Recipe(data=2, expert=2, pipeline=stages, zero=0, micro_batch=1)
+    plan = autoshard.plan(
+        model, mesh, example_inputs=(x,), optimizer=optimizer, recipe=recipe, global_batch=len(x), precision=None
+    )
     step: Any = autoshard.compile(model, mesh, optimizer=optimizer, plan=plan, example_inputs=(x,))
     for _ in range(3):
         expected.zero_grad()

@@ -24,7 +24,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import autoshard
-from autoshard import Cluster, Recipe
+from autoshard import Cluster
+from autoshard.ir.execution import Execution
 from passes.driver.recipe_search import recipe_search
 from passes.recipe_search.recipe_problem import RecipeProblem
 
@@ -61,10 +62,10 @@ def problem() -> RecipeProblem:
 
 
 @st.composite
-def recipes(draw: st.DrawFn) -> Recipe:
+def recipes(draw: st.DrawFn) -> Execution:
     """Complete recipes of eight devices, without stages."""
     data, tensor = draw(st.sampled_from([(8, 1), (4, 2), (2, 4)]))
-    return Recipe(
+    return Execution(
         data=data,
         tensor=tensor,
         sequence_parallel=tensor > 1,
@@ -75,12 +76,18 @@ def recipes(draw: st.DrawFn) -> Recipe:
     )
 
 
-def ratios(recipe: Recipe) -> tuple[float, float]:
+def ratios(recipe: Execution) -> tuple[float, float]:
     """Seconds and bytes of a recipe as it is searched, over those of its plan."""
     searched = ("data", "tensor", "sequence_parallel", "zero", "micro_batch", "recompute")
     priced = replace(problem().base, **{name: getattr(recipe, name) for name in searched})
     plan = autoshard.plan(
-        model(), CLUSTER, example_inputs=inputs(), optimizer="adamw", recipe=recipe, progress=False
+        model(),
+        CLUSTER,
+        example_inputs=inputs(),
+        optimizer="adamw",
+        recipe=recipe.recipe,
+        global_batch=BATCH,
+        progress=False,
     ).predicted
     pricer = problem().pricer
     return pricer.time_s(priced) / plan.step_time_s, pricer.memory_bytes(priced) / plan.peak_memory_bytes
@@ -88,7 +95,7 @@ def ratios(recipe: Recipe) -> tuple[float, float]:
 
 @settings(max_examples=3)
 @given(recipes())
-def test_a_recipe_is_searched_at_the_price_of_its_plan(recipe: Recipe) -> None:
+def test_a_recipe_is_searched_at_the_price_of_its_plan(recipe: Execution) -> None:
     """Within the bounds above."""
     seconds, size = ratios(recipe)
     assert LEAST < seconds < MOST

@@ -139,7 +139,7 @@ def check_files() -> None:
             saved.save_pretrained(folder / "theirs", max_shard_size="20KB")
         dist.barrier()
         read = [0]
-        with mock.patch("autoshard.runtime.weights.weight_files._Reader.read", counting(read)):
+        with mock.patch("autoshard.runtime.weights.weight_files._RegionReader.read", counting(read)):
             step.load_weights(folder / "theirs")
         assert read[0] == bytes_held(step.sharded)
         step.export(folder / "ours", max_file_bytes=20_000)

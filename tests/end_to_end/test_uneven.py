@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 import autoshard
 from autoshard import Mesh, P
-from autoshard.ir import boundary, engine
+from autoshard.ir import boundary
+from autoshard.runtime import engine
 from autoshard.testing import DrawnProgram, check_plan, programs
 from autoshard.tracing import trace
 from passes.lowering.lower_program import prepare

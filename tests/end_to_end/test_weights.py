@@ -142,7 +142,7 @@ def check_each_rank_reads_its_slices() -> None:
         dist.barrier()
         model = placed(build(name, seed=1), engine, LAYOUTS["rows and columns"][1])
         read = [0]
-        with mock.patch("autoshard.runtime.weights.weight_files._Reader.read", counting(read)):
+        with mock.patch("autoshard.runtime.weights.weight_files._RegionReader.read", counting(read)):
             load(model, engine, folder)
         assert_equal(model, saved)
         held = sum(item.to_local().nbytes for item in model.parameters() if isinstance(item, DTensor))
@@ -151,9 +151,9 @@ def check_each_rank_reads_its_slices() -> None:
 
 
 def counting(read: list[int]) -> Callable[..., torch.Tensor]:
-    from autoshard.runtime.weights.weight_files import _Reader
+    from autoshard.runtime.weights.weight_files import _RegionReader
 
-    original = _Reader.read
+    original = _RegionReader.read
 
     def counted(*args: Any) -> torch.Tensor:
         values = original(*args)

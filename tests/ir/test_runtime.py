@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-from autoshard import Recipe
-from autoshard.ir.runtime import Runtime
+from typing import Any
+
+import pytest
+
+from autoshard import RecipeError, Runtime
 
 
 def test_a_runtime_of_ones_own_is_a_usual_one() -> None:
     """It overlaps collectives with computation, and waits for the messages between the stages of a pipeline."""
-    recipe = Runtime(name="mine").executes(Recipe(data=2, pipeline=2))
-    assert recipe.overlap_gradients
-    assert recipe.overlap_parameters
-    assert recipe.overlap_tensor
-    assert not recipe.overlap_pipeline
+    runtime = Runtime(name="mine")
+    assert runtime.overlap_gradients
+    assert runtime.overlap_parameters
+    assert runtime.overlap_tensor
+    assert not runtime.overlap_pipeline
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"fused": 1}, "fused=1 must be True or False"),
+        ({"bucket_bytes": 0}, "bucket_bytes=0 must be a whole number"),
+        ({"gradient_dtype": "f8"}, "gradient_dtype='f8' is unknown"),
+        ({"kernels": "cuda"}, "kernels='cuda' is unknown"),
+        ({"kernels": "triton", "fused": False}, "kernels='triton' says what is fused; leave out fused=False"),
+    ],
+)
+def test_what_no_runtime_does_is_named(fields: dict[str, Any], message: str) -> None:
+    """Each mistake has one clear sentence."""
+    with pytest.raises(RecipeError, match=message):
+        Runtime(name="mine", **fields)

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 
 from autoshard.kernels.candidates import TUNABLE, Choice, choice_of, neighbours
 from autoshard.kernels.generated.define import NamedGroup, define_kernels
-from autoshard.kernels.generated.group import Group, Ref, Step, Value
-from autoshard.kernels.generated.source import Layout
+from autoshard.kernels.generated.group import Group, GroupStep, Ref, ValueShape
+from autoshard.kernels.generated.source import ElementLayout
 from autoshard.kernels.launch import row_tile
 from autoshard.kernels.tuning import Launch, Tuner
 from autoshard.kernels.tuning_switch import tune_kernels
@@ -84,11 +84,11 @@ def test_any_candidate_of_a_generated_kernel_gives_the_same_result(name: str, pi
     shape, dims = GROUPS[name]
     torch.manual_seed(0)
     x = draw(*shape)
-    form = Value.of(x)
-    steps = [Step(_aten.mul.Tensor, (Ref(0), 3.0), (), form), Step(_aten.tanh.default, (Ref(1),), (), form)]
+    form = ValueShape.of(x)
+    steps = [GroupStep(_aten.mul.Tensor, (Ref(0), 3.0), (), form), GroupStep(_aten.tanh.default, (Ref(1),), (), form)]
     if dims is not None:
-        total = Value.of(x.sum(dims))
-        steps.append(Step(_aten.sum.dim_IntList, (Ref(2), dims), (), total))
+        total = ValueShape.of(x.sum(dims))
+        steps.append(GroupStep(_aten.sum.dim_IntList, (Ref(2), dims), (), total))
     group = Group((form,), tuple(steps), (len(steps),))
     names = ("x", "tripled", "out", "total")[: len(steps) + 1]
     kernel = define_kernels([NamedGroup(group, names, "A test.")], "A test.")[group]
@@ -101,9 +101,9 @@ def test_any_candidate_of_a_generated_kernel_gives_the_same_result(name: str, pi
 
 def test_other_blocks_have_other_grids() -> None:
     """As many programs as cover the elements, whatever tuning makes of a block."""
-    layout = Layout({"BLOCK_R": 4, "BLOCK_C": 64}, 25, 4)
+    layout = ElementLayout({"BLOCK_R": 4, "BLOCK_C": 64}, 25, 4)
     assert [layout.grid({"BLOCK_R": rows, "BLOCK_C": 64}) for rows in (2, 4, 8)] == [(50, 1), (25, 1), (13, 1)]
-    split = Layout({"BLOCK_R": 4, "BLOCK_C": 64, "STEPS": 2}, 25, 4, chunks=3, rows=100, split=(1,))
+    split = ElementLayout({"BLOCK_R": 4, "BLOCK_C": 64, "STEPS": 2}, 25, 4, chunks=3, rows=100, split=(1,))
     assert split.tunable == ()
     assert split.grid(split.blocks) == (25, 3)
 

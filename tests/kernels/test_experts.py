@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autoshard.kernels.experts import Groups, group_by_expert
+from autoshard.kernels.experts import ExpertGroups, group_by_expert
 from autoshard.kernels.gates import ACTIVATIONS, CLAMPED_SILU
 from tests.kernels.experts import Layer, layers
 
@@ -66,7 +66,7 @@ def test_rows_of_no_expert_add_nothing_where_they_are_not_cut_off(layer: Layer) 
     layer = layer.requiring_gradients()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(group_by_expert.__globals__, "_is_read_at_once", lambda tensor: False)
-        patch.setattr(Groups, "products", _poisoned(Groups.products))
+        patch.setattr(ExpertGroups, "products", _poisoned(ExpertGroups.products))
         found = ops.experts(*layer.arguments)
         grad = torch.ones_like(found)
         ours = [found, *gradients(layer, found, grad)]
@@ -77,7 +77,7 @@ def test_rows_of_no_expert_add_nothing_where_they_are_not_cut_off(layer: Layer) 
 def _poisoned(products: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Products of groups, with NaN behind the last one."""
 
-    def run(groups: Groups, *operands: Tensor) -> Tensor:
+    def run(groups: ExpertGroups, *operands: Tensor) -> Tensor:
         made = products(groups, *operands)
         made[int(groups.ends[-1]) :] = torch.nan
         return made

@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from autoshard.errors import RecipeError
-from autoshard.ir.recipe import RECOMPUTE, Recipe
+from autoshard.ir.execution import Execution
+from autoshard.ir.recipe import RECOMPUTE
 from cost_models.hardware import Cluster
 from cost_models.schedule_orders import SCHEDULES
+from passes.recipes.pipeline_stages import even_blocks
 from passes.recipes.recipe_plan import predict_recipe
 from passes.sections.price_model import CountedModel
 
@@ -27,12 +29,12 @@ HEADS = EXPERTS = 4
 class Priced:
     """A recipe and what it takes."""
 
-    recipe: Recipe
+    recipe: Execution
     time_s: float
     memory_bytes: int
 
 
-def every_price(counted: CountedModel, cluster: Cluster, base: Recipe, least_tokens: int) -> list[Priced]:
+def every_price(counted: CountedModel, cluster: Cluster, base: Execution, least_tokens: int) -> list[Priced]:
     """All recipes that can be priced, whatever memory they take."""
     found = []
     for recipe in every_recipe(counted, cluster, base, least_tokens):
@@ -44,7 +46,7 @@ def every_price(counted: CountedModel, cluster: Cluster, base: Recipe, least_tok
     return found
 
 
-def every_recipe(counted: CountedModel, cluster: Cluster, base: Recipe, least_tokens: int) -> Iterator[Recipe]:
+def every_recipe(counted: CountedModel, cluster: Cluster, base: Execution, least_tokens: int) -> Iterator[Execution]:
     """All recipes that the rules admit; not all of them have a price."""
     away = ("none", "activations") if cluster.device.host_link is not None else ("none",)
     keepings = tuple(product(RECOMPUTE, away)) if counted.blocks else (("none", "none"),)
@@ -91,7 +93,7 @@ def _pipes(counted: CountedModel, devices: int) -> Iterator[dict[str, object]]:
                     "pipeline": ranks,
                     "schedule": schedule.name,
                     "virtual_stages": virtual,
-                    "split_ends": split_ends,
+                    "stage_layers": even_blocks(blocks, ranks * virtual, split_ends=True) if split_ends else None,
                 }
 
 

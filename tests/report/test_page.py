@@ -136,7 +136,7 @@ def test_a_bar_leaves_out_what_is_nothing() -> None:
 
 def test_a_page_says_what_is_planned() -> None:
     """The recipe, the batch of a step, and whether `compile` runs the plan."""
-    priced = replace(PLAN, recipe=Recipe(data=2, global_batch=16), runtime="megatron")
+    priced = replace(PLAN, recipe=Recipe(data=2, micro_batch=8), runtime="megatron")
     text = " ".join(_Page(render_page(priced)).text)
     assert "Recipe: data 2" in text
     assert "Batch: 16 sequences." in text

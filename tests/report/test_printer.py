@@ -75,9 +75,9 @@ def test_batch_and_whether_it_runs_are_told() -> None:
         f"Inputs of each of 2 micro-batches: {inputs} and 2 others.",
         "compile(model, Mesh(x=2), optimizer=..., plan=plan) runs it, in 2 micro-batches.",
     ]
-    priced = replace(plan, recipe=Recipe(data=2, global_batch=16), runtime="megatron")
+    priced = replace(plan, recipe=Recipe(data=2, micro_batch=8), runtime="megatron")
     assert running_lines(priced) == [
-        f"Recipe: {Recipe(data=2, global_batch=16).words}.",
+        f"Recipe: {Recipe(data=2, micro_batch=8).words}.",
         "Batch: 16 sequences.",
         "The price of a run under runtime='megatron'. For compile, plan with recipe=plan.recipe.",
     ]

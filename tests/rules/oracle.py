@@ -36,7 +36,7 @@ from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
 from autoshard.errors import AutoshardError
 from autoshard.ir.spec import Reduction
-from autoshard.rules.sampling import Call, Sampler, agree, call_of
+from autoshard.rules.sampling import SampledCall, Sampler, agree, call_of
 from tests.rules.run_strategy import addends
 
 Placements = tuple[Placement, ...]
@@ -229,7 +229,7 @@ def _is_finite(x: Tensor) -> bool:
     return bool(x.isfinite().all())
 
 
-def _search(call: Call, draws: Sequence[_Draw], axis_size: int, most: int) -> Search:
+def _search(call: SampledCall, draws: Sequence[_Draw], axis_size: int, most: int) -> Search:
     relevant = [_is_relevant(call, index, draws) for index in range(len(draws[0].operands))]
     choices = [
         _candidates(x, axis_size, with_partials=matters and not _is_beside_floats(x, draws[0].operands))
@@ -250,7 +250,7 @@ def _search(call: Call, draws: Sequence[_Draw], axis_size: int, most: int) -> Se
     return Search(valid, min(count, most), max(count - most, 0))
 
 
-def _is_relevant(call: Call, index: int, draws: Sequence[_Draw]) -> bool:
+def _is_relevant(call: SampledCall, index: int, draws: Sequence[_Draw]) -> bool:
     """Whether some result depends on the values of an operand (on its shape all may depend)."""
     if len(draws) == 1:
         return True
@@ -316,7 +316,7 @@ def _is_trivial(key: tuple[Placement | None, ...], labels: tuple[frozenset[Place
 class _Trial:
     """One draw, with its operands cut in every way that is asked for."""
 
-    def __init__(self, call: Call, draw: _Draw, choices: Sequence[Sequence[Placement]], axis_size: int) -> None:
+    def __init__(self, call: SampledCall, draw: _Draw, choices: Sequence[Sequence[Placement]], axis_size: int) -> None:
         self._call = call
         self._draw = draw
         self._choices = choices

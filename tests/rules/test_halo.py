@@ -14,7 +14,7 @@ from autoshard.ir.boundary import shard
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import P
 from autoshard.rules.emit_local import FxLocalContext
-from autoshard.rules.halo import Window, exchanged, extend_all, fold_all, inner_padding, sliding, within
+from autoshard.rules.halo import HaloWindow, exchanged, extend_all, fold_all, inner_padding, sliding, within
 from autoshard.rules.notation import Rule, bind
 from autoshard.runtime.simulator import simulate
 
@@ -24,19 +24,19 @@ OVER_ALL = ({"o1": ("a", "b")}, {"o2": ("b",), "o1": ("a",)}, {"o2": ("a", "b")}
 
 
 @st.composite
-def windows(draw: st.DrawFn) -> tuple[Window, ...]:
+def windows(draw: st.DrawFn) -> tuple[HaloWindow, ...]:
     """Windows along two dims, of sizes that pieces fit."""
     found = []
     for dim in (-2, -1):
         stride, kernel, padding, dilation = (draw(st.integers(low, 3)) for low in (1, 1, 0, 1))
         count = 6 * draw(st.integers(1, 2))
-        window = Window(dim, count * stride, count, kernel, stride, padding, dilation)
+        window = HaloWindow(dim, count * stride, count, kernel, stride, padding, dilation)
         assume(window.halo.right > -stride and window.halo.least <= count // 6)
         found.append(window)
     return tuple(found)
 
 
-def _run(windows: tuple[Window, ...], splits: Any, value: Tensor, *, back: bool = False) -> list[Tensor]:
+def _run(windows: tuple[HaloWindow, ...], splits: Any, value: Tensor, *, back: bool = False) -> list[Tensor]:
     """Each rank's piece of `value`, extended by numbers -1; or each rank's gradient, folded."""
     sides = ((tuple(w.elements for w in windows),), (tuple(w.windows for w in windows),))
     rule = Rule(sides, sizes=within(windows), blocked=tuple(within(windows)))
@@ -54,13 +54,13 @@ def _run(windows: tuple[Window, ...], splits: Any, value: Tensor, *, back: bool 
     return simulate(fx.GraphModule(torch.nn.Module(), graph), MESH, [pieces])[0]
 
 
-def _weights(windows: tuple[Window, ...], splits: Any, rank: int) -> Tensor:
+def _weights(windows: tuple[HaloWindow, ...], splits: Any, rank: int) -> Tensor:
     """The gradient that a rank finds: numbers of its own."""
     shape = [stop - start for start, stop in _ranges(windows, splits, rank)]
     return torch.arange(1.0, 1 + shape[0] * shape[1]).reshape(shape) * (rank + 1)
 
 
-def _ranges(windows: tuple[Window, ...], splits: Any, rank: int) -> list[tuple[int, int]]:
+def _ranges(windows: tuple[HaloWindow, ...], splits: Any, rank: int) -> list[tuple[int, int]]:
     """What a rank needs along each dim, as indices into the whole."""
     place, found = MESH.coordinates(rank), []
     for window in windows:
@@ -83,7 +83,7 @@ def _padded(value: Tensor) -> Tensor:
 
 
 @given(windows=windows(), splits=st.sampled_from([*OVER_ALL, {"o1": ("a",)}, {"o2": ("b",)}]))
-def test_pieces_are_extended_by_what_their_windows_read(windows: tuple[Window, ...], splits: Any) -> None:
+def test_pieces_are_extended_by_what_their_windows_read(windows: tuple[HaloWindow, ...], splits: Any) -> None:
     """In one dim or two, over one axis or two; corners too."""
     value = torch.arange(float(windows[0].size * windows[1].size)).reshape(windows[0].size, windows[1].size)
     for rank, piece in enumerate(_run(windows, splits, value)):
@@ -92,7 +92,7 @@ def test_pieces_are_extended_by_what_their_windows_read(windows: tuple[Window, .
 
 
 @given(windows=windows(), splits=st.sampled_from(OVER_ALL))
-def test_gradients_are_added_where_elements_came_from(windows: tuple[Window, ...], splits: Any) -> None:
+def test_gradients_are_added_where_elements_came_from(windows: tuple[HaloWindow, ...], splits: Any) -> None:
     """Folding is the transpose of extending: each element gets what all ranks that read it found."""
     whole = _padded(torch.zeros(windows[0].size, windows[1].size)) * 0
     for rank in range(MESH.size):

@@ -19,8 +19,8 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from autoshard.kernels.generated.files import load_text, write_file
-from autoshard.kernels.generated.group import Group, Value
-from autoshard.kernels.generated.source import Layout, Source, write_source
+from autoshard.kernels.generated.group import Group, ValueShape
+from autoshard.kernels.generated.source import ElementLayout, Source, write_source
 from autoshard.kernels.kernel import Specimen
 from autoshard.kernels.launch import launch
 from autoshard.kernels.library import define
@@ -55,7 +55,7 @@ class GeneratedKernel:
     group: Group
     operator: OpOverload
     function: Any
-    layout: Layout
+    layout: ElementLayout
     path: Path
 
     @property
@@ -146,7 +146,7 @@ def _empty_results(group: Group) -> Callable[..., Any]:
     return empty_results
 
 
-def _launcher(group: Group, layout: Layout, function: Any) -> Callable[..., Any]:
+def _launcher(group: Group, layout: ElementLayout, function: Any) -> Callable[..., Any]:
     def run(*operands: Tensor) -> Tensor | tuple[Tensor, ...]:
         device = _device_of(operands)
         fitted = [_fit(item, form, device) for item, form in zip(operands, group.operands, strict=True)]
@@ -162,12 +162,12 @@ def _launcher(group: Group, layout: Layout, function: Any) -> Callable[..., Any]
     return run
 
 
-def _stored(group: Group, layout: Layout, index: int) -> torch.dtype:
+def _stored(group: Group, layout: ElementLayout, index: int) -> torch.dtype:
     """The dtype that a kernel stores a result in."""
     return torch.float32 if index in layout.split else group.values[index].dtype
 
 
-def _empty_stored(group: Group, layout: Layout, index: int, device: torch.device) -> Tensor:
+def _empty_stored(group: Group, layout: ElementLayout, index: int, device: torch.device) -> Tensor:
     """What a kernel writes a result to: its own form, or the parts of a sum that is split."""
     if index not in layout.split:
         return group.values[index].empty(device)
@@ -185,7 +185,7 @@ def _device_of(operands: Sequence[Tensor]) -> torch.device:
     return next((item.device for item in operands if item.dim()), operands[0].device)
 
 
-def _fit(operand: Tensor, form: Value, device: torch.device) -> Tensor:
+def _fit(operand: Tensor, form: ValueShape, device: torch.device) -> Tensor:
     """The operand in the form that a kernel was written for."""
     if operand.device == device and form.describes(operand):
         return operand

@@ -23,7 +23,7 @@ _QUIET = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class ValueShape:
     """A tensor's shape, its strides in elements, and its dtype."""
 
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class Value:
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Value:
+    def of(cls, tensor: Tensor) -> ValueShape:
         """The form of a tensor, real or fake."""
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
@@ -56,13 +56,13 @@ class Ref:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class GroupStep:
     """One call: `target(*args, **kwargs)` gives `value`; tensors among the arguments are `Ref`s."""
 
     target: OpOverload
     args: tuple[Any, ...]
     kwargs: tuple[tuple[str, Any], ...]
-    value: Value
+    value: ValueShape
 
     @property
     def name(self) -> str:
@@ -90,8 +90,8 @@ class Group:
         results: the numbers of the steps' values that it yields.
     """
 
-    operands: tuple[Value, ...]
-    steps: tuple[Step, ...]
+    operands: tuple[ValueShape, ...]
+    steps: tuple[GroupStep, ...]
     results: tuple[int, ...]
 
     def __eq__(self, other: object) -> bool:
@@ -101,11 +101,11 @@ class Group:
         return hash(self.text)
 
     @property
-    def values(self) -> tuple[Value, ...]:
+    def values(self) -> tuple[ValueShape, ...]:
         """The form of every value, by number."""
         return (*self.operands, *(step.value for step in self.steps))
 
-    def step_of(self, index: int) -> Step:
+    def step_of(self, index: int) -> GroupStep:
         """The step whose value has number `index`."""
         return self.steps[index - len(self.operands)]
 

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from autoshard.kernels.generated.group import Group, Step
-from autoshard.kernels.generated.operators import POINTWISE, Kind, kind_of, reduced_dims
+from autoshard.kernels.generated.group import Group, GroupStep
+from autoshard.kernels.generated.operators import POINTWISE, IndexKind, kind_of, reduced_dims
 
 _aten = torch.ops.aten
 Dims = tuple[tuple[int, ...], ...]
@@ -72,7 +72,7 @@ def find_loops(group: Group) -> Loops:
     summed: list[tuple[int, Dims, tuple[int, ...]]] = []
     for step in group.steps:
         dims.append(_apply(axes, group, dims, step))
-        if kind_of(step.target) is Kind.REDUCTION:
+        if kind_of(step.target) is IndexKind.REDUCTION:
             (operand,) = step.operands
             summed.append((operand, dims[operand], reduced_dims(step, group.values[operand])))
     whole = [tuple(axes.resolve(dim) for dim in value) for value in dims]
@@ -143,25 +143,25 @@ class _Axes:
         return axis
 
 
-def _apply(axes: _Axes, group: Group, dims: Sequence[Dims], step: Step) -> Dims:
+def _apply(axes: _Axes, group: Group, dims: Sequence[Dims], step: GroupStep) -> Dims:
     """The dims of a step's value, made equal to those of its operands as the operator says."""
     shape = step.value.shape
     made = axes.fresh(shape)
     match kind_of(step.target):
-        case Kind.POINTWISE:
+        case IndexKind.POINTWISE:
             for index in step.operands:
                 _equate_aligned(axes, dims[index], made)
-        case Kind.REDUCTION:
+        case IndexKind.REDUCTION:
             (index,) = step.operands
             gone = reduced_dims(step, group.values[index])
             kept = [axis for place, dim in enumerate(dims[index]) if place not in gone for axis in dim]
             axes.equate(kept, [axis for dim in made for axis in dim])
-        case Kind.VIEW:
+        case IndexKind.VIEW:
             _apply_view(axes, step, dims[step.operands[0]], made)
     return made
 
 
-def _apply_view(axes: _Axes, step: Step, before: Dims, made: Dims) -> None:
+def _apply_view(axes: _Axes, step: GroupStep, before: Dims, made: Dims) -> None:
     if step.target is _aten.expand.default:
         _equate_aligned(axes, before, made)
         return

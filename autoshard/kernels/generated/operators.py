@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 
-from autoshard.kernels.generated.group import Ref, Step, Value
+from autoshard.kernels.generated.group import GroupStep, Ref, ValueShape
 
 _aten = torch.ops.aten
 
@@ -36,7 +36,7 @@ LANES: Mapping[torch.dtype, str] = MappingProxyType(
 _STORED = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16"}
 
 
-class Kind(Enum):
+class IndexKind(Enum):
     """What an operator does to indices."""
 
     POINTWISE = "pointwise"
@@ -271,20 +271,20 @@ CONSTANTS = frozenset({_aten.full.default, _aten.scalar_tensor.default, _aten.ze
 """Operators that make a tensor of one number."""
 
 
-def kind_of(target: Any) -> Kind | None:
+def kind_of(target: Any) -> IndexKind | None:
     """What an operator is to generated kernels; None where they cannot compute it."""
     for kind, table in (
-        (Kind.POINTWISE, POINTWISE),
-        (Kind.REDUCTION, REDUCTIONS),
-        (Kind.VIEW, VIEWS),
-        (Kind.CONSTANT, CONSTANTS),
+        (IndexKind.POINTWISE, POINTWISE),
+        (IndexKind.REDUCTION, REDUCTIONS),
+        (IndexKind.VIEW, VIEWS),
+        (IndexKind.CONSTANT, CONSTANTS),
     ):
         if target in table:
             return kind
     return None
 
 
-def bound_arguments(step: Step) -> dict[str, Any]:
+def bound_arguments(step: GroupStep) -> dict[str, Any]:
     """All arguments by name, defaults included."""
     parameters = step.target._schema.arguments
     bound = {parameter.name: parameter.default_value for parameter in parameters}
@@ -292,7 +292,7 @@ def bound_arguments(step: Step) -> dict[str, Any]:
     return bound | dict(step.kwargs)
 
 
-def reduced_dims(step: Step, operand: Value) -> tuple[int, ...]:
+def reduced_dims(step: GroupStep, operand: ValueShape) -> tuple[int, ...]:
     """The dims that a reduction sums over, ascending."""
     dims = bound_arguments(step).get("dim")
     every = range(len(operand.shape))
@@ -301,7 +301,7 @@ def reduced_dims(step: Step, operand: Value) -> tuple[int, ...]:
     return tuple(sorted(dim % len(operand.shape) for dim in dims))
 
 
-def number_of(step: Step) -> float | int | bool:
+def number_of(step: GroupStep) -> float | int | bool:
     """The number that a constant is filled with."""
     if step.target is _aten.zeros.default:
         return 0
@@ -330,7 +330,7 @@ def convert(text: str, before: str, after: str) -> str:
     return f"({text} != 0)" if after == "tl.int1" else f"{text}.to({after})"
 
 
-def write_pointwise(step: Step, values: tuple[Value, ...], texts: Mapping[int, str]) -> str | None:
+def write_pointwise(step: GroupStep, values: tuple[ValueShape, ...], texts: Mapping[int, str]) -> str | None:
     """The expression of a pointwise step.
 
     Args:
@@ -366,7 +366,7 @@ def write_pointwise(step: Step, values: tuple[Value, ...], texts: Mapping[int, s
     return written
 
 
-def _has_plain_arguments(step: Step, values: tuple[Value, ...]) -> bool:
+def _has_plain_arguments(step: GroupStep, values: tuple[ValueShape, ...]) -> bool:
     """Whether a call is one whose meaning is that of its table entry: dtypes that are known, no unusual option."""
     kinds = [values[index].dtype for index in step.operands] + [step.value.dtype]
     if not step.operands or any(dtype not in LANES for dtype in kinds):
@@ -382,7 +382,7 @@ def _has_plain_arguments(step: Step, values: tuple[Value, ...]) -> bool:
     return not needs_float or step.value.dtype.is_floating_point
 
 
-def _computed_in(step: Step, values: tuple[Value, ...], entry: Pointwise) -> torch.dtype:
+def _computed_in(step: GroupStep, values: tuple[ValueShape, ...], entry: Pointwise) -> torch.dtype:
     """The dtype in which a call computes: ATen's promotion of the operands, for comparisons; else the result's."""
     if step.target in _LOGICAL or step.target is _aten.logical_not.default:
         return torch.bool
@@ -398,7 +398,7 @@ def _computed_in(step: Step, values: tuple[Value, ...], entry: Pointwise) -> tor
     return torch.result_type(*map(sample, step.args))
 
 
-def write_reduction(step: Step, operand: Value, text: str, mask: str) -> str | None:
+def write_reduction(step: GroupStep, operand: ValueShape, text: str, mask: str) -> str | None:
     """The expression of a reduction of the tile's columns; None where it cannot be written."""
     source, target = operand.dtype, step.value.dtype
     if source not in LANES or target not in LANES:

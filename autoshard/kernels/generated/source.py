@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 import torch
 import triton
 
-from autoshard.kernels.generated.group import Group, Step, Value, map_refs
+from autoshard.kernels.generated.group import Group, GroupStep, ValueShape, map_refs
 from autoshard.kernels.generated.loops import Loops, NoLoopsError, find_loops
 from autoshard.kernels.generated.operators import (
     LANES,
-    Kind,
+    IndexKind,
     convert,
     kind_of,
     number_of,
@@ -49,7 +49,7 @@ _SUMS = (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList)
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ElementLayout:
     """How a group's elements are shared out.
 
     Args:
@@ -89,10 +89,10 @@ class Source:
     """
 
     text: str
-    layout: Layout
+    layout: ElementLayout
 
 
-def lay_out(loops: Loops, sums: tuple[int, ...] = ()) -> Layout:
+def lay_out(loops: Loops, sums: tuple[int, ...] = ()) -> ElementLayout:
     """How the elements of these loops are shared out.
 
     Args:
@@ -103,7 +103,7 @@ def lay_out(loops: Loops, sums: tuple[int, ...] = ()) -> Layout:
         NoLoopsError: rows are too long for registers.
     """
     if not loops.columns:
-        return Layout({"BLOCK": _BLOCK}, math.ceil(loops.row_count / _BLOCK), 4)
+        return ElementLayout({"BLOCK": _BLOCK}, math.ceil(loops.row_count / _BLOCK), 4)
     if sums and _lies_by_columns(loops) and 16 * triton.next_power_of_2(loops.column_count) > MAX_COLUMNS:
         return _lay_out_split(loops, sums)
     if loops.column_count > MAX_COLUMNS:
@@ -117,17 +117,17 @@ def lay_out(loops: Loops, sums: tuple[int, ...] = ()) -> Layout:
             raise NoLoopsError(f"columns of {loops.column_count} elements, side by side, are more than registers hold.")
     rows = min(rows, triton.next_power_of_2(loops.row_count))
     warps = max(4, min(16, rows * width // (32 * _ELEMENTS_PER_THREAD)))
-    return Layout({"BLOCK_R": rows, "BLOCK_C": width}, math.ceil(loops.row_count / rows), warps)
+    return ElementLayout({"BLOCK_R": rows, "BLOCK_C": width}, math.ceil(loops.row_count / rows), warps)
 
 
-def _lay_out_split(loops: Loops, sums: tuple[int, ...]) -> Layout:
+def _lay_out_split(loops: Loops, sums: tuple[int, ...]) -> ElementLayout:
     """Tiles of many rows and few columns; as many chunks as keep a device busy, whichever it is."""
     rows = min(_SPLIT_ROWS, triton.next_power_of_2(loops.row_count))
     programs, width = math.ceil(loops.row_count / rows), _TILE // rows
     steps = max(1, math.ceil(loops.column_count * programs / (width * _SPLIT_PROGRAMS)))
     chunks = math.ceil(loops.column_count / (width * steps))
     blocks = {"BLOCK_R": rows, "BLOCK_C": width, "STEPS": steps}
-    return Layout(blocks, programs, 4, chunks, loops.row_count, sums)
+    return ElementLayout(blocks, programs, 4, chunks, loops.row_count, sums)
 
 
 def splittable_sums(group: Group, loops: Loops) -> tuple[int, ...]:
@@ -149,7 +149,7 @@ def splittable_sums(group: Group, loops: Loops) -> tuple[int, ...]:
 def _reduces(group: Group, index: int) -> bool:
     """Whether a value is that of a reduction over anything."""
     step = group.step_of(index)
-    if kind_of(step.target) is not Kind.REDUCTION:
+    if kind_of(step.target) is not IndexKind.REDUCTION:
         return False
     operand = group.values[step.operands[0]]
     return any(operand.shape[dim] > 1 for dim in reduced_dims(step, operand))
@@ -172,7 +172,7 @@ def write_source(group: Group, names: Sequence[str], purpose: str) -> Source:
     Raises:
         NoLoopsError: no kernel can compute it; the message says why.
     """
-    return _Writer(group, _identifiers(names), purpose).write()
+    return _KernelSource(group, _identifiers(names), purpose).write()
 
 
 def _identifiers(names: Sequence[str]) -> tuple[str, ...]:
@@ -186,12 +186,12 @@ def _identifiers(names: Sequence[str]) -> tuple[str, ...]:
 
 
 @dataclass(slots=True)
-class _Writer:
+class _KernelSource:
     group: Group
     names: tuple[str, ...]
     purpose: str
     loops: Loops = field(init=False)
-    layout: Layout = field(init=False)
+    layout: ElementLayout = field(init=False)
     texts: dict[int, str] = field(default_factory=dict)
     lines: list[str] = field(default_factory=list)
     used: set[str] = field(default_factory=set)
@@ -223,16 +223,16 @@ class _Writer:
 
     # Steps.
 
-    def _write_step(self, index: int, step: Step) -> None:
+    def _write_step(self, index: int, step: GroupStep) -> None:
         kind = kind_of(step.target)
-        if kind is Kind.VIEW:
+        if kind is IndexKind.VIEW:
             self.texts[index] = self._text(step.operands[0])
             return
-        if kind is Kind.CONSTANT:
+        if kind is IndexKind.CONSTANT:
             lane = LANES[step.value.dtype]
             shape = "[1, 1]" if self.loops.columns else "[1]"
             written = f"tl.full({shape}, {write_number(number_of(step), lane)}, {lane})"
-        elif kind is Kind.REDUCTION:
+        elif kind is IndexKind.REDUCTION:
             written = self._write_reduction(step)
         else:
             texts = {operand: self._text(operand) for operand in step.operands}
@@ -245,7 +245,7 @@ class _Writer:
         self.texts[index] = self.names[index]
         self.lines.append(f"{self.names[index]} = {written}  # {self._call(step)}")
 
-    def _write_reduction(self, step: Step) -> str | None:
+    def _write_reduction(self, step: GroupStep) -> str | None:
         (operand,) = step.operands
         value = self.group.values[operand]
         text = self._text(operand)
@@ -267,7 +267,7 @@ class _Writer:
             self.texts[index] = name
         return self.texts[index]
 
-    def _call(self, step: Step) -> str:
+    def _call(self, step: GroupStep) -> str:
         shown = [*(map_refs(item, self.names.__getitem__) for item in step.args)]
         shown += [f"{name}={map_refs(item, self.names.__getitem__)}" for name, item in step.kwargs]
         return f"{step.target}({', '.join(str(item) for item in shown)})"
@@ -390,7 +390,7 @@ def _most_alive(group: Group, loops: Loops) -> int:
         index
         for index in begins
         if (loops.spans[index][1] or not loops.columns)
-        and (index < first or kind_of(group.step_of(index).target) in (Kind.POINTWISE, Kind.REDUCTION))
+        and (index < first or kind_of(group.step_of(index).target) in (IndexKind.POINTWISE, IndexKind.REDUCTION))
     ]
     return max((sum(begins[i] <= at <= last.get(i, at) for i in tiles) for at in range(len(group.steps))), default=0)
 
@@ -406,5 +406,5 @@ def _times(name: str, stride: int) -> str:
     return name if stride == 1 else f"{name} * {stride}"
 
 
-def _is_contiguous(value: Value) -> bool:
+def _is_contiguous(value: ValueShape) -> bool:
     return torch.empty_strided(value.shape, value.stride, device="meta").is_contiguous()

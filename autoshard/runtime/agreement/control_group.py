@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldFact:
     """The name of a fact about what only some ranks hold, compared among those at one place.
 
     Args:
@@ -42,7 +42,7 @@ class Held:
         return self.name
 
 
-Facts = Mapping[str | Held, str]
+Facts = Mapping[str | HeldFact, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class ControlGroup:
         """Raise `RankMismatchError` on every rank unless all ranks hold the same `facts`.
 
         Args:
-            facts: by name; a fact named by a `Held` is compared among the ranks that have it.
+            facts: by name; a fact named by a `HeldFact` is compared among the ranks that have it.
             what: what comes next, for the error of who waits in vain.
         """
         everyone = self.gather(dict(facts()), what)
@@ -144,11 +144,11 @@ class ControlGroup:
             )
         return everyone
 
-    def _describe(self, name: str | Held, everyone: Sequence[Facts]) -> str:
+    def _describe(self, name: str | HeldFact, everyone: Sequence[Facts]) -> str:
         """`seed: 0 on ranks [0, 1], 1 on ranks [2]`."""
         holders: dict[str, list[int]] = {}
         for rank, theirs in zip(self.channel.ranks, everyone, strict=True):
-            if name in theirs or not isinstance(name, Held):
+            if name in theirs or not isinstance(name, HeldFact):
                 holders.setdefault(theirs.get(name, "nothing"), []).append(rank)
         return f"{name}: " + ", ".join(f"{value} on ranks {ranks}" for value, ranks in holders.items())
 
@@ -160,6 +160,6 @@ def _is_failed(said: object) -> bool:
     return isinstance(said, _Failed)
 
 
-def _found(name: str | Held, everyone: Sequence[Facts]) -> list[str | None]:
-    """What ranks hold under a name; of a `Held`, those that have it."""
-    return [theirs.get(name) for theirs in everyone if name in theirs or not isinstance(name, Held)]
+def _found(name: str | HeldFact, everyone: Sequence[Facts]) -> list[str | None]:
+    """What ranks hold under a name; of a `HeldFact`, those that have it."""
+    return [theirs.get(name) for theirs in everyone if name in theirs or not isinstance(name, HeldFact)]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.runtime.agreement.control_group import Facts, Held
+from autoshard.runtime.agreement.control_group import Facts, HeldFact
 from autoshard.runtime.agreement.digests import digest_of
 from autoshard.runtime.known_layouts import local_of
 from autoshard.runtime.stages.stage_meshes import is_elsewhere
@@ -20,7 +20,7 @@ WHOLE = str(())
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class HeldPiece:
     """What a rank holds of a tensor.
 
     Args:
@@ -33,13 +33,13 @@ class Piece:
     place: tuple[tuple[int, int], ...]
 
 
-def piece_of(tensor: torch.Tensor) -> Piece:
+def piece_of(tensor: torch.Tensor) -> HeldPiece:
     """What this rank holds of a tensor, of which a plain one is the same on all ranks."""
     if not isinstance(tensor, DTensor):
-        return Piece(tensor, ())
+        return HeldPiece(tensor, ())
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "this process is on the mesh"
-    return Piece(local_of(tensor), tuple((dim, coordinate[dim]) for dim in _cut_dims(tensor)))
+    return HeldPiece(local_of(tensor), tuple((dim, coordinate[dim]) for dim in _cut_dims(tensor)))
 
 
 def copies_of(tensor: torch.Tensor, ranks: int) -> int:
@@ -59,7 +59,7 @@ def _cut_dims(tensor: DTensor) -> list[int]:
 def facts_of(named: Iterable[tuple[str, torch.Tensor]]) -> Facts:
     """The digest of each piece, for the ranks that hold it, by the name of its tensor."""
     pieces = ((name, piece_of(tensor)) for name, tensor in named if not is_elsewhere(tensor))
-    return {Held(name, str(piece.place)): digest_of(piece.local) for name, piece in pieces}
+    return {HeldFact(name, str(piece.place)): digest_of(piece.local) for name, piece in pieces}
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from autoshard.runtime.agreement.control_group import Facts, Held
+from autoshard.runtime.agreement.control_group import Facts, HeldFact
 from autoshard.runtime.agreement.digests import bytes_of, digest_of_bytes, digest_of_words, words_of
 from autoshard.runtime.agreement.held import WHOLE, copies_of, facts_of, piece_of
 from autoshard.runtime.known_layouts import local_of
@@ -44,7 +44,7 @@ class ParameterWatch:
         self._counted = [tensor for _, tensor in self._named if not tensor.is_inference()]
         self._versions = self._read_versions()
         self._changes: list[int] = [0] * len(self._counted)
-        self._groups: list[tuple[str, list[_Row]]] = list(self._by_place())
+        self._groups: list[tuple[str, list[_WatchedPart]]] = list(self._by_place())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterWatch:
         """Over the copies of the tensors."""
@@ -58,7 +58,7 @@ class ParameterWatch:
         self._changes, self._versions = [*map(sub, found, before)], found
         return digest_of_bytes([array("q", self._changes)]) if found != before else 0
 
-    def sample(self, turn: int) -> dict[Held, int | torch.Tensor]:
+    def sample(self, turn: int) -> dict[HeldFact, int | torch.Tensor]:
         """The digest of some elements of some tensors, others at each turn; nothing where no two ranks hold alike."""
         if not self._groups:
             return {}
@@ -66,8 +66,8 @@ class ParameterWatch:
         step = self._step(turn)
         place = f"{place} from {step}"  # stages may have other numbers of groups
         if not rows[0].is_on_host:
-            return {Held(SAMPLE, place): digest_of_words(words_of(self._elements_at(turn)[1]))}
-        return {Held(SAMPLE, place): digest_of_bytes(row.memory(step) for row in rows)}
+            return {HeldFact(SAMPLE, place): digest_of_words(words_of(self._elements_at(turn)[1]))}
+        return {HeldFact(SAMPLE, place): digest_of_bytes(row.memory(step) for row in rows)}
 
     def elements(self, turn: int) -> dict[str, list[float]]:
         """What `sample` reads at a turn and at the one before, by place."""
@@ -85,7 +85,7 @@ class ParameterWatch:
         """What says which tensors differ: every piece's digest, and how often those that nobody shares were changed."""
         names = [name for name, tensor in self._named if not tensor.is_inference()]
         changed = {
-            Held(f"in-place changes of {name} between two calls", WHOLE): str(count)
+            HeldFact(f"in-place changes of {name} between two calls", WHOLE): str(count)
             for name, tensor, count in zip(names, self._counted, self._changes, strict=True)
             if is_elsewhere(tensor) or self._copies(tensor) == 1
         }
@@ -108,9 +108,9 @@ class ParameterWatch:
         """From which element on each tensor is read at a turn, before it begins again."""
         return turn // len(self._groups) * _ELEMENTS
 
-    def _by_place(self) -> Iterator[tuple[str, list[_Row]]]:
+    def _by_place(self) -> Iterator[tuple[str, list[_WatchedPart]]]:
         """Tensors that other ranks hold too, a few at a time, all at one place, of one device and type."""
-        found: dict[tuple, list[_Row]] = {}
+        found: dict[tuple, list[_WatchedPart]] = {}
         for _, tensor in self._named:
             if is_elsewhere(tensor) or self._copies(tensor) == 1:
                 continue
@@ -118,13 +118,13 @@ class ParameterWatch:
             if isinstance(tensor, DTensor) and tensor.device_mesh.size() < self._ranks:
                 stage = int(tensor.device_mesh.mesh.min())
             if piece.local.numel() and piece.local.is_contiguous() and not tensor.is_meta:
-                found.setdefault((piece.place, stage, tensor.device, tensor.dtype), []).append(_Row(tensor))
+                found.setdefault((piece.place, stage, tensor.device, tensor.dtype), []).append(_WatchedPart(tensor))
         for (place, stage, *_), rows in found.items():
             for start in range(0, len(rows), _AT_ONCE):
                 yield f"{place} of stage {stage}, {start}", rows[start : start + _AT_ONCE]
 
 
-class _Row:
+class _WatchedPart:
     """Part of a tensor that this rank holds, as a row; that of a DTensor is kept while its local tensor is the same."""
 
     def __init__(self, tensor: torch.Tensor) -> None:

@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from autoshard.ir.mesh import Mesh
-from autoshard.runtime.agreement.control_group import ControlGroup, Facts, Held
+from autoshard.runtime.agreement.control_group import ControlGroup, Facts, HeldFact
 from autoshard.runtime.agreement.digests import combine, digest_of_samples, digest_of_text, hex_of
 from autoshard.runtime.agreement.held import WHOLE, copies_of, facts_of, named_tensors, piece_of
 from autoshard.runtime.agreement.late_numbers import BEFORE, LateNumbers
@@ -90,7 +90,7 @@ class _Posted:
     call: AgreedCall
     state: str
     seed: str
-    values: Mapping[Held, int]
+    values: Mapping[HeldFact, int]
     numbers: tuple[int, ...]
 
 
@@ -315,7 +315,7 @@ def _are_alike(rows: Sequence[Row]) -> bool:
     return True
 
 
-def _digests_of(call: AgreedCall, ranks: int, turn: int) -> dict[Held, int | torch.Tensor]:
+def _digests_of(call: AgreedCall, ranks: int, turn: int) -> dict[HeldFact, int | torch.Tensor]:
     """The digest of the inputs at each place: their sum, and a sample, another at each turn where they are large."""
     found: dict[tuple[str, str], list[torch.Tensor]] = {}
     for tensor in call.tensors.values():
@@ -325,12 +325,12 @@ def _digests_of(call: AgreedCall, ranks: int, turn: int) -> dict[Held, int | tor
             found.setdefault((piece.local.device.type, place), []).append(piece.local)
     most = max(8, _MOST_BYTES // max(1, len(call.tensors)))
     return {
-        Held(f"inputs on {device}", place): digest_of_samples(pieces, most, turn)
+        HeldFact(f"inputs on {device}", place): digest_of_samples(pieces, most, turn)
         for (device, place), pieces in found.items()
     }
 
 
-def _at_their_place(values: Mapping[Held, int]) -> tuple[int, int]:
+def _at_their_place(values: Mapping[HeldFact, int]) -> tuple[int, int]:
     """One place that stands for those of several values, and one digest of the values."""
     return _digest_of_places(frozenset(name.place for name in values)), combine(list(values.values()))
 

@@ -14,7 +14,7 @@ from autoshard.ir.staged import Crossing, StagedProgram
 _MAKERS = (Work.FORWARD, Work.BACKWARD, Work.BACKWARD_INPUT)
 
 
-class Message(NamedTuple):
+class CrossingMessage(NamedTuple):
     """A value that crosses stages, of one micro-batch."""
 
     name: str
@@ -47,22 +47,22 @@ class CrossingTable:
         """The slot that a value is made for."""
         return self._slots[name, is_forward]
 
-    def messages(self, stage: int, micro_batch: int, *, is_forward: bool) -> list[Message]:
+    def messages(self, stage: int, micro_batch: int, *, is_forward: bool) -> list[CrossingMessage]:
         """The values that a stage reads."""
         found = self.read.get((stage, is_forward), ())
-        return [Message(item.name, stage, is_forward, micro_batch) for item in found]
+        return [CrossingMessage(item.name, stage, is_forward, micro_batch) for item in found]
 
     @cached_property
-    def orders(self) -> Mapping[tuple[int, int], Sequence[Message]]:
+    def orders(self) -> Mapping[tuple[int, int], Sequence[CrossingMessage]]:
         """By pair of pipeline ranks, the messages from the first to the second, in the sender's order."""
         ranks = self.staged.order.stage_ranks
         pairs = sorted({(ranks[item.maker], ranks[item.reader]) for item in self.staged.crossings})
         return {pair: list(self._sent_over(pair)) for pair in pairs}
 
-    def _sent_over(self, pair: tuple[int, int]) -> Iterator[Message]:
+    def _sent_over(self, pair: tuple[int, int]) -> Iterator[CrossingMessage]:
         order, (maker, reader) = self.staged.order, pair
         for task in (task for slot in order.ranks[maker] for task in slot):
             for item in self.staged.crossings if task.work in _MAKERS else ():
                 is_its = item.maker == task.stage and item.is_forward == (task.work is Work.FORWARD)
                 if is_its and order.stage_ranks[item.reader] == reader:
-                    yield Message(item.name, item.reader, item.is_forward, task.micro_batch)
+                    yield CrossingMessage(item.name, item.reader, item.is_forward, task.micro_batch)

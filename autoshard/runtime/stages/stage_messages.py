@@ -27,7 +27,7 @@ from autoshard.runtime.distributed import reshard_program
 from autoshard.runtime.engine import LocalValue
 from autoshard.runtime.layouts import storage_spec
 from autoshard.runtime.process_groups import ProcessGroups, group_of
-from autoshard.runtime.stages.crossing_table import CrossingTable, Message
+from autoshard.runtime.stages.crossing_table import CrossingMessage, CrossingTable
 
 
 class StageMessages(Protocol):
@@ -79,7 +79,7 @@ class MessagesInProcess:
     """All stages run in this process."""
 
     def __init__(self) -> None:
-        self._there: dict[Message, LocalValue] = {}
+        self._there: dict[CrossingMessage, LocalValue] = {}
         self._table: CrossingTable | None = None
 
     @property
@@ -98,7 +98,7 @@ class MessagesInProcess:
 
     def send(self, crossing: Crossing, micro_batch: int, value: LocalValue) -> None:
         """See `StageMessages`."""
-        self._there[Message(crossing.name, crossing.reader, crossing.is_forward, micro_batch)] = value
+        self._there[CrossingMessage(crossing.name, crossing.reader, crossing.is_forward, micro_batch)] = value
 
     def expect(self, stage: int, micro_batch: int, *, is_forward: bool) -> None:
         """See `StageMessages`."""
@@ -111,7 +111,7 @@ class MessagesInProcess:
     def take(self, name: str, stage: int, micro_batch: int, *, is_forward: bool) -> tuple[LocalValue, LocalSlot]:
         """See `StageMessages`."""
         assert self._table is not None, "a step began"
-        value = self._there.pop(Message(name, stage, is_forward, micro_batch))
+        value = self._there.pop(CrossingMessage(name, stage, is_forward, micro_batch))
         return value, self._table.slot(name, is_forward=is_forward)
 
     def end(self) -> None:
@@ -153,10 +153,10 @@ class MessagesBetweenRanks:
         self._mine = self._mesh.coordinates(self._ranks.index(dist.get_rank()))
         self._ways: dict[tuple[int, int], Any] = {}
         self._table: CrossingTable | None = None
-        self._waiting: dict[tuple[int, int], deque[Message]] = {}
-        self._there: dict[Message, LocalValue] = {}
-        self._posted: dict[Message, tuple[dist.Work, torch.Tensor]] = {}
-        self._sent: dict[int, deque[tuple[Message, dist.Work, torch.Tensor]]] = {}
+        self._waiting: dict[tuple[int, int], deque[CrossingMessage]] = {}
+        self._there: dict[CrossingMessage, LocalValue] = {}
+        self._posted: dict[CrossingMessage, tuple[dist.Work, torch.Tensor]] = {}
+        self._sent: dict[int, deque[tuple[CrossingMessage, dist.Work, torch.Tensor]]] = {}
 
     @property
     def rank(self) -> int:
@@ -198,7 +198,7 @@ class MessagesBetweenRanks:
 
     def send(self, crossing: Crossing, micro_batch: int, value: LocalValue) -> None:
         """See `StageMessages`."""
-        key = Message(crossing.name, crossing.reader, crossing.is_forward, micro_batch)
+        key = CrossingMessage(crossing.name, crossing.reader, crossing.is_forward, micro_batch)
         there = self._of_stage(crossing.reader)
         if there == self.rank:
             self._there[key] = value
@@ -216,7 +216,7 @@ class MessagesBetweenRanks:
         for key in self._table.messages(stage, micro_batch, is_forward=is_forward):
             self._post(key)
 
-    def _post(self, wanted: Message) -> None:
+    def _post(self, wanted: CrossingMessage) -> None:
         """Begin to receive a value, and all that its sender sends before."""
         assert self._table is not None, "a step began"
         for pair, waiting in self._waiting.items():
@@ -248,7 +248,7 @@ class MessagesBetweenRanks:
         assert self._table is not None, "a step began"
         places = self._table.staged.order.stage_ranks
         own = [
-            Message(item.name, stage, is_forward, micro_batch)
+            CrossingMessage(item.name, stage, is_forward, micro_batch)
             for item in self._table.read.get((stage, is_forward), ())
             if places[item.maker] == self.rank
         ]
@@ -257,7 +257,7 @@ class MessagesBetweenRanks:
     def take(self, name: str, stage: int, micro_batch: int, *, is_forward: bool) -> tuple[LocalValue, LocalSlot]:
         """See `StageMessages`."""
         assert self._table is not None, "a step began"
-        key = Message(name, stage, is_forward, micro_batch)
+        key = CrossingMessage(name, stage, is_forward, micro_batch)
         slot = self._table.slot(name, is_forward=is_forward)
         if key in self._there:
             return self._there.pop(key), slot
@@ -268,7 +268,7 @@ class MessagesBetweenRanks:
         self._let_go(key)
         return buffer, slot
 
-    def _let_go(self, came: Message) -> None:
+    def _let_go(self, came: CrossingMessage) -> None:
         """Give up what the maker of a message had read when it made that; waiting for it then takes no time."""
         assert self._table is not None, "a step began"
         maker, places = self._table.makers[came.name, came.is_forward], self._table.places

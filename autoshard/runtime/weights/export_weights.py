@@ -104,7 +104,7 @@ def _tensors(model: nn.Module, engine: Engine, holders: Mapping[str, int]) -> Ma
 
 
 @dataclass(frozen=True, slots=True)
-class _Content:
+class _FolderContent:
     """What a folder gets.
 
     Args:
@@ -118,23 +118,23 @@ class _Content:
     replaced: re.Pattern[str]
 
 
-def _adapters(model: nn.Module, engine: Engine, tensors: Mapping[str, Unread]) -> _Content:
+def _adapters(model: nn.Module, engine: Engine, tensors: Mapping[str, Unread]) -> _FolderContent:
     """The adapters of a model of peft, whose names the first rank asks peft for: it may look them up in the hub."""
     named = engine.share(lambda: peft_weights.adapters_of(model))
     files = {file: {name: tensors[own] for name, own in names.items()} for file, names in named.items()}
     for held in files.values():
         check_types(held)
-    return _Content(files, partial(peft_weights.write_configurations, model), _OF_ADAPTERS)
+    return _FolderContent(files, partial(peft_weights.write_configurations, model), _OF_ADAPTERS)
 
 
-def _weights(model: nn.Module, tensors: Mapping[str, Unread], max_file_bytes: int) -> _Content:
+def _weights(model: nn.Module, tensors: Mapping[str, Unread], max_file_bytes: int) -> _FolderContent:
     """The weights of a model, with adapters merged into them."""
     if peft_weights.has_adapters(model):
         model, tensors = peft_weights.merged(model, tensors)
     written = to_write(model, tensors, names_by_tensor(persistent_tensors(model)))
     check_types(written)
     files = _files(written, max_file_bytes)
-    return _Content(files, partial(_write_beside, model, files), _OURS)
+    return _FolderContent(files, partial(_write_beside, model, files), _OURS)
 
 
 def _files(tensors: Mapping[str, Unread], max_file_bytes: int) -> dict[str, dict[str, Unread]]:
@@ -205,7 +205,7 @@ def _write_beside(model: nn.Module, files: Mapping[str, Mapping[str, Unread]], f
             save_config(folder)
 
 
-def _finish(content: _Content, path: Path, aside: Path) -> None:
+def _finish(content: _FolderContent, path: Path, aside: Path) -> None:
     """Write what stands beside the weights, and give the folder its name."""
     content.write_beside(aside)
     _keep_others(path, aside, content.replaced)

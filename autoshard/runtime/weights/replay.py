@@ -52,14 +52,14 @@ class _Applied:
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
+class _BoxedValue:
     """A value of which boxes are written, one after the other; each with the dims of it that the written tensor has."""
 
     first: _Formula
     writes: tuple[tuple[Box, tuple[int, ...], _Applied], ...]
 
 
-_Formula = _Drawn | _Before | _Applied | _Written
+_Formula = _Drawn | _Before | _Applied | _BoxedValue
 
 
 @dataclass(slots=True)
@@ -113,7 +113,7 @@ class Replay:
         writes, is_filled = self._relevant(memory, time)
         first = _Before(place.dtype, True) if is_filled else self._first(place, root)
         found = tuple(self._write(index, written, place, root) for index, written in writes)
-        return _Written(first, found) if found else first
+        return _BoxedValue(first, found) if found else first
 
     def _first(self, place: Place, root: int) -> _Formula:
         """How the tensor at a place came to be."""
@@ -175,7 +175,7 @@ class Replay:
                 return torch.empty(box.size, dtype=dtype, device=self.seed.device) if is_empty else before.clone()
             case _Applied():
                 return self._call(formula, None, box, before)
-            case _Written(first, writes):
+            case _BoxedValue(first, writes):
                 value = self._value(first, box, before)
                 for target, dims, applied in writes:
                     met = target.meet(box)

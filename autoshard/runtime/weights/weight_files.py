@@ -30,7 +30,7 @@ _MOST_MAPPED_BYTES = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _IndexedFiles:
     """Files to read, and in which of them an index says that each tensor is."""
 
     paths: tuple[Path, ...]
@@ -50,7 +50,7 @@ class WeightFiles:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        self._reader = _Reader()
+        self._reader = _RegionReader()
         self.tensors: dict[str, Unread] = {}
         self.homes: dict[str, Path] = {}
         problems = [*self._find_all(_find(self.path))]
@@ -61,7 +61,7 @@ class WeightFiles:
         """Names, shapes and types of all tensors."""
         return ", ".join(f"{name}: {describe(tensor)}" for name, tensor in sorted(self.tensors.items()))
 
-    def _find_all(self, found: _Found) -> Iterator[str]:
+    def _find_all(self, found: _IndexedFiles) -> Iterator[str]:
         """Know the tensors of each file; yields what is wrong."""
         for path in found.paths:
             try:
@@ -81,7 +81,7 @@ class WeightFiles:
                 yield f"{found.index} says that tensor {name!r} is in {path.name}, which has none of that name"
 
 
-class _Reader:
+class _RegionReader:
     """The file that is open, from which regions are read."""
 
     def __init__(self) -> None:
@@ -126,17 +126,17 @@ def _outline(file: Any, name: str) -> tuple[tuple[int, ...], torch.dtype]:
     return shape, (part[0:0] if shape else file.get_tensor(name)).dtype
 
 
-def _find(path: Path) -> _Found:
+def _find(path: Path) -> _IndexedFiles:
     """The files that a path means."""
     if path.is_file():
-        return _of_index(path) if path.name.endswith(".json") else _Found((path,), None, {})
+        return _of_index(path) if path.name.endswith(".json") else _IndexedFiles((path,), None, {})
     if not path.is_dir():
         raise WeightsError(
             f"There is no file or folder {path}. Weights are read from local files; "
             "huggingface_hub.snapshot_download fetches a folder."
         )
     if (path / SINGLE).is_file():
-        return _Found((path / SINGLE,), None, {})
+        return _IndexedFiles((path / SINGLE,), None, {})
     indices = sorted(path.glob("*.safetensors.index.json"))
     if len(indices) == 1:
         return _of_index(indices[0])
@@ -150,10 +150,10 @@ def _find(path: Path) -> _Found:
             f"{path} has no safetensors files, {found}. Write the "
             "weights with safetensors.torch.save_model, or model.save_pretrained."
         )
-    return _Found(paths, None, {})
+    return _IndexedFiles(paths, None, {})
 
 
-def _of_index(path: Path) -> _Found:
+def _of_index(path: Path) -> _IndexedFiles:
     """The files of an index."""
     try:
         names = parse(path.read_text(encoding="utf-8"))["weight_map"]
@@ -166,7 +166,7 @@ def _of_index(path: Path) -> _Found:
             f"{path} names {reprlib.repr(outside[0])}, which does not lie in its folder. An index may name files "
             "beside it alone: copy the file there, and name it so."
         )
-    return _Found(tuple(sorted(set(promised.values()))), path, promised)
+    return _IndexedFiles(tuple(sorted(set(promised.values()))), path, promised)
 
 
 def _stays_inside(file: str) -> bool:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 
 from autoshard.kernels.generated.define import NamedGroup, define_kernels, generated_kernel
-from autoshard.kernels.generated.group import Group, Ref, Step, Value
+from autoshard.kernels.generated.group import Group, GroupStep, Ref, ValueShape
 from tests.kernels.fused import DEVICE, draw
 
 _aten = torch.ops.aten
 
 
 def _scaled(factor: float, x: torch.Tensor) -> Group:
-    form = Value.of(x)
-    product = Step(_aten.mul.Tensor, (Ref(0), factor), (), form)
-    return Group((form,), (product, Step(_aten.tanh.default, (Ref(1),), (), form)), (2,))
+    form = ValueShape.of(x)
+    product = GroupStep(_aten.mul.Tensor, (Ref(0), factor), (), form)
+    return Group((form,), (product, GroupStep(_aten.tanh.default, (Ref(1),), (), form)), (2,))
 
 
 def test_an_operand_that_lies_otherwise_is_copied() -> None:

@@ -7,19 +7,19 @@ from typing import Any
 import pytest
 import torch
 
-from autoshard.kernels.generated.group import Group, Ref, Step, Value
+from autoshard.kernels.generated.group import Group, GroupStep, Ref, ValueShape
 from autoshard.kernels.generated.loops import NoLoopsError, find_loops
 
 _aten = torch.ops.aten
 
 
-def _value(*shape: int, order: tuple[int, ...] | None = None) -> Value:
+def _value(*shape: int, order: tuple[int, ...] | None = None) -> ValueShape:
     tensor = torch.empty(shape)
-    return Value.of(tensor if order is None else tensor.permute(order))
+    return ValueShape.of(tensor if order is None else tensor.permute(order))
 
 
-def _step(target: Any, *args: Any, shape: tuple[int, ...]) -> Step:
-    return Step(target, args, (), _value(*shape))
+def _step(target: Any, *args: Any, shape: tuple[int, ...]) -> GroupStep:
+    return GroupStep(target, args, (), _value(*shape))
 
 
 def test_pointwise_calls_on_contiguous_tensors_have_one_axis() -> None:

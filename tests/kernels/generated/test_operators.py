@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from autoshard.kernels.generated.define import NamedGroup, define_kernels
-from autoshard.kernels.generated.group import Group, Ref, Step, Value
-from autoshard.kernels.generated.operators import POINTWISE, REDUCTIONS, Kind, kind_of
+from autoshard.kernels.generated.group import Group, GroupStep, Ref, ValueShape
+from autoshard.kernels.generated.operators import POINTWISE, REDUCTIONS, IndexKind, kind_of
 from tests.kernels.fused import DEVICE
 
 _aten = torch.ops.aten
@@ -65,11 +65,11 @@ def _group(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     tensors = [item.to(DEVICE) for item in args if isinstance(item, Tensor)]
     numbers = iter(range(len(tensors)))
     refs = tuple(Ref(next(numbers)) if isinstance(item, Tensor) else item for item in args)
-    value = Value.of(target(*args, **kwargs))
-    step = Step(
+    value = ValueShape.of(target(*args, **kwargs))
+    step = GroupStep(
         target, tuple(tuple(item) if isinstance(item, list) else item for item in refs), tuple(kwargs.items()), value
     )
-    return Group(tuple(map(Value.of, tensors)), (step,), (len(tensors),)), tensors
+    return Group(tuple(map(ValueShape.of, tensors)), (step,), (len(tensors),)), tensors
 
 
 def test_every_operator_computes_what_pytorch_does() -> None:
@@ -97,9 +97,9 @@ def test_every_operator_computes_what_pytorch_does() -> None:
 
 def test_kinds_are_told_apart() -> None:
     """An operator is of one kind, and what is in no table has none."""
-    assert kind_of(_aten.mul.Tensor) is Kind.POINTWISE
-    assert kind_of(_aten.sum.default) is Kind.REDUCTION
-    assert kind_of(_aten.permute.default) is Kind.VIEW
-    assert kind_of(_aten.full.default) is Kind.CONSTANT
+    assert kind_of(_aten.mul.Tensor) is IndexKind.POINTWISE
+    assert kind_of(_aten.sum.default) is IndexKind.REDUCTION
+    assert kind_of(_aten.permute.default) is IndexKind.VIEW
+    assert kind_of(_aten.full.default) is IndexKind.CONSTANT
     assert kind_of(_aten.mm.default) is None
     assert kind_of(_aten.bernoulli.p) is None

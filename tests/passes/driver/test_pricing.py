@@ -11,24 +11,26 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard import Cluster, P, Plan, Recipe, RecipeError
+from autoshard import Cluster, P, Plan, RecipeError, Runtime
 from autoshard.errors import NotAvailableError
+from autoshard.ir.execution import Execution
 from autoshard.ir.text import format_bytes
+from passes.driver.pricing import price_execution
 from tests.passes.decoders import dense, sparse, tokens
 
 MODEL, SPARSE = dense(8), sparse()
-PLAIN = Recipe(micro_batch=2)
+PLAIN = Execution(micro_batch=2)
 
 
-def _price(recipe: Recipe, model: nn.Module = MODEL, per_node: int | None = None) -> Plan:
+def _price(recipe: Execution, model: nn.Module = MODEL, per_node: int | None = None) -> Plan:
     count = recipe.devices
     cluster = Cluster("h100_sxm", max(1, count // 8), per_node or min(8, count))
-    return autoshard.price(model, cluster, recipe, example_inputs=tokens())
+    return price_execution(model, cluster, recipe, tokens())
 
 
 def test_a_plan_says_where_parameters_of_all_blocks_lie() -> None:
     """Weights of every block are split as those of the traced ones, and counted locally."""
-    plan = _price(Recipe(tensor=4))
+    plan = _price(Execution(tensor=4))
     assert plan.parameters["layers.7.wide.weight"].spec == P("tensor")
     assert plan.parameters["layers.7.narrow.weight"].spec == P(None, "tensor")
     assert plan.parameters["layers.7.wide.weight"].local_bytes == 256 * 64 * 2 // 4
@@ -37,12 +39,12 @@ def test_a_plan_says_where_parameters_of_all_blocks_lie() -> None:
 
 def test_zero_3_splits_parameters_over_replicas() -> None:
     """FSDP is a spec of the parameters."""
-    assert _price(Recipe(data=8, zero=3)).parameters["layers.0.wide.weight"].spec == P("data")
+    assert _price(Execution(data=8, zero=3)).parameters["layers.0.wide.weight"].spec == P("data")
 
 
 def test_breakdown_sums_to_the_step() -> None:
     """Nothing is lost between the parts and the whole."""
-    for recipe in (PLAIN, Recipe(data=4, tensor=2, zero=1), Recipe(pipeline=4, global_batch=16, data=2)):
+    for recipe in (PLAIN, Execution(data=4, tensor=2, zero=1), Execution(pipeline=4, global_batch=16, data=2)):
         predicted = _price(recipe).predicted
         assert sum(predicted.breakdown.values()) == pytest.approx(predicted.step_time_s)
         assert sum(predicted.memory_breakdown.values()) == predicted.peak_memory_bytes
@@ -50,7 +52,7 @@ def test_breakdown_sums_to_the_step() -> None:
 
 def test_tokens_and_utilisation_follow_from_the_time() -> None:
     """Tokens are those of the whole batch."""
-    predicted = _price(Recipe(data=2, micro_batch=2, global_batch=8)).predicted
+    predicted = _price(Execution(data=2, micro_batch=2, global_batch=8)).predicted
     assert predicted.tokens_per_s == pytest.approx(8 * 32 / predicted.step_time_s)
     assert predicted.mfu is not None
     assert 0 < predicted.mfu < 1
@@ -68,21 +70,21 @@ def test_full_recomputation_takes_time_and_saves_memory() -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_each_zero_stage_saves_memory(stage: int) -> None:
     """Optimizer state, then gradients, then parameters are shared out."""
-    before, after = (_price(Recipe(data=8, zero=zero)).predicted for zero in (stage - 1, stage))
+    before, after = (_price(Execution(data=8, zero=zero)).predicted for zero in (stage - 1, stage))
     part = ("optimizer state", "gradients", "parameters")[stage - 1]
     assert after.memory_breakdown[part] < before.memory_breakdown[part]
 
 
 def test_a_pipeline_has_a_bubble_that_micro_batches_shrink() -> None:
     """The bubble's share falls with the number of micro-batches."""
-    few, many = (_price(Recipe(pipeline=4, global_batch=batch)).predicted for batch in (4, 64))
+    few, many = (_price(Execution(pipeline=4, global_batch=batch)).predicted for batch in (4, 64))
     shares = [item.breakdown["pipeline bubble"] / item.step_time_s for item in (few, many)]
     assert shares[0] > 2 * shares[1] > 0
 
 
 def test_experts_are_shared_out_and_tokens_exchanged() -> None:
     """Each rank keeps its experts, and pays for sending tokens."""
-    recipe = Recipe(data=4, expert=4, micro_batch=4)
+    recipe = Execution(data=4, expert=4, micro_batch=4)
     plan = _price(recipe, SPARSE)
     assert plan.parameters["layers.1.up"].spec == P("expert")
     assert plan.predicted.breakdown["communication over expert"] > 0
@@ -91,14 +93,14 @@ def test_experts_are_shared_out_and_tokens_exchanged() -> None:
 
 def test_context_parallelism_halves_activations() -> None:
     """Each rank keeps half of every sequence."""
-    one, two = (_price(Recipe(context=size, micro_batch=8)).predicted for size in (1, 2))
+    one, two = (_price(Execution(context=size, micro_batch=8)).predicted for size in (1, 2))
     assert two.memory_breakdown["activations"] == pytest.approx(one.memory_breakdown["activations"] / 2, rel=0.2)
 
 
 def test_the_example_batch_does_not_matter() -> None:
     """The recipe says how many sequences are run."""
     cluster = Cluster("h100_sxm", 1, 1)
-    one, many = (autoshard.price(MODEL, cluster, PLAIN, example_inputs=tokens(batch)) for batch in (1, 7))
+    one, many = (price_execution(MODEL, cluster, PLAIN, tokens(batch)) for batch in (1, 7))
     assert one.predicted == many.predicted
 
 
@@ -121,10 +123,10 @@ def _replaced(model: nn.Module) -> None:
 def test_a_model_that_was_changed_is_priced_as_it_is_now(change: Callable[[nn.Module], object]) -> None:
     """Not as it was when it was priced before: in another type, in part frozen, of more blocks, of other modules."""
     cluster, model, new = Cluster("h100_sxm", 1, 1), dense(2), dense(2)
-    before = autoshard.price(model, cluster, PLAIN, example_inputs=tokens())
+    before = price_execution(model, cluster, PLAIN, tokens())
     for each in (model, new):
         change(each)
-    after, other = (autoshard.price(each, cluster, PLAIN, example_inputs=tokens()) for each in (model, new))
+    after, other = (price_execution(each, cluster, PLAIN, tokens()) for each in (model, new))
     assert after.predicted == other.predicted != before.predicted
     assert after.parameters == other.parameters
 
@@ -149,7 +151,7 @@ def test_eight_bits_are_faster_where_products_are_large() -> None:
     inputs = (torch.zeros(1, 2048, 4096, dtype=torch.bfloat16, device="meta"),)
     cluster = Cluster("h100_sxm", 1, 1)
     times = [
-        autoshard.price(model, cluster, Recipe(micro_batch=4, precision=precision), example_inputs=inputs)
+        price_execution(model, cluster, Execution(micro_batch=4, precision=precision), inputs)
         for precision in ("bf16", "f8")
     ]
     assert times[1].predicted.step_time_s < times[0].predicted.step_time_s
@@ -164,13 +166,13 @@ def test_a_model_without_blocks_is_priced() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(64, 64), nn.ReLU()).bfloat16()
     inputs = (torch.zeros(1, 64, dtype=torch.bfloat16, device="meta"),)
-    plan = autoshard.price(model, Cluster("h100_sxm", 1, 1), PLAIN, example_inputs=inputs, loss_fn=_total)
+    plan = price_execution(model, Cluster("h100_sxm", 1, 1), PLAIN, inputs, loss_fn=_total)
     assert plan.predicted.step_time_s > 0
 
 
 def test_a_plan_is_saved_and_loaded(tmp_path) -> None:
     """It is a plan like any other."""
-    plan = _price(Recipe(tensor=2))
+    plan = _price(Execution(tensor=2))
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded.predicted.step_time_s == plan.predicted.step_time_s
@@ -180,39 +182,39 @@ def test_a_plan_is_saved_and_loaded(tmp_path) -> None:
 def test_a_recipe_for_another_number_of_devices_is_refused() -> None:
     """The message multiplies it out."""
     with pytest.raises(RecipeError, match=r"tensor=2 = 4 devices; the cluster has 8"):
-        autoshard.price(MODEL, Cluster("h100_sxm", 1, 8), Recipe(data=2, tensor=2), example_inputs=tokens())
+        price_execution(MODEL, Cluster("h100_sxm", 1, 8), Execution(data=2, tensor=2), tokens())
 
 
 def test_experts_of_a_model_without_any_are_refused() -> None:
     """No parameter is a stack of weights."""
     with pytest.raises(RecipeError, match="no parameter of the model is a stack of weights"):
-        _price(Recipe(data=2, expert=2))
+        _price(Execution(data=2, expert=2))
 
 
 @pytest.mark.parametrize("field", ["unfused", "recompute_modules"])
 def test_modules_that_a_model_does_not_have_are_refused(field: str) -> None:
     """The message names the field and the module."""
     with pytest.raises(RecipeError, match=f"{field}='.*' names 'clamp', but no module"):
-        _price(Recipe(**{field: "clamp"}))  # type: ignore[arg-type]
+        _price(Execution(runtime=Runtime(name="mine", **{field: "clamp"})))  # type: ignore[arg-type]
 
 
 def test_more_stages_than_blocks_are_refused() -> None:
-    """And stage_blocks must sum to the blocks."""
+    """And stage_layers must sum to the blocks."""
     with pytest.raises(RecipeError, match="16 stages cannot share 8 blocks"):
-        _price(Recipe(pipeline=16))
+        _price(Execution(pipeline=16))
     with pytest.raises(RecipeError, match="shares out 4 blocks; the model has 8"):
-        _price(Recipe(pipeline=2, stage_blocks=(2, 2)))
+        _price(Execution(pipeline=2, stage_layers=(2, 2)))
 
 
 def test_what_has_no_price_yet_is_refused() -> None:
     """Nothing that takes time is priced at nothing."""
     with pytest.raises(NotAvailableError, match="offload='optimizer' cannot be priced yet"):
-        _price(Recipe(data=8, zero=1, offload="optimizer"))
+        _price(Execution(data=8, zero=1, offload="optimizer"))
 
 
 def test_offloaded_activations_have_a_price() -> None:
     """Copies only add time; what they take from the device lies on the host, which must hold it."""
-    recipe = Recipe(data=8, micro_batch=64, global_batch=512)
+    recipe = Execution(data=8, micro_batch=64, global_batch=512)
     kept, away = _price(recipe), _price(dataclasses.replace(recipe, offload="activations"))
     assert away.predicted.step_time_s > kept.predicted.step_time_s
     saved = kept.predicted.peak_memory_bytes - away.predicted.peak_memory_bytes
@@ -225,8 +227,8 @@ def test_offloaded_activations_have_a_price() -> None:
 
 def test_experts_may_lie_on_tensor_ranks_too() -> None:
     """Where replicas alone are too few for them; parameters of all kinds have their bytes."""
-    recipe = Recipe(data=2, tensor=2, expert=4, global_batch=4)
-    plan = autoshard.price(SPARSE, Cluster("h100_sxm", 1, 4), recipe, example_inputs=tokens())
+    recipe = Execution(data=2, tensor=2, expert=4, global_batch=4)
+    plan = price_execution(SPARSE, Cluster("h100_sxm", 1, 4), recipe, tokens())
     split = {name: math.prod(item.shape) * 2 / item.local_bytes for name, item in plan.parameters.items()}
     assert split["words.weight"] == 2
     assert {share for name, share in split.items() if name.endswith((".up", ".down"))} == {4}

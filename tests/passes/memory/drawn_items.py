@@ -6,14 +6,14 @@ import numpy as np
 from hypothesis import strategies as st
 
 from passes.memory.liveness import Interval
-from passes.memory.memory_usage import Item, Table
+from passes.memory.memory_usage import Table, UsedBytes
 
 OPTIONS = (3, 1, 4)
 """Options of each variable."""
 
 
 @st.composite
-def items(draw: st.DrawFn, points: int) -> tuple[Item, np.ndarray]:
+def items(draw: st.DrawFn, points: int) -> tuple[UsedBytes, np.ndarray]:
     """A value or a copy, with bytes of its own or shared ones, and all sizes, of which its table may lack some."""
     birth = draw(st.integers(0, points - 1))
     interval = Interval(birth, draw(st.integers(birth, points - 1)))
@@ -22,4 +22,4 @@ def items(draw: st.DrawFn, points: int) -> tuple[Item, np.ndarray]:
     sizes = draw(st.lists(st.integers(0, 1000), min_size=16, max_size=16))
     whole = np.array(sizes[: int(np.prod(shape))], dtype=np.float64).reshape(shape)
     known = np.where(draw(st.booleans()), whole, np.nan)
-    return Item(interval, Table(known, lambda *options: float(whole[options])), variables), whole
+    return UsedBytes(interval, Table(known, lambda *options: float(whole[options])), variables), whole

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from passes.memory.liveness import Interval
-from passes.memory.memory_usage import Item, MemoryUsage
+from passes.memory.memory_usage import MemoryUsage, UsedBytes
 from tests.passes.memory.drawn_items import OPTIONS, items
 
 
@@ -16,7 +16,7 @@ def test_usage_is_the_sum_of_what_lives(data: st.DataObject) -> None:
     """At each point the sizes of all items whose lifetime holds it; two items may share a table; asked twice."""
     points = data.draw(st.integers(1, 5))
     found = data.draw(st.lists(items(points), max_size=5))
-    found += [(Item(Interval(0, points - 1), item.table, item.variables), whole) for item, whole in found[:1]]
+    found += [(UsedBytes(Interval(0, points - 1), item.table, item.variables), whole) for item, whole in found[:1]]
     usage = MemoryUsage.of(points, [item for item, _ in found])
     for _ in range(2):
         choice = [data.draw(st.integers(0, count - 1)) for count in OPTIONS]

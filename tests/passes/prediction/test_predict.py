@@ -6,6 +6,7 @@ import json
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,7 +20,9 @@ from autoshard.ir.spec import P, PartitionSpec
 from autoshard.tracing import trace
 from cost_models.hardware import Cluster
 from cost_models.intervals import Uncertainty
-from cost_models.stages import Pipeline, StageTimes
+from cost_models.schedule_graph import neighbours
+from cost_models.schedule_orders import order_rows
+from cost_models.schedule_times import order_times
 from passes.driver.plan_and_lower import plan_program, planning_problem
 from passes.driver.plan_options import PlanOptions
 from passes.driver.planner import Planner
@@ -28,7 +31,6 @@ from passes.planning.constraints import allowed_options
 from passes.planning.search import Search
 from passes.prediction import predict as predict_module
 from passes.prediction.predict import HOST, predict, trace_of
-from tests.cost_models.simulated_pipelines import simulate_pipeline
 from tests.ir.test_trace import check_trace_events
 from tests.passes.blocks import blocks_program, h100s
 from tests.passes.prediction.test_segment_step import drawn_choice
@@ -139,15 +141,18 @@ def test_a_plan_writes_its_trace(tmp_path: Path) -> None:
 
 def test_a_pipeline_is_traced_with_a_process_per_rank() -> None:
     """Its transfers are streams of their senders."""
-    line = simulate_pipeline(Pipeline("1F1B", [StageTimes(1e-3, 1e-3, 1e-3, send_s=1e-4)] * 3, micro_batches=4))
-    trace = trace_of(line.timeline)
+    sent, none = dict.fromkeys(neighbours(3), 1e-4), np.zeros(3)
+    times, line = order_times(
+        order_rows("1F1B", 3, 4), (0, 1, 2), np.full((3, 4), 1e-3), sent, once_s=none, update_s=none
+    )
+    trace = trace_of(line)
     check_trace_events({"traceEvents": trace.events(), "displayTimeUnit": "ms"})
     assert trace.processes == ("pipeline rank 0", "pipeline rank 1", "pipeline rank 2")
     assert {(span.process, span.stream) for span in trace.spans} == {
         *((rank, "compute") for rank in range(3)),
         *((0, "to rank 1"), (1, "to rank 0"), (1, "to rank 2"), (2, "to rank 1")),
     }
-    assert max(span.start_ns + span.duration_ns for span in trace.spans) == round(line.total_s * 1e9)
+    assert max(span.start_ns + span.duration_ns for span in trace.spans) == round(times.total_s * 1e9)
 
 
 def test_plans_keep_their_predictions(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard import Cluster, Recipe
+from autoshard import Cluster
+from autoshard.ir.execution import Execution
 from passes.recipe_search.known_pipes import PipeSet
 from passes.recipe_search.pipe_shapes import presence
 from passes.recipe_search.recipe_pricer import RecipePricer
@@ -19,6 +20,7 @@ from passes.recipes.pipeline_stages import in_flight
 from passes.recipes.price_memory import memory_price
 from passes.sections.price_model import CountedModel
 from tests.passes.decoders import priced_dense, priced_sparse
+from tests.passes.executions import under
 
 MODELS = {"dense": priced_dense().counted, "sparse": priced_sparse().counted}
 
@@ -28,7 +30,7 @@ def test_no_recipe_takes_less_than_the_floors_of_its_layout_and_pipeline(name: s
     """Any schedule and sharding take at least the floor of their layout; once these are known, bounds are the price."""
     counted: CountedModel = MODELS[name]
     pricer = RecipePricer(counted, Cluster("h100_sxm", 2, 2))
-    base = Recipe(global_batch=8, master_weights=True, gradient_dtype="bf16")
+    base = under(Execution(global_batch=8), master_weights=True, gradient_dtype="bf16")
     space = RecipeSpace(counted, 4, base, offloads=True, only={"micro_batch": (1, 4)})
     decided_by = Counter[bool]()
     for layout in itertools.chain.from_iterable(space.layouts()):

@@ -10,7 +10,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from autoshard import Cluster, Recipe
+from autoshard import Cluster, Runtime
+from autoshard.ir.execution import Execution
 from cost_models.power import power_limit
 from cost_models.stages import StageTimes
 from cost_models.step import fitted
@@ -22,7 +23,8 @@ from passes.recipes.pipeline_stages import cuts_backward, run_stages, share_out
 from passes.recipes.price_ends import EndWork
 from passes.sections.fold_program import AFTER, BEFORE
 from tests.passes.decoders import priced_dense, priced_sparse
-from tests.passes.pipes import recipe_of
+from tests.passes.executions import under
+from tests.passes.pipes import recipe_of, stage_layers_of
 
 NAMES = (BEFORE, "a", "b", AFTER)
 SECONDS = st.integers(0, 16).map(lambda number: number / 8)
@@ -31,7 +33,7 @@ MODELS = {"dense": priced_dense().counted, "sparse": priced_sparse().counted}
 
 
 def paths_of(
-    forward: Floats, backward: Floats, pipes: Sequence[Pipe], blocks: Sequence[str], recipe: Recipe, send_s: float
+    forward: Floats, backward: Floats, pipes: Sequence[Pipe], blocks: Sequence[str], recipe: Execution, send_s: float
 ) -> list[float]:
     """Bounds on pipelines, of whose backwards half are gradients of weights, and which have no ends."""
     zeros = np.zeros(4)
@@ -58,7 +60,7 @@ def test_no_pipeline_is_shorter_than_the_path_of_a_rank(
     """Any schedule takes at least its bound, with any times of sections and hand-overs."""
     pipe, blocks, micro_batches = drawn
     forward, backward, cutting = (np.array(seconds[begin : begin + 4]) for begin in (0, 4, 8))
-    recipe = replace(recipe_of(pipe, micro_batches), overlap_pipeline=overlaps)
+    recipe = under(recipe_of(pipe, len(blocks), micro_batches), overlap_pipeline=overlaps)
     (found,) = paths_of(forward, backward, [pipe], blocks, recipe, seconds[12])
     stages = []
     for stage in share_out(blocks, recipe):
@@ -66,14 +68,14 @@ def test_no_pipeline_is_shorter_than_the_path_of_a_rank(
         whole = float(counts @ backward)
         more = float(counts @ cutting) if cuts_backward(recipe) else 0.0
         stages.append(StageTimes(float(counts @ forward), whole / 2, whole / 2 + more, seconds[12]))
-    total_s, _, _ = run_stages(stages, recipe)
+    total_s, _ = run_stages(stages, recipe)
     assert found <= total_s * (1 + 1e-9) + 1e-12
 
 
 def test_a_pipeline_of_equal_stages_takes_the_path_of_its_last_rank() -> None:
     """Three stages of 1 + 2 seconds and six micro-batches: 1F1B takes (3 - 1 + 6) times 3 seconds."""
     forward = np.array([0.0, 1, 0, 0])
-    recipe = Recipe(pipeline=3, schedule="1F1B", global_batch=6)
+    recipe = Execution(pipeline=3, schedule="1F1B", global_batch=6)
     pipes = (Pipe(3, "1F1B"), Pipe(3, "InterleavedZeroBubble"))
     assert paths_of(forward, 2 * forward, pipes, "aaa", recipe, 0.0) == pytest.approx([24.0, 20.0])
 
@@ -98,7 +100,7 @@ def pricer_of(name: str) -> RecipePricer:
 
 
 RECIPES = st.builds(
-    Recipe,
+    Execution,
     data=st.just(8),
     zero=st.integers(0, 3),
     zero_group=st.sampled_from([None, 2, 4]),
@@ -106,17 +108,21 @@ RECIPES = st.builds(
     global_batch=st.sampled_from([128, 256]),
     recompute=st.sampled_from(["none", "selective", "full"]),
     offload=st.sampled_from(["none", "activations"]),
-    cuda_graph=st.booleans(),
-    gradient_dtype=st.sampled_from(["f32", "bf16"]),
-    overlap_gradients=st.booleans(),
-    overlap_parameters=st.booleans(),
+    runtime=st.builds(
+        Runtime,
+        name=st.just("mine"),
+        cuda_graph=st.booleans(),
+        gradient_dtype=st.sampled_from(["f32", "bf16"]),
+        overlap_gradients=st.booleans(),
+        overlap_parameters=st.booleans(),
+    ),
 )
 
 
 @pytest.mark.parametrize("name", list(MODELS))
 @settings(max_examples=40)
 @given(RECIPES)
-def test_no_step_is_shorter_than_its_mean_beside_what_it_exchanges(name: str, recipe: Recipe) -> None:
+def test_no_step_is_shorter_than_its_mean_beside_what_it_exchanges(name: str, recipe: Execution) -> None:
     """Any group that it exchanges with takes at least that mean, which is no less than the mean of its layout."""
     pricer = pricer_of(name)
     layout = pricer.layout_floor(replace(recipe, zero=0, zero_group=None), 8)
@@ -130,28 +136,32 @@ def test_no_step_is_shorter_than_its_mean_beside_what_it_exchanges(name: str, re
 @settings(max_examples=25)
 @given(RECIPES, st.sampled_from([2, 4]), st.data())
 def test_no_step_with_a_pipeline_is_shorter_than_its_floors(
-    name: str, drawn: Recipe, ranks: int, data: st.DataObject
+    name: str, drawn: Execution, ranks: int, data: st.DataObject
 ) -> None:
     """The mean of its ranks, and the path and the ends of one, alone or beside other shardings."""
     recipe = replace(drawn, data=8 // ranks, zero_group=None, pipeline=ranks, schedule="1F1B")
     pricer = pricer_of(name)
     pipe = data.draw(st.sampled_from(known_pipes(ranks, recipe.micro_batches, len(pricer.counted.blocks))))
-    time_s = pricer.time_s(replace(recipe, **fields_of(pipe)))
+    time_s = pricer.time_s(replace(recipe, **fields_of(pipe, len(pricer.counted.blocks))))
     (mean,), (path,) = pricer.mean_floors([(recipe, (None,))]), pricer.recipe_floors([recipe], pipe)
     assert max(mean, path) <= time_s
     assert pricer.path_floors([recipe], PipeSet([pipe]))[0] == path
 
 
-def fields_of(pipe: Pipe) -> dict[str, object]:
+def fields_of(pipe: Pipe, blocks: int) -> dict[str, object]:
     """Fields of a recipe that describe its pipeline."""
-    return {"schedule": pipe.schedule, "virtual_stages": pipe.virtual_stages, "split_ends": pipe.split_ends}
+    return {
+        "schedule": pipe.schedule,
+        "virtual_stages": pipe.virtual_stages,
+        "stage_layers": stage_layers_of(pipe, blocks),
+    }
 
 
 def test_recipes_that_are_bounded_at_once_have_the_bounds_of_each_alone() -> None:
     """In time and in memory, whatever they exchange."""
     pricer = pricer_of("dense")
-    recipes = [Recipe(data=8, zero=zero, zero_group=2, global_batch=64) for zero in (1, 2, 3)]
-    recipes.append(Recipe(data=8, global_batch=64))
+    recipes = [Execution(data=8, zero=zero, zero_group=2, global_batch=64) for zero in (1, 2, 3)]
+    recipes.append(Execution(data=8, global_batch=64))
     kinds: list[Kind] = [(recipe, (recipe.zero_group,)) for recipe in recipes]
     alone = [pricer.mean_floors([each])[0] for each in kinds]
     assert pricer.mean_floors(kinds).tolist() == pytest.approx(alone, rel=1e-12)

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from autoshard import Cluster, Recipe
+from autoshard import Cluster
 from autoshard.errors import InvalidSpecError
+from autoshard.ir.execution import Execution
 from autoshard.ir.program import InputKind
 from cost_models.step import fitted
 from passes.recipe_search.explain_recipe import (
@@ -42,14 +43,14 @@ PRICED_AND_PLAIN = {**PRICED, "without tokens": decoders.priced_plain()}
 
 
 @cache
-def recipes(name: str) -> list[Recipe]:
+def recipes(name: str) -> list[Execution]:
     """All recipes of a small model."""
-    problem = RecipeProblem(PRICED_AND_PLAIN[name].counted, CLUSTER, Recipe(global_batch=8), 80e9, least_tokens=8)
+    problem = RecipeProblem(PRICED_AND_PLAIN[name].counted, CLUSTER, Execution(global_batch=8), 80e9, least_tokens=8)
     return list(problem.space().recipes())
 
 
 @st.composite
-def models_with_recipes(draw: st.DrawFn) -> tuple[PricedModel, Recipe]:
+def models_with_recipes(draw: st.DrawFn) -> tuple[PricedModel, Execution]:
     """A model and one of its recipes."""
     name = draw(st.sampled_from(sorted(PRICED)))
     return PRICED[name], draw(st.sampled_from(recipes(name)))
@@ -63,7 +64,7 @@ def parameters(priced: PricedModel) -> list[Value]:
 
 @settings(max_examples=25)
 @given(models_with_recipes())
-def test_costs_of_parameters_add_up_to_those_of_all_ranks(case: tuple[PricedModel, Recipe]) -> None:
+def test_costs_of_parameters_add_up_to_those_of_all_ranks(case: tuple[PricedModel, Execution]) -> None:
     """Reduced, gathered and updated: what each pipeline rank is priced with."""
     priced, recipe = case
     groups, prices = recipe_groups(recipe, CLUSTER), priced.section_prices(recipe, CLUSTER)
@@ -93,7 +94,7 @@ def test_costs_of_parameters_add_up_to_those_of_all_ranks(case: tuple[PricedMode
 
 @settings(max_examples=25)
 @given(models_with_recipes())
-def test_memory_of_parameters_adds_up_to_that_of_the_step(case: tuple[PricedModel, Recipe]) -> None:
+def test_memory_of_parameters_adds_up_to_that_of_the_step(case: tuple[PricedModel, Execution]) -> None:
     """On one rank, where there is no pipeline."""
     priced, recipe = case
     assume(recipe.pipeline == 1)
@@ -108,7 +109,7 @@ def test_memory_of_parameters_adds_up_to_that_of_the_step(case: tuple[PricedMode
 
 @settings(max_examples=25)
 @given(models_with_recipes())
-def test_collectives_of_activations_add_up_to_those_of_a_section(case: tuple[PricedModel, Recipe]) -> None:
+def test_collectives_of_activations_add_up_to_those_of_a_section(case: tuple[PricedModel, Execution]) -> None:
     """Each belongs to one value; a block that is computed again repeats those of its forward."""
     priced, recipe = case
     groups = recipe_groups(recipe, CLUSTER)
@@ -149,11 +150,11 @@ def test_recipes_of_another_spec_are_in_one_family(name: str, data: st.DataObjec
     assert all(len(found) <= 1 for found in specs)
 
 
-def _admits(only: Only, recipe: Recipe) -> bool:
+def _admits(only: Only, recipe: Execution) -> bool:
     return all(getattr(recipe, name) in values for name, values in only.items())
 
 
-def _unsized(priced: PricedModel, value: Value, recipe: Recipe) -> str:
+def _unsized(priced: PricedModel, value: Value, recipe: Execution) -> str:
     """The spec, with replicas that share a parameter, however many there are."""
     spec = spec_of(priced, value, replace(recipe, zero=0))
     return f"{spec}, shared" if recipe.zero == 3 else str(spec)
@@ -161,7 +162,7 @@ def _unsized(priced: PricedModel, value: Value, recipe: Recipe) -> str:
 
 def test_a_parameter_has_the_collectives_of_the_calls_that_read_it() -> None:
     """A row of a split product is reduced behind it; a column is not, but the gradient of what it is given is."""
-    recipe = Recipe(tensor=4, global_batch=4)
+    recipe = Execution(tensor=4, global_batch=4)
     costs = {
         name: [
             item.what

@@ -27,7 +27,7 @@ def test_pipelines_of_a_size_have_their_sections_where_their_recipes_have_them(
     shapes = pipe_shapes(NAMES, tuple(blocks), pipes) if pipes else None
     for place, pipe in enumerate(pipes):
         assert shapes is not None
-        recipe = recipe_of(pipe, micro_batches)
+        recipe = recipe_of(pipe, len(blocks), micro_batches)
         stages = share_out(blocks, recipe)
         assert [dict(zip(NAMES, row, strict=True)) for row in shapes.counts[place].tolist()] == [
             {name: counts.get(name, 0) for name in NAMES} for counts in rank_sections(stages, recipe)

@@ -7,14 +7,16 @@ import math
 
 import pytest
 
-from autoshard import Cluster, Recipe, RecipeError
+from autoshard import Cluster, RecipeError
+from autoshard.ir.execution import Execution
 from passes.recipe_search.recipe_problem import RecipeProblem, known_kinds
 from passes.recipe_search.search_recipes import FoundRecipe
 from tests.passes.decoders import priced_sparse
+from tests.passes.executions import under
 
 SPARSE = priced_sparse().counted
 CLUSTER = Cluster("h100_sxm", 2, 2)
-PROBLEM = RecipeProblem(SPARSE, CLUSTER, Recipe(global_batch=8), math.inf, 8)
+PROBLEM = RecipeProblem(SPARSE, CLUSTER, Execution(global_batch=8), math.inf, 8)
 
 
 def test_no_known_kind_beats_the_best_recipe() -> None:
@@ -38,7 +40,7 @@ def test_a_kind_that_does_not_fit_has_no_recipe() -> None:
 
 def test_a_kind_that_no_recipe_is_is_left_out() -> None:
     """With fewer sequences than ranks; by what the user pins, where none may be left; the best is found."""
-    few = dataclasses.replace(PROBLEM, base=Recipe(global_batch=2))
+    few = dataclasses.replace(PROBLEM, base=Execution(global_batch=2))
     assert "Megatron TP+SP" in few.baselines()
     assert few.baselines().keys().isdisjoint({"data parallel", "ZeRO-1", "FSDP", "HSDP"})
     pinned = dataclasses.replace(PROBLEM, pinned={"zero": (2,)})
@@ -52,7 +54,7 @@ def test_a_kind_that_no_recipe_is_is_left_out() -> None:
 def test_experts_can_be_fixed(expert: int, runs: bool) -> None:
     """Also where `compile` runs no recipe of some layout."""
     cluster = Cluster("h100_sxm", 1, 4)
-    problem = RecipeProblem(SPARSE, cluster, Recipe(global_batch=4, compiled=runs), math.inf, 8, runs=runs)
+    problem = RecipeProblem(SPARSE, cluster, under(Execution(global_batch=4), compiled=runs), math.inf, 8, runs=runs)
     found, _ = dataclasses.replace(problem, pinned={"expert": (expert,)}).best_of_all()
     assert found.recipe is not None
     assert found.recipe.expert == expert

@@ -8,18 +8,21 @@ import math
 
 import pytest
 
-from autoshard import Cluster, Recipe, RecipeError
+from autoshard import Cluster, RecipeError
+from autoshard.ir.execution import Execution
 from cost_models.schedule_orders import SCHEDULES
 from passes.recipe_search.recipe_space import RecipeSpace, divisors
+from passes.recipes.pipeline_stages import even_blocks
 from passes.recipes.recipe_plan import predict_recipe
 from tests.passes.decoders import priced_dense, priced_sparse
+from tests.passes.executions import under
 
 DENSE, SPARSE = priced_dense(2).counted, priced_sparse().counted
-BASE = Recipe(global_batch=4)
+BASE = Execution(global_batch=4)
 CLUSTER = Cluster("h100_sxm", 1, 4)
 
 
-def _all_recipes(blocks: int) -> set[Recipe]:
+def _all_recipes(blocks: int) -> set[Execution]:
     """By brute force over the fields, those that `Recipe` and `price` take, under one name each."""
     found = set()
     sizes = (1, 2, 4)
@@ -36,10 +39,11 @@ def _all_recipes(blocks: int) -> set[Recipe]:
             one_name = one_name and (zero == 0 or data * context > 1)
             if not one_name or pipeline * virtual > blocks + 2 * split:
                 continue
+            layers = even_blocks(blocks, pipeline * virtual, split_ends=True) if split else None
             try:
-                recipe = Recipe(
+                recipe = Execution(
                     data=data, tensor=tensor, context=context, pipeline=pipeline, sequence_parallel=parallel,
-                    split_ends=split, micro_batch=micro, zero=zero, zero_group=group, schedule=schedule,
+                    stage_layers=layers, micro_batch=micro, zero=zero, zero_group=group, schedule=schedule,
                     virtual_stages=virtual, global_batch=4, recompute="none",
                 )  # fmt: skip
                 predict_recipe(DENSE, recipe, CLUSTER)
@@ -66,7 +70,7 @@ def test_every_recipe_of_a_model_with_experts_has_a_price() -> None:
 
 def test_axes_divide_what_they_split() -> None:
     """Four heads are not split over eight ranks, nor 32 tokens over 64; the vocabulary of 96 may be padded."""
-    layouts = [layout for family in RecipeSpace(DENSE, 64, Recipe(global_batch=64)).layouts() for layout in family]
+    layouts = [layout for family in RecipeSpace(DENSE, 64, Execution(global_batch=64)).layouts() for layout in family]
     assert {layout.tensor for layout in layouts} == {1, 2, 4}
     assert max(layout.context for layout in layouts) == 32
     assert all(layout.expert == 1 for layout in layouts)
@@ -74,7 +78,7 @@ def test_axes_divide_what_they_split() -> None:
 
 def test_tensor_and_context_ranks_are_limited() -> None:
     """Two of a node, and sixteen of 32 tokens on each context rank."""
-    space = RecipeSpace(DENSE, 64, Recipe(global_batch=64), most_tensor=2, least_tokens=16)
+    space = RecipeSpace(DENSE, 64, Execution(global_batch=64), most_tensor=2, least_tokens=16)
     layouts = [layout for family in space.layouts() for layout in family]
     assert (max(layout.tensor for layout in layouts), max(layout.context for layout in layouts)) == (2, 2)
 
@@ -97,7 +101,7 @@ def test_selective_recomputation_of_nothing_is_none() -> None:
     for recipe in found[::20]:
         kept = dataclasses.replace(recipe, recompute="none")
         assert predict_recipe(DENSE, recipe, CLUSTER) == predict_recipe(DENSE, kept, CLUSTER)
-    named = dataclasses.replace(BASE, recompute_modules="two")
+    named = under(BASE, recompute_modules="two")
     assert "selective" in {recipe.recompute for recipe in RecipeSpace(DENSE, 4, named).recipes()}
 
 
@@ -106,7 +110,7 @@ def test_what_is_not_searched_is_refused() -> None:
     with pytest.raises(RecipeError, match="'precision' is not searched; the searched fields are data, tensor"):
         RecipeSpace(DENSE, 4, BASE, only={"precision": ("f8",)})
     with pytest.raises(RecipeError, match="needs their global_batch"):
-        RecipeSpace(DENSE, 4, Recipe())
+        RecipeSpace(DENSE, 4, Execution())
 
 
 @pytest.mark.parametrize("number", [1, 2, 12, 49, 97, 360, 1_000_000_007 * 6])

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard import Cluster, Recipe
-from autoshard.ir.recipe import KERNELS
+from autoshard import Cluster
+from autoshard.ir.execution import Execution
+from autoshard.ir.runtime import KERNELS, Runtime
 from passes.recipe_search.recipe_problem import RecipeProblem
 from passes.recipe_search.recipe_space import RecipeSpace
 from passes.recipe_search.search_recipes import FoundRecipe
@@ -24,23 +25,23 @@ def counted(name: str) -> CountedModel:
     return (priced_dense(4) if name == "dense" else priced_sparse()).counted
 
 
-def problem(name: str, devices: int, base: Recipe, limit: float = math.inf) -> RecipeProblem:
+def problem(name: str, devices: int, base: Execution, limit: float = math.inf) -> RecipeProblem:
     """The search for a small model's recipe."""
     return RecipeProblem(
         counted(name), Cluster("h100_sxm", max(1, devices // 4), min(devices, 4)), base, limit, least_tokens=8
     )
 
 
-def priced(found: RecipeProblem) -> list[tuple[float, int, Recipe]]:
+def priced(found: RecipeProblem) -> list[tuple[float, int, Execution]]:
     """Every recipe of a problem: time, memory."""
     space = RecipeSpace(found.counted, found.cluster.size, found.base, least_tokens=8, offloads=True)
     predictions = ((predict_recipe(found.counted, recipe, found.cluster), recipe) for recipe in space.recipes())
     return [(each.step_time_s, each.peak_memory_bytes, recipe) for each, recipe in predictions]
 
 
-BASES = st.builds(
-    Recipe,
-    global_batch=st.sampled_from([2, 4, 6]),
+RUNTIMES = st.builds(
+    Runtime,
+    name=st.just("mine"),
     overlap_pipeline=st.booleans(),
     overlap_parameters=st.booleans(),
     overlap_gradients=st.booleans(),
@@ -53,11 +54,12 @@ BASES = st.builds(
     cuda_graph=st.booleans(),
     bucket_bytes=st.sampled_from([10_000, 200_000_000]),
 )
+BASES = st.builds(Execution, global_batch=st.sampled_from([2, 4, 6]), runtime=RUNTIMES)
 
 
 @settings(max_examples=4)
 @given(st.sampled_from(["dense", "sparse"]), st.sampled_from([1, 2, 4]), BASES, st.floats(0, 1))
-def test_it_finds_what_pricing_every_recipe_finds(name: str, devices: int, base: Recipe, share: float) -> None:
+def test_it_finds_what_pricing_every_recipe_finds(name: str, devices: int, base: Execution, share: float) -> None:
     """Time and memory to the last digit, at a memory limit drawn among those that matter; and what fits at all."""
     whole = priced(problem(name, devices, base))
     sizes = sorted({memory for _, memory, _ in whole})
@@ -73,7 +75,7 @@ def test_it_finds_what_pricing_every_recipe_finds(name: str, devices: int, base:
     assert problem(name, devices, base).smallest().objective == sizes[0]
 
 
-BASE = Recipe(global_batch=16)
+BASE = Execution(global_batch=16)
 
 
 def test_a_search_that_ends_early_has_a_bound() -> None:
@@ -81,7 +83,7 @@ def test_a_search_that_ends_early_has_a_bound() -> None:
     whole = problem("dense", 4, BASE).best()
     nothing = problem("dense", 4, BASE).best(ceiling=Ceiling.within(0.0))
     assert (nothing.recipe, nothing.is_complete, nothing.was_cut) == (None, False, True)
-    known = Recipe(data=4, global_batch=16)
+    known = Execution(data=4, global_batch=16)
     early = problem("dense", 4, BASE).best(ceiling=Ceiling.within(0.0), known=known)
     assert (early.recipe, early.is_complete, early.was_cut) == (known, False, True)
     assert not whole.was_cut

@@ -10,7 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 import autoshard
-from autoshard import Cluster, NotAvailableError, Plan, Recipe
+from autoshard import Cluster, NotAvailableError, Plan
+from autoshard.ir.execution import Execution
 from passes.driver.recipe_search import problem_of
 from passes.recipe_search.recipe_problem import RecipeProblem
 from passes.recipe_search.recipe_space import Only, RecipeSpace
@@ -31,7 +32,7 @@ def plan() -> Plan:
 def problem(cluster: Cluster, *, batch: int = 8, limit: float = 80e9, pinned: Only | None = None) -> RecipeProblem:
     """The search of `plan`, on any cluster."""
     return problem_of(
-        COUNTED, cluster, Recipe(global_batch=batch), int(limit), {"micro_batch": (1, 2), **(pinned or {})}
+        COUNTED, cluster, Execution(global_batch=batch), int(limit), {"micro_batch": (1, 2), **(pinned or {})}
     )
 
 
@@ -58,7 +59,7 @@ def test_a_recipe_that_will_do_is_the_first() -> None:
 @given(st.data(), st.sampled_from([FOUR, EIGHT]))
 def test_a_recipe_of_eight_devices_is_where_any_search_begins(data: st.DataObject, cluster: Cluster) -> None:
     """As it is where it will do; else with one like it, or with none; what it begins with fits."""
-    recipes = list(RecipeSpace(COUNTED, 8, Recipe(global_batch=8)).recipes())
+    recipes = list(RecipeSpace(COUNTED, 8, Execution(global_batch=8)).recipes())
     before, limit = data.draw(st.sampled_from(recipes)), data.draw(st.sampled_from([80e9, 3e6, 1.0]))
     here = problem(cluster, limit=limit)
     known = known_recipe(here, before)
@@ -71,7 +72,7 @@ def test_a_recipe_of_eight_devices_is_where_any_search_begins(data: st.DataObjec
 
 def test_a_faster_recipe_from_elsewhere_is_kept() -> None:
     """One that the search does not look at; no bound is above it."""
-    whole = problem_of(COUNTED, FOUR, Recipe(global_batch=8), int(80e9), {}).best()
+    whole = problem_of(COUNTED, FOUR, Execution(global_batch=8), int(80e9), {}).best()
     slow = {"recompute": ("full",)}
     found, _ = problem(FOUR, pinned=slow).best_of_all(known=whole.recipe)
     assert (found.recipe, found.objective, found.lower_bound) == (whole.recipe, whole.objective, whole.objective)
@@ -90,7 +91,7 @@ def test_known_recipes_that_time_ran_out_for_are_no_baselines() -> None:
 def test_constraints_are_kept() -> None:
     """A recipe without a pipeline, where one is asked for."""
     here = problem(FOUR, pinned={"pipeline": (2,)})
-    known = known_recipe(here, Recipe(data=4, zero=1))
+    known = known_recipe(here, Execution(data=4, zero=1))
     assert known is not None
     assert (known.pipeline, known.zero) == (2, 1)
 
@@ -104,7 +105,7 @@ def test_what_a_search_cannot_begin_with_is_refused() -> None:
     for other, message in (
         ({}, "is of a recipe; pass global_batch="),
         (
-            {"recipe": Recipe(data=4), "global_batch": 8, "runtime": "megatron"},
+            {"recipe": Execution(data=4), "global_batch": 8, "runtime": "megatron"},
             "recipe= is priced as it is: leave one out",
         ),
     ):

@@ -5,15 +5,16 @@ from __future__ import annotations
 import sympy
 import torch
 
-import autoshard
-from autoshard import Cluster, Plan, Recipe
+from autoshard import Cluster, Plan
+from autoshard.ir.execution import Execution
+from passes.driver.pricing import price_execution
 from tests.passes.decoders import Decoder
 
 
-def price_of(recipe: Recipe, length: int, model: Decoder) -> Plan:
+def price_of(recipe: Execution, length: int, model: Decoder) -> Plan:
     """A recipe's plan, a price alone."""
     one = torch.zeros(1, length, dtype=torch.int64, device="meta")
-    return autoshard.price(model, Cluster("h100_sxm", 1, recipe.devices), recipe, example_inputs=(one, one))
+    return price_execution(model, Cluster("h100_sxm", 1, recipe.devices), recipe, (one, one))
 
 
 def value_of(plan: Plan, name: str, **sizes: int) -> sympy.Expr:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from autoshard import Recipe
+from autoshard.ir.execution import Execution
 from tests.passes.decoders import dense
 from tests.passes.recipes.formula_values import price_of, value_of
 
@@ -15,7 +15,7 @@ def test_stages_hand_on_parts_and_gather_those_that_are_no_whole_sequence() -> N
     handed_on = 2 * micro_batches * 2 * length * 64 * (stages - 1) // stages  # in bfloat16
     sizes = {"batch": micro_batches, "micro_batch": 1, "sequence": length, "layers": 2, "data": 1, "tensor": tensor}
     for is_split in (False, True):
-        base = Recipe(tensor=tensor, sequence_parallel=is_split, global_batch=micro_batches)
+        base = Execution(tensor=tensor, sequence_parallel=is_split, global_batch=micro_batches)
         whole = price_of(base, length, model)
         piped = price_of(dataclasses.replace(base, pipeline=stages, schedule="1F1B"), length, model)
         assert value_of(piped, "communication_bytes_pipeline", pipeline=stages, **sizes) == handed_on // tensor

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from autoshard import Cluster, Recipe
-from autoshard.ir.runtime import RUNTIMES
+from autoshard import Cluster
+from autoshard.ir.execution import Execution
 from cost_models.streams import measured_slowdown
 from passes.recipes.own_runtime import (
     bucket_count,
@@ -22,11 +22,12 @@ from passes.recipes.own_runtime import (
     step_model,
     update_bytes,
 )
-from passes.sections.price_sections import Traffic
+from passes.sections.price_sections import AxisTraffic
 from passes.sections.propagate_axis import MoveKind
+from tests.passes.executions import under
 
 H100S, CPUS = Cluster("h100_sxm", 1, 8), Cluster("cpu_laptop", 1, 4)
-RECIPE = own_runtime(H100S).executes(Recipe(data=8, global_batch=16, micro_batch=2))
+RECIPE = Execution(runtime=own_runtime(H100S), data=8, global_batch=16, micro_batch=2)
 IN_PARTS = replace(RECIPE, micro_batch=1)
 
 
@@ -35,20 +36,14 @@ def test_kernels_take_what_they_take_alone() -> None:
     model = step_model(RECIPE, H100S)
     assert (model.matmul_slowdown, model.network_slowdown, model.follows_power) == (1.0, 1.0, False)
     assert model.interference == measured_slowdown()
-    assert step_model(replace(RECIPE, compiled=False), H100S).follows_power
+    assert step_model(under(RECIPE, compiled=False), H100S).follows_power
 
 
 def test_nothing_overlaps_on_the_cpus_of_one_machine() -> None:
     """Communication keeps them as busy as computation does."""
-    recipe = own_runtime(CPUS).executes(Recipe(data=4))
-    assert not any((recipe.overlap_gradients, recipe.overlap_parameters, recipe.overlap_tensor))
-    assert step_model(recipe, CPUS).interference == 0.0
-
-
-def test_another_runtime_executes_a_recipe_of_ours_its_own_way() -> None:
-    """A recipe that was searched for `compile` can be priced for Megatron-LM."""
-    recipe = RUNTIMES["megatron"].executes(RECIPE)
-    assert (recipe.compiled, recipe.fused) == (False, True)
+    runtime = own_runtime(CPUS)
+    assert not any((runtime.overlap_gradients, runtime.overlap_parameters, runtime.overlap_tensor))
+    assert step_model(Execution(runtime=runtime, data=4), CPUS).interference == 0.0
 
 
 @pytest.mark.parametrize(("mib", "count"), [(0.5, 1), (4, 1), (8, 2), (32, 8), (640, 10)])
@@ -67,13 +62,13 @@ def test_parameters_are_cast_once_per_step_and_gradients_each_time() -> None:
     """Nothing is where products read parameters as they lie."""
     assert casts(RECIPE) == 2
     assert casts(IN_PARTS) == 1.5
-    assert casts(replace(RECIPE, master_weights=False)) == 0
+    assert casts(under(RECIPE, master_weights=False)) == 0
 
 
 def test_blocks_that_are_computed_again_send_less() -> None:
     """No sum that nothing reads, and no gathering for products, whose weights' gradients read it again anyway."""
-    gathers, sums = (Traffic("tensor", kind, 8, has_weight=True) for kind in (MoveKind.GATHER, MoveKind.SCATTER))
-    around = Traffic("context", MoveKind.GATHER, 8, has_weight=False)
+    gathers, sums = (AxisTraffic("tensor", kind, 8, has_weight=True) for kind in (MoveKind.GATHER, MoveKind.SCATTER))
+    around = AxisTraffic("context", MoveKind.GATHER, 8, has_weight=False)
     assert sent_again((gathers, around, sums, gathers, sums)) == (around, sums)
     assert sent_again((around,)) == (around,)
     assert sent_again(()) == ()
@@ -91,12 +86,17 @@ def test_gradients_of_one_micro_batch_lie_where_activations_lay() -> None:
 def test_parameters_lie_in_float32_beside_what_products_read() -> None:
     """Copies in 16 bits go where ZeRO-3 gathers them, or blocks are computed again; without masters there are none."""
     parameters = [
-        state_bytes(1, 8, replace(RECIPE, **changed))["parameters"]
-        for changed in ({}, {"recompute": "full"}, {"zero": 3}, {"master_weights": False})
+        state_bytes(1, 8, recipe)["parameters"]
+        for recipe in (
+            RECIPE,
+            replace(RECIPE, recompute="full"),
+            replace(RECIPE, zero=3),
+            under(RECIPE, master_weights=False),
+        )
     ]
     assert parameters == [6, 4, 0.5, 2]
     assert update_bytes(RECIPE) == 28
-    assert update_bytes(replace(RECIPE, master_weights=False)) == 14
+    assert update_bytes(under(RECIPE, master_weights=False)) == 14
 
 
 def test_what_is_cast_added_and_copied_is_counted() -> None:

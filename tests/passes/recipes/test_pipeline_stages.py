@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from autoshard import Recipe, RecipeError
-from cost_models.schedule_orders import SCHEDULES
+from autoshard import RecipeError
+from autoshard.ir.execution import Execution
+from cost_models.schedule_orders import SCHEDULES, rank_orders
 from cost_models.stages import Pipeline, StageTimes
-from passes.recipes.pipeline_stages import in_flight, rank_sections, run_stages, share_out
-from tests.cost_models.simulated_pipelines import simulate_pipeline
+from passes.recipes.pipeline_stages import even_blocks, in_flight, rank_sections, run_stages, share_out
+from tests.cost_models.simulated_pipelines import peak_in_flight, simulate_pipeline
+from tests.passes.executions import under
 
 
 def test_blocks_are_shared_out_evenly_and_ends_lie_at_the_ends() -> None:
     """The first stage has what comes before the blocks, the last what comes after."""
-    stages = share_out(("b",) * 10, Recipe(pipeline=4))
+    stages = share_out(("b",) * 10, Execution(pipeline=4))
     assert [dict(stage.sections).get("b") for stage in stages] == [2, 3, 3, 2]
     assert stages[0].sections[0] == ("before", 1)
     assert stages[-1].sections[-1] == ("after", 1)
@@ -21,16 +23,16 @@ def test_blocks_are_shared_out_evenly_and_ends_lie_at_the_ends() -> None:
 
 def test_ends_count_as_blocks_where_they_are_split() -> None:
     """Seventy blocks on twelve stages are five on the first and the last, and six between."""
-    stages = share_out(("b",) * 70, Recipe(pipeline=12, split_ends=True))
+    stages = share_out(("b",) * 70, Execution(pipeline=12, stage_layers=even_blocks(70, 12, split_ends=True)))
     assert [dict(stage.sections)["b"] for stage in stages] == [5, *[6] * 10, 5]
 
 
 def test_given_counts_are_kept() -> None:
     """And must be as many as there are blocks."""
-    stages = share_out(("b",) * 5, Recipe(pipeline=2, stage_blocks=(4, 1)))
+    stages = share_out(("b",) * 5, Execution(pipeline=2, stage_layers=(4, 1)))
     assert [dict(stage.sections)["b"] for stage in stages] == [4, 1]
     with pytest.raises(RecipeError, match="shares out 5 blocks; the model has 6"):
-        share_out(("b",) * 6, Recipe(pipeline=2, stage_blocks=(4, 1)))
+        share_out(("b",) * 6, Execution(pipeline=2, stage_layers=(4, 1)))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +41,7 @@ def test_given_counts_are_kept() -> None:
 )
 def test_ranks_have_the_stages_that_their_schedule_gives_them(schedule: str, first: list[int]) -> None:
     """Looped, or as a V: then the first rank has the last stage too."""
-    recipe = Recipe(pipeline=4, virtual_stages=2, schedule=schedule, stage_blocks=(1,) * 8)
+    recipe = Execution(pipeline=4, virtual_stages=2, schedule=schedule, stage_layers=(1,) * 8)
     stages = share_out([f"block {index}" for index in range(8)], recipe)
     inside = [f"block {index}" for index in first]
     assert [name for name in rank_sections(stages, recipe)[0] if name.startswith("block")] == inside
@@ -50,16 +52,19 @@ def test_ranks_have_the_stages_that_their_schedule_gives_them(schedule: str, fir
 def test_long_pipelines_take_what_they_take_in_a_simulation(schedule: str, overlaps: bool) -> None:
     """Every event of the step, one after the other, is the reference."""
     virtual = SCHEDULES[schedule].numbers_of_stages(2)[-1]
-    recipe = Recipe(pipeline=4, virtual_stages=virtual, schedule=schedule, global_batch=48, overlap_pipeline=overlaps)
+    recipe = under(
+        Execution(pipeline=4, virtual_stages=virtual, schedule=schedule, global_batch=48), overlap_pipeline=overlaps
+    )
     stages = [StageTimes(1.0 + index / 16, 1.25, 0.75, 0.125) for index in range(4 * virtual)]
     total_s, bubble_s = run_stages(stages, recipe)
     line = simulate_pipeline(Pipeline(schedule, stages, 48, virtual, overlap_sends=overlaps))
     assert total_s == pytest.approx(line.total_s)
     assert bubble_s == pytest.approx(line.bubble_s)
-    assert in_flight(recipe) == tuple(held / virtual for held in line.in_flight)
+    held = [peak_in_flight(order) for order in rank_orders(schedule, 4, 48, virtual)]
+    assert in_flight(recipe) == tuple(peak / virtual for peak in held)
 
 
 def test_micro_batches_that_a_schedule_does_not_take_are_refused() -> None:
     """The message says what it takes."""
     with pytest.raises(RecipeError, match="pipeline=4, virtual_stages=2: Interleaved1F1B on ranks=4 takes micro-b"):
-        run_stages([StageTimes(1.0, 1.0, 1.0)] * 8, Recipe(pipeline=4, virtual_stages=2, global_batch=9))
+        run_stages([StageTimes(1.0, 1.0, 1.0)] * 8, Execution(pipeline=4, virtual_stages=2, global_batch=9))

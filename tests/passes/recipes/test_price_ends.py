@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-from autoshard import Cluster, Recipe
+from autoshard import Cluster
+from autoshard.ir.execution import Execution
 from cost_models.step import StepModel
 from passes.recipes.own_runtime import own_runtime
 from passes.recipes.price_ends import RankLoad, broadcasts_time, end_times, exchange_times
 from passes.recipes.recipe_groups import pieces, recipe_groups
+from tests.passes.executions import under
 
 MODEL = StepModel()
 
 
-def _cluster(recipe: Recipe) -> Cluster:
+def _cluster(recipe: Execution) -> Cluster:
     return Cluster("h100_sxm", max(1, recipe.devices // 8), min(8, recipe.devices))
 
 
 def test_nothing_is_exchanged_among_one() -> None:
     """One replica has nothing to reduce or to gather."""
-    recipe = Recipe(zero=1)
+    recipe = Execution(zero=1)
     groups = recipe_groups(recipe, _cluster(recipe))
     assert exchange_times(1e9, 0.0, recipe, groups, _cluster(recipe), MODEL) == (0.0, 0.0)
 
 
 def test_smaller_pieces_take_longer() -> None:
     """Each collective has its own latency."""
-    few, many = (Recipe(data=64, bucket_bytes=size) for size in (10**9, 10**6))
+    few, many = (under(Execution(data=64), bucket_bytes=size) for size in (10**9, 10**6))
     groups = recipe_groups(few, _cluster(few))
     assert pieces(10**9, many, 8) == 1000
     often, seldom = (exchange_times(1e8, 0.0, each, groups, _cluster(few), MODEL)[0] for each in (many, few))
@@ -33,7 +35,7 @@ def test_smaller_pieces_take_longer() -> None:
 
 def test_whole_tensors_are_broadcast_by_as_many_ranks_as_there_are() -> None:
     """More ranks make the way around longer; beyond one tensor a rank, no more messages."""
-    narrow, wide = (Recipe(data=size, zero=1, whole_tensors=True) for size in (16, 64))
+    narrow, wide = (under(Execution(data=size, zero=1), whole_tensors=True) for size in (16, 64))
     few, many = (recipe_groups(recipe, _cluster(recipe)) for recipe in (narrow, wide))
     assert broadcasts_time(1e9, 1000, wide, many, MODEL) > broadcasts_time(1e9, 1000, narrow, few, MODEL)
     assert broadcasts_time(1e9, 64, wide, many, MODEL) == broadcasts_time(1e9, 1000, wide, many, MODEL)
@@ -42,7 +44,7 @@ def test_whole_tensors_are_broadcast_by_as_many_ranks_as_there_are() -> None:
 
 def test_gradients_are_reduced_over_both_axes_of_replicas() -> None:
     """Data and context, 2 x 8, are 16 replicas: as long as 16 of data, longer than 2, and than 8."""
-    recipes = [Recipe(data=2, context=8), Recipe(data=16), Recipe(data=2), Recipe(data=8)]
+    recipes = [Execution(data=2, context=8), Execution(data=16), Execution(data=2), Execution(data=8)]
     both, alone, *fewer = (
         exchange_times(1e9, 0.0, each, recipe_groups(each, _cluster(each)), _cluster(each), MODEL)[0]
         for each in recipes
@@ -53,7 +55,7 @@ def test_gradients_are_reduced_over_both_axes_of_replicas() -> None:
 
 def test_nothing_hides_the_gradients_that_are_made_last() -> None:
     """All others are reduced beside the backward."""
-    recipe = own_runtime(Cluster("h100_sxm", 1, 8)).executes(Recipe(data=8))
+    recipe = Execution(runtime=own_runtime(Cluster("h100_sxm", 1, 8)), data=8)
     groups, cluster = recipe_groups(recipe, _cluster(recipe)), _cluster(recipe)
     loads = [RankLoad(1e8, 0.0, 10, 1.0, 2.0, last=last) for last in (0.0, 5e7, 1e8)]
     none, half, all_s = (end_times(each, recipe, groups, cluster, StepModel())["gradient reduction"] for each in loads)
@@ -63,7 +65,7 @@ def test_nothing_hides_the_gradients_that_are_made_last() -> None:
 
 def test_whole_tensors_reduce_gradients_to_all() -> None:
     """An all-reduce in place of a reduce-scatter takes longer."""
-    scattered, whole = (Recipe(data=16, zero=1, whole_tensors=flag) for flag in (False, True))
+    scattered, whole = (under(Execution(data=16, zero=1), whole_tensors=flag) for flag in (False, True))
     groups = recipe_groups(whole, _cluster(whole))
     times = [exchange_times(1e9, 0.0, recipe, groups, _cluster(whole), MODEL)[0] for recipe in (scattered, whole)]
     assert times[0] < times[1]

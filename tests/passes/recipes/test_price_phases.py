@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from autoshard import Cluster, Recipe
+from autoshard import Cluster
+from autoshard.ir.execution import Execution
 from cost_models.hardware import node_type
 from cost_models.schedule_orders import SCHEDULES
 from cost_models.step import StepModel
@@ -16,8 +17,9 @@ from passes.recipes.pipeline_stages import share_out
 from passes.recipes.price_recipe import step_price
 from passes.recipes.recipe_groups import recipe_groups
 from passes.sections.fold_program import AFTER, BEFORE
-from passes.sections.price_sections import Busy, PhasePrice, SectionPrice, Traffic
+from passes.sections.price_sections import AxisTraffic, Busy, PhasePrice, SectionPrice
 from passes.sections.propagate_axis import MoveKind
+from tests.passes.executions import under
 
 SECONDS = st.sampled_from([1e-5, 0.0, 3e-5, 1e-4, 1e-3])
 COUNTS = st.sampled_from([40, 0, 4])
@@ -36,7 +38,7 @@ def phases(draw: st.DrawFn, *, is_backward: bool) -> PhasePrice:
         late = draw(SECONDS)
         rest += Busy(matmul_s=late, kernels=2, weight_gradient_s=late, weight_gradient_kernels=2)
     traffic = tuple(
-        Traffic(axis, draw(st.sampled_from([MoveKind.GATHER, MoveKind.REDUCE])), size, has_weight=True)
+        AxisTraffic(axis, draw(st.sampled_from([MoveKind.GATHER, MoveKind.REDUCE])), size, has_weight=True)
         for axis in ("tensor", "context", "expert")
         if (size := draw(st.sampled_from([10**7, 10**5, 0])))
     )
@@ -58,23 +60,24 @@ NAMED = ((None, 1), *((item.name, item.least_stages) for item in SCHEDULES.value
 
 
 @st.composite
-def recipes(draw: st.DrawFn) -> Recipe:
+def recipes(draw: st.DrawFn) -> Execution:
     """One that keeps or recomputes, shards, sends beside computation or not, with any schedule."""
     schedule, virtual = draw(st.sampled_from(NAMED))
     data, tensor, context, turns = (draw(st.sampled_from(sizes)) for sizes in ([1, 2], [1, 2], [1, 2], [4, 8]))
     is_replicated = data * context > 1
     micro_batch = draw(st.integers(1, 2))
-    recipe = Recipe(
+    recipe = Execution(
         data=data, tensor=tensor, context=context, pipeline=2 if schedule else 1, schedule=schedule,
         virtual_stages=virtual, micro_batch=micro_batch, global_batch=micro_batch * data * turns,
         expert=draw(st.integers(1, 2)) if is_replicated else 1, zero=draw(st.integers(0, 3)) if is_replicated else 0,
-        recompute=draw(st.sampled_from(["none", "selective", "full"])), early_stop=draw(st.booleans()),
+        recompute=draw(st.sampled_from(["none", "selective", "full"])),
         offload=draw(st.sampled_from(["none", "none", "activations"])),
+    )  # fmt: skip
+    return under(
+        recipe,
+        early_stop=draw(st.booleans()),
         cuda_graph=draw(st.sampled_from([False, False, True])),
         blocking_launches=draw(st.sampled_from([False, False, True])),
-    )  # fmt: skip
-    return dataclasses.replace(
-        recipe,
         compiled=draw(st.booleans()),
         overlap_gradients=draw(st.booleans()),
         overlap_parameters=draw(st.booleans()),
@@ -84,7 +87,7 @@ def recipes(draw: st.DrawFn) -> Recipe:
     )
 
 
-def _seconds(prices: Mapping[str, SectionPrice], recipe: Recipe, model: StepModel) -> float:
+def _seconds(prices: Mapping[str, SectionPrice], recipe: Execution, model: StepModel) -> float:
     nodes = max(1, recipe.devices // 4)
     cluster = Cluster(NODE, nodes, recipe.devices // nodes)
     groups = recipe_groups(recipe, cluster)
@@ -98,7 +101,7 @@ def _small() -> SectionPrice:
     """A section whose host issues slower than its device computes, with a collective over `tensor` in the backward."""
     sizes = dict.fromkeys(("saved_bytes", "core_bytes", "entering_bytes", "workspace_bytes", "expert_parameters"), 0)
     late = Busy(matmul_s=1e-5, kernels=1, weight_gradient_s=1e-5, weight_gradient_kernels=1)
-    busy, traffic = Busy(matmul_s=1e-5, kernels=40), Traffic("tensor", MoveKind.REDUCE, 10**7, has_weight=True)
+    busy, traffic = Busy(matmul_s=1e-5, kernels=40), AxisTraffic("tensor", MoveKind.REDUCE, 10**7, has_weight=True)
     forward, backward = PhasePrice(busy, Busy(), Busy(), ()), PhasePrice(busy + late, Busy(), Busy(), (traffic,))
     return SectionPrice(**sizes, parameters=0, tensors=4, matrices=2, forward=forward, backward=backward)
 
@@ -106,8 +109,8 @@ def _small() -> SectionPrice:
 SMALL = dict.fromkeys((BEFORE, "layers:0", AFTER), _small())
 
 
-@example(SMALL, Recipe(tensor=2, global_batch=8), 0.5)
-@example(SMALL, Recipe(tensor=2, global_batch=8, pipeline=2, schedule="InterleavedZeroBubble"), 0.5)
+@example(SMALL, Execution(tensor=2, global_batch=8), 0.5)
+@example(SMALL, Execution(tensor=2, global_batch=8, pipeline=2, schedule="InterleavedZeroBubble"), 0.5)
 @settings(max_examples=60)
 @given(
     st.fixed_dictionaries({name: sections() for name in (BEFORE, "layers:0", AFTER)}),
@@ -115,7 +118,7 @@ SMALL = dict.fromkeys((BEFORE, "layers:0", AFTER), _small())
     st.sampled_from([0.5, 0.9, 0.99]),
 )
 def test_no_step_is_longer_where_a_part_is_faster(
-    prices: Mapping[str, SectionPrice], recipe: Recipe, factor: float
+    prices: Mapping[str, SectionPrice], recipe: Execution, factor: float
 ) -> None:
     """Products, attention, other kernels, links in nodes and between them; rounding apart."""
     as_it_is = _seconds(prices, recipe, StepModel())

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from autoshard import Cluster, Recipe
+from autoshard import Cluster
+from autoshard.ir.execution import Execution
 from cost_models.collectives import all_gather_time
 from cost_models.step import StepModel
 from passes.recipes.pipeline_stages import share_out
@@ -22,17 +23,18 @@ from passes.recipes.price_recipe import (
 )
 from passes.recipes.recipe_groups import recipe_groups
 from tests.passes.decoders import HIDDEN, SEQUENCE, priced_dense
+from tests.passes.executions import under
 
 MODEL = StepModel()
 PRICED = priced_dense(8)
 BLOCKS = PRICED.folded.blocks
 
 
-def _cluster(recipe: Recipe) -> Cluster:
+def _cluster(recipe: Execution) -> Cluster:
     return Cluster("h100_sxm", max(1, recipe.devices // 8), min(8, recipe.devices))
 
 
-def _seconds(recipe: Recipe, model: StepModel = MODEL) -> float:
+def _seconds(recipe: Execution, model: StepModel = MODEL) -> float:
     cluster = _cluster(recipe)
     prices = PRICED.section_prices(recipe, cluster)
     groups = recipe_groups(recipe, cluster)
@@ -41,25 +43,25 @@ def _seconds(recipe: Recipe, model: StepModel = MODEL) -> float:
 
 def test_a_micro_batch_more_takes_its_own_time() -> None:
     """Without a pipeline, time is linear in micro-batches but for the ends of the step."""
-    one, two, three = (_seconds(Recipe(micro_batch=2, global_batch=2 * count)) for count in (2, 3, 4))
+    one, two, three = (_seconds(Execution(micro_batch=2, global_batch=2 * count)) for count in (2, 3, 4))
     assert two - one == pytest.approx(three - two)
 
 
 @pytest.mark.parametrize("name", ["matmul_slowdown", "attention_slowdown", "memory_slowdown", "fabric_slowdown"])
 def test_slower_parts_make_slower_steps(name: str) -> None:
     """Each factor of the step model is felt where its part is."""
-    recipe = Recipe(tensor=4, micro_batch=8192)
+    recipe = Execution(tensor=4, micro_batch=8192)
     assert _seconds(recipe, StepModel(**{name: 3.0})) > _seconds(recipe)
 
 
 def test_the_host_bounds_small_kernels_unless_a_graph_is_captured() -> None:
     """A tiny model takes what issuing its kernels takes."""
-    assert _seconds(Recipe(cuda_graph=True)) < 0.6 * _seconds(Recipe())
+    assert _seconds(under(Execution(), cuda_graph=True)) < 0.6 * _seconds(Execution())
 
 
 def test_a_part_that_is_handed_on_is_gathered_unless_the_next_stage_reads_parts() -> None:
     """Tensor ranks send a part of a block's input each; with sequence parallelism the next stage has the same part."""
-    whole = Recipe(tensor=4, pipeline=2, micro_batch=64)
+    whole = Execution(tensor=4, pipeline=2, micro_batch=64)
     split = dataclasses.replace(whole, sequence_parallel=True)
     cluster = _cluster(whole)
     groups = recipe_groups(whole, cluster)
@@ -70,8 +72,11 @@ def test_a_part_that_is_handed_on_is_gathered_unless_the_next_stage_reads_parts(
 
 def test_early_stop_saves_the_last_product() -> None:
     """It lies between no recomputation and all of it."""
-    recipes = [Recipe(micro_batch=64, recompute="none"), Recipe(micro_batch=64, recompute="full", early_stop=True)]
-    recipes.append(dataclasses.replace(recipes[1], early_stop=False))
+    recipes = [
+        Execution(micro_batch=64, recompute="none"),
+        under(Execution(micro_batch=64, recompute="full"), early_stop=True),
+    ]
+    recipes.append(under(recipes[1], early_stop=False))
     none, early, full = map(_seconds, recipes)
     assert none < early < full
 
@@ -79,7 +84,7 @@ def test_early_stop_saves_the_last_product() -> None:
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_copies_to_the_host_run_beside_a_blocks_own_work(recompute: str) -> None:
     """Of what it keeps, there and back; the step is longer by what they slow down, or leave to wait for."""
-    recipe = Recipe(micro_batch=64, recompute=recompute, cuda_graph=True)
+    recipe = under(Execution(micro_batch=64, recompute=recompute), cuda_graph=True)
     away = dataclasses.replace(recipe, offload="activations")
     cluster = _cluster(recipe)
     prices = PRICED.section_prices(recipe, cluster)
@@ -98,22 +103,22 @@ def test_copies_to_the_host_run_beside_a_blocks_own_work(recompute: str) -> None
 
 def test_overlap_hides_communication() -> None:
     """Of gradients and of tensor collectives."""
-    base = Recipe(data=8, tensor=8, micro_batch=16)
-    apart = dataclasses.replace(base, overlap_gradients=False, overlap_tensor=False, overlap_parameters=False)
+    base = Execution(data=8, tensor=8, micro_batch=16)
+    apart = under(base, overlap_gradients=False, overlap_tensor=False, overlap_parameters=False)
     hidden, shown = map(_seconds, (base, apart))
     assert hidden < shown
 
 
 def test_gradients_are_summed_only_over_several_micro_batches() -> None:
     """A single micro-batch's gradients need no sum."""
-    price = PRICED.section_prices(Recipe(), _cluster(Recipe()))["layers:0"]
-    assert accumulation_bytes(price, Recipe()) == 0
-    assert accumulation_bytes(price, Recipe(global_batch=2)) == 10 * price.parameters
+    price = PRICED.section_prices(Execution(), _cluster(Execution()))["layers:0"]
+    assert accumulation_bytes(price, Execution()) == 0
+    assert accumulation_bytes(price, Execution(global_batch=2)) == 10 * price.parameters
 
 
 def test_selective_recomputation_repeats_attentions_core_only() -> None:
     """Fused attention has none: it keeps no scores."""
-    recipe = Recipe(recompute="selective")
+    recipe = Execution(recompute="selective")
     cluster = _cluster(recipe)
     price = PRICED.section_prices(recipe, cluster)["layers:0"]
     times = section_time(price, recipe, recipe_groups(recipe, cluster), cluster, MODEL, is_block=True)
@@ -123,7 +128,7 @@ def test_selective_recomputation_repeats_attentions_core_only() -> None:
 def test_blocking_launches_add_the_host_to_the_device() -> None:
     """The host's time of every kernel is on the way, whether kernels are long or short."""
     for micro_batch in (1, 8192):
-        free, blocking = (Recipe(micro_batch=micro_batch, blocking_launches=flag) for flag in (False, True))
+        free, blocking = (under(Execution(micro_batch=micro_batch), blocking_launches=flag) for flag in (False, True))
         assert _seconds(blocking) > _seconds(free)
 
 
@@ -133,7 +138,7 @@ def test_listing_costs_host_time_for_every_rank_and_matrix() -> None:
     def extra(data: int) -> float:
         times = []
         for listed in (False, True):
-            recipe = Recipe(data=data, zero=3, listed_collectives=listed)
+            recipe = under(Execution(data=data, zero=3), listed_collectives=listed)
             cluster = _cluster(recipe)
             price = PRICED.section_prices(recipe, cluster)["layers:0"]
             times.append(sharded_time(price, recipe, recipe_groups(recipe, cluster), cluster, MODEL)[0])
@@ -145,7 +150,7 @@ def test_listing_costs_host_time_for_every_rank_and_matrix() -> None:
 def test_ranks_that_keep_shards_of_gradients_reduce_those_of_each_micro_batch() -> None:
     """ZeRO-2 with several micro-batches; with a single one it reduces once, as ZeRO-1 does."""
     for batch in (8, 64):
-        one, two = (Recipe(data=8, zero=zero, global_batch=batch, overlap_gradients=False) for zero in (1, 2))
+        one, two = (under(Execution(data=8, zero=zero, global_batch=batch), overlap_gradients=False) for zero in (1, 2))
         cluster = _cluster(one)
         groups = recipe_groups(two, cluster)
         prices = PRICED.section_prices(two, cluster).values()
@@ -156,7 +161,7 @@ def test_ranks_that_keep_shards_of_gradients_reduce_those_of_each_micro_batch() 
 def test_a_step_waits_for_gradients_once_or_for_each_micro_batch() -> None:
     """Not for both: what each micro-batch reduced is not reduced again at the end."""
     for zero, is_reduced in ((1, True), (2, False), (3, False)):
-        recipe = Recipe(data=8, zero=zero, global_batch=64)
+        recipe = Execution(data=8, zero=zero, global_batch=64)
         cluster = _cluster(recipe)
         reduce_s, _ = exchange_times(1e9, 1e9, recipe, recipe_groups(recipe, cluster), cluster, MODEL)
         assert (reduce_s > 0) == is_reduced
@@ -164,9 +169,9 @@ def test_a_step_waits_for_gradients_once_or_for_each_micro_batch() -> None:
 
 def test_recomputed_products_count_as_products() -> None:
     """They draw power as the first ones do."""
-    price = PRICED.section_prices(Recipe(), _cluster(Recipe()))
+    price = PRICED.section_prices(Execution(), _cluster(Execution()))
     plain, again = (
         products_time(price, share_out(BLOCKS, recipe), recipe, MODEL)
-        for recipe in (Recipe(), Recipe(recompute="full"))
+        for recipe in (Execution(), Execution(recompute="full"))
     )
     assert plain < again < 2 * plain

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from autoshard import Cluster, Recipe
+from autoshard import Cluster
+from autoshard.ir.execution import Execution
 from cost_models.step import StepModel
 from passes.recipes.pipeline_stages import share_out
 from passes.recipes.price_memory import memory_price
@@ -17,14 +18,15 @@ from passes.recipes.price_recipe import sharded_time, step_price
 from passes.recipes.recipe_groups import recipe_groups, sorting_time, traffic_time
 from passes.recipes.recipe_plan import predict_recipe
 from passes.sections.price_model import PricedModel
-from passes.sections.price_sections import Traffic
+from passes.sections.price_sections import AxisTraffic
 from passes.sections.propagate_axis import MoveKind
 from tests.benchmarks.experts import Experts, MixtureOfExperts
 from tests.passes.decoders import Decoder, folded, priced_sparse
+from tests.passes.executions import under
 
 MODEL = StepModel()
 PRICED = priced_sparse()
-RECIPE = Recipe(data=4, expert=4, micro_batch=4096)
+RECIPE = Execution(data=4, expert=4, micro_batch=4096)
 CLUSTER = Cluster("h100_sxm", 1, 4)
 
 
@@ -39,13 +41,13 @@ class Beside(nn.Module):
         return x + self.inner(x)
 
 
-def _seconds(recipe: Recipe) -> float:
+def _seconds(recipe: Execution) -> float:
     prices = PRICED.section_prices(recipe, CLUSTER)
     stages = share_out(PRICED.folded.blocks, recipe)
     return step_price(prices, stages, recipe, recipe_groups(recipe, CLUSTER), CLUSTER, MODEL).time_s
 
 
-def _exchanges(recipe: Recipe) -> list[Traffic]:
+def _exchanges(recipe: Execution) -> list[AxisTraffic]:
     prices = PRICED.section_prices(recipe, CLUSTER).values()
     phases = (phase for price in prices for phase in (price.forward, price.backward))
     return [item for phase in phases for item in phase.traffic if item.axis == "expert"]
@@ -58,7 +60,7 @@ def test_tokens_count_once_for_each_of_their_experts() -> None:
 
 def test_experts_that_are_sharded_are_gathered() -> None:
     """Under ZeRO-3 ranks with the same experts hold a shard of them, and have two blocks' whole while they run."""
-    recipe = Recipe(data=4, expert=2, zero=3)
+    recipe = Execution(data=4, expert=2, zero=3)
     groups = recipe_groups(recipe, CLUSTER)
     prices = PRICED.section_prices(recipe, CLUSTER)
     moe = max(prices.values(), key=lambda price: price.expert_parameters)
@@ -77,7 +79,7 @@ def test_experts_that_are_sharded_are_gathered() -> None:
 
 def test_a_merged_dispatch_sends_less_and_sorts_nothing() -> None:
     """Of two experts on four ranks, 1 in 4 pairs shares its rank; starts are not less."""
-    merged, groups = dataclasses.replace(RECIPE, merged_dispatch=True), recipe_groups(RECIPE, CLUSTER)
+    merged, groups = under(RECIPE, merged_dispatch=True), recipe_groups(RECIPE, CLUSTER)
     for item in _exchanges(RECIPE):
         apart, together = (traffic_time(item, recipe, groups, MODEL) for recipe in (RECIPE, merged))
         assert 0.875 * apart <= together < 0.95 * apart
@@ -87,14 +89,14 @@ def test_a_merged_dispatch_sends_less_and_sorts_nothing() -> None:
 
 def test_other_traffic_is_not_sorted() -> None:
     """Only tokens that were sent to experts are."""
-    item = Traffic("tensor", MoveKind.REDUCE, 2**20, has_weight=False)
+    item = AxisTraffic("tensor", MoveKind.REDUCE, 2**20, has_weight=False)
     assert sorting_time(item, RECIPE, CLUSTER, MODEL) == 0.0
 
 
 def test_separate_experts_launch_a_kernel_each() -> None:
     """With two experts on each of two ranks, each of their products is two kernels, which take no less."""
-    one = Recipe(data=2, expert=2, micro_batch=4096)
-    each = dataclasses.replace(one, separate_experts=True)
+    one = Execution(data=2, expert=2, micro_batch=4096)
+    each = under(one, separate_experts=True)
     cluster = Cluster("h100_sxm", 1, 2)
     together, apart = (PRICED.section_prices(recipe, cluster) for recipe in (one, each))
     for name, price in together.items():
@@ -107,7 +109,7 @@ def test_separate_experts_launch_a_kernel_each() -> None:
 
 def test_one_micro_batch_has_no_other_to_hide_its_exchanges() -> None:
     """Exchanges of one run beside computation of another."""
-    hidden = dataclasses.replace(RECIPE, overlap_expert=True)
+    hidden = under(RECIPE, overlap_expert=True)
     assert _seconds(hidden) == _seconds(RECIPE)
     several = {"micro_batch": 1024, "global_batch": 4 * 4096}
     assert _seconds(dataclasses.replace(hidden, **several)) < _seconds(dataclasses.replace(RECIPE, **several))
@@ -139,7 +141,7 @@ def test_recomputing_the_units_of_experts_costs_them_again_and_keeps_less() -> N
     with torch.device("meta"):
         layers = [MixtureOfExperts(64, Experts(4, 2, 64, 0, 0, biased=True), None) for _ in range(2)]
         priced = PricedModel(folded(Decoder([*map(Beside, layers)]).bfloat16()))
-    none = dataclasses.replace(RECIPE, recompute_modules="act")
+    none = under(RECIPE, recompute_modules="act")
     recipes = [dataclasses.replace(none, recompute=name) for name in ("none", "selective", "full")]
     steps = [predict_recipe(priced.counted, recipe, CLUSTER, MODEL) for recipe in recipes]
     assert steps[0].step_time_s < steps[1].step_time_s < steps[2].step_time_s

@@ -8,17 +8,18 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard import Recipe
+from autoshard.ir.execution import Execution
 from cost_models.hardware import Cluster, node_type
 from cost_models.step import StepModel
 from passes.recipes.recipe_plan import predict_recipe
 from tests.passes.decoders import priced_dense
+from tests.passes.executions import under
 
 PRICED = priced_dense(8)
 
 
 @st.composite
-def _recipes(draw: Any) -> Recipe:
+def _recipes(draw: Any) -> Execution:
     """Up to 32 devices, with and without overlap, ZeRO, pipelines and recomputation."""
     data, tensor, pipeline = (
         draw(st.sampled_from([1, 2, 4])),
@@ -27,7 +28,7 @@ def _recipes(draw: Any) -> Recipe:
     )
     micro_batch = draw(st.sampled_from([1, 64]))
     flags = {name: draw(st.booleans()) for name in ("overlap_gradients", "overlap_parameters", "overlap_tensor")}
-    return Recipe(
+    recipe = Execution(
         data=data,
         tensor=tensor,
         pipeline=pipeline,
@@ -36,11 +37,11 @@ def _recipes(draw: Any) -> Recipe:
         recompute=draw(st.sampled_from(["none", "full"])),
         micro_batch=micro_batch,
         global_batch=micro_batch * data * draw(st.sampled_from([1, 4])),
-        **flags,
     )
+    return under(recipe, **flags)
 
 
-def _seconds(recipe: Recipe, kind: Any) -> float:
+def _seconds(recipe: Execution, kind: Any) -> float:
     per_node = min(4, recipe.devices)
     cluster = Cluster(kind, nodes=recipe.devices // per_node, devices_per_node=per_node)
     return predict_recipe(PRICED.counted, recipe, cluster, StepModel()).step_time_s
@@ -50,7 +51,7 @@ def _seconds(recipe: Recipe, kind: Any) -> float:
 @given(
     _recipes(), st.sampled_from(["h100_sxm", "a100_sxm_40gb"]), st.sampled_from(["intra", "inter"]), st.floats(1, 100)
 )
-def test_a_faster_link_never_slows_a_recipe(recipe: Recipe, node: str, level: str, factor: float) -> None:
+def test_a_faster_link_never_slows_a_recipe(recipe: Execution, node: str, level: str, factor: float) -> None:
     """Neither in the node nor between nodes."""
     kind = node_type(node)
     faster = dataclasses.replace(kind, **{level: getattr(kind, level).scaled(factor)})

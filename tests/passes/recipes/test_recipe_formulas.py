@@ -10,7 +10,8 @@ import pytest
 import sympy
 import torch
 
-from autoshard import Cluster, FormulaError, Mesh, P, Plan, Recipe
+from autoshard import Cluster, FormulaError, Mesh, P, Plan
+from autoshard.ir.execution import Execution
 from autoshard.tracing import trace
 from passes.driver.plan_and_lower import plan_program
 from passes.driver.plan_options import PlanOptions
@@ -19,14 +20,15 @@ from passes.recipes.price_recipe import model_flops
 from passes.sections.price_model import PricedModel
 from tests.passes.counting import numeric_counts
 from tests.passes.decoders import Decoder, dense, sparse
+from tests.passes.executions import under
 from tests.passes.recipes.formula_values import price_of, value_of
 
 RECIPES = (
-    Recipe(data=2, tensor=2, sequence_parallel=True, micro_batch=2, global_batch=16, gradient_dtype="bf16"),
-    Recipe(data=2, zero=1, recompute="full", micro_batch=2, global_batch=8),
-    Recipe(data=4, zero=3, recompute="selective"),
-    Recipe(data=2, context=2, zero=2),
-    Recipe(data=4, zero=2, global_batch=16, recompute="selective"),
+    under(Execution(data=2, tensor=2, sequence_parallel=True, micro_batch=2, global_batch=16), gradient_dtype="bf16"),
+    Execution(data=2, zero=1, recompute="full", micro_batch=2, global_batch=8),
+    Execution(data=4, zero=3, recompute="selective"),
+    Execution(data=2, context=2, zero=2),
+    Execution(data=4, zero=2, global_batch=16, recompute="selective"),
 )
 SIZES = ((1, 16, 3), (3, 24, 5), (2, 32, 8))
 """Micro-batch, sequence and layers."""
@@ -34,7 +36,7 @@ SIZES = ((1, 16, 3), (3, 24, 5), (2, 32, 8))
 
 @pytest.mark.sample(1)
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: f"zero{recipe.zero}-{recipe.recompute}")
-def test_substituted_equals_priced(recipe: Recipe) -> None:
+def test_substituted_equals_priced(recipe: Execution) -> None:
     """A formula made once, at other sizes, is what pricing those sizes counts."""
     plan = price_of(recipe, 16, dense(4))
     for micro_batch, length, depth in SIZES:
@@ -66,7 +68,7 @@ def _priced(model: Decoder, length: int) -> PricedModel:
 
 def test_data_parallel_gradients_travel_as_an_all_reduce() -> None:
     """Twice (n - 1) / n of the gradients' bytes; nothing for one replica."""
-    plan = price_of(Recipe(data=4), 16, dense(4))
+    plan = price_of(Execution(data=4), 16, dense(4))
     data = sympy.Symbol("data")
     wanted = 2 * plan.formula("gradient_bytes") * (data - 1) / data
     assert sympy.simplify(plan.formula("communication_bytes") - wanted) == 0
@@ -82,7 +84,7 @@ def test_data_parallel_gradients_are_what_the_program_of_the_layout_sends() -> N
     plan = plan_program(program, mesh, cluster, PlanOptions(constraints=constraints, with_baselines=False))
     sent = numeric_counts.sent_bytes(lower_program(program, plan, cluster))["data"]
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    recipe = Recipe(data=4, micro_batch=batch // 4, gradient_dtype="bf16")
+    recipe = under(Execution(data=4, micro_batch=batch // 4), gradient_dtype="bf16")
     sizes = {"batch": batch, "micro_batch": batch // 4, "sequence": 16, "layers": 4, "data": 4, "tensor": 1}
     assert float(value_of(price_of(recipe, 16, model), "communication_bytes", **sizes)) == pytest.approx(sent, rel=0.01)
 
@@ -90,7 +92,7 @@ def test_data_parallel_gradients_are_what_the_program_of_the_layout_sends() -> N
 def test_sharded_gradients_travel_for_every_micro_batch() -> None:
     """Under ZeRO-2 they are reduced and scattered as often as there are micro-batches, parameters gathered once."""
     model = dense(4)
-    often, once = (price_of(Recipe(data=4, zero=2, global_batch=batch), 16, model) for batch in (12, 4))
+    often, once = (price_of(Execution(data=4, zero=2, global_batch=batch), 16, model) for batch in (12, 4))
     sizes = {"data": 4, "micro_batch": 1, "sequence": 16, "layers": 4}
     sent = [value_of(plan, "communication_bytes", batch=batch, **sizes) for plan, batch in ((often, 12), (once, 4))]
     gradients = 4 * sum(item.numel() for item in model.parameters())
@@ -99,14 +101,14 @@ def test_sharded_gradients_travel_for_every_micro_batch() -> None:
 
 def test_kinds_of_blocks_have_symbols_of_their_own() -> None:
     """A model of dense and sparse blocks."""
-    plan = price_of(Recipe(data=4, expert=2), 16, sparse())
+    plan = price_of(Execution(data=4, expert=2), 16, sparse())
     symbols = {str(symbol) for symbol in plan.formula("parameters").free_symbols}
     assert symbols == {"layers_0", "layers_1"}
 
 
 def test_names_that_do_not_exist_are_refused_with_those_that_do() -> None:
     """Formulas, and symbols to hold fixed."""
-    plan = price_of(Recipe(data=2), 16, dense(4))
+    plan = price_of(Execution(data=2), 16, dense(4))
     with pytest.raises(FormulaError, match=r"no formula 'flops'\. There are step_flops, .*communication_bytes_data"):
         plan.formula("flops")
     with pytest.raises(FormulaError, match=r"names 'depth'; the symbols are batch, micro_batch, sequence, layers"):
@@ -115,7 +117,7 @@ def test_names_that_do_not_exist_are_refused_with_those_that_do() -> None:
 
 def test_plans_without_a_model_say_so(tmp_path: Any) -> None:
     """From a file, or from another process."""
-    plan = price_of(Recipe(data=2), 16, dense(4))
+    plan = price_of(Execution(data=2), 16, dense(4))
     plan.save(tmp_path / "plan.json")
     for other in (Plan.load(tmp_path / "plan.json"), pickle.loads(pickle.dumps(plan))):
         with pytest.raises(FormulaError, match="no model at hand"):
@@ -124,6 +126,6 @@ def test_plans_without_a_model_say_so(tmp_path: Any) -> None:
 
 def test_bytes_of_a_merged_dispatch_are_refused() -> None:
     """They are an expectation over routings, not a count."""
-    plan = price_of(Recipe(data=4, expert=4, merged_dispatch=True), 16, sparse())
+    plan = price_of(under(Execution(data=4, expert=4), merged_dispatch=True), 16, sparse())
     with pytest.raises(FormulaError, match="merged_dispatch=False"):
         plan.formula("communication_bytes_expert")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 import autoshard
-from autoshard import Cluster, P, Recipe
+from autoshard import Cluster, P
+from autoshard.ir.execution import Execution
 from passes.driver.pricing import priced_model
 from passes.sections.combine_layouts import combine_layouts, combined
 from passes.sections.price_model import RecipeKind
@@ -25,10 +26,12 @@ def test_specs_of_a_kind_of_recipe_are_found_once() -> None:
     block = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
     inputs, total = (torch.zeros(1, 64),), lambda y: y.sum()
     one, two = (
-        autoshard.price(block, Cluster("h100_sxm", 1, size), Recipe(tensor=size), example_inputs=inputs, loss_fn=total)
+        autoshard.price(
+            block, Cluster("h100_sxm", 1, size), Execution(tensor=size), example_inputs=inputs, loss_fn=total
+        )
         for size in (2, 4)
     )
     assert one.nodes is two.nodes
-    priced, kind = priced_model(block, inputs, total), RecipeKind.of(Recipe(tensor=2))
+    priced, kind = priced_model(block, inputs, total), RecipeKind.of(Execution(tensor=2))
     assert one.nodes == combine_layouts(priced.folded, priced.layouts(kind))
     assert any("tensor" in spec.axes for node in one.nodes.values() for spec in node.outputs)

@@ -10,18 +10,19 @@ import pytest
 import torch
 from torch import fx, nn
 
-from autoshard import Recipe
+from autoshard.ir.execution import Execution
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
 from passes.driver.kernels_on_one_device import cheap_kernels, on_one_device
 from passes.lowering.fuse_kernels import FuseKernels
 from passes.lowering.price_kernels import price_kernels
 from passes.lowering.split_phases import SplitPhases
-from passes.sections.count_sections import FUSED, Kernel, Section, Sized, count_sections
+from passes.sections.count_sections import FUSED, Section, SectionKernel, Sized, count_sections
 from passes.sections.price_model import PricedModel, RecipeKind
-from passes.sections.propagate_axis import AXIS, AxisLayout, Move, MoveKind
+from passes.sections.propagate_axis import AXIS, AxisLayout, AxisMove, MoveKind
 from passes.sections.trace_values import readers_of
 from tests.passes.decoders import Decoder, Experts, Layer, folded
+from tests.passes.executions import under
 
 CLUSTER = Cluster("h100_sxm", 1, 8)
 ONE = {"tensor": 1, "context": 1, "expert": 1}
@@ -53,10 +54,10 @@ def _one_block(name: str) -> PricedModel:
 
 
 def _sections(priced: PricedModel, kernels: str = "triton") -> Iterable[Section]:
-    return priced.sections(RecipeKind.of(Recipe(kernels=kernels))).values()
+    return priced.sections(RecipeKind.of(under(Execution(), kernels=kernels))).values()
 
 
-def _chains(sections: Iterable[Section]) -> list[Kernel]:
+def _chains(sections: Iterable[Section]) -> list[SectionKernel]:
     phases = (phase for section in sections for phase in (section.forward, section.backward))
     return [kernel for phase in phases for kernel in phase.kernels if kernel.operator == FUSED]
 
@@ -65,7 +66,7 @@ def _bytes(items: Iterable[Sized]) -> int:
     return sum(item.local_bytes(1, ONE) for item in items)
 
 
-def _moved(chains: Iterable[Kernel]) -> int:
+def _moved(chains: Iterable[SectionKernel]) -> int:
     return sum(_bytes((*item.inputs, *item.outputs)) + item.later_bytes for item in chains)
 
 
@@ -95,7 +96,7 @@ def test_a_block_keeps_what_backwards_kernels_read(name: str) -> None:
     assert _bytes(saved) == sum(value.numel() * value.itemsize for value in kept)
 
 
-def _whole_layout(priced: PricedModel, moves: tuple[Move, ...]) -> AxisLayout:
+def _whole_layout(priced: PricedModel, moves: tuple[AxisMove, ...]) -> AxisLayout:
     """A layout that splits nothing, with some collectives all the same."""
     sites = priced.space.sites.items()
     operands = {name: tuple(PartitionSpec() for _ in site.strategies[0].inputs) for name, site in sites}
@@ -119,7 +120,7 @@ def test_a_kernel_is_parted_where_a_value_moves(name: str) -> None:
     links = _inner_links(priced)
     assert links
     for tail, head in links:
-        move = Move((tail.name, 0), head.name, MoveKind.REDUCE, PartitionSpec(AXIS), PartitionSpec())
+        move = AxisMove((tail.name, 0), head.name, MoveKind.REDUCE, PartitionSpec(AXIS), PartitionSpec())
         layouts = {"tensor": _whole_layout(priced, (move,))}
         parted = _chains(count_sections(priced.folded, layouts, fused=True, kernels=priced.kernels).values())
         assert sum(item.launches for item in parted) >= 1 + sum(item.launches for item in before)

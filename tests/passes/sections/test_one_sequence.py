@@ -12,20 +12,23 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard import Cluster, Recipe, TraceError, tracing
+from autoshard import Cluster, TraceError, tracing
+from autoshard.ir.execution import Execution
 from autoshard.ir.program import Program, tensor_values
+from passes.driver.pricing import price_execution
 from passes.sections.fold_program import fold_program, is_layout
 from passes.sections.one_sequence import program_of_one
 from passes.sections.price_model import PricedModel, RecipeKind
 from tests.passes.decoders import PRICED, dense, sparse, tokens
+from tests.passes.executions import under
 from tests.zoo.table import ARCHITECTURES
 
 RECIPES = {
-    "whole": Recipe(),
-    "tensor": Recipe(tensor=2),
-    "sequence": Recipe(tensor=2, sequence_parallel=True),
-    "context": Recipe(context=2),
-    "kernels": Recipe(tensor=2, context=2, kernels="triton"),
+    "whole": Execution(),
+    "tensor": Execution(tensor=2),
+    "sequence": Execution(tensor=2, sequence_parallel=True),
+    "context": Execution(context=2),
+    "kernels": under(Execution(tensor=2, context=2), kernels="triton"),
 }
 
 
@@ -134,11 +137,8 @@ def test_such_models_are_priced_and_planned(name: str) -> None:
     """A recipe has a price, whatever the example's batch, and a search finds one at most as dear."""
     case = CASES[name]()
     cluster = Cluster("h100_sxm", nodes=1, devices_per_node=2)
-    recipe = Recipe(data=2, global_batch=8, micro_batch=2, precision="f32", master_weights=False)
-    price = [
-        autoshard.price(case.model, cluster, recipe, example_inputs=case.inputs(batch), loss_fn=case.loss_fn)
-        for batch in (1, 4)
-    ]
+    recipe = under(Execution(data=2, global_batch=8, micro_batch=2, precision="f32"), master_weights=False)
+    price = [price_execution(case.model, cluster, recipe, case.inputs(batch), loss_fn=case.loss_fn) for batch in (1, 4)]
     times = [item.predicted.step_time_s for item in price]
     assert times[0] == times[1] > 0
     found = autoshard.plan(
@@ -165,7 +165,7 @@ class Fickle(nn.Module):
 def test_a_model_that_does_other_things_for_three_is_refused() -> None:
     """The message names the operators of both attempts."""
     with pytest.raises(TraceError, match=r"two sequences than for one: .*sigmoid.* Nor .* for three .*relu") as refused:
-        autoshard.price(Fickle(), Cluster("h100_sxm", 1, 2), Recipe(data=2), example_inputs=(torch.ones(1, 4),))
+        price_execution(Fickle(), Cluster("h100_sxm", 1, 2), Execution(data=2), (torch.ones(1, 4),))
     assert "tanh" in str(refused.value)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autoshard import Cluster, Recipe
+from autoshard import Cluster
+from autoshard.ir.execution import Execution
 from autoshard.ir.spec import P
 from passes.sections.price_sections import Busy, SectionPrice
 from passes.sections.propagate_axis import AXIS
@@ -14,11 +15,11 @@ from tests.passes.decoders import priced_sparse
 
 PRICED = priced_sparse()
 SPARSE = "layers:1"
-SPLIT = (Recipe(data=2, context=2, expert=4, micro_batch=64),
-         Recipe(data=2, tensor=2, sequence_parallel=True, expert=4, micro_batch=64))  # fmt: skip
+SPLIT = (Execution(data=2, context=2, expert=4, micro_batch=64),
+         Execution(data=2, tensor=2, sequence_parallel=True, expert=4, micro_batch=64))  # fmt: skip
 
 
-def _experts(recipe: Recipe) -> SectionPrice:
+def _experts(recipe: Execution) -> SectionPrice:
     return PRICED.section_prices(recipe, Cluster("h100_sxm", 1, 4))[SPARSE]
 
 
@@ -46,9 +47,9 @@ def test_tokens_are_split_and_weights_are_not() -> None:
 
 
 @pytest.mark.parametrize("recipe", SPLIT)
-def test_experts_cost_a_rank_with_half_the_tokens_what_half_the_sequences_cost(recipe: Recipe) -> None:
+def test_experts_cost_a_rank_with_half_the_tokens_what_half_the_sequences_cost(recipe: Execution) -> None:
     """Splitting tokens over context or tensor ranks is no other than splitting batches."""
-    split, half = _experts(recipe), _experts(Recipe(data=4, expert=4, micro_batch=32))
+    split, half = _experts(recipe), _experts(Execution(data=4, expert=4, micro_batch=32))
     for one, two in ((split.forward, half.forward), (split.backward, half.backward)):
         assert _seconds(one.busy) == pytest.approx(_seconds(two.busy))
         assert one.traffic == two.traffic
@@ -56,8 +57,8 @@ def test_experts_cost_a_rank_with_half_the_tokens_what_half_the_sequences_cost(r
 
 def test_tokens_that_all_tensor_ranks_hold_are_not_split() -> None:
     """Without sequence parallelism each tensor rank routes all of them."""
-    whole = _experts(Recipe(data=2, tensor=2, expert=4, micro_batch=64))
-    alone = _experts(Recipe(data=4, expert=4, micro_batch=64))
+    whole = _experts(Execution(data=2, tensor=2, expert=4, micro_batch=64))
+    alone = _experts(Execution(data=4, expert=4, micro_batch=64))
     assert [item for item in whole.forward.traffic if item.axis == "expert"] == list(alone.forward.traffic)
 
 

@@ -10,14 +10,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoshard import Recipe
+from autoshard.ir.execution import Execution
 from cost_models.hardware import Cluster
 from passes.sections import section_pricer
-from passes.sections.count_sections import Kernel
+from passes.sections.count_sections import SectionKernel
 from passes.sections.fold_program import AFTER, BEFORE
 from passes.sections.price_model import RecipeKind
 from passes.sections.price_sections import Busy, Setting, price_kernel
-from passes.sections.section_pricer import SectionPricer, _Span
+from passes.sections.section_pricer import SectionPricer, _RunTimes
 from tests.passes.decoders import HIDDEN, SEQUENCE, priced_sparse
 
 MODEL = priced_sparse().counted
@@ -52,7 +52,7 @@ def test_what_a_batch_does_not_change_is_priced_once(monkeypatch: pytest.MonkeyP
     """Of another batch only kernels that have its sequences are priced anew; of one that was met, none."""
     priced: list[str] = []
 
-    def counted(kernel: Kernel, *others: Any) -> Busy:
+    def counted(kernel: SectionKernel, *others: Any) -> Busy:
         priced.append(kernel.name)
         return price_kernel(kernel, *others)
 
@@ -86,7 +86,7 @@ def test_of_experts_gradients_a_rank_holds_its_share() -> None:
     """Of a stack of weights a rank makes the gradient of its own experts; tokens come from other ranks as they go."""
     stack_bytes, token_bytes = 4 * HIDDEN * 2 * HIDDEN * 2, 2 * SEQUENCE * 2 * HIDDEN * 2
     workspaces = [
-        MODEL.section_sizes(Recipe(data=4, expert=expert), Cluster("h100_sxm", 1, 4))["layers:1"].workspace_bytes
+        MODEL.section_sizes(Execution(data=4, expert=expert), Cluster("h100_sxm", 1, 4))["layers:1"].workspace_bytes
         for expert in (1, 2, 4)
     ]
     assert workspaces == [stack_bytes // expert + token_bytes for expert in (1, 2, 4)]
@@ -95,8 +95,10 @@ def test_of_experts_gradients_a_rank_holds_its_share() -> None:
 def test_operands_of_products_in_8_bits_are_kept_so() -> None:
     """A byte for each element in blocks; what comes before and after them keeps as much."""
     cluster = Cluster("h100_sxm", 1, 4)
-    wide, narrow = (MODEL.section_sizes(Recipe(data=4, precision=precision), cluster) for precision in ("bf16", "f8"))
-    for name, section in MODEL.count(RecipeKind.of(Recipe())).items():
+    wide, narrow = (
+        MODEL.section_sizes(Execution(data=4, precision=precision), cluster) for precision in ("bf16", "f8")
+    )
+    for name, section in MODEL.count(RecipeKind.of(Execution())).items():
         operands = sum(item.value.local_bytes(1, {}) for item in section.saved if item.is_operand)
         less = operands // 2 if name not in (BEFORE, AFTER) else 0
         assert wide[name].saved_bytes - narrow[name].saved_bytes == less
@@ -105,6 +107,9 @@ def test_operands_of_products_in_8_bits_are_kept_so() -> None:
 
 def test_spans_may_be_joined_in_any_order() -> None:
     """A span is its time, and what comes behind its last product: (a b) c is a (b c)."""
-    product, rest = _Span(Busy(matmul_s=4.0), Busy(), Busy(), True), _Span(Busy(memory_s=1.0), Busy(), Busy(), False)
+    product, rest = (
+        _RunTimes(Busy(matmul_s=4.0), Busy(), Busy(), True),
+        _RunTimes(Busy(memory_s=1.0), Busy(), Busy(), False),
+    )
     for first, second, third in itertools.product([product, rest], repeat=3):
         assert first.then(second).then(third) == first.then(second.then(third))

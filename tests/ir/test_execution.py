@@ -1,0 +1,66 @@
+"""What a price is of: a recipe, a runtime, and what is trained."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoshard import Recipe, RecipeError
+from autoshard.ir.execution import Execution
+from autoshard.ir.runtime import RUNTIMES
+
+
+def test_replicas_run_their_share_of_the_batch_in_micro_batches() -> None:
+    """Without a batch, each runs one."""
+    assert Execution(data=8, tensor=4, pipeline=2, context=2, micro_batch=2, global_batch=64).micro_batches == 4
+    assert Execution(data=4, micro_batch=3).batch == 12
+
+
+@given(
+    st.builds(Recipe, data=st.integers(1, 8), zero=st.integers(0, 3), recompute=st.sampled_from(["none", "full"])),
+    st.sampled_from(sorted(RUNTIMES)),
+)
+def test_another_recipe_is_executed_alike(recipe: Recipe, name: str) -> None:
+    """Runtime, optimizer and precision stay."""
+    found = Execution(runtime=RUNTIMES[name], optimizer="sgd", precision="f8").of(recipe)
+    assert found.recipe == recipe
+    assert (found.runtime, found.optimizer, found.precision) == (RUNTIMES[name], "sgd", "f8")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"data": None}, "data=None must be a whole number"),
+        ({"precision": "int8"}, "precision='int8' is unknown"),
+        ({"optimizer": "rmsprop"}, "optimizer='rmsprop' is unknown"),
+        ({"global_batch": 0}, "global_batch=0 must be a whole number"),
+        ({"data": 2, "micro_batch": 2, "global_batch": 6}, "no multiple of micro_batch=2 x data=2"),
+        ({"sequence_parallel": True}, "sequence_parallel=True splits activations over the tensor axis, but tensor=1"),
+    ],
+)
+def test_what_cannot_be_executed_is_named(fields: dict[str, Any], message: str) -> None:
+    """Each mistake has one clear sentence."""
+    with pytest.raises(RecipeError, match=message):
+        Execution(**fields)
+
+
+def test_no_field_of_a_recipe_is_one_of_a_runtime() -> None:
+    """What is laid out, and how it runs, are said in one place each."""
+    runtime = {item.name for item in fields(RUNTIMES["megatron"])}
+    assert len(fields(Recipe)) == 15
+    assert not runtime & {item.name for item in fields(Execution)}
+
+
+def test_parameters_are_broadcast_under_zero_1_alone() -> None:
+    """No other stage shares whole tensors out."""
+    runtime = replace(RUNTIMES["megatron"], whole_tensors=True)
+    assert [Execution(data=2, zero=zero, runtime=runtime).broadcasts for zero in range(4)] == [
+        False,
+        True,
+        False,
+        False,
+    ]
