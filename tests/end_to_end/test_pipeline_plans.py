@@ -149,9 +149,9 @@ def test_memory_has_what_the_order_has_in_flight() -> None:
 def test_stages_that_do_not_fit_in_time_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are searched once, and not again within less once the time is over."""
     made = StagePlans.plan
-    monkeypatch.setattr(StagePlans, "plan", lambda *given, **options: made(*given, **{**options, "until": 0.0}))
+    monkeypatch.setattr(StagePlans, "plan", lambda *given, **options: made(*given, **{**options, "in_time": True}))
     with pytest.raises(NotAvailableError, match=r"did not end in time: those found need .* per device; give it more"):
-        in_wide_stages(schedule="GPipe", memory_budget=200_000)
+        in_wide_stages(schedule="GPipe", memory_budget=200_000, time_budget_s=0.0)
 
 
 def test_no_stage_is_searched_twice_within_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:

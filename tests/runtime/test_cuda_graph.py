@@ -19,6 +19,7 @@ import autoshard
 from autoshard import Mesh, NotAvailableError
 from autoshard.runtime.cuda_graph import CudaGraph, record_on_cuda
 from autoshard.runtime.graphed_passes import GraphedPasses
+from passes.driver import compile_model
 
 ON_CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if ON_CUDA else "cpu"
@@ -61,7 +62,7 @@ def _one_process() -> Iterator[None]:
 def recorded_by(patch: pytest.MonkeyPatch) -> StandIn:
     """Have steps that are compiled from now on record by a stand-in, which is returned."""
     found = StandIn()
-    patch.setattr("autoshard.api.graphs_of", lambda cuda_graph, *_, **__: GraphedPasses(found))
+    patch.setattr(compile_model, "graphs_of", lambda cuda_graph, *_, **__: GraphedPasses(found))
     return found
 
 
