@@ -104,8 +104,8 @@ def distinct_meshes(meshes: Iterable[Mesh], cluster: PricedCluster) -> list[Mesh
     """The meshes, of those that are one mesh under several names the first.
 
     Example:
-        >>> distinct_meshes(candidate_meshes(Cluster("h100_sxm")), Cluster("h100_sxm"))
-        [Mesh(data=8), Mesh(data=4, model=2)]
+        >>> [str(mesh) for mesh in distinct_meshes(candidate_meshes(Cluster("h100_sxm")), Cluster("h100_sxm"))]
+        ['Mesh(data=8)', 'Mesh(data=4, model=2)']
     """
     found: dict[frozenset[tuple[GroupLinks, int]], Mesh] = {}
     for mesh in meshes:

@@ -324,6 +324,7 @@ def test_a_pickled_plan_leaves_the_model_behind() -> None:
     model = nn.Linear(512, 512)
     plan = autoshard.plan(model, PAIR, example_inputs=(torch.zeros(4, 512),), loss_fn=lambda y: y.square().mean())
     assert plan.explain("weight")
+    assert all(plan.baselines.values())  # a pickled plan has those that were read
     sent = pickle.dumps(plan)
     assert len(sent) < 512 * 512
     found = pickle.loads(sent)
