@@ -14,6 +14,7 @@ import autoshard
 from autoshard import Cluster, Mesh, Plan, Recipe
 from cost_models.hardware import Cluster as PricedCluster
 from cost_models.hardware import node_type
+from passes.recipes.own_runtime import own_runtime
 from tests.passes.decoders import PRICED
 from tests.zoo.table import ARCHITECTURES
 
@@ -112,10 +113,14 @@ def plan_of_recipe(name: str, place: str, share: float | None = None) -> Plan:
     )
 
 
-def price(name: str, cluster: PricedCluster, recipe: Recipe) -> Plan:
-    """Of a recipe that is stated, as a user would confirm it."""
+def price(name: str, cluster: PricedCluster, recipe: Recipe, *, as_compiled: bool = False) -> Plan:
+    """Of a recipe that is stated, as a user would confirm it; `as_compiled`: of one that `compile` would run."""
     model, inputs = built(name)
-    return autoshard.price(model, cluster, recipe, example_inputs=inputs, runtime=PRICED, global_batch=8)
+    runtime = PRICED
+    if as_compiled:
+        is_wide = {item.dtype for item in model.parameters()} == {torch.float32}
+        runtime = replace(own_runtime(cluster), name="compile", master_weights=is_wide)
+    return autoshard.price(model, cluster, recipe, example_inputs=inputs, runtime=runtime, global_batch=8)
 
 
 def plan_of_specs(name: str, cluster: PricedCluster, mesh: str, **options: Any) -> Plan:

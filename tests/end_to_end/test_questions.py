@@ -37,10 +37,10 @@ SHARES = (None, 0.95, 0.6)
 """Of the memory that the fastest recipe takes; None: all of the device's."""
 
 
-def confirm(name: str, cluster: PricedCluster, item: Outcome) -> Plan:
+def confirm(name: str, cluster: PricedCluster, item: Outcome, *, as_compiled: bool = False) -> Plan:
     """A recipe that is stated has the price that is stated."""
     assert item.recipe is not None
-    again = price(name, cluster, item.recipe)
+    again = price(name, cluster, item.recipe, as_compiled=as_compiled)
     if item.fits:
         assert item.objective == item.step_time_s == again.predicted.step_time_s
         assert item.peak_memory_bytes == again.predicted.peak_memory_bytes
@@ -177,7 +177,7 @@ def check_forecast(name: str, place: str, plan: Plan, feature: str) -> None:
     for item in answered(answer):
         assert item.recipe is not None
         assert FEATURES[feature].is_used(item.recipe) == (item is not answer.reference)
-        confirm(name, UNIFORM[place], item)
+        confirm(name, UNIFORM[place], item, as_compiled=True)
 
 
 def check_bounds(item: Outcome, other: Solution) -> None:
