@@ -14,13 +14,20 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autoshard.arguments import ExampleInputs
-from autoshard.call import LossFunction, Options, compile_call, plan_call, prove_call
+from autoshard.arguments import (
+    ExampleInputs,
+    checked_budget,
+    checked_constraints,
+    checked_hardware,
+    checked_inputs,
+    checked_plan,
+)
+from autoshard.call import Call, LossFunction, Options
 from autoshard.ir.garbage import seldom_collecting
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import Recipe
-from autoshard.ir.runtime import AUTOSHARD, Runtime
+from autoshard.ir.runtime import AUTOSHARD, Runtime, runtime_named
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.verification_report import VerificationReport
 from autoshard.runtime.sharded_module import ShardedModule
@@ -105,15 +112,15 @@ def compile(
         >>> sharded(torch.ones(6, 4)).shape
         torch.Size([6, 2])
     """
-    call = compile_call(
-        model,
-        mesh,
+    call = Call(
+        model=model,
+        target=mesh,
         example_inputs=example_inputs,
         optimizer=optimizer,
         loss_fn=loss_fn,
-        plan=plan,
-        constraints=constraints,
-        memory_budget=memory_budget,
+        fixed=checked_plan(plan),
+        constraints=checked_constraints(constraints),
+        memory_budget=checked_budget(memory_budget),
         precision=precision,
         micro_batches=micro_batches,
         max_grad_norm=max_grad_norm,
@@ -121,7 +128,7 @@ def compile(
         backend=backend,
         verify=verify,
         time_budget_s=time_budget_s,
-        cluster=cluster,
+        cluster=checked_hardware(cluster, mesh),
         options=options,
         schedule=schedule,
         virtual_stages=virtual_stages,
@@ -194,10 +201,10 @@ def plan(
         KeyboardInterrupt: by Ctrl-C, if no plan that fits was found yet. Else the plan is the best until then
             (`was_interrupted`), with the bound proven by then. A second Ctrl-C always raises.
     """
-    call = plan_call(
-        model,
-        target,
-        example_inputs=example_inputs,
+    call = Call(
+        model=model,
+        target=target,
+        example_inputs=checked_inputs(example_inputs),
         mesh=mesh,
         optimizer=optimizer,
         max_grad_norm=max_grad_norm,
@@ -205,13 +212,14 @@ def plan(
         global_batch=global_batch,
         recipe=recipe,
         constraints=constraints,
-        memory_budget=memory_budget,
+        memory_budget=checked_budget(memory_budget),
         precision=precision,
         previous=previous,
         backend=backend,
         strict=strict,
-        runtime=runtime,
+        runtime=runtime_named(runtime),
         time_budget_s=time_budget_s,
+        cluster=target if isinstance(target, Cluster) else None,
         progress=progress,
         micro_batches=micro_batches,
         schedule=schedule,
@@ -234,7 +242,7 @@ def price(
     precision: str = "bf16",
     global_batch: int | None = None,
 ) -> Plan:
-    """What a training step takes under a recipe, and where everything lies; nothing is run.
+    """Price a training step under a recipe, and say where everything lies; nothing is run.
 
     The model is traced once for given shapes, blocks that are alike once; further recipes are arithmetic.
     The recipe fixes specs of parameters, inputs and what passes between blocks; all others follow by propagation.
@@ -328,17 +336,19 @@ def prove(
         VerificationError: it could not be shown that the program computes what the model does.
         AutoshardError: as `plan`, and `PlanMismatchError` for a plan of another model, inputs or optimizer.
     """
-    call = prove_call(
-        model,
-        target,
-        example_inputs=example_inputs,
+    call = Call(
+        model=model,
+        target=target.mesh if isinstance(target, Plan) else target,
         mesh=mesh,
+        example_inputs=checked_inputs(example_inputs),
         optimizer=optimizer,
         max_grad_norm=max_grad_norm,
         loss_fn=loss_fn,
-        memory_budget=memory_budget,
+        fixed=checked_plan(target) if isinstance(target, Plan) else None,
+        memory_budget=checked_budget(memory_budget),
         precision=precision,
         time_budget_s=time_budget_s,
+        cluster=target if isinstance(target, Cluster) else None,
     )
     return _driver().prove_model(call)
 

@@ -322,6 +322,12 @@ def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[s
     )
 
 
+def checked_inputs(example_inputs: Any) -> ExampleInputs:
+    """Arguments of an example call, which must be given; raises as `split_inputs`."""
+    split_inputs(example_inputs)
+    return example_inputs
+
+
 def check_options(options: Any, kind: type) -> None:
     """Raise `NotAvailableError` for options that are none of `kind`."""
     if not isinstance(options, kind):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,23 +19,15 @@ from autoshard.arguments import (
     check_loss,
     check_model,
     check_options,
-    check_previous,
     check_programs,
-    check_recipes,
-    check_target,
-    checked_budget,
-    checked_constraints,
-    checked_hardware,
     checked_outputs,
-    checked_plan,
     split_inputs,
 )
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.outputs import Outputs
 from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import Recipe
-from autoshard.ir.runtime import Runtime, runtime_named
-from autoshard.ir.spec import PartitionSpec
+from autoshard.ir.runtime import Runtime
 from autoshard.runtime.agreement.control_channel import TIMEOUT_S
 from autoshard.runtime.sharded_module import MAX_PROGRAMS, ShardedModule
 from autoshard.runtime.train_step import TrainStep
@@ -134,6 +125,16 @@ class Call:
     progress: bool | None = None
     options: Options = Options()
 
+    def __post_init__(self) -> None:
+        check_model(self.model, (ShardedModule, TrainStep))
+        check_backend(self.backend)
+        check_loss(self.loss_fn)
+        check_flags(strict=self.strict, verify=self.verify)
+        check_options(self.options, Options)
+        check_limits(time_budget_s=self.time_budget_s, global_batch=self.global_batch)
+        if self.example_inputs is not None:
+            split_inputs(self.example_inputs)
+
     @property
     def inputs(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Positional and keyword arguments of the example call."""
@@ -156,106 +157,3 @@ class Call:
     def grad(self) -> bool:
         """Whether the model has something to train."""
         return any(parameter.requires_grad for parameter in self.model.parameters())
-
-
-def compile_call(
-    model: nn.Module,
-    mesh: DeviceMesh | Mesh | Cluster,
-    *,
-    example_inputs: ExampleInputs | None,
-    optimizer: torch.optim.Optimizer | None,
-    plan: Plan | str | Path | None,
-    constraints: Mapping[str, PartitionSpec] | None,
-    memory_budget: int | None,
-    cluster: Cluster | None,
-    options: Options,
-    **others: Any,
-) -> Call:
-    """The arguments of `compile`, checked."""
-    _check_shared(model, **others)
-    check_flags(verify=others["verify"])
-    check_options(options, Options)
-    if example_inputs is not None:
-        split_inputs(example_inputs)
-    return Call(
-        model=model,
-        target=mesh,
-        example_inputs=example_inputs,
-        optimizer=optimizer,
-        fixed=checked_plan(plan),
-        constraints=checked_constraints(constraints),
-        memory_budget=checked_budget(memory_budget),
-        cluster=checked_hardware(cluster, mesh),
-        options=options,
-        **others,
-    )
-
-
-def plan_call(
-    model: nn.Module,
-    target: DeviceMesh | Mesh | Cluster,
-    *,
-    example_inputs: ExampleInputs,
-    memory_budget: int | None,
-    global_batch: int | None,
-    recipe: Recipe | None,
-    previous: Plan | None,
-    runtime: str | Runtime,
-    **others: Any,
-) -> Call:
-    """The arguments of `plan`, checked."""
-    _check_shared(model, **others)
-    check_limits(time_budget_s=others["time_budget_s"], global_batch=global_batch)
-    profile = runtime_named(runtime)
-    of_stages = {name: others[name] for name in ("micro_batches", "schedule", "virtual_stages")}
-    check_recipes(recipe, profile and profile.name, global_batch, **of_stages)
-    is_priced = recipe is not None and profile is not None
-    check_previous(previous, model, of_recipes=recipe is None and global_batch is not None, is_priced=is_priced)
-    split_inputs(example_inputs)
-    return Call(
-        model=model,
-        target=target,
-        example_inputs=example_inputs,
-        memory_budget=checked_budget(memory_budget),
-        global_batch=global_batch,
-        recipe=recipe,
-        previous=previous,
-        runtime=profile,
-        cluster=target if isinstance(target, Cluster) else None,
-        **others,
-    )
-
-
-def prove_call(
-    model: nn.Module,
-    target: DeviceMesh | Mesh | Cluster | Plan,
-    *,
-    example_inputs: ExampleInputs,
-    mesh: Mesh | None,
-    memory_budget: int | None,
-    **others: Any,
-) -> Call:
-    """The arguments of `prove`, checked."""
-    _check_shared(model, **others)
-    fixed = checked_plan(target) if isinstance(target, Plan) else None
-    if fixed is None:
-        check_target(target, mesh)
-    split_inputs(example_inputs)
-    return Call(
-        model=model,
-        target=target.mesh if isinstance(target, Plan) else target,
-        mesh=mesh,
-        example_inputs=example_inputs,
-        fixed=fixed,
-        memory_budget=checked_budget(memory_budget),
-        cluster=target if isinstance(target, Cluster) else None,
-        **others,
-    )
-
-
-def _check_shared(model: Any, **given: Any) -> None:
-    check_model(model, (ShardedModule, TrainStep))
-    check_backend(given.get("backend", "auto"))
-    check_loss(given["loss_fn"])
-    check_flags(strict=given.get("strict", False))
-    check_limits(time_budget_s=given["time_budget_s"])

@@ -181,7 +181,7 @@ def _places(actions: Integers, slots: Integers, stages: int) -> Integers:
 
 
 def _moved(places: Integers, transfers: Sequence[Transfer], owners: Sequence[int]) -> tuple[Integers, ...]:
-    """What moves between ranks, as it is made: makers' and readers' slots, numbers of transfers, micro-batches."""
+    """Transfers between ranks in the order of their making: slots of makers and readers, numbers, micro-batches."""
     rows = [np.empty((4, 0), dtype=np.int64)]
     for number, item in enumerate(transfers):
         maker, reader = (places[stage, int(item.is_forward)] for stage in (item.maker, item.reader))
@@ -192,7 +192,7 @@ def _moved(places: Integers, transfers: Sequence[Transfer], owners: Sequence[int
 
 
 def _before_on_link(makers: Integers, readers: Integers, sent: Integers, ranks: Integers) -> Integers:
-    """Of each transfer, the one before it between the same ranks, or its maker."""
+    """The transfer before each transfer between the same ranks, or its maker."""
     after, links = makers.copy(), ranks[makers - 1] * (ranks.max() + 1) + ranks[readers - 1]
     grouped = np.argsort(links, kind="stable")
     follows = np.diff(links[grouped], prepend=-1) == 0
@@ -219,7 +219,7 @@ class _Joins:
     nodes: list[Integers]
 
     def of(self, ends: Integers) -> Integers:
-        """What ends with the last of the nodes of each row, -1 for none."""
+        """A node for each row that ends with the last of the row's nodes; -1 for an empty row."""
         result = np.full(len(ends), -1)
         for column in ends.T:
             (rows,) = np.nonzero((result >= 0) & (column >= 0))

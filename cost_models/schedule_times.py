@@ -54,7 +54,7 @@ _CLOSE = 1e-10
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """Where the step goes on one pipeline rank, seconds; the parts sum to the step.
+    """Parts of the step on one pipeline rank, seconds; they sum to the step.
 
     Args:
         compute_s: forwards and backwards, work that runs once, and the update.

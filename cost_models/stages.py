@@ -11,7 +11,7 @@ from cost_models.schedule_orders import SCHEDULES
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """What one stage takes for one micro-batch (seconds).
+    """Seconds of one stage for one micro-batch.
 
     Args:
         forward_s: forward, communication inside the stage that nothing hides included.

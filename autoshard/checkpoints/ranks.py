@@ -126,7 +126,7 @@ class Ranks:
         return value, merged
 
     def _settle(self, what: str, sent: Any, merge: Callable[[Sequence[Any]], R], undo: Callable[[], None]) -> Any:
-        """What the first rank makes of what all have sent, or `_FailedPart`; on every rank."""
+        """The first rank's result of the parts that all ranks sent, or `_FailedPart`; the same on every rank."""
         self._meet(what)
         everyone = self._to_first(sent)
         with self._showing_life(what):

@@ -13,7 +13,7 @@ from autoshard.ir.spec import PartitionSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What the best plan of some kind costs.
+    """Cost of the best plan of some kind.
 
     Args:
         fits: whether there is such a plan within the memory limit (and the user's constraints); without, all below is
@@ -99,7 +99,7 @@ class Explanation:
     kernels: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON data, specs as text."""
+        """JSON data, specs as text."""
         items = [{**asdict(item), "spec": repr(item.spec)} for item in (self.chosen, *self.others)]
         return {
             "name": self.name,
@@ -141,7 +141,7 @@ class WhyNot:
     reference: Variant | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON data."""
+        """JSON data."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -150,7 +150,7 @@ class WhyNot:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What limits a plan: what more of each resource would be worth, by planning again with it.
+    """The worth of more of each resource, found by planning again with it.
 
     Args:
         chosen: the plan itself.
@@ -174,7 +174,7 @@ class Limits:
         return best if chosen and best and gains[best] > 1e-3 * chosen else ""
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON data."""
+        """JSON data."""
         return {**asdict(self), "binding": self.binding}
 
     def __str__(self) -> str:

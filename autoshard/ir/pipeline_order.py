@@ -1,4 +1,4 @@
-"""What each rank of a pipeline does in a step, transfers included, as data: what is proven is what runs."""
+"""The tasks of each pipeline rank in a step, transfers included, as data: the order that is proven runs."""
 
 from __future__ import annotations
 

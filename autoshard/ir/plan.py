@@ -448,7 +448,7 @@ class Plan:
 
 
 def _side_by_side(first: Plan, second: Plan) -> Comparison:
-    """What differs between two plans."""
+    """The differences between two plans."""
     mine, others = first.predicted, second.predicted
     specs = [{name: item.spec for name, item in plan.parameters.items()} for plan in (first, second)]
     return Comparison(

@@ -90,7 +90,7 @@ class Namespace:
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a dict, list, set, deque, array of objects or object with slots held.
+    """Content of a dict, list, set, deque, array of objects or object with slots, at one moment.
 
     Args:
         title: who holds it in the user's words: "layers.0.sizes".

@@ -39,7 +39,7 @@ def is_container(value: Any) -> bool:
 
 
 def items_of(value: Any) -> tuple[Any, ...]:
-    """What a container or an object with slots holds: keys and values of a mapping, elements, values of slots."""
+    """Content of a container or of an object with slots: keys and values of a mapping, elements, values of slots."""
     if isinstance(value, Mapping):
         return (*value.keys(), *value.values())
     if isinstance(value, np.ndarray):
@@ -114,18 +114,20 @@ def is_record(value: Any, depth: int = 4) -> bool:
     return bool(held) and depth > 0 and all(is_setting(item, depth - 1) for item in held.values())
 
 
-def text_of(value: Any) -> str:
-    """What a setting holds, by which it is told from what it holds at another time; tensors are left out."""
+def content_text(value: Any) -> str:
+    """Text of a setting's content, which differs where the content does; tensors are left out."""
     if isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, (type, torch.Tensor, *_CALLABLE)):
         return f"{type(value).__qualname__}"
     if is_container(value):
-        return f"{type(value).__name__}({', '.join(map(text_of, items_of(value)))})"
+        return f"{type(value).__name__}({', '.join(map(content_text, items_of(value)))})"
     if isinstance(value, MEMORIES):
         found = np.asarray(value)
         return f"{type(value).__name__}({found.dtype}, {found.shape}, {hashlib.sha256(found.tobytes()).hexdigest()})"
-    return f"{type(value).__name__}({', '.join(f'{name}={text_of(item)}' for name, item in held_by(value).items())})"
+    return (
+        f"{type(value).__name__}({', '.join(f'{name}={content_text(item)}' for name, item in held_by(value).items())})"
+    )
 
 
 def is_setting(value: Any, depth: int = 4) -> bool:

@@ -23,7 +23,7 @@ from autoshard.ir.update import Update
 
 @dataclass(frozen=True, slots=True)
 class CompiledProgram:
-    """What compiling one call of a model gives.
+    """The result of compiling one call of a model.
 
     Args:
         phased: the lowered program, cut into forward and backward.
@@ -50,7 +50,7 @@ class CompiledProgram:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to compile.
+    """A call of a model that needs a program.
 
     Args:
         model: the user's model, holding outlines of its parameters: global shapes, on the meta device.

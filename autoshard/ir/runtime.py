@@ -103,7 +103,7 @@ class Runtime:
 
 
 USUAL = Runtime(name=MEGATRON)
-"""What most frameworks do, with the name that its prices have."""
+"""The choices of most frameworks; its prices are named after Megatron-LM."""
 
 RUNTIMES: Mapping[str, Runtime] = {
     runtime.name: runtime

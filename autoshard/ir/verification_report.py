@@ -11,7 +11,7 @@ from autoshard.ir.mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class VerificationReport:
-    """What was proven, and what the proof rests on.
+    """The statements that were proven, and the assumptions of the proof.
 
     Args:
         mesh: the mesh of the lowered program.
@@ -38,7 +38,7 @@ class VerificationReport:
         return replace(self, assumptions=(*self.assumptions, sentence))
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON data."""
+        """JSON data."""
         return {**asdict(self), "mesh": dict(self.mesh.axes)}
 
     def __str__(self) -> str:

@@ -203,7 +203,7 @@ def attention_queries_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ):
-    """As `attention_keys_kernel`; grad_q_ptr [B, S, H, D] contiguous. Programs: blocks of S, then B H."""
+    """Arguments of `attention_keys_kernel`; grad_q_ptr [B, S, H, D] contiguous. Programs: blocks of S, then B H."""
     batch = (tl.program_id(1) // heads).to(tl.int64)
     head = (tl.program_id(1) % heads).to(tl.int64)
     block = tl.program_id(0)

@@ -91,11 +91,11 @@ _WORK = {
     "split": "splits {}",
     "copied": "copies {}",
 }
-"""What an axis does with parameters, by the words of `passes.prediction.name_layouts`."""
+"""Verbs for the use of an axis on parameters, by the words of `passes.prediction.name_layouts`."""
 
 
 def _work_of(axis: str, plan: Plan) -> str:
-    """What an axis does with inputs, and with at least a twentieth of the parameters."""
+    """One sentence on the use of an axis: on inputs, and on at least a twentieth of the parameters."""
     first = plan.stages[0] if plan.stages else plan
     if axis not in first.mesh.axis_names:
         return f"carries {len(plan.stages)} stages"
@@ -114,7 +114,7 @@ def _work_of(axis: str, plan: Plan) -> str:
 
 
 def _kinds(item: ParameterPlan) -> dict[str, str]:
-    """What is done with a parameter over each axis, in a word; an axis that is not told copies it."""
+    """The layout of a parameter over each axis, in a word; axes that are left out copy it."""
     if not item.layout:
         return dict.fromkeys(item.spec.sharded_axes, "split")
     parts = (part.partition(" over ") for part in item.layout.split("; "))
@@ -198,12 +198,12 @@ def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _recompute(plan: Plan) -> str:
-    """What is recomputed, and what that saves and costs, as a line of its own."""
+    """One line on recomputation: its nodes, the bytes that it saves and the time that it costs."""
     return f"Recompute: {_saving(plan.recompute, plan.recomputed)}." if plan.recompute.nodes else ""
 
 
 def _offload(plan: Plan) -> str:
-    """What is offloaded, and what that saves and costs, as a line of its own."""
+    """One line on offload: its nodes, the bytes that it saves and the time that it costs."""
     if not plan.offload.nodes:
         return ""
     host = format_bytes(plan.offload.host_bytes)
@@ -265,7 +265,7 @@ def _cost_table(plan: Plan) -> Table:
 
 
 def figure_rows(plan: Plan) -> list[tuple[str, str]]:
-    """What is predicted beside the lead, time and memory: utilisation of the hardware, experts, layouts."""
+    """Predictions beside the lead, time and memory: utilisation of the hardware, experts, layouts."""
     predicted, total = plan.predicted, sum(plan.layouts.values())
     rows: list[tuple[str, str]] = []
     if predicted.hfu is not None:

@@ -39,14 +39,14 @@ class Mark(NamedTuple):
 
     @classmethod
     def of(cls, generator: torch.Generator) -> Mark:
-        """Where a generator is now."""
+        """The present state of a generator, as a mark."""
         state = generator.get_state().numpy().tobytes()
         drawn = int.from_bytes(state[_DRAWN], sys.byteorder)
         return cls(generator.initial_seed(), hash(state[_BLOCK]), drawn, hash(state[_BLOCK.stop :]))
 
     @classmethod
     def now(cls) -> Mark:
-        """Where torch's generator is now."""
+        """The present state of torch's generator, as a mark."""
         return cls.of(torch.default_generator)
 
     @property

@@ -87,7 +87,7 @@ class Lengths:
     find_proof: Prove
     _proofs: PerProgram[PaddingProof | None] = field(default_factory=PerProgram, init=False)
     _known: dict[Hashable, PaddingProof] = field(default_factory=dict, init=False)
-    """What was shown of the padded calls of a kind, the last time that it was looked for."""
+    """Kind of padded calls to the proof that was found last."""
 
     def pad(self, call: FlatCall) -> FlatCall:
         """The call with padded inputs; the call itself where nothing is padded.
@@ -120,7 +120,7 @@ class Lengths:
         return padded.exact if proof.reason else replace(padded, as_compiled=proof.as_compiled)
 
     def prove(self, trace: Callable[[Request], Program], call: FlatCall, request: Request) -> PaddingProof:
-        """What can be shown of a padded call, of which `request` asks for the program."""
+        """The proof for a padded call; `request` asks for its program."""
         arguments = call.assemble(range(len(call.leaves)))
         places = {number: name for name, number in self._named(*arguments).items()}
         length = self._length_of(call)

@@ -42,7 +42,7 @@ class OfModel(nn.Module, ABC):
         return _new_for, (kind, type(model)), self.__getstate__()
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """See `torch.jit.script`, which asks here what to compile."""
+        """Refuse `torch.jit.script`, which calls this."""
         refuse_capture(f"{type(self).__name__} (the compiled {type(self._original[0]).__qualname__})")
 
     def __getattr__(self, name: str) -> Any:

@@ -242,7 +242,7 @@ class ShardedModule(OfModel, HasWeights):
         return self._find(call, members, update, runs=runs)
 
     def _kind(self, padded: FlatCall, members: Members, update: Update | None) -> Hashable:
-        """What padded calls have in common of which one proof is looked for."""
+        """Key of the padded calls that share one proof."""
         plain, grad = replace(padded, as_compiled=False), self._wants_grad(padded, members)
         return key_of(plain, members, grad=grad, updates=update is not None), self.training
 
@@ -303,7 +303,7 @@ class ShardedModule(OfModel, HasWeights):
         return executable, call
 
     def _prove(self, call: FlatCall, grad: bool) -> PaddingProof | None:
-        """What can be shown of a padded call; None for any other call."""
+        """The proof for a padded call; None for any other call."""
         if self._lengths is None or call.exact is None:
             return None
         with self._requesting(call, grad) as request:

@@ -34,7 +34,7 @@ class StepLoss(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """See `torch.Tensor`: every function is called on the plain tensor."""
+        """Call every function on the plain tensor; see `torch.Tensor`."""
         args, keywords = pytree.tree_map_only(StepLoss, lambda loss: vars(loss)["plain"], (args, dict(kwargs or {})))
         if func in _BACKWARDS and not any(
             leaf.requires_grad for leaf in pytree.tree_leaves(args[:1]) if isinstance(leaf, torch.Tensor)

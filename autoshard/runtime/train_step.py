@@ -129,7 +129,7 @@ class TrainStep(HasWeights):
         return self._run(self._parts(args, kwargs))
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """See `torch.jit.script`, which asks here what to compile."""
+        """Refuse `torch.jit.script`, which calls this."""
         refuse_capture("TrainStep")
 
     def compile_for(self, *args: Any, **kwargs: Any) -> Plan | None:

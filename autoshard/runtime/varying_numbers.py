@@ -28,7 +28,7 @@ Trace = Callable[[], Program]
 
 @dataclass(slots=True)
 class VaryingNumbers:
-    """What is known of the numbers that one program's calls read.
+    """The numbers that calls of one program read.
 
     Args:
         watched: they change, and Python's use of them is guarded.
@@ -79,7 +79,7 @@ class VaryingNumbers:
 
 
 def _watch(attributes: Collection[Attribute], expected: str, trace: Trace) -> tuple[Condition, ...] | None:
-    """What a trace does with numbers; None where it does not take watched ones."""
+    """Conditions that a trace puts on numbers; None where the trace does not take watched numbers."""
     if not attributes:
         return ()
     try:

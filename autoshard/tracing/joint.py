@@ -192,7 +192,7 @@ class FlatModule(nn.Module):
 
 
 def _places(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, str]:
-    """Where tensors of `state` are held, each place once, though its module may have several names; and their names."""
+    """Place of each tensor of `state` to its name; a module with several names is one place."""
     names = {id(tensor): name for name, tensor in state.items()}
     held = ((path, {**module._parameters, **module._buffers}) for path, module in model.named_modules())
     places = ((f"{path}.{leaf}".removeprefix("."), item) for path, own in held for leaf, item in own.items())

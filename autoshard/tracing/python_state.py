@@ -11,7 +11,7 @@ from torch import nn
 from autoshard.errors import TraceError
 from autoshard.ir.fingerprint import fingerprint
 from autoshard.ir.program import Program
-from autoshard.ir.python_values import held_by, is_record, is_setting, text_of
+from autoshard.ir.python_values import content_text, held_by, is_record, is_setting
 from autoshard.ir.watched_numbers import unwatched
 
 _OWN = frozenset(nn.Module().__dict__) - {"training"}
@@ -22,10 +22,10 @@ State = Mapping[tuple[str, str], Any]
 
 
 def python_state(model: nn.Module) -> State:
-    """What plain values and what holds them the modules of a model have now."""
+    """Text of each setting of a model's modules now, by module and path."""
     with unwatched():
         return {
-            (name, path): text_of(value)
+            (name, path): content_text(value)
             for name, module in model.named_modules()
             for attribute, held in vars(module).items()
             if attribute not in _OWN and not isinstance(held, torch.Tensor) and is_setting(held)

@@ -286,7 +286,7 @@ def _refusal(model: nn.Module, failures: list[tuple[_Rung, Exception]]) -> Trace
 
 
 def _way_out(place: tuple[str, nn.Module] | None) -> str:
-    """What to do where a norm has one value of each channel, of which there is no variance."""
+    """Advice for a norm that sees one value of each channel, of which there is no variance."""
     if place is not None and isinstance(place[1], _NORMS) and place[1].training:
         return " In training it needs several values of each channel: pass a larger batch, or call .eval()."
     return ""

@@ -98,7 +98,7 @@ def compile_model(call: Call) -> ShardedModule | TrainStep:
 
 
 def _device_of(call: Call) -> torch.device:
-    """Where the model is, or will be if it is on the meta device: with the mesh, or where torch makes tensors."""
+    """The model's device; of a model on meta, the mesh's, or the one on which torch makes tensors."""
     tensors = (*call.model.parameters(), *call.model.buffers())
     found = next((tensor.device for tensor in tensors if not tensor.is_meta), None)
     if found is not None:

@@ -41,7 +41,7 @@ _ALIKE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What a search decided.
+    """The decision of a search.
 
     Args:
         planning: the planning problem of the program as it will run, with what is recomputed.

@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def make_together(engine: Engine, step: str, make: Callable[[], T], facts: Callable[[T], Mapping[str, str]]) -> T:
-    """What each rank makes by itself, if all can, and of what is made the same `facts` hold.
+    """Make something on each rank. All ranks succeed, with the same `facts`, or all raise.
 
     Raises:
         RankMismatchError: on every rank, if only some can, or the facts differ.

@@ -7,6 +7,8 @@ from functools import partial
 
 from autoshard.arguments import (
     check_optimizer,
+    check_previous,
+    check_recipes,
     check_target,
     check_traced,
     check_trains,
@@ -43,6 +45,7 @@ from passes.driver.stage_plans import search_stages
 
 def plan_model(call: Call) -> Plan:
     """How a model would run, and what it would cost. See `autoshard.plan`."""
+    _check_together(call)
     if call.recipe is not None and call.runtime is not None:
         return _price(call)
     search, optimizer = None, call.optimizer
@@ -94,6 +97,22 @@ def plan_model(call: Call) -> Plan:
     return planned.plan if planned.program is None else _with_answers(call, planned)
 
 
+def _check_together(call: Call) -> None:
+    """Refuse arguments that do not go with each other."""
+    recipe, profile, batch = call.recipe, call.runtime, call.global_batch
+    check_recipes(
+        recipe,
+        profile and profile.name,
+        batch,
+        micro_batches=call.micro_batches,
+        schedule=call.schedule,
+        virtual_stages=call.virtual_stages,
+    )
+    is_priced = recipe is not None and profile is not None
+    of_recipes = recipe is None and batch is not None
+    check_previous(call.previous, call.model, of_recipes=of_recipes, is_priced=is_priced)
+
+
 def _recipe_search(call: Call, *, with_kernels: bool) -> RecipeSearch:
     """The search over recipes for `global_batch` sequences."""
     assert call.example_inputs is not None, "plan takes example inputs"
@@ -133,7 +152,7 @@ def _with_answers(call: Call, planned: Planned) -> Plan:
 
 
 def _price(call: Call) -> Plan:
-    """What another runtime takes for a recipe, which must fit in `memory_budget`."""
+    """The price of a recipe under another runtime, which must fit in `memory_budget`."""
     runtime, cluster = call.runtime, checked_cluster(call.target, call.mesh)
     if call.constraints:
         raise NotAvailableError(

@@ -56,7 +56,7 @@ def price(
     precision: str = "bf16",
     global_batch: int | None = None,
 ) -> Plan:
-    """What a training step takes under a recipe as another framework runs it. See `autoshard.price`."""
+    """Price a training step under a recipe as another framework runs it. See `autoshard.price`."""
     check_model(model)
     check_loss(loss_fn)
     split_inputs(example_inputs)
@@ -92,7 +92,7 @@ def price_execution(
     loss_fn: Callable[..., torch.Tensor] | None = None,
     step_model: StepModel | None = None,
 ) -> Plan:
-    """What a training step of an execution takes. Raises as `price`."""
+    """Price a training step of an execution. Raises as `price`."""
     if execution.offload in ("optimizer", "parameters"):
         raise NotAvailableError(
             f"offload={execution.offload!r} cannot be priced yet: an update that runs on the host has no cost model. "

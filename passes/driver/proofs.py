@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from autoshard.arguments import check_optimizer
+from autoshard.arguments import check_optimizer, check_target
 from autoshard.call import Call
 from autoshard.cluster import meshes_of
 from autoshard.errors import TraceError
@@ -43,6 +43,8 @@ def verify_compiled(compiled: ShardedModule | TrainStep) -> VerificationReport:
 
 def prove_model(call: Call) -> VerificationReport:
     """Plan a call, lower it, and prove the program of each rank. See `autoshard.prove`."""
+    if call.fixed is None:
+        check_target(call.target, call.mesh)
     optimizer = call.optimizer
     if isinstance(optimizer, str):
         optimizer = named_optimizer(optimizer, call.model.parameters())

@@ -292,7 +292,7 @@ def recipe_problem(
 def base_recipe(
     model: nn.Module, optimizer: str | torch.optim.Optimizer | None, precision: str | None, global_batch: int
 ) -> Execution:
-    """What of the recipes that are searched is given, by a call of `plan`."""
+    """The fixed part of searched recipes, as a call of `plan` gives it."""
     return Execution(
         global_batch=global_batch, precision=products_precision(model, precision), optimizer=optimizer_name(optimizer)
     )

@@ -60,7 +60,7 @@ def lower_prepared(
 
 
 def _room_of(program: Program, plan: Plan) -> float | None:
-    """What a plan's program may have in use on a rank: the budget, without optimizer state that it does not hold."""
+    """Bytes that a plan's program may use on a rank: the budget, less optimizer state outside the program."""
     if plan.memory_budget is None or program.inputs_of(InputKind.STATE):
         return plan.memory_budget
     return plan.memory_budget - plan.predicted.memory_breakdown.get("optimizer state", 0)

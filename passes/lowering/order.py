@@ -7,7 +7,7 @@ the order of their entries; the entries of a moment stand together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any
 
@@ -92,7 +92,8 @@ ORDER: Sequence[tuple[Moment, MakePass]] = (
 
 def passes_at(moment: Moment, options: LoweringOptions = USUAL) -> tuple[Pass, ...]:
     """The passes of a moment that the options ask for, in order."""
-    return tuple(_made(moment, options))
+    asked = (make(options) for when, make in ORDER if when is moment)
+    return tuple(made for made in asked if made is not None)
 
 
 def run_at(moment: Moment, program: Any, options: LoweringOptions = USUAL) -> Any:
@@ -103,10 +104,3 @@ def run_at(moment: Moment, program: Any, options: LoweringOptions = USUAL) -> An
             options.on_pass(rewrite, program, made)
         program = made
     return program
-
-
-def _made(moment: Moment, options: LoweringOptions) -> Iterator[Pass]:
-    for when, make in ORDER:
-        made = make(options) if when is moment else None
-        if made is not None:
-            yield made

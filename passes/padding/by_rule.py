@@ -68,7 +68,7 @@ def _clean(call: PaddedCall) -> Results:
 
 
 def _made(call: PaddedCall, result: int, operands: Sequence[PaddedContent], region: Region) -> PaddedContent:
-    """What a call makes of elements of its operands; of results behind the first, any number of their type."""
+    """Content that a call makes of its operands'; of results behind the first, any number of their type."""
     found = call.content(operands, region)
     if not result:
         return found
@@ -168,7 +168,7 @@ class _Ruled:
         return True
 
     def _operands(self, result: int, region: Region, labels: frozenset[Label]) -> list[PaddedContent]:
-        """What the operands hold for a region of a result, in the padding of some reduced parts."""
+        """Contents of the operands for a region of a result, in the padding of some reduced parts."""
         wanted = {self._label(self.bound.outputs[result], place) for place in region} | labels
         return [
             value.content(place for place in value.places if self._label(dims, place) in wanted)

@@ -69,14 +69,14 @@ def _index(call: PaddedCall) -> Results:
 
 
 def _at(index: PaddedValue, region: Region, first: int, rank: int) -> tuple[PaddedContent, bool]:
-    """What an index holds for a region of the result, and whether the region is clean."""
+    """Content of an index for a region of the result, and whether the region is clean."""
     shift = first + rank - len(index.dims)
     of_index = {(dim - shift, part) for dim, part in region}
     return index.content(of_index & {*index.places}), not region
 
 
 def _looked_up(x: PaddedValue, kept: Region, indices: dict[int, tuple[PaddedContent, bool]]) -> PaddedContent:
-    """What the elements at some indices are, for a region of the dims that are not indexed."""
+    """Content of the elements at some indices, for a region of the dims that are not indexed."""
     regions = [kept]
     for dim, (index, is_clean) in indices.items():
         if not x.is_dim_padded(dim):

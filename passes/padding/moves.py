@@ -221,7 +221,7 @@ def _select_scatter(call: PaddedCall) -> Results:
 
 @padded_call(aten.slice_scatter.default, sizes=(3, 4))
 def _slice_scatter(call: PaddedCall) -> Results:
-    """What is written lies at the end of a padded dim, or the dim is not padded."""
+    """The written part lies at the end of a padded dim, or the dim is not padded."""
     x, source = call.operands
     dim = call.argument(2, "dim", 0) % len(x.dims)
     others = [(one, other) for place, (one, other) in enumerate(zip(x.dims, source.dims, strict=True)) if place != dim]
@@ -271,7 +271,7 @@ def _cat(call: PaddedCall) -> Results:
     behind = pieces[first + 1 :]
 
     def padding(region: Region) -> PaddedContent:
-        """What all pieces hold from the padding of the first padded one on."""
+        """Content of all pieces from the padding of the first padded one on."""
         found = [pieces[first].content(region)]
         for value in behind:
             found.append(value.content(region - {place}))

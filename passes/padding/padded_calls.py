@@ -103,7 +103,7 @@ class PaddedCall:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """What is known of an operator: its function, and the arguments that may differ with the length."""
+    """An operator's function, and its arguments that may differ with the length."""
 
     function: CallFunction
     sizes: frozenset[int | str]

@@ -57,7 +57,7 @@ class PaddedValue:
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """Where the padded parts are."""
+        """Places of the padded parts."""
         return padded_places(self.dims)
 
     @property
@@ -70,7 +70,7 @@ class PaddedValue:
         return self.dims[place[0]][place[1]]
 
     def content(self, region: Iterable[Place]) -> PaddedContent:
-        """What a region holds."""
+        """Content of a region."""
         return self.contents[frozenset(region)]
 
     def is_dim_padded(self, dim: int) -> bool:
@@ -123,5 +123,5 @@ def regions_of(places: Sequence[Place]) -> Iterator[Region]:
 
 
 def joined(value: PaddedValue, region: Region, place: Place) -> PaddedContent:
-    """What a region holds, together with what it holds in the clean part of one of its padded parts."""
+    """Content of a region, joined with that in the clean part of one of its padded parts."""
     return either((value.content(region), value.content(region - {place})))

@@ -42,7 +42,7 @@ class Model(torch.nn.Module):
 
 
 def train(folder: str) -> str:
-    """What a user's script does; the loss, and the sum of the weights, with all their digits."""
+    """A user's script, which writes the loss and the sum of the weights with all their digits."""
     torch.manual_seed(0)
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -63,7 +63,7 @@ def train(folder: str) -> str:
 
 @dataclass(frozen=True)
 class Fate:
-    """What becomes of a trial's ranks.
+    """Events of a trial's ranks.
 
     Args:
         kills: for each attempt, the rank that is killed, and after how many seconds.

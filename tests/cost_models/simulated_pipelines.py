@@ -157,7 +157,7 @@ class _Run:
         return True
 
     def _input(self, action: Action) -> _Value | None:
-        """What an action waits for from the neighbouring stage, if anything."""
+        """The action of the neighbouring stage that an action waits for, if any."""
         stage, kind, index = action
         if kind is _FORWARD:
             return (stage - 1, True, index) if stage > 0 else None

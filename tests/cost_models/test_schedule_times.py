@@ -247,7 +247,7 @@ def test_zero_bubble_h1(ranks, rounds, extra):
 
 @given(st.sampled_from(["ZBVZeroBubble", "DualPipeV"]), st.integers(1, 6), st.integers(0, 6))
 def test_the_limit_of_zero_bubble(schedule, ranks, more):
-    """Where F = I = W, all that is left is the ramp: rank r starts r forwards late (Qi et al. 2023, section 6)."""
+    """The ramp is all that is left where F = I = W: rank r starts r forwards late (Qi et al. 2023, section 6)."""
     times = pipeline_times(Pipeline(schedule, [StageTimes(0.5, 0.5, 0.5)] * (2 * ranks), 2 * ranks + more, 2))
     assert times.bubble_s == pytest.approx((ranks - 1) * 0.5)
 

@@ -114,7 +114,7 @@ def plan_of_recipe(name: str, place: str, share: float | None = None) -> Plan:
 
 
 def price(name: str, cluster: PricedCluster, recipe: Recipe, *, as_compiled: bool = False) -> Plan:
-    """Of a recipe that is stated, as a user would confirm it; `as_compiled`: of one that `compile` would run."""
+    """Price a recipe that is stated, as a user would; `as_compiled`: under the runtime of `compile`."""
     model, inputs = built(name)
     runtime = PRICED
     if as_compiled:

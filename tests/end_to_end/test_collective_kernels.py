@@ -187,7 +187,7 @@ def _sender(graph: fx.Graph) -> fx.Node:
 
 
 def view_base(node: fx.Node) -> fx.Node:
-    """What a node is a view of, or itself."""
+    """The node that a node is a view of, or itself."""
     while is_view(node):
         node = node.all_input_nodes[0]
     return node

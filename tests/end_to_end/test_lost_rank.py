@@ -119,7 +119,7 @@ def work_with_one_that_stops(rank: int, folder: str, port: int) -> None:
 
 
 def stop_this_rank(*_: object) -> NoReturn:
-    """As a debugger does, or a device that hangs: the process neither ends nor answers."""
+    """A debugger does so, or a device that hangs: the process neither ends nor answers."""
     os.kill(os.getpid(), signal.SIGSTOP)
     raise AssertionError("nobody lets a stopped process go on")
 

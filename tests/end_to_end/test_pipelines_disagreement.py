@@ -196,7 +196,7 @@ def check_a_parameter_changed() -> None:
 
 
 def check_parameters_changed_by_all() -> None:
-    """As one device would; what `load_state_dict` does, too."""
+    """Training equals one device, after `load_state_dict` too."""
     step = compiled()
     with torch.no_grad():
         for parameter in step.sharded.parameters():

@@ -1,9 +1,6 @@
 """Every example runs, as a user would run it."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +8,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-ROOT = Path(__file__).parents[2]
+from tests.examples.scripts import ROOT, run_python
+
 _SMALL = ("--steps", "3", "--layers", "1", "--width", "32", "--heads", "4", "--length", "16", "--measure-s", "2")
 _ON_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 _TORCHRUN = (*_ON_RANKS, "2")
-
-
-def _run(*arguments: str, folder: Path) -> str:
-    """What `python *arguments` prints; a failure shows its whole output."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
 
 
 def _example(name: str) -> str:
@@ -33,7 +21,7 @@ def _example(name: str) -> str:
 
 def test_quickstart_equals_one_device(tmp_path: Path) -> None:
     """Both lines show the same loss."""
-    losses = re.findall(r"loss (\S+)", _run(_example("quickstart.py"), folder=tmp_path))
+    losses = re.findall(r"loss (\S+)", run_python(_example("quickstart.py"), folder=tmp_path))
     assert len(losses) == 2
     assert float(losses[0]) == pytest.approx(float(losses[1]), rel=1e-5)
 
@@ -46,7 +34,7 @@ def test_quickstart_is_short() -> None:
 @pytest.mark.parametrize("launcher", [(), _TORCHRUN], ids=["simulator", "torchrun"])
 def test_train_gpt_equals_one_device(launcher: tuple[str, ...], tmp_path: Path) -> None:
     """The loss curve is that of one device, and the plan is written."""
-    text = _run(*launcher, _example("train_gpt.py"), *_SMALL, folder=tmp_path)
+    text = run_python(*launcher, _example("train_gpt.py"), *_SMALL, folder=tmp_path)
     difference = re.search(r"Largest difference of the loss curve to one device: (\S+)", text)
     assert difference is not None, text
     assert float(difference[1]) < 1e-4
@@ -57,7 +45,7 @@ def test_train_gpt_equals_one_device(launcher: tuple[str, ...], tmp_path: Path) 
 @pytest.mark.parametrize("launcher", [(), (*_ON_RANKS, "8")], ids=["simulator", "torchrun"])
 def test_pretraining_along_four_axes_equals_one_device(launcher: tuple[str, ...], tmp_path: Path) -> None:
     """Stages, data, tensors and experts on eight ranks: losses of steps and of evaluation; the page has a picture."""
-    text = _run(*launcher, _example("pretrain_4d.py"), "--steps", "3", folder=tmp_path)
+    text = run_python(*launcher, _example("pretrain_4d.py"), "--steps", "3", folder=tmp_path)
     difference = re.search(r"Largest relative difference of a loss to one device: (\S+)", text)
     assert difference is not None, text
     assert float(difference[1]) < 1e-5
@@ -69,7 +57,7 @@ def test_pretraining_along_four_axes_equals_one_device(launcher: tuple[str, ...]
 
 def test_plan_llama_prints_a_plan(tmp_path: Path) -> None:
     """A plan for 64 devices, without any."""
-    text = _run(_example("plan_llama.py"), "--layers", "2", folder=tmp_path)
+    text = run_python(_example("plan_llama.py"), "--layers", "2", folder=tmp_path)
     assert "model.layers.*.mlp.up_proj.weight" in text
     assert "Cost of one step" in text
 
@@ -87,7 +75,7 @@ def test_finetune_goes_on_on_another_rank_count(tmp_path: Path) -> None:
     model = LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=64)).train()
     model.save_pretrained(tmp_path / "start")
     runs = [
-        _run(*_ON_RANKS, ranks, _example("finetune.py"), "start", steps, folder=tmp_path)
+        run_python(*_ON_RANKS, ranks, _example("finetune.py"), "start", steps, folder=tmp_path)
         for ranks, steps in (("2", "4"), ("1", "7"))
     ]
     found = [float(loss) for loss in re.findall(r"step \d+: loss (\S+)", "".join(runs))]

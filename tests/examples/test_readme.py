@@ -1,15 +1,13 @@
 """The first page runs as it is printed, in a clean folder."""
 
-import os
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 from transformers import LlamaConfig
 
-ROOT = Path(__file__).parents[2]
+from tests.examples.scripts import ROOT, run_python
+
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```(\w*)\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 PYTHON = [text for language, text in BLOCKS if language == "python"]
@@ -31,16 +29,7 @@ model = Words()
 tokens, targets = torch.randint(64, (2, 8, 4)).unbind()
 dataset = torch.utils.data.TensorDataset(*torch.randint(64, (2, 20, 4)).unbind())
 """
-"""What the first blocks take for granted: a model that returns its loss, a batch and a dataset for it."""
-
-
-def _run(*arguments: str, folder: Path) -> str:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
-    done = subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+"""Definitions that the first blocks use: a model that returns its loss, a batch and a dataset for it."""
 
 
 def test_the_first_blocks_train(tmp_path: Path) -> None:
@@ -51,16 +40,16 @@ def test_the_first_blocks_train(tmp_path: Path) -> None:
     checked = f"before = [p.detach().clone() for p in model.parameters()]\n{loop}\n{data}"
     moved = "assert all(not torch.equal(old, new) for old, new in zip(before, model.parameters()))"
     (tmp_path / "loop.py").write_text(f"{_READERS_OWN}\n{checked}\n{moved}\nprint(len(loader))\n")
-    assert _run("loop.py", folder=tmp_path).split() == ["2"]
+    assert run_python("loop.py", folder=tmp_path).split() == ["2"]
 
 
 def test_the_readers_own_file_is_planned(tmp_path: Path) -> None:
     """`mine.py` prints a plan and trains, and is planned for a cluster without memory for the model."""
     mine, planned = PYTHON[3:5]
     (tmp_path / "mine.py").write_text(mine)
-    assert "Plan on Mesh(data=2, model=2)" in _run("mine.py", folder=tmp_path)
+    assert "Plan on Mesh(data=2, model=2)" in run_python("mine.py", folder=tmp_path)
     (tmp_path / "planned.py").write_text(f"import torch\nimport autoshard\nfrom mine import build\n{planned}")
-    assert "priced for h100_sxm:8x8" in _run("planned.py", folder=tmp_path)
+    assert "priced for h100_sxm:8x8" in run_python("planned.py", folder=tmp_path)
 
 
 def test_the_commands_plan_and_price(tmp_path: Path) -> None:
@@ -71,7 +60,7 @@ def test_the_commands_plan_and_price(tmp_path: Path) -> None:
     )
     small.architectures = ["LlamaForCausalLM"]
     small.save_pretrained(tmp_path / "path" / "to")
-    found = [_run("-m", "autoshard", *shlex.split(command), folder=tmp_path) for command in COMMANDS]
+    found = [run_python("-m", "autoshard", *shlex.split(command), folder=tmp_path) for command in COMMANDS]
     assert len(found) == 4
     assert all("Cost of one step" in text for text in found[:3])
     assert "Commands" in found[3]

@@ -49,7 +49,7 @@ def test_what_cannot_be_executed_is_named(fields: dict[str, Any], message: str) 
 
 
 def test_no_field_of_a_recipe_is_one_of_a_runtime() -> None:
-    """What is laid out, and how it runs, are said in one place each."""
+    """Layout and execution are said in one place each."""
     runtime = {item.name for item in fields(RUNTIMES["megatron"])}
     assert len(fields(Recipe)) == 15
     assert not runtime & {item.name for item in fields(Execution)}

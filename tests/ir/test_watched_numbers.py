@@ -106,7 +106,7 @@ def _watched(value: Any, function: Callable[[Any], Any]) -> tuple[SimpleNamespac
 
 @pytest.mark.parametrize("name", OF_INTEGERS)
 def test_integers_under_the_same_conditions_give_the_same(name: str) -> None:
-    """As the first did, and no more of them are told apart than must be."""
+    """They compute what the first did, and no more of them are told apart than must be."""
     function, expected = OF_INTEGERS[name]
     alike = _assert_sound(7, INTEGERS, function)
     assert len(alike) - 1 == expected, alike
@@ -115,7 +115,7 @@ def test_integers_under_the_same_conditions_give_the_same(name: str) -> None:
 @pytest.mark.parametrize("value", FLOATS)
 @pytest.mark.parametrize("name", OF_FLOATS)
 def test_floats_under_the_same_conditions_give_the_same(name: str, value: float) -> None:
-    """As the first did; an error is a result."""
+    """They compute what the first did; an error is a result."""
     _assert_sound(value, FLOATS, lambda number: _fails(lambda: OF_FLOATS[name](number)))
 
 
@@ -221,7 +221,7 @@ def test_many_conditions_and_long_expressions_are_too_much() -> None:
 
 
 def test_looking_at_all_attributes_is_no_use_of_them() -> None:
-    """What autoshard itself looks at does not count."""
+    """Reads by autoshard itself do not count."""
 
     def look(step: Any) -> str:
         with unwatched():

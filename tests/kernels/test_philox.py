@@ -77,7 +77,7 @@ def test_sites_and_seeds_draw_different_numbers() -> None:
 
 
 def test_words_have_the_right_moments() -> None:
-    """As shares of 2^32, mean 1/2 and variance 1/12, within five standard errors."""
+    """Shares of 2^32 have mean 1/2 and variance 1/12, within five standard errors."""
     x = random_words((20_000,), (0,), (20_000,), torch.tensor(3), 4).double() * 2.0**-32
     assert abs(float(x.mean()) - 0.5) < 5 * (1 / 12 / 20_000) ** 0.5
     assert abs(float(x.var()) - 1 / 12) < 5 * (1 / 180 / 20_000) ** 0.5

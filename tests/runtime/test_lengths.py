@@ -190,7 +190,7 @@ class Pooled(nn.Module):
 
 @pytest.mark.parametrize("how", ["zero-initialised head", "padding's row begins at zero", "pools in training only"])
 def test_padding_that_counts_later_on_does_not_count(how: str) -> None:
-    """Where padding changes nothing at first, or in evaluation, training is that of one device all the same."""
+    """Training is that of one device also where padding changes nothing at first, or in evaluation."""
     model = Pooled(how)
     plain = copy.deepcopy(model)
     sharded = autoshard.compile(model, Mesh({"data": 2}), options=autoshard.Options(dynamic_lengths={"tokens": 0}))
@@ -270,7 +270,7 @@ class Shaped(nn.Module):
 
 @pytest.mark.parametrize("how", SHAPES)
 def test_padding_without_a_gradient_is_none(how: str) -> None:
-    """Where the derivative at what padding holds is infinite, zero times it is no number, though the loss is finite."""
+    """An infinite derivative at the value of padding makes zero times it no number, though the loss is finite."""
     calls = [(torch.rand(4, length, 3) + 0.5, torch.ones(4, length, 1)) for length in (9, 10)]
     sharded = equal_to_one_device(Shaped(how), {"x": 0, "mask": 0}, *calls)
     assert len(sharded.programs) == (1 if how in ("norm", "power of two") else 2)

@@ -13,7 +13,7 @@ from autoshard.runtime.seeds import SeedSequence
 
 
 def draw(seeds: SeedSequence, count: int = 1) -> list[int]:
-    """What `count` calls of a module draw."""
+    """The draws of `count` calls of a module."""
     found = []
     for _ in range(count):
         if seeds.is_outdated:

@@ -43,7 +43,7 @@ def test_a_backward_says_that_it_has_run(backward: Callable[[torch.Tensor], Any]
 
 
 def test_results_are_plain(loss: torch.Tensor) -> None:
-    """What is computed, copied or saved is an ordinary tensor; the loss beside others has their gradient."""
+    """Computed, copied and saved losses are ordinary tensors; the loss beside others has their gradient."""
     total = torch.zeros(())
     total += loss
     kept = io.BytesIO()

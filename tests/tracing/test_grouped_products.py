@@ -56,7 +56,7 @@ def test_forms(left: Tensor, right: Tensor, ends: Tensor | None, dtype: torch.dt
     ],
 )
 def test_operands_that_torch_does_not_take(left: Tensor, right: Tensor, options: dict[str, Any], message: str) -> None:
-    """What torch's product refuses on the CPU is refused on fake tensors."""
+    """Fake tensors refuse the operands that torch's product refuses on the CPU."""
     options = {"offs": _ENDS, **options}
     with pytest.raises((RuntimeError, ValueError)):
         F.grouped_mm(left, right, **options)

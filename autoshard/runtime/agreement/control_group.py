@@ -161,5 +161,5 @@ def _is_failed(said: object) -> bool:
 
 
 def _found(name: str | HeldFact, everyone: Sequence[Facts]) -> list[str | None]:
-    """What ranks hold under a name; of a `HeldFact`, those that have it."""
+    """Values of the ranks under a name; of a `HeldFact`, of the ranks that have it."""
     return [theirs.get(name) for theirs in everyone if name in theirs or not isinstance(name, HeldFact)]

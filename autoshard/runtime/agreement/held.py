@@ -34,7 +34,7 @@ class HeldPiece:
 
 
 def piece_of(tensor: torch.Tensor) -> HeldPiece:
-    """What this rank holds of a tensor, of which a plain one is the same on all ranks."""
+    """This rank's part of a tensor. A plain tensor is the same on all ranks."""
     if not isinstance(tensor, DTensor):
         return HeldPiece(tensor, ())
     coordinate = tensor.device_mesh.get_coordinate()

@@ -142,7 +142,7 @@ def _lines(store: dist.Store, key: str) -> list[str]:
 
 
 def _read(store: dist.Store, key: str) -> str:
-    """What a key holds; nothing where it is not there."""
+    """Text under a key; empty where the key is missing."""
     return store.get(key).decode() if store.check([key]) else ""
 
 

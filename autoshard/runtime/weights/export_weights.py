@@ -105,7 +105,7 @@ def _tensors(model: nn.Module, engine: Engine, holders: Mapping[str, int]) -> Ma
 
 @dataclass(frozen=True, slots=True)
 class _FolderContent:
-    """What a folder gets.
+    """Content of a folder of weights.
 
     Args:
         files: the tensors of each file.

@@ -150,7 +150,7 @@ def _without_layers(module: Any, path: str, at: str, layers: dict[str, str]) -> 
 
 
 def _unloaded(layer: Any, *, merge: bool) -> nn.Module:
-    """What peft puts in the place of one of its layers."""
+    """The layer that peft puts in the place of one of its own."""
     unload = getattr(layer, "unload_and_optionally_merge_module", None)
     if unload is not None:
         return unload(merge=merge, safe_merge=False, adapter_names=None)
@@ -160,7 +160,7 @@ def _unloaded(layer: Any, *, merge: bool) -> nn.Module:
 
 
 def _untie(model: nn.Module, base: Any, tied: Iterable[Sequence[str]], layers: Mapping[str, str]) -> None:
-    """Where the embedding is the head too, have a head of its own, and the configuration say so, if adapters differ.
+    """Untie the head from the embedding, and say so in the configuration, if their adapters differ.
 
     Raises:
         WeightsError: another weight that a layer changes is tied.

@@ -156,7 +156,7 @@ def _deprecated() -> Iterator[None]:
 
 
 def captured(capture: Callable[[nn.Module, torch.Tensor], Any]) -> Callable[[Compile], Numbers]:
-    """What is compiled is recorded by torch, after a call."""
+    """Compiled modules are recorded by torch, after a call."""
 
     def script(compile: Compile) -> Numbers:
         model, inputs = _model()

@@ -34,7 +34,7 @@ class _Net(nn.Module):
 def changed(
     make: Callable[[], Any], read: Callable[[Any], Any], change: Callable[[Any], Any]
 ) -> Callable[[Compile], Numbers]:
-    """What a model holds changes after a step of an optimizer."""
+    """The content of a model changes after a step of an optimizer."""
 
     def script(compile: Compile) -> Numbers:
         model = _Net(make(), read)

@@ -50,7 +50,7 @@ class _Momentum(nn.Module):
 
 
 class _Buffered(nn.Module):
-    """As `_Momentum`, with what moves in buffers."""
+    """`_Momentum`, with its moving weights in buffers."""
 
     def __init__(self, move: Move) -> None:
         super().__init__()

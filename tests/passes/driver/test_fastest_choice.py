@@ -101,7 +101,7 @@ def test_the_least_step_over_meshes_is_lowered_when_it_is_read(monkeypatch: pyte
 
 
 def test_recipes_that_time_is_up_for_are_left_out() -> None:
-    """Those that may be faster; such as are surely slower are told all the same."""
+    """Recipes that may be faster are lowered; those that are surely slower are told all the same."""
     mesh, cluster = Mesh({"data": 8}), h100s(Mesh({"data": 8}))
     program = blocks_program(batch=64, length=1024, hidden=4096, count=4)
     options = PlanOptions(state_bytes_per_parameter_byte=2)

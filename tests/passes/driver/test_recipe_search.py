@@ -29,7 +29,7 @@ def _plan(cluster: Cluster = CLUSTER, **arguments) -> Plan:
 
 
 def _price(recipe: Recipe, runtime: Runtime = PRICED, global_batch: int = 16) -> Plan:
-    """What a user's own price of a recipe is."""
+    """A user's own price of a recipe."""
     options = {"example_inputs": tokens(), "runtime": runtime, "global_batch": global_batch}
     return autoshard.price(MODEL, CLUSTER, recipe, **options)
 

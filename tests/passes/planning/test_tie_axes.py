@@ -55,7 +55,7 @@ def test_on_two_axes_nothing_is_tied(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_four_axes_have_no_more_strategies_than_two(caplog: pytest.LogCaptureFixture) -> None:
-    """As the three outer ones split alike: those of a mesh of 8 times 2, where sizes divide by 8."""
+    """The three outer axes split alike: plans of a mesh of 8 times 2, where sizes divide by 8."""
     tied = space_of(TESSERACT, 1.0)
     two = space_of(Mesh({"a": 8, "d": 2}), 60.0)
     assert count(tied) <= count(two)
