@@ -22,8 +22,6 @@ class Runtime:
 
     Args:
         name: of the framework.
-        recompute_modules: what `recompute="selective"` means: modules, by their own names joined by + ("act+norm");
-            None: attention's core.
         early_stop: recomputing a block ends with the last value that its backward needs, before its last product
             (torch's checkpoints that are not reentrant).
         attention: the kernel of fused attention, by the device's names ("flash2"); None: the device's usual one.
@@ -66,7 +64,6 @@ class Runtime:
     """
 
     name: str
-    recompute_modules: str | None = None
     early_stop: bool = False
     attention: str | None = None
     gradient_dtype: str = "f32"

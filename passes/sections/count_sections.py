@@ -21,7 +21,7 @@ import torch
 from torch import fx
 
 from autoshard.ir.program import InputKind, tensor_values
-from passes.sections.chains import Chains, LibraryChains, modules_of
+from passes.sections.chains import Chains, LibraryChains
 from passes.sections.fold_program import FoldedProgram, is_layout
 from passes.sections.kernel_chains import KernelChains, ProgramKernel
 from passes.sections.propagate_axis import AxisLayout, MoveKind
@@ -75,8 +75,7 @@ class SectionKernel:
         arguments: positional arguments, see `cost_models.operators.work`.
         has_weight: whether an operand is a parameter, or a view of one.
         makes_gradient: whether a result is a parameter's gradient.
-        is_core: whether it belongs to attention's core, between its first and its last product, or to other modules
-            that a selective recomputation names.
+        is_core: whether it belongs to attention's core, between its first and its last product.
         launches: of a chain; the others' follow from what they are.
         later_bytes: see `ChainDemand`.
     """
@@ -177,7 +176,6 @@ def count_sections(
     *,
     fused: bool,
     unfused: frozenset[str] = frozenset(),
-    recomputed: frozenset[str] = frozenset(),
     kernels: Sequence[ProgramKernel] | None = None,
 ) -> dict[str, Section]:
     """Every section of a folded program under the layouts of the axes.
@@ -187,7 +185,6 @@ def count_sections(
         layouts: axis to its layout.
         fused: whether chains of memory-bound calls are one kernel.
         unfused: names of modules in which they are not.
-        recomputed: names of modules whose calls are the core; none: attention's core is.
         kernels: our own, which run in place of those of the usual libraries.
     """
     varying = depending(folded, {slot.node for slot in folded.single.inputs if slot.kind != InputKind.SEED})
@@ -198,7 +195,7 @@ def count_sections(
     else:
         added = frozenset(node.name for node in folded.single.graph.nodes if _is_bias(node))
         chains = KernelChains(folded, working, added, kernels, layouts)
-    counting = _SectionMaker(folded, layouts, varying, working, chains, recomputed)
+    counting = _SectionMaker(folded, layouts, varying, working, chains)
     return {name: counting.section(name) for name in folded.sections}
 
 
@@ -212,13 +209,12 @@ class _SectionMaker:
         varying: frozenset[str],
         working: frozenset[str],
         chains: Chains,
-        again: frozenset[str],
     ) -> None:
         self.folded, self.layouts, self.varying, self.working, self.chains = folded, layouts, varying, working, chains
         self.nodes = folded.single.nodes_by_name()
         self.slots = {slot.node: slot for slot in folded.single.inputs}
         self.gradients = makers_of_outputs(folded)
-        self.core = self._calls_of(again) if again else attention_cores(folded)
+        self.core = attention_cores(folded)
 
     def section(self, name: str) -> Section:
         """One section."""
@@ -270,13 +266,6 @@ class _SectionMaker:
             and self.folded.section_of.get(node.name) == section
             and self.chains.phase_of(node) == phase
         ]
-
-    def _calls_of(self, modules: frozenset[str]) -> frozenset[str]:
-        """Forward calls in modules of such names."""
-        calls = (node for node in self.folded.single.graph.nodes if node.op == "call_function")
-        return frozenset(
-            node.name for node in calls if node.meta["phase"] == "forward" and not modules.isdisjoint(modules_of(node))
-        )
 
     # Kernels.
 

@@ -44,7 +44,6 @@ class RecipeKind(NamedTuple):
     expert_tensor: bool
     fused: bool
     unfused: str | None = None
-    recompute_modules: str | None = None
     kernels: str = LIBRARY
 
     @classmethod
@@ -59,7 +58,6 @@ class RecipeKind(NamedTuple):
             recipe.expert_tensor > 1,
             runtime.fused,
             runtime.unfused,
-            runtime.recompute_modules,
             runtime.kernels,
         )
 
@@ -180,7 +178,6 @@ class PricedModel:
                 self.layouts(kind),
                 fused=kind.fused,
                 unfused=self._modules("unfused", kind.unfused),
-                recomputed=self._modules("recompute_modules", kind.recompute_modules),
                 kernels=self.kernels if kind.kernels == TRITON else None,
             )
         return self._sections[kind]

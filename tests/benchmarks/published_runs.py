@@ -95,7 +95,6 @@ _DEVICES = {
 }  # fmt: skip
 _FABRICS = {"A800-80GB": "nvlink3_nvswitch_a800", "V100-32GB": "nvlink2_nvswitch",
             "GB200-186GB": "nvlink5_nvl72", "GB300-288GB": "nvlink5_nvl72"}  # fmt: skip
-_MODULES = {"layernorm": "attention_norm+ffn_norm", "moe_act": "act", "mla_up_proj": "q_up+kv_up"}
 _SPLIT_ENDS = frozenset(
     f"bigscience-tr11-12288x106-h{heads}-n384-dp8tp4pp12-mb2-gb2048-L{line}" for heads, line in ((96, 891), (64, 892))
 )
@@ -191,7 +190,6 @@ def _runtime(row: Row, framework: Framework) -> Runtime:
     plan = row["plan"]
     return Runtime(
         name=row["source"]["key"],
-        recompute_modules=_recompute_modules(row["recompute"]),
         gradient_dtype=_gradient_dtype(row, framework),
         overlap_gradients=framework.overlap_gradients,
         overlap_parameters=framework.overlap_parameters,
@@ -221,15 +219,8 @@ def _precision(row: Row) -> str:
 
 
 def _recompute(said: str | None) -> str:
-    if _recompute_modules(said):
-        return "selective"
+    """Modules that a row names are not computed again in its price: they are a few of many."""
     return said if said in ("full", "selective") else "none"
-
-
-def _recompute_modules(said: str | None) -> str | None:
-    """Our names of the modules that a row names; those without one are a few of many layers."""
-    named = said.removeprefix("modules:").split("+") if said and said.startswith("modules:") else []
-    return "+".join(_MODULES[name] for name in named if name in _MODULES) or None
 
 
 def _gradient_dtype(row: Row, framework: Framework) -> str:

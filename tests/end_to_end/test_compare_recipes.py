@@ -41,7 +41,6 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
     "micro_batch": ({"micro_batch": 2}, {"micro_batch": 4}),
     "global_batch": ({"global_batch": 16}, {"global_batch": 4}),
     "recompute": ({"recompute": "full"}, {"recompute": "selective"}),
-    "recompute_modules": ({"recompute": "selective", "recompute_modules": "wide"},),
     "early_stop": ({"early_stop": True}, {"early_stop": True, "recompute": "full"}),
     "attention": ({"attention": "flash2"},),
     "precision": ({"precision": "f16"},),

@@ -191,11 +191,10 @@ def test_experts_of_a_model_without_any_are_refused() -> None:
         _price(Execution(data=2, expert=2))
 
 
-@pytest.mark.parametrize("field", ["unfused", "recompute_modules"])
-def test_modules_that_a_model_does_not_have_are_refused(field: str) -> None:
+def test_modules_that_a_model_does_not_have_are_refused() -> None:
     """The message names the field and the module."""
-    with pytest.raises(RecipeError, match=f"{field}='.*' names 'clamp', but no module"):
-        _price(Execution(runtime=Runtime(name="mine", **{field: "clamp"})))  # type: ignore[arg-type]
+    with pytest.raises(RecipeError, match=r"unfused='.*' names 'clamp', but no module"):
+        _price(Execution(runtime=Runtime(name="mine", unfused="clamp")))
 
 
 def test_more_stages_than_blocks_are_refused() -> None:

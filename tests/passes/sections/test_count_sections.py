@@ -122,7 +122,7 @@ def test_parameters_lie_in_one_section_each() -> None:
 
 def test_named_modules_run_operator_by_operator() -> None:
     """Nothing is fused in them, nor with what is around them; the rest stays fused."""
-    fused, apart = (_clamped(unfused=names) for names in (None, "clamp+bias"))
+    fused, apart = (_clamped(names) for names in (None, "clamp+bias"))
     alone = {"forward": "aten.clamp.default", "backward": "aten.where.self"}
     for phase, operator in alone.items():
         before, after = (Counter(item.operator for item in getattr(block, phase).kernels) for block in (fused, apart))
@@ -130,16 +130,6 @@ def test_named_modules_run_operator_by_operator() -> None:
         assert after["fused"] >= 1
 
 
-def test_selective_recomputation_of_modules_keeps_what_others_make() -> None:
-    """The core is what the named modules compute; nothing of it but what enters it is kept."""
-    block = _clamped(recompute_modules="act")
-    inside = [item for item in block.forward.kernels if item.is_core]
-    assert inside
-    assert all(item.operator == "fused" for item in inside)
-    assert any(item.is_core for item in block.saved)
-    assert not all(item.is_core for item in block.saved)
-
-
-def _clamped(*, unfused: str | None = None, recompute_modules: str | None = None) -> Section:
-    kind = RecipeKind(False, False, False, True, False, True, unfused, recompute_modules)
+def _clamped(unfused: str | None) -> Section:
+    kind = RecipeKind(False, False, False, True, False, True, unfused)
     return CLAMPED.sections(kind)[CLAMPED.folded.blocks[0]]
