@@ -48,7 +48,6 @@ class Runtime:
         fused: chains of memory-bound operators run as one kernel each, and so does the optimizer.
         kernels: what chains of memory-bound operators run as: "library", what the usual libraries have; "triton", what
             `backend="triton"` puts in their place, see docs/kernels.md.
-        unfused: modules, by their own names joined by + ("clamp+bias"), whose operators run one by one all the same.
         compiled: the step is one program, as `autoshard.compile` runs it. Parameters lie in the optimizer's own type.
             ZeRO-1 and -2 gather them in that type, beside the update. Gradients of several micro-batches are reduced
             beside the update too, but for ZeRO-2 and -3. ZeRO-3 gathers again only for what is computed again.
@@ -81,7 +80,6 @@ class Runtime:
     whole_tensors: bool = False
     fused: bool = True
     kernels: str = LIBRARY
-    unfused: str | None = None
     compiled: bool = False
     cuda_graph: bool = False
     blocking_launches: bool = False
@@ -93,10 +91,8 @@ class Runtime:
         for item in fields(self):
             if item.type == "bool":
                 check_flag(item.name, getattr(self, item.name))
-        if self.kernels == TRITON and (self.unfused or not self.fused):
-            raise RecipeError(
-                f"kernels='triton' says what is fused; leave out fused={self.fused} and unfused={self.unfused!r}."
-            )
+        if self.kernels == TRITON and not self.fused:
+            raise RecipeError(f"kernels='triton' says what is fused; leave out fused={self.fused}.")
 
 
 USUAL = Runtime(name=MEGATRON)

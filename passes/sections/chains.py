@@ -72,7 +72,6 @@ class LibraryChains(Chains):
         working: names of its calls that do work.
         varying: names of the values that depend on inputs or parameters.
         fused: whether there are chains of several calls.
-        unfused: names of modules in which there are none.
     """
 
     def __init__(
@@ -82,9 +81,8 @@ class LibraryChains(Chains):
         varying: Collection[str],
         *,
         fused: bool,
-        unfused: frozenset[str],
     ) -> None:
-        self.folded, self.working, self.varying, self.unfused = folded, working, varying, unfused
+        self.folded, self.working, self.varying = folded, working, varying
         self.nodes = folded.single.nodes_by_name()
         self.remade = self._cheap_values() if fused else frozenset()
         self.last = self._chains() if fused else {}
@@ -136,10 +134,7 @@ class LibraryChains(Chains):
         )
 
     def _is_pointwise(self, node: fx.Node) -> bool:
-        return self._is_fusible(node) and node.target not in _ENDS and not is_layout(node)
-
-    def _is_fusible(self, node: fx.Node) -> bool:
-        return _is_memory_bound(node) and self.unfused.isdisjoint(modules_of(node))
+        return _is_memory_bound(node) and node.target not in _ENDS and not is_layout(node)
 
     def _chains(self) -> dict[str, str]:
         """Call to the last call of its chain."""
@@ -161,12 +156,7 @@ class LibraryChains(Chains):
     def _joins(self, node: fx.Node, reader: fx.Node) -> bool:
         same = self.folded.section_of.get(node.name) == self.folded.section_of.get(reader.name)
         is_near = same and node.meta["phase"] == reader.meta["phase"]
-        return is_near and self._is_fusible(reader) and reader.name in self.working
-
-
-def modules_of(node: fx.Node) -> Sequence[str]:
-    """The names on the path of the module that a node belongs to."""
-    return node.meta.get("module", "").split(".")
+        return is_near and _is_memory_bound(reader) and reader.name in self.working
 
 
 _ENDS = frozenset({

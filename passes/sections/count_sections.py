@@ -7,8 +7,7 @@ Kernels are the program's calls, with these exceptions, which hold for the libra
 * a bias is added by the product before it (cuBLASLt's epilogue, `addmm`);
 * a copy of layout next to attention or a batched product is not made: those kernels read and write strided tensors;
 * what depends on no input or parameter (position tables, causal masks) is made once, not per step;
-* chains of memory-bound calls are one kernel each (`chains.py`): those of the usual libraries, but for modules that the
-  recipe names, or our own kernels.
+* chains of memory-bound calls are one kernel each (`chains.py`): those of the usual libraries, or our own kernels.
 """
 
 from __future__ import annotations
@@ -175,7 +174,6 @@ def count_sections(
     layouts: Mapping[str, AxisLayout],
     *,
     fused: bool,
-    unfused: frozenset[str] = frozenset(),
     kernels: Sequence[ProgramKernel] | None = None,
 ) -> dict[str, Section]:
     """Every section of a folded program under the layouts of the axes.
@@ -184,14 +182,13 @@ def count_sections(
         folded: the program.
         layouts: axis to its layout.
         fused: whether chains of memory-bound calls are one kernel.
-        unfused: names of modules in which they are not.
         kernels: our own, which run in place of those of the usual libraries.
     """
     varying = depending(folded, {slot.node for slot in folded.single.inputs if slot.kind != InputKind.SEED})
     working = frozenset(node.name for node in folded.single.graph.nodes if _works(node, varying))
     chains: Chains
     if kernels is None:
-        chains = LibraryChains(folded, working, varying, fused=fused, unfused=unfused)
+        chains = LibraryChains(folded, working, varying, fused=fused)
     else:
         added = frozenset(node.name for node in folded.single.graph.nodes if _is_bias(node))
         chains = KernelChains(folded, working, added, kernels, layouts)

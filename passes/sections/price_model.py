@@ -22,7 +22,6 @@ from autoshard.ir.runtime import LIBRARY, TRITON
 from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.enumeration import Strategy
 from cost_models.hardware import Cluster
-from passes.sections.chains import modules_of
 from passes.sections.combine_layouts import combine_layouts
 from passes.sections.count_sections import Section, count_sections, splits_of
 from passes.sections.fold_program import AFTER, BEFORE, FoldedProgram
@@ -43,7 +42,6 @@ class RecipeKind(NamedTuple):
     expert: bool
     expert_tensor: bool
     fused: bool
-    unfused: str | None = None
     kernels: str = LIBRARY
 
     @classmethod
@@ -57,7 +55,6 @@ class RecipeKind(NamedTuple):
             recipe.expert > 1,
             recipe.expert_tensor > 1,
             runtime.fused,
-            runtime.unfused,
             runtime.kernels,
         )
 
@@ -177,19 +174,9 @@ class PricedModel:
                 self.folded,
                 self.layouts(kind),
                 fused=kind.fused,
-                unfused=self._modules("unfused", kind.unfused),
                 kernels=self.kernels if kind.kernels == TRITON else None,
             )
         return self._sections[kind]
-
-    def _modules(self, field_name: str, names: str | None) -> frozenset[str]:
-        """The modules that a field of a recipe names."""
-        found = frozenset(names.split("+")) if names else frozenset()
-        if missing := found - frozenset().union(*map(modules_of, self.folded.single.graph.nodes)):
-            raise RecipeError(
-                f"{field_name}={names!r} names {min(missing)!r}, but no module of the model that computes is called so."
-            )
-        return found
 
     def section_prices(self, recipe: Execution, cluster: Cluster) -> Mapping[str, SectionPrice]:
         """The price of each section under a recipe."""

@@ -42,9 +42,6 @@ class Framework:
         separate_experts: see `Runtime` (Megatron-LM @1d9edcf8, docs/discussions/deepseek-v3-gb200-optimization: grouped
             products are "multi-stream + cuBLAS"; a graph of the whole iteration needs kernels that read counts on the
             device).
-        unfused: see `Runtime` (Megatron Core 0.15: `TEGroupedMLP._apply_bias` in transformer/moe/experts.py, and
-            `weighted_bias_quick_geglu_impl` in fusions/fused_bias_geglu.py; with a graph of the whole iteration one
-            kernel does all that: NVIDIA, Boosting MoE Training Throughput with Advanced Fusion Kernels, 2026-06-15).
         wide_logits: the loss reads a copy of the logits in float32, as Megatron-LM's does. llm-foundry's
             (llmfoundry/models/mpt/modeling_mpt.py: fused_crossentropy, of flash-attn, not in place) and Transformer
             Engine's (Megatron-Bridge, scripts/performance: cross_entropy_fusion_impl "te") read those of the head.
@@ -64,7 +61,6 @@ class Framework:
     whole_tensors: bool = False
     blocking_launches: bool = False
     separate_experts: bool = False
-    unfused: str | None = None
     wide_logits: bool = True
 
 
@@ -72,7 +68,7 @@ _MEGATRON_2020 = Framework(
     dropout=0.1, overlap_gradients=False, overlap_parameters=False, overlap_tensor=False, gradient_dtype=None
 )
 _MEGATRON_2022 = Framework(dropout=0.1, overlap_gradients=False, overlap_parameters=False, gradient_dtype=None)
-_MEGATRON_CORE = Framework(overlap_pipeline=True, separate_experts=True, unfused="clamp+bias")
+_MEGATRON_CORE = Framework(overlap_pipeline=True, separate_experts=True)
 FRAMEWORKS: Mapping[str, Framework] = {
     "mosaicml": Framework(
         fused=False, bias=False, bucket_bytes=10**12, early_stop=True, attention="triton", wide_logits=False
@@ -204,7 +200,6 @@ def _runtime(row: Row, framework: Framework) -> Runtime:
         merged_dispatch=plan.get("moe_dispatcher") in ("deepep", "hybridep"),
         separate_experts=framework.separate_experts and plan.get("cuda_graph") != "full_iteration",
         fused=framework.fused,
-        unfused=framework.unfused if _is_biased(row) and plan.get("cuda_graph") != "full_iteration" else None,
         whole_tensors=framework.whole_tensors,
         blocking_launches=framework.blocking_launches,
         cuda_graph=(plan.get("cuda_graph") or "none") != "none",

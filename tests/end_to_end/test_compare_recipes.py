@@ -61,7 +61,6 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
     "whole_tensors": ({"whole_tensors": True},),
     "fused": ({"fused": False},),
     "kernels": ({"kernels": "triton"},),
-    "unfused": ({"unfused": "wide"},),
     "compiled": ({"compiled": True}, {"compiled": True, "zero": 2}, {"compiled": True, "zero": 3}),
     "cuda_graph": ({"cuda_graph": True},),
     "blocking_launches": ({"blocking_launches": True},),
