@@ -43,8 +43,6 @@ class Runtime:
             under ZeRO-3.
         listed_collectives: gathers and scatters go through lists of a tensor for each rank, which the host copies one
             by one (torch.distributed.all_gather before torch 1.10).
-        whole_tensors: ZeRO-1 keeps each parameter whole on one rank: gradients are reduced to all, updated parameters
-            broadcast one by one (InternEvo's hybrid optimizer), not scattered and gathered.
         fused: chains of memory-bound operators run as one kernel each, and so does the optimizer.
         kernels: what chains of memory-bound operators run as: "library", what the usual libraries have; "triton", what
             `backend="triton"` puts in their place, see docs/kernels.md.
@@ -77,7 +75,6 @@ class Runtime:
     separate_experts: bool = False
     bucket_bytes: int = 200_000_000
     listed_collectives: bool = False
-    whole_tensors: bool = False
     fused: bool = True
     kernels: str = LIBRARY
     compiled: bool = False

@@ -29,14 +29,13 @@ class Framework:
         dropout: of hidden states and attention (Megatron-LM's default is 0.1; later recipes set 0).
         fused: chains of pointwise operators are fused (Megatron's kernels), or run one by one (plain PyTorch).
         bias: of linear layers in models with learned positions or LayerNorm.
-        overlap_gradients, overlap_parameters, overlap_tensor, overlap_pipeline: see `Runtime`.
+        overlap_gradients, overlap_parameters, overlap_tensor, overlap_pipeline: see `Runtime`. InternEvo's rows are of
+            July 2023, when it waited for updated parameters: `broadcast_params(overlap=False)`, "TODO: support
+            broadcast overlap" (@0aa6d26e, internlm/solver/optimizer/hybrid_zero_optim.py).
         gradient_dtype: None: that of the model.
         early_stop, attention: see `Runtime`. llm-foundry's benchmarks run attn_impl=triton and checkpoints that are not
             reentrant (scripts/train/benchmarking/submit_benchmarks.py @12a63191).
         bucket_bytes: see `Runtime`. FSDP gathers a block at a time; InternEvo reduces buckets of 512 Mi elements.
-        whole_tensors: see `Runtime` (InternEvo @0aa6d26e, internlm/solver/optimizer/hybrid_zero_optim.py). Its rows are
-            of July 2023 (the table is in the first README of InternLM), when `broadcast_params(overlap=False)` waited:
-            "TODO: support broadcast overlap".
         blocking_launches: see `Runtime` (bigscience train/tr11-176B-ml/setup-test-n2.slurm @7148d3e0 and all scripts
             beside it: without it the training hung).
         separate_experts: see `Runtime` (Megatron-LM @1d9edcf8, docs/discussions/deepseek-v3-gb200-optimization: grouped
@@ -58,7 +57,6 @@ class Framework:
     bucket_bytes: int = 200_000_000
     early_stop: bool = False
     attention: str | None = None
-    whole_tensors: bool = False
     blocking_launches: bool = False
     separate_experts: bool = False
     wide_logits: bool = True
@@ -78,7 +76,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
     "sc21-table1": _MEGATRON_2020,
     "sc21-table2": replace(_MEGATRON_2020, bucket_bytes=900_000_000),
     "korthikanti": _MEGATRON_2022,
-    "internevo": Framework(gradient_dtype="bf16", bucket_bytes=2**30, overlap_parameters=False, whole_tensors=True),
+    "internevo": Framework(gradient_dtype="bf16", bucket_bytes=2**30, overlap_parameters=False),
     "nemo-launcher-a100": Framework(dropout=0.1, gradient_dtype="bf16"),
     "nemo-24.07": _MEGATRON_CORE,
     "mlm-llama-readme": _MEGATRON_CORE,
@@ -200,7 +198,6 @@ def _runtime(row: Row, framework: Framework) -> Runtime:
         merged_dispatch=plan.get("moe_dispatcher") in ("deepep", "hybridep"),
         separate_experts=framework.separate_experts and plan.get("cuda_graph") != "full_iteration",
         fused=framework.fused,
-        whole_tensors=framework.whole_tensors,
         blocking_launches=framework.blocking_launches,
         cuda_graph=(plan.get("cuda_graph") or "none") != "none",
     )

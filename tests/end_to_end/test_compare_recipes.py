@@ -58,7 +58,6 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
     "separate_experts": ({"separate_experts": True},),
     "bucket_bytes": ({"bucket_bytes": 10_000},),
     "listed_collectives": ({"listed_collectives": True}, {"listed_collectives": True, "zero": 3}),
-    "whole_tensors": ({"whole_tensors": True},),
     "fused": ({"fused": False},),
     "kernels": ({"kernels": "triton"},),
     "compiled": ({"compiled": True}, {"compiled": True, "zero": 2}, {"compiled": True, "zero": 3}),
