@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+
+import torch
 
 from autoshard.arguments import (
     check_optimizer,
@@ -17,30 +21,35 @@ from autoshard.arguments import (
 )
 from autoshard.call import Call
 from autoshard.cluster import device_of_plans, meshes_of
-from autoshard.errors import DoesNotFitError, NotAvailableError
+from autoshard.errors import DoesNotFitError, NotAvailableError, RecipeError
 from autoshard.ir.plan import Plan
 from autoshard.ir.precision import effective_precision
 from autoshard.ir.request import Request
 from autoshard.ir.runtime import TRITON
 from autoshard.ir.text import format_bytes
+from autoshard.ir.update import Update
 from autoshard.runtime.micro_batches import batch_size, parts_of
 from autoshard.runtime.optimizer_state import named_optimizer
 from autoshard.runtime.traced_optimizer import update_of
 from passes.counting.formulas import PlanFormulas
 from passes.driver.backends import has_kernels
-from passes.driver.pipelines import Asked, check_pipeline, pipeline_of
+from passes.driver.candidates import (
+    Candidate,
+    batch_of,
+    candidates_found,
+    candidates_of,
+    candidates_on,
+    meshes_for,
+    with_batch,
+)
+from passes.driver.pipelines import check_pipeline, pipeline_of
+from passes.driver.plan_again import PlanAgain
+from passes.driver.plan_candidates import Planned, plan_candidates
+from passes.driver.planner import Planner
 from passes.driver.planner_for import planner_for
 from passes.driver.pricing import price
-from passes.driver.recipe_plans import Planned, batch_of, meshes_for, plan_recipe
-from passes.driver.recipe_search import (
-    RecipeForecast,
-    RecipeSearch,
-    optimizer_name,
-    products_precision,
-    recipe_search,
-)
-from passes.driver.searched_plans import plan_searched
-from passes.driver.stage_plans import search_stages
+from passes.driver.recipe_search import RecipeSearch, optimizer_name, products_precision, recipe_search
+from passes.questions.ask import Questions
 
 
 def plan_model(call: Call) -> Plan:
@@ -48,53 +57,104 @@ def plan_model(call: Call) -> Plan:
     _check_together(call)
     if call.recipe is not None and call.runtime is not None:
         return _price(call)
-    search, optimizer = None, call.optimizer
+    search = None
     device = device_of_plans(call.target)
     if call.recipe is None and call.global_batch is not None:
         search = _recipe_search(call, with_kernels=has_kernels(call.backend, device))
         if call.runtime is not None or search.forecast:
-            search, found, kinds = search.run()
-            return search.price(found, kinds)
+            return search.priced_plan()
         call = replace(call, constraints=None, previous=None)
     check_target(call.target, call.mesh)
+    call = _with_optimizer(call)
+    update = update_of(_made(call.optimizer), call.model, call.max_grad_norm, strict=call.strict)
+    planner = planner_for(call, update, device, progress=call.progress)
+    check_stages = partial(check_pipeline, update, call)
+    request_of = _requests(call, update if call.grad else None)
+    if search is None:
+        planned = plan_candidates(planner, _candidates(call), request_of, check_stages)
+    else:
+        searched = _plan_searched(call, planner, search, request_of, check_stages)
+        if isinstance(searched, Plan):
+            return searched
+        planned = searched
+    return _with_answers(planned, PlanAgain(call, planned, check_stages, search))
+
+
+def _with_optimizer(call: Call) -> Call:
+    """The call with an optimizer in place of its name, and with checked constraints and precision."""
+    optimizer = call.optimizer
     if call.recipe is not None:
         optimizer = optimizer or "adamw"
     check_trains(call.model, optimizer)
     if isinstance(optimizer, str):
         optimizer = named_optimizer(optimizer, call.model.parameters())
     check_optimizer(optimizer, micro_batches=call.micro_batches, max_grad_norm=call.max_grad_norm)
-    call = replace(
+    return replace(
         call,
         optimizer=optimizer,
         precision=effective_precision(call.model, call.precision),
         constraints=checked_constraints(call.constraints),
     )
-    update = update_of(optimizer, call.model, call.max_grad_norm, strict=call.strict)
-    planner = planner_for(call, update, device, progress=call.progress)
-    update = update if call.grad else None
+
+
+def _made(optimizer: str | torch.optim.Optimizer | None) -> torch.optim.Optimizer | None:
+    assert not isinstance(optimizer, str), "it was made"
+    return optimizer
+
+
+def _requests(call: Call, update: Update | None) -> Callable[[int], Request]:
+    """The call of a micro-batch, by how many a step has."""
     args, kwargs = call.inputs
+    whole = Request(call.model, args, kwargs, call.grad, update=update, outputs=call.outputs)
 
     def request_of(parts: int) -> Request:
+        if call.global_batch is not None:
+            return with_batch(whole, call.global_batch // parts)
         part_args, part_kwargs = parts_of(args, kwargs, parts)[0]
-        return Request(call.model, tuple(part_args), part_kwargs, call.grad, update=update, outputs=call.outputs)
+        return replace(whole, args=tuple(part_args), kwargs=part_kwargs)
 
-    request = request_of(call.micro_batches or 1)
-    check_stages = partial(check_pipeline, update, call)
-    if search is not None:
-        planned = plan_searched(planner, request, search, check_stages)
-    elif call.recipe is None:
-        meshes = meshes_of(call.target, call.mesh)
-        asked = Asked(call.micro_batches, call.schedule, call.virtual_stages or 1)
-        if pipeline_of(meshes[0], call.schedule, asked.virtual_stages, call.micro_batches) is not None:
-            check_stages()
-            return search_stages(planner, meshes[0], asked, batch_size(args, kwargs), request_of)
-        planned = Planned(planner, request, *planner.plan_call(request, meshes))
-    else:
-        if call.recipe.pipeline > 1:
-            check_stages()
-        batch = batch_of(call.global_batch, args, kwargs)
-        planned = plan_recipe(planner, request, meshes_for(call.recipe, call.target, call.mesh), call.recipe, batch)
-    return planned.plan if planned.program is None else _with_answers(call, planned)
+    return request_of
+
+
+def _candidates(call: Call) -> Sequence[Candidate]:
+    """The ways to run a step on given meshes, or within a recipe."""
+    if call.recipe is not None:
+        batch = call.global_batch or batch_of(*call.inputs)
+        return candidates_of(call.recipe, meshes_for(call.recipe, call.target, call.mesh), batch)
+    meshes, batch = meshes_of(call.target, call.mesh), batch_size(*call.inputs)
+    pipeline_of(meshes[0], call.schedule, call.virtual_stages or 1, call.micro_batches)  # checks the schedule
+    return candidates_on(meshes, batch, call.micro_batches, call.schedule, call.virtual_stages or 1)
+
+
+def _plan_searched(
+    call: Call,
+    planner: Planner,
+    search: RecipeSearch,
+    request_of: Callable[[int], Request],
+    check_stages: Callable[[], None],
+) -> Planned | Plan:
+    """The fastest plan of the fastest recipes; the price of the fastest recipe where none has a plan in time.
+
+    The search over recipes is the outer search: mesh, stages, schedule and micro-batches.
+    """
+    start = time.monotonic()
+    search, found, kinds = search.run()
+    if search.forecast:
+        return search.price(found, kinds)
+    if found.was_interrupted:
+        return search.price(found, kinds, "Ctrl-C ended the search before specs were planned")
+    planner, ceiling = planner.begun()
+    problem, batch = search.problem, search.problem.base.batch
+    candidates = candidates_found(
+        [found, *kinds.values()], problem.pinned, call.model, problem.cluster, batch, planner.time_budget_s
+    )
+    try:
+        planned = plan_candidates(planner, candidates, request_of, check_stages)
+    except (DoesNotFitError, RecipeError, NotAvailableError) as error:
+        why = f"time_budget_s={planner.time_budget_s:g} was up: {error}" if ceiling.has_cut else str(error)
+        return replace(search.price(found, kinds, why), was_cut=found.was_cut or ceiling.has_cut)
+    was_cut = found.was_cut or planned.plan.was_cut
+    return replace(planned, plan=replace(planned.plan, search_time_s=time.monotonic() - start, was_cut=was_cut))
 
 
 def _check_together(call: Call) -> None:
@@ -135,20 +195,14 @@ def _recipe_search(call: Call, *, with_kernels: bool) -> RecipeSearch:
     )
 
 
-def _with_answers(call: Call, planned: Planned) -> Plan:
-    """The plan, which answers questions by searching again."""
-    planner, program, found = planned.planner, planned.program, planned.plan
-    assert program is not None, "it is not of stages"
-    check_traced(program, planner.constraints, call.optimizer)
+def _with_answers(planned: Planned, again: PlanAgain) -> Plan:
+    """The plan, which answers questions by planning again."""
+    planner, found = planned.planner, planned.plan
+    if found.stages:
+        return replace(found, alternatives=Questions(again))
+    check_traced(planned.program, planner.constraints, again.call.optimizer)
     formulas = PlanFormulas(planner.trace, planned.request, planner.cluster_for, planner.state_ratio)
-    assert call.example_inputs is not None, "plan takes example inputs"
-    forecast = RecipeForecast(
-        *(call.model, planner.cluster_for(found.mesh), call.example_inputs, call.loss_fn, call.optimizer),
-        constrained=bool(planner.constraints),
-        with_kernels=planner.with_kernels,
-        time_budget_s=call.time_budget_s,
-    )
-    return replace(found, formulas=formulas, alternatives=planner.alternatives(program, found.mesh, forecast))
+    return replace(found, formulas=formulas, alternatives=Questions(again))
 
 
 def _price(call: Call) -> Plan:

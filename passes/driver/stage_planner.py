@@ -94,7 +94,8 @@ class StagePlanner:
             return fixed
         if fixed is not None:
             homes = {name: number for number, stage in enumerate(fixed.stages) for name in stage.parameters}
-        plan, lowered[:] = plans.plan(program, request, homes)
+        plan, stages = plans.plan(program, request, homes)
+        lowered[:] = [stage.phased for stage in stages]
         return plan
 
     def trace(self, request: Request) -> Program:
