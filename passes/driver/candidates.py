@@ -115,6 +115,10 @@ _SECONDS_PER_PARAMETER, _SECONDS_WITHOUT_STAGES = 0.2, 20.0
 """Planning takes so long, about, for each parameter; without stages at most so long, as alike blocks are left out."""
 
 
+_AXES_IN_TIME = 2
+"""Axes of a mesh on which all specs are searched in time; on more axes the recipe restricts them."""
+
+
 def planning_s(model: nn.Module, recipe: Recipe) -> float:
     """How long the search for the specs of a recipe takes, about; the same on every machine."""
     each = _SECONDS_PER_PARAMETER * len(list(model.parameters()))
@@ -153,8 +157,10 @@ def candidates_found(
         is_late = all_s > _SHARE_OF_OTHERS * time_budget_s
         is_spare = number > 0 and (is_late or step_s > _NEAR * least_s or number >= _MOST_SHAPES)
         for candidate in candidates_of(shape, meshes_for(shape, cluster, None), global_batch):
+            is_free = not fixed and not candidate.has_stages and len(candidate.meshes[0].axes) <= _AXES_IN_TIME
             yield replace(
                 candidate,
+                recipe=None if is_free else shape,
                 is_spare=is_spare,
                 needed_s=needed_s if candidate.has_stages else 0.0,
                 slowest_s=_NEAR * step_s,
@@ -163,17 +169,27 @@ def candidates_found(
 
 def meshes_for(recipe: Recipe, target: object, mesh: Mesh | None) -> list[Mesh]:
     """The meshes on which a recipe may lie: the one that is given, or those that a cluster's devices make."""
-    if isinstance(target, DeviceMesh):
-        target = Mesh.from_device_mesh(target)
-    given = target if isinstance(target, Mesh) else mesh
-    if given is None:
-        assert isinstance(target, Cluster), "a target is a mesh or a cluster"
+    if mesh is None and isinstance(target, Cluster):
         meshes = meshes_of_recipe(recipe, target.size, target.devices_per_node)
     else:
-        meshes = [given]
+        meshes = [_given(target, mesh)]
     for each in meshes:
         check_mesh(recipe, each)
     return meshes
+
+
+def meshes_of(target: object, mesh: Mesh | None) -> list[Mesh]:
+    """The meshes that a plan may be for: the given one, or those of a cluster's data and model axes."""
+    free = replace(Recipe(), data=None, tensor=None)
+    return meshes_for(free, target, mesh) if mesh is None and isinstance(target, Cluster) else [_given(target, mesh)]
+
+
+def _given(target: object, mesh: Mesh | None) -> Mesh:
+    if isinstance(target, DeviceMesh):
+        return Mesh.from_device_mesh(target)
+    given = target if isinstance(target, Mesh) else mesh
+    assert given is not None, "a target without a mesh is a cluster"
+    return given
 
 
 def _counts_to_try(counts: Sequence[int], ranks: int) -> list[int]:

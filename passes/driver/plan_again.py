@@ -7,14 +7,17 @@ from dataclasses import dataclass, field, replace
 
 from autoshard.call import Call
 from autoshard.errors import NotAvailableError, RecipeError
+from autoshard.ir.kernels import Kernels
 from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import SEARCHED, Recipe
 from autoshard.runtime.micro_batches import batch_size
 from cost_models.hardware import Cluster
 from passes.driver.candidates import candidates_found, with_batch
+from passes.driver.kernels_on_one_device import kernels_of
 from passes.driver.plan_candidates import Planned, plan_candidates
 from passes.driver.pricing import narrow_dtype
 from passes.driver.recipe_search import RecipeSearch, none_with, recipe_search
+from passes.lowering.lower_program import prepare_for
 from passes.planning.build_assignment import PlanningProblem
 from passes.questions.change import Change
 from passes.solver.search_control import Ceiling
@@ -25,7 +28,7 @@ _WITHIN = {"recompute", "offload"}
 
 def _within(recipe: Recipe | None, change: Change) -> Recipe:
     """The recipe with a change of fields that are no axes."""
-    free = recipe or Recipe(**dict.fromkeys(SEARCHED))
+    free = recipe or replace(Recipe(), **dict.fromkeys(SEARCHED))
     given = {name: next(iter(values)) for name, values in change.fields.items()}
     if "offload" in given and free.recompute is None:
         given["recompute"] = "none"  # an offloaded value is not recomputed
@@ -51,6 +54,7 @@ class PlanAgain:
     check_stages: Callable[[], None]
     searched: RecipeSearch | None = None
     _problems: list[PlanningProblem] = field(default_factory=list, repr=False)
+    _kernels: list[tuple[Plan, Kernels]] = field(default_factory=list, repr=False)
     _search: list[RecipeSearch] = field(default_factory=list, repr=False)
 
     @property
@@ -71,6 +75,16 @@ class PlanAgain:
     def missing(self, feature: str) -> str:
         """See `Replan`."""
         return self._recipes(feature).problem.missing(feature)
+
+    def kernels(self, plan: Plan) -> Kernels:
+        """See `Replan`; stages run none. Of one plan they are found once."""
+        known = plan.predicted.kernels
+        if known.uses or plan.stages:
+            return known
+        if not self._kernels or self._kernels[0][0] is not plan:
+            (planning,), program = self.problems(), prepare_for(self.planned.program, plan)
+            self._kernels[:] = [(plan, kernels_of(plan, program, self.cluster, planning.elided.site_counts()))]
+        return self._kernels[0][1]
 
     def __call__(self, plan: Plan, change: Change) -> Plan:
         """See `Replan`. The mesh and the stages stay, but where `change.fields` asks for other ones."""
@@ -136,16 +150,6 @@ class PlanAgain:
                 f"{asked} which takes the first dim of every input for the batch; those of these inputs differ. Plan "
                 "with inputs that have it in common."
             )
-        assert call.example_inputs is not None, "plan takes example inputs"
-        return recipe_search(
-            call.model,
-            self.cluster,
-            example_inputs=call.example_inputs,
-            optimizer=call.optimizer,
-            global_batch=batch,
-            loss_fn=call.loss_fn,
-            memory_budget=plan.memory_budget,
-            precision=None if narrow_dtype(call.model, plan.precision) is None else plan.precision,
-            with_kernels=self.planned.planner.with_kernels,
-            time_budget_s=call.time_budget_s,
-        )
+        precision = None if narrow_dtype(call.model, plan.precision) is None else plan.precision
+        free = replace(call, target=self.cluster, mesh=None, memory_budget=plan.memory_budget, precision=precision)
+        return recipe_search(free, batch, with_kernels=self.planned.planner.with_kernels)

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from autoshard.arguments import ExampleInputs, check_trains
+from autoshard.arguments import ExampleInputs, check_trains, checked_cluster
+from autoshard.call import Call
 from autoshard.errors import AutoshardError, DoesNotFitError, NotAvailableError, RecipeError
 from autoshard.ir.execution import OPTIMIZERS, Execution
+from autoshard.ir.kernels import Kernels
 from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.runtime import MEGATRON, TRITON, USUAL, Runtime
@@ -29,7 +32,7 @@ from passes.recipe_search.search_recipes import FoundRecipe, Watch
 from passes.recipe_search.warm_start import known_recipe
 from passes.recipes.own_runtime import own_runtime
 from passes.recipes.recipe_plan import predict_recipe
-from passes.sections.price_model import CountedModel, PricedModel
+from passes.sections.price_model import CountedModel
 from passes.solver.search_control import Ceiling
 
 _AXES = 3
@@ -41,25 +44,21 @@ class RecipeSearch:
     """A search for the fastest recipe of a whole training step.
 
     Args:
-        model, example_inputs, loss_fn: as of `autoshard.plan`.
-        problem: what is searched.
-        priced: the model, as recipes are priced.
-        runtime: of another framework, whose run recipes describe; None: recipes are for `compile`.
+        call: the arguments of `autoshard.plan`.
+        problem: the recipes that are searched.
         forecast: why the plan of any recipe of the problem would be a price alone; "": `compile` runs it.
         before: the recipe where the search begins, if any.
-        time_budget_s, progress: see `autoshard.plan`.
     """
 
-    model: nn.Module
-    example_inputs: ExampleInputs
-    loss_fn: Callable[..., torch.Tensor] | None
+    call: Call
     problem: RecipeProblem
-    priced: PricedModel
-    runtime: Runtime | None
     forecast: str
     before: Recipe | None
-    time_budget_s: float
-    progress: bool | None
+
+    @property
+    def time_budget_s(self) -> float:
+        """Seconds that a search may take."""
+        return self.call.time_budget_s
 
     def run(self) -> tuple[RecipeSearch, FoundRecipe, Mapping[str, FoundRecipe]]:
         """The fastest recipe that fits, those of the known kinds, and the search that found them.
@@ -71,7 +70,7 @@ class RecipeSearch:
             NotAvailableError: time ran out before any was priced.
         """
         ceiling = Ceiling.within(self.time_budget_s)
-        with search_bar(self.time_budget_s, self.progress) as show:
+        with search_bar(self.time_budget_s, self.call.progress) as show:
             watch = None if show is None else _watching(show)
             known = None if self.before is None else known_recipe(self.problem, self.before, ceiling)
             found, kinds = self.problem.best_of_all(ceiling=ceiling, known=known, watch=watch)
@@ -100,16 +99,18 @@ class RecipeSearch:
         """
         assert found.recipe is not None, "a recipe was found"
         problem = self.problem
-        chosen = price_execution(self.model, problem.cluster, found.recipe, self.example_inputs, self.loss_fn)
+        call, runtime = self.call, self.call.runtime
+        assert call.example_inputs is not None, "plan takes example inputs"
+        chosen = price_execution(call.model, problem.cluster, found.recipe, call.example_inputs, call.loss_fn)
         return replace(
             chosen,
-            runtime=MEGATRON if self.runtime is None else self.runtime.name,
+            runtime=MEGATRON if runtime is None else runtime.name,
             objective=found.objective,
             lower_bound=found.lower_bound,
             search_time_s=found.search_time_s,
             was_interrupted=found.was_interrupted,
             was_cut=found.was_cut,
-            memory_budget=int(problem.memory_limit),
+            memory_budget=None if math.isinf(problem.memory_limit) else int(problem.memory_limit),
             baselines={
                 name: each.objective if each.recipe else None
                 for name, each in kinds.items()
@@ -143,6 +144,10 @@ class PriceAgain:
         """See `Replan`."""
         return self.search.problem.missing(feature)
 
+    def kernels(self, plan: Plan) -> Kernels:
+        """See `Replan`."""
+        return plan.predicted.kernels
+
     def __call__(self, plan: Plan, change: Change) -> Plan:
         """See `Replan`; recipes have no choice of `specs` and `roles`."""
         problem, known = self.search.problem, None
@@ -173,48 +178,35 @@ def none_with(search: RecipeSearch, found: FoundRecipe, only: Fields) -> Autosha
     )
 
 
-def recipe_search(
-    model: nn.Module,
-    cluster: Cluster,
-    *,
-    example_inputs: ExampleInputs,
-    optimizer: str | torch.optim.Optimizer | None,
-    global_batch: int,
-    loss_fn: Callable[..., torch.Tensor] | None = None,
-    constraints: Mapping[str, object] | None = None,
-    memory_budget: int | None = None,
-    precision: str | None = None,
-    with_kernels: bool = False,
-    runtime: Runtime | None = None,
-    previous: Plan | None = None,
-    time_budget_s: float = 60.0,
-    progress: bool | None = None,
-) -> RecipeSearch:
-    """The search for the fastest recipe; see `autoshard.plan` for the arguments.
+def recipe_search(call: Call, global_batch: int, *, with_kernels: bool = False) -> RecipeSearch:
+    """The search for the fastest recipe of a call; its constraints are fields of recipes.
 
-    `with_kernels`: recipes run our own kernels, see `Runtime.kernels`; `runtime`: None for our own.
+    Args:
+        call: the arguments of `autoshard.plan`.
+        global_batch: sequences of a step.
+        with_kernels: recipes run our own kernels, see `Runtime.kernels`.
 
     Raises:
         RecipeError: a constraint that names no field of recipes, or no value of one.
         NotAvailableError: an optimizer or precision that recipes do not have, or a constraint on a value's spec.
     """
-    check_trains(model, optimizer)
-    base = base_recipe(model, optimizer, precision, global_batch)
-    only = pinned(constraints or {})
-    forecast = "" if runtime is not None else _only_priced(optimizer, base)
+    model, runtime, cluster = call.model, call.runtime, checked_cluster(call.target, call.mesh)
+    assert call.example_inputs is not None, "plan takes example inputs"
+    check_trains(model, call.optimizer)
+    base = base_recipe(model, call.optimizer, call.precision, global_batch)
+    only = pinned(call.constraints or {})
+    forecast = "" if runtime is not None else _only_priced(call.optimizer, base)
     if runtime is None and not forecast:
         has_masters = narrow_dtype(model, base.precision) is not None
         base = replace(base, runtime=_of_compile(cluster, has_masters=has_masters, with_kernels=with_kernels))
     else:
         executes = runtime or replace(USUAL, master_weights=base.precision != "f32")
         base = replace(base, runtime=replace(executes, kernels=TRITON) if with_kernels else executes)
-    priced = priced_model(model, example_inputs, loss_fn, base.precision)
-    problem = problem_of(priced.counted, cluster, base, memory_budget, only)
+    counted = priced_model(model, call.example_inputs, call.loss_fn, base.precision).counted
+    problem = problem_of(counted, cluster, base, call.memory_budget, only)
     problem = replace(problem, runs=runtime is None and not forecast)
-    before = None if previous is None else previous.recipe
-    return RecipeSearch(
-        *(model, example_inputs, loss_fn, problem, priced, runtime, forecast, before, time_budget_s, progress)
-    )
+    before = None if call.previous is None else call.previous.recipe
+    return RecipeSearch(call, problem, forecast, before)
 
 
 def _of_compile(cluster: Cluster, *, has_masters: bool, with_kernels: bool) -> Runtime:

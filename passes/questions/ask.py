@@ -8,17 +8,14 @@ memory, or for hardware of which one part is a tenth faster. So each figure is t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from itertools import permutations
 from typing import Any
 
 from autoshard.errors import DoesNotFitError, InvalidSpecError, NotAvailableError, RecipeError
 from autoshard.ir.answers import Alternative, Explanation, Limits, Outcome, Variant, WhyNot
-from autoshard.ir.kernels import Kernels
 from autoshard.ir.plan import Plan
 from autoshard.ir.spec import PartitionSpec
-from passes.driver.kernels_on_one_device import kernels_of
-from passes.lowering.lower_program import prepare_for
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import constrainable, own_specs
 from passes.planning.restrictions import ROLES
@@ -46,7 +43,6 @@ class Questions:
     """
 
     replan: Replan
-    _kernels: list[tuple[Plan, Kernels]] = field(default_factory=list, repr=False)
 
     def explain(self, plan: Plan, name: str) -> Explanation:
         """See `Plan.explain`."""
@@ -70,7 +66,7 @@ class Questions:
             chosen=_alternative(chosen, outcome_of(plan)),
             others=tuple(sorted(tried, key=fastest_first)),
             memory_budget=plan.memory_budget,
-            kernels=() if plan.stages else tuple(map(str, self._kernels_of(plan, planning).of(site_name))),
+            kernels=tuple(map(str, self.replan.kernels(plan).of(site_name))),
         )
 
     def why_not(self, plan: Plan, feature: str) -> WhyNot:
@@ -80,9 +76,10 @@ class Questions:
         if problems and feature in _SAVINGS and (count := _saved(plan, feature)):
             without = self._variant(plan, f"without {feature}", Change(without=feature))
             return _answer(plan, feature, f"of {count} values", [without])
-        used, variants = self._on_axes(plan, problems, feature)
-        if used or any(variants):
-            return _answer(plan, feature, used, variants)
+        ways = list(_ways(problems, feature))
+        if ways:
+            used, variants = self._on_axes(plan, problems, feature, ways)
+            return _answer(plan, feature, used, variants, "no axis of the mesh could be used so")
         asked = FEATURES[feature]
         if used := _use(plan, feature):
             others = [self._variant(plan, f"without {feature}", Change(fields=each)) for each in asked.without]
@@ -106,12 +103,9 @@ class Questions:
         return Limits(chosen, tuple(filter(None, found.values())), plan.memory_budget, worth)
 
     def _on_axes(
-        self, plan: Plan, problems: Sequence[PlanningProblem], feature: str
+        self, plan: Plan, problems: Sequence[PlanningProblem], feature: str, ways: Sequence[Way]
     ) -> tuple[str, list[Variant | None]]:
         """The axes of the mesh that have a feature, in words; and each other way to give it to one."""
-        ways = list(_ways(problems, feature))
-        if not ways:
-            return "", []
         specs = [_specs_of(each) for each in plan.stages or (plan,)]
         pairs = list(zip(problems, specs, strict=True))
         used = [_over(way) for way in ways if all(has_role(pairs, axis, role) for axis, role in way.items())]
@@ -144,17 +138,6 @@ class Questions:
         except DoesNotFitError as error:
             return Outcome(fits=False, smallest_bytes=error.smallest_bytes)
 
-    def _kernels_of(self, plan: Plan, planning: PlanningProblem) -> Kernels:
-        """The kernels that a plan is priced with, or would run with `backend="triton"`; found once."""
-        known = plan.predicted.kernels
-        if known.uses:
-            return known
-        if not self._kernels or self._kernels[0][0] is not plan:
-            program = prepare_for(planning.space.program, plan)
-            found = kernels_of(plan, program, self.replan.cluster, planning.elided.site_counts())
-            self._kernels[:] = [(plan, found)]
-        return self._kernels[0][1]
-
 
 def outcome_of(plan: Plan) -> Outcome:
     """The cost of a plan itself."""
@@ -178,7 +161,7 @@ def _answer(
     feature: str,
     used: str,
     variants: Sequence[Variant | None],
-    missing: str = "the plan has it in every way that it could",
+    missing: str = "",
 ) -> WhyNot:
     found = sorted((item for item in variants if item is not None), key=fastest_first)
     return WhyNot(feature, used, outcome_of(plan), tuple(found), plan.memory_budget, missing)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from autoshard.ir.kernels import Kernels
 from autoshard.ir.plan import Plan
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
@@ -56,6 +57,10 @@ class Replan(Protocol):
 
     def missing(self, feature: str) -> str:
         """Why no recipe of the model has a feature; "" where one may."""
+        ...
+
+    def kernels(self, plan: Plan) -> Kernels:
+        """The Triton kernels that a plan is priced with, or would run with `backend="triton"`."""
         ...
 
     def __call__(self, plan: Plan, change: Change) -> Plan:
