@@ -18,14 +18,12 @@ from autoshard.errors import RecipeError
 from autoshard.ir.execution import Execution
 from autoshard.ir.plan_parts import NodePlan
 from autoshard.ir.program import InputKind
-from autoshard.ir.runtime import LIBRARY, TRITON
 from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.enumeration import Strategy
 from cost_models.hardware import Cluster
 from passes.sections.combine_layouts import combine_layouts
 from passes.sections.count_sections import Section, count_sections, splits_of
 from passes.sections.fold_program import AFTER, BEFORE, FoldedProgram
-from passes.sections.kernel_chains import ProgramKernel
 from passes.sections.price_sections import SectionPrice, SectionSizes
 from passes.sections.propagate_axis import AXIS, WHOLE, AxisLayout, Policy, axis_space, propagate_axis
 from passes.sections.route_tokens import routed_calls
@@ -42,7 +40,6 @@ class RecipeKind(NamedTuple):
     expert: bool
     expert_tensor: bool
     fused: bool
-    kernels: str = LIBRARY
 
     @classmethod
     def of(cls, recipe: Execution) -> RecipeKind:
@@ -55,7 +52,6 @@ class RecipeKind(NamedTuple):
             recipe.expert > 1,
             recipe.expert_tensor > 1,
             runtime.fused,
-            runtime.kernels,
         )
 
 
@@ -148,13 +144,6 @@ class PricedModel:
         return self._space
 
     @cached_property
-    def kernels(self) -> tuple[ProgramKernel, ...]:
-        """The program's Triton kernels."""
-        from passes.sections.program_kernels import find_program_kernels  # imports triton
-
-        return find_program_kernels(self.space)
-
-    @cached_property
     def digest(self) -> str:
         """The digest of the folded program."""
         return self.folded.single.digest()
@@ -174,7 +163,6 @@ class PricedModel:
                 self.folded,
                 self.layouts(kind),
                 fused=kind.fused,
-                kernels=self.kernels if kind.kernels == TRITON else None,
             )
         return self._sections[kind]
 

@@ -59,7 +59,6 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
     "bucket_bytes": ({"bucket_bytes": 10_000},),
     "listed_collectives": ({"listed_collectives": True}, {"listed_collectives": True, "zero": 3}),
     "fused": ({"fused": False},),
-    "kernels": ({"kernels": "triton"},),
     "compiled": ({"compiled": True}, {"compiled": True, "zero": 2}, {"compiled": True, "zero": 3}),
     "cuda_graph": ({"cuda_graph": True},),
     "blocking_launches": ({"blocking_launches": True},),
