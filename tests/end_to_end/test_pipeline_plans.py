@@ -79,7 +79,7 @@ def test_a_plan_is_printed(tmp_path: Path) -> None:
 
 
 def test_stages_of_one_node_hand_on_inside_it() -> None:
-    """Of four stages on two nodes of two only those in the middle hand on over the network."""
+    """Two nodes hold two stages each; only the two middle stages hand on over the network."""
     model, inputs = skips()
     node = replace(node_type("h100_sxm"), inter=Link(1e6, 1.0, 0.0, 1e-3, 0.0, 0.0, 1.0))
     asked: dict[str, Any] = {"example_inputs": inputs, "optimizer": adamw(model), "micro_batches": MICRO_BATCHES}

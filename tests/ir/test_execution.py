@@ -1,4 +1,4 @@
-"""What a price is of: a recipe, a runtime, and what is trained."""
+"""The subject of a price: a recipe, a runtime, and the trained model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutations of the order in which a step runs its micro-batches. See `mutations`."""
+"""Mutations of the order in which a step runs its micro-batches, in the form of `mutations`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mutations of what the ranks of a pipeline do in a step. See `mutations`."""
+"""Mutations of the order of a pipeline's ranks in a step, in the form of `mutations`."""
 
 from __future__ import annotations
 
