@@ -160,4 +160,4 @@ class PlanAgain:
             )
         precision = None if narrow_dtype(call.model, plan.precision) is None else plan.precision
         free = replace(call, target=self.cluster, mesh=None, memory_budget=plan.memory_budget, precision=precision)
-        return recipe_search(free, batch, with_kernels=self.planned.planner.with_kernels)
+        return recipe_search(free, batch)

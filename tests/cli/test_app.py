@@ -12,7 +12,6 @@ import pytest
 
 import autoshard
 from autoshard import cli
-from autoshard.ir.text import format_time
 from passes.lowering.lower import Lower
 from tests.passes.mutations import copy_of, scale_value
 
@@ -83,22 +82,6 @@ def test_plan_begins_with_the_recipe_of_another_plan(
         assert _run(monkeypatch, "plan", model, "--cluster", "h100_sxm:1x4", *arguments, *previous) == 0
         found.append(json.loads(capsys.readouterr().out))
     assert found[0]["recipe"] == found[1]["recipe"]
-
-
-def test_plan_searches_recipes_with_our_own_kernels(
-    model: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture
-) -> None:
-    """They take another time than what the usual libraries have; a page tells it."""
-    cluster, page = ("--cluster", "h100_sxm:1x4", "--seq", "16"), tmp_path / "plan.html"
-    arguments = (*cluster, "--global-batch", "8", "--runtime", "megatron", "--backend", "triton")
-    assert _run(monkeypatch, "plan", model, *arguments, "--json") == 0
-    plan = json.loads(capsys.readouterr().out)
-    (tmp_path / "recipe.json").write_text(json.dumps(plan["recipe"]))
-    library = (*cluster, "--recipe", str(tmp_path / "recipe.json"), "--global-batch", "8", "--json")
-    assert _run(monkeypatch, "price", model, *library) == 0
-    assert json.loads(capsys.readouterr().out)["predicted"] != plan["predicted"]
-    assert _run(monkeypatch, "report", model, *arguments, "--out", str(page)) == 0
-    assert format_time(plan["predicted"]["step_time_s"]) in page.read_text()
 
 
 @pytest.mark.parametrize("precision", ["f32", "f16", "bf16"])
