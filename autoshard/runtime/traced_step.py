@@ -14,11 +14,11 @@ from autoshard.errors import NotAvailableError
 from autoshard.ir.loss import Output, loss_among, no_loss
 from autoshard.ir.loss_weights import ReadInput
 from autoshard.ir.lowered import LocalSlot
+from autoshard.ir.pipeline_order import PipelineOrder, StageTask, Work
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind, OutputKind
 from autoshard.ir.request import CompiledProgram
 from autoshard.ir.spec import Reduction
-from autoshard.ir.step_order import Action, StepOrder, Task
 from autoshard.runtime.engine import LocalValue
 from autoshard.runtime.executable import Executable
 from autoshard.runtime.graphed_passes import GraphedPasses
@@ -74,7 +74,7 @@ class TracedStep:
         sharded: ShardedModule,
         optimizer: torch.optim.Optimizer,
         max_grad_norm: float | None,
-        order: StepOrder,
+        order: PipelineOrder,
         graphs: GraphedPasses | None = None,
     ) -> None:
         self._sharded = sharded
@@ -100,14 +100,12 @@ class TracedStep:
         if len(parts) > 1:
             _check_sums(executable)
         running = _Running(executable, calls, self._weights(parts, executable))
-        for task in self._order.tasks:
-            match task.action:
-                case Action.FORWARD:
-                    self._run_forward_of(task, running)
-                case Action.BACKWARD:
-                    self._run_backward_of(task, running)
-                case Action.UPDATE:
-                    self._run_update(running)
+        for task in self._order.tasks(0):
+            if task.work is Work.FORWARD:
+                self._run_forward_of(task, running)
+            else:
+                self._run_backward_of(task, running)
+        self._run_update(running)
         losses = running.losses
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
@@ -115,11 +113,10 @@ class TracedStep:
         """What each micro-batch counts in the loss."""
         if len(parts) == 1:
             return [1.0]
-        return weights_of(self._sharded, executable.compiled, parts, self._order)
+        return weights_of(self._sharded, executable.compiled, parts)
 
-    def _run_forward_of(self, task: Task, running: _Running) -> None:
+    def _run_forward_of(self, task: StageTask, running: _Running) -> None:
         """Keep a micro-batch's share of the loss, and what its backward needs."""
-        assert task.micro_batch is not None, "a forward is of a micro-batch"
         executable, call = running.executable, running.calls[task.micro_batch]
         weight = running.weights[task.micro_batch]
         if self._graphs is None or not weight:
@@ -131,10 +128,9 @@ class TracedStep:
             )
         running.losses.append(loss * weight if weight else torch.zeros_like(loss))
 
-    def _run_backward_of(self, task: Task, running: _Running) -> None:
+    def _run_backward_of(self, task: StageTask, running: _Running) -> None:
         """Add a micro-batch's gradients to what is carried into the update."""
         executable = running.executable
-        assert task.micro_batch is not None, "a backward is of a micro-batch"
         gradients = running.gradients.pop(task.micro_batch, None)
         if gradients is None:
             saved, weight = running.saved.pop(task.micro_batch), running.weights[task.micro_batch]
@@ -201,13 +197,11 @@ class TracedStep:
         return executable.write_output(outputs[slot.slot.name], slot)
 
 
-def weights_of(
-    sharded: ShardedModule, compiled: CompiledProgram, parts: Sequence[Part], order: StepOrder
-) -> list[float]:
+def weights_of(sharded: ShardedModule, compiled: CompiledProgram, parts: Sequence[Part]) -> list[float]:
     """What each micro-batch counts in the loss; `NotAvailableError` where the loss is not made of theirs."""
     if compiled.weights is None:
         raise no_loss([tuple(slot.shape) for slot in compiled.phased.lowered.outputs])
-    return compiled.weights.of_parts(len(parts), order.divisor, reader_of(sharded, parts))
+    return compiled.weights.of_parts(len(parts), reader_of(sharded, parts))
 
 
 def reader_of(sharded: ShardedModule, parts: Sequence[Part]) -> ReadInput:

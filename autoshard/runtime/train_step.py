@@ -15,8 +15,8 @@ from torch import nn
 
 from autoshard.errors import NotAvailableError
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.pipeline_order import StageTask, Work, one_after_another
 from autoshard.ir.plan import Plan
-from autoshard.ir.step_order import Action, Task, one_after_another
 from autoshard.ir.update import check_norm
 from autoshard.runtime.graphed_passes import GraphedPasses
 from autoshard.runtime.members import Members
@@ -64,14 +64,13 @@ class TrainStep(HasWeights):
         self.sharded = sharded
         self.optimizer = optimizer
         self._max_grad_norm = max_grad_norm
-        self.micro_batches = micro_batches
         self.order = one_after_another(micro_batches)
         self._has_said_why = False
         self._hyperparameters = HyperparameterText(optimizer, max_grad_norm)
         sharded.agreement.describe_hyperparameters = self._hyperparameters
         self._traced: TracedStep | StagedStep | None = None
         if messages is not None:
-            self._traced = StagedStep(sharded, optimizer, max_grad_norm, micro_batches, messages)
+            self._traced = StagedStep(sharded, optimizer, max_grad_norm, messages)
         elif traced:
             self._traced = TracedStep(sharded, optimizer, max_grad_norm, self.order, graphs)
         self._is_made = True
@@ -102,6 +101,11 @@ class TrainStep(HasWeights):
     def is_traced(self) -> bool:
         """Whether the update is part of the program, so that the plan says where optimizer state lies."""
         return self._traced is not None
+
+    @property
+    def micro_batches(self) -> int:
+        """Number of parts that a batch is cut into."""
+        return self.order.micro_batches
 
     @property
     def mesh(self) -> Mesh:
@@ -174,18 +178,16 @@ class TrainStep(HasWeights):
 
     def _run(self, parts: Sequence[Part]) -> torch.Tensor:
         """A step of an optimizer that takes its own; autograd adds the gradients of micro-batches up."""
-        shares: dict[int | None, torch.Tensor] = {}
+        shares: dict[int, torch.Tensor] = {}
         weights = self._weights(parts)
-        for task in self.order.tasks:
-            match task.action:
-                case Action.FORWARD:
-                    shares[task.micro_batch] = self._forward(parts, task, weights)
-                case Action.BACKWARD:
-                    if shares[task.micro_batch].requires_grad:
-                        shares[task.micro_batch].backward()
-                    shares[task.micro_batch] = shares[task.micro_batch].detach()
-                case Action.UPDATE:
-                    self._update()
+        for task in self.order.tasks(0):
+            if task.work is Work.FORWARD:
+                shares[task.micro_batch] = self._forward(parts, task, weights)
+                continue
+            if shares[task.micro_batch].requires_grad:
+                shares[task.micro_batch].backward()
+            shares[task.micro_batch] = shares[task.micro_batch].detach()
+        self._update()
         losses = list(shares.values())
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
@@ -197,11 +199,10 @@ class TrainStep(HasWeights):
         with torch.enable_grad():
             self.sharded.compile_for_loss(args, kwargs)
         assert self.sharded.program is not None, "it is compiled"
-        return weights_of(self.sharded, self.sharded.program, parts, self.order)
+        return weights_of(self.sharded, self.sharded.program, parts)
 
-    def _forward(self, parts: Sequence[Part], task: Task, weights: Sequence[float]) -> torch.Tensor:
+    def _forward(self, parts: Sequence[Part], task: StageTask, weights: Sequence[float]) -> torch.Tensor:
         """A micro-batch's share of the loss; one that counts nothing has none, and no gradient."""
-        assert task.micro_batch is not None, "a forward is of a micro-batch"
         args, kwargs = parts[task.micro_batch]
         loss = self.sharded.run_for_loss(args, kwargs)
         weight = weights[task.micro_batch]

@@ -28,7 +28,7 @@ from passes.driver.planner import refuse_scaling
 from passes.driver.planner_for import planner_for
 from passes.driver.stage_planner import StagePlanner
 from passes.padding.prove_padding import prove_padding
-from passes.verification.verify_order import verify_order
+from passes.verification.verify_schedule import verify_schedule
 
 
 def compile_model(call: Call) -> ShardedModule | TrainStep:
@@ -89,7 +89,7 @@ def compile_model(call: Call) -> ShardedModule | TrainStep:
             graphs=graphs,
         )
         if call.verify:
-            verify_order(step.order, step.micro_batches)
+            verify_schedule(step.order)
     if call.example_inputs is not None:
         args, kwargs = call.inputs
         with torch.enable_grad():

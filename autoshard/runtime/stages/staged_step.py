@@ -11,7 +11,6 @@ import torch
 
 from autoshard.ir.plan import Plan
 from autoshard.ir.staged import StagedProgram
-from autoshard.ir.step_order import one_after_another
 from autoshard.runtime.executable import Executable
 from autoshard.runtime.members import Members
 from autoshard.runtime.per_program import PerProgram
@@ -49,7 +48,6 @@ class StagedStep:
         sharded: the model; its compiler cuts training steps into stages.
         optimizer: one that is traced, over its parameters.
         max_grad_norm: gradients are scaled down to this norm over all parameters of all stages, or None.
-        micro_batches: of a step.
         messages: between the stages.
     """
 
@@ -58,13 +56,11 @@ class StagedStep:
         sharded: ShardedModule,
         optimizer: torch.optim.Optimizer,
         max_grad_norm: float | None,
-        micro_batches: int,
         messages: StageMessages,
     ) -> None:
         self._sharded = sharded
         self._optimizer = optimizer
         self._max_grad_norm = max_grad_norm
-        self._order = one_after_another(micro_batches)
         self._messages = messages
         self._state = TracedState(optimizer, sharded.engine, max_grad_norm)
         self._loaded = PerProgram[_Loaded]()
@@ -88,7 +84,7 @@ class StagedStep:
         executable, calls = common_program(self._sharded, parts, find)
         loaded = self._load(executable)
         whole = len(parts) == 1
-        weights = [1.0] if whole else weights_of(self._sharded, executable.compiled, parts, self._order)
+        weights = [1.0] if whole else weights_of(self._sharded, executable.compiled, parts)
         given = [self._given(executable, call) for call in calls]
         stages = {item.stage.number: item.stage for item in loaded.trained}
         run = StagedRun(
