@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard import Cluster, DoesNotFitError, Mesh, NotAvailableError, Plan, PlanMismatchError
+from autoshard import Cluster, DoesNotFitError, Mesh, NotAvailableError, Plan, PlanMismatchError, VerificationError
 from autoshard.ir.program import Program
 from cost_models.hardware import node_type
 from cost_models.topology import Link
@@ -65,6 +65,16 @@ def test_a_saved_plan_runs(tmp_path: Path) -> None:
     for given in (plan, tmp_path / "plan.json"):
         step = check_equal("skips", Mesh(MESH), plan=given, micro_batches=None)
         assert step.plan == plan
+
+
+def test_an_order_without_a_backward_is_refused() -> None:
+    """The order of a plan that was edited is proven before it runs."""
+    plan = planned()
+    assert plan.order is not None
+    *before, _ = plan.order.ranks[1]
+    wrong = replace(plan, order=replace(plan.order, ranks=(plan.order.ranks[0], tuple(before))))
+    with pytest.raises(VerificationError, match="is sent 0 times and received once"):
+        check_equal("skips", Mesh(MESH), plan=wrong, micro_batches=None)
 
 
 def test_a_plan_is_printed(tmp_path: Path) -> None:
