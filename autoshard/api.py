@@ -177,8 +177,8 @@ def plan(
             expert parallelism, micro-batches and recomputation included, see docs/plans.md. How large the batch of
             `example_inputs` is does not matter then. Without, specs are searched on meshes, for that batch.
             Where `compile` cannot run the plan, as searching its specs takes too long, say, `forecast` says why.
-        recipe: plan within this `Recipe`; fields that are None are searched. On a mesh its axes are "data", "context"
-            and "model" (tensor); "pipeline", "replica" (with `zero_group`) and "expert" too where it has such fields.
+        recipe: plan within this `Recipe`; fields that are None are searched. The fields that are given restrict the
+            axes of the mesh: "data", "context", "model" (tensor), "pipeline", "replica" (with `zero_group`), "expert".
             `compile(plan=)` runs the plan.
             `global_batch` is cut into micro-batches of `micro_batch` sequences on each replica. See docs/plans.md.
         runtime: what executes a recipe. "autoshard": `compile` does. "megatron", "fsdp2", "deepspeed", or a `Runtime`:
@@ -251,7 +251,8 @@ def price(
         model: any module; it may be on meta. One in float32 is priced in the dtype of its products, as `plan` plans
             it. Its blocks are the entries of its module lists.
         cluster: as many devices as the recipe needs.
-        recipe: the expert's plan.
+        recipe: the expert's plan. Fields that are None are plain: sizes 1, `zero` 0, nothing computed again or
+            offloaded; `data` is the devices that are left.
         example_inputs: positional (a tuple) or keyword (a dict) arguments. The first dim of every input is the batch;
             how large it is does not matter.
         loss_fn: for a model that returns no loss, see `compile`.

@@ -41,6 +41,7 @@ from passes.driver.recipe_search import (
 )
 from passes.driver.searched_plans import plan_searched
 from passes.driver.stage_plans import search_stages
+from passes.planning.recipe_meshes import pipeline_ranks
 
 
 def plan_model(call: Call) -> Plan:
@@ -90,10 +91,11 @@ def plan_model(call: Call) -> Plan:
             return search_stages(planner, meshes[0], asked, batch_size(args, kwargs), request_of)
         planned = Planned(planner, request, *planner.plan_call(request, meshes))
     else:
-        if call.recipe.pipeline > 1:
+        meshes = meshes_for(call.recipe, call.target, call.mesh)
+        if pipeline_ranks(meshes[0]) > 1:
             check_stages()
         batch = batch_of(call.global_batch, args, kwargs)
-        planned = plan_recipe(planner, request, meshes_for(call.recipe, call.target, call.mesh), call.recipe, batch)
+        planned = plan_recipe(planner, request, meshes, call.recipe, batch)
     return planned.plan if planned.program is None else _with_answers(call, planned)
 
 

@@ -51,6 +51,7 @@ from passes.lowering.lowering_options import LoweringOptions
 from passes.planning.baselines import least_baselines
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import constraints_on, split_outputs, whole_outputs
+from passes.planning.recipe_meshes import names_axes_of
 from passes.questions.explain import PlanAlternatives
 from passes.solver.search_control import Ceiling, SearchControl, SearchStopped
 from passes.strategies.elided import NotAlikeError
@@ -336,7 +337,7 @@ class Planner:
         """
         start = time.monotonic()
         plans, dear = list[Plan](), list[Mapping[str, float | None]]()
-        names_axes = self.constraints or self.recipe is not None or self.before is not None
+        names_axes = self.constraints or self.before is not None or names_axes_of(self.recipe, meshes)
         failure = None
         with self._searching() as control:
             problems: list[tuple[float, PlanningProblem, PlanOptions]] = []

@@ -73,14 +73,11 @@ def price(
             "runtime='autoshard' runs what autoshard.plan(model, mesh, recipe=recipe) plans: call that. price(...) is "
             "of other runtimes, runtime='megatron', say."
         )
-    if not recipe.is_complete:
-        raise RecipeError(
-            f"recipe={recipe.words}: another runtime's price takes every field. Give those that are free, or let "
-            "autoshard.plan(recipe=) search them for our own runtime."
-        )
     trained = Execution(
         runtime=profile or USUAL, optimizer=optimizer, precision=precision, micro_batch=1, global_batch=global_batch
     )
+    if recipe.data is None:
+        recipe = replace(recipe, data=max(1, cluster.size // recipe.devices))
     return price_execution(model, cluster, trained.of(recipe), example_inputs, loss_fn, step_model)
 
 

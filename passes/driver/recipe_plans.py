@@ -16,14 +16,23 @@ from autoshard.errors import AutoshardError, DoesNotFitError, RecipeError, Trace
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
-from autoshard.ir.recipe import Recipe
+from autoshard.ir.recipe import Recipe, least_stages, named_schedule
 from autoshard.ir.request import Request
 from autoshard.runtime.micro_batches import batch_size
 from cost_models.hardware import Cluster
+from cost_models.schedule_orders import admits
 from passes.driver.pipelines import pipeline_of
 from passes.driver.planner import Planner
 from passes.driver.stage_plans import counts_to_try, plan_stages
-from passes.planning.recipe_meshes import DATA, EXPERT, REPLICA, check_mesh, meshes_of_recipe
+from passes.planning.recipe_meshes import (
+    DATA,
+    EXPERT,
+    REPLICA,
+    check_mesh,
+    meshes_of_recipe,
+    pipeline_ranks,
+    restricts,
+)
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -78,13 +87,14 @@ def plan_recipe(
     """
     planner, ceiling = replace(planner, recipe=recipe).begun()
     counts = _by_micro_batches(meshes, recipe, global_batch)
-    if recipe.pipeline > 1:
-        chosen = counts_to_try(counts, recipe.pipeline)
-        counts = {parts: counts[parts] for parts in chosen}
+    ranks = pipeline_ranks(meshes[0])
+    if ranks > 1:
+        runs = [n for n in counts if admits(named_schedule(recipe), ranks, n, least_stages(recipe))]
+        counts = {parts: counts[parts] for parts in counts_to_try(runs or counts, ranks)}
     found: list[Planned] = []
     failure: AutoshardError | None = None
     for parts, places in counts.items():
-        if recipe.micro_batch is None and recipe.pipeline == 1 and any(_is_plain(item.plan) for item in found):
+        if recipe.micro_batch is None and ranks == 1 and any(_is_plain(item.plan) for item in found):
             break
         if found and ceiling.cuts():
             break
@@ -110,11 +120,11 @@ def _plan_on(planner: Planner, request: Request, meshes: Sequence[Mesh], *, in_t
     """The fastest plan of a call on any of some meshes, in stages or not."""
     recipe = planner.recipe
     assert recipe is not None, "it is planned within one"
-    if recipe.pipeline == 1:
+    if pipeline_ranks(meshes[0]) == 1:
         return Planned(planner, request, *planner.plan_call(request, meshes, in_time=in_time))
     plans, failure = [], None
     for mesh in meshes:
-        pipeline = pipeline_of(mesh, recipe.chosen_schedule, recipe.virtual_stages, planner.micro_batches)
+        pipeline = pipeline_of(mesh, recipe.schedule, recipe.virtual_stages or 1, planner.micro_batches)
         assert pipeline is not None, "an axis carries stages"
         try:
             plans.append(Planned(planner, request, None, plan_stages(planner, pipeline, request, in_time=in_time)))
@@ -154,21 +164,27 @@ def _by_micro_batches(meshes: Sequence[Mesh], recipe: Recipe, global_batch: int)
             found.setdefault(parts, []).append(mesh)
     if not found:
         raise RecipeError(
-            f"global_batch={global_batch} is no multiple of micro_batch={recipe.micro_batch} x data={recipe.data} on "
-            f"{', '.join(map(str, meshes))}: each replica must run whole micro-batches."
+            f"global_batch={global_batch} is no multiple of micro_batch={recipe.micro_batch or 1} x data="
+            f"{_replicas(meshes[0])} on {', '.join(map(str, meshes))}: each replica must run whole micro-batches."
         )
     return dict(sorted(found.items()))
 
 
 def _micro_batches(mesh: Mesh, recipe: Recipe, global_batch: int) -> Iterator[int]:
-    sizes = dict(mesh.axes)
-    each, rest = divmod(global_batch, sizes.get(REPLICA, 1) * sizes.get(DATA, 1) * sizes.get(EXPERT, 1))
+    is_free = recipe.micro_batch is None and not restricts(recipe, DATA)  # no axis has to split the batch
+    each, rest = divmod(global_batch, 1 if is_free else _replicas(mesh))
     if rest:
         return
     if recipe.micro_batch is None:
         yield from (parts for parts in range(1, each + 1) if each % parts == 0)
     elif each % recipe.micro_batch == 0:
         yield each // recipe.micro_batch
+
+
+def _replicas(mesh: Mesh) -> int:
+    """Ranks along the axes that replicas lie on."""
+    sizes = dict(mesh.axes)
+    return sizes.get(REPLICA, 1) * sizes.get(DATA, 1) * sizes.get(EXPERT, 1)
 
 
 def _is_plain(plan: Plan) -> bool:

@@ -15,7 +15,7 @@ from operator import attrgetter
 from torch import nn
 
 from autoshard.errors import AutoshardError, DoesNotFitError, NotAvailableError, RecipeError
-from autoshard.ir.recipe import Recipe
+from autoshard.ir.recipe import Recipe, is_several
 from autoshard.ir.request import Request
 from autoshard.ir.text import format_time
 from passes.driver.planner import Planner
@@ -117,7 +117,7 @@ def _fastest(
         if _takes_too_long(request.model, found, planner.time_budget_s):
             continue
         try:
-            if shape.pipeline > 1:
+            if is_several(shape.pipeline):
                 check_stages()
             meshes = meshes_for(shape, search.problem.cluster, None)
             planned = plan_recipe(planner, request, meshes, shape, search.problem.base.batch, in_time=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -56,7 +56,7 @@ CASES = {
 def test_micro_batches_become_more_until_all_is_kept(case: str) -> None:
     """And no more; of those that were tried the fastest is taken."""
     plans, chosen = CASES[case]
-    planner, recipe = PlannerOf(plans), replace(Recipe(data=1), micro_batch=None)
+    planner, recipe = PlannerOf(plans), Recipe(data=1)
     request = Request(nn.Linear(2, 2), (torch.zeros(8, 2),), {}, grad=True)
     found = plan_recipe(cast(Planner, planner), request, [Mesh({"data": 1})], recipe, 8)
     assert planner.asked == [(parts, 8 // parts) for parts in plans]

@@ -35,7 +35,7 @@ def test_where_a_recipe_does_not_fit_others_are_planned_until_the_time_is_up(
 
     monkeypatch.setattr(searched_plans, "plan_recipe", planned)
     monkeypatch.setattr(searched_plans, "meshes_for", lambda *_: [])
-    shapes = {Recipe(data=2**n): SimpleNamespace(objective=1.0, recipe=Recipe(data=2**n)) for n in range(3)}
+    shapes = {Recipe(data=2**n): SimpleNamespace(objective=1.0, recipe=Execution(data=2**n)) for n in range(3)}
     request = Request(nn.Linear(2, 2), (torch.zeros(8, 2),), {}, grad=True)
     search = SimpleNamespace(problem=SimpleNamespace(cluster=None, base=Execution()))
     found, failure = searched_plans._fastest(Planner(), request, cast(Any, search), cast(Any, shapes), lambda: None)
@@ -60,7 +60,7 @@ def test_what_is_far_slower_than_its_recipe_when_time_is_up_is_no_plan(
     monkeypatch.setattr(searched_plans, "plan_recipe", planned)
     monkeypatch.setattr(searched_plans, "meshes_for", lambda *_: [])
     monkeypatch.setattr(searched_plans, "replace", lambda item, **_: item)
-    shapes = {Recipe(data=2): SimpleNamespace(objective=1.0, recipe=Recipe(data=2))}
+    shapes = {Recipe(data=2): SimpleNamespace(objective=1.0, recipe=Execution(data=2))}
     request = Request(nn.Linear(2, 2), (torch.zeros(8, 2),), {}, grad=True)
     search = SimpleNamespace(problem=SimpleNamespace(cluster=None, base=Execution()))
     found, failure = searched_plans._fastest(Planner(), request, cast(Any, search), cast(Any, shapes), lambda: None)
