@@ -1,4 +1,4 @@
-"""What plans are priced for: the public `Cluster`, this machine as one, and the meshes that suit one."""
+"""What plans are priced for: the public `Cluster`, and this machine as one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Self, Unpack
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import NotAvailableError, UnknownHardwareError
 from autoshard.ir.mesh import Mesh
@@ -92,19 +91,12 @@ def device_of_plans(target: Any) -> torch.device:
     return torch.device("cuda" if has_gpu else "cpu")
 
 
-def candidate_meshes(cluster: PricedCluster) -> list[Mesh]:
-    """The meshes that are tried for a cluster: "model" within a node, "data" over the rest; no axes of one."""
-    sizes = [size for size in range(1, cluster.devices_per_node + 1) if cluster.devices_per_node % size == 0]
-    shapes = [{"data": cluster.size // size, "model": size} for size in sizes]
-    meshes = [Mesh({axis: size for axis, size in shape.items() if size > 1} or {"data": 1}) for shape in shapes]
-    return list(dict.fromkeys(meshes))
-
-
 def distinct_meshes(meshes: Iterable[Mesh], cluster: PricedCluster) -> list[Mesh]:
     """The meshes, of those that are one mesh under several names the first.
 
     Example:
-        >>> [str(mesh) for mesh in distinct_meshes(candidate_meshes(Cluster("h100_sxm")), Cluster("h100_sxm"))]
+        >>> meshes = [Mesh({"data": 8}), Mesh({"model": 8}), Mesh({"data": 4, "model": 2})]
+        >>> [str(mesh) for mesh in distinct_meshes(meshes, Cluster("h100_sxm"))]
         ['Mesh(data=8)', 'Mesh(data=4, model=2)']
     """
     found: dict[frozenset[tuple[GroupLinks, int]], Mesh] = {}
@@ -112,12 +104,6 @@ def distinct_meshes(meshes: Iterable[Mesh], cluster: PricedCluster) -> list[Mesh
         links = (cluster.group_links(dict(mesh.axes), (name,)) for name, size in mesh.axes if size > 1)
         found.setdefault(frozenset(Counter(links).items()), mesh)
     return list(found.values())
-
-
-def meshes_of(target: Any, mesh: Mesh | None) -> list[Mesh]:
-    """The meshes that a plan may be for."""
-    target = Mesh.from_device_mesh(target) if isinstance(target, DeviceMesh) else target
-    return [target] if isinstance(target, Mesh) else [mesh] if mesh is not None else list(candidate_meshes(target))
 
 
 def local_cluster(mesh: Mesh) -> PricedCluster:

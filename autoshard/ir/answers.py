@@ -18,8 +18,6 @@ class Outcome:
     Args:
         fits: whether there is such a plan within the memory limit (and the user's constraints); without, all below is
             None but `smallest_bytes`.
-        objective: what the search minimises, seconds.
-        lower_bound: proven bound of it, seconds.
         step_time_s: predicted time of a step.
         peak_memory_bytes: predicted peak per rank.
         breakdown: parts of the step time by name, seconds.
@@ -29,8 +27,6 @@ class Outcome:
     """
 
     fits: bool
-    objective: float | None = None
-    lower_bound: float | None = None
     step_time_s: float | None = None
     peak_memory_bytes: int | None = None
     breakdown: Mapping[str, float] | None = None
@@ -44,25 +40,6 @@ class Alternative(Outcome):
     """One spec that a value could have, with the best plan that gives it this spec."""
 
     spec: PartitionSpec
-
-
-@dataclass(frozen=True, slots=True)
-class ValueCost:
-    """Something that a step does with a value.
-
-    Args:
-        what: in words, "gradient reduction".
-        axis: over which ranks communicate; "" where they do not.
-        size_bytes: what is moved each time: a rank's part of the value before it is shared out over `axis`.
-        times: how often in a step.
-        time_s: seconds of all of it in a step, alone: what runs beside computation is not taken off.
-    """
-
-    what: str
-    axis: str
-    size_bytes: int
-    times: int
-    time_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +60,6 @@ class Explanation:
         chosen: the plan's own spec.
         others: all others, the cheapest first, those that do not fit last.
         memory_budget: bytes per device, or None.
-        costs: what the plan's recipe does with it; of plans of recipes only.
-        memory: what it holds on each device by name, bytes; likewise.
         kernels: those with which `backend="triton"` computes or reads it, in words.
     """
 
@@ -94,8 +69,6 @@ class Explanation:
     chosen: Alternative
     others: tuple[Alternative, ...]
     memory_budget: int | None
-    costs: tuple[ValueCost, ...] = ()
-    memory: Mapping[str, int] = field(default_factory=dict)
     kernels: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -108,8 +81,6 @@ class Explanation:
             "memory_budget": self.memory_budget,
             "chosen": items[0],
             "others": items[1:],
-            "costs": [asdict(item) for item in self.costs],
-            "memory": dict(self.memory),
             "kernels": list(self.kernels),
         }
 
@@ -128,8 +99,6 @@ class WhyNot:
         variants: each other way of doing it ("tensor over data"), the cheapest first, those that do not fit last.
         memory_budget: bytes per device, or None.
         missing: why there is no such plan at all, in words.
-        reference: of a forecast, the best recipe without it, on whose scale the variants are; None where they are plans
-            of the same kind as the plan.
     """
 
     feature: str
@@ -137,8 +106,7 @@ class WhyNot:
     chosen: Outcome
     variants: tuple[Variant, ...]
     memory_budget: int | None
-    missing: str = "no axis of the mesh could be used so"
-    reference: Variant | None = None
+    missing: str
 
     def to_json(self) -> dict[str, Any]:
         """JSON data."""
@@ -168,8 +136,8 @@ class Limits:
     @property
     def binding(self) -> str:
         """The change that is worth most, or "" where none is worth a thousandth of a step."""
-        chosen = self.chosen.objective
-        gains = {item.name: chosen - item.objective for item in self.variants if item.objective is not None and chosen}
+        chosen = self.chosen.step_time_s
+        gains = {item.name: chosen - item.step_time_s for item in self.variants if item.step_time_s and chosen}
         best = max(gains, key=gains.__getitem__, default="")
         return best if chosen and best and gains[best] > 1e-3 * chosen else ""
 

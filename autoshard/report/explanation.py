@@ -29,39 +29,13 @@ def explanation_text(explained: Explanation) -> str:
         table.add_row(repr(item.spec), *_cells(item, explained.chosen))
     head = f"{explained.name}: {shape}{together}; the best plan for each spec, {limit}"
     kernels = [f"backend='triton' runs {item}" for item in explained.kernels]
-    return as_text(head, table, *_of_recipes(explained), *kernels)
-
-
-def _of_recipes(explained: Explanation) -> list[str | Table]:
-    """The recipes in words, and what the chosen one does with the value."""
-    parts: list[str | Table] = [
-        f"{item.spec!r}: {item.recipe.words}." for item in (explained.chosen, *explained.others) if item.recipe
-    ]
-    if explained.memory:
-        held = ", ".join(f"{format_bytes(size)} of {name}" for name, size in explained.memory.items())
-        parts.append(f"On each device: {held}.")
-    if explained.costs:
-        table = Table("what the step does with it", "over", "bytes", "times", "alone")
-        for item in explained.costs:
-            size, time = format_bytes(item.size_bytes), format_time(item.time_s)
-            table.add_row(item.what, item.axis, size, str(item.times), time)
-        parts.append(table)
-    return parts
+    return as_text(head, table, *kernels)
 
 
 @text_of.register
 def why_not_text(answer: WhyNot) -> str:
     """Each way of using a feature, with the best plan that does."""
-    if answer.reference is None:
-        return as_text(_answer(answer), _variants_table(answer.chosen, answer.variants))
-    table = _variants_table(answer.reference, answer.variants, answer.reference.name)
-    own = format_time(answer.chosen.step_time_s or 0.0)
-    return as_text(
-        f"A plan of specs, as this one ({own}), has no such choice: a forecast, by recipes for the same "
-        "devices, batch and memory.",
-        _answer(answer),
-        table,
-    )
+    return as_text(_answer(answer), _variants_table(answer.chosen, answer.variants))
 
 
 def _answer(answer: WhyNot) -> str:
@@ -72,14 +46,11 @@ def _answer(answer: WhyNot) -> str:
         return f"{answer.feature}: {answer.missing}."
     if not fitting:
         return f"{answer.feature}: no plan with it fits in memory."
-    best, other = fitting[0], answer.reference or answer.chosen
-    if best.step_time_s is None:
+    best, other = fitting[0], answer.chosen
+    if best.step_time_s is None or other.step_time_s is None:
         return ""
     takes = f"{answer.feature}: the best plan with it, {best.name}, takes {format_time(best.step_time_s)}"
-    if other.step_time_s is None:
-        return f"{takes}; no plan without it fits in memory."
-    beside = "the chosen one" if answer.reference is None else "the best without it"
-    return f"{takes}, {difference(best.step_time_s, other.step_time_s)} beside {beside}."
+    return f"{takes}, {difference(best.step_time_s, other.step_time_s)} beside the chosen one."
 
 
 @text_of.register
@@ -130,10 +101,9 @@ def _specs(both: Comparison) -> Table | None:
     return table
 
 
-def _variants_table(chosen: Outcome, variants: tuple[Variant, ...], name: str = "the plan") -> Table:
+def _variants_table(chosen: Outcome, variants: tuple[Variant, ...]) -> Table:
     table = Table("", "step", "beside", "peak memory", "where it differs")
-    time, word, *others = _cells(chosen, chosen)
-    table.add_row(name, time, word if name == "the plan" else "", *others)
+    table.add_row("the plan", *_cells(chosen, chosen))
     for item in variants:
         table.add_row(item.name, *_cells(item, chosen))
     return table

@@ -1,17 +1,17 @@
-"""The mesh that suits a model on a cluster, where a user gives none."""
+"""The plan that suits a model on a cluster, where a user gives no mesh."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from autoshard.call import Call
-from autoshard.cluster import candidate_meshes
 from autoshard.errors import MeshError
 from autoshard.ir.mesh import Mesh
-from autoshard.ir.request import Request
+from autoshard.ir.plan import Plan
 from autoshard.ir.update import Update
 from autoshard.runtime.launch import share_among_processes, world_size
 from cost_models.hardware import Cluster
+from passes.driver.plan_step import outer_search, plan_step
 from passes.driver.planner import Planner
 
 
@@ -26,7 +26,11 @@ def choose_mesh(call: Call, cluster: Cluster, planner: Planner, update: Update |
     processes = world_size()
     if 1 < processes != cluster.size:
         raise MeshError(f"{cluster} has {cluster.size} devices, but this run has {processes} processes.")
-    request = Request(call.model, *call.inputs, call.grad, update=update, outputs=call.outputs)
-    meshes = candidate_meshes(cluster)
-    chosen = share_among_processes(lambda: planner.plan_call(request, meshes)[1], call.options.timeout_s)
-    return replace(planner, made=chosen), chosen.mesh
+
+    def chosen() -> Plan:
+        planned = plan_step(call, planner, update, outer_search(call))
+        assert not isinstance(planned, Plan), "without global_batch a step has a plan"
+        return planned.plan
+
+    made = share_among_processes(chosen, call.options.timeout_s)
+    return replace(planner, made=made), made.mesh

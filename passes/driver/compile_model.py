@@ -34,24 +34,26 @@ from passes.verification.verify_order import verify_order
 def compile_model(call: Call) -> ShardedModule | TrainStep:
     """The model, made to run on all ranks of a mesh. See `autoshard.compile`."""
     model, mesh, options, optimizer = call.model, call.target, call.options, call.optimizer
-    asked = asked_of(call.fixed, mesh, call.micro_batches, call.schedule, call.virtual_stages)
-    check_optimizer(optimizer, micro_batches=asked.micro_batches, max_grad_norm=call.max_grad_norm)
+    check_optimizer(optimizer, micro_batches=call.micro_batches, max_grad_norm=call.max_grad_norm)
     assert not isinstance(optimizer, str), "it was checked"
-    micro_batches = micro_batches_of(call.fixed, asked.micro_batches, trains=optimizer is not None)
     precision = precision_of(model, call.precision, call.fixed)
     if optimizer is not None:
         refuse_scaling(precision)
     update = update_for(model, optimizer, call.max_grad_norm, call.fixed, strict=call.strict)
     device = _device_of(call)
     planner = planner_for(
-        replace(call, precision=precision, micro_batches=micro_batches),
+        replace(call, precision=precision),
         update,
         device,
         reduce_dtype=checked_reduce_dtype(model, options.reduce_dtype),
         progress=False,
     )
     if isinstance(mesh, Cluster):
-        planner, mesh = choose_mesh(call, mesh, planner, update)
+        planner, mesh = choose_mesh(replace(call, precision=precision), mesh, planner, update)
+    known = planner.fixed or planner.made
+    asked = asked_of(known, mesh, call.micro_batches, call.schedule, call.virtual_stages)
+    micro_batches = micro_batches_of(known, asked.micro_batches, trains=optimizer is not None)
+    planner = replace(planner, micro_batches=micro_batches)
     pipeline = pipeline_of(mesh, asked.schedule, asked.virtual_stages, micro_batches)
     if pipeline is not None:
         check_pipeline(update, call)

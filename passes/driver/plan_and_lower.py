@@ -26,9 +26,9 @@ from passes.memory.liveness import find_lifetimes
 from passes.planning.baselines import solve_baselines
 from passes.planning.bucket_prices import hidden_part, in_buckets, solve_in_buckets
 from passes.planning.build_assignment import PlanningProblem, build_problem
-from passes.planning.constraints import allowed_options
+from passes.planning.constraints import allowed_options, own_specs
 from passes.planning.kernel_prices import NOTHING_FUSED
-from passes.planning.restrictions import restricted
+from passes.planning.restrictions import is_stage, restrict_all, restricted
 from passes.planning.search import Search, first_bound
 from passes.planning.tie_axes import space_in_time, tied_levels
 from passes.recomputation.fitting import JointSolution
@@ -134,22 +134,30 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
 
 
 def allowed_by(planning: PlanningProblem, options: PlanOptions) -> dict[int, np.ndarray]:
-    """The options that a user's constraints and recipe leave.
+    """The options that a user's constraints and recipe leave, and what a question asks.
 
     Raises:
         InvalidSpecError: see `allowed_options`.
-        RecipeError: see `restricted`; or the two leave nothing together.
+        RecipeError: see `restricted`; or they leave nothing together.
     """
     allowed = allowed_options(planning, options.constraints)
-    if options.recipe is None:
-        return allowed
-    masks = restricted(planning, options.recipe)
-    both = {**masks, **{variable: mask & masks.get(variable, mask) for variable, mask in allowed.items()}}
+    for site, spec in options.specs.items():
+        variable, mask = (
+            planning.classes[site],
+            np.array([own == spec for own in own_specs(planning.space.sites[site])]),
+        )
+        allowed[variable] = mask & allowed.get(variable, mask)
+    masks = {} if options.recipe is None else restricted(planning, options.recipe)
+    roles = restrict_all(planning, options.roles, masks, of_stage=is_stage(planning.space.program))
+    if roles is None:
+        raise RecipeError(f"Nothing in the model can be split over {', '.join(options.roles)} as that asks.")
+    both = {**roles, **{variable: mask & roles.get(variable, mask) for variable, mask in allowed.items()}}
     for variable, mask in both.items():
         if not mask.any():
+            words = "" if options.recipe is None else f" ({options.recipe.words})"
             raise RecipeError(
-                f"constraints= and recipe= ({options.recipe.words}) leave no spec for "
-                f"{planning.members[variable][0]!r} together. Leave one of the two out."
+                f"constraints= and recipe={words} leave no spec for {planning.members[variable][0]!r} together. Leave "
+                "one of the two out."
             )
     return both
 

@@ -10,6 +10,7 @@ import torch
 from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
+from passes.planning.restrictions import Roles
 from passes.solver.search_control import SearchControl
 
 
@@ -33,6 +34,8 @@ class PlanOptions:
         reduce_dtype: in which gradients of float32 travel between ranks; predicted, while the search prices their own.
         with_kernels: whether calls are priced within the Triton kernels that run in place of them.
         recipe: within which the plan is searched; None: everywhere.
+        specs: sites of the program to the spec that their value must have.
+        roles: mesh axes to the role that each must have.
         elsewhere: plans on other meshes; what is far dearer than those is not lowered, and known recipes that use every
             axis alike are not priced again, see `solve_baselines`.
         control: told how the search goes, and may stop it: the plan is then the best until then.
@@ -52,5 +55,7 @@ class PlanOptions:
     reduce_dtype: torch.dtype | None = None
     with_kernels: bool = False
     recipe: Recipe | None = None
+    specs: Mapping[str, PartitionSpec] = field(default_factory=dict)
+    roles: Roles = field(default_factory=dict)
     elsewhere: Sequence[Plan] = ()
     control: SearchControl = field(default_factory=SearchControl)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +23,6 @@ from autoshard.arguments import check_has_loss, check_tensors
 from autoshard.call import LossFunction
 from autoshard.cluster import distinct_meshes, local_cluster
 from autoshard.errors import AutoshardError, DoesNotFitError, NotAvailableError, PlanMismatchError, TraceError
-from autoshard.ir.answers import WhyNot
 from autoshard.ir.fingerprint import fingerprint
 from autoshard.ir.initialisation import Initialisation
 from autoshard.ir.lowered import PhasedProgram
@@ -42,7 +42,13 @@ from cost_models.memory import room_bytes
 from passes.driver.expand_plan import expand_for, expand_plan
 from passes.driver.fixed_plan import check_plan_fits, check_same_parameters, has_more_outputs
 from passes.driver.make_together import make_together
-from passes.driver.plan_and_lower import DearMeshError, bounded_problem, plan_and_lower, plan_program
+from passes.driver.plan_and_lower import (
+    DearMeshError,
+    bounded_problem,
+    plan_and_lower,
+    plan_program,
+    planning_problem,
+)
 from passes.driver.plan_of_choice import LoweredPlan
 from passes.driver.plan_options import PlanOptions
 from passes.driver.progress import interruptible, search_bar
@@ -52,7 +58,7 @@ from passes.planning.baselines import least_baselines
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import constraints_on, split_outputs, whole_outputs
 from passes.planning.recipe_meshes import names_axes_of
-from passes.questions.explain import PlanAlternatives
+from passes.questions.change import NO_CHANGE, Change
 from passes.solver.search_control import Ceiling, SearchControl, SearchStopped
 from passes.strategies.elided import NotAlikeError
 from passes.verification.verify_passes import verify_pass
@@ -63,8 +69,6 @@ from passes.verification.weigh_loss import weigh_step
 
 _LOGGER = logging.getLogger(__name__)
 _FOLDER = f"measured block sizes ({VARIABLE} names one folder that all ranks see, or none on any)"
-
-Forecast = Callable[[Plan, str], WhyNot]
 
 _MARGINS = (1, 2)
 """Units that stay at each end of a run of alike blocks, in the order tried: the first and last ones may be special."""
@@ -93,6 +97,7 @@ class Planner:
         with_native: let torch's fused kernels run semantic operators, rather than their definitions.
         cuda_graph: predict steps that are launched from CUDA graphs.
         recipe: within which plans are searched; None: everywhere.
+        change: what a question asks of a plan.
         gather_outputs: let outputs be whole on every rank, but for those that are constrained.
         progress: whether searches show how they go; see `search_bar`.
         ceiling: of several searches together; None: each has its own. See `begun`.
@@ -120,6 +125,7 @@ class Planner:
     cuda_graph: bool = False
     reduce_dtype: torch.dtype | None = None
     recipe: Recipe | None = None
+    change: Change = NO_CHANGE
     gather_outputs: bool = False
     progress: bool | None = False
     ceiling: Ceiling | None = None
@@ -268,13 +274,22 @@ class Planner:
         return self.search_and_lower(program, mesh, placed, before).plan
 
     def search_and_lower(
-        self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec], before: Plan | None = None
+        self,
+        program: Program,
+        mesh: Mesh,
+        placed: Mapping[str, PartitionSpec],
+        before: Plan | None = None,
+        planning: PlanningProblem | None = None,
     ) -> LoweredPlan:
-        """`search`, with the lowered program that the plan was predicted from."""
+        """`search`, with the lowered program that the plan was predicted from; `planning`: its problem, if built."""
         with self._searching() as control:
             options = replace(self._options(program, mesh, placed), before=before, control=control)
-            found = plan_and_lower(program, mesh, self.cluster_for(mesh), options)
+            found = plan_and_lower(program, mesh, self.cluster_for(mesh), options, planning)
         return replace(found, plan=replace(found.plan, precision=self.precision))
+
+    def problem(self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec]) -> PlanningProblem:
+        """The planning problem of a program on a mesh."""
+        return planning_problem(program, mesh, self.cluster_for(mesh), self._options(program, mesh, placed))
 
     @contextmanager
     def _searching(self) -> Iterator[SearchControl]:
@@ -304,20 +319,13 @@ class Planner:
         if control.is_stopped:
             _LOGGER.warning("Ctrl-C ended the search for a plan: it is the best until then")
 
-    def alternatives(self, program: Program, mesh: Mesh, forecast: Forecast) -> PlanAlternatives:
-        """What answers `Plan.explain` for the plans that `search_meshes` finds; see there for `forecast`."""
-        return PlanAlternatives(program, mesh, self.cluster_for(mesh), self._options(program, mesh, {}), forecast)
-
     def _options(self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec]) -> PlanOptions:
         constraints = constraints_on(program, self.constraints, without_state=self.has_update and not updates(program))
         whole = whole_outputs(program, self.constraints, gather=self.gather_outputs)
         constraints |= dict.fromkeys(whole, PartitionSpec())
-        budget = self.memory_budget
-        if budget is None:
-            budget = room_bytes(self.cluster_for(mesh).device, sum(size > 1 for size in mesh.shape))
         return PlanOptions(
             constraints={**constraints, **_within(program, placed)},
-            memory_budget=budget,
+            memory_budget=self.limit_bytes(mesh),
             time_budget_s=self.time_budget_s,
             state_bytes_per_parameter_byte=0.0 if updates(program) else self.state_ratio,
             strict=self.strict,
@@ -327,7 +335,18 @@ class Planner:
             reduce_dtype=self.reduce_dtype,
             before=self.before,
             recipe=self.recipe,
+            specs=self.change.specs,
+            roles=self.change.roles,
+            recompute=self.change.without != "recompute",
+            offload=self.change.without != "offload",
         )
+
+    def limit_bytes(self, mesh: Mesh) -> float | None:
+        """Bytes that a rank's values may take; None without a limit."""
+        budget: float | None = self.memory_budget
+        if budget is None:
+            budget = room_bytes(self.cluster_for(mesh).device, sum(size > 1 for size in mesh.shape))
+        return None if budget is None or math.isinf(self.change.memory) else budget * self.change.memory
 
     def search_meshes(self, program: Program, meshes: Sequence[Mesh]) -> Plan:
         """The fastest plan on any of some meshes; the error of the last one if none has a plan.
@@ -374,7 +393,8 @@ class Planner:
 
     def cluster_for(self, mesh: Mesh) -> Cluster:
         """What to price for."""
-        return self.cluster if self.cluster is not None else local_cluster(mesh)
+        cluster = self.cluster if self.cluster is not None else local_cluster(mesh)
+        return cluster if self.change.faster is None else self.change.faster(cluster) or cluster
 
     def prove(self, request: Request, meshes: Sequence[Mesh]) -> VerificationReport:
         """The proof of the program that a call would run by its plan, which is the fastest on any of some meshes.

@@ -8,7 +8,6 @@ import torch
 
 from autoshard.arguments import check_optimizer, check_target
 from autoshard.call import Call
-from autoshard.cluster import meshes_of
 from autoshard.errors import TraceError
 from autoshard.ir.precision import effective_precision
 from autoshard.ir.request import Request
@@ -16,6 +15,7 @@ from autoshard.ir.verification_report import VerificationReport
 from autoshard.runtime.optimizer_state import named_optimizer
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep
+from passes.driver.candidates import meshes_of
 from passes.driver.fixed_plan import update_for
 from passes.driver.planner_for import planner_for
 from passes.verification.verify_phases import verify_phases

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from autoshard.arguments import ExampleInputs, check_trains
-from autoshard.errors import NotAvailableError
-from autoshard.ir.answers import Explanation, Limits, WhyNot
+from autoshard.arguments import ExampleInputs, check_trains, checked_cluster
+from autoshard.call import Call
+from autoshard.errors import AutoshardError, DoesNotFitError, NotAvailableError, RecipeError
 from autoshard.ir.execution import OPTIMIZERS, Execution
+from autoshard.ir.kernels import Kernels
 from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.runtime import MEGATRON, TRITON, USUAL, Runtime
+from autoshard.ir.text import format_bytes
 from cost_models.hardware import Cluster
 from cost_models.memory import room_bytes
 from passes.driver.pricing import narrow_dtype, price_execution, priced_model
 from passes.driver.progress import Show, search_bar
-from passes.recipe_search.recipe_alternatives import RecipeAlternatives
+from passes.planning.build_assignment import PlanningProblem
+from passes.questions.ask import Questions
+from passes.questions.change import Change, Fields
 from passes.recipe_search.recipe_constraints import pinned
 from passes.recipe_search.recipe_problem import RecipeProblem
-from passes.recipe_search.recipe_shortage import shortage
 from passes.recipe_search.recipe_space import Only
 from passes.recipe_search.search_recipes import FoundRecipe, Watch
 from passes.recipe_search.warm_start import known_recipe
 from passes.recipes.own_runtime import own_runtime
-from passes.sections.price_model import CountedModel, PricedModel
+from passes.recipes.recipe_plan import predict_recipe
+from passes.sections.price_model import CountedModel
 from passes.solver.search_control import Ceiling
 
 _AXES = 3
@@ -41,25 +44,21 @@ class RecipeSearch:
     """A search for the fastest recipe of a whole training step.
 
     Args:
-        model, example_inputs, loss_fn: as of `autoshard.plan`.
-        problem: what is searched.
-        priced: the model, as recipes are priced.
-        runtime: of another framework, whose run recipes describe; None: recipes are for `compile`.
+        call: the arguments of `autoshard.plan`.
+        problem: the recipes that are searched.
         forecast: why the plan of any recipe of the problem would be a price alone; "": `compile` runs it.
         before: the recipe where the search begins, if any.
-        time_budget_s, progress: see `autoshard.plan`.
     """
 
-    model: nn.Module
-    example_inputs: ExampleInputs
-    loss_fn: Callable[..., torch.Tensor] | None
+    call: Call
     problem: RecipeProblem
-    priced: PricedModel
-    runtime: Runtime | None
     forecast: str
     before: Recipe | None
-    time_budget_s: float
-    progress: bool | None
+
+    @property
+    def time_budget_s(self) -> float:
+        """Seconds that a search may take."""
+        return self.call.time_budget_s
 
     def run(self) -> tuple[RecipeSearch, FoundRecipe, Mapping[str, FoundRecipe]]:
         """The fastest recipe that fits, those of the known kinds, and the search that found them.
@@ -71,7 +70,7 @@ class RecipeSearch:
             NotAvailableError: time ran out before any was priced.
         """
         ceiling = Ceiling.within(self.time_budget_s)
-        with search_bar(self.time_budget_s, self.progress) as show:
+        with search_bar(self.time_budget_s, self.call.progress) as show:
             watch = None if show is None else _watching(show)
             known = None if self.before is None else known_recipe(self.problem, self.before, ceiling)
             found, kinds = self.problem.best_of_all(ceiling=ceiling, known=known, watch=watch)
@@ -84,7 +83,12 @@ class RecipeSearch:
         if self.problem.runs:
             why = "of the recipes that fit and keep the constraints, none has a program yet that compile runs"
             return replace(self, problem=replace(self.problem, runs=False), forecast=why).run()
-        raise shortage(self.problem, Ceiling.within(self.time_budget_s))
+        raise _shortage(self.problem, Ceiling.within(self.time_budget_s))
+
+    def priced_plan(self) -> Plan:
+        """The price of the fastest recipe."""
+        search, found, kinds = self.run()
+        return search.price(found, kinds)
 
     def price(self, found: FoundRecipe, kinds: Mapping[str, FoundRecipe], forecast: str = "") -> Plan:
         """The plan that is the price of the recipe found.
@@ -95,98 +99,114 @@ class RecipeSearch:
         """
         assert found.recipe is not None, "a recipe was found"
         problem = self.problem
-        chosen = price_execution(self.model, problem.cluster, found.recipe, self.example_inputs, self.loss_fn)
+        call, runtime = self.call, self.call.runtime
+        assert call.example_inputs is not None, "plan takes example inputs"
+        chosen = price_execution(call.model, problem.cluster, found.recipe, call.example_inputs, call.loss_fn)
         return replace(
             chosen,
-            runtime=MEGATRON if self.runtime is None else self.runtime.name,
+            runtime=MEGATRON if runtime is None else runtime.name,
             objective=found.objective,
             lower_bound=found.lower_bound,
             search_time_s=found.search_time_s,
             was_interrupted=found.was_interrupted,
             was_cut=found.was_cut,
-            memory_budget=int(problem.memory_limit),
+            memory_budget=None if math.isinf(problem.memory_limit) else int(problem.memory_limit),
             baselines={
                 name: each.objective if each.recipe else None
                 for name, each in kinds.items()
                 if each.recipe or each.is_complete
             },
-            alternatives=RecipeAlternatives(problem, self.priced, self.time_budget_s),
+            alternatives=Questions(PriceAgain(self)),
             forecast=self.forecast or forecast,
         )
 
 
-@dataclass(frozen=True)
-class RecipeAnswers:
-    """Answers questions about a plan in stages by the price of its recipe. Prices nothing until it is asked.
+@dataclass(frozen=True, slots=True)
+class PriceAgain:
+    """Searches recipes again with one thing changed, and prices the fastest one.
 
     Args:
-        search: for recipes.
-        found: the recipe that the plan was planned from.
+        search: that found the plan.
     """
 
     search: RecipeSearch
-    found: FoundRecipe
 
-    @cached_property
-    def priced(self) -> Plan:
-        """The price of the recipe, which stands beside other recipes."""
-        return self.search.price(self.found, {})
+    @property
+    def cluster(self) -> Cluster:
+        """See `Replan`."""
+        return self.search.problem.cluster
 
-    def why_not(self, plan: Plan, feature: str) -> WhyNot:
-        """See `Plan.why_not`."""
-        return self.priced.why_not(feature)
+    def problems(self) -> Sequence[PlanningProblem]:
+        """See `Replan`."""
+        return ()
 
-    def limits(self, plan: Plan) -> Limits:
-        """See `Plan.limits`."""
-        return self.priced.limits()
+    def missing(self, feature: str) -> str:
+        """See `Replan`."""
+        return self.search.problem.missing(feature)
 
-    def explain(self, plan: Plan, name: str) -> Explanation:
-        """See `Plan.explain`."""
-        return self.priced.explain(name)
+    def kernels(self, plan: Plan) -> Kernels:
+        """See `Replan`."""
+        return plan.predicted.kernels
+
+    def __call__(self, plan: Plan, change: Change) -> Plan:
+        """See `Replan`; recipes have no choice of `specs` and `roles`."""
+        problem, known = self.search.problem, None
+        if change.memory != 1.0:
+            problem = problem.within(change.memory * problem.memory_limit)
+        if change.faster is not None:
+            problem = replace(problem, cluster=change.faster(problem.cluster) or problem.cluster)
+        if not change.fields and plan.recipe is not None:
+            known = problem.base.of(plan.recipe)
+        search = replace(self.search, problem=problem)
+        found = problem.best(only=change.fields, known=known, ceiling=Ceiling.within(search.time_budget_s))
+        if found.recipe is None:
+            raise none_with(search, found, change.fields)
+        return search.price(found, {})
 
 
-def recipe_search(
-    model: nn.Module,
-    cluster: Cluster,
-    *,
-    example_inputs: ExampleInputs,
-    optimizer: str | torch.optim.Optimizer | None,
-    global_batch: int,
-    loss_fn: Callable[..., torch.Tensor] | None = None,
-    constraints: Mapping[str, object] | None = None,
-    memory_budget: int | None = None,
-    precision: str | None = None,
-    with_kernels: bool = False,
-    runtime: Runtime | None = None,
-    previous: Plan | None = None,
-    time_budget_s: float = 60.0,
-    progress: bool | None = None,
-) -> RecipeSearch:
-    """The search for the fastest recipe; see `autoshard.plan` for the arguments.
+def none_with(search: RecipeSearch, found: FoundRecipe, only: Fields) -> AutoshardError:
+    """The error of a search that found no recipe."""
+    names = ", ".join(only)
+    if not found.is_complete:
+        return NotAvailableError(f"{search.time_budget_s:g} s ended before any recipe was priced ({names}).")
+    least = search.problem.smallest(only=only, ceiling=Ceiling.within(search.time_budget_s))
+    if least.recipe is None:
+        return RecipeError(f"No recipe for these devices and this batch has such values of {names}.")
+    return DoesNotFitError(
+        f"No recipe with such values of {names} fits; the smallest needs {format_bytes(least.objective)} per device.",
+        smallest_bytes=int(least.objective),
+    )
 
-    `with_kernels`: recipes run our own kernels, see `Runtime.kernels`; `runtime`: None for our own.
+
+def recipe_search(call: Call, global_batch: int, *, with_kernels: bool = False) -> RecipeSearch:
+    """The search for the fastest recipe of a call; its constraints are fields of recipes.
+
+    Args:
+        call: the arguments of `autoshard.plan`.
+        global_batch: sequences of a step.
+        with_kernels: recipes run our own kernels, see `Runtime.kernels`.
 
     Raises:
         RecipeError: a constraint that names no field of recipes, or no value of one.
         NotAvailableError: an optimizer or precision that recipes do not have, or a constraint on a value's spec.
     """
-    check_trains(model, optimizer)
-    base = base_recipe(model, optimizer, precision, global_batch)
-    only = pinned(constraints or {})
-    forecast = "" if runtime is not None else _only_priced(optimizer, base)
+    model, runtime, cluster = call.model, call.runtime, checked_cluster(call.target, call.mesh)
+    assert call.example_inputs is not None, "plan takes example inputs"
+    check_trains(model, call.optimizer)
+    base = base_recipe(model, call.optimizer, call.precision, global_batch)
+    only = pinned(call.constraints or {})
+    forecast = "" if runtime is not None else _only_priced(call.optimizer, base)
     if runtime is None and not forecast:
         has_masters = narrow_dtype(model, base.precision) is not None
         base = replace(base, runtime=_of_compile(cluster, has_masters=has_masters, with_kernels=with_kernels))
     else:
         executes = runtime or replace(USUAL, master_weights=base.precision != "f32")
         base = replace(base, runtime=replace(executes, kernels=TRITON) if with_kernels else executes)
-    priced = priced_model(model, example_inputs, loss_fn, base.precision)
-    problem = problem_of(priced.counted, cluster, base, memory_budget, only)
+    counted = priced_model(model, call.example_inputs, call.loss_fn, base.precision).counted
+    problem = problem_of(counted, cluster, base, call.memory_budget, only)
     problem = replace(problem, runs=runtime is None and not forecast)
-    before = None if previous is None else previous.recipe
-    return RecipeSearch(
-        *(model, example_inputs, loss_fn, problem, priced, runtime, forecast, before, time_budget_s, progress)
-    )
+    before = None if call.previous is None else call.previous.recipe
+    return RecipeSearch(call, problem, forecast, before)
 
 
 def _of_compile(cluster: Cluster, *, has_masters: bool, with_kernels: bool) -> Runtime:
@@ -204,66 +224,6 @@ def _only_priced(optimizer: str | torch.optim.Optimizer | None, base: Execution)
     if optimizer == "sgd_momentum":
         return "optimizer='sgd_momentum' has no learning rate to plan with; pass torch.optim.SGD(..., momentum=0.9)"
     return ""
-
-
-@dataclass(frozen=True, slots=True)
-class RecipeForecast:
-    """What recipes say of what plans of specs cannot do: `Plan.why_not("pipeline")`. Traces nothing until it is asked.
-
-    Args:
-        model, example_inputs, loss_fn, optimizer: of the plan.
-        cluster: whose devices it is for.
-        constrained: whether it keeps constraints on specs, which no recipe does.
-        with_kernels: see `recipe_search`.
-        time_budget_s: seconds of each search.
-    """
-
-    model: nn.Module
-    cluster: Cluster
-    example_inputs: ExampleInputs
-    loss_fn: Callable[..., torch.Tensor] | None
-    optimizer: str | torch.optim.Optimizer | None
-    constrained: bool
-    with_kernels: bool
-    time_budget_s: float
-
-    def __call__(self, plan: Plan, feature: str) -> WhyNot:
-        """The fastest recipes with a feature beside the fastest without, within the plan's memory, for its batch.
-
-        Raises:
-            NotAvailableError: there is no optimizer, there are constraints, or inputs have no batch: says what to call.
-        """
-        question = f"why_not({feature!r}): plans of specs, as this one, have no such choice, and recipes, which do,"
-        if self.optimizer is None:
-            raise NotAvailableError(
-                f"{question} are of whole training steps: plan with optimizer='adamw', say, and ask that plan."
-            )
-        if self.constrained:
-            raise NotAvailableError(
-                f"{question} keep no constraints on specs: plan without constraints= and ask that plan, or plan with "
-                "global_batch=."
-            )
-        precision = None if narrow_dtype(self.model, plan.precision) is None else plan.precision
-        base = base_recipe(self.model, self.optimizer, precision, _batch_of(self.example_inputs, question))
-        has_masters = plan.precision is not None and base.precision != "f32"
-        runtime = _of_compile(self.cluster, has_masters=has_masters, with_kernels=self.with_kernels)
-        base = replace(base, runtime=runtime)
-        priced = priced_model(self.model, self.example_inputs, self.loss_fn, base.precision)
-        problem = problem_of(priced.counted, self.cluster, base, plan.memory_budget, {})
-        return RecipeAlternatives(problem, priced, self.time_budget_s).forecast(plan, feature)
-
-
-def _batch_of(example_inputs: ExampleInputs, question: str) -> int:
-    """Sequences of the inputs: their first dim, which all have in common."""
-    leaves = [leaf for leaf in pytree.tree_leaves(example_inputs) if isinstance(leaf, torch.Tensor)]
-    sizes = {leaf.shape[0] if leaf.ndim else None for leaf in leaves}
-    size = next(iter(sizes), None)
-    if len(sizes) != 1 or size is None:
-        raise NotAvailableError(
-            f"{question} take the first dim of every input for the batch; those of these inputs differ: "
-            f"{[list(leaf.shape) for leaf in leaves]}. Plan with inputs that have it in common."
-        )
-    return size
 
 
 def problem_of(
@@ -335,6 +295,35 @@ def optimizer_name(given: str | torch.optim.Optimizer | None) -> str:
             f"{', '.join(OPTIMIZERS)}. Pass optimizer='adamw', say."
         )
     return name
+
+
+def _shortage(problem: RecipeProblem, ceiling: Ceiling) -> DoesNotFitError:
+    """The error where no recipe fits: the least memory that one takes, and its largest parts."""
+    least = problem.smallest(ceiling=ceiling)
+    kept = f" with constraints={dict(problem.pinned)!r}" if problem.pinned else ""
+    if least.recipe is None:
+        loose = (name for name in problem.pinned if _without(problem, name).has_recipes)
+        blamed = " or ".join(f"{name!r}" for name in loose)
+        advice = f"Without the constraint on {blamed} there is one." if blamed else "Change the batch, or the devices."
+        return DoesNotFitError(
+            f"No recipe runs whole micro-batches of global_batch={problem.base.batch} on each of "
+            f"{problem.cluster.size} devices{kept}. {advice}",
+            smallest_bytes=0,
+        )
+    parts = predict_recipe(problem.counted, least.recipe, problem.cluster, problem.model).memory_breakdown
+    largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
+    return DoesNotFitError(
+        f"No recipe{kept} fits in {format_bytes(problem.memory_limit)} per device: the smallest needs "
+        f"{format_bytes(least.objective)}, {', '.join(f'{format_bytes(size)} of {name}' for name, size in largest)} "
+        f"({least.recipe.words}). Use more devices, or devices with more memory"
+        f"{', or fewer constraints' if kept else ''}.",
+        smallest_bytes=int(least.objective),
+    )
+
+
+def _without(problem: RecipeProblem, name: str) -> RecipeProblem:
+    """A problem without the constraint on a field."""
+    return replace(problem, pinned={other: values for other, values in problem.pinned.items() if other != name})
 
 
 def _watching(show: Show) -> Watch:

@@ -88,13 +88,16 @@ class StagePlanner:
 
     def _plan_for(self, plans: StagePlans, program: Program, request: Request, lowered: list[PhasedProgram]) -> Plan:
         """The plan of a call: that of steps which is given, or one that is made; `lowered` then gets its stages."""
-        homes, fixed = self.homes, self.planner.fixed
+        homes, fixed, made = self.homes, self.planner.fixed, self.planner.made
         if fixed is not None and request.update is not None:
             check_fits(fixed, program, self.pipeline)
             return fixed
         if fixed is not None:
             homes = {name: number for number, stage in enumerate(fixed.stages) for name in stage.parameters}
-        plan, lowered[:] = plans.plan(program, request, homes)
+        if made is not None and request.update is not None and made.program_digest == program.digest():
+            return made
+        plan, stages = plans.plan(program, request, homes)
+        lowered[:] = [stage.phased for stage in stages]
         return plan
 
     def trace(self, request: Request) -> Program:

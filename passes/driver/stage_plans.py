@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 
-from autoshard.arguments import check_has_loss
 from autoshard.errors import (
     DoesNotFitError,
     InvalidSpecError,
@@ -23,22 +22,21 @@ from autoshard.errors import (
 )
 from autoshard.ir.loss import Output, loss_among
 from autoshard.ir.lowered import PhasedProgram
-from autoshard.ir.mesh import Mesh
 from autoshard.ir.pipeline_order import PipelineOrder
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind, OutputKind, Program, describe
 from autoshard.ir.request import Request
 from autoshard.ir.spec import PartitionSpec
-from autoshard.ir.staged import PIPELINE_AXIS, CutProgram, StagedProgram, StageProgram
+from autoshard.ir.staged import CutProgram, StagedProgram, StageProgram
 from autoshard.ir.text import format_bytes
 from autoshard.runtime.stages.stage_messages import find_slot
 from autoshard.tracing.update import append_update
-from cost_models.memory import room_bytes
 from cost_models.schedule_orders import most_in_flight
-from passes.driver.pipelines import Asked, Pipeline, pipeline_of
+from passes.driver.pipelines import Pipeline
 from passes.driver.planner import Planner
 from passes.lowering.order import Moment, run_at
 from passes.lowering.order_pipeline import order_forward, order_pipeline
+from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import constraints_on, split_outputs, whole_outputs
 from passes.prediction.predict_pipeline import PipelinePrediction, predict_pipeline
 from passes.preparation.split_stages import SplitStages
@@ -56,26 +54,48 @@ _TRIES = 8
 
 
 @dataclass(frozen=True, slots=True)
+class _StageSearches:
+    """The searches of one plan in stages; see `StagePlans.plan` for `before` and `in_time`."""
+
+    cut: CutProgram
+    order: PipelineOrder
+    request: Request
+    before: Plan | None
+    in_time: bool
+
+
+@dataclass(frozen=True, slots=True)
 class StagePlans:
     """Planner of training steps, and of calls without gradients, in stages.
 
     Args:
         planner: plans and lowers a stage.
         pipeline: what was asked for.
+        problems: planning problems of stages that were built, by number; they hold for one program and its cuts.
     """
 
     planner: Planner
     pipeline: Pipeline
+    problems: dict[int, PlanningProblem] = field(default_factory=dict, repr=False)
 
     def plan(
-        self, program: Program, request: Request, homes: Mapping[str, int] | None = None, *, in_time: bool = False
-    ) -> tuple[Plan, Sequence[PhasedProgram]]:
+        self,
+        program: Program,
+        request: Request,
+        homes: Mapping[str, int] | None = None,
+        *,
+        before: Plan | None = None,
+        kept: Mapping[int, StageProgram] | None = None,
+        in_time: bool = False,
+    ) -> tuple[Plan, list[StageProgram]]:
         """The plan of a traced step, or of a call without gradients, and its lowered stages.
 
         Args:
             program: forward and backward, or a forward alone.
             request: what it is a trace of; its update is planned with each stage.
             homes: the stage that holds each parameter already, by name.
+            before: a plan of this program in as many stages, whose cuts are kept, and with which searches begin.
+            kept: stages by number that stay as they are, unless a rank's memory is too little for them.
             in_time: stages that do not fit are not searched again once the planner's ceiling is reached.
 
         Raises:
@@ -83,12 +103,20 @@ class StagePlans:
             NotAvailableError: it does in what was found by then.
         """
         start = time.perf_counter()
-        cut = self._cut(program, request, homes=homes)
+        cut = self._cut(program, request, cuts=before.cuts if before else (), homes=homes)
         self._check_constraints(program, cut, request)
         order = self.order(request)
-        stages, predicted = self._fitting(cut, order, program, request, in_time=in_time)
+        searches = _StageSearches(cut, order, request, before, in_time)
+        stages, predicted = self._fitting(searches, program, kept or {})
         found = self._whole(program, cut, order, stages, predicted)
-        return replace(found, search_time_s=time.perf_counter() - start), [stage.phased for stage in stages]
+        return replace(found, search_time_s=time.perf_counter() - start), stages
+
+    def problem(self, program: Program, request: Request, plan: Plan, number: int) -> PlanningProblem:
+        """The planning problem of a stage of a plan; built once."""
+        if number not in self.problems:
+            stage = self._cut(program, request, cuts=plan.cuts).stages[number]
+            self.problems[number] = self._share(stage, None).problem(stage, self.pipeline.stage_mesh, {})
+        return self.problems[number]
 
     def lower(
         self, program: Program, plan: Plan, request: Request, lowered: Sequence[PhasedProgram] = ()
@@ -165,32 +193,29 @@ class StagePlans:
         return {name: PartitionSpec() for name in found if name.startswith(_OF_MODEL)}
 
     def _fitting(
-        self, cut: CutProgram, order: PipelineOrder, program: Program, request: Request, *, in_time: bool
+        self, searches: _StageSearches, program: Program, kept: Mapping[int, StageProgram]
     ) -> tuple[list[StageProgram], PipelinePrediction]:
         """Stages with which each rank has what its order has in flight within its memory."""
-        cluster = self.planner.cluster_for(self.pipeline.mesh)
-        given = self.planner.memory_budget
-        axes = sum(size > 1 for size in self.pipeline.mesh.shape)
-        budget = room_bytes(cluster.device, axes) if given is None else given
+        cut, order = searches.cut, searches.order
+        cluster, update = self.planner.cluster_for(self.pipeline.mesh), searches.request.update
+        budget = self.planner.limit_bytes(self.pipeline.mesh)
         limits: list[float | None] = [budget] * len(cut.stages)
-        made: list[StageProgram | None] = [None] * len(cut.stages)
-        clips = request.update is not None and request.update.max_grad_norm is not None
-        needed = math.inf
+        made = [kept.get(number) for number in range(len(cut.stages))]
+        clips, needed = update is not None and update.max_grad_norm is not None, math.inf
         for _ in range(_TRIES):
             stages = [
-                old or self._search(stage, limit, request, order)
-                for old, stage, limit in zip(made, cut.stages, limits, strict=True)
+                old or self._search(searches, number, limit)
+                for number, (old, limit) in enumerate(zip(made, limits, strict=True))
             ]
-            predicted = predict_pipeline(
-                _staged(cut, order, stages, program), self.pipeline.mesh, cluster, clips_norm=clips
-            )
+            staged = _staged(cut, order, stages, program)
+            predicted = predict_pipeline(staged, self.pipeline.mesh, cluster, clips_norm=clips)
             over = [0 if budget is None else memory.peak_bytes - budget for memory in predicted.memory]
             if max(over) <= 0:
                 return stages, predicted
             if predicted.whole.peak_memory_bytes >= needed:
                 break
             needed = predicted.whole.peak_memory_bytes
-            if in_time and self.planner.begun()[1].cuts():
+            if searches.in_time and self.planner.begun()[1].cuts():
                 raise NotAvailableError(
                     f"the search for stages that fit did not end in time: those found need {format_bytes(needed)} per "
                     "device; give it more time, or plan with recipe=plan.recipe"
@@ -204,25 +229,37 @@ class StagePlans:
                     made[number] = None
         raise self._does_not_fit(needed, budget, order)
 
-    def _search(
-        self, stage: Program, limit: float | None, request: Request, order: PipelineOrder, *, is_least: bool = False
-    ) -> StageProgram:
-        """The stage within a limit of one micro-batch's memory; within the least known one, where that is more."""
-        share = replace(
+    def _share(self, stage: Program, limit: float | None) -> Planner:
+        """The planner of a stage within a limit of one micro-batch's memory; None: that of the whole planner."""
+        change = self.planner.change
+        return replace(
             self.planner,
             fixed=None,
             gather_outputs=False,  # what crosses stages is no output of the model
             constraints={**_constraints_of(stage, self.planner.constraints), **self._whole_outputs(stage)},
             recipe=self.planner.recipe and self.planner.recipe.of_stage,
-            memory_budget=limit if limit is None else int(limit),
+            memory_budget=self.planner.memory_budget if limit is None else int(limit),
+            change=change if limit is None else replace(change, memory=1.0),
         )
+
+    def _search(
+        self, searches: _StageSearches, number: int, limit: float | None, *, is_least: bool = False
+    ) -> StageProgram:
+        """A stage within a limit of one micro-batch's memory; within the least known one, where that is more."""
+        stage, mesh, placed = searches.cut.stages[number], self.pipeline.stage_mesh, searches.request.placed
+        share = self._share(stage, limit)
+        if share.change.stage != number:
+            share = replace(share, change=replace(share.change, specs={}))
+        if number not in self.problems:
+            self.problems[number] = share.problem(stage, mesh, placed)
+        before = None if searches.before is None else searches.before.stages[number]
         try:
-            found = share.search_and_lower(stage, self.pipeline.stage_mesh, request.placed)
+            found = share.search_and_lower(stage, mesh, placed, before, self.problems[number])
         except DoesNotFitError as error:
             if limit is None or error.smallest_bytes <= limit or is_least:  # none is known, or it is no more
-                raise self._does_not_fit(error.smallest_bytes, self.planner.memory_budget, order) from error
-            return self._search(stage, error.smallest_bytes, request, order, is_least=True)
-        return self._stage(self.planner._lower(stage, found.plan, found.phased)[0], found.plan, order)
+                raise self._does_not_fit(error.smallest_bytes, self.planner.memory_budget, searches.order) from error
+            return self._search(searches, number, error.smallest_bytes, is_least=True)
+        return self._stage(self.planner._lower(stage, found.plan, found.phased)[0], found.plan, searches.order)
 
     def _stage(self, phased: PhasedProgram, plan: Plan, order: PipelineOrder) -> StageProgram:
         return StageProgram(run_at(Moment.STAGE, phased) if order.cuts_backwards else phased, plan)
@@ -253,7 +290,7 @@ class StagePlans:
         plans = tuple(replace(stage.plan, predicted=own) for stage, own in zip(stages, predicted.stages, strict=True))
         crossing = {item.name for item in cut.crossings}
         nodes = program.nodes_by_name()
-        given = self.planner.memory_budget
+        limit = self.planner.limit_bytes(self.pipeline.mesh)
         return Plan(
             mesh=self.pipeline.mesh,
             program_digest=program.digest(),
@@ -271,7 +308,7 @@ class StagePlans:
             lower_bound=None,
             search_time_s=0.0,
             hardware=self.planner.cluster_for(self.pipeline.mesh).name,
-            memory_budget=None if given is None else int(given),
+            memory_budget=None if limit is None else int(limit),
             precision=self.planner.precision,
             recipe=self.planner.recipe,
             replicated_operators=tuple(dict.fromkeys(item for plan in plans for item in plan.replicated_operators)),
@@ -284,85 +321,6 @@ class StagePlans:
             schedule=self.pipeline.schedule if order.trains else FORWARD,
             cuts=cut.cuts,
         )
-
-
-_MOST_COUNTS = 3
-"""Numbers of micro-batches that are tried where none is asked for."""
-
-
-def search_stages(
-    planner: Planner, mesh: Mesh, asked: Asked, batch: int | None, request_of: Callable[[int], Request]
-) -> Plan:
-    """The fastest plan of a step in stages, of the number of micro-batches asked for, or of a few.
-
-    Args:
-        planner: plans stages.
-        mesh: all axes.
-        asked: micro-batches, schedule and virtual stages.
-        batch: sequences of a step, where its inputs agree on that.
-        request_of: the call of a micro-batch, by how many a step has.
-    """
-    pipelines = _pipelines(mesh, asked, batch)
-    planner, ceiling = planner.begun()
-    best, failure = None, None
-    for pipeline in pipelines:
-        if best is not None and ceiling.cuts():
-            break
-        try:
-            found = plan_stages(planner, pipeline, request_of(pipeline.micro_batches))
-        except DoesNotFitError as error:
-            failure = error
-            continue
-        if best is None or found.predicted.step_time_s < best.predicted.step_time_s:
-            best = found
-    if best is None:
-        assert failure is not None, "at least one number was tried"
-        raise failure
-    return replace(best, was_cut=ceiling.has_cut)
-
-
-def plan_stages(planner: Planner, pipeline: Pipeline, request: Request, *, in_time: bool = False) -> Plan:
-    """The plan of a step in the stages of a pipeline.
-
-    Args:
-        planner: plans stages.
-        pipeline: schedule and micro-batches.
-        request: the call of a micro-batch.
-        in_time: see `StagePlans.plan`.
-    """
-    planner = replace(planner.begun()[0], micro_batches=pipeline.micro_batches)
-    program = planner.trace(replace(request, update=None))
-    check_has_loss(program)
-    check_stays(program)
-    return StagePlans(planner, pipeline).plan(program, request, in_time=in_time)[0]
-
-
-def _pipelines(mesh: Mesh, asked: Asked, batch: int | None) -> list[Pipeline]:
-    """Pipelines to try: the one asked for, or several numbers of micro-batches, multiples of the ranks if possible."""
-    if asked.micro_batches is not None:
-        counts = [asked.micro_batches]
-    else:
-        divisors = [n for n in range(1, (batch or 1) + 1) if (batch or 1) % n == 0]
-        counts = counts_to_try(divisors, mesh.axis_size(PIPELINE_AXIS))
-    found, failure = [], None
-    for count in counts:
-        try:
-            pipeline = pipeline_of(mesh, asked.schedule, asked.virtual_stages, count)
-        except NotAvailableError as error:
-            failure = error
-            continue
-        assert pipeline is not None, "an axis carries stages"
-        found.append(pipeline)
-    if not found:
-        assert failure is not None, "at least one number was tried"
-        raise failure
-    return found
-
-
-def counts_to_try(counts: Iterable[int], ranks: int) -> list[int]:
-    """The first few numbers of micro-batches, of those that a step may have, that a pipeline's ranks divide."""
-    counts = list(counts)
-    return [n for n in counts if n % ranks == 0][:_MOST_COUNTS] or counts[-1:]
 
 
 def check_fits(plan: Plan, program: Program, pipeline: Pipeline) -> None:

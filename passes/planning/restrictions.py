@@ -32,7 +32,7 @@ import numpy as np
 
 from autoshard.errors import RecipeError
 from autoshard.ir.mesh import Mesh
-from autoshard.ir.program import InputKind, InputSlot
+from autoshard.ir.program import InputKind, InputSlot, Program
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.staged import crosses_stages, is_of_weights
 from autoshard.ir.update import parameter_of
@@ -135,11 +135,9 @@ def restricted(planning: PlanningProblem, recipe: Recipe) -> Masks:
     roles = roles_of(recipe, planning.space.mesh)
     masks: Masks = {}
     has_state = bool(planning.space.program.inputs_of(InputKind.STATE))
-    slots = (*planning.space.program.inputs, *planning.space.program.outputs)
-    is_stage = any(crosses_stages(slot.name) for slot in slots)
     for axis, role in roles.items():
         role = role if has_state else replace(role, state=None)
-        found = restrict(planning, role, axis, masks, of_stage=is_stage)
+        found = restrict(planning, role, axis, masks, of_stage=is_stage(planning.space.program))
         if found is None:
             raise RecipeError(
                 f"{recipe.words}: nothing in the model can be split over axis {axis!r} of {planning.space.mesh} as "
@@ -149,11 +147,18 @@ def restricted(planning: PlanningProblem, recipe: Recipe) -> Masks:
     return masks
 
 
-def restrict_all(planning: PlanningProblem, roles: Roles) -> Masks | None:
-    """The options under which each axis has its role; None if there are none."""
-    masks: Masks | None = {}
+def is_stage(program: Program) -> bool:
+    """Whether a program is that of a stage of a pipeline."""
+    return any(crosses_stages(slot.name) for slot in (*program.inputs, *program.outputs))
+
+
+def restrict_all(
+    planning: PlanningProblem, roles: Roles, within: Masks | None = None, *, of_stage: bool = False
+) -> Masks | None:
+    """The options under which each axis has its role; None if there are none. See `restrict`."""
+    masks: Masks | None = dict(within or {})
     for axis, role in roles.items():
-        masks = None if masks is None else restrict(planning, role, axis, masks)
+        masks = None if masks is None else restrict(planning, role, axis, masks, of_stage=of_stage)
     return masks
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from autoshard.ir.program import InputKind
 from autoshard.ir.spec import PartitionSpec
@@ -15,15 +15,33 @@ SpecOf = Callable[[str], tuple[Sequence[PartitionSpec], Sequence[PartitionSpec]]
 """Specs of the operands and of the results of a site."""
 
 
-def role_of(planning: PlanningProblem, specs: SpecOf, axis: str) -> str:
-    """What a plan uses an axis for, by where most elements of its parameters lie; "" where it does not use it.
+Stages = Sequence[tuple[PlanningProblem, SpecOf]]
+"""The planning problem of each stage, and the specs of its plan."""
+
+
+def role_of(stages: Stages, axis: str) -> str:
+    """The use of an axis of the mesh by a plan, by where most elements of its parameters lie; "" where it has none.
 
     Args:
-        planning: the problem that the plan solves.
-        specs: of the plan.
-        axis: of the mesh.
+        stages: of the plan.
+        axis: of the mesh of a stage.
     """
     sizes = {"tensor": 0, "fsdp": 0, "zero-2": 0, "zero-1": 0, "data": 0}
+    for planning, specs in stages:
+        for kind, size in _roles_of_matrices(planning, specs, axis):
+            sizes[kind] += size
+    most = max(sizes, key=sizes.__getitem__)
+    return most if most == "tensor" or _splits_activations(stages, axis) else ""
+
+
+def has_role(stages: Stages, axis: str, feature: str) -> bool:
+    """Whether a plan uses an axis for something; ZeRO-2 is ZeRO-1 with gradients reduced to pieces."""
+    role = role_of(stages, axis)
+    return role == feature or (feature, role) == ("zero-1", "zero-2")
+
+
+def _roles_of_matrices(planning: PlanningProblem, specs: SpecOf, axis: str) -> Iterator[tuple[str, int]]:
+    """The role that an axis has for each matrix, and the matrix's elements."""
     owners = {slot.name: slot for slot in planning.space.program.inputs_of(InputKind.STATE)}
     nodes = planning.space.program.nodes_by_name()
     for slot in matrices(planning):
@@ -40,18 +58,10 @@ def role_of(planning: PlanningProblem, specs: SpecOf, axis: str) -> str:
             kind = "zero-2"
         else:
             kind = "zero-1"
-        sizes[kind] += math.prod(shape)
-    most = max(sizes, key=sizes.__getitem__)
-    return most if most == "tensor" or _splits_activations(planning, specs, axis) else ""
+        yield kind, math.prod(shape)
 
 
-def has_role(planning: PlanningProblem, specs: SpecOf, axis: str, feature: str) -> bool:
-    """Whether a plan uses an axis for something; ZeRO-2 is ZeRO-1 with gradients reduced to pieces."""
-    role = role_of(planning, specs, axis)
-    return role == feature or (feature, role) == ("zero-1", "zero-2")
-
-
-def _splits_activations(planning: PlanningProblem, specs: SpecOf, axis: str) -> bool:
+def _splits_activations(stages: Stages, axis: str) -> bool:
     """Whether most calls of the forward that read matrices give results that are split over an axis."""
-    split = [axis in specs(head)[1][0].sharded_axes for head in users(planning)]
+    split = [axis in specs(head)[1][0].sharded_axes for planning, specs in stages for head in users(planning)]
     return 2 * sum(split) > len(split)

@@ -118,6 +118,22 @@ class RecipeProblem:
                 raise
         return found
 
+    @property
+    def has_recipes(self) -> bool:
+        """Whether there is any recipe, whatever memory it takes."""
+        return next(self.space().recipes(), None) is not None
+
+    def missing(self, feature: str) -> str:
+        """Why no recipe of the model can have a feature of `why_not`; "" where one may."""
+        if feature == "expert" and not self.counted.has_experts:
+            return "the model has no experts to share out"
+        if feature == "context" and not self.counted.tokens:
+            return "the model's inputs are no tokens, of which ranks could share a sequence"
+        if feature in ("pipeline", "recompute", "offload") and not self.counted.blocks:
+            return "the model has no list of blocks, which are what stages are made of, recomputed and offloaded"
+        no_host = feature == "offload" and self.cluster.device.host_link is None
+        return "the device's data have no host link" if no_host else ""
+
     def admits(self, recipe: Execution) -> bool:
         """Whether a recipe fits, and keeps the constraints. Raises RecipeError for one of another number of devices."""
         runs = not (self.runs and recipe.without_program)

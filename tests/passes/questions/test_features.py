@@ -6,8 +6,7 @@ import pytest
 
 from autoshard.errors import InvalidSpecError
 from passes.planning.restrictions import ROLES
-from passes.questions.feature_names import NAMES, feature_named
-from passes.recipe_search.recipe_alternatives import FEATURES
+from passes.questions.features import FEATURES, NAMES, feature_named
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`plan.why_not` for plans of recipes: what it states is what pricing every recipe that does it gives."""
+"""`plan.why_not` and `limits` of prices of recipes: each figure is that of the best of all recipes."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import pytest
 
 import autoshard
 from autoshard import Cluster, Plan
-from autoshard.errors import InvalidSpecError
+from autoshard.errors import InvalidSpecError, NotAvailableError
 from autoshard.ir.execution import Execution
 from autoshard.ir.recipe import RECOMPUTE
-from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster as PricedCluster
-from passes.recipe_search.explain_recipe import find_value, spec_of
-from passes.recipe_search.recipe_alternatives import FEATURES, RecipeAlternatives
+from passes.driver.recipe_search import PriceAgain
+from passes.questions.ask import Questions
+from passes.questions.features import FEATURES
 from passes.recipe_search.recipe_problem import RecipeProblem
 from passes.recipe_search.recipe_space import keeps
 from tests.passes.decoders import PRICED, dense, sparse, tokens
@@ -42,17 +42,17 @@ def make_plan(name: str, memory_budget: int | None = None) -> Plan:
 @cache
 def every_recipe(name: str) -> list[tuple[float, int, Execution]]:
     """Time and memory of all that are searched."""
-    problem = alternatives(make_plan(name)).problem
-    assert isinstance(problem, RecipeProblem)
+    problem = problem_of(make_plan(name))
     pricer = problem.pricer
     recipes = (recipe for name in RECOMPUTE for recipe in problem.space({"recompute": name}).recipes())
     return [(pricer.time_s(recipe), pricer.memory_bytes(recipe), recipe) for recipe in recipes]
 
 
-def alternatives(plan: Plan) -> RecipeAlternatives:
-    """What answers for a plan."""
-    assert isinstance(plan.alternatives, RecipeAlternatives)
-    return plan.alternatives
+def problem_of(plan: Plan) -> RecipeProblem:
+    """The search that found a price."""
+    assert isinstance(plan.alternatives, Questions)
+    assert isinstance(plan.alternatives.replan, PriceAgain)
+    return plan.alternatives.replan.search.problem
 
 
 @pytest.mark.parametrize("name", ["dense", pytest.param("sparse", marks=pytest.mark.slow)])
@@ -79,18 +79,18 @@ def test_the_figures_are_those_of_the_best_recipe_that_does_it(name: str, featur
         ]
         assert (way in stated) == bool(costs)
         if not costs:
-            assert "no recipe for 4 devices and this batch has it" in str(answer)
+            assert "no plan for these devices and this batch has it" in str(answer)
             continue
         best, item = min(costs), stated[way]
-        assert (item.objective, item.peak_memory_bytes) == (item.step_time_s, best[1])
-        assert item.objective == best[0] >= plan.objective
+        assert item.peak_memory_bytes == best[1]
+        assert item.step_time_s == best[0] >= plan.objective
         assert item.breakdown is not None
         assert sum(item.breakdown.values()) == pytest.approx(best[0])
 
 
 def test_memory_is_named_where_it_keeps_a_feature_out() -> None:
     """With the least that does it."""
-    least = alternatives(make_plan("dense")).problem.smallest().objective
+    least = problem_of(make_plan("dense")).smallest().objective
     plan = make_plan("dense", memory_budget=int(least))
     answer = plan.why_not("data")
     (item,) = answer.variants
@@ -117,15 +117,15 @@ def test_hybrid_sharding_is_over_less_than_all_replicas() -> None:
     assert hybrid.why_not("hsdp").used
     plan = autoshard.plan(MODELS["dense"], CLUSTER, constraints=constraints, **options)
     (found,) = plan.why_not("hsdp").variants
-    assert (found.objective, found.peak_memory_bytes) == (hybrid.objective, hybrid.predicted.peak_memory_bytes)
+    assert (found.step_time_s, found.peak_memory_bytes) == (hybrid.objective, hybrid.predicted.peak_memory_bytes)
 
 
 def test_what_is_not_answered_is_said() -> None:
-    """An unknown feature; a value that there is not."""
+    """An unknown feature; a spec, which no recipe chooses."""
     with pytest.raises(InvalidSpecError, match=r"ask for one of data \(ddp, .*zero-1, zero-2, fsdp \(zero-3"):
         make_plan("dense").why_not("magic")
-    with pytest.raises(InvalidSpecError, match="no parameter, input or node of that name; there are input:0"):
-        make_plan("dense").explain("sentences.weight")
+    with pytest.raises(NotAvailableError, match="this plan is the price of a recipe under runtime="):
+        make_plan("dense").explain("words.weight")
 
 
 @pytest.mark.sample(1)
@@ -136,7 +136,7 @@ def test_limits_are_those_of_planning_with_more(name: str) -> None:
     plan = make_plan(name, memory_budget=sizes[len(sizes) // 20])
     assert plan.memory_budget is not None
     found = plan.limits()
-    stated = {item.name.partition(":")[0]: item.objective for item in found.variants}
+    stated = {item.name: item.step_time_s for item in found.variants}
     more = make_plan(name, memory_budget=int(1.1 * plan.memory_budget))
     assert stated["10 % more memory"] == more.objective
     assert stated["twice the memory"] == make_plan(name, memory_budget=2 * plan.memory_budget).objective
@@ -163,33 +163,3 @@ def test_memory_that_is_plenty_is_worth_nothing() -> None:
     found = make_plan("dense").limits()
     assert found.memory_worth_s_per_byte == 0.0
     assert "A GiB more" not in str(found)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("dense", "layers.2.wide.weight"), ("dense", "words.weight"), ("sparse", "layers.1.up"), ("dense", "input:0")],
-)
-def test_every_other_spec_has_the_fastest_recipe_that_gives_it(name: str, value: str) -> None:
-    """By pricing all; the chosen one's is the plan's own."""
-    plan = make_plan(name)
-    assert plan.recipe is not None
-    assert plan.memory_budget is not None
-    priced = alternatives(plan).priced
-    asked = find_value(priced, value)
-
-    def family(recipe: Execution) -> tuple[PartitionSpec, bool]:
-        whole = replace(recipe, zero=0, zero_group=None)
-        return spec_of(priced, asked, whole), recipe.zero == 3 and value != "input:0"
-
-    best: dict[object, float] = {}
-    for time, memory, recipe in every_recipe(name):
-        if memory <= plan.memory_budget:
-            best[family(recipe)] = min(time, best.get(family(recipe), time))
-    found = plan.explain(value)
-    chosen = alternatives(plan).problem.base.of(plan.recipe)
-    assert (best.pop(family(chosen)), found.chosen.spec) == (plan.objective, spec_of(priced, asked, chosen))
-    assert [item.objective for item in found.others] == sorted(best.values())
-    assert all(item.recipe is not None and item.recipe.words in str(found) for item in found.others)
-    if value in plan.parameters:
-        assert found.chosen.spec == plan.parameters[value].spec
-        assert found.shape == plan.parameters[value].shape

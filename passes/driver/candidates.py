@@ -1,0 +1,263 @@
+"""Ways to run a step that may be planned: meshes, stages and micro-batches, within a recipe or free."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+from autoshard.errors import RecipeError, TraceError
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.recipe import Recipe, is_several, least_stages, named_schedule
+from autoshard.ir.request import Request
+from autoshard.ir.staged import PIPELINE_AXIS
+from autoshard.runtime.micro_batches import batch_size
+from cost_models.hardware import Cluster
+from cost_models.schedule_orders import admits
+from passes.planning.recipe_meshes import (
+    DATA,
+    EXPERT,
+    REPLICA,
+    check_mesh,
+    meshes_of_recipe,
+    pipeline_ranks,
+    restricts,
+)
+from passes.recipe_search.search_recipes import FoundRecipe
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Candidate:
+    """A way to run a step that may be planned.
+
+    Args:
+        meshes: the fastest of these is kept; a pipeline has one.
+        micro_batches: of a step.
+        recipe: within which it is planned; None: everywhere.
+        schedule: of a pipeline; None for the usual one.
+        virtual_stages: stages on each rank of a pipeline.
+        is_spare: planned only where no candidate before it has a plan.
+        is_for_memory: planned only where each plan before it recomputes or offloads.
+        needed_s: seconds that planning its stages takes, about; it is not planned where that is more than there is.
+        slowest_s: the longest step of a plan whose search the time budget has cut.
+    """
+
+    meshes: Sequence[Mesh]
+    micro_batches: int
+    recipe: Recipe | None = None
+    schedule: str | None = None
+    virtual_stages: int = 1
+    is_spare: bool = False
+    is_for_memory: bool = False
+    needed_s: float = 0.0
+    slowest_s: float = float("inf")
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether its mesh has an axis that carries stages."""
+        return PIPELINE_AXIS in self.meshes[0].axis_names
+
+
+_MOST_COUNTS = 3
+"""Numbers of micro-batches of a pipeline that are tried where the number is free."""
+
+
+def candidates_on(
+    meshes: Sequence[Mesh], batch: int | None, micro_batches: int | None, schedule: str | None, virtual_stages: int
+) -> list[Candidate]:
+    """The candidates on given meshes: one, or a pipeline with a few numbers of micro-batches.
+
+    Args:
+        meshes: of the same axes.
+        batch: sequences of a step, where its inputs agree on that.
+        micro_batches, schedule, virtual_stages: of a pipeline, as asked for.
+    """
+    given = Candidate(meshes=meshes, micro_batches=micro_batches or 1, schedule=schedule, virtual_stages=virtual_stages)
+    if micro_batches is not None or not given.has_stages:
+        return [given]
+    counts = [n for n in range(1, (batch or 1) + 1) if (batch or 1) % n == 0]
+    return [replace(given, micro_batches=count) for count in _counts_to_try(counts, meshes[0].axis_size(PIPELINE_AXIS))]
+
+
+def candidates_of(recipe: Recipe, meshes: Sequence[Mesh], global_batch: int) -> list[Candidate]:
+    """The candidates within a recipe, the fewest micro-batches first.
+
+    Without stages their number rises until a plan neither recomputes nor offloads. A pipeline is planned with a few
+    numbers, multiples of its ranks if possible.
+
+    Raises:
+        RecipeError: no mesh runs whole micro-batches of the batch.
+    """
+    counts = _by_micro_batches(meshes, recipe, global_batch)
+    ranks, each = pipeline_ranks(meshes[0]), least_stages(recipe)
+    if ranks == 1:
+        rises = recipe.micro_batch is None
+        return [
+            Candidate(meshes=places, micro_batches=parts, recipe=recipe, is_for_memory=rises)
+            for parts, places in counts.items()
+        ]
+    runs = [parts for parts in counts if admits(named_schedule(recipe), ranks, parts, each)]
+    return [
+        Candidate(
+            meshes=[mesh],
+            micro_batches=parts,
+            recipe=recipe,
+            schedule=recipe.schedule,
+            virtual_stages=each,
+        )
+        for parts in _counts_to_try(runs or list(counts), ranks)
+        for mesh in counts[parts]
+    ]
+
+
+_FREE = ("zero", "sequence_parallel", "recompute", "offload")
+"""Fields that the search over specs decides, at its own prices, where no constraint does."""
+
+_MOST_SHAPES, _NEAR, _SHARE_OF_OTHERS = 3, 1.5, 0.5
+"""Most recipes that are planned; how much slower than the fastest one a recipe may be; the part of the time budget that
+all of them may take."""
+
+_SECONDS_PER_PARAMETER, _SECONDS_WITHOUT_STAGES = 0.2, 20.0
+"""Planning takes so long, about, for each parameter; without stages at most so long, as alike blocks are left out."""
+
+
+_AXES_IN_TIME = 2
+"""Axes of a mesh on which all specs are searched in time; on more axes the recipe restricts them."""
+
+
+def planning_s(model: nn.Module, recipe: Recipe) -> float:
+    """How long the search for the specs of a recipe takes, about; the same on every machine."""
+    each = _SECONDS_PER_PARAMETER * len(list(model.parameters()))
+    return each if is_several(recipe.pipeline) else min(each, _SECONDS_WITHOUT_STAGES)
+
+
+def shape_of(recipe: Recipe, fixed: Mapping[str, object]) -> Recipe:
+    """A recipe without the fields that the search over specs decides; those that are `fixed` stay."""
+    names = {*fixed, "recompute"} if "offload" in fixed else fixed  # an offloaded value is not recomputed
+    return replace(recipe, **{name: None for name in _FREE if name not in names}, stage_layers=None)
+
+
+def candidates_found(
+    found: Sequence[FoundRecipe],
+    fixed: Mapping[str, object],
+    model: nn.Module,
+    cluster: Cluster,
+    global_batch: int,
+    time_budget_s: float,
+) -> Iterator[Candidate]:
+    """The candidates of the recipes that the outer search found, the fastest first.
+
+    Args:
+        found: recipes, each with its price.
+        fixed: fields that constraints decide.
+        model, cluster, global_batch, time_budget_s: of the call.
+    """
+    shapes: dict[Recipe, float] = {}
+    for each in sorted(found, key=lambda each: each.objective):
+        if each.recipe is not None:
+            shapes.setdefault(shape_of(each.recipe.recipe, fixed), each.objective)
+    least_s, all_s = min(shapes.values(), default=0.0), 0.0
+    for number, (shape, step_s) in enumerate(shapes.items()):
+        needed_s = planning_s(model, shape)
+        all_s += needed_s
+        is_late = all_s > _SHARE_OF_OTHERS * time_budget_s
+        is_spare = number > 0 and (is_late or step_s > _NEAR * least_s or number >= _MOST_SHAPES)
+        for candidate in candidates_of(shape, meshes_for(shape, cluster, None), global_batch):
+            is_free = not fixed and not candidate.has_stages and len(candidate.meshes[0].axes) <= _AXES_IN_TIME
+            yield replace(
+                candidate,
+                recipe=None if is_free else shape,
+                is_spare=is_spare,
+                needed_s=needed_s if candidate.has_stages else 0.0,
+                slowest_s=_NEAR * step_s,
+            )
+
+
+def meshes_for(recipe: Recipe, target: object, mesh: Mesh | None) -> list[Mesh]:
+    """The meshes on which a recipe may lie: the one that is given, or those that a cluster's devices make."""
+    if mesh is None and isinstance(target, Cluster):
+        meshes = meshes_of_recipe(recipe, target.size, target.devices_per_node)
+    else:
+        meshes = [_given(target, mesh)]
+    for each in meshes:
+        check_mesh(recipe, each)
+    return meshes
+
+
+def meshes_of(target: object, mesh: Mesh | None) -> list[Mesh]:
+    """The meshes that a plan may be for: the given one, or those of a cluster's data and model axes."""
+    return meshes_for(Recipe(), target, mesh)
+
+
+def _given(target: object, mesh: Mesh | None) -> Mesh:
+    if isinstance(target, DeviceMesh):
+        return Mesh.from_device_mesh(target)
+    given = target if isinstance(target, Mesh) else mesh
+    assert given is not None, "a target without a mesh is a cluster"
+    return given
+
+
+def _counts_to_try(counts: Sequence[int], ranks: int) -> list[int]:
+    """The first few numbers of micro-batches, of those that a step may have, that a pipeline's ranks divide."""
+    return [n for n in counts if n % ranks == 0][:_MOST_COUNTS] or list(counts[-1:])
+
+
+def _by_micro_batches(meshes: Sequence[Mesh], recipe: Recipe, global_batch: int) -> dict[int, list[Mesh]]:
+    """Numbers of micro-batches, the fewest first, and the meshes on which a step may have so many."""
+    found: dict[int, list[Mesh]] = {}
+    for mesh in meshes:
+        for parts in _micro_batches(mesh, recipe, global_batch):
+            found.setdefault(parts, []).append(mesh)
+    if not found:
+        raise RecipeError(
+            f"global_batch={global_batch} is no multiple of micro_batch={recipe.micro_batch or 1} x data="
+            f"{_replicas(meshes[0])} on {', '.join(map(str, meshes))}: each replica must run whole micro-batches."
+        )
+    return dict(sorted(found.items()))
+
+
+def _micro_batches(mesh: Mesh, recipe: Recipe, global_batch: int) -> Iterator[int]:
+    is_free = recipe.micro_batch is None and not restricts(recipe, DATA)  # no axis has to split the batch
+    each, rest = divmod(global_batch, 1 if is_free else _replicas(mesh))
+    if rest:
+        return
+    if recipe.micro_batch is None:
+        yield from (parts for parts in range(1, each + 1) if each % parts == 0)
+    elif each % recipe.micro_batch == 0:
+        yield each // recipe.micro_batch
+
+
+def _replicas(mesh: Mesh) -> int:
+    """Ranks along the axes that replicas lie on."""
+    sizes = dict(mesh.axes)
+    return sizes.get(REPLICA, 1) * sizes.get(DATA, 1) * sizes.get(EXPERT, 1)
+
+
+def with_batch(request: Request, size: int) -> Request:
+    """The call with so many sequences: the first ones, or all of them again and again."""
+    if size == batch_of(request.args, request.kwargs):
+        return request
+
+    def resized(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
+            return leaf
+        return torch.cat([leaf] * -(-size // len(leaf)))[:size]
+
+    args, kwargs = pytree.tree_map(resized, (request.args, request.kwargs))
+    return replace(request, args=args, kwargs=kwargs)
+
+
+def batch_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """The size of dim 0 that the tensors of a call share."""
+    size = batch_size(args, kwargs)
+    if size is None:
+        raise TraceError(
+            "A recipe takes dim 0 of every input for the batch, but the inputs have several sizes there, or none. Give "
+            "all inputs one batch size."
+        )
+    return size

@@ -1,0 +1,155 @@
+"""Plans a call again with one thing changed: what answers questions about plans that `compile` runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from autoshard.call import Call
+from autoshard.errors import NotAvailableError, RecipeError
+from autoshard.ir.kernels import Kernels
+from autoshard.ir.plan import Plan
+from autoshard.ir.recipe import Recipe
+from autoshard.runtime.micro_batches import batch_size
+from cost_models.hardware import Cluster
+from passes.driver.candidates import candidates_found, with_batch
+from passes.driver.kernels_on_one_device import kernels_of
+from passes.driver.plan_candidates import Planned, plan_candidates
+from passes.driver.pricing import narrow_dtype
+from passes.driver.recipe_search import RecipeSearch, none_with, recipe_search
+from passes.lowering.lower_program import prepare_for
+from passes.planning.build_assignment import PlanningProblem
+from passes.questions.change import Change
+from passes.solver.search_control import Ceiling
+
+_WITHIN = {"recompute", "offload"}
+"""Fields of a recipe that are no axes: a plan with other values of these is for the same mesh."""
+
+
+def _within(recipe: Recipe | None, change: Change) -> Recipe:
+    """The recipe with a change of fields that are no axes."""
+    free = recipe or Recipe()
+    given = {name: next(iter(values)) for name, values in change.fields.items()}
+    if "offload" in given and free.recompute is None:
+        given["recompute"] = "none"  # an offloaded value is not recomputed
+    found = replace(free, **given)
+    if said := found.without_program:
+        raise RecipeError(f"{said} has no program.")
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class PlanAgain:
+    """Plans a call again; a plan without stages is one of one stage.
+
+    Args:
+        call: the arguments of `autoshard.plan`.
+        planned: the plan, and what made it.
+        check_stages: see `plan_candidates`.
+        searched: the outer search that proposed the plan's mesh; None where the mesh was given.
+    """
+
+    call: Call
+    planned: Planned
+    check_stages: Callable[[], None]
+    searched: RecipeSearch | None = None
+    _problems: list[PlanningProblem] = field(default_factory=list, repr=False)
+    _kernels: list[tuple[Plan, Kernels]] = field(default_factory=list, repr=False)
+    _search: list[RecipeSearch] = field(default_factory=list, repr=False)
+
+    @property
+    def cluster(self) -> Cluster:
+        """See `Replan`."""
+        return self.planned.planner.cluster_for(self.planned.plan.mesh)
+
+    def problems(self) -> Sequence[PlanningProblem]:
+        """See `Replan`."""
+        made = self.planned
+        if made.stage_plans is not None:
+            numbers = range(len(made.stages))
+            return [made.stage_plans.problem(made.program, made.request, made.plan, number) for number in numbers]
+        if not self._problems:
+            self._problems.append(made.planner.problem(made.program, made.plan.mesh, {}))
+        return self._problems
+
+    def missing(self, feature: str) -> str:
+        """See `Replan`."""
+        return self._recipes(feature).problem.missing(feature)
+
+    def kernels(self, plan: Plan) -> Kernels:
+        """See `Replan`; stages run none. Of one plan they are found once."""
+        known = plan.predicted.kernels
+        if known.uses or plan.stages:
+            return known
+        if not self._kernels or self._kernels[0][0] is not plan:
+            (planning,), program = self.problems(), prepare_for(self.planned.program, plan)
+            self._kernels[:] = [(plan, kernels_of(plan, program, self.cluster, planning.elided.site_counts()))]
+        return self._kernels[0][1]
+
+    def __call__(self, plan: Plan, change: Change) -> Plan:
+        """See `Replan`. The mesh and the stages stay, but where `change.fields` asks for other ones."""
+        made = self.planned
+        planner = replace(made.planner, change=change, ceiling=None, progress=False)
+        if change.fields:
+            if not change.fields.keys() <= _WITHIN:
+                return self._on_another_mesh(change)
+            planner = replace(planner, recipe=_within(planner.recipe, change))
+        if made.stage_plans is None:
+            planning = None if change.faster or change.fields else self.problems()[0]
+            before = plan if change.faster is not None or change.memory > 1 else None
+            return planner.search_and_lower(made.program, plan.mesh, {}, before, planning).plan
+        kept = {number: stage for number, stage in enumerate(made.stages) if number != change.stage}
+        stage_plans = replace(made.stage_plans, planner=planner.begun()[0])
+        if change.faster or change.fields:
+            stage_plans = replace(stage_plans, problems={})
+        return stage_plans.plan(made.program, made.request, before=plan, kept=kept if change.specs else None)[0]
+
+    def _on_another_mesh(self, change: Change) -> Plan:
+        """The fastest plan of a few recipes with a feature, as the outer search proposes them."""
+        search = self._recipes(", ".join(change.fields))
+        problem = replace(search.problem, pinned={**search.problem.pinned, **change.fields})
+        found, kinds = problem.best_of_all(ceiling=Ceiling.within(search.time_budget_s))
+        if found.recipe is None:
+            raise none_with(search, found, change.fields)
+        planner = replace(self.planned.planner, ceiling=None, progress=False, before=None)
+        request, batch = self.planned.request, problem.base.batch
+        candidates = candidates_found(
+            *([found, *kinds.values()], problem.pinned, self.call.model, problem.cluster, batch, planner.time_budget_s)
+        )
+        made = plan_candidates(
+            planner, candidates, lambda parts: with_batch(request, batch // parts), self.check_stages
+        )
+        return made.plan
+
+    def _recipes(self, feature: str) -> RecipeSearch:
+        """The outer search for other meshes of the same devices.
+
+        Raises:
+            NotAvailableError: there is no optimizer, there are constraints, or inputs have no batch: says what to call.
+        """
+        if self.searched is not None:
+            return self.searched
+        if not self._search:
+            self._search.append(self._new_search(feature))
+        return self._search[0]
+
+    def _new_search(self, feature: str) -> RecipeSearch:
+        call, plan = self.call, self.planned.plan
+        asked = f"why_not({feature!r}) plans on another mesh of the same devices,"
+        if call.optimizer is None:
+            raise NotAvailableError(
+                f"{asked} which takes whole training steps: plan with optimizer='adamw', say, and ask that plan."
+            )
+        if self.planned.planner.constraints:
+            raise NotAvailableError(
+                f"{asked} which keeps no constraints on specs: plan without constraints= and ask that plan."
+            )
+        batch = batch_size(*call.inputs) if call.global_batch is None else call.global_batch
+        if batch is None:
+            raise NotAvailableError(
+                f"{asked} which takes the first dim of every input for the batch; those of these inputs differ. Plan "
+                "with inputs that have it in common."
+            )
+        precision = None if narrow_dtype(call.model, plan.precision) is None else plan.precision
+        free = replace(call, target=self.cluster, mesh=None, memory_budget=plan.memory_budget, precision=precision)
+        return recipe_search(free, batch, with_kernels=self.planned.planner.with_kernels)

@@ -1,0 +1,150 @@
+"""The one loop that plans: each candidate is planned, with stages or without, and the fastest plan is kept."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from operator import attrgetter
+
+from autoshard.arguments import check_has_loss
+from autoshard.errors import AutoshardError, DoesNotFitError, NotAvailableError, RecipeError
+from autoshard.ir.plan import Plan
+from autoshard.ir.program import Program
+from autoshard.ir.request import Request
+from autoshard.ir.staged import StageProgram
+from autoshard.ir.text import format_time
+from passes.driver.candidates import Candidate
+from passes.driver.pipelines import pipeline_of
+from passes.driver.planner import Planner
+from passes.driver.stage_plans import StagePlans, check_stays
+from passes.solver.search_control import Ceiling
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan, and what made it.
+
+    Args:
+        planner: that made it.
+        request: the call of a micro-batch.
+        program: the traced program; with stages, before it was cut.
+        plan: the plan.
+        stage_plans: the planner of stages; None without stages.
+        stages: the lowered stages; none without.
+    """
+
+    planner: Planner
+    request: Request
+    program: Program
+    plan: Plan
+    stage_plans: StagePlans | None = None
+    stages: tuple[StageProgram, ...] = ()
+
+    @property
+    def step_time_s(self) -> float:
+        """Predicted seconds of a step."""
+        return self.plan.predicted.step_time_s
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it recomputes and offloads nothing."""
+        return not self.plan.recompute.nodes and not self.plan.offload.nodes
+
+
+def plan_candidates(
+    planner: Planner,
+    candidates: Iterable[Candidate],
+    request_of: Callable[[int], Request],
+    check_stages: Callable[[], None],
+) -> Planned:
+    """The fastest plan of any candidate.
+
+    Args:
+        planner: with all else that was asked for. Its time budget is for all candidates together.
+        candidates: in the order tried.
+        request_of: the call of a micro-batch, by how many a step has.
+        check_stages: raises `NotAvailableError` where stages do not go with what was asked for.
+
+    Raises:
+        AutoshardError: no candidate has a plan; of the errors, the one of the least memory, or else the first.
+    """
+    planner, ceiling = planner.begun()
+    found: list[Planned] = []
+    failures: list[AutoshardError] = []
+    for candidate in candidates:
+        if found and (
+            candidate.is_spare
+            or (candidate.is_for_memory and any(each.is_plain for each in found))
+            or found[-1].plan.was_interrupted
+        ):
+            continue
+        if (found or failures) and ceiling.cuts():
+            break
+        each = replace(planner, recipe=candidate.recipe, micro_batches=candidate.micro_batches)
+        try:
+            _check_time(candidate, planner.time_budget_s)
+            if candidate.has_stages:
+                check_stages()
+            made = _plan_one(each, candidate, request_of(candidate.micro_batches))
+            _check_step(candidate, made, ceiling)
+        except (DoesNotFitError, RecipeError, NotAvailableError) as error:
+            _LOGGER.debug("%s: %s", candidate, error)
+            failures.append(_with_advice(error, candidate))
+            continue
+        found.append(made)
+    if not found:
+        raise _most_telling(failures)
+    best = min(found, key=attrgetter("step_time_s"))
+    return replace(best, plan=replace(best.plan, was_cut=best.plan.was_cut or ceiling.has_cut))
+
+
+def _plan_one(planner: Planner, candidate: Candidate, request: Request) -> Planned:
+    """The fastest plan of a candidate."""
+    in_time = candidate.slowest_s < float("inf")
+    if not candidate.has_stages:
+        return Planned(planner, request, *planner.plan_call(request, candidate.meshes, in_time=in_time))
+    pipeline = pipeline_of(candidate.meshes[0], candidate.schedule, candidate.virtual_stages, candidate.micro_batches)
+    assert pipeline is not None, "an axis carries stages"
+    program = planner.trace(replace(request, update=None))
+    check_has_loss(program)
+    check_stays(program)
+    stage_plans = StagePlans(planner, pipeline)
+    plan, stages = stage_plans.plan(program, request, in_time=in_time)
+    return Planned(planner, request, program, plan, stage_plans, tuple(stages))
+
+
+def _check_time(candidate: Candidate, time_budget_s: float) -> None:
+    """Refuse stages whose specs are not searched in time; without stages a search ends with what it has."""
+    if candidate.needed_s > time_budget_s:
+        raise NotAvailableError(
+            f"the search for the specs of its stages would take some {candidate.needed_s:.0f} s, and "
+            f"time_budget_s={time_budget_s:g}; give it more time, or plan with recipe=plan.recipe"
+        )
+
+
+def _check_step(candidate: Candidate, made: Planned, ceiling: Ceiling) -> None:
+    """Refuse a plan that is far slower than its recipe, as time cut its search."""
+    if ceiling.has_cut and made.step_time_s > candidate.slowest_s:
+        raise NotAvailableError(
+            f"the best specs found by then take {format_time(made.step_time_s)} a step; give it more time, or plan "
+            "with recipe=plan.recipe"
+        )
+
+
+def _with_advice(error: AutoshardError, candidate: Candidate) -> AutoshardError:
+    """An error that also says which field of the recipe stands in the way."""
+    if not isinstance(error, DoesNotFitError) or candidate.recipe is None or candidate.recipe.recompute != "none":
+        return error
+    return DoesNotFitError(
+        f"{error} The recipe recomputes nothing; recompute=None lets the search decide what to recompute.",
+        smallest_bytes=error.smallest_bytes,
+    )
+
+
+def _most_telling(failures: list[AutoshardError]) -> AutoshardError:
+    """The error of the candidate that needs the least memory, or else the first one."""
+    too_large = [error for error in failures if isinstance(error, DoesNotFitError)]
+    return min(too_large, key=attrgetter("smallest_bytes")) if too_large else failures[0]

@@ -1,0 +1,136 @@
+"""One function plans a step: on given meshes, within a recipe, or on the meshes that the outer search proposes.
+
+The outer search is over recipes: mesh, stages, schedule and micro-batches. Specs are searched on the meshes of the
+fastest recipes, and that is the plan.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
+
+from autoshard.call import Call
+from autoshard.cluster import device_of_plans
+from autoshard.errors import AutoshardError, DoesNotFitError, NotAvailableError, RecipeError
+from autoshard.ir.plan import Plan
+from autoshard.ir.request import Request
+from autoshard.ir.update import Update
+from autoshard.runtime.micro_batches import batch_size, parts_of
+from cost_models.hardware import Cluster
+from passes.driver.backends import has_kernels
+from passes.driver.candidates import (
+    Candidate,
+    batch_of,
+    candidates_found,
+    candidates_of,
+    candidates_on,
+    meshes_for,
+    meshes_of,
+    with_batch,
+)
+from passes.driver.pipelines import check_pipeline, pipeline_of
+from passes.driver.plan_candidates import Planned, plan_candidates
+from passes.driver.planner import Planner
+from passes.driver.recipe_search import RecipeSearch, recipe_search
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def plan_step(call: Call, planner: Planner, update: Update | None, search: RecipeSearch | None) -> Planned | Plan:
+    """The fastest plan of a call; the price of the fastest recipe, where `global_batch` is given and none has a plan.
+
+    Args:
+        call: checked, with an optimizer in place of its name.
+        planner: of the call.
+        update: the traced update of its optimizer.
+        search: the outer search, see `outer_search`.
+    """
+    check_stages = partial(check_pipeline, update, call)
+    request_of = partial(_request, call, update if call.grad else None)
+    if search is None:
+        return plan_candidates(planner, _candidates(call), request_of, check_stages)
+    return _plan_proposed(call, planner, search, request_of, check_stages)
+
+
+def outer_search(call: Call) -> RecipeSearch | None:
+    """The search that proposes meshes, stages and micro-batches; None where the call gives them, or has no step.
+
+    It searches recipes for `global_batch` sequences, or, on a cluster, for the batch of the example inputs.
+
+    Raises:
+        AutoshardError: `global_batch` is given, and no recipe is for such a call.
+    """
+    with_kernels = has_kernels(call.backend, device_of_plans(call.target))
+    assert call.example_inputs is not None, "there is an example call"
+    if call.recipe is not None:
+        return None
+    if call.global_batch is not None:
+        return recipe_search(call, call.global_batch, with_kernels=with_kernels)
+    is_given = call.mesh or call.constraints or call.previous or call.fixed or call.micro_batches or call.schedule
+    batch = batch_size(*call.inputs)
+    if is_given or not isinstance(call.target, Cluster) or call.optimizer is None or batch is None:
+        return None
+    try:
+        search = recipe_search(call, batch, with_kernels=with_kernels)
+    except AutoshardError as error:
+        _LOGGER.debug("meshes are tried without a search over recipes: %s", error)
+        return None
+    return None if search.forecast else search
+
+
+def _request(call: Call, update: Update | None, parts: int) -> Request:
+    """The call of one of so many micro-batches."""
+    args, kwargs = call.inputs
+    whole = Request(call.model, args, kwargs, call.grad, update=update, outputs=call.outputs)
+    if call.global_batch is not None:
+        return with_batch(whole, call.global_batch // parts)
+    part_args, part_kwargs = parts_of(args, kwargs, parts)[0]
+    return replace(whole, args=tuple(part_args), kwargs=part_kwargs)
+
+
+def _candidates(call: Call) -> Sequence[Candidate]:
+    """The ways to run a step on given meshes, or within a recipe."""
+    if call.recipe is not None:
+        batch = call.global_batch or batch_of(*call.inputs)
+        return candidates_of(call.recipe, meshes_for(call.recipe, call.target, call.mesh), batch)
+    meshes, batch = meshes_of(call.target, call.mesh), batch_size(*call.inputs)
+    pipeline_of(meshes[0], call.schedule, call.virtual_stages or 1, call.micro_batches)  # checks the schedule
+    return candidates_on(meshes, batch, call.micro_batches, call.schedule, call.virtual_stages or 1)
+
+
+def _plan_proposed(
+    call: Call,
+    planner: Planner,
+    search: RecipeSearch,
+    request_of: Callable[[int], Request],
+    check_stages: Callable[[], None],
+) -> Planned | Plan:
+    """The fastest plan on the meshes of the fastest recipes; see `plan_step` and `outer_search`."""
+    start, is_asked = time.monotonic(), call.global_batch is not None
+    planner, ceiling = planner.begun()
+    try:
+        search, found, kinds = search.run()
+    except (DoesNotFitError, NotAvailableError):
+        if is_asked:
+            raise
+        return plan_candidates(planner, _candidates(call), request_of, check_stages)
+    if is_asked and (search.forecast or found.was_interrupted):
+        return search.price(found, kinds, "Ctrl-C ended the search before specs were planned")
+    problem, batch = search.problem, search.problem.base.batch
+    candidates: Iterable[Candidate] = candidates_found(
+        [found, *kinds.values()], problem.pinned, call.model, problem.cluster, batch, planner.time_budget_s
+    )
+    if not is_asked:
+        candidates = [*candidates, *(replace(each, is_spare=True) for each in _candidates(call))]
+    try:
+        planned = plan_candidates(planner, candidates, request_of, check_stages)
+    except (DoesNotFitError, RecipeError, NotAvailableError) as error:
+        if not is_asked:
+            raise
+        why = f"time_budget_s={planner.time_budget_s:g} was up: {error}" if ceiling.has_cut else str(error)
+        return replace(search.price(found, kinds, why), was_cut=found.was_cut or ceiling.has_cut)
+    was_cut = found.was_cut or planned.plan.was_cut
+    return replace(planned, plan=replace(planned.plan, search_time_s=time.monotonic() - start, was_cut=was_cut))

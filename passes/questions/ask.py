@@ -1,0 +1,241 @@
+"""Answers to questions about a plan: `explain`, `why_not` and `limits`, each by planning again with one thing changed.
+
+`explain` forces each spec that a value may have. `why_not` gives each axis of the mesh the role that was asked for; a
+feature that no axis of the mesh can have is planned on another mesh of the same devices. `limits` plans for more
+memory, or for hardware of which one part is a tenth faster. So each figure is the predicted step of a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from itertools import permutations
+from typing import Any
+
+from autoshard.errors import DoesNotFitError, InvalidSpecError, NotAvailableError, RecipeError
+from autoshard.ir.answers import Alternative, Explanation, Limits, Outcome, Variant, WhyNot
+from autoshard.ir.plan import Plan
+from autoshard.ir.spec import PartitionSpec
+from passes.planning.build_assignment import PlanningProblem
+from passes.planning.constraints import constrainable, own_specs
+from passes.planning.restrictions import ROLES
+from passes.questions.change import Change, Replan
+from passes.questions.faster_hardware import FASTER, MORE, SHARE
+from passes.questions.features import FEATURES, feature_named
+from passes.questions.roles import SpecOf, has_role
+
+MORE_MEMORY, TWICE, UNLIMITED = f"{SHARE} more memory", "twice the memory", "memory without limit"
+_MEMORY = {MORE_MEMORY: MORE, TWICE: 2.0, UNLIMITED: float("inf")}
+"""Factors of the memory limit that `limits` tries."""
+
+_SAVINGS = ("recompute", "offload")
+
+Way = Mapping[str, str]
+"""Axes of the mesh to their roles."""
+
+
+@dataclass(frozen=True, slots=True)
+class Questions:
+    """Answers questions about the plans of one call; nothing is planned before the first question.
+
+    Args:
+        replan: plans the call again.
+    """
+
+    replan: Replan
+
+    def explain(self, plan: Plan, name: str) -> Explanation:
+        """See `Plan.explain`."""
+        problems = self.replan.problems()
+        if not problems:
+            raise NotAvailableError(
+                f"explain({name!r}) is about specs that are chosen one by one, and this plan is the price of a recipe "
+                f"under runtime={plan.runtime!r}. Ask a plan that compile runs, or plan.parameters[name].spec."
+            )
+        stage, site_name = _site_named(problems, name)
+        planning = problems[stage]
+        own = (plan.stages or (plan,))[stage]
+        chosen = _chosen(own, planning, site_name)
+        specs = dict.fromkeys(spec for spec in own_specs(planning.space.sites[site_name]) if spec != chosen)
+        tried = [_alternative(spec, self._outcome(plan, stage, site_name, spec)) for spec in specs]
+        alike = _names_of(planning, planning.classes[site_name])
+        return Explanation(
+            name=name,
+            shape=_shape(planning, site_name),
+            alike=tuple(other for other in alike if other != name),
+            chosen=_alternative(chosen, outcome_of(plan)),
+            others=tuple(sorted(tried, key=fastest_first)),
+            memory_budget=plan.memory_budget,
+            kernels=tuple(map(str, self.replan.kernels(plan).of(site_name))),
+        )
+
+    def why_not(self, plan: Plan, feature: str) -> WhyNot:
+        """See `Plan.why_not`."""
+        feature = feature_named(feature)
+        problems = self.replan.problems()
+        if problems and feature in _SAVINGS and (count := _saved(plan, feature)):
+            without = self._variant(plan, f"without {feature}", Change(without=feature))
+            return _answer(plan, feature, f"of {count} values", [without])
+        ways = list(_ways(problems, feature))
+        if ways:
+            used, variants = self._on_axes(plan, problems, feature, ways)
+            return _answer(plan, feature, used, variants, "no axis of the mesh could be used so")
+        asked = FEATURES[feature]
+        if used := _use(plan, feature):
+            others = [self._variant(plan, f"without {feature}", Change(fields=each)) for each in asked.without]
+            best = min((item for item in others if item is not None), key=fastest_first, default=None)
+            return _answer(plan, feature, used, [best])
+        missing = self.replan.missing(feature)
+        ways = {} if missing else asked.ways
+        variants = [self._variant(plan, name, Change(fields=way)) for name, way in ways.items()]
+        return _answer(plan, feature, "", variants, missing or "no plan for these devices and this batch has it")
+
+    def limits(self, plan: Plan) -> Limits:
+        """See `Plan.limits`."""
+        changes = {name: Change(memory=factor) for name, factor in _MEMORY.items()} if plan.memory_budget else {}
+        changes |= {name: Change(faster=faster) for name, faster in FASTER.items() if faster(self.replan.cluster)}
+        chosen = outcome_of(plan)
+        found = {name: self._variant(plan, name, change) for name, change in changes.items()}
+        more, worth = found.get(MORE_MEMORY), None
+        if more is not None and plan.memory_budget is not None:
+            gain = (chosen.step_time_s or 0.0) - (more.step_time_s or float("inf"))
+            worth = max(0.0, gain) / ((MORE - 1) * plan.memory_budget)
+        return Limits(chosen, tuple(filter(None, found.values())), plan.memory_budget, worth)
+
+    def _on_axes(
+        self, plan: Plan, problems: Sequence[PlanningProblem], feature: str, ways: Sequence[Way]
+    ) -> tuple[str, list[Variant | None]]:
+        """The axes of the mesh that have a feature, in words; and each other way to give it to one."""
+        specs = [_specs_of(each) for each in plan.stages or (plan,)]
+        pairs = list(zip(problems, specs, strict=True))
+        used = [_over(way) for way in ways if all(has_role(pairs, axis, role) for axis, role in way.items())]
+        found = [
+            self._variant(plan, f"{feature} {_over(way)}", Change(roles={axis: ROLES[way[axis]] for axis in way}))
+            for way in ways
+            if _over(way) not in used
+        ]
+        return ", ".join(used), found
+
+    def _variant(self, plan: Plan, name: str, change: Change) -> Variant | None:
+        """The fastest plan with a change; None where the model has nothing that could be changed so."""
+        try:
+            found = self._plan_again(plan, change)
+        except RecipeError:
+            return None
+        words = f"{name}: {found.recipe.words}" if change.fields and found.recipe is not None else name
+        return Variant(words, **_figures(found))
+
+    def _outcome(self, plan: Plan, stage: int, site_name: str, spec: PartitionSpec) -> Outcome:
+        """The fastest plan with a spec; one that does not fit where constraints exclude it."""
+        try:
+            return self._plan_again(plan, Change(stage=stage, specs={site_name: spec}))
+        except RecipeError:
+            return Outcome(fits=False)
+
+    def _plan_again(self, plan: Plan, change: Change) -> Outcome:
+        try:
+            return outcome_of(self.replan(plan, change))
+        except DoesNotFitError as error:
+            return Outcome(fits=False, smallest_bytes=error.smallest_bytes)
+
+
+def outcome_of(plan: Plan) -> Outcome:
+    """The cost of a plan itself."""
+    return Outcome(
+        fits=True,
+        step_time_s=plan.predicted.step_time_s,
+        peak_memory_bytes=plan.predicted.peak_memory_bytes,
+        breakdown=plan.predicted.breakdown,
+        hidden=plan.predicted.hidden,
+        recipe=plan.recipe,
+    )
+
+
+def fastest_first(item: Outcome) -> tuple[bool, float]:
+    """A key to sort outcomes by: those that fit by their step, then the others by the memory that they need."""
+    return not item.fits, item.step_time_s if item.step_time_s is not None else float(item.smallest_bytes or 0)
+
+
+def _answer(
+    plan: Plan,
+    feature: str,
+    used: str,
+    variants: Sequence[Variant | None],
+    missing: str = "",
+) -> WhyNot:
+    found = sorted((item for item in variants if item is not None), key=fastest_first)
+    return WhyNot(feature, used, outcome_of(plan), tuple(found), plan.memory_budget, missing)
+
+
+def _use(plan: Plan, feature: str) -> str:
+    """The place where a plan has a feature that no axis of its stages has; "" for nowhere."""
+    if feature == "pipeline" and plan.stages:
+        return f"of {len(plan.stages)} stages"
+    if plan.recipe is not None and FEATURES[feature].is_used(plan.recipe):
+        return f"in its recipe ({plan.recipe.words})"
+    return ""
+
+
+def _saved(plan: Plan, feature: str) -> int:
+    """Number of values that a plan recomputes, or offloads."""
+    found = (each.recomputed if feature == "recompute" else each.offloaded for each in plan.stages or (plan,))
+    return sum(len(names) for each in found for names in each.values())
+
+
+def _ways(problems: Sequence[PlanningProblem], feature: str) -> Iterator[Way]:
+    """Each way in which axes of the mesh may have a feature; HSDP is FSDP over one axis, and copies over another."""
+    axes = [axis for axis, size in problems[0].space.mesh.axes if size > 1] if problems else []
+    if feature == "hsdp":
+        yield from ({first: "fsdp", second: "data"} for first, second in permutations(axes, 2))
+    elif feature in ROLES:
+        yield from ({axis: feature} for axis in axes)
+
+
+def _over(way: Way) -> str:
+    """A way in words: "over data", "over model, copied over data"."""
+    first, *others = way
+    return f"over {first}" + "".join(f", copied over {axis}" for axis in others)
+
+
+def _figures(found: Outcome) -> dict[str, Any]:
+    return {item.name: getattr(found, item.name) for item in fields(found)}
+
+
+def _alternative(spec: PartitionSpec, found: Outcome) -> Alternative:
+    return Alternative(spec, **_figures(found))
+
+
+def _specs_of(plan: Plan) -> SpecOf:
+    return lambda name: (plan.nodes[name].inputs, plan.nodes[name].outputs)
+
+
+def _site_named(problems: Sequence[PlanningProblem], name: str) -> tuple[int, str]:
+    """The stage and the site of a qualified name, or of a node of the program."""
+    for stage, planning in enumerate(problems):
+        sites = {**{site: site for site in planning.space.sites}, **constrainable(planning.space)}
+        if name in sites:
+            return stage, sites[name]
+    known = [each for planning in problems for each in constrainable(planning.space) if not each.startswith("<")]
+    raise InvalidSpecError(
+        f"explain({name!r}): the plan has no parameter, buffer, input, output or node of that name; there are "
+        f"{', '.join(known[:8])}{', ...' if len(known) > 8 else ''}, and the nodes of plan.nodes."
+    )
+
+
+def _chosen(plan: Plan, planning: PlanningProblem, site_name: str) -> PartitionSpec:
+    site = planning.space.sites[site_name]
+    if site.node is None:
+        return plan.outputs[f"output {site_name}"]
+    node = plan.nodes[site_name]
+    return node.outputs[0] if node.outputs else node.inputs[0]
+
+
+def _shape(planning: PlanningProblem, site_name: str) -> tuple[int, ...]:
+    site = planning.space.sites[site_name]
+    return tuple(site.results[0].shape) if site.results else ()
+
+
+def _names_of(planning: PlanningProblem, variable: int) -> Sequence[str]:
+    """The qualified names of the values that a variable decides; nodes by their own names."""
+    names = {site: name for name, site in constrainable(planning.space).items()}
+    return [names.get(site, site) for site in planning.members[variable]]

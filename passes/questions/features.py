@@ -1,0 +1,111 @@
+"""Features that plans are asked about by `why_not`: their names, and the fields of recipes that have them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from autoshard.errors import InvalidSpecError
+from autoshard.ir.recipe import Recipe
+from passes.questions.change import Fields
+
+NAMES: Mapping[str, tuple[str, ...]] = {
+    "data": ("ddp", "dp", "replicated"),
+    "zero-1": (),
+    "zero-2": (),
+    "fsdp": ("zero-3", "fsdp2", "fully-sharded"),
+    "hsdp": ("hybrid-sharded", "hybrid-shard"),
+    "tensor": ("tp", "model", "megatron"),
+    "sequence": ("sp",),
+    "context": ("cp", "ring-attention"),
+    "expert": ("ep", "experts", "moe"),
+    "pipeline": ("pp", "pipelining"),
+    "recompute": ("recomputation", "checkpoint", "checkpointing", "activation-checkpointing", "remat"),
+    "offload": ("offloading", "cpu-offload", "activation-offloading"),
+}
+"""Feature to its other names; case, `_`, spaces and the word "parallel" do not count, nor the dash of ZeRO's stages."""
+
+_OWN = {other: name for name, others in NAMES.items() for other in (name, *others)}
+
+
+def feature_named(text: object) -> str:
+    """The feature that a name stands for.
+
+    Raises:
+        InvalidSpecError: none; lists those that there are.
+
+    Example:
+        >>> feature_named("ZeRO3"), feature_named("tensor_parallel"), feature_named("PP")
+        ('fsdp', 'tensor', 'pipeline')
+    """
+    plain = re.sub(r"[_\s]+", "-", text.strip().lower()) if isinstance(text, str) else ""
+    plain = re.sub(r"^zero(\d)$", r"zero-\1", re.sub(r"-?parallel(ism)?$", "", plain))
+    if plain not in _OWN:
+        known = ", ".join(f"{name} ({', '.join(others)})" if others else name for name, others in NAMES.items())
+        raise InvalidSpecError(f"why_not({text!r}): unknown; ask for one of {known}.")
+    return _OWN[plain]
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """The fields of recipes that have a feature.
+
+    Args:
+        ways: fields to the values with which a recipe has the feature, by a name for each way.
+        without: fields to the values with which it has not; one of these is enough.
+    """
+
+    ways: Mapping[str, Fields]
+    without: tuple[Fields, ...]
+
+    def is_used(self, recipe: Recipe) -> bool:
+        """Whether a recipe has it."""
+        return any(all(getattr(recipe, name) in values for name, values in way.items()) for way in self.ways.values())
+
+
+class _Several(Collection[object]):
+    """The sizes over one. A range would look through all of them for None."""
+
+    def __contains__(self, value: object) -> bool:
+        return isinstance(value, int) and value in self._sizes
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._sizes)
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    _sizes = range(2, 2**31)
+
+
+_MANY = _Several()
+
+
+def _axis(name: str) -> Feature:
+    return Feature({name: {name: _MANY}}, ({name: (1,)},))
+
+
+def _sharding(name: str, zero: int) -> Feature:
+    others = tuple(stage for stage in range(4) if stage != zero)
+    return Feature({name: {"zero": (zero,), **({} if zero else {"data": _MANY})}}, ({"zero": others},))
+
+
+FEATURES: Mapping[str, Feature] = {
+    "data": _sharding("data", 0),
+    "zero-1": _sharding("zero-1", 1),
+    "zero-2": _sharding("zero-2", 2),
+    "fsdp": _sharding("fsdp", 3),
+    "hsdp": Feature({"hsdp": {"zero": (3,), "zero_group": _MANY}}, ({"zero": (0, 1, 2)}, {"zero_group": (None,)})),
+    **{name: _axis(name) for name in ("tensor", "context", "expert", "pipeline")},
+    "sequence": Feature({"sequence": {"sequence_parallel": (True,)}}, ({"sequence_parallel": (False,)},)),
+    "recompute": Feature(
+        {
+            "recompute of attention's core": {"recompute": ("selective",)},
+            "recompute of blocks": {"recompute": ("full",)},
+        },
+        ({"recompute": ("none",)},),
+    ),
+    "offload": Feature({"offload of activations": {"offload": ("activations",)}}, ({"offload": ("none",)},)),
+}
+"""Feature to the fields of recipes."""
