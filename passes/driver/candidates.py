@@ -19,6 +19,7 @@ from autoshard.ir.staged import PIPELINE_AXIS
 from autoshard.runtime.micro_batches import batch_size
 from cost_models.hardware import Cluster
 from cost_models.schedule_orders import admits
+from passes.driver.pipelines import whole_mesh
 from passes.planning.recipe_meshes import (
     DATA,
     EXPERT,
@@ -84,8 +85,10 @@ def candidates_on(
     return [replace(given, micro_batches=count) for count in _counts_to_try(counts, meshes[0].axis_size(PIPELINE_AXIS))]
 
 
-def candidates_of(recipe: Recipe, meshes: Sequence[Mesh], global_batch: int) -> list[Candidate]:
-    """The candidates within a recipe, the fewest micro-batches first.
+def candidates_of(
+    recipe: Recipe, meshes: Sequence[Mesh], global_batch: int, micro_batches: int | None = None
+) -> list[Candidate]:
+    """The candidates within a recipe, the fewest micro-batches first; of so many alone, where `micro_batches` says.
 
     Without stages their number rises until a plan neither recomputes nor offloads. A pipeline is planned with a few
     numbers, multiples of its ranks if possible.
@@ -93,7 +96,7 @@ def candidates_of(recipe: Recipe, meshes: Sequence[Mesh], global_batch: int) -> 
     Raises:
         RecipeError: no mesh runs whole micro-batches of the batch.
     """
-    counts = _by_micro_batches(meshes, recipe, global_batch)
+    counts = by_micro_batches(meshes, recipe, global_batch) if micro_batches is None else {micro_batches: meshes}
     ranks, each = pipeline_ranks(meshes[0]), least_stages(recipe)
     if ranks == 1:
         rises = recipe.micro_batch is None
@@ -195,11 +198,9 @@ def meshes_of(target: object, mesh: Mesh | None) -> list[Mesh]:
 
 
 def _given(target: object, mesh: Mesh | None) -> Mesh:
-    if isinstance(target, DeviceMesh):
-        return Mesh.from_device_mesh(target)
-    given = target if isinstance(target, Mesh) else mesh
+    given = target if isinstance(target, DeviceMesh | Mesh) else mesh
     assert given is not None, "a target without a mesh is a cluster"
-    return given
+    return whole_mesh(given)
 
 
 def _counts_to_try(counts: Sequence[int], ranks: int) -> list[int]:
@@ -207,7 +208,7 @@ def _counts_to_try(counts: Sequence[int], ranks: int) -> list[int]:
     return [n for n in counts if n % ranks == 0][:_MOST_COUNTS] or list(counts[-1:])
 
 
-def _by_micro_batches(meshes: Sequence[Mesh], recipe: Recipe, global_batch: int) -> dict[int, list[Mesh]]:
+def by_micro_batches(meshes: Sequence[Mesh], recipe: Recipe, global_batch: int) -> dict[int, list[Mesh]]:
     """Numbers of micro-batches, the fewest first, and the meshes on which a step may have so many."""
     found: dict[int, list[Mesh]] = {}
     for mesh in meshes:

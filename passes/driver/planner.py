@@ -334,7 +334,7 @@ class Planner:
             with_kernels=self.with_kernels,
             reduce_dtype=self.reduce_dtype,
             before=self.before,
-            recipe=self.recipe,
+            recipe=self.recipe if program.trains or not placed else None,  # evaluation takes parameters as they lie
             specs=self.change.specs,
             roles=self.change.roles,
             recompute=self.change.without != "recompute",
@@ -448,7 +448,7 @@ class Planner:
 
     def _free(self) -> Planner:
         """The planner without what was asked of the model's outputs and of its parameters' gradients."""
-        return replace(self, fixed=None, made=None, before=None, constraints={}, reduce_dtype=None)
+        return replace(self, fixed=None, made=None, before=None, constraints={}, recipe=None, reduce_dtype=None)
 
     def _expanded(self, plan: Plan, program: Program, request: Request) -> Plan | None:
         """A plan with all blocks; None where it is not of this call."""

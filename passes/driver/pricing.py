@@ -20,12 +20,13 @@ from autoshard.arguments import (
     check_has_loss,
     check_loss,
     check_model,
+    check_recipe,
     check_tensors,
     check_trains,
     checked_cluster,
     split_inputs,
 )
-from autoshard.errors import NotAvailableError, RecipeError, TraceError
+from autoshard.errors import NotAvailableError, TraceError
 from autoshard.ir.execution import Execution
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
@@ -65,8 +66,7 @@ def price(
         raise NotAvailableError(
             f"step_model={step_model!r} is a {type(step_model).__name__}; pass a cost_models.step.StepModel."
         )
-    if not isinstance(recipe, Recipe):
-        raise RecipeError(f"recipe={recipe!r} is a {type(recipe).__name__}; pass an autoshard.Recipe.")
+    check_recipe(recipe)
     profile = runtime_named(runtime)
     if runtime is not None and profile is None:
         raise NotAvailableError(

@@ -134,10 +134,12 @@ def restricted(planning: PlanningProblem, recipe: Recipe) -> Masks:
     """
     roles = roles_of(recipe, planning.space.mesh)
     masks: Masks = {}
-    has_state = bool(planning.space.program.inputs_of(InputKind.STATE))
+    program = planning.space.program
+    has_state = bool(program.inputs_of(InputKind.STATE))
     for axis, role in roles.items():
         role = role if has_state else replace(role, state=None)
-        found = restrict(planning, role, axis, masks, of_stage=is_stage(planning.space.program))
+        role = role if program.trains else replace(role, gradients=None)
+        found = restrict(planning, role, axis, masks, of_stage=is_stage(program))
         if found is None:
             raise RecipeError(
                 f"{recipe.words}: nothing in the model can be split over axis {axis!r} of {planning.space.mesh} as "
