@@ -9,7 +9,7 @@ from autoshard.call import Call
 from autoshard.errors import NotAvailableError, RecipeError
 from autoshard.ir.kernels import Kernels
 from autoshard.ir.plan import Plan
-from autoshard.ir.recipe import SEARCHED, Recipe
+from autoshard.ir.recipe import Recipe
 from autoshard.runtime.micro_batches import batch_size
 from cost_models.hardware import Cluster
 from passes.driver.candidates import candidates_found, with_batch
@@ -29,7 +29,7 @@ _WITHIN = {"recompute", "offload"}
 
 def _within(recipe: Recipe | None, change: Change) -> Recipe:
     """The recipe with a change of fields that are no axes."""
-    free = recipe or replace(Recipe(), **dict.fromkeys(SEARCHED))
+    free = recipe or Recipe()
     given = {name: next(iter(values)) for name, values in change.fields.items()}
     if "offload" in given and free.recompute is None:
         given["recompute"] = "none"  # an offloaded value is not recomputed

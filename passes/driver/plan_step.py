@@ -92,8 +92,9 @@ def _request(call: Call, update: Update | None, parts: int) -> Request:
 def _candidates(call: Call) -> Sequence[Candidate]:
     """The ways to run a step on given meshes, or within a recipe."""
     if call.recipe is not None:
-        batch = call.global_batch or batch_of(*call.inputs)
-        return candidates_of(call.recipe, meshes_for(call.recipe, call.target, call.mesh), batch)
+        parts = 1 if call.optimizer is None else call.micro_batches
+        batch = 1 if parts is not None else call.global_batch or batch_of(*call.inputs)
+        return candidates_of(call.recipe, meshes_for(call.recipe, call.target, call.mesh), batch, parts)
     meshes, batch = meshes_of(call.target, call.mesh), batch_size(*call.inputs)
     pipeline_of(meshes[0], call.schedule, call.virtual_stages or 1, call.micro_batches)  # checks the schedule
     return candidates_on(meshes, batch, call.micro_batches, call.schedule, call.virtual_stages or 1)

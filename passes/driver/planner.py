@@ -56,6 +56,7 @@ from passes.lowering.lowering_options import LoweringOptions
 from passes.planning.baselines import least_baselines
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import constraints_on, split_outputs, whole_outputs
+from passes.planning.recipe_meshes import names_axes_of
 from passes.questions.change import NO_CHANGE, Change
 from passes.solver.search_control import Ceiling, SearchControl, SearchStopped
 from passes.strategies.elided import NotAlikeError
@@ -327,7 +328,7 @@ class Planner:
             with_kernels=self.with_kernels,
             reduce_dtype=self.reduce_dtype,
             before=self.before,
-            recipe=self.recipe,
+            recipe=self.recipe if program.trains or not placed else None,  # evaluation takes parameters as they lie
             specs=self.change.specs,
             roles=self.change.roles,
             recompute=self.change.without != "recompute",
@@ -349,7 +350,7 @@ class Planner:
         """
         start = time.monotonic()
         plans, dear = list[Plan](), list[Mapping[str, float | None]]()
-        names_axes = self.constraints or self.recipe is not None or self.before is not None
+        names_axes = self.constraints or self.before is not None or names_axes_of(self.recipe, meshes)
         failure = None
         with self._searching() as control:
             problems: list[tuple[float, PlanningProblem, PlanOptions]] = []
@@ -441,7 +442,7 @@ class Planner:
 
     def _free(self) -> Planner:
         """The planner without what was asked of the model's outputs and of its parameters' gradients."""
-        return replace(self, fixed=None, made=None, before=None, constraints={}, reduce_dtype=None)
+        return replace(self, fixed=None, made=None, before=None, constraints={}, recipe=None, reduce_dtype=None)
 
     def _expanded(self, plan: Plan, program: Program, request: Request) -> Plan | None:
         """A plan with all blocks; None where it is not of this call."""

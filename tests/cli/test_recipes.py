@@ -14,7 +14,9 @@ from autoshard.cli.recipes import parse_constraints, parse_recipe
 def test_fields_are_numbers_words_and_lists() -> None:
     """Each value becomes what the field wants."""
     text = "pipeline=2,virtual_stages=1,stage_layers=3+5,sequence_parallel=yes,tensor=2,recompute=none,zero_group=none"
-    expected = Recipe(pipeline=2, stage_layers=(3, 5), sequence_parallel=True, tensor=2)
+    expected = Recipe(
+        pipeline=2, virtual_stages=1, stage_layers=(3, 5), sequence_parallel=True, tensor=2, recompute="none"
+    )
     assert parse_recipe(text) == expected
 
 

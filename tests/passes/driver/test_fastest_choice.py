@@ -32,7 +32,9 @@ RECIPES = {
         ZERO_1: Recipe(data=4, zero=1, micro_batch=128),
         FSDP: Recipe(data=4, zero=3, micro_batch=128),
     },
-    Mesh({"data": 2, "model": 2}): {MEGATRON: Recipe(data=2, tensor=2, micro_batch=256)},
+    Mesh({"data": 2, "model": 2}): {
+        MEGATRON: Recipe(data=2, zero=0, tensor=2, sequence_parallel=False, micro_batch=256)
+    },
 }
 """Known recipes on a mesh, and what a user asks for to have them; 512 samples in one micro-batch."""
 
