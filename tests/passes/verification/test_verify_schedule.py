@@ -214,7 +214,7 @@ def test_messages_without_stages(text: str, micro_batches: int, says: str) -> No
 
 
 def test_orders_without_stages_that_change_numbers_are_refused() -> None:
-    """Of every kind of mistake, on a program with dropout and a whole step."""
+    """Every kind of mistake is refused, on a program with dropout and a whole step."""
     _, traced, run = prove("lstm", "ZeRO-1")
     found = [mutant for seed in range(24) if (mutant := mutate_order(run.phased, Random(seed))) is not None]
     assert {mutant.kind for mutant in found} == {mutation.__name__ for mutation in ONE_STAGE_MUTATIONS}
