@@ -42,7 +42,6 @@ from passes.prediction.predict_pipeline import PipelinePrediction, predict_pipel
 from passes.preparation.split_stages import SplitStages
 from passes.strategies.price_nodes import NodePrices
 from passes.verification.verify_cut_backward import verify_cut_backward
-from passes.verification.verify_schedule import verify_schedule
 
 FORWARD = "forward"
 """The name of the order of a call without gradients."""
@@ -111,6 +110,10 @@ class StagePlans:
         found = self._whole(program, cut, order, stages, predicted)
         return replace(found, search_time_s=time.perf_counter() - start), stages
 
+    def cut(self, program: Program, plan: Plan, request: Request) -> CutProgram:
+        """The programs of the stages of a plan, each with its update."""
+        return self._cut(program, request, cuts=plan.cuts)
+
     def problem(self, program: Program, request: Request, plan: Plan, number: int) -> PlanningProblem:
         """The planning problem of a stage of a plan; built once."""
         if number not in self.problems:
@@ -121,7 +124,7 @@ class StagePlans:
     def lower(
         self, program: Program, plan: Plan, request: Request, lowered: Sequence[PhasedProgram] = ()
     ) -> StagedProgram:
-        """The stages of a plan, lowered and proven.
+        """The stages of a plan, lowered and proven; their order is proven before it runs.
 
         Args:
             program: as `plan` took it.
@@ -131,8 +134,6 @@ class StagePlans:
         """
         assert plan.order is not None, "it is a plan of stages"
         cut = self._cut(program, request, cuts=plan.cuts)
-        if self.planner.verify:
-            _verify_order(plan.order, trains=request.update is not None)
         try:
             phased = lowered or [self._lower(*pair) for pair in zip(cut.stages, plan.stages, strict=True)]
         except PlanMismatchError as error:
@@ -266,7 +267,11 @@ class StagePlans:
 
     def _does_not_fit(self, needed: float, budget: float | None, order: PipelineOrder) -> DoesNotFitError:
         flight = max(self._in_flight(order))
-        late = " time_budget_s was up before the search ended: give it more time." if self.planner.is_cut else ""
+        late = (
+            " time_budget_s was up before the search ended: give it more time."
+            if self.planner.begun()[1].has_cut
+            else ""
+        )
         limit = "this device" if budget is None else f"memory_budget={budget:.0f}"
         return DoesNotFitError(
             f"The pipeline needs {format_bytes(needed)} per device or more, with up to {flight} micro-batches in "
@@ -360,10 +365,6 @@ def check_stays(program: Program) -> None:
             "The model branches on the value of a parameter, which only the ranks of its stage hold. Use a mesh "
             "without the axis 'pipeline'."
         )
-
-
-def _verify_order(order: PipelineOrder, *, trains: bool) -> None:
-    verify_schedule(order, trains=trains)
 
 
 def _staged(cut: CutProgram, order: PipelineOrder, stages: Sequence[StageProgram], program: Program) -> StagedProgram:

@@ -30,10 +30,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import autoshard
-from autoshard import Mesh
-from autoshard.ir.pipeline_order import Slot
+from autoshard import Mesh, Recipe
+from autoshard.ir.pipeline_order import StageTask
 from autoshard.runtime.agreement.digests import table_on
-from autoshard.runtime.stages.staged_run import StagedRun
+from autoshard.runtime.program_run import ProgramRun
 from passes.memory.pipeline_memory import pipeline_memory
 from tests.benchmarks.live_memory import LiveMemory
 from tests.runtime.processes import report, run_checks
@@ -42,10 +42,10 @@ TOLERANCE = 0.05
 MICRO_BATCHES, SEQUENCES, TOKENS, VOCABULARY = 8, 16, 128, 512
 
 SCHEDULES: Mapping[str, Mapping[str, Any]] = {
-    "GPipe": {"schedule": "GPipe"},
-    "1F1B": {"schedule": "1F1B"},
-    "interleaved": {"schedule": "Interleaved1F1B", "virtual_stages": 2},
-    "ZB-H1": {"schedule": "InterleavedZeroBubble"},
+    "GPipe": {"recipe": Recipe(schedule="GPipe")},
+    "1F1B": {"recipe": Recipe(schedule="1F1B")},
+    "interleaved": {"recipe": Recipe(schedule="Interleaved1F1B", virtual_stages=2)},
+    "ZB-H1": {"recipe": Recipe(schedule="InterleavedZeroBubble")},
 }
 
 
@@ -77,20 +77,19 @@ class InFlight:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Within, each task of a step is followed by a count."""
-        count, saved = self._count, StagedRun._run_next
+        count, saved = self._count, ProgramRun.run_task
 
-        def run_next(self: StagedRun, slots: list[Slot]) -> bool:
-            has_run = saved(self, slots)
+        def run_task(self: ProgramRun, task: StageTask) -> None:
+            saved(self, task)
             count(self)
-            return has_run
 
-        StagedRun._run_next = run_next
+        ProgramRun.run_task = run_task
         try:
             yield
         finally:
-            StagedRun._run_next = saved
+            ProgramRun.run_task = saved
 
-    def _count(self, run: StagedRun) -> None:
+    def _count(self, run: ProgramRun) -> None:
         found = {}
         for stage in run.stages.values():
             hoisted = set(map(_storage, _tensors(stage.held)))

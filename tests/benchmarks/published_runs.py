@@ -23,7 +23,7 @@ ROWS = Path(__file__).parents[1] / "data" / "published_runs.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Framework:
-    """What a source's software did.
+    """Behaviour of a source's software.
 
     Args:
         dropout: of hidden states and attention (Megatron-LM's default is 0.1; later recipes set 0).
@@ -104,7 +104,7 @@ def read_rows(path: Path = ROWS) -> list[Row]:
 
 
 def framework_of(row: Row) -> Framework:
-    """What the row's software did."""
+    """The behaviour of the row's software."""
     return FRAMEWORKS[row["source"]["key"]]
 
 
@@ -246,7 +246,7 @@ def _host_bytes(row: Row) -> float:
 
 
 def cluster_of(row: Row) -> Cluster:
-    """The row's machines. Where the network is not printed, that of the vendor's reference design."""
+    """The row's machines, with the network of the vendor's reference design if no network is printed."""
     hardware = row["hardware"]
     gpu, count, per_node = hardware["gpu"], hardware["n_gpus"], hardware["gpus_per_node"]
     if gpu.startswith("GB"):

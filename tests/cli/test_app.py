@@ -225,7 +225,7 @@ def test_price_says_whose_run_it_prices(
 def test_ctrl_c_before_there_is_a_plan_is_one_sentence(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As for a mistake, with the exit status of what SIGINT ended."""
+    """Ctrl-C is one sentence like a mistake, with the exit status of a process that SIGINT ended."""
 
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
@@ -254,7 +254,7 @@ def test_a_recipe_is_priced(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capt
 
 
 def test_the_package_runs_as_a_module(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """As the command does."""
+    """The package runs as a module like the command."""
     monkeypatch.setattr("sys.argv", ["python -m autoshard", "price", "--help"])
     runpy.run_module("autoshard", run_name="__main__")
     assert "--optimizer" in capsys.readouterr().out
@@ -325,7 +325,7 @@ def test_report(
 
 
 def test_verify_prints_the_proof(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """Of the plan that is found for a cluster: a whole training step."""
+    """`verify` proves the plan that is found for a cluster: a whole training step."""
     assert _run(monkeypatch, "verify", model, "--cluster", "h100_sxm:1x4", "--mesh", "data=4", "--seq", "16") == 0
     text = capsys.readouterr().out
     assert text.startswith("verified: ")

@@ -120,7 +120,7 @@ def check(name: str, one: Execution, other: Execution) -> None:
 
 @cache
 def priced_afresh(name: str, recipe: Execution) -> Prediction:
-    """What a recipe takes, with none of the model's prices kept from other recipes."""
+    """Price a recipe with no prices of the model kept from other recipes."""
     counted = priced_sparse().counted
     unpriced = CountedModel(counted.blocks, counted.tokens, counted.count, counted.has_experts)
     return predict_recipe(unpriced, recipe, CLUSTERS[name])
@@ -148,7 +148,7 @@ def test_a_changed_field_makes_the_difference_that_pricing_both_makes(field: str
 def test_it_does_so_whatever_the_other_fields_are(
     name: str, field: str, data: st.DataObject, others: dict[str, Any]
 ) -> None:
-    """Those that are drawn are the same in both recipes, but for what the change takes."""
+    """The drawn fields are the same in both recipes, except for fields that the change needs."""
     change = data.draw(st.sampled_from(CHANGES[field]))
     try:
         one = changed(BASE, others)
