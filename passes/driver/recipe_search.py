@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from autoshard.arguments import ExampleInputs, check_trains, checked_cluster
+from autoshard.arguments import check_trains, checked_cluster
 from autoshard.call import Call
 from autoshard.errors import DoesNotFitError, NotAvailableError
 from autoshard.ir.execution import OPTIMIZERS, Execution
@@ -130,21 +130,6 @@ def problem_of(
     """The search for a model's recipe, within so many bytes of each device; None: its own."""
     limit = room_bytes(cluster.device, _AXES if cluster.size > 1 else 0) if memory_budget is None else memory_budget
     return RecipeProblem(counted, cluster, base, limit, pinned=pinned)
-
-
-def recipe_problem(
-    model: nn.Module,
-    cluster: Cluster,
-    base: Execution,
-    *,
-    example_inputs: ExampleInputs,
-    memory_limit: float,
-    loss_fn: Callable[..., torch.Tensor] | None = None,
-    pinned: Only | None = None,
-) -> RecipeProblem:
-    """The search for a model's recipe: its `best(fixed={"pipeline": 8})` is the fastest with a field fixed."""
-    counted = priced_model(model, example_inputs, loss_fn, base.precision).counted
-    return RecipeProblem(counted, cluster, base, memory_limit, pinned=pinned or {})
 
 
 def base_recipe(
