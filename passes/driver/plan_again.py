@@ -13,8 +13,8 @@ from autoshard.ir.recipe import Recipe
 from autoshard.runtime.micro_batches import batch_size
 from cost_models.hardware import Cluster
 from passes.driver.candidates import candidates_found, with_batch
-from passes.driver.kernels_on_one_device import kernels_of
 from passes.driver.plan_candidates import Planned, plan_candidates
+from passes.driver.plan_of_choice import kernels_of
 from passes.driver.price_again import none_with
 from passes.driver.pricing import narrow_dtype
 from passes.driver.recipe_search import RecipeSearch, recipe_search

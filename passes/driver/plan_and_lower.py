@@ -16,7 +16,6 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from cost_models.hardware import Cluster
 from passes.driver.fastest_choice import Decision, fastest, nearest_recipe, steps_when_read
-from passes.driver.kernels_on_one_device import fusion_of
 from passes.driver.plan_of_choice import LoweredPlan
 from passes.driver.plan_options import PlanOptions
 from passes.lowering.bucket_collectives import BucketCollectives
@@ -27,7 +26,6 @@ from passes.planning.baselines import solve_baselines
 from passes.planning.bucket_prices import hidden_part, in_buckets, solve_in_buckets
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.planning.constraints import allowed_options, own_specs
-from passes.planning.kernel_prices import NOTHING_FUSED
 from passes.planning.restrictions import is_stage, restrict_all, restricted
 from passes.planning.search import Search, first_bound
 from passes.planning.tie_axes import space_in_time, tied_levels
@@ -175,7 +173,6 @@ def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: Pl
     elided, prices = find_elided(space), Prices(cluster, mesh)
     ratio = options.state_bytes_per_parameter_byte
     liveness = with_elided(find_lifetimes(space, ratio, options.micro_batches), elided, space)
-    fusion = fusion_of(space, prices) if options.with_kernels else NOTHING_FUSED
-    planning = build_problem(space, prices, liveness, fold_blocks(space), elided, fusion)
+    planning = build_problem(space, prices, liveness, fold_blocks(space), elided)
     logger.debug("enumeration took %.3f s", time.monotonic() - start)
     return planning if options.recipe is None else with_whole_blocks(planning, options.recipe)

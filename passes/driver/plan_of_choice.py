@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from autoshard.ir.kernels import Kernels
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.plan import Plan
 from autoshard.ir.plan_parts import UNKNOWN, NodePlan
-from autoshard.ir.program import OWNERS, InputKind, OutputSlot, describe
+from autoshard.ir.program import OWNERS, InputKind, OutputSlot, Program, describe
 from autoshard.ir.repeat import names_alike
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
 from cost_models.streams import overlap_of, simulate_streams
-from passes.driver.kernels_on_one_device import kernels_of
 from passes.driver.plan_options import PlanOptions
 from passes.lowering.in_flight import buckets_of
-from passes.lowering.lower import result_key
+from passes.lowering.lower import Lower, result_key
 from passes.lowering.lower_program import lower_prepared
 from passes.lowering.lowering_options import LoweringOptions
 from passes.lowering.split_phases import SplitPhases
@@ -29,6 +29,7 @@ from passes.prediction.name_layouts import plan_of_parameter
 from passes.prediction.predict import memory_at_peak, predict
 from passes.prediction.segment_step import folded_step, repeated_step
 from passes.prediction.walk_program import WalkedStep, walk_program
+from passes.strategies.price import StepPrice
 from passes.strategies.price_nodes import NodePrices
 
 
@@ -69,6 +70,20 @@ def lowered_plan(
     predicted = predict(planning, choice, kernels, dispatch=options.dispatch, memory=memory, record=True)
     kernels = replace(kernels, breakdown_without=plan.predicted.breakdown)
     return LoweredPlan(replace(plan, predicted=replace(predicted, kernels=kernels)))
+
+
+def kernels_of(plan: Plan, prepared: Program, cluster: Cluster, counts: Mapping[str, int]) -> Kernels:
+    """The Triton kernels that a plan runs with; nothing is written for them.
+
+    Args:
+        plan: the plan.
+        prepared: its program, as `prepare_for` gives it.
+        cluster: what it is priced for.
+        counts: node to how often it runs, where that is not once (`Elided.site_counts`).
+    """
+    from passes.lowering.price_kernels import price_kernels  # imports triton
+
+    return price_kernels(Lower(plan, StepPrice(cluster, plan.mesh))(prepared), cluster.device, counts)
 
 
 def rough_step_s(planning: PlanningProblem, choice: Sequence[int], cluster: Cluster, options: PlanOptions) -> float:

@@ -33,7 +33,7 @@ from torch._ops import OpOverload
 from autoshard.kernels.generated.define import NamedGroup
 from autoshard.kernels.generated.group import Group, GroupStep, Ref, ValueShape
 from autoshard.kernels.generated.loops import NoLoopsError
-from autoshard.kernels.generated.operators import LANES, IndexKind, kind_of
+from autoshard.kernels.generated.operators import IndexKind, kind_of
 from autoshard.kernels.generated.source import write_source
 from cost_models.compute import memory_time
 from cost_models.device import Device
@@ -109,11 +109,6 @@ def is_view(node: fx.Node) -> bool:
     if node.target is torch.ops.aten.contiguous.default:
         return node.all_input_nodes[0].meta["val"].is_contiguous()
     return kind_of(node.target) is IndexKind.VIEW
-
-
-def may_be_pointwise(node: fx.Node) -> bool:
-    """Whether a kernel could compute a call element by element."""
-    return kind_of(node.target) is IndexKind.POINTWISE and _is_member(node) and _value(node).dtype in LANES
 
 
 def _writes(node: fx.Node) -> bool:

@@ -12,25 +12,22 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.kernels import Kernels, KernelUse
 from autoshard.ir.lowered import LoweredProgram, PhasedProgram
-from autoshard.kernels.kernel import FusedKernel
 from autoshard.kernels.registry import FUSED
-from autoshard.rules.hub import hub
 from autoshard.tracing.copy_node import copy_node
 from cost_models.compute import memory_time, work_time
 from cost_models.device import Device
 from cost_models.operators import work
-from passes.lowering.choose_groups import ChosenGroup, choose_groups, may_be_pointwise
-from passes.lowering.count_launches import Traffic, is_launch, may_alias, traffic_of
+from passes.lowering.choose_groups import ChosenGroup, choose_groups
+from passes.lowering.count_launches import Traffic, is_launch, traffic_of
 from passes.lowering.fuse_kernels import FuseKernels
 from passes.lowering.split_phases import SplitPhases
 from passes.strategies.local_tracer import EMITTED_AT, IS_RESHARD
@@ -42,90 +39,16 @@ _Source = tuple[str, str | None]
 """What a local call is part of: a traced node's call; or the reshard of its value for a reader."""
 
 
-def price_kernels(
-    lowered: LoweredProgram,
-    device: Device,
-    counts: Mapping[str, int] | None = None,
-    fused: Sequence[FusedKernel] = FUSED,
-) -> Kernels:
+def price_kernels(lowered: LoweredProgram, device: Device, counts: Mapping[str, int] | None = None) -> Kernels:
     """The kernels of a program, in the order of its phases; the times without them are left to who predicts.
 
     Args:
         lowered: the lowered program, without kernels.
         device: what it runs on.
         counts: node of the traced program to how often it runs, where that is not once.
-        fused: the hand-written kernels that may stand in for groups.
     """
-    return price_phases(lowered, fused_phases(lowered, fused), device, counts)
-
-
-def fused_phases(lowered: LoweredProgram, fused: Sequence[FusedKernel]) -> PhasedProgram:
-    """The phases of a program with hand-written kernels."""
-    return SplitPhases()(FuseKernels(fused)(lowered))
-
-
-def price_phases(
-    lowered: LoweredProgram, phased: PhasedProgram, device: Device, counts: Mapping[str, int] | None = None
-) -> Kernels:
-    """`price_kernels` of a program whose phases have hand-written kernels already."""
+    phased = SplitPhases()(FuseKernels(FUSED)(lowered))
     return _Pricing(lowered.graph_module, device, counts or {}).run(phased)
-
-
-def price_within(
-    call: fx.Graph, traced: fx.Node, device: Device, fused: Sequence[FusedKernel], beside: Collection[str] = ()
-) -> tuple[float, int, float]:
-    """What kernels do of one call's local form: the share of its time that goes; their launches, and seconds.
-
-    Args:
-        call: the local form (`emitted_call`), which is changed.
-        traced: the call.
-        device: what it runs on.
-        fused: the hand-written kernels that may stand in for groups.
-        beside: calls that run alone; of these, those that make an operand of theirs into another type go with the
-            kernel that reads it first, and all is beside their own.
-    """
-    made = [_make_within(call, operand, beside) for operand in traced.all_input_nodes]
-    for node in call.nodes:
-        node.meta |= {
-            "global": node.meta.get("global", traced.name),
-            EMITTED_AT: traced.name,
-            "phase": traced.meta["phase"],
-        }
-    graph_module = lazy_module({}, call)
-    pricing = _Pricing(graph_module, device, {})
-    uses, _ = pricing.phase(FuseKernels(fused).fuse(graph_module).graph)
-    fused_with = {name for use in uses for name in use.stands_for}
-    own = [node for node in made if node is not None and node.meta["global"] in fused_with]
-    gone = sum(use.stands_for.get(traced.name, 0.0) for use in uses)
-    time_s = sum(use.time_s for use in uses) - sum(map(pricing.seconds_of, own))
-    return min(1.0, gone), sum(use.launches for use in uses) - len(own), time_s
-
-
-def _make_within(call: fx.Graph, operand: fx.Node, beside: Collection[str]) -> fx.Node | None:
-    """Have a local form make one of its operands from that in another type; None where it is made otherwise."""
-    given = next((node for node in call.nodes if node.op == "placeholder" and node.target == operand.name), None)
-    maker = operand
-    while maker.target is hub or may_alias(maker):
-        maker = maker.all_input_nodes[0]
-    if given is None or maker.name not in beside or maker.target is not torch.ops.aten._to_copy.default:
-        return None
-    source = maker.all_input_nodes[0].meta["val"]
-    value = given.meta["val"]
-    with call.inserting_before(given):
-        before = call.placeholder(f"{maker.name}_before")
-    with value.fake_mode:
-        before.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=source.dtype, device=value.device)
-    with call.inserting_after(given):
-        made = call.call_function(torch.ops.aten._to_copy.default, (before,), {"dtype": value.dtype})
-    made.meta |= {"val": value, "global": maker.name}
-    given.replace_all_uses_with(made)
-    return made
-
-
-def pointwise_calls(phased: PhasedProgram) -> frozenset[str]:
-    """The traced nodes whose calls are pointwise, and could be in a generated kernel."""
-    nodes = (*phased.forward.graph.nodes, *(phased.backward.graph.nodes if phased.backward is not None else ()))
-    return frozenset(node.meta["global"] for node in nodes if may_be_pointwise(node))
 
 
 @dataclass(slots=True)
@@ -243,10 +166,6 @@ class _Pricing:
     def _time(self, traffic: Traffic, products_s: float) -> float:
         moved_s = memory_time(traffic.memory_bytes, self.device)
         return traffic.launches * self.device.launch_latency_s + max(products_s, moved_s)
-
-    def seconds_of(self, node: fx.Node) -> float:
-        """Seconds of a call by itself."""
-        return self._weight(node)
 
     def _alone(self, node: fx.Node) -> float:
         """Seconds of a call of the program without kernels."""

@@ -3,13 +3,11 @@
 One variable per class; its options are the strategies of the class. A node's time counts as often as its members run in
 a step (`runs`). The hub of a gradient costs what it takes to add the gradient up over micro-batches, as it lies there.
 Links between the same places of two classes become one edge, whose costs count likewise; links within one class become
-costs of its variable. What runs in kernels is priced so (`kernel_prices`). Memory rows are made for single program
-points, on demand.
+costs of its variable. Memory rows are made for single program points, on demand.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,8 +21,6 @@ from passes.memory.memory_rows import row_at
 from passes.memory.memory_tables import MemoryTables
 from passes.memory.memory_usage import MemoryUsage, Table, UsedBytes
 from passes.memory.transients import Transients
-from passes.planning.copy_prices import Taken
-from passes.planning.kernel_prices import NOTHING_FUSED, Fusion, Seam, copies_table, part_times, seam_table
 from passes.planning.runs import link_runs, site_runs
 from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
 from passes.strategies.elided import NOTHING_ELIDED, Elided, tie
@@ -41,7 +37,6 @@ from passes.strategies.narrow_gradients import without_sums
 from passes.strategies.price import Prices
 
 _EdgeKey = tuple[int, int, int, int]
-_Terms = tuple[Seam | None, Taken | None]
 _Places = tuple[ValueInfo, int, int, int, int, bool, bool]
 
 
@@ -57,7 +52,6 @@ class PlanningProblem:
         assignment: the problem, without memory rows.
         memory: what takes how many bytes.
         elided: what the program leaves out.
-        fusion: the kernels within which its calls are priced.
         derived: what other passes find out about the problem, whatever the choice, and keep with it.
     """
 
@@ -70,7 +64,6 @@ class PlanningProblem:
     assignment: Assignment
     memory: MemoryTables
     elided: Elided = NOTHING_ELIDED
-    fusion: Fusion = NOTHING_FUSED
     derived: dict[str, Any] = field(default_factory=dict)
     _usage: list[MemoryUsage] = field(default_factory=list, repr=False)
 
@@ -147,9 +140,8 @@ def build_problem(
     liveness: Liveness,
     representatives: Mapping[str, str],
     elided: Elided = NOTHING_ELIDED,
-    fusion: Fusion = NOTHING_FUSED,
 ) -> PlanningProblem:
-    """The assignment problem of a search space whose alike sites are tied; `fusion` has calls priced within kernels."""
+    """The assignment problem of a search space whose alike sites are tied."""
     representatives = tie(representatives, elided)
     runs = site_runs(space, elided, liveness.micro_batches)
     numbers: dict[str, int] = {}
@@ -158,17 +150,17 @@ def build_problem(
     for name, number in classes.items():
         members[number].append(name)
     sites = space.sites
-    costs = [_call_times(group, sites, runs, prices, fusion) for group in members]
+    costs = [_call_times(group, sites, runs, prices) for group in members]
     counts, more = elided.site_counts(), liveness.micro_batches - 1
     for hub in liveness.adding if more else ():
         costs[classes[hub]] = costs[classes[hub]] + more * counts.get(hub, 1) * prices.adding_times(sites[hub])
     tables: dict[Any, Floats] = {}
     edges, edge_between = [], {}
-    alike = _alike_links(space, classes, link_runs(space, elided, liveness.micro_batches), fusion)
-    for key, (link, terms) in alike.items():
-        places = (_places_of(sites[link.tail], sites[link.head], link), *terms.items())
+    alike = _alike_links(space, classes, link_runs(space, elided, liveness.micro_batches))
+    for key, (link, times) in alike.items():
+        places = (_places_of(sites[link.tail], sites[link.head], link), times)
         if places not in tables:
-            tables[places] = _link_table(space, prices, link, terms)
+            tables[places] = _link_table(space, prices, link) * times
         tail, _, head, _ = key
         if tail == head:
             costs[tail] = costs[tail] + np.diagonal(tables[places])
@@ -178,27 +170,20 @@ def build_problem(
     assignment = Assignment(tuple(costs), tuple(edges))
     memory = MemoryTables(space, Transients(space.mesh, prices.step_price))
     groups = tuple(map(tuple, members))
-    return PlanningProblem(space, prices, liveness, classes, groups, edge_between, assignment, memory, elided, fusion)
+    return PlanningProblem(space, prices, liveness, classes, groups, edge_between, assignment, memory, elided)
 
 
-def _call_times(
-    group: Sequence[str], sites: Mapping[str, Site], runs: Mapping[str, int], prices: Prices, fusion: Fusion
-) -> Floats:
+def _call_times(group: Sequence[str], sites: Mapping[str, Site], runs: Mapping[str, int], prices: Prices) -> Floats:
     """Seconds of all calls of a variable by its option."""
     times = []
-    for names in _by_call(group, sites, fusion):
-        site, part = sites[names[0]], fusion.parts.get(names[0])
-        within = fusion.within.get(names[0])
-        if part is not None:
-            once = part_times(site, part, site.strategies, prices, within)
-        else:
-            once = prices.call_times(site, site.strategies) - (0.0 if within is None else within)
-        times.append(once * sum(runs[name] for name in names))
+    for names in _by_call(group, sites):
+        site = sites[names[0]]
+        times.append(prices.call_times(site, site.strategies) * sum(runs[name] for name in names))
     return np.sum(times, axis=0)
 
 
-def _by_call(group: Sequence[str], sites: Mapping[str, Site], fusion: Fusion) -> Iterable[list[str]]:
-    """The sites of a variable by what they call, its own, and copies to the host and back, and by their kernels.
+def _by_call(group: Sequence[str], sites: Mapping[str, Site]) -> Iterable[list[str]]:
+    """The sites of a variable by what they call: its own, and copies to the host and back.
 
     The results of one call differ in size, and so do their copies.
     """
@@ -206,18 +191,19 @@ def _by_call(group: Sequence[str], sites: Mapping[str, Site], fusion: Fusion) ->
     for name in group:
         site = sites[name]
         moves = site.node is not None and site.node.target in TRANSFERS
-        found.setdefault((site.call if moves else None, fusion.parts.get(name)), []).append(name)
+        found.setdefault(site.call if moves else None, []).append(name)
     return found.values()
 
 
 def _alike_links(
-    space: SearchSpace, classes: Mapping[str, int], runs: Sequence[int], fusion: Fusion
-) -> dict[_EdgeKey, tuple[Link, Counter[_Terms]]]:
-    """One link for each pair of places that links join, and how often such run, by what kernels do there."""
-    found: dict[_EdgeKey, tuple[Link, Counter[_Terms]]] = {}
+    space: SearchSpace, classes: Mapping[str, int], runs: Sequence[int]
+) -> dict[_EdgeKey, tuple[Link, int]]:
+    """One link for each pair of places that links join, and how often such run."""
+    found: dict[_EdgeKey, tuple[Link, int]] = {}
     for index, link in enumerate(space.links):
         key = (classes[link.tail], link.result, classes[link.head], link.operand)
-        found.setdefault(key, (link, Counter()))[1][fusion.at(link)] += runs[index]
+        first, times = found.get(key, (link, 0))
+        found[key] = first, times + runs[index]
     return found
 
 
@@ -228,15 +214,9 @@ def _places_of(tail: Site, head: Site, link: Link) -> _Places:
     return value, *strategies, leaves_program(head, link), link.keeps_sums
 
 
-def _link_table(space: SearchSpace, prices: Prices, link: Link, terms: Mapping[_Terms, int]) -> Floats:
-    """Seconds of all links between two places; `terms` says how often they run by what kernels do there."""
+def _link_table(space: SearchSpace, prices: Prices, link: Link) -> Floats:
+    """Seconds of a link between two places."""
     tail, head = space.sites[link.tail], space.sites[link.head]
     sources, targets = specs_of(tail, link.result), needs_of(head, link)
     times = prices.reshard_table(tail.results[link.result], sources, targets)
-    table = (without_sums(times, sources, targets) if link.keeps_sums else times) * sum(terms.values())
-    for (seam, taken), number in terms.items():
-        if seam is not None:
-            table = table + number * seam_table(tail, head, link, seam, prices)
-        if taken is not None:
-            table = table - number * copies_table(tail, head, link, taken, times, prices)
-    return table
+    return without_sums(times, sources, targets) if link.keeps_sums else times

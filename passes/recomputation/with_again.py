@@ -46,13 +46,12 @@ def with_again(planning: PlanningProblem, again: Again) -> PlanningProblem:
         return planning
     space, originals = space_with(planning.space, again)
     representatives = {name: planning.members[planning.classes[original]][0] for name, original in originals.items()}
-    fusion = planning.fusion.of_copies(space, originals)
     brought = [name for name, site in space.sites.items() if site.phase == PHASE]
     elided = find_elided(space, paths_where_run(space, module_paths(space.program), brought))
     if any(len({representatives[name] for name in alike.names}) > 1 for alike in elided.sites):
         raise NotAlikeError("what alike blocks run again is of values that are decided one by one")
     liveness = with_elided(planning.liveness.of(space), elided, space)
-    return build_problem(space, planning.prices, liveness, representatives, elided, fusion)
+    return build_problem(space, planning.prices, liveness, representatives, elided)
 
 
 def host_bytes(planning: PlanningProblem, choice: Sequence[int]) -> float:

@@ -164,16 +164,6 @@ class Prices:
         assert site.node is not None, "calls have nodes"
         return [_info(operand.meta["val"]) for operand in operands_of(site.node)]
 
-    def has_products(self, site: Site) -> bool:
-        """Whether a call is, by its time, one of products of matrices or attention."""
-        assert site.node is not None, "calls have nodes"
-        whole = site.strategies[0]
-        inputs = list(map(self._local, self.operand_values(site), whole.inputs))
-        outputs = list(map(self._local, site.results, whole.outputs))
-        arguments = tuple(fx.map_arg(site.node.args, lambda argument: None))
-        done = work(operator_name(site.node), inputs, outputs, arguments)
-        return bool(done.products) or done.attention is not None
-
     def collectives_inside(self, site: Site, strategy: Strategy) -> tuple[tuple[str, float], ...]:
         """Mesh axis and seconds of each collective inside a call's rewrite; `call_time` includes them."""
         if not _may_communicate(site, strategy):

@@ -169,7 +169,7 @@ def main(arguments: list[str]) -> None:
     """Print the table, or with `--json` one line for each case, measured in this process."""
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.deep_models")
     parser.add_argument("--models", nargs="*", default=list(CASES), choices=list(CASES))
-    parser.add_argument("--backend", default="auto", help="as autoshard.plan takes it: triton, to search with kernels")
+    parser.add_argument("--backend", default="auto", help="as autoshard.plan takes it: triton, to predict with kernels")
     parser.add_argument("--json", action="store_true", help="measure in this process, and print JSON")
     options = parser.parse_args(arguments)
     if options.json:

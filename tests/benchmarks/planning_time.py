@@ -199,7 +199,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--deep", nargs="*", default=list(deep_models.CASES), help="of tests.benchmarks.deep_models")
     parser.add_argument("--recipes", nargs="*", default=list(TASKS), help="of tests.benchmarks.recipe_time")
     parser.add_argument("--recipe-seconds", type=float, default=60.0, help="for each search over recipes")
-    parser.add_argument("--backend", default="auto", help="of both: triton, to search with kernels")
+    parser.add_argument("--backend", default="auto", help="of the deep models: triton, to predict with kernels")
     parser.add_argument("--turns", type=int, default=7, help="of tests.benchmarks.depth_time; 0: none")
     options = parser.parse_args(arguments)
     quiet()
@@ -213,7 +213,7 @@ def main(arguments: list[str]) -> None:
     if options.large:
         console.print(table(f"Seconds on {THREE_AXES}", time_large(*options.layers)))
     if options.recipes:
-        recipes = [time_apart(name, options.recipe_seconds, options.backend) for name in options.recipes]
+        recipes = [time_apart(name, options.recipe_seconds) for name in options.recipes]
         console.print(recipe_table(recipes))
     if options.turns:
         console.print(depth_time.table(depth_time.LAYERS, options.turns))

@@ -1,6 +1,6 @@
 """How long it takes to find the recipe of large models, tracing included: also a table of `planning_time`.
 
-Run: python -m tests.benchmarks.recipe_time [--tasks 'Llama-3 8B' ...] [--seconds 60] [--backend triton] [--json]
+Run: python -m tests.benchmarks.recipe_time [--tasks 'Llama-3 8B' ...] [--seconds 60] [--json]
 
 Each task in a process of its own, so that the peak of memory is its own, on one thread. Seconds begin with the
 building of the module on meta; imports are not counted.
@@ -76,8 +76,8 @@ class Timed:
     words: str
 
 
-def time_task(name: str, task: Task, budget_s: float, backend: str) -> Timed:
-    """Plan a task; `backend` as `autoshard.plan` takes it."""
+def time_task(name: str, task: Task, budget_s: float) -> Timed:
+    """Plan a task."""
     cluster = task.cluster
     wall, cpu = time.monotonic(), time.process_time()
     with torch.device("meta"):
@@ -86,7 +86,7 @@ def time_task(name: str, task: Task, budget_s: float, backend: str) -> Timed:
     inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
     plan = autoshard.plan(
         model, cluster, example_inputs=inputs, optimizer="adamw", global_batch=task.batch, time_budget_s=budget_s,
-        backend=backend, runtime="megatron",
+        runtime="megatron",
     )  # fmt: skip
     assert plan.recipe is not None
     assert plan.gap is not None
@@ -116,9 +116,9 @@ def recipe_table(rows: Sequence[Timed]) -> Table:
     return result
 
 
-def time_apart(name: str, budget_s: float, backend: str) -> Timed:
+def time_apart(name: str, budget_s: float) -> Timed:
     """In a process of its own."""
-    options = ["--tasks", name, "--seconds", str(budget_s), "--backend", backend, "--json"]
+    options = ["--tasks", name, "--seconds", str(budget_s), "--json"]
     command = [sys.executable, "-m", "tests.benchmarks.recipe_time", *options]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
     return Timed(**json.loads(output.splitlines()[-1]))
@@ -129,16 +129,15 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.recipe_time")
     parser.add_argument("--tasks", nargs="*", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--seconds", type=float, default=60.0, help="for each search")
-    parser.add_argument("--backend", default="auto", help="as autoshard.plan takes it: triton, for our own kernels")
     parser.add_argument("--json", action="store_true", help="plan in this process, and print JSON")
     options = parser.parse_args(arguments)
     if not options.json:
-        rows = [time_apart(name, options.seconds, options.backend) for name in options.tasks]
+        rows = [time_apart(name, options.seconds) for name in options.tasks]
         Console(width=180).print(recipe_table(rows))
         return
     torch.set_num_threads(1)
     for name in options.tasks:
-        sys.stdout.write(json.dumps(asdict(time_task(name, TASKS[name], options.seconds, options.backend))) + "\n")
+        sys.stdout.write(json.dumps(asdict(time_task(name, TASKS[name], options.seconds))) + "\n")
 
 
 if __name__ == "__main__":

@@ -159,7 +159,6 @@ def test_explanations_compare_plans_with_their_kernels() -> None:
     assert found.chosen.step_time_s == plan.predicted.step_time_s < plan.predicted.kernels.step_time_without_s
     item = found.others[0]
     again = autoshard.plan(Scaled(), CLUSTER, **arguments, constraints={"scale": item.spec})
-    assert item.objective == pytest.approx(again.objective)
     assert item.step_time_s == pytest.approx(again.predicted.step_time_s)
 
 

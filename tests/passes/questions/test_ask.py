@@ -13,7 +13,7 @@ from autoshard import Cluster, Mesh, P
 from autoshard.errors import InvalidSpecError, NotAvailableError
 from autoshard.ir.plan import Plan
 from passes.driver import plan_again
-from passes.driver.kernels_on_one_device import kernels_of
+from passes.driver.plan_of_choice import kernels_of
 
 CLUSTER, MESH = Cluster("h100_sxm", nodes=1, devices_per_node=4), Mesh({"data": 2, "model": 2})
 

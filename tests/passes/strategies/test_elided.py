@@ -62,16 +62,6 @@ def test_the_short_program_costs_what_the_whole_one_does(
         assert (one.mfu, one.hfu) == (pytest.approx(two.mfu), pytest.approx(two.hfu))
 
 
-def test_kernels_of_the_short_program_cost_what_those_of_the_whole_one_do() -> None:
-    """Under any choice, kernels of elided blocks are counted; where all is whole, and where they are parted."""
-    model = alike(5)
-    whole, short = (problem_of(item, ONE, with_kernels=True) for item in (step(model), short_step(model)))
-    draw, counts = random.Random(0), [len(cost) for cost in short.assignment.costs]
-    for choice in ([0] * len(counts), *([draw.randrange(count) for count in counts] for _ in range(4))):
-        cost = whole.assignment.cost_of(_choice_of_whole(whole, short, choice))
-        assert short.assignment.cost_of(choice) == pytest.approx(cost, rel=1e-9)
-
-
 def test_depth_adds_nothing_to_the_problem() -> None:
     """The short programs of 8 and of 40 layers have the same sites, links and points."""
     eight, forty = (problem_of(short_step(alike(depth)), ONE) for depth in (8, 40))
