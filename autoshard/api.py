@@ -45,6 +45,7 @@ def compile(
     optimizer: torch.optim.Optimizer | None = None,
     loss_fn: LossFunction | None = None,
     plan: Plan | str | Path | None = None,
+    recipe: Recipe | None = None,
     constraints: Mapping[str, PartitionSpec] | None = None,
     memory_budget: int | None = None,
     precision: str | None = None,
@@ -56,8 +57,6 @@ def compile(
     time_budget_s: float = 60.0,
     cluster: Cluster | None = None,
     options: Options = Options(),  # noqa: B008  (frozen)
-    schedule: str | None = None,
-    virtual_stages: int | None = None,
 ) -> ShardedModule | TrainStep:
     """The model, made to run on all ranks of a mesh; it computes what it computes on one device.
 
@@ -78,13 +77,16 @@ def compile(
             positional arguments of a call.
         plan: a plan, or a path to a saved one, for calls that train: no search. If it is for another mesh, the search
             starts from it, and finds nothing that is slower than it would be here.
+        recipe: search within this `Recipe`; fields that are None are searched. Its `schedule` and `virtual_stages` say
+            how stages run on a mesh with an axis "pipeline"; see docs/pipelines.md. A plan says these itself.
         constraints: glob of qualified names, "input:0" or "output:0" to the spec it must have.
         memory_budget: bytes of values per device. None: the device's memory; of a GPU, less what the CUDA context, NCCL
             and cuBLAS take, and what the allocator loses to fragmentation (`cost_models.memory.room_bytes`).
         precision: "bf16", "f16" (without gradients) or "f32": compute in this type where parameters and inputs are
             wider. Parameters, gradients and optimizer state keep the model's types (master weights); see
             docs/precision.md. None: the model's own types, or the precision of `plan`.
-        micro_batches: with an optimizer: cut each batch in so many parts, see `TrainStep`; None: as `plan` says.
+        micro_batches: with an optimizer: cut each batch in so many parts, see `TrainStep`; None: as `plan` says, or
+            `recipe.micro_batch` of the batch of `example_inputs`.
         max_grad_norm: with an optimizer: clip gradients to this norm.
         strict: refuse operators without a sharding rule, instead of running them on every rank, and optimizers whose
             update is not traced.
@@ -99,10 +101,6 @@ def compile(
         options: how calls run, see `Options`.
         cluster: with a mesh: the hardware that plans are for, such as what `calibrate` measured; default: this machine,
             and other hosts of `torchrun` as gigabit Ethernet joins them.
-        schedule: with an axis "pipeline" in the mesh, which carries stages: "1F1B" (the default), "GPipe",
-            "InterleavedZeroBubble" and others; see docs/pipelines.md.
-        virtual_stages: with an axis "pipeline": stages on each of its ranks; by default the fewest that the schedule
-            takes. A plan of stages says this, the schedule and micro_batches itself.
 
     Raises:
         AutoshardError: each kind of mistake has its own class; see `autoshard.errors`.
@@ -119,6 +117,7 @@ def compile(
         optimizer=optimizer,
         loss_fn=loss_fn,
         fixed=checked_plan(plan),
+        recipe=recipe,
         constraints=checked_constraints(constraints),
         memory_budget=checked_budget(memory_budget),
         precision=precision,
@@ -130,8 +129,6 @@ def compile(
         time_budget_s=time_budget_s,
         cluster=checked_hardware(cluster, mesh),
         options=options,
-        schedule=schedule,
-        virtual_stages=virtual_stages,
     )
     return _driver().compile_model(call)
 
@@ -177,8 +174,8 @@ def plan(
             expert parallelism, micro-batches and recomputation included, see docs/plans.md. How large the batch of
             `example_inputs` is does not matter then. Without, specs are searched on meshes, for that batch.
             Where `compile` cannot run the plan, as searching its specs takes too long, say, `forecast` says why.
-        recipe: plan within this `Recipe`; fields that are None are searched. On a mesh its axes are "data", "context"
-            and "model" (tensor); "pipeline", "replica" (with `zero_group`) and "expert" too where it has such fields.
+        recipe: plan within this `Recipe`; fields that are None are searched. The fields that are given restrict the
+            axes of the mesh: "data", "context", "model" (tensor), "pipeline", "replica" (with `zero_group`), "expert".
             `compile(plan=)` runs the plan.
             `global_batch` is cut into micro-batches of `micro_batch` sequences on each replica. See docs/plans.md.
         runtime: what executes a recipe. "autoshard": `compile` does. "megatron", "fsdp2", "deepspeed", or a `Runtime`:
@@ -194,7 +191,7 @@ def plan(
         progress: show how the search goes, its best plan and its bound, on standard error; None: if that is a terminal.
         micro_batches: with an optimizer: how many parts of the batch of `example_inputs` a step has. None: of a mesh
             with an axis "pipeline", the fastest number that fits; else 1.
-        schedule, virtual_stages: of a mesh with an axis "pipeline"; see `compile`.
+        schedule, virtual_stages: of a mesh with an axis "pipeline"; see `Recipe`.
 
     Raises:
         AutoshardError: as `compile`.
@@ -251,7 +248,8 @@ def price(
         model: any module; it may be on meta. One in float32 is priced in the dtype of its products, as `plan` plans
             it. Its blocks are the entries of its module lists.
         cluster: as many devices as the recipe needs.
-        recipe: the expert's plan.
+        recipe: the expert's plan. Fields that are None are plain: sizes 1, `zero` 0, nothing computed again or
+            offloaded; `data` is the devices that are left.
         example_inputs: positional (a tuple) or keyword (a dict) arguments. The first dim of every input is the batch;
             how large it is does not matter.
         loss_fn: for a model that returns no loss, see `compile`.

@@ -150,17 +150,19 @@ def _check_parameters(plan: Plan, model: nn.Module) -> None:
             )
 
 
+def check_recipe(recipe: Any) -> None:
+    """Raise `RecipeError` for what is no recipe."""
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise RecipeError(f"recipe={recipe!r} is a {type(recipe).__name__}; pass an autoshard.Recipe.")
+
+
 def check_recipes(recipe: Any, runtime: Any, global_batch: Any, **given: Any) -> None:
     """Raise `NotAvailableError` for arguments that recipes, or searches for them, would pass over.
 
     Args:
         recipe, runtime, global_batch: as given; `runtime` None for our own.
         given: arguments of steps without recipes, by name; None for those that are left out.
-
-    `RecipeError` for what is no recipe.
     """
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise RecipeError(f"recipe={recipe!r} is a {type(recipe).__name__}; pass an autoshard.Recipe.")
     if recipe is None and global_batch is None:
         if runtime is None:
             return
@@ -363,7 +365,7 @@ def check_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 
 def check_has_loss(program: Program) -> None:
     """Raise `TraceError` for the program of a training step that trains nothing, or without a loss to train by."""
-    if not any(slot.kind in (OutputKind.GRADIENT, OutputKind.PARAMETER_UPDATE) for slot in program.outputs):
+    if not program.trains:
         raise TraceError(
             "A training step needs a loss, but nothing that the model or loss_fn= returns depends on a parameter that "
             "requires grad. Return the loss as a tensor that is not detached, or pass loss_fn=."

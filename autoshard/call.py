@@ -20,6 +20,7 @@ from autoshard.arguments import (
     check_model,
     check_options,
     check_programs,
+    check_recipe,
     checked_outputs,
     split_inputs,
 )
@@ -93,9 +94,11 @@ class Call:
         constraints: specs by name; with `global_batch`, fields of `Recipe` to their values.
         memory_budget: bytes, or None.
         precision: as given.
-        micro_batches, schedule, virtual_stages: as given, None where they are free.
+        micro_batches: as given, None where they are free.
+        schedule, virtual_stages: as given to `plan`.
+        recipe: within which plans are searched.
         cluster: the hardware that a mesh is priced for, or None for this machine.
-        global_batch, recipe, previous, progress: as given to `plan`.
+        global_batch, previous, progress: as given to `plan`.
         runtime: of another framework; None for ours.
     """
 
@@ -131,6 +134,7 @@ class Call:
         check_loss(self.loss_fn)
         check_flags(strict=self.strict, verify=self.verify)
         check_options(self.options, Options)
+        check_recipe(self.recipe)
         check_limits(time_budget_s=self.time_budget_s, global_batch=self.global_batch)
         if self.example_inputs is not None:
             split_inputs(self.example_inputs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 
 from autoshard.errors import RecipeError
-from autoshard.ir.recipe import SEARCHED, Recipe, check_choice, check_count, check_field
+from autoshard.ir.recipe import DECIDED, Recipe, check_choice, check_count, check_field, least_stages, named_schedule
 from autoshard.ir.runtime import USUAL, Runtime
 
 PRECISIONS = ("bf16", "f16", "f8", "f32")
@@ -15,7 +15,7 @@ _OF_RECIPES = tuple(item.name for item in fields(Recipe))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution(Recipe):
-    """A recipe with all else that its price depends on; its own fields are complete.
+    """A recipe with all else that its price depends on. A complete recipe: where nothing is said, fields are plain.
 
     Args:
         runtime: what executes it.
@@ -31,6 +31,18 @@ class Execution(Recipe):
         8
     """
 
+    data: int = 1
+    zero: int = 0
+    tensor: int = 1
+    sequence_parallel: bool = False
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    pipeline: int = 1
+    virtual_stages: int = 1
+    micro_batch: int = 1
+    recompute: str = "none"
+    offload: str = "none"
     runtime: Runtime = USUAL
     optimizer: str = "adamw"
     precision: str = "bf16"
@@ -39,7 +51,7 @@ class Execution(Recipe):
     def __post_init__(self) -> None:
         Recipe.__post_init__(self)
         if not self.is_complete:
-            for name in SEARCHED:
+            for name in DECIDED:
                 check_field(name, getattr(self, name))
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
@@ -59,8 +71,33 @@ class Execution(Recipe):
         return Recipe(**{name: getattr(self, name) for name in _OF_RECIPES})
 
     def of(self, recipe: Recipe) -> Execution:
-        """The same of another recipe."""
-        return replace(self, **{name: getattr(recipe, name) for name in _OF_RECIPES})
+        """The same of another recipe, whose free fields become plain: sizes 1, `zero` 0, nothing again or on the host.
+
+        `virtual_stages` becomes the fewest that the schedule takes.
+        """
+        given = {name: getattr(recipe, name) for name in _OF_RECIPES}
+        given = {name: _PLAIN[name] if value is None else value for name, value in given.items()}
+        return replace(self, **{**given, "virtual_stages": least_stages(recipe)})
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same parameters, before ZeRO: data x context."""
+        return self.data * self.context
+
+    @property
+    def expert_ranks(self) -> int:
+        """Ranks of a pipeline stage that hold whole experts, or pieces of the same kind."""
+        return self.replicas * self.tensor // self.expert_tensor
+
+    @property
+    def stages(self) -> int:
+        """Stages over all pipeline ranks."""
+        return self.pipeline * self.virtual_stages
+
+    @property
+    def chosen_schedule(self) -> str:
+        """Name of the pipeline's schedule, the usual one where `schedule` is None."""
+        return named_schedule(self)
 
     @property
     def batch(self) -> int:
@@ -87,10 +124,9 @@ class Execution(Recipe):
         """Whether gradients are summed over micro-batches, and the sum is reduced beside the update."""
         return self.runtime.compiled and self.micro_batches > 1 and not self.reduces_each
 
-    @property
-    def broadcasts(self) -> bool:
-        """Whether ranks broadcast whole parameters that they updated; see `Runtime.whole_tensors`."""
-        return self.runtime.whole_tensors and self.zero == 1
-
     def _batch_words(self) -> str:
         return f"{self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)} of {self.micro_batch}"
+
+
+_PLAIN = {item.name: item.default for item in fields(Execution) if item.name in _OF_RECIPES}
+"""Values of fields that recipes leave free."""

@@ -56,6 +56,9 @@ class OutputKind(StrEnum):
     """Of a pipeline's stage: the sum of the squares of its own gradients."""
 
 
+_TRAINING = (OutputKind.GRADIENT, OutputKind.PARAMETER_UPDATE, OutputKind.SENT_GRADIENT)
+
+
 @dataclass(frozen=True, slots=True)
 class InputSlot:
     """One placeholder: its node, what it is, and its qualified name (other names of a tied one in `aliases`)."""
@@ -155,6 +158,11 @@ class Program:
     def outputs_of(self, kind: OutputKind) -> tuple[OutputSlot, ...]:
         """The output slots of one kind, in order."""
         return tuple(slot for slot in self.outputs if slot.kind == kind)
+
+    @property
+    def trains(self) -> bool:
+        """Whether it gives gradients or updates of parameters."""
+        return any(slot.kind in _TRAINING for slot in self.outputs)
 
     def text(self) -> str:
         """The program as readable text, the same in every process that traced the same model."""

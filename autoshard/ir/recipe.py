@@ -7,52 +7,41 @@ into constraints on a traced program. How a framework runs it is a `Runtime`; se
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 from autoshard.errors import RecipeError
 from cost_models.schedule_orders import SCHEDULES, usual_schedule
 
 RECOMPUTE = ("none", "selective", "full")
 OFFLOADS = ("none", "activations", "optimizer", "parameters")
-SEARCHED = ("data", "zero", "tensor", "sequence_parallel", "context", "micro_batch", "recompute", "offload")
-"""Fields that may be left free."""
-_OF_EXPERTS_AND_STAGES = (
-    *("zero_group", "expert", "expert_tensor", "pipeline", "schedule", "virtual_stages", "stage_layers"),
-)
-
-if TYPE_CHECKING:  # what reads a field has a complete recipe
-    Count = int
-    Word = str
-    Flag = bool
-else:
-    Count, Word, Flag = int | None, str | None, bool | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """An expert's plan of a training step.
+    """An expert's plan of a training step, complete or not.
 
-    `data`, `zero`, `tensor`, `sequence_parallel`, `context`, `micro_batch`, `recompute` and `offload` may be None: free
-    for `autoshard.plan` to choose. Under the runtimes of others recipes are priced that leave nothing free.
+    A field that is None is free: `autoshard.plan` and `autoshard.compile` search it. `autoshard.price` takes complete
+    recipes, and plain values for the fields that are free, see `autoshard.ir.execution.Execution.of`.
 
     Args:
         data: replicas of the model (full width; FSDP's shards are among them).
         zero: what is sharded over `data` x `context`: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
-        zero_group: ranks over which ZeRO shards, for hybrid sharding; None: all of `data` x `context`.
+        zero_group: ranks over which ZeRO shards, for hybrid sharding; None: all of `data` x `context`, or as the axes
+            "replica" and "data" of a mesh say.
         tensor: ranks that split heads, hidden units and the vocabulary of each layer.
         sequence_parallel: between split regions activations are split over `tensor` along the sequence.
         context: ranks that split the sequence.
         expert: ranks that share out the experts, taken from `data` x `context` x `tensor` / `expert_tensor`.
         expert_tensor: ranks among `tensor` that split each expert.
-        pipeline: stages that a micro-batch passes.
+        pipeline: stages that a micro-batch passes; None: as the axis "pipeline" of a mesh says.
         schedule: the order of the stages' work, by its name in torch.distributed.pipelining ("1F1B", "ZBVZeroBubble"),
             see docs/pipelines.md. None: "1F1B", or "Interleaved1F1B" where there are virtual stages.
-        virtual_stages: model chunks on each pipeline rank.
-        stage_layers: blocks on each stage (of `pipeline` x `virtual_stages`); None: as even as can be.
+        virtual_stages: model chunks on each pipeline rank; None: the fewest that the schedule takes.
+        stage_layers: blocks on each stage (of `pipeline` x `virtual_stages`); None: stages are balanced.
         micro_batch: sequences of one replica's forward.
         recompute: what the backward computes again: "none"; "selective", attention's core; "full", every block.
         offload: what lies in the host's memory: "none"; "activations", what blocks keep from their forward to their
@@ -62,42 +51,41 @@ class Recipe:
         RecipeError: a field is out of range, or two fields contradict each other; names them.
 
     Example:
-        >>> Recipe(data=8, tensor=8, pipeline=2, micro_batch=1).devices
+        >>> Recipe(data=8, tensor=8, pipeline=2).devices
         128
     """
 
-    data: Count = 1
-    zero: Count = 0
+    data: int | None = None
+    zero: int | None = None
     zero_group: int | None = None
-    tensor: Count = 1
-    sequence_parallel: Flag = False
-    context: Count = 1
-    expert: int = 1
-    expert_tensor: int = 1
-    pipeline: int = 1
+    tensor: int | None = None
+    sequence_parallel: bool | None = None
+    context: int | None = None
+    expert: int | None = None
+    expert_tensor: int | None = None
+    pipeline: int | None = None
     schedule: str | None = None
-    virtual_stages: int = 1
+    virtual_stages: int | None = None
     stage_layers: Sequence[int] | None = None
-    micro_batch: Count = 1
-    recompute: Word = "none"
-    offload: Word = "none"
+    micro_batch: int | None = None
+    recompute: str | None = None
+    offload: str | None = None
 
     def __post_init__(self) -> None:
         for name, value in zip(_COUNTS, _counts_of(self), strict=True):
-            if value is not None or name not in (*SEARCHED, *_OPTIONAL):
+            if value is not None:
                 check_count(name, value)
         try:
             _check_kinds(*_kinds_of(self))
         except TypeError:  # one cannot be hashed
             _check_kinds.__wrapped__(*_kinds_of(self))
-        if self.is_complete:
-            self._check_axes()
+        self._check_axes()
         self._check_stages()
 
     @property
     def is_complete(self) -> bool:
-        """Whether no field is free."""
-        return None not in _searched_of(self)
+        """Whether no field is free. Complete recipes may have None for `zero_group`, `schedule`, `stage_layers`."""
+        return None not in _decided_of(self)
 
     @property
     def of_stage(self) -> Recipe:
@@ -106,80 +94,68 @@ class Recipe:
 
     @property
     def devices(self) -> int:
-        """Ranks that the recipe needs."""
-        return self.pipeline * self.data * self.context * self.tensor
-
-    @property
-    def replicas(self) -> int:
-        """Ranks that hold the same parameters, before ZeRO: data x context."""
-        return self.data * self.context
-
-    @property
-    def expert_ranks(self) -> int:
-        """Ranks of a pipeline stage that hold whole experts, or pieces of the same kind."""
-        return self.replicas * self.tensor // self.expert_tensor
-
-    @property
-    def stages(self) -> int:
-        """Stages over all pipeline ranks."""
-        return self.pipeline * self.virtual_stages
-
-    @property
-    def chosen_schedule(self) -> str:
-        """Name of the pipeline's schedule, the usual one where `schedule` is None."""
-        return self.schedule or usual_schedule(self.virtual_stages)
+        """Ranks that the axes make whose sizes are given."""
+        return math.prod(size or 1 for size in (self.pipeline, self.data, self.context, self.tensor))
 
     @property
     def words(self) -> str:
         """What the recipe does, in a sentence's words.
 
         Example:
-            >>> Recipe(data=4, zero=1, tensor=8, sequence_parallel=True, pipeline=2).words
-            'data 4 (ZeRO-1), tensor 8 with sequence parallelism, pipeline 2 (1F1B); micro-batches of 1'
+            >>> Recipe(data=4, zero=1, recompute="none").words
+            "data=4, zero=1, recompute='none'; all else is searched"
         """
         if not self.is_complete:
             return self._partial_words()
         axes = [f"data {self.data}{self._sharding_words()}"]
-        if self.tensor > 1:
+        if is_several(self.tensor):
             axes.append(f"tensor {self.tensor}" + (" with sequence parallelism" if self.sequence_parallel else ""))
-        if self.context > 1:
+        if is_several(self.context):
             axes.append(f"context {self.context}")
-        if self.expert > 1:
-            axes.append(f"expert {self.expert}" + (" x tensor" if self.expert_tensor > 1 else ""))
-        if self.pipeline > 1:
-            stages = f", {self.virtual_stages} stages a rank" if self.virtual_stages > 1 else ""
+        if is_several(self.expert):
+            axes.append(f"expert {self.expert}" + (" x tensor" if is_several(self.expert_tensor) else ""))
+        if is_several(self.pipeline):
+            stages = f", {self.virtual_stages} stages a rank" if is_several(self.virtual_stages) else ""
             ends = ""
             if self.stage_layers is not None:
                 ends = f", of {'+'.join(map(str, self.stage_layers))} blocks"
-            axes.append(f"pipeline {self.pipeline} ({self.chosen_schedule}{stages}{ends})")
-        again = {"none": "", "selective": "; attention's core computed again", "full": "; blocks computed again"}
+            axes.append(f"pipeline {self.pipeline} ({named_schedule(self)}{stages}{ends})")
+        again = {"selective": "; attention's core computed again", "full": "; blocks computed again"}
         host = "; activations on the host" if self.offload == "activations" else ""
-        return f"{', '.join(axes)}; {self._batch_words()}{again[self.recompute]}{host}"
+        return f"{', '.join(axes)}; {self._batch_words()}{again.get(self.recompute or '', '')}{host}"
 
     def _batch_words(self) -> str:
         return f"micro-batches of {self.micro_batch}"
 
     def _partial_words(self) -> str:
-        """The fields that are given and not those that are free."""
-        given = ((name, getattr(self, name)) for name in SEARCHED)
-        more = ((name, getattr(self, name)) for name in _OF_EXPERTS_AND_STAGES)
-        said = [f"{name}={value!r}" for name, value in given if value is not None]
-        said += [f"{name}={value!r}" for name, value in more if value not in (None, 1)]
-        free = ", ".join(name for name in SEARCHED if getattr(self, name) is None)
-        return f"{', '.join(said)}; searched: {free}"
+        """The fields that are given, and those that are free where they are few."""
+        given = {item.name: getattr(self, item.name) for item in fields(Recipe)}
+        said = [
+            f"{name}={value!r}"
+            for name, value in given.items()
+            if value is not None and not (name in _OF_EXPERTS_AND_STAGES and value == 1)
+        ]
+        free = [name for name in DECIDED if given[name] is None]
+        if not said:
+            return "everything is searched"
+        rest = f"searched: {', '.join(free)}" if len(free) <= _NAMED else "all else is searched"
+        return f"{', '.join(said)}; {rest}"
 
     def _sharding_words(self) -> str:
-        group = "" if self.zero_group in (None, self.replicas) else f" in groups of {self.zero_group}"
+        is_whole = self.zero_group in (None, (self.data or 1) * (self.context or 1))
+        group = "" if is_whole else f" in groups of {self.zero_group}"
         return f" (ZeRO-{self.zero}{group})" if self.zero else ""
 
     @property
     def without_program(self) -> str:
         """The field that no program of `compile` has yet, "recompute='selective'" say; "" where each has one."""
-        has_experts, has_groups = self.expert > 1, self.zero_group is not None
+        has_experts, has_groups = is_several(self.expert), self.zero_group is not None
         refused = {
-            f"expert={self.expert} with data={self.data}": has_experts and (self.data or 0) % self.expert != 0,
+            f"expert={self.expert} with data={self.data}": has_experts and (self.data or 0) % (self.expert or 1) != 0,
             f"expert={self.expert} with zero_group={self.zero_group}": has_experts and has_groups,
-            f"expert_tensor={self.expert_tensor} with tensor={self.tensor}": self.expert_tensor not in (1, self.tensor),
+            f"expert_tensor={self.expert_tensor} with tensor={self.tensor}": (
+                self.expert_tensor not in (None, 1, self.tensor)
+            ),
             f"recompute={self.recompute!r}": self.recompute == "selective",
             f"offload={self.offload!r}": self.offload in ("optimizer", "parameters"),
             "offload='activations' with recompute=None": self.offload == "activations" and self.recompute is None,
@@ -188,29 +164,32 @@ class Recipe:
         return next((words for words, is_asked in refused.items() if is_asked), "")
 
     def _check_axes(self) -> None:
-        if self.sequence_parallel and self.tensor == 1:
+        tensor, pieces, group = self.tensor, self.expert_tensor, self.zero_group
+        replicas = None if self.data is None or self.context is None else self.data * self.context
+        if self.sequence_parallel and tensor == 1:
             raise RecipeError("sequence_parallel=True splits activations over the tensor axis, but tensor=1.")
-        if self.tensor % self.expert_tensor:
-            raise RecipeError(f"expert_tensor={self.expert_tensor} must divide tensor={self.tensor}.")
-        if self.expert_ranks % self.expert:
+        if tensor is not None and pieces is not None:
+            if tensor % pieces:
+                raise RecipeError(f"expert_tensor={pieces} must divide tensor={tensor}.")
+            if replicas is not None and self.expert is not None and replicas * tensor // pieces % self.expert:
+                raise RecipeError(
+                    f"expert={self.expert} must divide data={self.data} x context={self.context} x tensor={tensor} / "
+                    f"expert_tensor={pieces}: experts are shared out among the ranks of a pipeline stage."
+                )
+        if group is not None and replicas is not None and replicas % group:
             raise RecipeError(
-                f"expert={self.expert} must divide data={self.data} x context={self.context} x tensor={self.tensor} / "
-                f"expert_tensor={self.expert_tensor}: experts are shared out among the ranks of a pipeline stage."
-            )
-        if self.zero_group is not None and self.replicas % self.zero_group:
-            raise RecipeError(
-                f"zero_group={self.zero_group} must divide data={self.data} x context={self.context}, over which ZeRO "
-                "shards."
+                f"zero_group={group} must divide data={self.data} x context={self.context}, over which ZeRO shards."
             )
         if self.offload in ("optimizer", "parameters") and self.zero == 0:
             raise RecipeError(f"offload={self.offload!r} needs zero of at least 1: what is offloaded is ZeRO's shard.")
 
     def _check_stages(self) -> None:
-        if self.virtual_stages > 1 and self.pipeline == 1:
+        if is_several(self.virtual_stages) and self.pipeline == 1:
             raise RecipeError(f"virtual_stages={self.virtual_stages} needs a pipeline, but pipeline=1.")
         if self.schedule is not None and self.pipeline == 1:
             raise RecipeError(f"schedule={self.schedule!r} needs a pipeline, but pipeline=1.")
-        refusal = SCHEDULES[self.chosen_schedule].refusal_of_stages(self.virtual_stages)
+        each = least_stages(self)
+        refusal = SCHEDULES[named_schedule(self)].refusal_of_stages(each)
         if refusal is not None:
             raise RecipeError(f"schedule={self.schedule!r} {refusal}.")
         if self.stage_layers is None:
@@ -218,11 +197,26 @@ class Recipe:
         object.__setattr__(self, "stage_layers", _entries("stage_layers", self.stage_layers))
         if not all(isinstance(count, int) and count >= 0 for count in self.stage_layers):
             raise RecipeError(f"stage_layers={self.stage_layers!r} must be whole numbers of at least 0, one a stage.")
-        if len(self.stage_layers) != self.stages:
+        if self.pipeline is not None and len(self.stage_layers) != self.pipeline * each:
             raise RecipeError(
                 f"stage_layers has {len(self.stage_layers)} entries, but there are pipeline={self.pipeline} x "
-                f"virtual_stages={self.virtual_stages} = {self.stages} stages."
+                f"virtual_stages={each} = {self.pipeline * each} stages."
             )
+
+
+def is_several(size: int | None) -> bool:
+    """Whether a size is given, and more than one."""
+    return size is not None and size > 1
+
+
+def named_schedule(recipe: Recipe) -> str:
+    """Name of a pipeline's schedule, the usual one where `schedule` is None."""
+    return recipe.schedule or usual_schedule(recipe.virtual_stages or 1)
+
+
+def least_stages(recipe: Recipe) -> int:
+    """Stages on each pipeline rank: as given, or the fewest that the schedule takes."""
+    return recipe.virtual_stages or SCHEDULES[named_schedule(recipe)].least_stages
 
 
 _COUNTS = (
@@ -237,17 +231,23 @@ _CHOICES: dict[str, tuple[object, ...]] = {
 }
 _OPTIONAL = ("zero_group",)
 _FLAGS = ("sequence_parallel",)
+_OF_EXPERTS_AND_STAGES = ("expert", "expert_tensor", "pipeline", "virtual_stages")
+DECIDED = tuple(item.name for item in fields(Recipe) if item.name not in ("zero_group", "schedule", "stage_layers"))
+"""Fields that a complete recipe gives."""
+
+_NAMED = 4
+"""Free fields that `words` names."""
 
 _counts_of = attrgetter(*_COUNTS)
 _kinds_of = attrgetter(*_CHOICES, *_FLAGS)
-_searched_of = attrgetter(*SEARCHED)
+_decided_of = attrgetter(*DECIDED)
 
 
 @lru_cache(maxsize=1024, typed=True)
 def _check_kinds(*values: object) -> None:
     """Check the choices and flags of a recipe; many recipes of a search have the same."""
     for name, value in zip((*_CHOICES, *_FLAGS), values, strict=True):
-        if value is not None or name not in SEARCHED:
+        if value is not None:
             check_field(name, value)
 
 

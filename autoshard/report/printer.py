@@ -147,7 +147,7 @@ def _batch(plan: Plan) -> str:
     """A recipe's batch in sequences; of other plans the inputs of a call, or of a micro-batch."""
     recipe = plan.recipe
     parts = plan.micro_batches if plan.order is None else plan.order.micro_batches
-    if recipe is not None and recipe.is_complete:
+    if recipe is not None and recipe.micro_batch is not None and recipe.data is not None:
         cut = f", in {parts} micro-batches" if parts > 1 else ""
         return f"Batch: {parts * recipe.micro_batch * recipe.data} sequences{cut}."
     shown = [f"{name} {text}" for name, text in plan.inputs.items()]

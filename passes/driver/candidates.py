@@ -13,12 +13,22 @@ from torch.utils import _pytree as pytree
 
 from autoshard.errors import RecipeError, TraceError
 from autoshard.ir.mesh import Mesh
-from autoshard.ir.recipe import Recipe
+from autoshard.ir.recipe import Recipe, is_several, least_stages, named_schedule
 from autoshard.ir.request import Request
 from autoshard.ir.staged import PIPELINE_AXIS
 from autoshard.runtime.micro_batches import batch_size
 from cost_models.hardware import Cluster
-from passes.planning.recipe_meshes import DATA, EXPERT, REPLICA, check_mesh, meshes_of_recipe
+from cost_models.schedule_orders import admits
+from passes.driver.pipelines import whole_mesh
+from passes.planning.recipe_meshes import (
+    DATA,
+    EXPERT,
+    REPLICA,
+    check_mesh,
+    meshes_of_recipe,
+    pipeline_ranks,
+    restricts,
+)
 from passes.recipe_search.search_recipes import FoundRecipe
 
 
@@ -75,8 +85,10 @@ def candidates_on(
     return [replace(given, micro_batches=count) for count in _counts_to_try(counts, meshes[0].axis_size(PIPELINE_AXIS))]
 
 
-def candidates_of(recipe: Recipe, meshes: Sequence[Mesh], global_batch: int) -> list[Candidate]:
-    """The candidates within a recipe, the fewest micro-batches first.
+def candidates_of(
+    recipe: Recipe, meshes: Sequence[Mesh], global_batch: int, micro_batches: int | None = None
+) -> list[Candidate]:
+    """The candidates within a recipe, the fewest micro-batches first; of so many alone, where `micro_batches` says.
 
     Without stages their number rises until a plan neither recomputes nor offloads. A pipeline is planned with a few
     numbers, multiples of its ranks if possible.
@@ -84,22 +96,24 @@ def candidates_of(recipe: Recipe, meshes: Sequence[Mesh], global_batch: int) -> 
     Raises:
         RecipeError: no mesh runs whole micro-batches of the batch.
     """
-    counts = _by_micro_batches(meshes, recipe, global_batch)
-    if PIPELINE_AXIS not in meshes[0].axis_names:
+    counts = by_micro_batches(meshes, recipe, global_batch) if micro_batches is None else {micro_batches: meshes}
+    ranks, each = pipeline_ranks(meshes[0]), least_stages(recipe)
+    if ranks == 1:
         rises = recipe.micro_batch is None
         return [
             Candidate(meshes=places, micro_batches=parts, recipe=recipe, is_for_memory=rises)
             for parts, places in counts.items()
         ]
+    runs = [parts for parts in counts if admits(named_schedule(recipe), ranks, parts, each)]
     return [
         Candidate(
             meshes=[mesh],
             micro_batches=parts,
             recipe=recipe,
-            schedule=recipe.chosen_schedule,
-            virtual_stages=recipe.virtual_stages,
+            schedule=recipe.schedule,
+            virtual_stages=each,
         )
-        for parts in _counts_to_try(list(counts), recipe.pipeline)
+        for parts in _counts_to_try(runs or list(counts), ranks)
         for mesh in counts[parts]
     ]
 
@@ -122,7 +136,7 @@ _AXES_IN_TIME = 2
 def planning_s(model: nn.Module, recipe: Recipe) -> float:
     """How long the search for the specs of a recipe takes, about; the same on every machine."""
     each = _SECONDS_PER_PARAMETER * len(list(model.parameters()))
-    return each if recipe.pipeline > 1 else min(each, _SECONDS_WITHOUT_STAGES)
+    return each if is_several(recipe.pipeline) else min(each, _SECONDS_WITHOUT_STAGES)
 
 
 def shape_of(recipe: Recipe, fixed: Mapping[str, object]) -> Recipe:
@@ -180,16 +194,13 @@ def meshes_for(recipe: Recipe, target: object, mesh: Mesh | None) -> list[Mesh]:
 
 def meshes_of(target: object, mesh: Mesh | None) -> list[Mesh]:
     """The meshes that a plan may be for: the given one, or those of a cluster's data and model axes."""
-    free = replace(Recipe(), data=None, tensor=None)
-    return meshes_for(free, target, mesh) if mesh is None and isinstance(target, Cluster) else [_given(target, mesh)]
+    return meshes_for(Recipe(), target, mesh)
 
 
 def _given(target: object, mesh: Mesh | None) -> Mesh:
-    if isinstance(target, DeviceMesh):
-        return Mesh.from_device_mesh(target)
-    given = target if isinstance(target, Mesh) else mesh
+    given = target if isinstance(target, DeviceMesh | Mesh) else mesh
     assert given is not None, "a target without a mesh is a cluster"
-    return given
+    return whole_mesh(given)
 
 
 def _counts_to_try(counts: Sequence[int], ranks: int) -> list[int]:
@@ -197,7 +208,7 @@ def _counts_to_try(counts: Sequence[int], ranks: int) -> list[int]:
     return [n for n in counts if n % ranks == 0][:_MOST_COUNTS] or list(counts[-1:])
 
 
-def _by_micro_batches(meshes: Sequence[Mesh], recipe: Recipe, global_batch: int) -> dict[int, list[Mesh]]:
+def by_micro_batches(meshes: Sequence[Mesh], recipe: Recipe, global_batch: int) -> dict[int, list[Mesh]]:
     """Numbers of micro-batches, the fewest first, and the meshes on which a step may have so many."""
     found: dict[int, list[Mesh]] = {}
     for mesh in meshes:
@@ -205,21 +216,27 @@ def _by_micro_batches(meshes: Sequence[Mesh], recipe: Recipe, global_batch: int)
             found.setdefault(parts, []).append(mesh)
     if not found:
         raise RecipeError(
-            f"global_batch={global_batch} is no multiple of micro_batch={recipe.micro_batch} x data={recipe.data} on "
-            f"{', '.join(map(str, meshes))}: each replica must run whole micro-batches."
+            f"global_batch={global_batch} is no multiple of micro_batch={recipe.micro_batch or 1} x data="
+            f"{_replicas(meshes[0])} on {', '.join(map(str, meshes))}: each replica must run whole micro-batches."
         )
     return dict(sorted(found.items()))
 
 
 def _micro_batches(mesh: Mesh, recipe: Recipe, global_batch: int) -> Iterator[int]:
-    sizes = dict(mesh.axes)
-    each, rest = divmod(global_batch, sizes.get(REPLICA, 1) * sizes.get(DATA, 1) * sizes.get(EXPERT, 1))
+    is_free = recipe.micro_batch is None and not restricts(recipe, DATA)  # no axis has to split the batch
+    each, rest = divmod(global_batch, 1 if is_free else _replicas(mesh))
     if rest:
         return
     if recipe.micro_batch is None:
         yield from (parts for parts in range(1, each + 1) if each % parts == 0)
     elif each % recipe.micro_batch == 0:
         yield each // recipe.micro_batch
+
+
+def _replicas(mesh: Mesh) -> int:
+    """Ranks along the axes that replicas lie on."""
+    sizes = dict(mesh.axes)
+    return sizes.get(REPLICA, 1) * sizes.get(DATA, 1) * sizes.get(EXPERT, 1)
 
 
 def with_batch(request: Request, size: int) -> Request:

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.arguments import check_optimizer, checked_reduce_dtype
 from autoshard.call import Call
 from autoshard.errors import NotAvailableError
+from autoshard.ir.mesh import Mesh
 from autoshard.runtime.agreement.step_agreement import Check
 from autoshard.runtime.engine import SimulatorEngine
 from autoshard.runtime.executor import Executor
@@ -21,13 +22,14 @@ from autoshard.runtime.stages.stage_engines import make_engines
 from autoshard.runtime.train_step import TrainStep
 from cost_models.hardware import Cluster
 from passes.driver.backends import check_in_place, finish_of, graphs_of, wrap_of
+from passes.driver.candidates import batch_of, by_micro_batches
 from passes.driver.choose_mesh import choose_mesh
-from passes.driver.fixed_plan import micro_batches_of, precision_of, update_for
-from passes.driver.pipelines import asked_of, check_pipeline, pipeline_of
-from passes.driver.planner import refuse_scaling
+from passes.driver.fixed_plan import micro_batches_of, precision_of, refuse_scaling, update_for
+from passes.driver.pipelines import asked_of, check_pipeline, pipeline_of, whole_mesh
 from passes.driver.planner_for import planner_for
 from passes.driver.stage_planner import StagePlanner
 from passes.padding.prove_padding import prove_padding
+from passes.planning.recipe_meshes import check_mesh
 from passes.verification.verify_schedule import verify_schedule
 
 
@@ -36,6 +38,7 @@ def compile_model(call: Call) -> ShardedModule | TrainStep:
     model, mesh, options, optimizer = call.model, call.target, call.options, call.optimizer
     check_optimizer(optimizer, micro_batches=call.micro_batches, max_grad_norm=call.max_grad_norm)
     assert not isinstance(optimizer, str), "it was checked"
+    _check_micro_batch(call)
     precision = precision_of(model, call.precision, call.fixed)
     if optimizer is not None:
         refuse_scaling(precision)
@@ -50,8 +53,10 @@ def compile_model(call: Call) -> ShardedModule | TrainStep:
     )
     if isinstance(mesh, Cluster):
         planner, mesh = choose_mesh(replace(call, precision=precision), mesh, planner, update)
+    if call.recipe is not None and isinstance(mesh, DeviceMesh | Mesh):
+        check_mesh(call.recipe, whole_mesh(mesh))
     known = planner.fixed or planner.made
-    asked = asked_of(known, mesh, call.micro_batches, call.schedule, call.virtual_stages)
+    asked = asked_of(known, mesh, call.micro_batches if known else _micro_batches(call, whole_mesh(mesh)), call.recipe)
     micro_batches = micro_batches_of(known, asked.micro_batches, trains=optimizer is not None)
     planner = replace(planner, micro_batches=micro_batches)
     pipeline = pipeline_of(mesh, asked.schedule, asked.virtual_stages, micro_batches)
@@ -94,6 +99,29 @@ def compile_model(call: Call) -> ShardedModule | TrainStep:
         with torch.enable_grad():
             step.compile_for(*args, **kwargs)
     return step
+
+
+def _check_micro_batch(call: Call) -> None:
+    """Raise `NotAvailableError` where the size of a micro-batch does not say how many a step has."""
+    recipe = call.recipe
+    if recipe is None or recipe.micro_batch is None:
+        return
+    size = f"recipe=Recipe(micro_batch={recipe.micro_batch})"
+    if call.micro_batches is not None:
+        raise NotAvailableError(f"{size} and micro_batches={call.micro_batches} say the same thing: leave one out.")
+    if call.optimizer is None:
+        raise NotAvailableError(f"{size} belongs to a training step: pass optimizer= too.")
+    if call.example_inputs is None and call.fixed is None:
+        raise NotAvailableError(
+            f"{size} takes a batch that is known: pass example_inputs=, or micro_batches= in place of micro_batch."
+        )
+
+
+def _micro_batches(call: Call, mesh: Mesh) -> int | None:
+    """In how many parts the call or its recipe cuts a batch; None where neither says."""
+    if call.recipe is None or call.recipe.micro_batch is None:
+        return call.micro_batches
+    return next(iter(by_micro_batches([mesh], call.recipe, batch_of(*call.inputs))))
 
 
 def _device_of(call: Call) -> torch.device:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,7 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from autoshard.call import Call
 from autoshard.errors import MeshError, NotAvailableError, PlanMismatchError
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.pipeline_order import PipelineOrder
 from autoshard.ir.plan import Plan
+from autoshard.ir.recipe import Recipe
 from autoshard.ir.staged import ALONE, PIPELINE_AXIS
 from autoshard.ir.update import Update
 from cost_models.errors import CostArgumentError
@@ -67,7 +70,7 @@ def pipeline_of(mesh: Any, schedule: str | None, virtual_stages: int, micro_batc
     if chosen not in SCHEDULES:
         raise NotAvailableError(f"schedule={chosen!r} does not run; use one of {', '.join(map(repr, SCHEDULES))}.")
     virtual_stages = max(virtual_stages, SCHEDULES[chosen].least_stages)
-    whole = Mesh.from_device_mesh(mesh) if isinstance(mesh, DeviceMesh) else mesh
+    whole = whole_mesh(mesh)
     ranks = whole.axis_size(PIPELINE_AXIS)
     if ranks * virtual_stages < 2:
         raise MeshError(f"{mesh} has one rank along 'pipeline'; leave that axis out, or give it two ranks or more.")
@@ -91,29 +94,54 @@ class Asked:
     virtual_stages: int
 
 
-def asked_of(
-    plan: Plan | None, mesh: Any, micro_batches: int | None, schedule: str | None, virtual_stages: int | None
-) -> Asked:
-    """Complete the arguments that concern a pipeline by a plan of stages.
+def asked_of(plan: Plan | None, mesh: Any, micro_batches: int | None, recipe: Recipe | None) -> Asked:
+    """Complete the arguments that concern a pipeline by the plan that the call uses.
 
     Raises:
         PlanMismatchError: the call says otherwise than the plan, or the mesh has no axis for the plan's stages.
     """
-    if plan is None or plan.order is None:
-        return Asked(micro_batches, schedule, virtual_stages or 1)
-    if PIPELINE_AXIS not in _axis_names(mesh):
+    asked = Asked(micro_batches, recipe and recipe.schedule, (recipe and recipe.virtual_stages) or 1)
+    if plan is None:
+        return asked
+    if plan.order is not None and PIPELINE_AXIS not in _axis_names(mesh):
         raise PlanMismatchError(
             f"The plan has {len(plan.stages)} stages, for {plan.mesh}, and no axis of {mesh} is named 'pipeline'. Run "
             "it on that mesh, or leave plan= out."
         )
-    found = Asked(plan.order.micro_batches, plan.schedule, plan.order.virtual_stages)
-    for name, given in (("micro_batches", micro_batches), ("schedule", schedule), ("virtual_stages", virtual_stages)):
-        if given is not None and given != getattr(found, name):
+    of_order = {} if plan.order is None else _of_order(plan, plan.order)
+    if plan.order is not None or plan.mesh == whole_mesh(mesh):
+        _check_same({**_fields(plan.recipe), **of_order}, {"micro_batches": micro_batches, **_fields(recipe)})
+    return Asked(**of_order) if of_order else asked
+
+
+def _of_order(plan: Plan, order: PipelineOrder) -> dict[str, Any]:
+    """Arguments that the order of a plan's stages says."""
+    return {
+        "micro_batches": order.micro_batches,
+        "schedule": plan.schedule,
+        "virtual_stages": order.virtual_stages,
+    }
+
+
+def _fields(recipe: Recipe | None) -> dict[str, Any]:
+    """The fields of a recipe, but for the size of an axis of the mesh; all of them None without a recipe."""
+    known = recipe or Recipe()
+    return {item.name: getattr(known, item.name) for item in fields(Recipe) if item.name != "pipeline"}
+
+
+def _check_same(planned: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+    """Raise `PlanMismatchError` for an argument that says otherwise than the plan."""
+    for name, value in asked.items():
+        if value is not None and name in planned and value != planned[name]:
             raise PlanMismatchError(
-                f"{name}={given!r} is asked for, and the plan has {name}={getattr(found, name)!r}. Leave {name} "
-                "out, or plan again."
+                f"{name}={value!r} is asked for, and the plan has {name}={planned[name]!r}. Leave {name} out, or plan "
+                "again."
             )
-    return found
+
+
+def whole_mesh(mesh: DeviceMesh | Mesh) -> Mesh:
+    """The axes of a mesh by name."""
+    return Mesh.from_device_mesh(mesh) if isinstance(mesh, DeviceMesh) else mesh
 
 
 def _axis_names(mesh: Any) -> tuple[str, ...]:

@@ -9,14 +9,15 @@ from autoshard.call import Call
 from autoshard.errors import NotAvailableError, RecipeError
 from autoshard.ir.kernels import Kernels
 from autoshard.ir.plan import Plan
-from autoshard.ir.recipe import SEARCHED, Recipe
+from autoshard.ir.recipe import Recipe
 from autoshard.runtime.micro_batches import batch_size
 from cost_models.hardware import Cluster
 from passes.driver.candidates import candidates_found, with_batch
 from passes.driver.kernels_on_one_device import kernels_of
 from passes.driver.plan_candidates import Planned, plan_candidates
+from passes.driver.price_again import none_with
 from passes.driver.pricing import narrow_dtype
-from passes.driver.recipe_search import RecipeSearch, none_with, recipe_search
+from passes.driver.recipe_search import RecipeSearch, recipe_search
 from passes.lowering.lower_program import prepare_for
 from passes.planning.build_assignment import PlanningProblem
 from passes.questions.change import Change
@@ -28,7 +29,7 @@ _WITHIN = {"recompute", "offload"}
 
 def _within(recipe: Recipe | None, change: Change) -> Recipe:
     """The recipe with a change of fields that are no axes."""
-    free = recipe or replace(Recipe(), **dict.fromkeys(SEARCHED))
+    free = recipe or Recipe()
     given = {name: next(iter(values)) for name, values in change.fields.items()}
     if "offload" in given and free.recompute is None:
         given["recompute"] = "none"  # an offloaded value is not recomputed
@@ -107,14 +108,21 @@ class PlanAgain:
     def _on_another_mesh(self, change: Change) -> Plan:
         """The fastest plan of a few recipes with a feature, as the outer search proposes them."""
         search = self._recipes(", ".join(change.fields))
-        problem = replace(search.problem, pinned={**search.problem.pinned, **change.fields})
-        found, kinds = problem.best_of_all(ceiling=Ceiling.within(search.time_budget_s))
-        if found.recipe is None:
-            raise none_with(search, found, change.fields)
+        problem = search.problem
+        found = problem.proposals(change.fields, Ceiling.within(search.time_budget_s))
+        if found[0].recipe is None:
+            raise none_with(search, found[0], change.fields)
         planner = replace(self.planned.planner, ceiling=None, progress=False, before=None)
         request, batch = self.planned.request, problem.base.batch
         candidates = candidates_found(
-            *([found, *kinds.values()], problem.pinned, self.call.model, problem.cluster, batch, planner.time_budget_s)
+            *(
+                found,
+                {**problem.pinned, **change.fields},
+                self.call.model,
+                problem.cluster,
+                batch,
+                planner.time_budget_s,
+            )
         )
         made = plan_candidates(
             planner, candidates, lambda parts: with_batch(request, batch // parts), self.check_stages
@@ -152,4 +160,4 @@ class PlanAgain:
             )
         precision = None if narrow_dtype(call.model, plan.precision) is None else plan.precision
         free = replace(call, target=self.cluster, mesh=None, memory_budget=plan.memory_budget, precision=precision)
-        return recipe_search(free, batch, with_kernels=self.planned.planner.with_kernels)
+        return recipe_search(free, batch)

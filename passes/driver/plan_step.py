@@ -13,14 +13,12 @@ from dataclasses import replace
 from functools import partial
 
 from autoshard.call import Call
-from autoshard.cluster import device_of_plans
 from autoshard.errors import AutoshardError, DoesNotFitError, NotAvailableError, RecipeError
 from autoshard.ir.plan import Plan
 from autoshard.ir.request import Request
 from autoshard.ir.update import Update
 from autoshard.runtime.micro_batches import batch_size, parts_of
 from cost_models.hardware import Cluster
-from passes.driver.backends import has_kernels
 from passes.driver.candidates import (
     Candidate,
     batch_of,
@@ -34,6 +32,7 @@ from passes.driver.candidates import (
 from passes.driver.pipelines import check_pipeline, pipeline_of
 from passes.driver.plan_candidates import Planned, plan_candidates
 from passes.driver.planner import Planner
+from passes.driver.price_again import price_found
 from passes.driver.recipe_search import RecipeSearch, recipe_search
 
 _LOGGER = logging.getLogger(__name__)
@@ -63,18 +62,17 @@ def outer_search(call: Call) -> RecipeSearch | None:
     Raises:
         AutoshardError: `global_batch` is given, and no recipe is for such a call.
     """
-    with_kernels = has_kernels(call.backend, device_of_plans(call.target))
     assert call.example_inputs is not None, "there is an example call"
     if call.recipe is not None:
         return None
     if call.global_batch is not None:
-        return recipe_search(call, call.global_batch, with_kernels=with_kernels)
+        return recipe_search(call, call.global_batch)
     is_given = call.mesh or call.constraints or call.previous or call.fixed or call.micro_batches or call.schedule
     batch = batch_size(*call.inputs)
     if is_given or not isinstance(call.target, Cluster) or call.optimizer is None or batch is None:
         return None
     try:
-        search = recipe_search(call, batch, with_kernels=with_kernels)
+        search = recipe_search(call, batch)
     except AutoshardError as error:
         _LOGGER.debug("meshes are tried without a search over recipes: %s", error)
         return None
@@ -94,8 +92,9 @@ def _request(call: Call, update: Update | None, parts: int) -> Request:
 def _candidates(call: Call) -> Sequence[Candidate]:
     """The ways to run a step on given meshes, or within a recipe."""
     if call.recipe is not None:
-        batch = call.global_batch or batch_of(*call.inputs)
-        return candidates_of(call.recipe, meshes_for(call.recipe, call.target, call.mesh), batch)
+        parts = 1 if call.optimizer is None else call.micro_batches
+        batch = 1 if parts is not None else call.global_batch or batch_of(*call.inputs)
+        return candidates_of(call.recipe, meshes_for(call.recipe, call.target, call.mesh), batch, parts)
     meshes, batch = meshes_of(call.target, call.mesh), batch_size(*call.inputs)
     pipeline_of(meshes[0], call.schedule, call.virtual_stages or 1, call.micro_batches)  # checks the schedule
     return candidates_on(meshes, batch, call.micro_batches, call.schedule, call.virtual_stages or 1)
@@ -118,7 +117,7 @@ def _plan_proposed(
             raise
         return plan_candidates(planner, _candidates(call), request_of, check_stages)
     if is_asked and (search.forecast or found.was_interrupted):
-        return search.price(found, kinds, "Ctrl-C ended the search before specs were planned")
+        return price_found(search, found, kinds, "Ctrl-C ended the search before specs were planned")
     problem, batch = search.problem, search.problem.base.batch
     candidates: Iterable[Candidate] = candidates_found(
         [found, *kinds.values()], problem.pinned, call.model, problem.cluster, batch, planner.time_budget_s
@@ -131,6 +130,6 @@ def _plan_proposed(
         if not is_asked:
             raise
         why = f"time_budget_s={planner.time_budget_s:g} was up: {error}" if ceiling.has_cut else str(error)
-        return replace(search.price(found, kinds, why), was_cut=found.was_cut or ceiling.has_cut)
+        return replace(price_found(search, found, kinds, why), was_cut=found.was_cut or ceiling.has_cut)
     was_cut = found.was_cut or planned.plan.was_cut
     return replace(planned, plan=replace(planned.plan, search_time_s=time.monotonic() - start, was_cut=was_cut))

@@ -47,6 +47,7 @@ def planner_for(
         for_compiler=call.backend == "inductor",
         with_native=call.backend != "reference",
         cuda_graph=call.options.cuda_graph,
+        recipe=call.recipe,
         reduce_dtype=reduce_dtype,
         gather_outputs=call.options.gather_outputs,
         progress=progress,

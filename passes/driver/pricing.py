@@ -20,12 +20,13 @@ from autoshard.arguments import (
     check_has_loss,
     check_loss,
     check_model,
+    check_recipe,
     check_tensors,
     check_trains,
     checked_cluster,
     split_inputs,
 )
-from autoshard.errors import NotAvailableError, RecipeError, TraceError
+from autoshard.errors import NotAvailableError, TraceError
 from autoshard.ir.execution import Execution
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
@@ -65,22 +66,18 @@ def price(
         raise NotAvailableError(
             f"step_model={step_model!r} is a {type(step_model).__name__}; pass a cost_models.step.StepModel."
         )
-    if not isinstance(recipe, Recipe):
-        raise RecipeError(f"recipe={recipe!r} is a {type(recipe).__name__}; pass an autoshard.Recipe.")
+    check_recipe(recipe)
     profile = runtime_named(runtime)
     if runtime is not None and profile is None:
         raise NotAvailableError(
             "runtime='autoshard' runs what autoshard.plan(model, mesh, recipe=recipe) plans: call that. price(...) is "
             "of other runtimes, runtime='megatron', say."
         )
-    if not recipe.is_complete:
-        raise RecipeError(
-            f"recipe={recipe.words}: another runtime's price takes every field. Give those that are free, or let "
-            "autoshard.plan(recipe=) search them for our own runtime."
-        )
     trained = Execution(
         runtime=profile or USUAL, optimizer=optimizer, precision=precision, micro_batch=1, global_batch=global_batch
     )
+    if recipe.data is None:
+        recipe = replace(recipe, data=max(1, cluster.size // recipe.devices))
     return price_execution(model, cluster, trained.of(recipe), example_inputs, loss_fn, step_model)
 
 

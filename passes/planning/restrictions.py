@@ -34,12 +34,12 @@ from autoshard.errors import RecipeError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import InputKind, InputSlot, Program
 from autoshard.ir.recipe import Recipe
-from autoshard.ir.staged import PIPELINE_AXIS, crosses_stages, is_of_weights
+from autoshard.ir.staged import crosses_stages, is_of_weights
 from autoshard.ir.update import parameter_of
 from autoshard.kernels import experts as experts_operator
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.parameter_uses import gradient_of, uses_of
-from passes.planning.recipe_meshes import CONTEXT, DATA, EXPERT, MODEL, REPLICA, check_mesh
+from passes.planning.recipe_meshes import CONTEXT, DATA, EXPERT, MODEL, REPLICA, check_mesh, restricts
 from passes.strategies.enumerate_strategies import Link
 
 Masks = dict[int, np.ndarray]
@@ -81,11 +81,12 @@ class Experts(StrEnum):
     SHARED_OUT = "shared out"
     SPLIT = "split"
     WHOLE = "whole"
+    FREE = "free"
 
     @property
-    def is_split(self) -> bool:
-        """Whether a rank has a part of them."""
-        return self is not Experts.WHOLE
+    def is_split(self) -> bool | None:
+        """Whether a rank has a part of them; None: as the search likes."""
+        return None if self is Experts.FREE else self is not Experts.WHOLE
 
 
 ROLES: Roles = {
@@ -105,23 +106,24 @@ MEGATRON = Role(matrices=True, uses=True, inputs=False, results=None)
 
 
 def roles_of(recipe: Recipe, mesh: Mesh) -> Roles:
-    """Role of each axis of a mesh under a recipe.
+    """Role of each axis of a mesh that a recipe restricts. An axis of whose fields none is given is free.
 
     Raises:
         RecipeError: the mesh is not that of the recipe.
         NotAvailableError: the recipe does what no restriction of specs is.
     """
     check_mesh(recipe, mesh)
-    sharded = _OF_ZERO[recipe.zero]
-    of_experts = {EXPERT: Experts.SHARED_OUT, MODEL: Experts.WHOLE if recipe.expert_tensor == 1 else Experts.SPLIT}
+    within = {None: Experts.FREE, 1: Experts.WHOLE}.get(recipe.expert_tensor, Experts.SPLIT)
+    shared = Experts.FREE if recipe.expert is None else None
+    sharded = replace(_OF_ZERO[recipe.zero], experts=shared)
     roles = {
-        REPLICA: ROLES["data"],
+        REPLICA: replace(ROLES["data"], experts=shared),
         DATA: sharded,
-        EXPERT: replace(sharded, experts=of_experts[EXPERT]),
+        EXPERT: replace(sharded, experts=Experts.SHARED_OUT),
         CONTEXT: replace(sharded, dim=1),
-        MODEL: replace(MEGATRON, between=recipe.sequence_parallel, experts=of_experts[MODEL]),
+        MODEL: replace(MEGATRON, between=recipe.sequence_parallel, experts=within),
     }
-    return {axis: roles[axis] for axis, size in mesh.axes if size > 1 and axis != PIPELINE_AXIS}
+    return {axis: roles[axis] for axis, size in mesh.axes if size > 1 and restricts(recipe, axis)}
 
 
 def restricted(planning: PlanningProblem, recipe: Recipe) -> Masks:
@@ -132,10 +134,12 @@ def restricted(planning: PlanningProblem, recipe: Recipe) -> Masks:
     """
     roles = roles_of(recipe, planning.space.mesh)
     masks: Masks = {}
-    has_state = bool(planning.space.program.inputs_of(InputKind.STATE))
+    program = planning.space.program
+    has_state = bool(program.inputs_of(InputKind.STATE))
     for axis, role in roles.items():
         role = role if has_state else replace(role, state=None)
-        found = restrict(planning, role, axis, masks, of_stage=is_stage(planning.space.program))
+        role = role if program.trains else replace(role, gradients=None)
+        found = restrict(planning, role, axis, masks, of_stage=is_stage(program))
         if found is None:
             raise RecipeError(
                 f"{recipe.words}: nothing in the model can be split over axis {axis!r} of {planning.space.mesh} as "

@@ -19,6 +19,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
+from passes.planning.recipe_meshes import names_axes_of
 from passes.strategies.enumerate_strategies import EnumerateStrategies, SearchSpace
 
 _LOGGER = logging.getLogger(__name__)
@@ -80,7 +81,7 @@ def tied_levels(
     groups: Groups = tuple((axis,) for axis in mesh.axis_names)
     levels: list[Groups] = [groups]
     specs = [*constraints, *(() if before is None else _specs_of(before))]
-    while recipe is None and len(groups) > _GROUPS:
+    while not names_axes_of(recipe, [mesh]) and len(groups) > _GROUPS:
         first = next((i for i in range(len(groups) - 1) if _are_alike(groups[i] + groups[i + 1], specs)), None)
         if first is None:
             break

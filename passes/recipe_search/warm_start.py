@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from autoshard.errors import RecipeError
 from autoshard.ir.execution import Execution
 from autoshard.ir.recipe import Recipe
 from cost_models.errors import CostModelError
 from passes.recipe_search.recipe_problem import RecipeProblem
-from passes.recipe_search.recipe_space import SEARCHED, Only
+from passes.recipe_search.recipe_space import Only
 from passes.solver.search_control import Ceiling
 
 
@@ -20,18 +18,12 @@ def known_recipe(problem: RecipeProblem, before: Recipe, ceiling: Ceiling | None
     have other replicas or pipeline ranks. None where there is none of these either, or the ceiling cuts first.
     """
     try:
-        recipe = _on_base(problem, before)
+        recipe = problem.base.of(before)
         if problem.admits(recipe):
             return recipe
     except (RecipeError, CostModelError):
         pass  # it is no recipe for this cluster or batch
     return problem.best(only=alike(before), ceiling=ceiling).recipe
-
-
-def _on_base(problem: RecipeProblem, before: Recipe) -> Execution:
-    """A recipe with the problem's own batch, precision, and all else that is not searched."""
-    given = {name: getattr(before, name) for name in (*SEARCHED, "stage_layers")}
-    return replace(problem.base, **{name: value for name, value in given.items() if value is not None})
 
 
 _ALIKE = (

@@ -14,7 +14,6 @@ from typing import TypeVar
 
 from autoshard.errors import RecipeError
 from autoshard.ir.execution import Execution
-from autoshard.ir.recipe import Recipe
 from cost_models import schedule_orders
 from cost_models.errors import CostArgumentError
 from cost_models.schedule_orders import most_in_flight, stage_ranks
@@ -32,7 +31,7 @@ class Stage:
     sections: tuple[tuple[str, int], ...]
 
 
-def share_out(blocks: Sequence[str], recipe: Recipe) -> tuple[Stage, ...]:
+def share_out(blocks: Sequence[str], recipe: Execution) -> tuple[Stage, ...]:
     """The stages of a model's blocks, in order; the ends go with the first and the last."""
     counts = _block_counts(len(blocks), recipe)
     stages, start = [], 0
@@ -44,7 +43,7 @@ def share_out(blocks: Sequence[str], recipe: Recipe) -> tuple[Stage, ...]:
     return tuple(stages)
 
 
-def _block_counts(blocks: int, recipe: Recipe) -> tuple[int, ...]:
+def _block_counts(blocks: int, recipe: Execution) -> tuple[int, ...]:
     """Blocks on each stage."""
     if recipe.stage_layers is not None:
         if sum(recipe.stage_layers) != blocks:
@@ -78,7 +77,7 @@ def even_blocks(blocks: int, stages: int, *, split_ends: bool = False) -> tuple[
     return tuple(counts)
 
 
-def rank_sections(stages: Sequence[Stage], recipe: Recipe) -> list[dict[str, int]]:
+def rank_sections(stages: Sequence[Stage], recipe: Execution) -> list[dict[str, int]]:
     """By pipeline rank, how often it has each section, as its schedule lays the stages out."""
     held: list[dict[str, int]] = [{} for _ in range(recipe.pipeline)]
     owners = stage_ranks(recipe.chosen_schedule, recipe.pipeline, recipe.virtual_stages)
@@ -96,7 +95,7 @@ def in_flight(recipe: Execution) -> tuple[float, ...]:
     return tuple(count / recipe.virtual_stages for count in counts)
 
 
-def cuts_backward(recipe: Recipe) -> bool:
+def cuts_backward(recipe: Execution) -> bool:
     """Whether a pipeline's schedule cuts backwards in two."""
     return recipe.pipeline > 1 and schedule_orders.cuts_backward(recipe.chosen_schedule)
 

@@ -8,7 +8,6 @@ from functools import lru_cache
 
 from autoshard.errors import RecipeError
 from autoshard.ir.execution import Execution
-from autoshard.ir.recipe import Recipe
 from cost_models.collectives import (
     all_gather_time,
     all_reduce_time,
@@ -52,7 +51,7 @@ class Groups:
         return {"tensor": self.tensor, "context": self.context, "expert": self.expert}[axis]
 
 
-def recipe_groups(recipe: Recipe, cluster: Cluster) -> Groups:
+def recipe_groups(recipe: Execution, cluster: Cluster) -> Groups:
     """The groups of a recipe on a cluster. Raises RecipeError if it needs another number of devices."""
     if recipe.devices != cluster.size:
         raise RecipeError(
@@ -79,7 +78,7 @@ def recipe_groups(recipe: Recipe, cluster: Cluster) -> Groups:
     )
 
 
-def shard_ranks(recipe: Recipe) -> tuple[int, int]:
+def shard_ranks(recipe: Execution) -> tuple[int, int]:
     """Over how many ranks ZeRO shards what is not experts', and theirs."""
     return recipe.zero_group or recipe.replicas, recipe.expert_ranks // recipe.expert
 

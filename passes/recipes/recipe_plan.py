@@ -13,7 +13,6 @@ from autoshard.ir.offload import Offload
 from autoshard.ir.plan import Plan
 from autoshard.ir.plan_parts import ParameterPlan, Prediction
 from autoshard.ir.program import InputKind, OutputKind, describe
-from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.text import format_bytes
 from cost_models.hardware import Cluster
@@ -135,7 +134,7 @@ def _peak(recipe: Execution, cluster: Cluster) -> float:
     return cluster.device.peak("bf16" if recipe.precision == "f8" else recipe.precision)
 
 
-def recipe_mesh(recipe: Recipe) -> Mesh:
+def recipe_mesh(recipe: Execution) -> Mesh:
     """The mesh of a recipe, slowest axis first, as Megatron-LM orders ranks; axes of one are left out.
 
     The expert axis is the fastest part of data x context, which is then called "data".
@@ -175,7 +174,7 @@ def _parameter_plans(
     return plans
 
 
-def replica_sharded(spec: PartitionSpec, recipe: Recipe, mesh: Mesh) -> PartitionSpec:
+def replica_sharded(spec: PartitionSpec, recipe: Execution, mesh: Mesh) -> PartitionSpec:
     """The spec of a parameter at rest: ZeRO-3 splits its first dim over replicas too."""
     if recipe.zero < 3:
         return spec

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 import autoshard
-from autoshard import Mesh
+from autoshard import Mesh, Recipe
 from autoshard.ir.pipeline_order import StageTask
 from autoshard.runtime.agreement.digests import table_on
 from autoshard.runtime.program_run import ProgramRun
@@ -42,10 +42,10 @@ TOLERANCE = 0.05
 MICRO_BATCHES, SEQUENCES, TOKENS, VOCABULARY = 8, 16, 128, 512
 
 SCHEDULES: Mapping[str, Mapping[str, Any]] = {
-    "GPipe": {"schedule": "GPipe"},
-    "1F1B": {"schedule": "1F1B"},
-    "interleaved": {"schedule": "Interleaved1F1B", "virtual_stages": 2},
-    "ZB-H1": {"schedule": "InterleavedZeroBubble"},
+    "GPipe": {"recipe": Recipe(schedule="GPipe")},
+    "1F1B": {"recipe": Recipe(schedule="1F1B")},
+    "interleaved": {"recipe": Recipe(schedule="Interleaved1F1B", virtual_stages=2)},
+    "ZB-H1": {"recipe": Recipe(schedule="InterleavedZeroBubble")},
 }
 
 

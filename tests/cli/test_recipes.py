@@ -14,7 +14,9 @@ from autoshard.cli.recipes import parse_constraints, parse_recipe
 def test_fields_are_numbers_words_and_lists() -> None:
     """Each value becomes what the field wants."""
     text = "pipeline=2,virtual_stages=1,stage_layers=3+5,sequence_parallel=yes,tensor=2,recompute=none,zero_group=none"
-    expected = Recipe(pipeline=2, stage_layers=(3, 5), sequence_parallel=True, tensor=2)
+    expected = Recipe(
+        pipeline=2, virtual_stages=1, stage_layers=(3, 5), sequence_parallel=True, tensor=2, recompute="none"
+    )
     assert parse_recipe(text) == expected
 
 
@@ -42,7 +44,7 @@ def test_a_file_that_is_no_recipe(tmp_path: Path, text: str, message: str) -> No
 
 
 def test_mistakes_are_named() -> None:
-    """What is no pair, and what is no field."""
+    """Text that is no pair, and a name that is no field, are refused by name."""
     with pytest.raises(RecipeError, match="must read FIELD=VALUE"):
         parse_recipe("data")
     with pytest.raises(RecipeError, match=r"data='9+' must be a whole number of at least 1"):

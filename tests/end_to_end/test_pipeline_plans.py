@@ -12,7 +12,16 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard import Cluster, DoesNotFitError, Mesh, NotAvailableError, Plan, PlanMismatchError, VerificationError
+from autoshard import (
+    Cluster,
+    DoesNotFitError,
+    Mesh,
+    NotAvailableError,
+    Plan,
+    PlanMismatchError,
+    Recipe,
+    VerificationError,
+)
 from autoshard.ir.program import Program
 from cost_models.hardware import node_type
 from cost_models.topology import Link
@@ -101,7 +110,7 @@ def test_a_plan_is_printed(tmp_path: Path) -> None:
 
 
 def test_stages_of_one_node_hand_on_inside_it() -> None:
-    """Of four stages on two nodes of two only those in the middle hand on over the network."""
+    """Two nodes hold two stages each; only the two middle stages hand on over the network."""
     model, inputs = skips()
     node = replace(node_type("h100_sxm"), inter=Link(1e6, 1.0, 0.0, 1e-3, 0.0, 0.0, 1.0))
     asked: dict[str, Any] = {"example_inputs": inputs, "optimizer": adamw(model), "micro_batches": MICRO_BATCHES}
@@ -134,6 +143,12 @@ def test_the_number_of_micro_batches_is_chosen() -> None:
     ("options", "words"),
     [
         ({"micro_batches": 2}, "micro_batches=2 is asked for, and the plan has micro_batches=4"),
+        ({"recipe": Recipe(schedule="GPipe")}, "schedule='GPipe' is asked for, and the plan has schedule='1F1B'"),
+        (
+            {"recipe": Recipe(virtual_stages=2)},
+            "virtual_stages=2 is asked for, and the plan has virtual_stages=1. Leave virtual_stages out",
+        ),
+        ({"recipe": Recipe(zero=3)}, "zero=3 is asked for, and the plan has zero=None"),
         ({"mesh": {"data": 2}}, "no axis of"),
         ({"mesh": {"pipeline": 2}}, "Plan again for that mesh"),
         ({"max_grad_norm": None}, "of another model or optimizer"),
@@ -157,15 +172,15 @@ def in_wide_stages(**options: Any) -> Any:
 
 def test_memory_has_what_the_order_has_in_flight() -> None:
     """GPipe holds all micro-batches, 1F1B as many as there are stages; a budget between them decides."""
-    one, all_of_them = (in_wide_stages(schedule=name)[0].plan for name in ("1F1B", "GPipe"))
+    one, all_of_them = (in_wide_stages(recipe=Recipe(schedule=name))[0].plan for name in ("1F1B", "GPipe"))
     most, least = all_of_them.predicted.peak_memory_bytes, one.predicted.peak_memory_bytes
     assert most > 2 * least
     budget = (most + least) // 2
-    tight = in_wide_stages(schedule="GPipe", memory_budget=budget)[0].plan
+    tight = in_wide_stages(recipe=Recipe(schedule="GPipe"), memory_budget=budget)[0].plan
     assert tight.predicted.peak_memory_bytes <= budget
     assert any(stage.recompute.nodes or stage.offload.nodes for stage in tight.stages)
     with pytest.raises(DoesNotFitError, match="micro-batches in flight on a rank"):
-        in_wide_stages(schedule="GPipe", memory_budget=200_000)
+        in_wide_stages(recipe=Recipe(schedule="GPipe"), memory_budget=200_000)
 
 
 def test_stages_that_do_not_fit_in_time_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +188,7 @@ def test_stages_that_do_not_fit_in_time_say_so(monkeypatch: pytest.MonkeyPatch) 
     made = StagePlans.plan
     monkeypatch.setattr(StagePlans, "plan", lambda *given, **options: made(*given, **{**options, "in_time": True}))
     with pytest.raises(NotAvailableError, match=r"did not end in time: those found need .* per device; give it more"):
-        in_wide_stages(schedule="GPipe", memory_budget=200_000, time_budget_s=0.0)
+        in_wide_stages(recipe=Recipe(schedule="GPipe"), memory_budget=200_000, time_budget_s=0.0)
 
 
 def test_no_stage_is_searched_twice_within_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +201,7 @@ def test_no_stage_is_searched_twice_within_one_limit(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(Planner, "search_and_lower", noted)
     with pytest.raises(DoesNotFitError):
-        in_wide_stages(virtual_stages=2, memory_budget=200_000)
+        in_wide_stages(recipe=Recipe(virtual_stages=2), memory_budget=200_000)
     assert len(asked) > len({digest for digest, _ in asked})
     assert len(asked) == len(set(asked))
 
@@ -198,10 +213,10 @@ def _takes_what_is_predicted(**options: Any) -> None:
 
 
 CHECKS = {
-    "1F1B": partial(_takes_what_is_predicted, schedule="1F1B"),
-    "GPipe": partial(_takes_what_is_predicted, schedule="GPipe"),
-    "interleaved": partial(_takes_what_is_predicted, virtual_stages=2),
-    "zero bubble": partial(_takes_what_is_predicted, schedule="InterleavedZeroBubble"),
+    "1F1B": partial(_takes_what_is_predicted, recipe=Recipe(schedule="1F1B")),
+    "GPipe": partial(_takes_what_is_predicted, recipe=Recipe(schedule="GPipe")),
+    "interleaved": partial(_takes_what_is_predicted, recipe=Recipe(virtual_stages=2)),
+    "zero bubble": partial(_takes_what_is_predicted, recipe=Recipe(schedule="InterleavedZeroBubble")),
 }
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import autoshard
-from autoshard import Mesh, MeshError, NotAvailableError, P
+from autoshard import Mesh, NotAvailableError, P, Recipe, RecipeError
 from autoshard.errors import InvalidSpecError
 from autoshard.runtime.stages.stage_meshes import is_elsewhere
 from autoshard.testing import Link, delayed_mesh
@@ -106,13 +106,13 @@ def check_equal(name: str, mesh: Mesh | DeviceMesh, **options: Any) -> Any:
 @pytest.mark.parametrize(
     ("name", "axes", "options"),
     [
-        ("skips", {"pipeline": 4, "data": 2}, {"schedule": "GPipe"}),
-        ("skips", {"data": 2, "pipeline": 2}, {"schedule": "LoopedBFS", "virtual_stages": 2}),
-        ("skips", {"pipeline": 2, "data": 2}, {"schedule": "InterleavedZeroBubble", "virtual_stages": 2}),
-        ("skips", {"pipeline": 2}, {"schedule": "ZBVZeroBubble"}),
-        ("skips", {"pipeline": 2, "data": 2}, {"schedule": "DualPipeV"}),
+        ("skips", {"pipeline": 4, "data": 2}, {"recipe": Recipe(schedule="GPipe")}),
+        ("skips", {"data": 2, "pipeline": 2}, {"recipe": Recipe(schedule="LoopedBFS", virtual_stages=2)}),
+        ("skips", {"pipeline": 2, "data": 2}, {"recipe": Recipe(schedule="InterleavedZeroBubble", virtual_stages=2)}),
+        ("skips", {"pipeline": 2}, {"recipe": Recipe(schedule="ZBVZeroBubble")}),
+        ("skips", {"pipeline": 2, "data": 2}, {"recipe": Recipe(schedule="DualPipeV")}),
         ("skips", {"pipeline": 3}, {}),
-        ("gpt2", {"pipeline": 2, "data": 2}, {"schedule": "InterleavedZeroBubble"}),
+        ("gpt2", {"pipeline": 2, "data": 2}, {"recipe": Recipe(schedule="InterleavedZeroBubble")}),
         ("llama", {"pipeline": 2, "data": 2, "model": 2}, {}),
         ("t5", {"pipeline": 2}, {}),
         ("vit", {"pipeline": 2, "data": 2}, {}),
@@ -133,7 +133,9 @@ def test_simulated_stages_train_as_one_device(name: str, axes: dict[str, int], o
 )
 def test_simulated_stages_of_sharded_weights(constraints: dict[str, P], schedule: str) -> None:
     """Weights and optimizer state lie in a stage as constraints say."""
-    step = check_equal("skips", Mesh({"pipeline": 2, "data": 2}), constraints=constraints, schedule=schedule)
+    step = check_equal(
+        "skips", Mesh({"pipeline": 2, "data": 2}), constraints=constraints, recipe=Recipe(schedule=schedule)
+    )
     assert step.sharded.specs["layers.0.weight"] == constraints.get("layers.*.weight", P())
 
 
@@ -169,7 +171,7 @@ def test_evaluation_on_the_simulator_reads_trained_weights() -> None:
 
 
 def test_state_dict_goes_on_without_stages() -> None:
-    """What stages trained goes on without them, from the state dict."""
+    """A run without stages goes on from the state dict of a run in stages."""
     step, _, inputs = compiled("skips", Mesh({"pipeline": 2}))
     for _ in range(2):
         step(**inputs)
@@ -190,7 +192,7 @@ def test_a_stage_without_gradients(schedule: str) -> None:
     F.mse_loss(alone(x), target).backward()
     torch.optim.SGD(alone.parameters(), lr=0.1).step()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    options = {"optimizer": optimizer, "loss_fn": F.mse_loss, "micro_batches": 2, "schedule": schedule}
+    options = {"optimizer": optimizer, "loss_fn": F.mse_loss, "micro_batches": 2, "recipe": Recipe(schedule=schedule)}
     autoshard.compile(model, Mesh({"pipeline": 2}), **options)(x, target)
     torch.testing.assert_close(dict(model.named_parameters()), dict(alone.named_parameters()), rtol=1e-5, atol=1e-6)
 
@@ -212,7 +214,11 @@ def test_stages_that_take_no_time() -> None:
     torch.manual_seed(0)
     model, x = Views(), torch.randn(16, 8, 8)
     expected = model(x).item()
-    options = {"micro_batches": 4, "schedule": "InterleavedZeroBubble", "virtual_stages": 2, "time_budget_s": 2.0}
+    options = {
+        "micro_batches": 4,
+        "recipe": Recipe(schedule="InterleavedZeroBubble", virtual_stages=2),
+        "time_budget_s": 2.0,
+    }
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     step = autoshard.compile(model, Mesh({"pipeline": 3, "data": 2, "model": 2}), optimizer=optimizer, **options)
     assert float(step(x)) == pytest.approx(expected, rel=1e-5)
@@ -222,14 +228,17 @@ def test_stages_that_take_no_time() -> None:
     ("options", "error", "words"),
     [
         ({"optimizer": None, "micro_batches": None, "max_grad_norm": None}, NotAvailableError, "without optimizer="),
-        ({"schedule": "PipeDream"}, NotAvailableError, "use one of 'GPipe', '1F1B'"),
-        ({"schedule": "1F1B", "virtual_stages": 2}, NotAvailableError, "does not run with micro_batches=4"),
+        (
+            {"recipe": Recipe(schedule="DualPipeV"), "micro_batches": 1},
+            NotAvailableError,
+            "not run with micro_batches=1",
+        ),
         ({"backend": "triton"}, NotAvailableError, "backend='triton' does not run stages"),
         ({"constraints": {"nowhere.*": P()}}, InvalidSpecError, "matches no parameter"),
     ],
 )
 def test_refused_by_name(options: dict[str, Any], error: type[Exception], words: str) -> None:
-    """What stages cannot do is refused in one sentence that names it."""
+    """Stages refuse what they do not support in one sentence that names it."""
     model, inputs = skips()
     asked = {"optimizer": adamw(model), "micro_batches": 4, "max_grad_norm": NORM, **options}
     with pytest.raises(error, match=words):
@@ -239,8 +248,8 @@ def test_refused_by_name(options: dict[str, Any], error: type[Exception], words:
 def test_a_schedule_needs_a_pipeline() -> None:
     """A schedule on a mesh without stages is an error."""
     model, _ = skips()
-    with pytest.raises(MeshError, match="no axis of"):
-        autoshard.compile(model, Mesh({"data": 2}), optimizer=adamw(model), schedule="GPipe")
+    with pytest.raises(RecipeError, match="schedule='GPipe' needs a pipeline"):
+        autoshard.compile(model, Mesh({"data": 2}), optimizer=adamw(model), recipe=Recipe(schedule="GPipe"))
 
 
 def test_an_untraced_optimizer_is_refused() -> None:
@@ -291,14 +300,14 @@ def _holds_its_stage() -> None:
 
 CHECKS_OF_TWO = {
     "1F1B": partial(_trains, "skips", {"pipeline": 2}),
-    "zero bubble": partial(_trains, "gpt2", {"pipeline": 2}, schedule="InterleavedZeroBubble"),
-    "V": partial(_trains, "skips", {"pipeline": 2}, schedule="ZBVZeroBubble"),
-    "interleaved": partial(_trains, "skips", {"pipeline": 2}, virtual_stages=2),
+    "zero bubble": partial(_trains, "gpt2", {"pipeline": 2}, recipe=Recipe(schedule="InterleavedZeroBubble")),
+    "V": partial(_trains, "skips", {"pipeline": 2}, recipe=Recipe(schedule="ZBVZeroBubble")),
+    "interleaved": partial(_trains, "skips", {"pipeline": 2}, recipe=Recipe(virtual_stages=2)),
     "a DeviceMesh of a pipeline alone": _trains_behind_slow_links,
     "holds": _holds_its_stage,
 }
 CHECKS_OF_FOUR = {
-    "four stages": partial(_trains, "skips", {"pipeline": 4}, schedule="GPipe"),
+    "four stages": partial(_trains, "skips", {"pipeline": 4}, recipe=Recipe(schedule="GPipe")),
     "with data": partial(_trains, "skips", {"data": 2, "pipeline": 2}),
     "with model": partial(_trains, "llama", {"pipeline": 2, "model": 2}),
 }

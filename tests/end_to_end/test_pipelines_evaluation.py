@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 import autoshard
-from autoshard import Mesh, NotAvailableError, P
+from autoshard import Mesh, NotAvailableError, P, Recipe
 from tests.end_to_end.models import t5
 from tests.end_to_end.test_pipelines import adamw, compiled
 from tests.runtime.processes import checked_once, report
@@ -100,8 +100,11 @@ def evaluates_between_steps(axes: dict[str, int], **options: Any) -> None:
     ("axes", "options"),
     [
         ({"pipeline": 2, "data": 2}, {"constraints": {"*weight": P("data"), "*:*weight": P("data")}}),
-        ({"pipeline": 2}, {"schedule": "ZBVZeroBubble"}),
-        ({"data": 2, "pipeline": 2}, {"virtual_stages": 2, "options": autoshard.Options(gather_outputs=True)}),
+        ({"pipeline": 2}, {"recipe": Recipe(schedule="ZBVZeroBubble")}),
+        (
+            {"data": 2, "pipeline": 2},
+            {"recipe": Recipe(virtual_stages=2), "options": autoshard.Options(gather_outputs=True)},
+        ),
     ],
     ids=["ZeRO-3", "V", "virtual stages"],
 )
@@ -173,7 +176,7 @@ def _evaluates_t5() -> None:
 
 
 CHECKS_OF_TWO = {
-    "V": partial(evaluates_between_steps, {"pipeline": 2}, schedule="ZBVZeroBubble"),
+    "V": partial(evaluates_between_steps, {"pipeline": 2}, recipe=Recipe(schedule="ZBVZeroBubble")),
     "gradients": _gradients_are_refused,
     "forgotten": partial(check_freed, {"pipeline": 2}),
 }
@@ -184,7 +187,7 @@ CHECKS_OF_FOUR = {
     "whole outputs": partial(
         evaluates_between_steps,
         {"data": 2, "pipeline": 2},
-        virtual_stages=2,
+        recipe=Recipe(virtual_stages=2),
         options=autoshard.Options(gather_outputs=True),
     ),
     "t5": _evaluates_t5,

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import autoshard
-from autoshard import CheckpointError, Checkpoints, Mesh, NotAvailableError, P, TraceError
+from autoshard import CheckpointError, Checkpoints, Mesh, NotAvailableError, P, Recipe, TraceError
 from autoshard.errors import WeightsError
 from autoshard.runtime import distributed
 from autoshard.runtime.stages.stage_meshes import is_elsewhere
@@ -281,7 +281,7 @@ ON_TWO = {
     "state dicts": check_state_dicts,
     "saved in stages": partial(check_saving, name="two stages", mesh=STAGES),
     "loaded without stages": partial(check_loading, name="four ranks", mesh=PAIR),
-    "loaded in stages": partial(check_loading, name="four ranks", mesh=STAGES, schedule="GPipe"),
+    "loaded in stages": partial(check_loading, name="four ranks", mesh=STAGES, recipe=Recipe(schedule="GPipe")),
     "loaded before a plan": partial(check_loading, name="four ranks", mesh=STAGES, planned=False),
     "damage": partial(check_damage, name="damaged"),
 }
@@ -296,7 +296,7 @@ ON_FOUR_SLOWLY = {
     "weights are made": check_weights_are_made,
     "saved without stages": partial(check_saving, name="no stages", mesh=LINE),
     "loaded in more stages": partial(check_loading, name="four ranks", mesh=FOUR_STAGES),
-    "loaded in virtual stages": partial(check_loading, name="four ranks", mesh=SQUARE, virtual_stages=2),
+    "loaded in virtual stages": partial(check_loading, name="four ranks", mesh=SQUARE, recipe=Recipe(virtual_stages=2)),
     "loaded in stages": partial(check_loading, name="no stages", mesh=SQUARE),
 }
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard import Mesh, P
+from autoshard import Mesh, P, Recipe
 from autoshard.runtime.stages.stage_meshes import is_elsewhere
 from tests.end_to_end.models import gpt2, llama, t5, vit
 from tests.end_to_end.training import Training, assert_equal, whole
@@ -159,7 +159,8 @@ CASES = [
 
 def check(case: Case) -> None:
     found = in_stages(
-        *(case.name, case.axes, case.constraints), schedule=case.schedule, virtual_stages=case.virtual_stages
+        *(case.name, case.axes, case.constraints),
+        recipe=Recipe(schedule=case.schedule, virtual_stages=case.virtual_stages),
     )
     assert_equal(found, on_one_device(case.name))
 
@@ -198,9 +199,10 @@ ON_PROCESSES: Mapping[int, Sequence[Case]] = {
 
 
 def check_held(case: Case) -> None:
-    """As `check`, of what this rank's stages hold."""
+    """Check the values that this rank's stages hold, like `check`."""
     found = in_stages(
-        *(case.name, case.axes, case.constraints), schedule=case.schedule, virtual_stages=case.virtual_stages
+        *(case.name, case.axes, case.constraints),
+        recipe=Recipe(schedule=case.schedule, virtual_stages=case.virtual_stages),
     )
     expected = on_one_device(case.name)
     assert 0 < len(found.parameters) < len(expected.parameters)

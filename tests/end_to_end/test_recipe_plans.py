@@ -16,17 +16,19 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autoshard
 from autoshard import Cluster, Mesh, NotAvailableError, Plan, PlanMismatchError, Recipe, RecipeError
+from autoshard.ir.execution import Execution
 from autoshard.runtime.launch import share_among_processes
 from autoshard.runtime.stages.stage_meshes import is_elsewhere
 from cost_models.schedule_orders import SCHEDULES, admits
 from cost_models.streams import overlap_of, simulate_streams
+from passes.driver.plan_again import PlanAgain
 from passes.driver.plan_and_lower import planning_problem
 from passes.driver.plan_of_choice import lowered_plan
 from passes.lowering.lower_program import lower_program
 from passes.lowering.lowering_options import LoweringOptions
 from passes.memory.lowered_memory import peak_bytes
 from passes.prediction.walk_program import walk_program
-from passes.questions.explain import PlanAlternatives
+from passes.questions.ask import Questions
 from passes.recomputation.plan_before import solution_of
 from passes.strategies.price_nodes import NodePrices
 from tests.end_to_end.test_chosen_plans import LLAMA, decoder
@@ -107,9 +109,10 @@ def staged_recipes(draw: st.DrawFn) -> Recipe:
 
 def check_price(plan: Plan, cluster: Cluster) -> None:
     """The plan, the same specs in a problem without the recipe, and the walk of the lowered program say the same."""
-    asked = plan.alternatives
-    assert isinstance(asked, PlanAlternatives)
-    options = replace(asked.options, recipe=None)
+    assert isinstance(plan.alternatives, Questions)
+    assert isinstance(plan.alternatives.replan, PlanAgain)
+    asked = plan.alternatives.replan.planned
+    options = replace(asked.planner._options(asked.program, plan.mesh, {}), recipe=None)
     planning = planning_problem(asked.program, plan.mesh, cluster, options)
     same = solution_of(plan, planning, {})
     assert same is not None
@@ -176,7 +179,7 @@ def test_recipes_with_stages_run(recipe: Recipe) -> None:
     layers = 4 if recipe.virtual_stages > 1 or recipe.stage_layers else 2
     plan = plan_of(recipe, cluster_of(recipe.devices), layers=layers)
     assert (plan.runs, plan.recipe) == (True, recipe)
-    assert len(plan.stages) == recipe.stages
+    assert len(plan.stages) == 2 * recipe.virtual_stages
     assert plan.micro_batches == BATCH // recipe.data // recipe.micro_batch
     blocks = [len({name.split(".")[1] for name in stage.parameters if "layers" in name}) for stage in plan.stages]
     assert recipe.stage_layers in (None, tuple(blocks))
@@ -251,11 +254,11 @@ def test_what_a_recipe_says_is_what_the_plan_does(tmp_path) -> None:
 
 def test_what_a_recipe_leaves_free_is_searched() -> None:
     """Over a mesh, no slower than one of the recipes within it, but for the gap at which searches end."""
-    free, complete = Recipe(data=2, zero=None, micro_batch=None, recompute=None), Recipe(data=2, micro_batch=4)
+    free, complete = Recipe(data=2), Execution(data=2, micro_batch=4).recipe
     found = plan_of(free, cluster_of(2))
     assert found.micro_batches == 1
     assert found.predicted.step_time_s <= plan_of(complete, cluster_of(2)).predicted.step_time_s * 1.01
-    assert {each.mesh for each in map(plan_of, (Recipe(data=None, tensor=None),), (cluster_of(2),))} <= {
+    assert {each.mesh for each in map(plan_of, (Recipe(zero=0),), (cluster_of(2),))} <= {
         Mesh({"data": 2}),
         Mesh({"model": 2}),
     }
@@ -271,9 +274,9 @@ def test_what_has_no_program_yet_is_refused_by_name(recipe: Recipe, words: str) 
 def test_a_recipe_that_is_not_of_the_devices_is_refused() -> None:
     """With the sizes, on a cluster and on a mesh."""
     with pytest.raises(RecipeError, match=r"data=2 .* does not make 4 devices"):
-        plan_of(Recipe(data=2, micro_batch=1), cluster_of(4))
+        plan_of(Recipe(data=2, context=1, tensor=1), cluster_of(4))
     with pytest.raises(RecipeError, match=r"tensor=1, but the mesh .* has 2 ranks along 'model'"):
-        plan_of(Recipe(data=2), Mesh({"data": 2, "model": 2}))
+        plan_of(Recipe(data=2, tensor=1), Mesh({"data": 2, "model": 2}))
     with pytest.raises(RecipeError, match="global_batch=8 is no multiple of micro_batch=3 x data=2"):
         plan_of(Recipe(data=2, micro_batch=3), Mesh({"data": 2}))
 
@@ -295,7 +298,7 @@ def test_a_step_has_the_micro_batches_of_its_plan() -> None:
 
 def check_on_gloo(recipe: Recipe) -> None:
     """With a process per rank."""
-    layers = recipe.pipeline
+    layers = recipe.pipeline or 1
     plan = share_among_processes(lambda: plan_of(recipe, cluster_of(4), layers=layers))
     sizes, names = zip(*((size, name) for name, size in plan.mesh.axes), strict=True)
     check_runs(plan, init_device_mesh("cpu", sizes, mesh_dim_names=names), layers=layers)

@@ -2,18 +2,38 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 
 from autoshard import Recipe, RecipeError
+from autoshard.ir.execution import Execution
 from cost_models.schedule_orders import SCHEDULES
 
 
 def test_a_recipe_counts_devices() -> None:
     """Ranks are pipeline x data x context x tensor."""
-    recipe = Recipe(data=8, tensor=4, pipeline=2, context=2, micro_batch=2)
-    assert (recipe.devices, recipe.replicas) == (128, 16)
+    assert Recipe(data=8, tensor=4, pipeline=2, context=2).devices == 128
+    assert Recipe(data=8).devices == 8
+
+
+def test_a_recipe_says_what_is_decided() -> None:
+    """All else is free; what is given is in its words."""
+    assert {getattr(Recipe(), item.name) for item in fields(Recipe)} == {None}
+    assert Recipe().words == "everything is searched"
+    assert Recipe(schedule="ZBVZeroBubble").words == "schedule='ZBVZeroBubble'; all else is searched"
+    free = replace(Execution(data=2).recipe, zero=None, recompute=None)
+    assert free.words.endswith("; searched: zero, recompute")
+    assert (Recipe().is_complete, free.is_complete, Execution().recipe.is_complete) == (False, False, True)
+
+
+def test_a_complete_recipe_is_a_sentence() -> None:
+    """In the words of experts."""
+    recipe = Execution(data=4, zero=1, tensor=8, sequence_parallel=True, pipeline=2).recipe
+    assert recipe.words == (
+        "data 4 (ZeRO-1), tensor 8 with sequence parallelism, pipeline 2 (1F1B); micro-batches of 1"
+    )
 
 
 @pytest.mark.parametrize(
@@ -24,16 +44,22 @@ def test_a_recipe_counts_devices() -> None:
         ({"zero": 4}, "zero=4 is unknown; use one of 0, 1, 2, 3"),
         ({"recompute": "some"}, "recompute='some' is unknown"),
         ({"tensor": 2, "sequence_parallel": 1}, "sequence_parallel=1 must be True or False"),
-        ({"sequence_parallel": True}, "sequence_parallel=True splits activations over the tensor axis, but tensor=1"),
-        ({"data": 6, "expert": 4}, "expert=4 must divide data=6 x context=1 x tensor=1"),
-        ({"tensor": 4, "expert_tensor": 3}, "expert_tensor=3 must divide tensor=4"),
-        ({"data": 8, "zero": 1, "zero_group": 3}, "zero_group=3 must divide data=8"),
-        ({"offload": "optimizer"}, "offload='optimizer' needs zero of at least 1"),
-        ({"virtual_stages": 2}, "virtual_stages=2 needs a pipeline"),
-        ({"schedule": "GPipe"}, "schedule='GPipe' needs a pipeline"),
-        ({"pipeline": 2, "schedule": "Interleaved1F1B"}, "needs virtual_stages of at least 2; it has 1"),
         (
-            {"pipeline": 2, "schedule": "ZBVZeroBubble", "virtual_stages": 3},
+            {"sequence_parallel": True, "tensor": 1},
+            "sequence_parallel=True splits activations over the tensor axis, but tensor=1",
+        ),
+        (
+            {"data": 6, "context": 1, "tensor": 1, "expert": 4, "expert_tensor": 1},
+            "expert=4 must divide data=6 x context=1 x tensor=1",
+        ),
+        ({"tensor": 4, "expert_tensor": 3}, "expert_tensor=3 must divide tensor=4"),
+        ({"data": 8, "context": 1, "zero_group": 3}, "zero_group=3 must divide data=8"),
+        ({"offload": "optimizer", "zero": 0}, "offload='optimizer' needs zero of at least 1"),
+        ({"virtual_stages": 2, "pipeline": 1}, "virtual_stages=2 needs a pipeline"),
+        ({"schedule": "GPipe", "pipeline": 1}, "schedule='GPipe' needs a pipeline"),
+        ({"schedule": "Interleaved1F1B", "virtual_stages": 1}, "needs virtual_stages of at least 2; it has 1"),
+        (
+            {"schedule": "ZBVZeroBubble", "virtual_stages": 3},
             "schedule='ZBVZeroBubble' needs virtual_stages=2; it has 3",
         ),
         ({"pipeline": 2, "schedule": "GPipe", "virtual_stages": 2}, "'GPipe' needs virtual_stages=1; it has 2"),
@@ -51,7 +77,8 @@ def test_a_contradiction_is_named(fields: dict[str, Any], message: str) -> None:
 def test_every_schedule_that_runs_is_asked_for_by_its_name(schedule: str) -> None:
     """The names of torch.distributed.pipelining, and no others."""
     least = SCHEDULES[schedule].least_stages
-    recipe = Recipe(pipeline=2, schedule=schedule, virtual_stages=least)
+    recipe = Execution().of(Recipe(pipeline=2, schedule=schedule))
     assert f"pipeline 2 ({schedule}" in recipe.words
+    assert recipe.virtual_stages == least
     with pytest.raises(RecipeError, match=f"schedule='{schedule.lower()}x' is unknown; use one of None, GPipe, 1F1B"):
         Recipe(pipeline=2, schedule=f"{schedule.lower()}x", virtual_stages=least)

@@ -42,7 +42,7 @@ _FAILURES = (
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What the right program computes, beside which mutants are held.
+    """The results of the right program, beside which mutants are held.
 
     Args:
         phased: the right program.
@@ -73,7 +73,7 @@ class Run:
     def numbers(
         self, place: Place, phased: PhasedProgram, prepared: Program, order: PipelineOrder = RIGHT_ORDER
     ) -> list[Tensor | str]:
-        """All results; of every rank, if they should hold copies. Of one rank alone, what it sends."""
+        """Return the results, of every rank if ranks should hold copies; for one rank alone, the values it sends."""
         if place is Place.PREPARATION:
             values = [[value] for value in self.batches[0]]
             return [ranks[0] for ranks in simulate(prepared.graph_module, _ONE, values)]
@@ -125,7 +125,7 @@ def _ask_child(question: Callable[[], bool]) -> bool:
 
 
 def _poison(slot: LocalSlot) -> float:
-    """What nobody may read: padding of floating values."""
+    """The padding of floating values, which nobody may read."""
     return float("nan") if slot.dtype.is_floating_point else 0
 
 
@@ -190,7 +190,7 @@ class _Simulated:
 
 @dataclass(slots=True)
 class _Sending:
-    """What one rank sends, by communicator: what two ranks send there in the same turn must fit together."""
+    """The values that one rank sends, by communicator: two ranks' values in the same turn must fit together."""
 
     rank: int
     values: dict[fx.Node, Sequence[Any]] = field(default_factory=dict)
@@ -213,7 +213,7 @@ def _run_step(
 ) -> list[list[Tensor]]:
     """Results in the order of the joint program's slots, outputs and gradients added over micro-batches.
 
-    As `TracedStep` does it: what is hoisted runs before the first forward; the first forward that runs draws the first
+    The order is that of `TracedStep`. The hoisted part runs before the first forward; the first forward draws the first
     seed, and each reads the buffers that the one before it wrote.
     """
     inputs, outputs = phased.lowered.inputs, phased.lowered.outputs

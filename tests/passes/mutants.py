@@ -42,7 +42,7 @@ RIGHT_ORDER = one_after_another(2)
 
 
 class Place(StrEnum):
-    """What of a compiled program is wrong."""
+    """The wrong part of a compiled program."""
 
     PROGRAM = "program"
     SLOTS = "slots"
@@ -137,7 +137,7 @@ def mutate_order(phased: PhasedProgram, random: Random) -> Mutant | None:
 Found = tuple[str, PhasedProgram, Program]
 Mutate = Callable[[PhasedProgram, Random], Found | None]
 Kinds = Mapping[tuple[Place, str], Mutate]
-"""Where a mutant may be wrong and by which mutation, and what makes it."""
+"""Makers of mutants, by the wrong part and the mutation."""
 
 
 def _in_program(mutation: Mutation) -> Mutate:

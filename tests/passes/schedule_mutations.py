@@ -1,4 +1,4 @@
-"""Mutations of the order of a step, with or without stages. See `mutations`."""
+"""Mutations of the order of a step, with or without stages, in the form of `mutations`."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ ONE_STAGE_MUTATIONS = (
     double_task,
     count_otherwise,
 )
-"""What a step without stages can do wrong."""
+"""Mutations of a step without stages."""
 
 SCHEDULE_MUTATIONS = (
     drop_send,

@@ -10,10 +10,10 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
+from autoshard.ir.execution import Execution
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.plan_parts import NodePlan, OperatorCoverage, ParameterPlan, Prediction
-from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.trace import Trace
 from autoshard.report.page import WIDTH, lanes, render_page
@@ -83,7 +83,7 @@ def test_what_a_plan_does_not_have_is_left_out() -> None:
 
 
 def test_report_writes_the_page(tmp_path: Path) -> None:
-    """What `render_page` gives, in the file."""
+    """The file holds the page of `render_page`."""
     PLAN.report(tmp_path / "plan.html")
     assert (tmp_path / "plan.html").read_text(encoding="utf-8") == render_page(PLAN)
 
@@ -136,7 +136,7 @@ def test_a_bar_leaves_out_what_is_nothing() -> None:
 
 def test_a_page_says_what_is_planned() -> None:
     """The recipe, the batch of a step, and whether `compile` runs the plan."""
-    priced = replace(PLAN, recipe=Recipe(data=2, micro_batch=8), runtime="megatron")
+    priced = replace(PLAN, recipe=Execution(data=2, micro_batch=8).recipe, runtime="megatron")
     text = " ".join(_Page(render_page(priced)).text)
     assert "Recipe: data 2" in text
     assert "Batch: 16 sequences." in text

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from autoshard import Mesh, Recipe, RecipeError
@@ -11,13 +9,16 @@ from passes.planning.recipe_meshes import check_mesh, meshes_of_recipe
 
 FITTING = [
     (Recipe(data=4), {"data": 4}),
-    (replace(Recipe(), data=None), {"data": 4}),
+    (Recipe(), {"data": 4}),
+    (Recipe(zero=1), {"data": 2, "model": 2}),
+    (Recipe(tensor=2), {"data": 2, "model": 2}),
+    (Recipe(data=1, tensor=2), {"context": 2, "model": 2}),
+    (Recipe(schedule="ZBVZeroBubble", pipeline=2), {"pipeline": 2, "data": 2}),
     (Recipe(data=4, zero=3, zero_group=4), {"data": 4}),
     (Recipe(data=4, zero=3, zero_group=2), {"replica": 2, "data": 2}),
     (Recipe(data=4, expert=2), {"data": 2, "expert": 2}),
 ]
 ELSEWHERE = [
-    (Recipe(data=4), {"replica": 2, "data": 2}),
     (Recipe(data=4, zero=3, zero_group=4), {"replica": 2, "data": 2}),
     (Recipe(data=4, zero=3, zero_group=2), {"data": 4}),
     (Recipe(data=4, zero=3, zero_group=2), {"replica": 4}),
@@ -37,3 +38,43 @@ def test_groups_of_shards_need_their_axis(recipe: Recipe, axes: dict[str, int]) 
     assert Mesh(axes) not in meshes_of_recipe(recipe, 4, 4)
     with pytest.raises(RecipeError, match="zero_group"):
         check_mesh(recipe, Mesh(axes))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "axes"),
+    [
+        (Recipe(data=4), {"replica": 2, "data": 2}),
+        (Recipe(schedule="ZBVZeroBubble", virtual_stages=2), {"pipeline": 2, "x": 2, "y": 2}),
+        (Recipe(stage_layers=(1, 3)), {"pipeline": 2}),
+        (Recipe(tensor=2), {"model": 2, "x": 2}),
+    ],
+)
+def test_the_axes_of_a_mesh_say_what_a_recipe_leaves_out(recipe: Recipe, axes: dict[str, int]) -> None:
+    """Axes of other names are free."""
+    check_mesh(recipe, Mesh(axes))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "axes", "words"),
+    [
+        (
+            Recipe(schedule="GPipe"),
+            {"data": 2},
+            r"needs a pipeline, but pipeline=1\. .* Mesh\(data=2\)",
+        ),
+        (Recipe(virtual_stages=2), {"data": 2}, "virtual_stages=2 needs a pipeline"),
+        (Recipe(stage_layers=(1, 3)), {"pipeline": 4}, "stage_layers has 2 entries, but there are pipeline=4"),
+        (Recipe(pipeline=4), {"pipeline": 2}, "pipeline=4, but the mesh .* has 2 ranks along 'pipeline'"),
+        (Recipe(data=2, context=1, tensor=1), {"data": 2, "x": 2}, r"Mesh\(data=2, x=2\) has 'x'\. Name .* or leave"),
+    ],
+)
+def test_a_recipe_that_contradicts_a_mesh_is_refused(recipe: Recipe, axes: dict[str, int], words: str) -> None:
+    """With the field and the axis."""
+    with pytest.raises(RecipeError, match=words):
+        check_mesh(recipe, Mesh(axes))
+
+
+def test_a_schedule_on_a_cluster_takes_a_pipeline() -> None:
+    """Stages are not searched there yet."""
+    with pytest.raises(RecipeError, match="schedule='GPipe' needs a pipeline"):
+        meshes_of_recipe(Recipe(schedule="GPipe"), 4, 4)

@@ -1,17 +1,20 @@
-"""What the roles of axes, and the questions asked about them, go by."""
+"""Restrictions behind the roles of axes and the questions about them."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import P
 from autoshard.tracing import trace
 from passes.driver.plan_and_lower import planning_problem
 from passes.driver.plan_options import PlanOptions
-from passes.planning.restrictions import ROLES, matrices, restrict
+from passes.planning.restrictions import ROLES, Experts, matrices, restrict, roles_of
 from tests.passes.blocks import h100s
 
 MESH = Mesh({"data": 2})
@@ -36,6 +39,34 @@ def test_vectors_have_a_role_only_where_there_is_no_matrix(layer: nn.Module, nam
     program = trace(Squares(layer), (torch.randn(2, 4),))
     planning = planning_problem(program, MESH, h100s(MESH), PlanOptions())
     assert [slot.name for slot in matrices(planning)] == names
+
+
+@pytest.mark.parametrize(
+    ("recipe", "restricted"),
+    [
+        (Recipe(schedule="ZBVZeroBubble", virtual_stages=2, micro_batch=1, recompute="full"), set()),
+        (Recipe(zero=3), {"replica", "data"}),
+        (Recipe(data=4), {"replica", "data"}),
+        (Recipe(expert=2), {"expert"}),
+        (Recipe(context=2), {"context"}),
+        (Recipe(tensor=2), {"model"}),
+        (Recipe(sequence_parallel=True), {"model"}),
+    ],
+)
+def test_an_axis_is_restricted_where_one_of_its_fields_is_given(recipe: Recipe, restricted: set[str]) -> None:
+    """All others are free."""
+    axes = dict.fromkeys(("pipeline", "replica", "data", "expert", "context", "model", "mine"), 2)
+    recipe = replace(recipe, data=8) if recipe.data else recipe
+    assert set(roles_of(recipe, Mesh(axes))) == restricted
+
+
+def test_experts_are_free_where_their_fields_are() -> None:
+    """What data parallelism and tensor parallelism do says nothing of them."""
+    roles = roles_of(Recipe(zero=1, tensor=2), Mesh({"data": 2, "model": 2}))
+    assert {role.experts for role in roles.values()} == {Experts.FREE}
+    assert Experts.FREE.is_split is None
+    roles = roles_of(Recipe(zero=1, tensor=2, expert=1, expert_tensor=1), Mesh({"data": 2, "model": 2}))
+    assert {axis: role.experts for axis, role in roles.items()} == {"data": None, "model": Experts.WHOLE}
 
 
 class ClassToken(nn.Module):

@@ -86,7 +86,8 @@ def test_axes_that_are_told_apart_are_not_tied() -> None:
     assert tied_levels(TESSERACT, [P("b"), P(("c", "d"))])[1:] == [(("a",), ("b",), ("c", "d"))]
     assert tied_levels(TESSERACT, [P(("a", "b")), P("c", "d")])[1:] == [(("a", "b"), ("c",), ("d",))]
     assert len(tied_levels(TESSERACT, [P(("b", "a"), "c", "d")])) == 1
-    assert len(tied_levels(TESSERACT, recipe=Recipe())) == 1
+    assert len(tied_levels(Mesh({"a": 2, "b": 2, "c": 2, "model": 2}), recipe=Recipe(tensor=2))) == 1
+    assert tied_levels(TESSERACT, recipe=Recipe(recompute="full")) == tied_levels(TESSERACT)
     options = PlanOptions(constraints={"first.weight": P(None, "b")})
     before = plan_program(perceptron_program(), CUBE, h100s(CUBE), options)
     assert len(tied_levels(CUBE, before=before)) == 1

@@ -76,7 +76,7 @@ def test_any_mutation_of_any_schedule_that_changes_numbers_is_refused(order, mut
 
 
 class TorchStage:
-    """As much of a stage as torch's schedules read when they are made."""
+    """The part of a stage that torch's schedules read when they are made."""
 
     is_first = is_last = False
     submod = None
@@ -86,7 +86,7 @@ class TorchStage:
 
 
 def torch_order(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -> PipelineOrder:
-    """What torch's runtime would run: its actions, without those that concern no other rank's stages."""
+    """Return the actions of torch's runtime, without those that concern no other rank's stages."""
     stages = [TorchStage(stage, ranks, ranks * virtual_stages) for stage in range(virtual_stages)]
     made = torch_schedules.get_schedule_class(schedule)(stages, micro_batches)
     known = {work.value for work in Work}
@@ -107,7 +107,7 @@ def torch_order(schedule: str, ranks: int, micro_batches: int, virtual_stages: i
 @pytest.mark.parametrize("schedule", [name for name, item in SCHEDULES.items() if item.most_stages != 1])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_torchs_own_transfers_are_accepted(schedule: str, ranks: int) -> None:
-    """Of its schedules of several stages a rank; mutated, they are refused where they change numbers."""
+    """Schedules of several stages a rank are accepted; mutated, they are refused where they change numbers."""
     order = torch_order(schedule, ranks, 8, 2)
     verify_schedule(order)
     assert compute(order) == one_device(order)
@@ -214,7 +214,7 @@ def test_messages_without_stages(text: str, micro_batches: int, says: str) -> No
 
 
 def test_orders_without_stages_that_change_numbers_are_refused() -> None:
-    """Of every kind of mistake, on a program with dropout and a whole step."""
+    """Every kind of mistake is refused, on a program with dropout and a whole step."""
     _, traced, run = prove("lstm", "ZeRO-1")
     found = [mutant for seed in range(24) if (mutant := mutate_order(run.phased, Random(seed))) is not None]
     assert {mutant.kind for mutant in found} == {mutation.__name__ for mutation in ONE_STAGE_MUTATIONS}
