@@ -172,6 +172,19 @@ class PlanCounting:
                 for axis, size in self._sent_inside(node):
                     yield axis, self._place(node), size
 
+    def crossing_bytes(self, sends: Mapping[str, int]) -> Iterator[Counted]:
+        """Bytes of values that a stage gives to other stages.
+
+        Args:
+            sends: name of each value to how often it is sent.
+        """
+        nodes = self.symbolic.program.nodes_by_name()
+        for slot in self.symbolic.program.outputs:
+            if slot.name in sends:
+                tail, result = resolve(nodes[slot.node])
+                size = self._bytes(tail, result, self.plan.outputs[result_key(slot)])
+                yield self._place(tail), sends[slot.name] * size
+
     def steps(self, read: Read) -> tuple[ReshardStep, ...]:
         """The reshard of a value that is read, at the plan's own sizes."""
         value = _value(read.tail, read.result)

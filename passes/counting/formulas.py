@@ -9,7 +9,7 @@ first and the last may differ from those between (a reshard on the way in); what
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from autoshard.errors import FormulaError, PlanMismatchError, TraceError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
+from autoshard.ir.staged import ALONE, PIPELINE_AXIS, CutProgram
 from autoshard.tracing import BlockList, shorten
 from cost_models.formulas import Point, Size, published, size_symbol
 from cost_models.hardware import Cluster
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
 QUANTITIES: Mapping[str, str] = {
     "step_flops": "FLOPs of the products and attention of a step, on all ranks together, nothing computed twice",
     "rank_flops": "FLOPs of products and attention that each rank runs in a step",
-    "communication_bytes": "bytes that each rank sends in a step, with ring algorithms; of one mesh axis: "
-    "communication_bytes_<axis>",
+    "communication_bytes": "bytes that each rank sends for one micro-batch and for the update, with ring algorithms; "
+    "of one mesh axis: communication_bytes_<axis>",
     "parameters": "elements of the whole model's parameters",
     "parameter_bytes": "bytes of parameters on each rank",
     "gradient_bytes": "bytes of gradients on each rank",
@@ -47,6 +48,12 @@ QUANTITIES: Mapping[str, str] = {
     "tokens": "elements of the first integer input of a step, on all ranks together",
 }
 """Name to meaning. Where the stages of a pipeline differ, each rank's share is the mean over them."""
+
+_OF_MODEL = ("step_flops", "parameters", "tokens")
+"""Quantities of the whole model; all others are of a rank."""
+
+_OF_STEP = ("step_flops", "rank_flops", "tokens")
+"""Quantities of a step, which each micro-batch adds to."""
 
 BY_AXIS = "communication_bytes_"
 
@@ -130,19 +137,21 @@ def _blocks_total(symbol: str, blocks: Sequence[Any], fixed: Collection[str]) ->
 
 @dataclass
 class PlanFormulas:
-    """The formulas of what `autoshard.plan` gives; keeps the model and the example inputs that they need.
+    """The formulas of plans that `autoshard.plan` gives; keeps the model and the example inputs that they need.
 
     Args:
         trace: a request to its program.
-        request: of the plan.
-        cluster_for: what a mesh is priced for.
+        request: of the plan, for one micro-batch.
+        cluster_for: a mesh to the hardware that it is priced for.
         state_bytes_per_parameter_byte: of the optimizer.
+        cut: a traced program and a plan with stages to the programs of these.
     """
 
     trace: Callable[[Request], Program]
     request: Request
     cluster_for: Callable[[Mesh], Cluster]
     state_bytes_per_parameter_byte: float
+    cut: Callable[[Program, Plan], CutProgram] | None = None
     _programs: dict[Any, SymbolicProgram] = field(default_factory=dict, repr=False)
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
@@ -157,7 +166,8 @@ class PlanFormulas:
         plan = self._whole(plan)
         sizes = input_sizes(self.request.args, self.request.kwargs, dims)
         blocks = block_symbols(self._lists)
-        axes = symbol_names([size.name for size in sizes], list(blocks.values()), plan.mesh.axis_names)
+        split_over = tuple(axis for axis in plan.mesh.axis_names if axis != PIPELINE_AXIS)
+        axes = symbol_names([size.name for size in sizes], list(blocks.values()), split_over)
         known = [*(size.name for size in sizes), *blocks.values(), *axes.values()]
         if len(set(known)) < len(known):
             raise FormulaError(f"Two sizes have one name: {', '.join(known)}. Name the inputs' otherwise with dims=.")
@@ -166,8 +176,38 @@ class PlanFormulas:
         of_axes: dict[str, Size] = {
             axis: plan.mesh.axis_size(axis) if symbol in fixed else size_symbol(symbol) for axis, symbol in axes.items()
         }
-        counting = PlanCounting(self._program(plan, free), plan, of_axes, self.cluster_for(plan.mesh))
-        return published(total(self._counts(plan, counting, name), blocks, fixed), even=even)
+        of_axes.setdefault(ALONE, 1)  # of a stage that has no other axis
+        counts = list(self._counts_of_stages(plan, name, free, of_axes))
+        ranks = 1 if name in _OF_MODEL or not plan.stages else plan.mesh.axis_size(PIPELINE_AXIS)
+        times = plan.micro_batches if name in _OF_STEP else 1
+        return published(total(counts, blocks, fixed) * sympy.Rational(times, ranks), even=even)
+
+    def _counts_of_stages(
+        self, plan: Plan, name: str, sizes: tuple[InputSize, ...], axes: Mapping[str, Size]
+    ) -> Iterator[Counted]:
+        """The counts of each stage; a plan without stages is one of one stage."""
+        for number, stage in enumerate(plan.stages or (plan,)):
+            program = self._program(plan, number, sizes)
+            counting = PlanCounting(program, stage, axes, self.cluster_for(stage.mesh))
+            found = list(self._counts(stage, counting, name))
+            yield from found
+            if name in ("communication_bytes", f"{BY_AXIS}{PIPELINE_AXIS}") and plan.stages:
+                yield from counting.crossing_bytes(self._sends(plan, number))
+            if found and name == "tokens":  # of the stage that reads the model's first input
+                return
+
+    def _sends(self, plan: Plan, number: int) -> Mapping[str, int]:
+        """Name of each value that a stage gives to stages of other ranks, to how often it is sent for a micro-batch."""
+        assert plan.order is not None, "a plan with stages has an order"
+        ranks, found = plan.order.stage_ranks, Counter[str]()
+        for crossing in self._cut(self.trace(replace(self.request, update=None)), plan).crossings:
+            if crossing.maker == number and ranks[crossing.maker] != ranks[crossing.reader]:
+                found[crossing.name] += 1
+        return found
+
+    def _cut(self, program: Program, plan: Plan) -> CutProgram:
+        assert self.cut is not None, "plans with stages are cut"
+        return self.cut(program, plan)
 
     def _whole(self, plan: Plan) -> Plan:
         """The plan with all blocks, which are counted one by one."""
@@ -193,24 +233,31 @@ class PlanFormulas:
     def _lists(self) -> tuple[BlockList, ...]:
         return shorten(self.request.model, kept=None).lists
 
-    def _program(self, plan: Plan, sizes: tuple[InputSize, ...]) -> SymbolicProgram:
-        key = (sizes, plan.recompute.nodes, plan.offload.nodes)
+    def _program(self, plan: Plan, number: int, sizes: tuple[InputSize, ...]) -> SymbolicProgram:
+        """The program of a stage of a plan."""
+        stage = (plan.stages or (plan,))[number]
+        key = (number, sizes, stage.recompute.nodes, stage.offload.nodes)
         if key not in self._programs:
-            found = symbolic_program(sizes, lambda point: self._trace(plan, sizes, point), self._lists)
+            found = symbolic_program(sizes, lambda point: self._trace(plan, number, sizes, point), self._lists)
             digest = found.program.digest()
-            if digest != plan.program_digest:
+            if digest != stage.program_digest:
                 raise FormulaError(
-                    f"The model has changed since it was planned: the plan is for program {plan.program_digest}, the "
+                    f"The model has changed since it was planned: the plan is for program {stage.program_digest}, the "
                     f"model now gives {digest}. Plan again."
                 )
             self._programs[key] = found
         return self._programs[key]
 
-    def _trace(self, plan: Plan, sizes: Sequence[InputSize], point: Point) -> Program:
+    def _trace(self, plan: Plan, number: int, sizes: Sequence[InputSize], point: Point) -> Program:
+        """The program of a stage, at other sizes of the inputs."""
         args, kwargs = resize(self.request.args, self.request.kwargs, sizes, point)
+        request = replace(self.request, args=args, kwargs=kwargs)
         try:
             with torch.enable_grad():
-                return prepare_for(self.trace(replace(self.request, args=args, kwargs=kwargs)), plan)
+                if not plan.stages:
+                    return prepare_for(self.trace(request), plan)
+                cut = self._cut(self.trace(replace(request, update=None)), plan)
+                return prepare_for(cut.stages[number], plan.stages[number])
         except TraceError as error:
             raise cannot_resize(sizes, point, error) from error
 

@@ -24,9 +24,8 @@ from cost_models.hardware import Cluster
 from passes.driver.backends import check_in_place, finish_of, graphs_of, wrap_of
 from passes.driver.candidates import batch_of, by_micro_batches
 from passes.driver.choose_mesh import choose_mesh
-from passes.driver.fixed_plan import micro_batches_of, precision_of, update_for
+from passes.driver.fixed_plan import micro_batches_of, precision_of, refuse_scaling, update_for
 from passes.driver.pipelines import asked_of, check_pipeline, pipeline_of, whole_mesh
-from passes.driver.planner import refuse_scaling
 from passes.driver.planner_for import planner_for
 from passes.driver.stage_planner import StagePlanner
 from passes.padding.prove_padding import prove_padding

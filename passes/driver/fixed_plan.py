@@ -45,6 +45,15 @@ def precision_of(model: nn.Module, precision: str | None, fixed: Plan | None) ->
     return fixed.precision
 
 
+def refuse_scaling(precision: str | None) -> None:
+    """Raise `NotAvailableError` for a precision in which gradients would have to be scaled."""
+    if precision == "f16":
+        raise NotAvailableError(
+            "precision='f16' with gradients is not available: those below 6e-8 would vanish, and the loss is not "
+            "scaled up for them. Train with precision='bf16'; in 'f16' a model runs under torch.no_grad() only."
+        )
+
+
 def update_for(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None,

@@ -15,8 +15,9 @@ from cost_models.hardware import Cluster
 from passes.driver.candidates import candidates_found, with_batch
 from passes.driver.kernels_on_one_device import kernels_of
 from passes.driver.plan_candidates import Planned, plan_candidates
+from passes.driver.price_again import none_with
 from passes.driver.pricing import narrow_dtype
-from passes.driver.recipe_search import RecipeSearch, none_with, recipe_search
+from passes.driver.recipe_search import RecipeSearch, recipe_search
 from passes.lowering.lower_program import prepare_for
 from passes.planning.build_assignment import PlanningProblem
 from passes.questions.change import Change

@@ -18,6 +18,7 @@ from passes.driver.candidates import Candidate
 from passes.driver.pipelines import pipeline_of
 from passes.driver.planner import Planner
 from passes.driver.stage_plans import StagePlans, check_stays
+from passes.planning.baselines import least_baselines
 from passes.solver.search_control import Ceiling
 
 _LOGGER = logging.getLogger(__name__)
@@ -98,7 +99,10 @@ def plan_candidates(
     if not found:
         raise _most_telling(failures)
     best = min(found, key=attrgetter("step_time_s"))
-    return replace(best, plan=replace(best.plan, was_cut=best.plan.was_cut or ceiling.has_cut))
+    known = [each.plan.baselines for each in found if each.plan.baselines]
+    baselines = least_baselines(known) if known else best.plan.baselines
+    was_cut = best.plan.was_cut or ceiling.has_cut
+    return replace(best, plan=replace(best.plan, baselines=baselines, was_cut=was_cut))
 
 
 def _plan_one(planner: Planner, candidate: Candidate, request: Request) -> Planned:

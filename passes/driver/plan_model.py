@@ -30,6 +30,7 @@ from passes.driver.pipelines import check_pipeline
 from passes.driver.plan_again import PlanAgain
 from passes.driver.plan_step import outer_search, plan_step
 from passes.driver.planner_for import planner_for
+from passes.driver.price_again import price_found
 from passes.driver.pricing import price
 from passes.driver.recipe_search import optimizer_name, products_precision
 from passes.questions.ask import Questions
@@ -44,7 +45,7 @@ def plan_model(call: Call) -> Plan:
     search = outer_search(call)
     if search is not None and call.global_batch is not None:
         if call.runtime is not None or search.forecast:
-            return search.priced_plan()
+            return price_found(*search.run())
         call = replace(call, constraints=None, previous=None)
     call = _with_optimizer(call)
     optimizer = call.optimizer
@@ -55,10 +56,11 @@ def plan_model(call: Call) -> Plan:
     if isinstance(planned, Plan):
         return planned
     found, again = planned.plan, PlanAgain(call, planned, partial(check_pipeline, update, call), search)
-    if found.stages:
-        return replace(found, alternatives=Questions(again))
-    check_traced(planned.program, planner.constraints, optimizer)
-    formulas = PlanFormulas(planner.trace, planned.request, planner.cluster_for, planner.state_ratio)
+    stages, request = planned.stage_plans, planned.request
+    if stages is None:
+        check_traced(planned.program, planner.constraints, optimizer)
+    cut = None if stages is None else partial(stages.cut, request=request)
+    formulas = PlanFormulas(planner.trace, request, planner.cluster_for, planner.state_ratio, cut)
     return replace(found, formulas=formulas, alternatives=Questions(again))
 
 

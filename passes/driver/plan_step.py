@@ -34,6 +34,7 @@ from passes.driver.candidates import (
 from passes.driver.pipelines import check_pipeline, pipeline_of
 from passes.driver.plan_candidates import Planned, plan_candidates
 from passes.driver.planner import Planner
+from passes.driver.price_again import price_found
 from passes.driver.recipe_search import RecipeSearch, recipe_search
 
 _LOGGER = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ def _plan_proposed(
             raise
         return plan_candidates(planner, _candidates(call), request_of, check_stages)
     if is_asked and (search.forecast or found.was_interrupted):
-        return search.price(found, kinds, "Ctrl-C ended the search before specs were planned")
+        return price_found(search, found, kinds, "Ctrl-C ended the search before specs were planned")
     problem, batch = search.problem, search.problem.base.batch
     candidates: Iterable[Candidate] = candidates_found(
         [found, *kinds.values()], problem.pinned, call.model, problem.cluster, batch, planner.time_budget_s
@@ -132,6 +133,6 @@ def _plan_proposed(
         if not is_asked:
             raise
         why = f"time_budget_s={planner.time_budget_s:g} was up: {error}" if ceiling.has_cut else str(error)
-        return replace(search.price(found, kinds, why), was_cut=found.was_cut or ceiling.has_cut)
+        return replace(price_found(search, found, kinds, why), was_cut=found.was_cut or ceiling.has_cut)
     was_cut = found.was_cut or planned.plan.was_cut
     return replace(planned, plan=replace(planned.plan, search_time_s=time.monotonic() - start, was_cut=was_cut))

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,7 +39,7 @@ from autoshard.runtime.engine import Engine
 from cost_models.hardware import Cluster
 from cost_models.memory import room_bytes
 from passes.driver.expand_plan import expand_for, expand_plan
-from passes.driver.fixed_plan import check_plan_fits, check_same_parameters, has_more_outputs
+from passes.driver.fixed_plan import check_plan_fits, check_same_parameters, has_more_outputs, refuse_scaling
 from passes.driver.make_together import make_together
 from passes.driver.plan_and_lower import (
     DearMeshError,
@@ -61,7 +60,7 @@ from passes.planning.recipe_meshes import names_axes_of
 from passes.questions.change import NO_CHANGE, Change
 from passes.solver.search_control import Ceiling, SearchControl, SearchStopped
 from passes.strategies.elided import NotAlikeError
-from passes.verification.verify_passes import verify_pass
+from passes.verification.verify_passes import verifies_each_pass, verify_pass
 from passes.verification.verify_phases import verify_phases
 from passes.verification.verify_preparation import verify_preparation
 from passes.verification.verify_program import verify_program
@@ -262,15 +261,10 @@ class Planner:
         ceiling = self.ceiling or Ceiling.within(self.time_budget_s)
         return replace(self, ceiling=ceiling), ceiling
 
-    @property
-    def is_cut(self) -> bool:
-        """Whether the ceiling of several searches has ended one that would have gone on."""
-        return self.ceiling is not None and self.ceiling.has_cut
-
     def search(
         self, program: Program, mesh: Mesh, placed: Mapping[str, PartitionSpec], before: Plan | None = None
     ) -> Plan:
-        """The plan of a program on a mesh, with parameters where they already are, from a plan of another mesh."""
+        """The plan of a program on a mesh with parameters where they are, from a plan of another mesh."""
         return self.search_and_lower(program, mesh, placed, before).plan
 
     def search_and_lower(
@@ -465,7 +459,7 @@ class Planner:
 
         `predicted`, the program that the plan was predicted from, is taken unless another one runs: with kernels, say.
         """
-        on_pass = verify_pass if _verifies_each_pass() else None
+        on_pass = verify_pass if verifies_each_pass() else None
         is_plain = self.with_native and not (self.with_kernels or self.for_compiler or on_pass)
         phased = predicted
         if phased is None or not is_plain:
@@ -489,23 +483,6 @@ class Planner:
         verify_phases(phased)
         _LOGGER.debug("%s", report)
         return phased, report
-
-
-def refuse_scaling(precision: str | None) -> None:
-    """Raise `NotAvailableError` for a precision in which gradients would have to be scaled."""
-    if precision == "f16":
-        raise NotAvailableError(
-            "precision='f16' with gradients is not available: those below 6e-8 would vanish, and the loss is not "
-            "scaled up for them. Train with precision='bf16'; in 'f16' a model runs under torch.no_grad() only."
-        )
-
-
-def _verifies_each_pass() -> bool:
-    """Whether AUTOSHARD_VERIFY asks to check what each pass of lowering made."""
-    asked = os.environ.get("AUTOSHARD_VERIFY", "")
-    if asked not in ("", "each-pass"):
-        raise NotAvailableError(f"AUTOSHARD_VERIFY={asked!r} is unknown; set it to 'each-pass', or leave it out.")
-    return bool(asked)
 
 
 def updates(program: Program) -> bool:

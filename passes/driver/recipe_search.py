@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,20 +10,15 @@ from torch import nn
 
 from autoshard.arguments import ExampleInputs, check_trains, checked_cluster
 from autoshard.call import Call
-from autoshard.errors import AutoshardError, DoesNotFitError, NotAvailableError, RecipeError
+from autoshard.errors import DoesNotFitError, NotAvailableError
 from autoshard.ir.execution import OPTIMIZERS, Execution
-from autoshard.ir.kernels import Kernels
-from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import Recipe
-from autoshard.ir.runtime import MEGATRON, TRITON, USUAL, Runtime
+from autoshard.ir.runtime import TRITON, USUAL, Runtime
 from autoshard.ir.text import format_bytes
 from cost_models.hardware import Cluster
 from cost_models.memory import room_bytes
-from passes.driver.pricing import narrow_dtype, price_execution, priced_model
+from passes.driver.pricing import narrow_dtype, priced_model
 from passes.driver.progress import Show, search_bar
-from passes.planning.build_assignment import PlanningProblem
-from passes.questions.ask import Questions
-from passes.questions.change import Change, Fields
 from passes.recipe_search.recipe_constraints import pinned
 from passes.recipe_search.recipe_problem import RecipeProblem
 from passes.recipe_search.recipe_space import Only
@@ -84,98 +78,6 @@ class RecipeSearch:
             why = "of the recipes that fit and keep the constraints, none has a program yet that compile runs"
             return replace(self, problem=replace(self.problem, runs=False), forecast=why).run()
         raise _shortage(self.problem, Ceiling.within(self.time_budget_s))
-
-    def priced_plan(self) -> Plan:
-        """The price of the fastest recipe."""
-        search, found, kinds = self.run()
-        return search.price(found, kinds)
-
-    def price(self, found: FoundRecipe, kinds: Mapping[str, FoundRecipe], forecast: str = "") -> Plan:
-        """The plan that is the price of the recipe found.
-
-        Args:
-            found, kinds: of `run`.
-            forecast: why it is a price, where that of the search is not.
-        """
-        assert found.recipe is not None, "a recipe was found"
-        problem = self.problem
-        call, runtime = self.call, self.call.runtime
-        assert call.example_inputs is not None, "plan takes example inputs"
-        chosen = price_execution(call.model, problem.cluster, found.recipe, call.example_inputs, call.loss_fn)
-        return replace(
-            chosen,
-            runtime=MEGATRON if runtime is None else runtime.name,
-            objective=found.objective,
-            lower_bound=found.lower_bound,
-            search_time_s=found.search_time_s,
-            was_interrupted=found.was_interrupted,
-            was_cut=found.was_cut,
-            memory_budget=None if math.isinf(problem.memory_limit) else int(problem.memory_limit),
-            baselines={
-                name: each.objective if each.recipe else None
-                for name, each in kinds.items()
-                if each.recipe or each.is_complete
-            },
-            alternatives=Questions(PriceAgain(self)),
-            forecast=self.forecast or forecast,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class PriceAgain:
-    """Searches recipes again with one thing changed, and prices the fastest one.
-
-    Args:
-        search: that found the plan.
-    """
-
-    search: RecipeSearch
-
-    @property
-    def cluster(self) -> Cluster:
-        """See `Replan`."""
-        return self.search.problem.cluster
-
-    def problems(self) -> Sequence[PlanningProblem]:
-        """See `Replan`."""
-        return ()
-
-    def missing(self, feature: str) -> str:
-        """See `Replan`."""
-        return self.search.problem.missing(feature)
-
-    def kernels(self, plan: Plan) -> Kernels:
-        """See `Replan`."""
-        return plan.predicted.kernels
-
-    def __call__(self, plan: Plan, change: Change) -> Plan:
-        """See `Replan`; recipes have no choice of `specs` and `roles`."""
-        problem, known = self.search.problem, None
-        if change.memory != 1.0:
-            problem = problem.within(change.memory * problem.memory_limit)
-        if change.faster is not None:
-            problem = replace(problem, cluster=change.faster(problem.cluster) or problem.cluster)
-        if not change.fields and plan.recipe is not None:
-            known = problem.base.of(plan.recipe)
-        search = replace(self.search, problem=problem)
-        found = problem.best(only=change.fields, known=known, ceiling=Ceiling.within(search.time_budget_s))
-        if found.recipe is None:
-            raise none_with(search, found, change.fields)
-        return search.price(found, {})
-
-
-def none_with(search: RecipeSearch, found: FoundRecipe, only: Fields) -> AutoshardError:
-    """The error of a search that found no recipe."""
-    names = ", ".join(only)
-    if not found.is_complete:
-        return NotAvailableError(f"{search.time_budget_s:g} s ended before any recipe was priced ({names}).")
-    least = search.problem.smallest(only=only, ceiling=Ceiling.within(search.time_budget_s))
-    if least.recipe is None:
-        return RecipeError(f"No recipe for these devices and this batch has such values of {names}.")
-    return DoesNotFitError(
-        f"No recipe with such values of {names} fits; the smallest needs {format_bytes(least.objective)} per device.",
-        smallest_bytes=int(least.objective),
-    )
 
 
 def recipe_search(call: Call, global_batch: int, *, with_kernels: bool = False) -> RecipeSearch:

@@ -111,6 +111,10 @@ class StagePlans:
         found = self._whole(program, cut, order, stages, predicted)
         return replace(found, search_time_s=time.perf_counter() - start), stages
 
+    def cut(self, program: Program, plan: Plan, request: Request) -> CutProgram:
+        """The programs of the stages of a plan, each with its update."""
+        return self._cut(program, request, cuts=plan.cuts)
+
     def problem(self, program: Program, request: Request, plan: Plan, number: int) -> PlanningProblem:
         """The planning problem of a stage of a plan; built once."""
         if number not in self.problems:
@@ -266,7 +270,11 @@ class StagePlans:
 
     def _does_not_fit(self, needed: float, budget: float | None, order: PipelineOrder) -> DoesNotFitError:
         flight = max(self._in_flight(order))
-        late = " time_budget_s was up before the search ended: give it more time." if self.planner.is_cut else ""
+        late = (
+            " time_budget_s was up before the search ended: give it more time."
+            if self.planner.begun()[1].has_cut
+            else ""
+        )
         limit = "this device" if budget is None else f"memory_budget={budget:.0f}"
         return DoesNotFitError(
             f"The pipeline needs {format_bytes(needed)} per device or more, with up to {flight} micro-batches in "

@@ -7,11 +7,12 @@ what the lowered one does, and so must phases. `AUTOSHARD_VERIFY=each-pass` turn
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from torch import fx
 
-from autoshard.errors import VerificationError
+from autoshard.errors import NotAvailableError, VerificationError
 from autoshard.ir.lowered import LoweredProgram, PhasedProgram
 from autoshard.ir.program import Program
 from passes.preparation.number_values import Numbering
@@ -70,3 +71,11 @@ def _verify_kernels(before: LoweredProgram, after: LoweredProgram) -> None:
 
 def _results(graph_module: fx.GraphModule) -> list[fx.Node]:
     return list(graph_module.graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def verifies_each_pass() -> bool:
+    """Whether AUTOSHARD_VERIFY asks to check what each pass of lowering made."""
+    asked = os.environ.get("AUTOSHARD_VERIFY", "")
+    if asked not in ("", "each-pass"):
+        raise NotAvailableError(f"AUTOSHARD_VERIFY={asked!r} is unknown; set it to 'each-pass', or leave it out.")
+    return bool(asked)

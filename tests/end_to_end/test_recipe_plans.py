@@ -21,13 +21,14 @@ from autoshard.runtime.launch import share_among_processes
 from autoshard.runtime.stages.stage_meshes import is_elsewhere
 from cost_models.schedule_orders import SCHEDULES, admits
 from cost_models.streams import overlap_of, simulate_streams
+from passes.driver.plan_again import PlanAgain
 from passes.driver.plan_and_lower import planning_problem
 from passes.driver.plan_of_choice import lowered_plan
 from passes.lowering.lower_program import lower_program
 from passes.lowering.lowering_options import LoweringOptions
 from passes.memory.lowered_memory import peak_bytes
 from passes.prediction.walk_program import walk_program
-from passes.questions.explain import PlanAlternatives
+from passes.questions.ask import Questions
 from passes.recomputation.plan_before import solution_of
 from passes.strategies.price_nodes import NodePrices
 from tests.end_to_end.test_chosen_plans import LLAMA, decoder
@@ -108,9 +109,10 @@ def staged_recipes(draw: st.DrawFn) -> Recipe:
 
 def check_price(plan: Plan, cluster: Cluster) -> None:
     """The plan, the same specs in a problem without the recipe, and the walk of the lowered program say the same."""
-    asked = plan.alternatives
-    assert isinstance(asked, PlanAlternatives)
-    options = replace(asked.options, recipe=None)
+    assert isinstance(plan.alternatives, Questions)
+    assert isinstance(plan.alternatives.replan, PlanAgain)
+    asked = plan.alternatives.replan.planned
+    options = replace(asked.planner._options(asked.program, plan.mesh, {}), recipe=None)
     planning = planning_problem(asked.program, plan.mesh, cluster, options)
     same = solution_of(plan, planning, {})
     assert same is not None

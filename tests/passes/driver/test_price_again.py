@@ -14,7 +14,7 @@ from autoshard.errors import InvalidSpecError, NotAvailableError
 from autoshard.ir.execution import Execution
 from autoshard.ir.recipe import RECOMPUTE
 from cost_models.hardware import Cluster as PricedCluster
-from passes.driver.recipe_search import PriceAgain
+from passes.driver.price_again import PriceAgain
 from passes.questions.ask import Questions
 from passes.questions.features import FEATURES
 from passes.recipe_search.recipe_problem import RecipeProblem

@@ -15,7 +15,6 @@ import autoshard
 from autoshard import Cluster, DoesNotFitError, Mesh, P, Plan, Recipe, Runtime
 from autoshard.errors import InvalidSpecError, NotAvailableError, RecipeError
 from autoshard.ir.execution import Execution
-from passes.recipes.own_runtime import own_runtime
 from tests.passes.decoders import PRICED, dense, tokens
 
 MODEL = dense(4)
@@ -66,11 +65,8 @@ def test_recipes_with_our_own_kernels_are_searched_and_priced_alike(tmp_path) ->
     assert given.predicted.step_time_s != _plan(recipe=sharded).predicted.step_time_s
     fsdp = _plan(backend="triton", constraints={"zero": 3, "tensor": 1, "context": 1, "pipeline": 1})
     (variant,) = plan.why_not("fsdp").variants
-    assert variant.objective is not None
-    assert variant.objective <= fsdp.objective
-    found = plan.explain("last.weight")
-    assert any(text.startswith("triton_bias_add_layer_norm for") for text in found.kernels)
-    assert not library.explain("last.weight").kernels
+    assert variant.step_time_s is not None
+    assert variant.step_time_s <= fsdp.objective
     with pytest.raises(RecipeError, match="kernels='triton' says what is fused; leave out fused=False"):
         _plan(backend="triton", runtime=dataclasses.replace(PRICED, fused=False))
 
@@ -103,22 +99,22 @@ def test_print_says_in_words_what_it_is() -> None:
 
 
 def test_what_does_not_fit_names_what_would() -> None:
-    """And with that much, or with as many nodes, it does."""
+    """With that much memory it does, or on as many nodes."""
     with pytest.raises(DoesNotFitError, match=r"the smallest needs .* of optimizer state, .* \(data") as raised:
         _plan(memory_budget=100_000)
     least = raised.value.smallest_bytes
     assert _plan(memory_budget=least).predicted.peak_memory_bytes == least
-    with pytest.raises(DoesNotFitError, match="2 nodes in place of 1 would do: there the smallest needs"):
+    with pytest.raises(DoesNotFitError, match="Use more devices, or devices with more memory"):
         _plan(memory_budget=least - 1)
     assert _plan(Cluster("h100_sxm", 2, 4), memory_budget=least - 1).gap == 0.0
 
 
 def test_a_batch_that_nothing_runs_is_refused() -> None:
-    """Three sequences over five devices."""
-    with pytest.raises(DoesNotFitError, match="no recipe runs whole micro-batches"):
-        autoshard.plan(
-            MODEL, Cluster("h100_sxm", 1, 7), example_inputs=tokens(), optimizer="adamw", global_batch=3
-        )  # fmt: skip
+    """Three sequences over seven devices; a constraint that leaves no recipe is named."""
+    with pytest.raises(DoesNotFitError, match=r"No recipe runs whole micro-batches .* Change the batch, or the dev"):
+        autoshard.plan(MODEL, Cluster("h100_sxm", 1, 7), example_inputs=tokens(), optimizer="adamw", global_batch=3)
+    with pytest.raises(DoesNotFitError, match=r"Without the constraint on 'pipeline' there is one"):
+        _plan(constraints={"pipeline": 3, "zero": 1})
 
 
 def test_optimizers_are_those_of_recipes() -> None:
@@ -217,48 +213,35 @@ def specs() -> Plan:
     return autoshard.plan(MODEL, CLUSTER, mesh=Mesh({"data": 4}), example_inputs=tokens(8), optimizer="adamw")
 
 
-def test_what_plans_of_specs_cannot_do_is_a_forecast(specs: Plan) -> None:
-    """The fastest recipes with a pipeline and without, as planning them gives, and as pricing one says again."""
+def test_what_no_axis_can_do_is_planned_on_another_mesh(specs: Plan) -> None:
+    """A pipeline of the same devices, for the same batch: planning it gives the step that is stated."""
     answer = specs.why_not("pp")
     (found,) = answer.variants
-    ours = dataclasses.replace(own_runtime(CLUSTER), master_weights=False)
-    same = {"global_batch": 8, "memory_budget": specs.memory_budget, "runtime": ours}
-    piped, flat = (_plan(**same, constraints={"pipeline": ranks}) for ranks in ((2, 4), (1,)))
-    assert piped.recipe is not None
-    assert answer.reference is not None
-    assert found.step_time_s == found.objective == piped.predicted.step_time_s
-    assert found.peak_memory_bytes == piped.predicted.peak_memory_bytes
-    assert found.recipe == piped.recipe
-    assert answer.reference.step_time_s == flat.predicted.step_time_s
-    again = _price(piped.recipe, ours, 8)
-    assert again.predicted.step_time_s == found.step_time_s
+    assert found.recipe is not None
+    piped = autoshard.plan(
+        MODEL, CLUSTER, example_inputs=tokens(8), optimizer="adamw", global_batch=8, constraints={"pipeline": (2, 4)}
+    )
+    assert piped.stages
+    assert found.step_time_s == pytest.approx(piped.predicted.step_time_s)
     assert answer.chosen.step_time_s == specs.predicted.step_time_s
-    text = " ".join(str(answer).split())
-    assert "has no such choice: a forecast, by recipes for the same devices, batch and memory" in text
-    assert f"{found.step_time_s / answer.reference.step_time_s - 1:+.1%} beside the best without it" in text
+    assert f"{found.step_time_s / specs.predicted.step_time_s - 1:+.1%} beside the chosen one" in str(answer)
 
 
-@pytest.mark.parametrize("name", ["sequence", "recompute", "offload"])
-def test_what_specs_have_no_choice_of_is_forecast(specs: Plan, name: str) -> None:
-    """A figure, and what it is compared with."""
+@pytest.mark.parametrize("name", ["sequence", "recompute", "offload", "hsdp"])
+def test_each_feature_has_a_plan(specs: Plan, name: str) -> None:
+    """The mesh has one axis, and the plan recomputes and offloads nothing."""
     answer = specs.why_not(name)
-    assert answer.reference is not None
-    assert answer.reference.fits
-    assert all(item.fits and item.step_time_s for item in answer.variants)
     assert answer.variants
-    assert answer.to_json()["reference"]["name"] == answer.reference.name
+    assert all(item.fits and item.step_time_s for item in answer.variants)
 
 
 def test_zero_2_is_a_choice_of_specs(specs: Plan) -> None:
-    """Over the mesh's only axis, by the specs' own search: no forecast, and no better than the plan."""
-    answer = specs.why_not("zero-2")
-    assert answer.reference is None
-    (found,) = answer.variants
+    """It is searched over the mesh's only axis."""
+    (found,) = specs.why_not("zero-2").variants
     assert (found.name, found.fits) == ("zero-2 over data", True)
-    assert found.objective >= specs.objective * (1 - 1e-9)
 
 
-def test_a_forecast_of_what_the_model_has_not_says_so(specs: Plan) -> None:
+def test_what_the_model_has_not_is_said(specs: Plan) -> None:
     """Experts, in a dense model; inputs that share no batch."""
     answer = specs.why_not("ep")
     assert answer.variants == ()
@@ -274,7 +257,7 @@ def test_a_forecast_of_what_the_model_has_not_says_so(specs: Plan) -> None:
 
     inputs = (torch.ones(8, 4), torch.ones(1, 4))
     plan = autoshard.plan(Added(), CLUSTER, mesh=Mesh({"data": 4}), example_inputs=inputs, optimizer="sgd")
-    with pytest.raises(NotAvailableError, match=r"first dim of every input .* differ: \[\[8, 4\], \[1, 4\]\]"):
+    with pytest.raises(NotAvailableError, match=r"first dim of every input .* differ"):
         plan.why_not("pipeline")
 
 

@@ -28,7 +28,7 @@ from tests.benchmarks.fused_counts import count_both, count_generated, llama_blo
 from tests.passes.blocks import h100s
 from tests.passes.deep import alike, batch
 from tests.passes.launches import count_launches
-from tests.passes.questions.test_explain import make_plan
+from tests.passes.questions.test_ask import make_plan
 
 CLUSTER = Cluster("h100_sxm", nodes=1, devices_per_node=2)
 H100 = device("h100_sxm")

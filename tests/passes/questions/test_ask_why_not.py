@@ -18,7 +18,7 @@ from passes.planning.restrictions import ROLES
 from passes.questions.ask import Questions
 from passes.questions.change import Change
 from passes.questions.roles import has_role
-from tests.passes.questions.test_explain import Model
+from tests.passes.questions.test_ask import Model
 
 CLUSTER, MESH = Cluster("h100_sxm", nodes=2, devices_per_node=2), Mesh({"data": 2, "model": 2})
 TIGHT = 408_000_000

@@ -1,0 +1,109 @@
+"""Plans that are prices of recipes, under the runtimes of others: priced, and priced again for questions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autoshard.errors import AutoshardError, DoesNotFitError, NotAvailableError, RecipeError
+from autoshard.ir.kernels import Kernels
+from autoshard.ir.plan import Plan
+from autoshard.ir.runtime import MEGATRON
+from autoshard.ir.text import format_bytes
+from cost_models.hardware import Cluster
+from passes.driver.pricing import price_execution
+from passes.driver.recipe_search import RecipeSearch
+from passes.planning.build_assignment import PlanningProblem
+from passes.questions.ask import Questions
+from passes.questions.change import Change, Fields
+from passes.recipe_search.search_recipes import FoundRecipe
+from passes.solver.search_control import Ceiling
+
+
+def price_found(search: RecipeSearch, found: FoundRecipe, kinds: Mapping[str, FoundRecipe], forecast: str = "") -> Plan:
+    """The plan that is the price of the recipe found.
+
+    Args:
+        found, kinds: of `RecipeSearch.run`.
+        forecast: why it is a price, where that of the search is not.
+    """
+    assert found.recipe is not None, "a recipe was found"
+    problem = search.problem
+    call, runtime = search.call, search.call.runtime
+    assert call.example_inputs is not None, "plan takes example inputs"
+    chosen = price_execution(call.model, problem.cluster, found.recipe, call.example_inputs, call.loss_fn)
+    return replace(
+        chosen,
+        runtime=MEGATRON if runtime is None else runtime.name,
+        objective=found.objective,
+        lower_bound=found.lower_bound,
+        search_time_s=found.search_time_s,
+        was_interrupted=found.was_interrupted,
+        was_cut=found.was_cut,
+        memory_budget=None if math.isinf(problem.memory_limit) else int(problem.memory_limit),
+        baselines={
+            name: each.objective if each.recipe else None
+            for name, each in kinds.items()
+            if each.recipe or each.is_complete
+        },
+        alternatives=Questions(PriceAgain(search)),
+        forecast=search.forecast or forecast,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PriceAgain:
+    """Searches recipes again with one thing changed, and prices the fastest one.
+
+    Args:
+        search: that found the plan.
+    """
+
+    search: RecipeSearch
+
+    @property
+    def cluster(self) -> Cluster:
+        """See `Replan`."""
+        return self.search.problem.cluster
+
+    def problems(self) -> Sequence[PlanningProblem]:
+        """See `Replan`."""
+        return ()
+
+    def missing(self, feature: str) -> str:
+        """See `Replan`."""
+        return self.search.problem.missing(feature)
+
+    def kernels(self, plan: Plan) -> Kernels:
+        """See `Replan`."""
+        return plan.predicted.kernels
+
+    def __call__(self, plan: Plan, change: Change) -> Plan:
+        """See `Replan`; recipes have no choice of `specs` and `roles`."""
+        problem, known = self.search.problem, None
+        if change.memory != 1.0:
+            problem = problem.within(change.memory * problem.memory_limit)
+        if change.faster is not None:
+            problem = replace(problem, cluster=change.faster(problem.cluster) or problem.cluster)
+        if not change.fields and plan.recipe is not None:
+            known = problem.base.of(plan.recipe)
+        search = replace(self.search, problem=problem)
+        found = problem.best(only=change.fields, known=known, ceiling=Ceiling.within(search.time_budget_s))
+        if found.recipe is None:
+            raise none_with(search, found, change.fields)
+        return price_found(search, found, {})
+
+
+def none_with(search: RecipeSearch, found: FoundRecipe, only: Fields) -> AutoshardError:
+    """The error of a search that found no recipe."""
+    names = ", ".join(only)
+    if not found.is_complete:
+        return NotAvailableError(f"{search.time_budget_s:g} s ended before any recipe was priced ({names}).")
+    least = search.problem.smallest(only=only, ceiling=Ceiling.within(search.time_budget_s))
+    if least.recipe is None:
+        return RecipeError(f"No recipe for these devices and this batch has such values of {names}.")
+    return DoesNotFitError(
+        f"No recipe with such values of {names} fits; the smallest needs {format_bytes(least.objective)} per device.",
+        smallest_bytes=int(least.objective),
+    )

@@ -1,0 +1,137 @@
+"""A plan with stages answers the questions that every plan answers, about the stages that run."""
+
+from __future__ import annotations
+
+import json
+from functools import cache
+from typing import Any
+
+import pytest
+import sympy
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import autoshard
+from autoshard import Cluster, Mesh, NotAvailableError, P, Plan
+from autoshard.errors import InvalidSpecError
+from autoshard.runtime.stages.stage_meshes import is_elsewhere
+from tests.end_to_end.test_pipelines import MICRO_BATCHES, NORM, adamw, skips
+from tests.runtime.processes import run_checks
+
+SQUARE, STAGES, DATA = Mesh({"pipeline": 2, "data": 2}), Mesh({"pipeline": 2}), Mesh({"data": 4})
+NAMES = ("embed.weight", "layers.3.bias", "layers.0.weight", "input:0")
+
+
+def planned(mesh: Mesh = SQUARE, **options: Any) -> Plan:
+    """A plan of a model whose blocks skip, in micro-batches."""
+    model, inputs = skips()
+    settings = {"micro_batches": MICRO_BATCHES, "max_grad_norm": NORM, "time_budget_s": 5.0, "precision": None}
+    return autoshard.plan(model, mesh, example_inputs=inputs, optimizer=adamw(model), **{**settings, **options})
+
+
+@cache
+def square() -> Plan:
+    return planned()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_other_spec_takes_the_step_of_a_plan_with_it(name: str) -> None:
+    """The figure is that of planning the stages again with the spec as a constraint."""
+    found = square().explain(name)
+    json.dumps(found.to_json())
+    assert found.chosen.step_time_s == square().predicted.step_time_s
+    assert found.others
+    for item in found.others:
+        again = planned(constraints={name: item.spec})
+        assert item.step_time_s == pytest.approx(again.predicted.step_time_s, rel=1e-2)
+        assert square().compare(again).step_time_s == (square().predicted.step_time_s, again.predicted.step_time_s)
+
+
+@pytest.mark.parametrize("feature", ["data", "zero-1", "zero-2", "fsdp", "tensor", "pipeline", "recompute", "hsdp"])
+def test_each_feature_has_an_answer(feature: str) -> None:
+    """Features of axes keep the stages; a plan without a pipeline, or with two axes of sharding, has another mesh."""
+    answer = square().why_not(feature)
+    assert answer.used or answer.variants or answer.missing in str(answer)
+    assert all(item.fits == (item.step_time_s is not None) for item in answer.variants)
+    if feature == "pipeline":
+        assert answer.used == "of 2 stages"
+    if feature == "fsdp":
+        assert [item.name for item in answer.variants] == ["fsdp over data"]
+
+
+def test_limits_are_planned_again() -> None:
+    """Nothing that is more makes a step longer; half the memory does not do."""
+    plan = square()
+    found = plan.limits()
+    steps = {item.name: item.step_time_s for item in found.variants}
+    assert {"10 % more memory", "memory without limit", "10 % faster matrix products"} <= steps.keys()
+    assert all(step is not None and step <= 1.001 * plan.predicted.step_time_s for step in steps.values())
+    assert found.memory_worth_s_per_byte == pytest.approx(0.0, abs=1e-9)
+
+
+def test_formulas_are_sums_over_stages() -> None:
+    """Sizes of the whole model are those of a plan without stages; a rank has its share."""
+    piped, flat = planned(STAGES), planned(Mesh({"data": 1}))
+    for name in ("step_flops", "parameters", "tokens"):
+        assert sympy.simplify(piped.formula(name) - flat.formula(name)) == 0, name
+    assert sympy.simplify(2 * piped.formula("parameter_bytes") - flat.formula("parameter_bytes")) == 0
+    sent = piped.formula("communication_bytes_pipeline")
+    batch = {"batch": 8, "sequence": 4}
+    values = {symbol: batch[str(symbol)] for symbol in sent.free_symbols if str(symbol) in batch}
+    assert sent.subs(values) != 0
+
+
+def test_either_a_gap_is_shown_or_none() -> None:
+    """A plan with stages has no bound of its step, so it has no gap."""
+    assert (square().lower_bound, square().gap) == (None, None)
+    assert "gap" not in str(square())
+
+
+def test_mistakes_are_named() -> None:
+    """A name that is none lists some that are, none of values that cross stages."""
+    with pytest.raises(InvalidSpecError, match=r"explain\('nothing'\).*there are .*embed.weight") as raised:
+        square().explain("nothing")
+    assert "<" not in str(raised.value)
+    with pytest.raises(NotAvailableError, match="has no model at hand"):
+        Plan.from_json(square().to_json()).explain("embed.weight")
+
+
+def test_the_mesh_that_an_outer_search_found_is_kept() -> None:
+    """With `global_batch` the answers are about the plan that runs, and not about its recipe."""
+    model, inputs = skips()
+    plan = autoshard.plan(
+        model, Cluster("h100_sxm", 1, 4), example_inputs=inputs, optimizer="adamw", precision=None, global_batch=8,
+        constraints={"pipeline": 2},
+    )  # fmt: skip
+    assert plan.stages
+    name = next(iter(plan.parameters))
+    found = plan.explain(name)
+    assert found.chosen.spec == plan.parameters[name].spec
+    assert found.chosen.step_time_s == plan.predicted.step_time_s
+    assert plan.formula("parameters").subs({"layers": 4}) > 0
+
+
+def check_places() -> None:
+    """`explain` gives each weight of this rank's stages the spec of its DTensor."""
+    model, inputs = skips()
+    constraints = {"*weight": P("data")}
+    plan = planned(constraints=constraints)
+    step = autoshard.compile(
+        model, SQUARE, optimizer=torch.optim.AdamW(model.parameters()), example_inputs=inputs, plan=plan,
+        micro_batches=MICRO_BATCHES, max_grad_norm=NORM,
+    )  # fmt: skip
+    names = []
+    for name, parameter in step.sharded.named_parameters():
+        assert isinstance(parameter, DTensor)
+        if is_elsewhere(parameter):
+            continue
+        spec = plan.explain(name).chosen.spec
+        expected = Shard(spec.dim_of("data")) if spec.dim_of("data") is not None else Replicate()
+        assert parameter.placements[parameter.device_mesh.mesh_dim_names.index("data")] == expected, name
+        names.append(name)
+    assert names
+
+
+def test_what_explain_says_is_where_the_runtimes_dtensor_lies() -> None:
+    """Four processes compile the plan; each compares the weights of its own stages."""
+    assert run_checks({"places": check_places}) == {"places": ""}

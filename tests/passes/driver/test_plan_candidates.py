@@ -1,0 +1,145 @@
+"""The loop that plans candidates: which of them are tried, and which plan or error is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard import AutoshardError, DoesNotFitError, Mesh, NotAvailableError, Recipe
+from autoshard.ir.request import Request
+from passes.driver.candidates import Candidate, candidates_of, with_batch
+from passes.driver.plan_candidates import Planned, plan_candidates
+from passes.driver.planner import Planner
+from passes.solver.search_control import Ceiling
+
+REQUEST = Request(nn.Linear(2, 2), (torch.zeros(8, 2),), {}, grad=True)
+ALONE = Mesh({"data": 1})
+
+
+@dataclass(frozen=True)
+class FakePlan:
+    """Stands for a plan."""
+
+    predicted: Any
+    recompute: Any
+    offload: Any
+    was_interrupted: bool = False
+    was_cut: bool = False
+    baselines: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PlannerOf:
+    """Stands for a planner, with plans that are made already.
+
+    Args:
+        plans: by number of micro-batches: the step's seconds, what is recomputed, and what is offloaded; or an error.
+        asked: the numbers of micro-batches that were planned, and the sequences of each.
+        ceiling: of all searches; it cuts once `cut_at` candidates were tried.
+    """
+
+    plans: Mapping[int, tuple[float, set[str], set[str]] | AutoshardError]
+    asked: list[tuple[int, int]] = field(default_factory=list)
+    ceiling: Ceiling = field(default_factory=Ceiling)
+    cut_at: int = 99
+    recipe: Recipe | None = None
+    micro_batches: int = 1
+    time_budget_s: float = 1.0
+
+    def begun(self) -> tuple[PlannerOf, Ceiling]:
+        return self, self.ceiling
+
+    def plan_call(self, request: Request, meshes: Sequence[Mesh], *, in_time: bool) -> tuple[None, Any]:
+        self.asked.append((self.micro_batches, len(request.args[0])))
+        if len(self.asked) == self.cut_at:
+            self.ceiling.until = 0.0
+            self.ceiling.cuts()
+        made = self.plans[self.micro_batches]
+        if isinstance(made, AutoshardError):
+            raise made
+        seconds, again, away = made
+        parts = (SimpleNamespace(step_time_s=seconds), SimpleNamespace(nodes=again), SimpleNamespace(nodes=away))
+        return None, FakePlan(*parts)
+
+
+def planned(planner: PlannerOf, candidates: Sequence[Candidate]) -> Planned:
+    return plan_candidates(
+        cast(Planner, planner), candidates, lambda parts: with_batch(REQUEST, 8 // parts), lambda: None
+    )
+
+
+CASES = {
+    "the first keeps all": ({1: (1.0, set(), set())}, 1),
+    "the first recomputes": ({1: (3.0, {"a"}, set()), 2: (2.0, set(), set())}, 2),
+    "the first offloads": ({1: (3.0, set(), {"a"}), 2: (2.0, set(), set())}, 2),
+    "recomputing is faster": ({1: (1.0, {"a"}, set()), 2: (2.0, set(), set())}, 1),
+    "none keeps all": ({parts: (1.0 / parts, {"a"}, {"b"}) for parts in (1, 2, 4, 8)}, 8),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_micro_batches_become_more_until_all_is_kept(case: str) -> None:
+    """No more are tried then; of those that were tried the fastest is taken."""
+    plans, chosen = CASES[case]
+    planner, recipe = PlannerOf(plans), replace(Recipe(data=1), micro_batch=None)
+    found = planned(planner, candidates_of(recipe, [ALONE], 8))
+    assert planner.asked == [(parts, 8 // parts) for parts in plans]
+    assert found.planner.micro_batches == chosen
+
+
+@pytest.mark.parametrize(("recompute", "is_named"), [("none", True), ("full", False), (None, False)])
+def test_what_does_not_fit_may_with_recomputation(recompute: Any, is_named: bool) -> None:
+    """If the recipe recomputes nothing, the error says how to let it."""
+    planner = PlannerOf({1: DoesNotFitError("no plan was found that fits.", smallest_bytes=7)})
+    recipe = Recipe(data=1, micro_batch=8, recompute=recompute)
+    with pytest.raises(DoesNotFitError, match=r"no plan was found that fits\.") as raised:
+        planned(planner, candidates_of(recipe, [ALONE], 8))
+    assert ("recompute=None" in str(raised.value)) is is_named
+    assert raised.value.smallest_bytes == 7
+
+
+def candidates(*parts: int, **options: Any) -> list[Candidate]:
+    return [Candidate(meshes=[ALONE], micro_batches=count, **options) for count in parts]
+
+
+@pytest.mark.parametrize(("cut_at", "tried"), [(1, 1), (2, 2), (9, 3)])
+def test_others_are_planned_until_the_time_is_up(cut_at: int, tried: int) -> None:
+    """All candidates share one ceiling; the error is that of the least memory."""
+    failures = {count: DoesNotFitError("no.", smallest_bytes=10 - count) for count in (1, 2, 4)}
+    planner = PlannerOf(failures, cut_at=cut_at)
+    with pytest.raises(DoesNotFitError) as raised:
+        planned(planner, candidates(1, 2, 4))
+    assert len(planner.asked) == tried
+    assert raised.value.smallest_bytes == 10 - planner.asked[-1][0]
+
+
+def test_a_spare_candidate_is_planned_where_no_other_has_a_plan() -> None:
+    """It is left out behind a plan."""
+    first, spare = candidates(1), candidates(2, is_spare=True)
+    found = planned(planner := PlannerOf({1: (2.0, set(), set()), 2: (1.0, set(), set())}), [*first, *spare])
+    assert (found.step_time_s, planner.asked) == (2.0, [(1, 8)])
+    failed = PlannerOf({1: NotAvailableError("no."), 2: (1.0, set(), set())})
+    assert planned(failed, [*first, *spare]).step_time_s == 1.0
+
+
+@pytest.mark.parametrize(("cut_at", "step_s", "is_taken"), [(1, 1.6, False), (1, 1.4, True), (9, 1.6, True)])
+def test_a_plan_far_slower_than_its_recipe_is_none_when_time_cut_it(cut_at: int, step_s: float, is_taken: bool) -> None:
+    """A search that ended by itself found what it found."""
+    planner = PlannerOf({1: (step_s, set(), set())}, cut_at=cut_at)
+    if is_taken:
+        assert planned(planner, candidates(1, slowest_s=1.5)).plan.was_cut is (cut_at == 1)
+        return
+    with pytest.raises(NotAvailableError, match=r"1\.6 s a step; give it more time"):
+        planned(planner, candidates(1, slowest_s=1.5))
+
+
+def test_stages_that_take_too_long_are_not_planned() -> None:
+    """The error says how long they would take."""
+    with pytest.raises(NotAvailableError, match=r"specs of its stages would take some 60 s, and time_budget_s=1;"):
+        planned(PlannerOf({}), candidates(1, needed_s=60.0))
