@@ -111,11 +111,6 @@ def _distinct(places: int, draws: float) -> float:
     return places * (1 - (1 - 1 / places) ** draws) / draws
 
 
-def broadcast_time(message_bytes: float, group: GroupLinks) -> float:
-    """Seconds of a broadcast of `message_bytes`: a chain of all members, each link carries the message once."""
-    return _fastest(_chain, message_bytes, group)
-
-
 def point_to_point_time(message_bytes: float, link: Link) -> float:
     """Seconds to send `message_bytes` over one link: start + latency + bytes / bandwidth; one hop fills at once."""
     _check(message_bytes)
@@ -215,16 +210,6 @@ def _starts(group: GroupLinks) -> float:
 def _direct(carried_bytes: float, link: Link | None) -> float:
     """bytes / bandwidth; nothing over an absent link."""
     return 0.0 if link is None else carried_bytes / link.reached_bytes_per_s
-
-
-def _chain(message_bytes: float, group: GroupLinks) -> float:
-    """Start, the message once over each link, and a step of the slowest link for every member but the first.
-
-    As NCCL prices the ring of a broadcast (src/graph/tuning.cc: nsteps times the network's latency where the group has
-    several nodes): the message goes in chunks of a fixed size, and each member waits for a whole one.
-    """
-    moving = max(_transfer(message_bytes, group.intra), _outside(message_bytes, group))
-    return _start(group) + moving + (group.size - 1) * max(link.latency_s for link in group.links)
 
 
 def _outside(carried_bytes: float, group: GroupLinks) -> float:

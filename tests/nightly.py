@@ -4,7 +4,7 @@ Run: python -m tests.nightly [--first 0] [--shards 300] [--examples 40] [--jobs 
 
 A shard is a property (`tests.end_to_end.drawn_pairs`) with the seed of its number, and as many examples as are asked
 for: programs, each with up to eight plans, for tracing takes longer than lowering.
-What came of it is kept in FOLDER; a shard that is there is not run again: a run goes on where the last one stopped.
+FOLDER keeps each shard's result, and a kept shard is not run again: a run goes on where the last one stopped.
 Once the minutes are over no further shard begins. Exit status 1 if something differed: the report names the files that
 hold the smallest examples, as code to run. Each failure that is found becomes a test of its own
 (`tests/end_to_end/test_found_by_drawing.py`).
@@ -36,7 +36,7 @@ _MOST_PLANS = 8
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What came of one shard.
+    """The result of one shard.
 
     Args:
         number: its seed.

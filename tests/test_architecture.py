@@ -51,7 +51,7 @@ _PASSES: dict[str, tuple[str, ...]] = {
         *("passes.driver.plan_of_choice", "passes.driver.fastest_choice"),
     ),
     "passes.counting": (*_LOWERED, "passes.driver.expand_plan"),
-    "passes.sections": (*_LOWERED, "passes.verification", "passes.driver.kernels_on_one_device"),
+    "passes.sections": (*_LOWERED, "passes.verification"),
     "passes.recipes": (*_PROGRAMS[:3], "passes.sections", "passes.counting", "passes.lowering"),
     "passes.questions": (
         *(*_LOWERED, "passes.driver.plan_options", "passes.driver.kernels_on_one_device"),

@@ -1,4 +1,4 @@
-"""What users pass by mistake is refused by name, before anything is traced or searched."""
+"""Arguments that users pass by mistake are refused by name, before anything is traced or searched."""
 
 from __future__ import annotations
 

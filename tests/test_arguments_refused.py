@@ -44,7 +44,7 @@ def plan(model: nn.Module) -> Plan:
 
 
 def refused(call: Callable[[], Any]) -> str:
-    """What the error says."""
+    """Return the message of the error that a call raises."""
     with pytest.raises((AutoshardError, CostModelError)) as caught:
         call()
     return str(caught.value)
@@ -74,7 +74,7 @@ def refused(call: Callable[[], Any]) -> str:
     ],
 )
 def test_operators(call: Callable[[], Any], words: str) -> None:
-    """What is no operator, names several, or refuses the call."""
+    """A name of no operator, a name of several, and a call that the operator refuses are refused."""
     assert words in refused(call)
 
 
@@ -212,7 +212,7 @@ def test_price(model: nn.Module, options: dict[str, Any], words: str) -> None:
     ],
 )
 def test_plan(model: nn.Module, options: dict[str, Any], words: str) -> None:
-    """What both kinds of search are given."""
+    """Arguments that both kinds of search share are refused alike."""
     given = {"example_inputs": (X,), "loss_fn": total, "optimizer": "adamw", **options}
     assert words in refused(lambda: autoshard.plan(model, CLUSTER, **given))
 

@@ -38,7 +38,7 @@ main()
 
 
 _HEARS_CTRL_C = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)\n"
-"""As in a terminal, wherever the tests run: what a script puts into the background ignores it."""
+"""Code that makes SIGINT raise KeyboardInterrupt, as in a terminal: a script's background processes ignore SIGINT."""
 
 
 def _run(program: str) -> subprocess.CompletedProcess[str]:

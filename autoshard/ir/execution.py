@@ -124,11 +124,6 @@ class Execution(Recipe):
         """Whether gradients are summed over micro-batches, and the sum is reduced beside the update."""
         return self.runtime.compiled and self.micro_batches > 1 and not self.reduces_each
 
-    @property
-    def broadcasts(self) -> bool:
-        """Whether ranks broadcast whole parameters that they updated; see `Runtime.whole_tensors`."""
-        return self.runtime.whole_tensors and self.zero == 1
-
     def _batch_words(self) -> str:
         return f"{self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)} of {self.micro_batch}"
 

@@ -58,10 +58,10 @@ class Term:
     count: Count | None = None
     where: str = ""
 
-    def weights(self, parts: int, divisor: int, read: ReadInput) -> list[float]:
+    def weights(self, parts: int, read: ReadInput) -> list[float]:
         """Counts of each micro-batch."""
         shares = [1.0] * parts if self.count is None else self.count.shares(parts, read)
-        return [share / divisor**self.exponent for share in shares]
+        return [share / parts**self.exponent for share in shares]
 
     def __str__(self) -> str:
         if self.count is not None:
@@ -119,15 +119,15 @@ class LossWeights:
     refusal: str | None = None
     branches: Branches | None = None
 
-    def of_parts(self, parts: int, divisor: int, read: ReadInput) -> list[float]:
-        """The weight of each of so many micro-batches, where a mean is over `divisor` of them.
+    def of_parts(self, parts: int, read: ReadInput) -> list[float]:
+        """The weight of each of so many micro-batches.
 
         Raises:
             NotAvailableError: the loss is not made of those of parts, or not for these inputs.
         """
         if self.refusal is not None:
             raise NotAvailableError(self.refusal)
-        weighed = [term.weights(parts, divisor, read) for term in self.terms]
+        weighed = [term.weights(parts, read) for term in self.terms]
         for term, weights in zip(self.terms, weighed, strict=True):
             if not _are_close(weights, weighed[0]):
                 raise NotAvailableError(

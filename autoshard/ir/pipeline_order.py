@@ -1,11 +1,15 @@
-"""The tasks of each pipeline rank in a step, transfers included, as data: the order that is proven runs."""
+"""The tasks of each pipeline rank in a step, transfers included, as data: the order that is proven runs.
+
+A step without stages is a pipeline of one stage on one rank. The update follows the last task.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain
 from typing import Any, NamedTuple
 
 from autoshard.errors import PlanMismatchError
@@ -94,7 +98,8 @@ class PipelineOrder:
 
     Args:
         stage_ranks: by stage, the rank that it lies on.
-        micro_batches: how many a step has.
+        micro_batches: number of equal parts of the batch. A mean over the batch is the mean over these parts; see
+            `autoshard.ir.loss_weights`.
         ranks: by rank, what it does, in order. A rank issues transfers and goes on; it waits for what it receives
             where that is read.
     """
@@ -123,6 +128,10 @@ class PipelineOrder:
         found = read(_OrderInFile, data, ("order",))
         ranks = tuple(tuple(map(_read_slot, line.split())) for line in found.ranks)
         return cls(found.stage_ranks, found.micro_batches, ranks)
+
+    def tasks(self, rank: int) -> Iterator[StageTask]:
+        """The tasks of a rank, one after the other."""
+        return chain.from_iterable(self.ranks[rank])
 
     @property
     def trains(self) -> bool:
@@ -160,6 +169,18 @@ class PipelineOrder:
     def __str__(self) -> str:
         lines = (" ".join("+".join(map(str, slot)) for slot in slots) for slots in self.ranks)
         return "\n".join(f"rank {rank}: {line}" for rank, line in enumerate(lines))
+
+
+def one_after_another(micro_batches: int) -> PipelineOrder:
+    """Order a step without stages: one micro-batch's activations are held at a time.
+
+    Example:
+        >>> print(one_after_another(2))
+        rank 0: 0F0 0B0 0F1 0B1
+    """
+    both = (Work.FORWARD, Work.BACKWARD)
+    slots = ((StageTask(work, 0, number),) for number in range(micro_batches) for work in both)
+    return PipelineOrder((0,), micro_batches, (tuple(slots),))
 
 
 @dataclass(frozen=True, slots=True)

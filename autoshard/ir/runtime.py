@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from autoshard.errors import NotAvailableError, RecipeError
+from autoshard.errors import NotAvailableError
 from autoshard.ir.recipe import check_choice, check_count, check_flag
 
 AUTOSHARD = "autoshard"
 """The runtime of `autoshard.compile`: what it does is read off the lowered program, not said by a profile."""
 
 MEGATRON = "megatron"
-LIBRARY, TRITON = KERNELS = ("library", "triton")
 GRADIENT_DTYPES = ("bf16", "f16", "f32")
 
 
@@ -22,8 +21,6 @@ class Runtime:
 
     Args:
         name: of the framework.
-        recompute_modules: what `recompute="selective"` means: modules, by their own names joined by + ("act+norm");
-            None: attention's core.
         early_stop: recomputing a block ends with the last value that its backward needs, before its last product
             (torch's checkpoints that are not reentrant).
         attention: the kernel of fused attention, by the device's names ("flash2"); None: the device's usual one.
@@ -45,12 +42,7 @@ class Runtime:
             under ZeRO-3.
         listed_collectives: gathers and scatters go through lists of a tensor for each rank, which the host copies one
             by one (torch.distributed.all_gather before torch 1.10).
-        whole_tensors: ZeRO-1 keeps each parameter whole on one rank: gradients are reduced to all, updated parameters
-            broadcast one by one (InternEvo's hybrid optimizer), not scattered and gathered.
         fused: chains of memory-bound operators run as one kernel each, and so does the optimizer.
-        kernels: what chains of memory-bound operators run as: "library", what the usual libraries have; "triton", what
-            `backend="triton"` puts in their place, see docs/kernels.md.
-        unfused: modules, by their own names joined by + ("clamp+bias"), whose operators run one by one all the same.
         compiled: the step is one program, as `autoshard.compile` runs it. Parameters lie in the optimizer's own type.
             ZeRO-1 and -2 gather them in that type, beside the update. Gradients of several micro-batches are reduced
             beside the update too, but for ZeRO-2 and -3. ZeRO-3 gathers again only for what is computed again.
@@ -66,7 +58,6 @@ class Runtime:
     """
 
     name: str
-    recompute_modules: str | None = None
     early_stop: bool = False
     attention: str | None = None
     gradient_dtype: str = "f32"
@@ -81,10 +72,7 @@ class Runtime:
     separate_experts: bool = False
     bucket_bytes: int = 200_000_000
     listed_collectives: bool = False
-    whole_tensors: bool = False
     fused: bool = True
-    kernels: str = LIBRARY
-    unfused: str | None = None
     compiled: bool = False
     cuda_graph: bool = False
     blocking_launches: bool = False
@@ -92,14 +80,9 @@ class Runtime:
     def __post_init__(self) -> None:
         check_count("bucket_bytes", self.bucket_bytes)
         check_choice("gradient_dtype", self.gradient_dtype, GRADIENT_DTYPES)
-        check_choice("kernels", self.kernels, KERNELS)
         for item in fields(self):
             if item.type == "bool":
                 check_flag(item.name, getattr(self, item.name))
-        if self.kernels == TRITON and (self.unfused or not self.fused):
-            raise RecipeError(
-                f"kernels='triton' says what is fused; leave out fused={self.fused} and unfused={self.unfused!r}."
-            )
 
 
 USUAL = Runtime(name=MEGATRON)

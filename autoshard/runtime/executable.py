@@ -10,14 +10,16 @@ import torch
 
 from autoshard.errors import TraceError
 from autoshard.graphs.owned_results import owned_results
-from autoshard.ir.lowered import LocalSlot, PhasedProgram
-from autoshard.ir.program import OWNERS, InputKind, OutputKind
+from autoshard.ir.lowered import LocalSlot, LoweredProgram, PhasedProgram
+from autoshard.ir.program import InputKind, OutputKind
 from autoshard.ir.python_guards import PythonGuards, PythonUse
 from autoshard.ir.python_values import MISSING
 from autoshard.ir.request import CompiledProgram
+from autoshard.ir.staged import crosses_stages
 from autoshard.ir.update import Update, group_of
 from autoshard.runtime.engine import Engine, LikeWriter, Loaded, LocalValue, Reader
 from autoshard.runtime.missing_tangents import without_tangents
+from autoshard.runtime.program_update import ProgramUpdate
 from autoshard.runtime.varying_numbers import Trace, VaryingNumbers
 from autoshard.runtime.versions import Key, inputs_behind_gradients
 
@@ -111,16 +113,35 @@ class Executable:
         """See `PhasedProgram.digest`."""
         return self.phased.digest() if self.compiled.staged is None else self.compiled.staged.digest()
 
-    @cached_property
+    @property
     def stages(self) -> Mapping[int, Executable]:
-        """The stages of a pipeline that this process runs, by number."""
+        """The stages that this process runs, by number; a program that is not cut is one stage."""
+        return {0: self} if self.compiled.staged is None else self._own_stages
+
+    @cached_property
+    def _own_stages(self) -> Mapping[int, Executable]:
         staged, update = self.compiled.staged, self.compiled.update
-        if staged is None:
-            return {}
+        assert staged is not None, "the program is cut into stages"
         programs = {number: staged.stages[number] for number in self.compiled.own_stages}
         return {
             number: Executable(CompiledProgram(stage.phased, stage.plan, update=update), self.engine)
             for number, stage in programs.items()
+        }
+
+    @cached_property
+    def elsewhere(self) -> tuple[LoweredProgram, ...]:
+        """The stages of a pipeline that other processes run."""
+        stages = () if self.compiled.staged is None else self.compiled.staged.stages
+        return tuple(stage.phased.lowered for n, stage in enumerate(stages) if n not in self.compiled.own_stages)
+
+    def by_stage(self, tensors: Sequence[torch.Tensor]) -> dict[int, Sequence[torch.Tensor]]:
+        """The inputs of a forward call, by the stage that takes them; what other stages make is left out."""
+        if self.compiled.staged is None:
+            return {0: tensors}
+        given = dict(zip(self.input_names, tensors, strict=True))
+        return {
+            number: [given[key] for key in program.input_names if not crosses_stages(key[1])]
+            for number, program in self._own_stages.items()
         }
 
     @cached_property
@@ -132,6 +153,16 @@ class Executable:
     def inputs(self) -> tuple[LocalSlot, ...]:
         """The slots that a forward call takes, in order."""
         return tuple(self.phased.lowered.inputs[index] for index in self.phased.forward_inputs)
+
+    @cached_property
+    def crossing_inputs(self) -> tuple[tuple[int, LocalSlot], ...]:
+        """Place and slot of each input that another stage makes."""
+        return tuple((place, slot) for place, slot in enumerate(self.inputs) if crosses_stages(slot.slot.name))
+
+    @cached_property
+    def given_inputs(self) -> tuple[LocalSlot, ...]:
+        """The slots that users and the model give a forward call: the inputs that no other stage makes."""
+        return tuple(slot for slot in self.inputs if not crosses_stages(slot.slot.name))
 
     @cached_property
     def input_names(self) -> tuple[Key, ...]:
@@ -176,10 +207,11 @@ class Executable:
         return None if self.phased.hoisted is None else self.engine.load(self.phased.hoisted)
 
     @cached_property
-    def _read_by_hoisted(self) -> tuple[tuple[int, LocalSlot], ...]:
-        """Place among the inputs of a forward call, and slot, of each input of `hoisted`."""
-        places = {index: place for place, index in enumerate(self.phased.forward_inputs)}
-        return tuple((places[index], self.phased.lowered.inputs[index]) for index in self.phased.hoisted_inputs)
+    def _read_by_hoisted(self) -> tuple[int, ...]:
+        """Place among the given inputs of a forward call, of each input of `hoisted`."""
+        slots = self.phased.lowered.inputs
+        given = [index for index in self.phased.forward_inputs if not crosses_stages(slots[index].slot.name)]
+        return tuple(map(given.index, self.phased.hoisted_inputs))
 
     @cached_property
     def _forward(self) -> Loaded:
@@ -196,11 +228,7 @@ class Executable:
 
     @cached_property
     def _read_inputs(self) -> Reader:
-        return self.engine.reader(self.inputs)
-
-    @cached_property
-    def _read_held(self) -> Reader:
-        return self.engine.reader(self.read_by_update)
+        return self.engine.reader(self.given_inputs)
 
     @cached_property
     def _write_gradients(self) -> LikeWriter:
@@ -223,87 +251,89 @@ class Executable:
         return tuple((index, group_of(slot.name)) for index, slot in slots if slot.kind is InputKind.HYPER)
 
     @cached_property
-    def _places_of_updated(self) -> tuple[int, ...]:
-        """Of each slot that an update yields, the place in `read_by_update` of what it takes the place of."""
-        places = {(slot.slot.kind, slot.slot.name): index for index, slot in enumerate(self.read_by_update)}
-        return tuple(places[OWNERS[OutputKind(slot.slot.kind)], slot.slot.name] for slot in self.updated)
-
-    @cached_property
     def updated_parameters(self) -> frozenset[str]:
         """Names of the parameters that an update changes."""
         kinds = (OutputKind.PARAMETER_UPDATE,)
         return frozenset(slot.slot.name for slot in self.updated if slot.slot.kind in kinds)
 
     @cached_property
-    def _update(self) -> Loaded:
-        assert self.phased.update is not None, "only the program of a whole training step updates"
-        first = len(self.phased.carried)
-        written = {index: first + place for index, place in enumerate(self._places_of_updated)}
-        return self.engine.load(self.phased.update, written)
+    def update(self) -> ProgramUpdate | None:
+        """The update, of the program of a training step or of a stage; None where nothing is updated."""
+        if self.phased.update is None:
+            return None
+        return ProgramUpdate(
+            self.phased.update, len(self.phased.carried), self.read_by_update, self.updated, self.engine
+        )
+
+    @cached_property
+    def _halves(self) -> _Halves:
+        halves = self.phased.halves
+        assert halves is not None, "the order cuts backwards"
+        return _Halves(
+            self.engine.load(halves.inputs), self.engine.load(halves.weights), owned_results(halves.weights.graph)
+        )
 
     def load(self) -> None:
         """Load all phases now; they may bind process groups, which all ranks do together."""
         if self.compiled.staged is not None:
-            return  # the stages' are loaded by `StagedStep`
-        self.load_both_ways()
-        if self.phased.update is not None:
-            _ = self._update
-
-    def load_both_ways(self) -> None:
-        """Load what is not the update."""
+            return  # `Executor` loads the stages, once they have process groups
         _ = self._hoisted, self._forward, self._backward
+        if self.phased.halves is not None:
+            _ = self._halves
+        if self.update is not None:
+            self.update.load()
 
     def run_forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[LocalValue]]:
         """The global outputs, in the order of `outputs`, and the local values kept for the backward."""
         results, saved = self.run_forward_locally(tensors)
         return [self.write_output(value, slot) for value, slot in zip(results, self.outputs, strict=True)], saved
 
-    def run_hoisted(self, tensors: Sequence[torch.Tensor]) -> list[LocalValue]:
-        """Local values computed once for all micro-batches, from the inputs of a forward call of any of them."""
-        return self.run_hoisted_on(self.read_for_hoisted(tensors))
-
-    def read_for_hoisted(self, tensors: Sequence[torch.Tensor]) -> list[LocalValue]:
-        """Local values that `run_hoisted_on` takes, from the inputs of a forward call."""
-        return [self.engine.read(tensors[place], slot) for place, slot in self._read_by_hoisted]
+    def for_hoisted(self, values: Sequence[LocalValue]) -> list[LocalValue]:
+        """The local values that `run_hoisted_on` takes, among those of `read_inputs`."""
+        return [values[place] for place in self._read_by_hoisted]
 
     def run_hoisted_on(self, values: list[LocalValue]) -> list[LocalValue]:
-        """Local values computed once for all micro-batches, from those of `read_for_hoisted`; that list is emptied."""
+        """Local values computed once for all micro-batches, from those of `for_hoisted`; that list is emptied."""
         return [] if self._hoisted is None else list(self._hoisted(values))
 
     def read_inputs(self, tensors: Sequence[torch.Tensor]) -> list[LocalValue]:
-        """The local values of the inputs of a forward call."""
+        """The local values of the given inputs of a forward call."""
         return list(self._read_inputs(tensors))
 
-    def read_tangents(self, tangents: Mapping[str, torch.Tensor]) -> list[LocalValue]:
-        """The local gradients of the outputs, by the name of the tangent ("tangent:0"); zeros where one is missing."""
-        return [self._read_tangent(tangents, slot) for slot in self.tangents]
-
-    def run_forward_locally(
-        self, tensors: Sequence[torch.Tensor], held: Sequence[LocalValue] = ()
-    ) -> tuple[list[LocalValue], list[LocalValue]]:
-        """The local values of the outputs, in the order of `outputs`, and those kept for the backward.
+    def run_forward_locally(self, tensors: Sequence[torch.Tensor]) -> tuple[list[LocalValue], list[LocalValue]]:
+        """Local outputs, in the order of `outputs`, and the values kept for the backward.
 
         Args:
-            tensors: the global inputs, in the order of `inputs`.
-            held: what `run_hoisted` gave in this step.
+            tensors: the global inputs, in the order of `inputs`, of a program without stages that hoists nothing.
         """
-        values = [*self._read_inputs(tensors), *held]
+        return self.run_forward_on(self.read_inputs(tensors))
+
+    def run_forward_on(self, values: list[LocalValue]) -> tuple[list[LocalValue], list[LocalValue]]:
+        """Local outputs, and the values kept for the backward.
+
+        Args:
+            values: local inputs, in the order of `inputs`, then the results of `run_hoisted_on`; emptied.
+        """
         given = set(map(id, values))
         results = list(self._forward(values))
         count = len(self.outputs)
         return [_apart(value) if id(value) in given else value for value in results[:count]], results[count:]
-
-    def run_forward_on(self, values: list[LocalValue]) -> tuple[list[LocalValue], list[LocalValue]]:
-        """Local outputs, and what is kept for the backward, of local inputs and what `run_hoisted` gave; emptied."""
-        results = list(self._forward(values))
-        count = len(self.outputs)
-        return results[:count], results[count:]
 
     def run_backward_on(self, values: list[LocalValue]) -> tuple[list[LocalValue], list[LocalValue]]:
         """Local gradients, and what is carried into the update, of what was kept and the tangents; emptied."""
         results = list(self._backward(values))
         count = len(self.gradients)
         return results[:count], results[count:]
+
+    def run_first_half(self, values: list[LocalValue]) -> tuple[list[LocalValue], list[LocalValue]]:
+        """Local gradients for other stages, and the values that the second half takes; `values` as a backward's."""
+        results = list(self._halves.inputs(values))
+        count = len(self.gradients)
+        return results[:count], results[count:]
+
+    def run_second_half(self, values: list[LocalValue]) -> tuple[list[LocalValue], Sequence[bool]]:
+        """The values carried into the update, and which of them may be written over; `values` is emptied."""
+        return list(self._halves.weights(values)), self._halves.owned
 
     def run_backward(
         self,
@@ -318,7 +348,7 @@ class Executable:
             tangents: gradient of each output by the name of its tangent ("tangent:0"); nothing flows from others.
             likes: what each gradient belongs to, by name: that of a DTensor has its placements.
         """
-        values = [*saved, *self.read_tangents(tangents)]
+        values = [*saved, *(self._read_tangent(tangents, slot) for slot in self.tangents)]
         saved.clear()
         results = self._find_backward(tangents)(values)[: len(self.gradients)]
         unreached = self.unreached(tangents)
@@ -349,30 +379,6 @@ class Executable:
             self._backward_from[given] = self.engine.load(graph_module)
         return self._backward_from[given]
 
-    def run_to_gradients(self, saved: list[LocalValue], tangents: Mapping[str, torch.Tensor]) -> list[LocalValue]:
-        """The local values that the backward carries into the update: gradients, as the update reads them.
-
-        Args:
-            saved: what `run_forward` kept; emptied.
-            tangents: as for `run_backward`.
-        """
-        values = [*saved, *self.read_tangents(tangents)]
-        saved.clear()
-        return list(self._backward(values))[len(self.gradients) :]
-
-    @torch.no_grad()
-    def run_update(self, carried: list[LocalValue], held: Sequence[torch.Tensor]) -> None:
-        """Update what users hold, in place.
-
-        Args:
-            carried: what `run_to_gradients` gave; emptied.
-            held: parameters, optimizer state and hyper-parameters, in the order of `read_by_update`.
-        """
-        values = [*carried, *self._read_held(held)]
-        carried.clear()
-        results = self._update(values)
-        self.engine.store([held[place] for place in self._places_of_updated], results, self.updated)
-
     def write_output(self, value: LocalValue, slot: LocalSlot) -> torch.Tensor:
         """An output as it is handed out: as it lies, or whole."""
         if slot.slot.name in self.compiled.sharded_outputs:
@@ -384,6 +390,15 @@ class Executable:
         if tangent is None:
             tangent = torch.zeros(slot.shape, dtype=slot.dtype, device=self.engine.device)
         return self.engine.read(tangent, slot)
+
+
+@dataclass(frozen=True, slots=True)
+class _Halves:
+    """The halves of a backward, ready to run; `owned`: which results of the second may be written over."""
+
+    inputs: Loaded
+    weights: Loaded
+    owned: Sequence[bool]
 
 
 def _apart(value: LocalValue) -> LocalValue:

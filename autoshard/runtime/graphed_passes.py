@@ -34,7 +34,7 @@ class GraphedPasses:
     _graphs: PerProgram[_Graphs] = field(default_factory=PerProgram)
 
     def run_hoisted(self, executable: Executable, values: Sequence[Tensor]) -> list[Tensor]:
-        """Local values computed once for all micro-batches, from those of `Executable.read_for_hoisted`."""
+        """Local values computed once for all micro-batches, from those of `Executable.for_hoisted`."""
         if executable.phased.hoisted is None:
             return []
         return self._of(executable).hoisted.run(executable.run_hoisted_on, values)
@@ -46,7 +46,7 @@ class GraphedPasses:
 
         Args:
             executable: the program.
-            values: local inputs of the forward, then what `run_hoisted` gave.
+            values: local inputs of the forward, then the results of `run_hoisted`.
             tangents: local gradients of the outputs.
         """
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from operator import is_, itemgetter
@@ -17,14 +18,14 @@ from autoshard.runtime.per_program import PerProgram
 
 @dataclass(frozen=True, slots=True)
 class HeldState:
-    """What the update of a program takes.
+    """The inputs of a program's update.
 
     Args:
-        tensors: parameters and state, in its order; of options, those of an earlier step.
+        tensors: by stage, parameters and state, in its order; of options, those of an earlier step.
         are_counted_together: whether the parameters that it updates, and no other, were those counted last.
     """
 
-    tensors: list[torch.Tensor]
+    tensors: Mapping[int, list[torch.Tensor]]
     are_counted_together: bool
 
 

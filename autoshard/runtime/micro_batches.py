@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
-from autoshard.errors import AutoshardError, TraceError
-from autoshard.runtime.traced_step import Part
+from autoshard.errors import AutoshardError, NotAvailableError, TraceError
+from autoshard.ir.loss import no_loss
+from autoshard.ir.loss_weights import ReadInput
+from autoshard.ir.program import InputKind
+from autoshard.ir.request import CompiledProgram
+from autoshard.runtime.executable import Executable
+from autoshard.runtime.sharded_module import ShardedModule
+from autoshard.runtime.signature import FlatCall
+
+Part = tuple[Sequence[Any], Mapping[str, Any]]
+"""Positional and keyword arguments of a micro-batch."""
+
+Find = Callable[[Sequence[Any], Mapping[str, Any]], tuple[Executable, FlatCall]]
+"""The program of a step for a micro-batch, and the call as it flattens it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +90,50 @@ def _cut(leaf: Any, size: int, parts: int) -> list[Any]:
     if not isinstance(leaf, torch.Tensor) or leaf.dim() == 0:
         return [leaf] * parts
     return list(leaf.split(size // parts))
+
+
+def common_program(sharded: ShardedModule, parts: Sequence[Part], find: Find) -> tuple[Executable, Sequence[FlatCall]]:
+    """The program of all micro-batches, and their calls, each looked up once.
+
+    Where micro-batches branch differently, the program is the one that branches as the whole batch does.
+
+    Raises:
+        NotAvailableError: no part branches as the batch does, or that cannot be told.
+    """
+    executables, calls = zip(*(find(*part) for part in parts), strict=True)
+    found = dict.fromkeys(executables)
+    first = executables[0]
+    if len(parts) == 1 or not first.phased.lowered.traced.guards:
+        return first, calls
+    read = _reader_of(sharded, parts)
+    for executable in found:
+        weights = executable.compiled.weights
+        branches = None if weights is None else weights.branches
+        is_alike = len(found) == 1 if branches is None else branches.are_of_batch(len(parts), read)
+        if is_alike:
+            return executable, calls
+    raise NotAvailableError(
+        f"micro_batches={len(parts)}: the model branches on the values of its inputs, and no part of this batch is "
+        "known to branch as the whole batch does. Compute without the branch (torch.where), or leave micro_batches, "
+        "and the axis 'pipeline' of the mesh, out for this model."
+    )
+
+
+def weights_of(sharded: ShardedModule, compiled: CompiledProgram, parts: Sequence[Part]) -> list[float]:
+    """The count of each micro-batch in the loss; `NotAvailableError` where the loss is not made of theirs."""
+    if len(parts) == 1:
+        return [1.0]
+    if compiled.weights is None:
+        raise no_loss([tuple(slot.shape) for slot in compiled.phased.lowered.outputs])
+    return compiled.weights.of_parts(len(parts), _reader_of(sharded, parts))
+
+
+def _reader_of(sharded: ShardedModule, parts: Sequence[Part]) -> ReadInput:
+    """Reads inputs of micro-batches, and buffers, whole."""
+    calls = [FlatCall.of(*part).tensors for part in parts]
+
+    def read(part: int, kind: str, name: str) -> torch.Tensor:
+        value = calls[part][name] if kind == InputKind.INPUT else sharded.get_buffer(name)
+        return value.full_tensor() if isinstance(value, DTensor) else value
+
+    return read

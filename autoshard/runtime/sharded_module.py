@@ -39,6 +39,7 @@ from autoshard.runtime.autograd import ProgramCall, run
 from autoshard.runtime.compiler import Compiler
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.executable import Executable, check_state
+from autoshard.runtime.executor import Executor
 from autoshard.runtime.inference import in_normal_mode
 from autoshard.runtime.known_programs import KnownPrograms
 from autoshard.runtime.lengths import Lengths, PaddingProof
@@ -49,7 +50,6 @@ from autoshard.runtime.parameters import gather_buffers, lent_parameters, outlin
 from autoshard.runtime.results import Results
 from autoshard.runtime.seeds import SeedSequence
 from autoshard.runtime.signature import FlatCall, check_devices, describe_call, key_of
-from autoshard.runtime.stages.staged_forward import StagedForward
 from autoshard.runtime.state import extra_state_of, lay_out_state, may_draw, take_seeds, write_seeds
 from autoshard.runtime.weights.has_weights import HasWeights
 from autoshard.runtime.weights.model_weights import Weights
@@ -79,7 +79,7 @@ class ShardedModule(OfModel, HasWeights):
         lengths: Lengths | None = None,
         check: Check = Check.ALWAYS,
         outputs: Outputs = Outputs.AS_PLANNED,
-        staged: StagedForward | None = None,
+        executor: Executor | None = None,
     ) -> None:
         super().__init__()
         engine.adopt(model)
@@ -88,7 +88,7 @@ class ShardedModule(OfModel, HasWeights):
         self._known = KnownPrograms(max_programs)
         self._lengths = lengths
         self._outputs = outputs
-        self._staged = staged
+        self.executor = executor or Executor()
         self._placed: dict[str, PartitionSpec] = {}
         self._last: Executable | None = None
         self._members: Members | None = Members(model)
@@ -204,8 +204,7 @@ class ShardedModule(OfModel, HasWeights):
         executable, call = self._find_padded(call, self.members())
         tensors = self.gather_inputs(executable, call)
         if executable.compiled.staged is not None:
-            assert self._staged is not None, "only a compiler for a pipeline cuts a program into stages"
-            outputs = self._staged.run(executable, tensors)
+            outputs = self.executor.run_forward(executable, tensors)
         else:
             outputs = run(self._call_of(executable, call, _seed_among(executable, tensors)), tensors)
         result = self.results.hand_out(executable, outputs)

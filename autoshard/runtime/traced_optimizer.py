@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from autoshard.errors import NotAvailableError
-from autoshard.ir.lowered import LoweredProgram
+from autoshard.ir.lowered import LocalSlot
 from autoshard.ir.program import InputKind, OutputKind
 from autoshard.ir.update import Update, UpdateGroup, UpdateRule
 from autoshard.runtime.engine import Engine
@@ -145,71 +145,78 @@ class TracedState:
         known.update = update if self._steps_taken.are_counted_together(known.parameters) else None
         return update
 
-    def hold(self, executable: Executable) -> list[torch.Tensor]:
-        """What an update takes, in order: parameters, state laid out as the program says (zeros if new), options."""
-        known = self._present
-        held = known.held_by(executable)
-        tensors = self._find(executable) if held is None else held.tensors
-        for index, group in executable.options_by_update:
-            tensors[index] = self._hyper(executable, group)
-        return tensors
+    def hold(self, executable: Executable) -> Mapping[int, list[torch.Tensor]]:
+        """By stage that runs here, the inputs of its update besides gradients, in order.
 
-    def keep(self, executable: Executable, tensors: Sequence[torch.Tensor]) -> None:
-        """Put what an update has written into the optimizer, and count the step."""
+        These are parameters, state laid out as the program says (zeros if new), and options.
+        """
+        held = self._present.held_by(executable)
+        found = self._find(executable) if held is None else held.tensors
+        for number, program in executable.stages.items():
+            for index, group in program.options_by_update:
+                found[number][index] = self._hyper(program, group)
+        return found
+
+    def keep(self, executable: Executable, tensors: Mapping[int, Sequence[torch.Tensor]]) -> None:
+        """Put the written tensors into the optimizer, and count the step.
+
+        The optimizers of all ranks name the same state and count the same steps; each has the values of its own stages.
+        """
         held, parameters = self._present.held_by(executable), self._present.members.parameters
         if held is not None and held.are_counted_together:
             self._steps_taken.count_again()
-        else:
-            self._steps_taken.count([parameters[name] for name in sorted(executable.updated_parameters)])
+            return
+        self._steps_taken.count([parameters[name] for name in _updated_by(executable)])
         if held is not None:
             return
-        for slot, tensor in zip(executable.read_by_update, tensors, strict=True):
-            if slot.slot.kind is InputKind.STATE:
-                state_name, _, owner = slot.slot.name.partition(":")
-                self.optimizer.state[parameters[owner]][state_name] = tensor
-
-    def keep_elsewhere(self, programs: Iterable[LoweredProgram]) -> None:
-        """Have in the optimizer that other ranks took a step by these programs: the names of their state, the count.
-
-        So the optimizers of all ranks name the same state, and each has the values of its own.
-        """
-        parameters, updated = self._present.members.parameters, list[torch.Tensor]()
-        for lowered in programs:
-            slots = (slot for slot in lowered.outputs if slot.slot.kind == OutputKind.PARAMETER_UPDATE)
-            updated += [parameters[slot.slot.name] for slot in slots]
-            for slot in lowered.inputs:
+        for number, program in executable.stages.items():
+            for slot, tensor in zip(program.read_by_update, tensors[number], strict=True):
                 if slot.slot.kind is InputKind.STATE:
-                    state_name, _, owner = slot.slot.name.partition(":")
-                    state = self.optimizer.state[parameters[owner]]
-                    if state_name not in state or not is_elsewhere(state[state_name]):
-                        state[state_name] = self._engine.zeros(slot, parameters[owner])
-        if updated and self._steps_taken.are_counted_together(updated):
-            self._steps_taken.count_again()
-        elif updated:
-            self._steps_taken.count(updated)
+                    state_name, owner = self._owner(slot)
+                    self.optimizer.state[owner][state_name] = tensor
+        for slot in self._missing_elsewhere(executable):
+            state_name, owner = self._owner(slot)
+            self.optimizer.state[owner][state_name] = self._engine.zeros(slot, owner)
+
+    def _missing_elsewhere(self, executable: Executable) -> list[LocalSlot]:
+        """State of stages that other ranks run, which the optimizer does not name yet."""
+        slots = [slot for lowered in executable.elsewhere for slot in lowered.inputs]
+        owners = [(slot, *self._owner(slot)) for slot in slots if slot.slot.kind is InputKind.STATE]
+        return [
+            slot
+            for slot, state_name, owner in owners
+            if state_name not in (state := self.optimizer.state.get(owner, {})) or not is_elsewhere(state[state_name])
+        ]
+
+    def _owner(self, slot: LocalSlot) -> tuple[str, nn.Parameter]:
+        """The name of a state, and the parameter whose state it is."""
+        state_name, _, owner = slot.slot.name.partition(":")
+        return state_name, self._present.members.parameters[owner]
 
     @property
     def _present(self) -> KnownState:
         assert self._known is not None, "a step begins with `update`"
         return self._known
 
-    def _find(self, executable: Executable) -> list[torch.Tensor]:
-        """What an update takes, looked up; known from now on if the optimizer and the model hold all of it."""
+    def _find(self, executable: Executable) -> Mapping[int, list[torch.Tensor]]:
+        """See `hold`, looked up; known from now on if the optimizer and the model hold all of it."""
         known, parameters = self._present, self._present.members.parameters
-        tensors, are_all_held = [], True
-        for slot in executable.read_by_update:
+        tensors: dict[int, list[torch.Tensor]] = {number: [] for number in executable.stages}
+        are_all_held = not self._missing_elsewhere(executable)
+        for number, slot in ((n, slot) for n, program in executable.stages.items() for slot in program.read_by_update):
             match slot.slot.kind:
                 case InputKind.PARAMETER:
-                    tensors.append(parameters[slot.slot.name])
+                    tensors[number].append(parameters[slot.slot.name])
                 case InputKind.STATE:
-                    state_name, _, owner = slot.slot.name.partition(":")
-                    found = self.optimizer.state.get(parameters[owner], {}).get(state_name)
-                    tensors.append(self._engine.zeros(slot) if found is None else self._engine.lay_out(found, slot))
-                    are_all_held &= tensors[-1] is found
+                    state_name, owner = self._owner(slot)
+                    found = self.optimizer.state.get(owner, {}).get(state_name)
+                    laid_out = self._engine.zeros(slot) if found is None else self._engine.lay_out(found, slot)
+                    tensors[number].append(laid_out)
+                    are_all_held &= laid_out is found
                 case _:
-                    tensors.append(_NO_OPTIONS)
+                    tensors[number].append(_NO_OPTIONS)
         if are_all_held:
-            updated = [parameters[name] for name in executable.updated_parameters]
+            updated = [parameters[name] for name in _updated_by(executable)]
             known.remember(executable, HeldState(tensors, self._steps_taken.are_counted_together(updated)))
         return tensors
 
@@ -232,6 +239,14 @@ class TracedState:
         """The group that a parameter is in."""
         groups: Sequence[dict[str, Any]] = self.optimizer.param_groups
         return next(group for group in groups if any(item is parameter for item in group["params"]))
+
+
+def _updated_by(executable: Executable) -> list[str]:
+    """The names of the parameters that all stages of a program update, wherever they run."""
+    kind = OutputKind.PARAMETER_UPDATE
+    slots = (slot.slot for lowered in executable.elsewhere for slot in lowered.outputs)
+    own = (program.updated_parameters for program in executable.stages.values())
+    return sorted({slot.name for slot in slots if slot.kind == kind}.union(*own))
 
 
 _NO_OPTIONS = torch.empty(0)

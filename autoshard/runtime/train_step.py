@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -15,20 +16,19 @@ from torch import nn
 
 from autoshard.errors import NotAvailableError
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.pipeline_order import StageTask, Work, one_after_another
 from autoshard.ir.plan import Plan
-from autoshard.ir.step_order import Action, Task, one_after_another
 from autoshard.ir.update import check_norm
 from autoshard.runtime.graphed_passes import GraphedPasses
 from autoshard.runtime.members import Members
-from autoshard.runtime.micro_batches import naming_micro_batches, parts_of
+from autoshard.runtime.micro_batches import Part, naming_micro_batches, parts_of, weights_of
 from autoshard.runtime.of_model import refuse_capture
 from autoshard.runtime.optimizer_state import HyperparameterText, lay_out_loaded_state
+from autoshard.runtime.run_order import run_order
 from autoshard.runtime.sharded_module import ShardedModule
-from autoshard.runtime.stages.stage_messages import StageMessages
-from autoshard.runtime.stages.staged_step import StagedStep
 from autoshard.runtime.step_loss import StepLoss
 from autoshard.runtime.traced_optimizer import why_by_autograd
-from autoshard.runtime.traced_step import Part, TracedStep, weights_of
+from autoshard.runtime.traced_step import TracedStep
 from autoshard.runtime.weights.has_weights import HasWeights
 from autoshard.runtime.weights.model_weights import Weights
 
@@ -46,7 +46,6 @@ class TrainStep(HasWeights):
             whole batch: parts weigh what the loss says (a sum, a mean, a sum over a count of targets). What mixes
             samples (a batch norm in training) is refused by name.
         traced: run the update as part of the program; the optimizer is one that can be, and the module's compiler can.
-        messages: between the stages of a pipeline, into which the module's compiler cuts the step; traced only.
         graphs: launches forward and backward from CUDA graphs; traced, without stages.
     """
 
@@ -58,22 +57,17 @@ class TrainStep(HasWeights):
         max_grad_norm: float | None = None,
         micro_batches: int = 1,
         traced: bool = False,
-        messages: StageMessages | None = None,
         graphs: GraphedPasses | None = None,
     ) -> None:
         self.sharded = sharded
         self.optimizer = optimizer
         self._max_grad_norm = max_grad_norm
-        self.micro_batches = micro_batches
         self.order = one_after_another(micro_batches)
         self._has_said_why = False
         self._hyperparameters = HyperparameterText(optimizer, max_grad_norm)
         sharded.agreement.describe_hyperparameters = self._hyperparameters
-        self._traced: TracedStep | StagedStep | None = None
-        if messages is not None:
-            self._traced = StagedStep(sharded, optimizer, max_grad_norm, micro_batches, messages)
-        elif traced:
-            self._traced = TracedStep(sharded, optimizer, max_grad_norm, self.order, graphs)
+        sharded.executor.prove(self.order)
+        self._traced = TracedStep(sharded, optimizer, max_grad_norm, self.order, graphs) if traced else None
         self._is_made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -104,6 +98,11 @@ class TrainStep(HasWeights):
         return self._traced is not None
 
     @property
+    def micro_batches(self) -> int:
+        """Number of parts that a batch is cut into."""
+        return self.order.micro_batches
+
+    @property
     def mesh(self) -> Mesh:
         """The mesh that the step runs on."""
         return self.sharded.mesh
@@ -121,9 +120,6 @@ class TrainStep(HasWeights):
 
     def _step(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
         members = self.sharded.members()
-        if isinstance(self._traced, StagedStep):
-            self._refuse_gradients(members)
-            return self._traced.run(self._parts(args, kwargs), members)
         if self._traced is not None and not self._needs_gradients(members):
             return self._traced.run(self._parts(args, kwargs), members)
         return self._run(self._parts(args, kwargs))
@@ -153,18 +149,14 @@ class TrainStep(HasWeights):
     def _model_weights(self) -> Weights:
         return self.sharded.model_weights
 
-    def _refuse_gradients(self, members: Members) -> None:
-        """Refuse a step whose gradients must be in `.grad`: stages hand theirs to the update."""
+    def _needs_gradients(self, members: Members) -> bool:
+        """Whether this step's gradients must be in `.grad`; the first time, say why. Stages do not put theirs there."""
         reason = why_by_autograd(self.optimizer, members.parameters.items())
-        if reason is not None:
+        if reason is not None and self.sharded.executor.has_stages:
             raise NotAvailableError(
                 f"{reason}; under an axis 'pipeline' gradients are not in .grad. Take the hooks off and set gradients "
                 "to None, or use a mesh without the axis 'pipeline'."
             )
-
-    def _needs_gradients(self, members: Members) -> bool:
-        """Whether this step's gradients must be in `.grad`; the first time, say why."""
-        reason = why_by_autograd(self.optimizer, members.parameters.items())
         if reason is not None and not self._has_said_why:
             self._has_said_why = True
             _LOGGER.warning(
@@ -174,38 +166,21 @@ class TrainStep(HasWeights):
 
     def _run(self, parts: Sequence[Part]) -> torch.Tensor:
         """A step of an optimizer that takes its own; autograd adds the gradients of micro-batches up."""
-        shares: dict[int | None, torch.Tensor] = {}
-        weights = self._weights(parts)
-        for task in self.order.tasks:
-            match task.action:
-                case Action.FORWARD:
-                    shares[task.micro_batch] = self._forward(parts, task, weights)
-                case Action.BACKWARD:
-                    if shares[task.micro_batch].requires_grad:
-                        shares[task.micro_batch].backward()
-                    shares[task.micro_batch] = shares[task.micro_batch].detach()
-                case Action.UPDATE:
-                    self._update()
-        losses = list(shares.values())
+        tasks = _AutogradTasks(self.sharded, parts, self._weights(parts))
+        run_order(self.order, (0,), tasks)
+        self._update()
+        losses = list(tasks.shares.values())
         return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
 
     def _weights(self, parts: Sequence[Part]) -> list[float]:
-        """What each micro-batch counts in the loss."""
+        """The count of each micro-batch in the loss."""
         if len(parts) == 1:
             return [1.0]
         (args, kwargs), *_ = parts
         with torch.enable_grad():
             self.sharded.compile_for_loss(args, kwargs)
         assert self.sharded.program is not None, "it is compiled"
-        return weights_of(self.sharded, self.sharded.program, parts, self.order)
-
-    def _forward(self, parts: Sequence[Part], task: Task, weights: Sequence[float]) -> torch.Tensor:
-        """A micro-batch's share of the loss; one that counts nothing has none, and no gradient."""
-        assert task.micro_batch is not None, "a forward is of a micro-batch"
-        args, kwargs = parts[task.micro_batch]
-        loss = self.sharded.run_for_loss(args, kwargs)
-        weight = weights[task.micro_batch]
-        return loss * weight if weight else torch.zeros_like(loss, requires_grad=False)
+        return weights_of(self.sharded, self.sharded.program, parts)
 
     def _update(self) -> None:
         if self.max_grad_norm is not None:
@@ -229,3 +204,35 @@ class TrainStep(HasWeights):
     def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Part]:
         """The call of each micro-batch."""
         return parts_of(args, kwargs, self.micro_batches)
+
+
+@dataclass(slots=True)
+class _AutogradTasks:
+    """Runs forwards by calls of a model, and backwards by autograd; see `TaskRunner`.
+
+    Args:
+        sharded: the model.
+        parts: the call of each micro-batch.
+        weights: the count of each micro-batch in the loss.
+        shares: shares of the loss, by micro-batch.
+    """
+
+    sharded: ShardedModule
+    parts: Sequence[Part]
+    weights: Sequence[float]
+    shares: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def can_run(self, task: StageTask) -> bool:
+        """See `TaskRunner`."""
+        return True
+
+    def run_task(self, task: StageTask) -> None:
+        """See `TaskRunner`. A micro-batch that counts nothing has no share of the loss, and no gradient."""
+        number = task.micro_batch
+        if task.work is Work.FORWARD:
+            loss, weight = self.sharded.run_for_loss(*self.parts[number]), self.weights[number]
+            self.shares[number] = loss * weight if weight else torch.zeros_like(loss, requires_grad=False)
+            return
+        if self.shares[number].requires_grad:
+            self.shares[number].backward()
+        self.shares[number] = self.shares[number].detach()

@@ -183,7 +183,7 @@ class PlanCounting:
             if slot.name in sends:
                 tail, result = resolve(nodes[slot.node])
                 size = self._bytes(tail, result, self.plan.outputs[result_key(slot)])
-                yield self._place(tail), sends[slot.name] * size
+                yield None, sends[slot.name] * size  # at a cut, however many blocks there are
 
     def steps(self, read: Read) -> tuple[ReshardStep, ...]:
         """The reshard of a value that is read, at the plan's own sizes."""

@@ -13,12 +13,12 @@ from autoshard.errors import NotAvailableError
 from autoshard.ir.mesh import Mesh
 from autoshard.runtime.agreement.step_agreement import Check
 from autoshard.runtime.engine import SimulatorEngine
+from autoshard.runtime.executor import Executor
 from autoshard.runtime.launch import world_size
 from autoshard.runtime.lengths import Lengths
 from autoshard.runtime.optimizer_state import rebind_optimizer
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.stages.stage_engines import make_engines
-from autoshard.runtime.stages.staged_forward import StagedForward
 from autoshard.runtime.train_step import TrainStep
 from cost_models.hardware import Cluster
 from passes.driver.backends import check_in_place, finish_of, graphs_of, wrap_of
@@ -30,7 +30,7 @@ from passes.driver.planner_for import planner_for
 from passes.driver.stage_planner import StagePlanner
 from passes.padding.prove_padding import prove_padding
 from passes.planning.recipe_meshes import check_mesh
-from passes.verification.verify_order import verify_order
+from passes.verification.verify_schedule import verify_schedule
 
 
 def compile_model(call: Call) -> ShardedModule | TrainStep:
@@ -81,7 +81,7 @@ def compile_model(call: Call) -> ShardedModule | TrainStep:
         lengths=Lengths(model, options.dynamic_lengths, prove_padding) if options.dynamic_lengths else None,
         check=Check(options.check),
         outputs=call.handed_out,
-        staged=None if messages is None else StagedForward(messages),
+        executor=Executor(messages, verify_schedule if call.verify else None),
     )
     step = sharded
     if optimizer is not None:
@@ -92,11 +92,8 @@ def compile_model(call: Call) -> ShardedModule | TrainStep:
             max_grad_norm=call.max_grad_norm,
             micro_batches=micro_batches,
             traced=update is not None,
-            messages=messages,
             graphs=graphs,
         )
-        if call.verify:
-            verify_order(step.order, step.micro_batches)
     if call.example_inputs is not None:
         args, kwargs = call.inputs
         with torch.enable_grad():

@@ -108,14 +108,21 @@ class PlanAgain:
     def _on_another_mesh(self, change: Change) -> Plan:
         """The fastest plan of a few recipes with a feature, as the outer search proposes them."""
         search = self._recipes(", ".join(change.fields))
-        problem = replace(search.problem, pinned={**search.problem.pinned, **change.fields})
-        found, kinds = problem.best_of_all(ceiling=Ceiling.within(search.time_budget_s))
-        if found.recipe is None:
-            raise none_with(search, found, change.fields)
+        problem = search.problem
+        found = problem.proposals(change.fields, Ceiling.within(search.time_budget_s))
+        if found[0].recipe is None:
+            raise none_with(search, found[0], change.fields)
         planner = replace(self.planned.planner, ceiling=None, progress=False, before=None)
         request, batch = self.planned.request, problem.base.batch
         candidates = candidates_found(
-            *([found, *kinds.values()], problem.pinned, self.call.model, problem.cluster, batch, planner.time_budget_s)
+            *(
+                found,
+                {**problem.pinned, **change.fields},
+                self.call.model,
+                problem.cluster,
+                batch,
+                planner.time_budget_s,
+            )
         )
         made = plan_candidates(
             planner, candidates, lambda parts: with_batch(request, batch // parts), self.check_stages
@@ -153,4 +160,4 @@ class PlanAgain:
             )
         precision = None if narrow_dtype(call.model, plan.precision) is None else plan.precision
         free = replace(call, target=self.cluster, mesh=None, memory_budget=plan.memory_budget, precision=precision)
-        return recipe_search(free, batch, with_kernels=self.planned.planner.with_kernels)
+        return recipe_search(free, batch)

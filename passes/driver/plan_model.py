@@ -20,12 +20,10 @@ from autoshard.cluster import device_of_plans
 from autoshard.errors import DoesNotFitError, NotAvailableError
 from autoshard.ir.plan import Plan
 from autoshard.ir.precision import effective_precision
-from autoshard.ir.runtime import TRITON
 from autoshard.ir.text import format_bytes
 from autoshard.runtime.optimizer_state import named_optimizer
 from autoshard.runtime.traced_optimizer import update_of
 from passes.counting.formulas import PlanFormulas
-from passes.driver.backends import has_kernels
 from passes.driver.pipelines import check_pipeline
 from passes.driver.plan_again import PlanAgain
 from passes.driver.plan_step import outer_search, plan_step
@@ -92,6 +90,11 @@ def _check_together(call: Call) -> None:
         schedule=call.schedule,
         virtual_stages=call.virtual_stages,
     )
+    if profile is not None and call.backend != "auto":
+        raise NotAvailableError(
+            f"backend={call.backend!r} says which kernels compile runs; runtime={profile.name!r} has its own. Leave "
+            "one of the two out."
+        )
     is_priced = recipe is not None and profile is not None
     of_recipes = recipe is None and batch is not None
     check_previous(call.previous, call.model, of_recipes=of_recipes, is_priced=is_priced)
@@ -114,7 +117,7 @@ def _price(call: Call) -> Plan:
         call.recipe,
         example_inputs=call.example_inputs,
         loss_fn=call.loss_fn,
-        runtime=replace(runtime, kernels=TRITON) if has_kernels(call.backend, device_of_plans(cluster)) else runtime,
+        runtime=runtime,
         optimizer="adamw" if call.optimizer is None else optimizer_name(call.optimizer),
         precision=call.precision or products_precision(call.model, None),
         global_batch=call.global_batch,

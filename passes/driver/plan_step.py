@@ -13,14 +13,12 @@ from dataclasses import replace
 from functools import partial
 
 from autoshard.call import Call
-from autoshard.cluster import device_of_plans
 from autoshard.errors import AutoshardError, DoesNotFitError, NotAvailableError, RecipeError
 from autoshard.ir.plan import Plan
 from autoshard.ir.request import Request
 from autoshard.ir.update import Update
 from autoshard.runtime.micro_batches import batch_size, parts_of
 from cost_models.hardware import Cluster
-from passes.driver.backends import has_kernels
 from passes.driver.candidates import (
     Candidate,
     batch_of,
@@ -64,18 +62,17 @@ def outer_search(call: Call) -> RecipeSearch | None:
     Raises:
         AutoshardError: `global_batch` is given, and no recipe is for such a call.
     """
-    with_kernels = has_kernels(call.backend, device_of_plans(call.target))
     assert call.example_inputs is not None, "there is an example call"
     if call.recipe is not None:
         return None
     if call.global_batch is not None:
-        return recipe_search(call, call.global_batch, with_kernels=with_kernels)
+        return recipe_search(call, call.global_batch)
     is_given = call.mesh or call.constraints or call.previous or call.fixed or call.micro_batches or call.schedule
     batch = batch_size(*call.inputs)
     if is_given or not isinstance(call.target, Cluster) or call.optimizer is None or batch is None:
         return None
     try:
-        search = recipe_search(call, batch, with_kernels=with_kernels)
+        search = recipe_search(call, batch)
     except AutoshardError as error:
         _LOGGER.debug("meshes are tried without a search over recipes: %s", error)
         return None

@@ -13,7 +13,7 @@ from autoshard.call import Call
 from autoshard.errors import DoesNotFitError, NotAvailableError
 from autoshard.ir.execution import OPTIMIZERS, Execution
 from autoshard.ir.recipe import Recipe
-from autoshard.ir.runtime import TRITON, USUAL, Runtime
+from autoshard.ir.runtime import USUAL
 from autoshard.ir.text import format_bytes
 from cost_models.hardware import Cluster
 from cost_models.memory import room_bytes
@@ -80,13 +80,12 @@ class RecipeSearch:
         raise _shortage(self.problem, Ceiling.within(self.time_budget_s))
 
 
-def recipe_search(call: Call, global_batch: int, *, with_kernels: bool = False) -> RecipeSearch:
+def recipe_search(call: Call, global_batch: int) -> RecipeSearch:
     """The search for the fastest recipe of a call; its constraints are fields of recipes.
 
     Args:
         call: the arguments of `autoshard.plan`.
         global_batch: sequences of a step.
-        with_kernels: recipes run our own kernels, see `Runtime.kernels`.
 
     Raises:
         RecipeError: a constraint that names no field of recipes, or no value of one.
@@ -100,23 +99,14 @@ def recipe_search(call: Call, global_batch: int, *, with_kernels: bool = False) 
     forecast = "" if runtime is not None else _only_priced(call.optimizer, base)
     if runtime is None and not forecast:
         has_masters = narrow_dtype(model, base.precision) is not None
-        base = replace(base, runtime=_of_compile(cluster, has_masters=has_masters, with_kernels=with_kernels))
+        base = replace(base, runtime=replace(own_runtime(cluster), master_weights=has_masters))
     else:
-        executes = runtime or replace(USUAL, master_weights=base.precision != "f32")
-        base = replace(base, runtime=replace(executes, kernels=TRITON) if with_kernels else executes)
+        base = replace(base, runtime=runtime or replace(USUAL, master_weights=base.precision != "f32"))
     counted = priced_model(model, call.example_inputs, call.loss_fn, base.precision).counted
     problem = problem_of(counted, cluster, base, call.memory_budget, only)
     problem = replace(problem, runs=runtime is None and not forecast)
     before = None if call.previous is None else call.previous.recipe
     return RecipeSearch(call, problem, forecast, before)
-
-
-def _of_compile(cluster: Cluster, *, has_masters: bool, with_kernels: bool) -> Runtime:
-    """The runtime of `compile` on a cluster; `has_masters`: parameters are wider than what products read."""
-    own = own_runtime(cluster)
-    if not with_kernels:
-        return replace(own, master_weights=has_masters)
-    return replace(own, master_weights=has_masters, fused=True, kernels=TRITON)
 
 
 def _only_priced(optimizer: str | torch.optim.Optimizer | None, base: Execution) -> str:

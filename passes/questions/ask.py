@@ -15,7 +15,9 @@ from typing import Any
 from autoshard.errors import DoesNotFitError, InvalidSpecError, NotAvailableError, RecipeError
 from autoshard.ir.answers import Alternative, Explanation, Limits, Outcome, Variant, WhyNot
 from autoshard.ir.plan import Plan
+from autoshard.ir.program import InputKind
 from autoshard.ir.spec import PartitionSpec
+from autoshard.ir.staged import crosses_stages, is_of_weights
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import constrainable, own_specs
 from passes.planning.restrictions import ROLES
@@ -85,9 +87,12 @@ class Questions:
             others = [self._variant(plan, f"without {feature}", Change(fields=each)) for each in asked.without]
             best = min((item for item in others if item is not None), key=fastest_first, default=None)
             return _answer(plan, feature, used, [best])
-        missing = self.replan.missing(feature)
-        ways = {} if missing else asked.ways
-        variants = [self._variant(plan, name, Change(fields=way)) for name, way in ways.items()]
+        missing, variants = self.replan.missing(feature), list[Variant | None]()
+        for name, way in asked.ways.items() if not missing else ():
+            try:
+                variants.append(self._variant(plan, name, Change(fields=way)))
+            except NotAvailableError as error:
+                missing = str(error)
         return _answer(plan, feature, "", variants, missing or "no plan for these devices and this batch has it")
 
     def limits(self, plan: Plan) -> Limits:
@@ -215,11 +220,16 @@ def _site_named(problems: Sequence[PlanningProblem], name: str) -> tuple[int, st
         sites = {**{site: site for site in planning.space.sites}, **constrainable(planning.space)}
         if name in sites:
             return stage, sites[name]
-    known = [each for planning in problems for each in constrainable(planning.space) if not each.startswith("<")]
+    known = [each for planning in problems for each in constrainable(planning.space) if not _is_between_stages(each)]
     raise InvalidSpecError(
         f"explain({name!r}): the plan has no parameter, buffer, input, output or node of that name; there are "
         f"{', '.join(known[:8])}{', ...' if len(known) > 8 else ''}, and the nodes of plan.nodes."
     )
+
+
+def _is_between_stages(name: str) -> bool:
+    """Whether a slot's name is that of a value that stages exchange, which no user has named."""
+    return crosses_stages(name) or is_of_weights(name) or name.startswith(InputKind.SQUARES)
 
 
 def _chosen(plan: Plan, planning: PlanningProblem, site_name: str) -> PartitionSpec:

@@ -101,6 +101,11 @@ class RecipeProblem:
         smallest = Branch(space, Smallest(self.pricer))
         return search_recipes([smallest], self.pricer.memory_bytes, ceiling=ceiling)
 
+    def proposals(self, only: Only, ceiling: Ceiling) -> list[FoundRecipe]:
+        """The fastest recipe within a restriction, and those of the known kinds within it."""
+        kinds = [both for kind in self.kinds.values() if all((both := _both(kind, only)).values())]
+        return [self.best(only=each, ceiling=ceiling) for each in (only, *kinds)]
+
     def baselines(self, ceiling: Ceiling | None = None) -> dict[str, FoundRecipe]:
         """The fastest recipe of each of the `kinds`.
 
@@ -179,6 +184,12 @@ class RecipeProblem:
             pinned=self.pinned,
             runs=self.runs,
         )
+
+
+def _both(one: Only, other: Only) -> Only:
+    """The values that two restrictions leave to each field."""
+    common = {name: tuple(value for value in one[name] if value in other[name]) for name in one.keys() & other.keys()}
+    return {**one, **other, **common}
 
 
 def known_kinds(cluster: Cluster, *, has_experts: bool) -> dict[str, Only]:

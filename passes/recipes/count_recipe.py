@@ -267,7 +267,7 @@ class RecipeCounting:
             return self.micro_batches * both + (gathered if recipe.zero == 2 else 0)
         if not recipe.zero:
             return _reduce(gradient * dense, replicas) + _reduce(gradient * expert, owners)
-        whole = recipe.zero_group in (None, recipe.replicas) and not recipe.broadcasts
+        whole = recipe.zero_group in (None, recipe.replicas)
         if recipe.runtime.compiled:
             reduced = _gather(gradient * dense, shards) + _reduce(gradient * dense / shards, replicas / shards)
         else:

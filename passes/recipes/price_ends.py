@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autoshard.ir.execution import Execution
-from cost_models.collectives import all_gather_time, all_reduce_time, broadcast_time, reduce_scatter_time
+from cost_models.collectives import all_gather_time, all_reduce_time, reduce_scatter_time
 from cost_models.compute import memory_time
 from cost_models.hardware import Cluster
 from cost_models.step import StepModel
 from passes.recipes import own_runtime
-from passes.recipes.recipe_groups import Groups, in_pieces, slowdown
+from passes.recipes.recipe_groups import Groups, in_pieces
 
 GRADIENT_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 WEIGHT_BYTES = {"bf16": 2, "f16": 2, "f8": 2, "f32": 4}
@@ -64,8 +64,6 @@ def end_work(
 ) -> EndWork:
     """Reducing gradients, gathering parameters, and updating them, of a rank with so many; see `RankLoad`."""
     reduce_s, gather_s = exchange_times(dense, expert, recipe, groups, cluster, model)
-    if recipe.broadcasts:
-        gather_s = broadcasts_time(dense, tensors, recipe, groups, model)
     shards = groups.zero.size if recipe.zero else 1
     elements = dense / shards + expert / (groups.expert_replicas.size if recipe.zero else 1)
     moved = elements * update_bytes(recipe)
@@ -124,7 +122,7 @@ def exchange_times(
             gather_s += in_pieces(all_gather_time, expert * weight, groups.expert_replicas, recipe, cluster, model)
     if recipe.reduces_each:
         return reduce_s, gather_s
-    if recipe.zero and (recipe.runtime.compiled or groups.zero.size == groups.replicas.size) and not recipe.broadcasts:
+    if recipe.zero and (recipe.runtime.compiled or groups.zero.size == groups.replicas.size):
         reduce_s = in_pieces(reduce_scatter_time, dense * gradient, groups.zero, recipe, cluster, model)
         reduce_s += in_pieces(
             all_reduce_time, dense * gradient / groups.zero.size, groups.outer, recipe, cluster, model
@@ -135,18 +133,6 @@ def exchange_times(
         exchange = reduce_scatter_time if recipe.zero else all_reduce_time
         reduce_s += in_pieces(exchange, expert * gradient, groups.expert_replicas, recipe, cluster, model)
     return reduce_s, gather_s
-
-
-def broadcasts_time(elements: float, tensors: int, recipe: Execution, groups: Groups, model: StepModel) -> float:
-    """Seconds in which every rank broadcasts the parameters that it updated: one message a rank, of whole tensors.
-
-    Where there are more ranks than tensors, as many messages as tensors. Each passes the whole ring before the next one
-    starts, so latency grows with ranks times messages.
-    """
-    group = groups.zero
-    count = max(1, min(tensors, group.size))
-    each = broadcast_time(WEIGHT_BYTES[recipe.precision] * elements / count, group)
-    return count * each * slowdown(group, model)
 
 
 _STATE_PASSES = {"sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw": 2}

@@ -1,15 +1,12 @@
-"""Which calls of a folded program run as one kernel, and what that kernel reads from memory.
+"""Which calls of a folded program run as one kernel of the usual libraries, and what that kernel reads from memory.
 
-`Chains` is what sections are counted by. `LibraryChains` are those of the libraries that people train with: a chain of
-pointwise operators is one kernel, which a softmax or norm may end; intermediate values are neither written nor saved,
-and the backward makes them again from the chain's operands. `KernelChains` (`kernel_chains.py`) are our own kernels.
+A chain of pointwise operators is one kernel, which a softmax or norm may end. Intermediate values are neither written
+nor saved, and the backward makes them again from the chain's operands.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -23,56 +20,14 @@ from passes.strategies.operator_names import operator_name
 aten = torch.ops.aten
 
 
-@dataclass(frozen=True, slots=True)
-class ChainDemand:
-    """What a chain asks of memory and of the host, beside its results.
-
-    Args:
-        operands: calls of the chain, each with the place of an operand that is read.
-        values: results of other calls that are read whole, each with its place among these.
-        launches: how many kernels are launched.
-        later_bytes: read and written by those behind the first, for any batch.
-    """
-
-    operands: tuple[tuple[fx.Node, int], ...]
-    values: tuple[tuple[fx.Node, int], ...] = ()
-    launches: int = 1
-    later_bytes: int = 0
-
-
-class Chains(ABC):
-    """The chains of a program."""
-
-    @abstractmethod
-    def chain_of(self, call: fx.Node) -> str:
-        """A name that the calls of a chain have in common."""
-
-    @abstractmethod
-    def is_fused(self, chain: Sequence[fx.Node]) -> bool:
-        """Whether a chain is a kernel of its own, rather than the kernel of its one call."""
-
-    @abstractmethod
-    def readers(self, node: fx.Node, index: int | None = None) -> list[fx.Node]:
-        """The calls whose kernels read a node's results, or one of them, or that are in the chain that makes it."""
-
-    @abstractmethod
-    def asked(self, chain: Sequence[fx.Node]) -> ChainDemand:
-        """What the calls of a chain in one section ask for."""
-
-    def phase_of(self, call: fx.Node) -> str:
-        """The phase that a call runs in."""
-        return call.meta["phase"]
-
-
-class LibraryChains(Chains):
-    """The chains of the usual libraries.
+class Chains:
+    """The chains of a program.
 
     Args:
         folded: the program.
         working: names of its calls that do work.
         varying: names of the values that depend on inputs or parameters.
         fused: whether there are chains of several calls.
-        unfused: names of modules in which there are none.
     """
 
     def __init__(
@@ -82,29 +37,24 @@ class LibraryChains(Chains):
         varying: Collection[str],
         *,
         fused: bool,
-        unfused: frozenset[str],
     ) -> None:
-        self.folded, self.working, self.varying, self.unfused = folded, working, varying, unfused
+        self.folded, self.working, self.varying = folded, working, varying
         self.nodes = folded.single.nodes_by_name()
         self.remade = self._cheap_values() if fused else frozenset()
         self.last = self._chains() if fused else {}
 
     def chain_of(self, call: fx.Node) -> str:
-        """The chain's last call."""
+        """The last call of a call's chain."""
         return self.last.get(call.name, call.name)
 
-    def is_fused(self, chain: Sequence[fx.Node]) -> bool:
-        """Whether it has several calls."""
-        return len(chain) > 1
-
     def readers(self, node: fx.Node, index: int | None = None) -> list[fx.Node]:
-        """All but those that make the value again."""
+        """The calls that read a node's results, or one of them, but for those that make the value again."""
         return [item for item in readers_of(node, index) if not self._is_remade(node, item)]
 
-    def asked(self, chain: Sequence[fx.Node]) -> ChainDemand:
-        """Every operand that the chain does not make, those that it makes again too, in place of what they are made of.
+    def operands(self, chain: Sequence[fx.Node]) -> tuple[tuple[fx.Node, int], ...]:
+        """Calls of a chain in one section, each with the place of an operand that the chain reads.
 
-        What several calls of a chain read alike is read once.
+        These are all that the chain does not make, those that it makes again too. Each is read once.
         """
         inside = {node.name for node in chain}
         found: dict[tuple[str, int], tuple[fx.Node, int]] = {}
@@ -112,7 +62,7 @@ class LibraryChains(Chains):
             for index, operand in enumerate(operands_of(node)):
                 if source_of(operand)[0].name not in inside:
                     found[operand.name, 0 if len(chain) > 1 else index] = node, index
-        return ChainDemand(tuple(found.values()))
+        return tuple(found.values())
 
     def _cheap_values(self) -> frozenset[str]:
         """Forward calls whose results the backward makes again: pointwise, of what is saved anyway or never varies,
@@ -136,10 +86,7 @@ class LibraryChains(Chains):
         )
 
     def _is_pointwise(self, node: fx.Node) -> bool:
-        return self._is_fusible(node) and node.target not in _ENDS and not is_layout(node)
-
-    def _is_fusible(self, node: fx.Node) -> bool:
-        return _is_memory_bound(node) and self.unfused.isdisjoint(modules_of(node))
+        return _is_memory_bound(node) and node.target not in _ENDS and not is_layout(node)
 
     def _chains(self) -> dict[str, str]:
         """Call to the last call of its chain."""
@@ -161,12 +108,7 @@ class LibraryChains(Chains):
     def _joins(self, node: fx.Node, reader: fx.Node) -> bool:
         same = self.folded.section_of.get(node.name) == self.folded.section_of.get(reader.name)
         is_near = same and node.meta["phase"] == reader.meta["phase"]
-        return is_near and self._is_fusible(reader) and reader.name in self.working
-
-
-def modules_of(node: fx.Node) -> Sequence[str]:
-    """The names on the path of the module that a node belongs to."""
-    return node.meta.get("module", "").split(".")
+        return is_near and _is_memory_bound(reader) and reader.name in self.working
 
 
 _ENDS = frozenset({

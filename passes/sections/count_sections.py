@@ -7,23 +7,21 @@ Kernels are the program's calls, with these exceptions, which hold for the libra
 * a bias is added by the product before it (cuBLASLt's epilogue, `addmm`);
 * a copy of layout next to attention or a batched product is not made: those kernels read and write strided tensors;
 * what depends on no input or parameter (position tables, causal masks) is made once, not per step;
-* chains of memory-bound calls are one kernel each (`chains.py`): those of the usual libraries, but for modules that the
-  recipe names, or our own kernels.
+* chains of memory-bound calls are one kernel each (`chains.py`).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 
 from autoshard.ir.program import InputKind, tensor_values
-from passes.sections.chains import Chains, LibraryChains, modules_of
+from passes.sections.chains import Chains
 from passes.sections.fold_program import FoldedProgram, is_layout
-from passes.sections.kernel_chains import KernelChains, ProgramKernel
 from passes.sections.propagate_axis import AxisLayout, MoveKind
 from passes.sections.trace_values import attention_cores, depending, is_free, makers_of_outputs, readers_of, source_of
 from passes.strategies.enumerate_strategies import operands_of
@@ -75,10 +73,7 @@ class SectionKernel:
         arguments: positional arguments, see `cost_models.operators.work`.
         has_weight: whether an operand is a parameter, or a view of one.
         makes_gradient: whether a result is a parameter's gradient.
-        is_core: whether it belongs to attention's core, between its first and its last product, or to other modules
-            that a selective recomputation names.
-        launches: of a chain; the others' follow from what they are.
-        later_bytes: see `ChainDemand`.
+        is_core: whether it belongs to attention's core, between its first and its last product.
     """
 
     name: str
@@ -89,8 +84,6 @@ class SectionKernel:
     has_weight: bool
     makes_gradient: bool
     is_core: bool
-    launches: int = 1
-    later_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,9 +169,6 @@ def count_sections(
     layouts: Mapping[str, AxisLayout],
     *,
     fused: bool,
-    unfused: frozenset[str] = frozenset(),
-    recomputed: frozenset[str] = frozenset(),
-    kernels: Sequence[ProgramKernel] | None = None,
 ) -> dict[str, Section]:
     """Every section of a folded program under the layouts of the axes.
 
@@ -186,19 +176,11 @@ def count_sections(
         folded: the program.
         layouts: axis to its layout.
         fused: whether chains of memory-bound calls are one kernel.
-        unfused: names of modules in which they are not.
-        recomputed: names of modules whose calls are the core; none: attention's core is.
-        kernels: our own, which run in place of those of the usual libraries.
     """
     varying = depending(folded, {slot.node for slot in folded.single.inputs if slot.kind != InputKind.SEED})
     working = frozenset(node.name for node in folded.single.graph.nodes if _works(node, varying))
-    chains: Chains
-    if kernels is None:
-        chains = LibraryChains(folded, working, varying, fused=fused, unfused=unfused)
-    else:
-        added = frozenset(node.name for node in folded.single.graph.nodes if _is_bias(node))
-        chains = KernelChains(folded, working, added, kernels, layouts)
-    counting = _SectionMaker(folded, layouts, varying, working, chains, recomputed)
+    chains = Chains(folded, working, varying, fused=fused)
+    counting = _SectionMaker(folded, layouts, varying, working, chains)
     return {name: counting.section(name) for name in folded.sections}
 
 
@@ -212,13 +194,12 @@ class _SectionMaker:
         varying: frozenset[str],
         working: frozenset[str],
         chains: Chains,
-        again: frozenset[str],
     ) -> None:
         self.folded, self.layouts, self.varying, self.working, self.chains = folded, layouts, varying, working, chains
         self.nodes = folded.single.nodes_by_name()
         self.slots = {slot.node: slot for slot in folded.single.inputs}
         self.gradients = makers_of_outputs(folded)
-        self.core = self._calls_of(again) if again else attention_cores(folded)
+        self.core = attention_cores(folded)
 
     def section(self, name: str) -> Section:
         """One section."""
@@ -253,7 +234,7 @@ class _SectionMaker:
         for node in self.folded.sums:
             source, index = source_of(operands_of(node)[0])
             name = names.get(source, "")
-            if self.folded.section_of.get(name) == section and self.chains.phase_of(self.nodes[name]) == phase:
+            if self.folded.section_of.get(name) == section and self.nodes[name].meta["phase"] == phase:
                 summed = self._sized(self.nodes[name], index)
                 made = replace(summed, step=(0,) * len(summed.step))
                 yield SectionKernel(
@@ -268,22 +249,14 @@ class _SectionMaker:
             for node in self.folded.single.graph.nodes
             if node.name in self.working
             and self.folded.section_of.get(node.name) == section
-            and self.chains.phase_of(node) == phase
+            and node.meta["phase"] == phase
         ]
-
-    def _calls_of(self, modules: frozenset[str]) -> frozenset[str]:
-        """Forward calls in modules of such names."""
-        calls = (node for node in self.folded.single.graph.nodes if node.op == "call_function")
-        return frozenset(
-            node.name for node in calls if node.meta["phase"] == "forward" and not modules.isdisjoint(modules_of(node))
-        )
 
     # Kernels.
 
     def _kernel(self, chain: list[fx.Node]) -> SectionKernel:
-        last, is_fused, asked = chain[-1], self.chains.is_fused(chain), self.chains.asked(chain)
-        read = [self._operand(node, index) for node, index in asked.operands]
-        read += [self._sized(node, index) for node, index in asked.values]
+        last, is_fused = chain[-1], len(chain) > 1
+        read = [self._operand(node, index) for node, index in self.chains.operands(chain)]
         written = [self._sized(node, index) for node, index in self._written(chain)]
         operator = FUSED if is_fused else operator_name(last)
         arguments = () if is_fused else tuple(fx.map_arg(last.args, lambda argument: None))
@@ -292,8 +265,6 @@ class _SectionMaker:
             has_weight=self._reads_weight(last),
             makes_gradient=last.name in self.gradients,
             is_core=all(node.name in self.core for node in chain),
-            launches=asked.launches,
-            later_bytes=asked.later_bytes,
         )  # fmt: skip
 
     def _written(self, chain: list[fx.Node]) -> list[tuple[fx.Node, int]]:
@@ -349,7 +320,7 @@ class _SectionMaker:
     def _saved(self, section: str) -> tuple[Saved, ...]:
         found: dict[str, Saved] = {}
         for node in self.folded.single.graph.nodes:
-            if node.op != "call_function" or is_layout(node) or self.chains.phase_of(node) != "forward":
+            if node.op != "call_function" or is_layout(node) or node.meta["phase"] != "forward":
                 continue
             if self.folded.section_of.get(node.name) != section or node.name not in self.varying:
                 continue
@@ -360,7 +331,7 @@ class _SectionMaker:
         return tuple(found.values())
 
     def _late_readers(self, node: fx.Node, index: int) -> list[fx.Node]:
-        return [item for item in self.chains.readers(node, index) if self.chains.phase_of(item) == "backward"]
+        return [item for item in self.chains.readers(node, index) if item.meta["phase"] == "backward"]
 
     def _workspaces(self, section: str) -> tuple[tuple[Sized, ...], ...]:
         """See `Section`; values that are views of one are one, whole."""
@@ -369,9 +340,8 @@ class _SectionMaker:
             for chain in self._chains_in(section, phase):
                 if self._sums_gradients(chain):
                     continue
-                asked = self.chains.asked(chain)
-                read = [source_of(operands_of(node)[index]) for node, index in asked.operands]
-                values = dict.fromkeys((*read, *asked.values, *self._written(chain)))
+                read = [source_of(operands_of(node)[index]) for node, index in self.chains.operands(chain)]
+                values = dict.fromkeys((*read, *self._written(chain)))
                 passing = (self._sized(*value) for value in values if self._passes(*value, phase))
                 found[tuple(passing)] = None
             found |= {(*kernel.inputs, *kernel.outputs): None for kernel in self._sums(section, phase)}
@@ -383,7 +353,7 @@ class _SectionMaker:
 
     def _passes(self, node: fx.Node, index: int, phase: str) -> bool:
         """Whether a value is made in a phase and not kept behind it; what is made again lies nowhere."""
-        if node.op != "call_function" or node.name not in self.varying or self.chains.phase_of(node) != phase:
+        if node.op != "call_function" or node.name not in self.varying or node.meta["phase"] != phase:
             return False
         return phase == "backward" or not self._late_readers(node, index)
 

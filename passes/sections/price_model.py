@@ -18,15 +18,12 @@ from autoshard.errors import RecipeError
 from autoshard.ir.execution import Execution
 from autoshard.ir.plan_parts import NodePlan
 from autoshard.ir.program import InputKind
-from autoshard.ir.runtime import LIBRARY, TRITON
 from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.enumeration import Strategy
 from cost_models.hardware import Cluster
-from passes.sections.chains import modules_of
 from passes.sections.combine_layouts import combine_layouts
 from passes.sections.count_sections import Section, count_sections, splits_of
 from passes.sections.fold_program import AFTER, BEFORE, FoldedProgram
-from passes.sections.kernel_chains import ProgramKernel
 from passes.sections.price_sections import SectionPrice, SectionSizes
 from passes.sections.propagate_axis import AXIS, WHOLE, AxisLayout, Policy, axis_space, propagate_axis
 from passes.sections.route_tokens import routed_calls
@@ -43,9 +40,6 @@ class RecipeKind(NamedTuple):
     expert: bool
     expert_tensor: bool
     fused: bool
-    unfused: str | None = None
-    recompute_modules: str | None = None
-    kernels: str = LIBRARY
 
     @classmethod
     def of(cls, recipe: Execution) -> RecipeKind:
@@ -58,9 +52,6 @@ class RecipeKind(NamedTuple):
             recipe.expert > 1,
             recipe.expert_tensor > 1,
             runtime.fused,
-            runtime.unfused,
-            runtime.recompute_modules,
-            runtime.kernels,
         )
 
 
@@ -153,13 +144,6 @@ class PricedModel:
         return self._space
 
     @cached_property
-    def kernels(self) -> tuple[ProgramKernel, ...]:
-        """The program's Triton kernels."""
-        from passes.sections.program_kernels import find_program_kernels  # imports triton
-
-        return find_program_kernels(self.space)
-
-    @cached_property
     def digest(self) -> str:
         """The digest of the folded program."""
         return self.folded.single.digest()
@@ -179,20 +163,8 @@ class PricedModel:
                 self.folded,
                 self.layouts(kind),
                 fused=kind.fused,
-                unfused=self._modules("unfused", kind.unfused),
-                recomputed=self._modules("recompute_modules", kind.recompute_modules),
-                kernels=self.kernels if kind.kernels == TRITON else None,
             )
         return self._sections[kind]
-
-    def _modules(self, field_name: str, names: str | None) -> frozenset[str]:
-        """The modules that a field of a recipe names."""
-        found = frozenset(names.split("+")) if names else frozenset()
-        if missing := found - frozenset().union(*map(modules_of, self.folded.single.graph.nodes)):
-            raise RecipeError(
-                f"{field_name}={names!r} names {min(missing)!r}, but no module of the model that computes is called so."
-            )
-        return found
 
     def section_prices(self, recipe: Execution, cluster: Cluster) -> Mapping[str, SectionPrice]:
         """The price of each section under a recipe."""

@@ -129,8 +129,8 @@ def price_kernel(kernel: SectionKernel, setting: Setting, sizes: Mapping[str, in
     inputs = tuple(_info(item, setting.batch, _sizes_of(item, sizes)) for item in kernel.inputs)
     outputs = tuple(_info(item, setting.batch, _sizes_of(item, sizes)) for item in kernel.outputs)
     if kernel.operator == FUSED:
-        moved_s = memory_time(size_bytes((*inputs, *outputs)) + kernel.later_bytes, setting.device)
-        return Busy(memory_s=kernel.launches * setting.device.launch_latency_s + moved_s, kernels=kernel.launches)
+        moved_s = memory_time(size_bytes((*inputs, *outputs)), setting.device)
+        return Busy(memory_s=setting.device.launch_latency_s + moved_s, kernels=1)
     done = work(kernel.operator, inputs, outputs, kernel.arguments)
     kernels = 1
     if sizes.get(EXPERT, 1) > 1 and any(EXPERT in axes for item in kernel.inputs for axes in item.splits):

@@ -7,7 +7,7 @@ the update from those of the values that the backward carries into it, and of th
 Gradients that travel in 16 bits are read as those that they round (`widen_reductions`).
 What is hoisted is walked before the forward, which takes its results. It may read parameters, and buffers that the
 program does not write, and draw nothing: so it is the same for all micro-batches of a step. The update, which writes
-over parameters, runs behind them (`passes.verification.verify_order`).
+over parameters, runs behind them (`autoshard.runtime.traced_step`).
 What the forward leaves on the host for the backward is only fetched from there (`passes.verification.verify_offload`).
 Where all numbers agree they compute what the joint program does, whatever their nodes are called.
 

@@ -1,6 +1,10 @@
 """Verify that the ranks of a pipeline, each in its order, compute every micro-batch once, and never wait in a circle.
 
-It reads what each rank does, and trusts no schedule's name. Three things are shown:
+A step without stages is a pipeline of one stage. The loss of a batch is the sum of the losses of its micro-batches,
+each times a weight (`passes.verification.weigh_loss`). So the gradient of the batch is the sum of the gradients of all
+micro-batches, each once. `passes.verification.verify_program` shows that the update reads this sum.
+
+The proof reads the tasks of each rank, and trusts no schedule's name. Three things are shown:
 
 1. Each stage runs, on its rank, every micro-batch forward once, in the order of the batch (each forward draws the next
    seed, and reads the buffers that the one before it wrote), and backward once, whole or cut in two.

@@ -63,13 +63,13 @@ class Pricer:
     table: SectionTable
 
     def predict(self, row: Row, step: StepModel | None) -> Prediction:
-        """What is predicted for a row's recipe."""
+        """Predict a row's recipe."""
         recipe = recipe_of(row)
         model = self.table.model(model_shape(row), RecipeKind.of(recipe))
         return predict_recipe(model, recipe, cluster_of(row), step)
 
     def seconds(self, row: Row, step: StepModel | None) -> float:
-        """What is predicted for a row's step, or for the forward and backward of one block where that was timed."""
+        """Predict a row's step, or the forward and backward of one block where that was timed, in seconds."""
         if row["kind"] != "layer":
             return self.predict(row, step).step_time_s
         recipe, cluster = recipe_of(row), cluster_of(row)

@@ -65,7 +65,7 @@ CASES: Mapping[str, Case] = {
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What planning took, and found: seconds, bytes, and what is proven of the objective.
+    """Seconds and bytes of planning, and the bound that is proven of its objective.
 
     Args:
         tracing_s: from the module to its program.

@@ -1,4 +1,4 @@
-"""What twice the layers add to a search: Llama-3 8B with 16, 32, 64 and 128 layers, all in turns.
+"""Time that twice the layers add to a search: Llama-3 8B with 16, 32, 64 and 128 layers, all in turns.
 
 Run: python -m tests.benchmarks.depth_time [--layers 16 32 64 128] [--turns 7]; also a table of `planning_time`.
 
@@ -36,14 +36,14 @@ LAYERS = (16, 32, 64, 128)
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """What a search took, by a clock and of the processor."""
+    """Time of a search, by a clock and of the processor."""
 
     clock: float
     processor: float
 
 
 def _specs(layers: int) -> Seconds:
-    """Of the search over specs."""
+    """Time the search over specs."""
     shape = replace(deep_models.LLAMA_8B, layers=layers)
     case = deep_models.Case(shape, Mesh({"data": 8, "model": 8}), 32, "b200")
     measured = deep_models.measure(str(layers), case)
@@ -51,7 +51,7 @@ def _specs(layers: int) -> Seconds:
 
 
 def _recipes(device: str, layers: int) -> Seconds:
-    """Of the search over recipes."""
+    """Time the search over recipes."""
     with torch.device("meta"):
         model = recipe_time.llama(4096, 14336, layers, 32).bfloat16()
         tokens = torch.zeros(1, 8192, dtype=torch.int64)

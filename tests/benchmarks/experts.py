@@ -19,7 +19,7 @@ class Experts:
         shared_ffn: of the expert that sees every token, 0 for none.
         dense_layers: blocks without experts, the first ones.
         biased: products of experts have biases, and their activation is clamped (gpt-oss; OpenAI 2025, model card).
-            What Megatron-LM runs operator by operator are modules of their own, `bias` and `clamp`.
+            Megatron-LM runs them operator by operator, as modules of their own, `bias` and `clamp`.
     """
 
     count: int

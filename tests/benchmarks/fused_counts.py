@@ -3,7 +3,7 @@
     python -m tests.benchmarks.fused_counts
 
 One decoder layer of Llama 3 8B on one sequence of 2,048 tokens in bfloat16, for one device: on the meta device, so it
-runs anywhere. What counts as a launch and as bytes is in `passes.lowering.count_launches`; attention is one
+runs anywhere. `passes.lowering.count_launches` says what counts as a launch and as bytes; attention is one
 launch on both sides.
 """
 
@@ -65,12 +65,12 @@ def llama_block(hidden: int = 4096, length: int = 2048, dtype: torch.dtype = tor
 
 
 def count_both(lowered: LoweredProgram) -> tuple[Traffic, Traffic]:
-    """What a program asks of one device without kernels, and with them."""
+    """Count a program's launches and bytes on one device without kernels, and with them."""
     return count_launches(lowered.graph_module), count_launches(FuseKernels()(lowered).graph_module)
 
 
 def count_generated(lowered: LoweredProgram) -> Traffic:
-    """What it asks with generated kernels too."""
+    """Count a program's launches and bytes with generated kernels too."""
     phased = SplitPhases()(FuseKernels()(lowered))
     generated = GenerateKernels(device("h100_sxm"))(phased)
     return count_launches(generated.forward) + count_launches(generated.backward)

@@ -32,7 +32,7 @@ LENGTHS = (2048, 4096, 8192)
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Of a block; Llama 3 8B's."""
+    """Sizes of a block; Llama 3 8B's."""
 
     hidden: int = 4096
     inner: int = 14336
@@ -74,7 +74,7 @@ def step_of(module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Callable[[],
 
 
 def predict_s(length: int, device: Device) -> float:
-    """What a plan for one such device predicts of the step."""
+    """Predict the step by a plan for one device, in seconds."""
     with torch.device("meta"):
         block, inputs = make_block(length, Sizes())
     plan = autoshard.plan(block, Cluster.of(device, 1, devices_per_node=1), example_inputs=inputs, backend="triton")
@@ -105,7 +105,7 @@ def _generated_case(kernel: GeneratedKernel) -> Case:
 
 
 def flops_of(length: int, sizes: Sizes) -> float:
-    """Of a step's products, forward and twice that backward; of causal attention half, 3.5 times the forward's."""
+    """Operations of a step's products, three times the forward's, and half of attention's, 3.5 times the forward's."""
     depth = sizes.hidden // sizes.heads
     weights = 2 * sizes.hidden * (sizes.hidden + sizes.groups * depth) + 3 * sizes.hidden * sizes.inner
     return 6 * weights * length + 3.5 * 2 * sizes.hidden * length**2

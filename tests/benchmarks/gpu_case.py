@@ -22,7 +22,7 @@ TOKENS, HIDDEN, INNER, HEADS, SIZE, CLASSES = 8192, 4096, 14336, 32, 128, 128256
 
 
 class Kind(Enum):
-    """What bounds a case, and so what it is measured by."""
+    """The bound of a case, which decides its measure."""
 
     MEMORY = "memory"
     PRODUCTS = "products"
@@ -36,7 +36,7 @@ class Case:
 
     Args:
         name: kernel and shape.
-        ours, plain: the kernel, and the same in ordinary operators; no arguments. Of an attention `plain` makes what is
+        ours, plain: the kernel, and the same in ordinary operators; no arguments. In an attention `plain` makes what is
             timed, under the backend that is to be timed.
         moved_bytes: what has to be read and written.
         products: the products of matrices, where these bound.
@@ -59,14 +59,14 @@ class Case:
 
     @property
     def kind(self) -> Kind:
-        """What bounds it."""
+        """The bound of this case."""
         if self.attention is not None:
             return Kind.ATTENTION
         return Kind.PRODUCTS if self.products else Kind.MEMORY
 
     @property
     def flops(self) -> float:
-        """Of its products; of an attention without what a mask leaves out."""
+        """Operations of its products; an attention counts no masked part."""
         if self.attention is None:
             return sum(shape.flops for shape in self.products)
         shape = self.attention
@@ -74,7 +74,7 @@ class Case:
         return forward * (2.5 if shape.backward else 1) / (2 if shape.causal else 1)
 
     def predicted_s(self, device: Device) -> float:
-        """What the cost model says that ours takes."""
+        """The cost model's time of our kernel, in seconds."""
         if self.attention is not None:
             return attention_time(self.attention, "bf16", device)
         if self.products:
@@ -93,7 +93,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 
 def bytes_of(*tensors: Tensor) -> int:
-    """What tensors take."""
+    """Bytes of tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 

@@ -1,4 +1,4 @@
-"""What `tests.benchmarks.gpu_kernels` compares: every kernel on the sizes of Llama 3 8B (of Mixtral 8x7B for experts).
+"""Cases of `tests.benchmarks.gpu_kernels`: every kernel on the sizes of Llama 3 8B (of Mixtral 8x7B for experts).
 
 Tokens are 8,192, in bfloat16. A case makes its inputs on the default device when it is asked for; on the meta device it
 is a dry run.
@@ -266,7 +266,7 @@ def _linear_cross_entropy() -> Iterator[Case]:
 
 
 def _split_cross_entropy(ranks: int = 8) -> Iterator[Case]:
-    """What one of eight ranks computes of a split vocabulary."""
+    """Cases of one of eight ranks with a split vocabulary."""
     columns = CLASSES // ranks
     logits, indices = draw(TOKENS, columns), torch.randint(0, columns, (TOKENS,))
     elsewhere, ignored = torch.zeros(TOKENS, dtype=torch.bool), torch.zeros(TOKENS, dtype=torch.bool)

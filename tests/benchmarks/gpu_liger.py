@@ -47,7 +47,7 @@ class Liger:
         inspect.signature(self._function.forward).bind(None, *self.arguments)
 
     def prepare(self) -> Callable[[], Any]:
-        """What is to be timed."""
+        """Return the function to be timed."""
         leaves = tuple(
             x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
             for x in self.arguments

@@ -2,8 +2,8 @@
 
 Targets are those of kernels on an H200: what memory bounds moves at 85 % or more of a copy's bandwidth, and is as fast
 as Inductor's and Liger-Kernel's; attention is 0.9 times as fast as the fastest of torch's backends; a Llama block
-trains 1.1 times as fast as under `torch.compile`; what products bound has no target but Liger-Kernel's time. What moves
-less than 64 MiB is not judged by its bandwidth.
+trains 1.1 times as fast as under `torch.compile`; what products bound has no target but Liger-Kernel's time. Cases of
+less than 64 MiB are not judged by their bandwidth.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class Training:
 
 @dataclass(slots=True)
 class Found:
-    """Of one contender.
+    """The measures of one contender.
 
     Args:
         ready_s: until its third step was done.

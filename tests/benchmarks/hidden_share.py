@@ -3,9 +3,9 @@
     python -m tests.benchmarks.hidden_share [--steps 3]
 
 Twice for each plan: by a clock that counts the products which a process runs (exact, whatever the load; the link takes
-0.4 of what products take), and by the machine's time behind a link of 1 ms and 100 MB/s (medians over steps). What
-could be hidden is what products of the same phase could, in any order (`tests.end_to_end.work_clock.hideable_s`).
-What Inductor's order of the same program would expose is counted beside it (`tests.benchmarks.inductor_order`).
+0.4 of what products take), and by the machine's time behind a link of 1 ms and 100 MB/s (medians over steps). The part
+to hide is the part that products of the same phase could, in any order (`tests.end_to_end.work_clock.hideable_s`).
+The exposed part in Inductor's order of the same program is counted beside it (`tests.benchmarks.inductor_order`).
 """
 
 from __future__ import annotations

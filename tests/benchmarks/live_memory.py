@@ -17,7 +17,7 @@ from autoshard.runtime.agreement.digests import table_on
 class LiveMemory(TorchDispatchMode):
     """Counts the bytes of living storages: those that operators return while it is active, and those given to it.
 
-    What a kernel allocates and frees inside one operator is not seen.
+    Memory that a kernel allocates and frees inside one operator is not seen.
 
     Args:
         held: tensors that live already: parameters, buffers, inputs.

@@ -37,7 +37,7 @@ SEARCH_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """What a plan is asked to be.
+    """The request for a plan.
 
     Args:
         mesh, constraints: of the plan.
@@ -159,7 +159,7 @@ class ChosenLayout:
 
 
 def choose_layout(program: Program, layout: Layout, cluster: autoshard.Cluster) -> ChosenLayout:
-    """What is chosen for a layout on `cluster`."""
+    """Choose a plan for a layout on `cluster`."""
     options = PlanOptions(constraints=layout.constraints, with_baselines=False)
     planning = planning_problem(program, layout.mesh, _with_links(cluster, layout.link_speed), options)
     allowed = allowed_options(planning, layout.constraints)

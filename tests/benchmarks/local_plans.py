@@ -8,7 +8,7 @@
 1. The ranks measure the machine together (`cost_models.calibration`), each time that they are started.
 2. The layouts of `tests.benchmarks.local_layouts` are searched on what was measured, and compiled.
 3. All plans run in turns, round after round, so that what else the machine does falls on all of them alike. A step is
-   forward and backward; its time is the slowest rank's; of the rounds, the median counts. What other processes took of
+   forward and backward; its time is the slowest rank's; of the rounds, the median counts. Time of other processes on
    the machine meanwhile is written beside it.
 4. A shared machine changes its speed by the minute: products ran at 95, 107 and 129 GFLOP/s in three calibrations in a
    row. So it is measured again after each block of rounds, and the plans are priced for the mean of all.
@@ -123,14 +123,14 @@ def measure(model: str, part: tuple[int, int], budget_s: float) -> list[dict[str
 
 
 def _shared(of_first: Any) -> Any:
-    """What the first rank says, on every rank."""
+    """Return the first rank's object, on every rank."""
     said = [of_first]
     dist.broadcast_object_list(said)
     return said[0]
 
 
 def _chosen(name: str, wanted: Sequence[Layout], cluster: autoshard.Cluster) -> list[tuple[Layout, ChosenLayout]]:
-    """What is chosen for layouts, without those that are equal to one before."""
+    """Choose a plan for each layout, without those that equal an earlier plan."""
     model, inputs = MODELS[name]()
     program = tracing.trace(model, (), inputs, grad=True)
     found: dict[tuple[str, tuple[int, ...]], tuple[Layout, ChosenLayout]] = {}

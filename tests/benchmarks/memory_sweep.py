@@ -1,4 +1,4 @@
-"""What plans do as memory grows from far too small to plentiful: Llama-3-8B's width, 4 layers, AdamW in bf16, 8 H100s.
+"""Plans as memory grows from far too small to plentiful: Llama-3-8B's width, 4 layers, AdamW in bf16, 8 H100s.
 
 Run: python -m tests.benchmarks.memory_sweep [--time-budget 20] [--shares 0.2 0.3 ...] [--layers 4] [--apart] [--json]
      python -m tests.benchmarks.memory_sweep --recipes [--limits 20] [--sequence 4096] [--json]

@@ -3,10 +3,10 @@
 Run: python -m tests.benchmarks.mutation_campaign --count 5000 --seed 0 [--jobs 2] [--family gpt] [--layout tensor ...]
      [--folder FOLDER] [--kept] [--out PAGE]
 
-Programs are `tests.passes.families` under `tests.passes.layouts`; mutants are drawn as `tests.passes.mutants` says. Of
-each mutant the verifier is asked first. What it accepts is run on the simulator beside the right program, in float64 on
-generic inputs with NaN in all padding, two micro-batches for mutants of phases; of what it refuses one in ten is run,
-to count how many of these change a number. Programs with kernels or a precision run in float32 and bfloat16, and every
+Programs are `tests.passes.families` under `tests.passes.layouts`; mutants are drawn as `tests.passes.mutants` says. The
+verifier is asked first. An accepted mutant is run on the simulator beside the right program, in float64 on
+generic inputs with NaN in all padding, two micro-batches for mutants of phases. One in ten refused mutants is run,
+to count how many of them change a number. Programs with kernels or a precision run in float32 and bfloat16, and every
 rounding counts as a change. A part is one program; its results are kept in FOLDER, and a part that is there already is
 not drawn again. With --out a page is written.
 """
@@ -50,10 +50,10 @@ Proven = tuple[PhasedProgram, Program, Run]
 """A right program, its trace, and what it computes of generic inputs."""
 
 SAMPLED = 10
-"""Of refused mutants one in so many is run."""
+"""Refused mutants for each one that is run."""
 
 ORDERS = 20
-"""Of the mutants of a whole step one in so many runs its micro-batches otherwise."""
+"""Mutants of a whole step for each one that runs its micro-batches in another order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ class Campaign:
 
 @dataclass(slots=True)
 class Part:
-    """What became of the mutants of one program.
+    """The outcome of the mutants of one program.
 
     Args:
         drawn, accepted, run, changing: of each place and kind: how many mutants were drawn, were accepted by the
@@ -126,7 +126,7 @@ def attack(
 ) -> Part:
     """Draw mutants `first` to `first + count` of one program; the right program must be accepted.
 
-    Of refused mutants one in `sampled` is run, or as many as the campaign says.
+    One in `sampled` refused mutants is run, or as many as the campaign says.
 
     Raises:
         VerificationError: the right program was refused.

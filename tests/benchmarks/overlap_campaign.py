@@ -3,7 +3,7 @@
 Run: python -m tests.benchmarks.overlap_campaign --count 2000 --seed 0 [--jobs 2] [--family gpt] [--layout ZeRO-1 ...]
      [--folder FOLDER] [--kept] [--out PAGE]
 
-As `tests.benchmarks.mutation_campaign`, of programs whose collectives lie in as few buckets as there can be and are
+This is `tests.benchmarks.mutation_campaign` for programs whose collectives lie in the fewest buckets and are
 waited for as late as they may. Mutants (`tests.passes.overlap_mutants`) are wrong in their phases, in the update as it
 is written in place, or on one rank alone. Beside the right program they run with what is in flight guarded
 (`tests.passes.in_flight`): what is read too early, or sent from memory that is written meanwhile, is NaN. A rank that

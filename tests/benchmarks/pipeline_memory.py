@@ -31,9 +31,9 @@ from torch.utils import _pytree as pytree
 
 import autoshard
 from autoshard import Mesh, Recipe
-from autoshard.ir.pipeline_order import Slot
+from autoshard.ir.pipeline_order import StageTask
 from autoshard.runtime.agreement.digests import table_on
-from autoshard.runtime.stages.staged_run import StagedRun
+from autoshard.runtime.program_run import ProgramRun
 from passes.memory.pipeline_memory import pipeline_memory
 from tests.benchmarks.live_memory import LiveMemory
 from tests.runtime.processes import report, run_checks
@@ -77,20 +77,19 @@ class InFlight:
     @contextmanager
     def counting(self) -> Iterator[None]:
         """Within, each task of a step is followed by a count."""
-        count, saved = self._count, StagedRun._run_next
+        count, saved = self._count, ProgramRun.run_task
 
-        def run_next(self: StagedRun, slots: list[Slot]) -> bool:
-            has_run = saved(self, slots)
+        def run_task(self: ProgramRun, task: StageTask) -> None:
+            saved(self, task)
             count(self)
-            return has_run
 
-        StagedRun._run_next = run_next
+        ProgramRun.run_task = run_task
         try:
             yield
         finally:
-            StagedRun._run_next = saved
+            ProgramRun.run_task = saved
 
-    def _count(self, run: StagedRun) -> None:
+    def _count(self, run: ProgramRun) -> None:
         found = {}
         for stage in run.stages.values():
             hoisted = set(map(_storage, _tensors(stage.held)))

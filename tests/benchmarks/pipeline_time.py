@@ -7,7 +7,7 @@ Two ranks of one thread, each pinned to a core, train a Llama; see `tests.benchm
 run in the same processes and take turns, in an order that changes with each round. Links: loopback; `delayed`, the
 process group of `autoshard.testing.delayed_mesh`; a rate (`1gbit`), two emulated hosts, which takes root.
 
-The ratio is ours over torch's. Of step times (of the slowest rank) it is the median of pairs. Of processor times it is
+The ratio is ours over torch's. For step times (the slowest rank's) it is the median of pairs. For processor times it is
 that of minima, ranks added, which other processes disturb least. The target is 1.0; the first losses must agree.
 """
 

@@ -8,7 +8,7 @@ with another micro-batch, so that nothing but the trace and its layouts is known
 * cold: the schedule, with so many stages and micro-batches, was not seen before;
 * warm: it was, with other times.
 
-Times are milliseconds of one thread's CPU, the median and the largest of the repeats. What is alive after the trace is
+Times are milliseconds of one thread's CPU, the median and the largest of the repeats. Objects alive after the trace are
 left out of garbage collections (`gc.freeze`): torch's own objects take longer to look through than a price to make.
 """
 
@@ -117,7 +117,7 @@ def line(cells: Sequence[str]) -> str:
 
 
 def cells(row: Times) -> list[str]:
-    """What the table says of a shape."""
+    """The cells of a shape's row."""
     milliseconds = [f"{choose(times):.1f}" for times in (row.cold, row.warm) for choose in (statistics.median, max)]
     shape = [row.schedule or "none", str(row.stages), str(row.virtual_stages), str(row.micro_batches)]
     return [*shape, "yes" if row.overlaps else "no", *milliseconds]

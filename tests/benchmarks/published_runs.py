@@ -23,28 +23,24 @@ ROWS = Path(__file__).parents[1] / "data" / "published_runs.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Framework:
-    """What a source's software did.
+    """Behaviour of a source's software.
 
     Args:
         dropout: of hidden states and attention (Megatron-LM's default is 0.1; later recipes set 0).
         fused: chains of pointwise operators are fused (Megatron's kernels), or run one by one (plain PyTorch).
         bias: of linear layers in models with learned positions or LayerNorm.
-        overlap_gradients, overlap_parameters, overlap_tensor, overlap_pipeline: see `Runtime`.
+        overlap_gradients, overlap_parameters, overlap_tensor, overlap_pipeline: see `Runtime`. InternEvo's rows are of
+            July 2023, when it waited for updated parameters: `broadcast_params(overlap=False)`, "TODO: support
+            broadcast overlap" (@0aa6d26e, internlm/solver/optimizer/hybrid_zero_optim.py).
         gradient_dtype: None: that of the model.
         early_stop, attention: see `Runtime`. llm-foundry's benchmarks run attn_impl=triton and checkpoints that are not
             reentrant (scripts/train/benchmarking/submit_benchmarks.py @12a63191).
         bucket_bytes: see `Runtime`. FSDP gathers a block at a time; InternEvo reduces buckets of 512 Mi elements.
-        whole_tensors: see `Runtime` (InternEvo @0aa6d26e, internlm/solver/optimizer/hybrid_zero_optim.py). Its rows are
-            of July 2023 (the table is in the first README of InternLM), when `broadcast_params(overlap=False)` waited:
-            "TODO: support broadcast overlap".
         blocking_launches: see `Runtime` (bigscience train/tr11-176B-ml/setup-test-n2.slurm @7148d3e0 and all scripts
             beside it: without it the training hung).
         separate_experts: see `Runtime` (Megatron-LM @1d9edcf8, docs/discussions/deepseek-v3-gb200-optimization: grouped
             products are "multi-stream + cuBLAS"; a graph of the whole iteration needs kernels that read counts on the
             device).
-        unfused: see `Runtime` (Megatron Core 0.15: `TEGroupedMLP._apply_bias` in transformer/moe/experts.py, and
-            `weighted_bias_quick_geglu_impl` in fusions/fused_bias_geglu.py; with a graph of the whole iteration one
-            kernel does all that: NVIDIA, Boosting MoE Training Throughput with Advanced Fusion Kernels, 2026-06-15).
         wide_logits: the loss reads a copy of the logits in float32, as Megatron-LM's does. llm-foundry's
             (llmfoundry/models/mpt/modeling_mpt.py: fused_crossentropy, of flash-attn, not in place) and Transformer
             Engine's (Megatron-Bridge, scripts/performance: cross_entropy_fusion_impl "te") read those of the head.
@@ -61,10 +57,8 @@ class Framework:
     bucket_bytes: int = 200_000_000
     early_stop: bool = False
     attention: str | None = None
-    whole_tensors: bool = False
     blocking_launches: bool = False
     separate_experts: bool = False
-    unfused: str | None = None
     wide_logits: bool = True
 
 
@@ -72,7 +66,7 @@ _MEGATRON_2020 = Framework(
     dropout=0.1, overlap_gradients=False, overlap_parameters=False, overlap_tensor=False, gradient_dtype=None
 )
 _MEGATRON_2022 = Framework(dropout=0.1, overlap_gradients=False, overlap_parameters=False, gradient_dtype=None)
-_MEGATRON_CORE = Framework(overlap_pipeline=True, separate_experts=True, unfused="clamp+bias")
+_MEGATRON_CORE = Framework(overlap_pipeline=True, separate_experts=True)
 FRAMEWORKS: Mapping[str, Framework] = {
     "mosaicml": Framework(
         fused=False, bias=False, bucket_bytes=10**12, early_stop=True, attention="triton", wide_logits=False
@@ -82,7 +76,7 @@ FRAMEWORKS: Mapping[str, Framework] = {
     "sc21-table1": _MEGATRON_2020,
     "sc21-table2": replace(_MEGATRON_2020, bucket_bytes=900_000_000),
     "korthikanti": _MEGATRON_2022,
-    "internevo": Framework(gradient_dtype="bf16", bucket_bytes=2**30, overlap_parameters=False, whole_tensors=True),
+    "internevo": Framework(gradient_dtype="bf16", bucket_bytes=2**30, overlap_parameters=False),
     "nemo-launcher-a100": Framework(dropout=0.1, gradient_dtype="bf16"),
     "nemo-24.07": _MEGATRON_CORE,
     "mlm-llama-readme": _MEGATRON_CORE,
@@ -95,7 +89,6 @@ _DEVICES = {
 }  # fmt: skip
 _FABRICS = {"A800-80GB": "nvlink3_nvswitch_a800", "V100-32GB": "nvlink2_nvswitch",
             "GB200-186GB": "nvlink5_nvl72", "GB300-288GB": "nvlink5_nvl72"}  # fmt: skip
-_MODULES = {"layernorm": "attention_norm+ffn_norm", "moe_act": "act", "mla_up_proj": "q_up+kv_up"}
 _SPLIT_ENDS = frozenset(
     f"bigscience-tr11-12288x106-h{heads}-n384-dp8tp4pp12-mb2-gb2048-L{line}" for heads, line in ((96, 891), (64, 892))
 )
@@ -111,7 +104,7 @@ def read_rows(path: Path = ROWS) -> list[Row]:
 
 
 def framework_of(row: Row) -> Framework:
-    """What the row's software did."""
+    """The behaviour of the row's software."""
     return FRAMEWORKS[row["source"]["key"]]
 
 
@@ -191,7 +184,6 @@ def _runtime(row: Row, framework: Framework) -> Runtime:
     plan = row["plan"]
     return Runtime(
         name=row["source"]["key"],
-        recompute_modules=_recompute_modules(row["recompute"]),
         gradient_dtype=_gradient_dtype(row, framework),
         overlap_gradients=framework.overlap_gradients,
         overlap_parameters=framework.overlap_parameters,
@@ -206,8 +198,6 @@ def _runtime(row: Row, framework: Framework) -> Runtime:
         merged_dispatch=plan.get("moe_dispatcher") in ("deepep", "hybridep"),
         separate_experts=framework.separate_experts and plan.get("cuda_graph") != "full_iteration",
         fused=framework.fused,
-        unfused=framework.unfused if _is_biased(row) and plan.get("cuda_graph") != "full_iteration" else None,
-        whole_tensors=framework.whole_tensors,
         blocking_launches=framework.blocking_launches,
         cuda_graph=(plan.get("cuda_graph") or "none") != "none",
     )
@@ -221,15 +211,8 @@ def _precision(row: Row) -> str:
 
 
 def _recompute(said: str | None) -> str:
-    if _recompute_modules(said):
-        return "selective"
+    """Modules that a row names are not computed again in its price: they are a few of many."""
     return said if said in ("full", "selective") else "none"
-
-
-def _recompute_modules(said: str | None) -> str | None:
-    """Our names of the modules that a row names; those without one are a few of many layers."""
-    named = said.removeprefix("modules:").split("+") if said and said.startswith("modules:") else []
-    return "+".join(_MODULES[name] for name in named if name in _MODULES) or None
 
 
 def _gradient_dtype(row: Row, framework: Framework) -> str:
@@ -263,7 +246,7 @@ def _host_bytes(row: Row) -> float:
 
 
 def cluster_of(row: Row) -> Cluster:
-    """The row's machines. Where the network is not printed, that of the vendor's reference design."""
+    """The row's machines, with the network of the vendor's reference design if no network is printed."""
     hardware = row["hardware"]
     gpu, count, per_node = hardware["gpu"], hardware["n_gpus"], hardware["gpus_per_node"]
     if gpu.startswith("GB"):

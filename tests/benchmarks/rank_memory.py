@@ -1,10 +1,10 @@
 """Peak resident memory of each rank over the life of a model that was built on meta, phase by phase.
 
 A Llama is built on meta, compiled fully sharded, initialised, trained for three steps and for one of another shape,
-saved and exported. Two ranks load the checkpoint. As many ranks as before load the exported weights, and live as the
+saved and exported. Two ranks load the checkpoint. All the earlier ranks load the exported weights, and live as the
 first ones did. No phase of any rank may
-take more than 1.15 times the plan's predicted peak and the largest tensor, and what the interpreter has anyway. What
-that is, a tiny model tells, which lives the same life first: imports, process groups, graphs.
+take more than 1.15 times the plan's predicted peak and the largest tensor, and the interpreter's own memory. A tiny
+model that lives the same life first tells the interpreter's part: imports, process groups, graphs.
 
     python -m tests.benchmarks.rank_memory [--model 0.6b] [--ranks 4]
 """
@@ -221,7 +221,7 @@ def measure(name: str, ranks: Mapping[str, int], folder: Path, deadline_s: float
 
 
 def worst(phases: list[Phase]) -> dict[str, Phase]:
-    """Of each phase, that of the rank that had most."""
+    """Return each phase of the rank that had most."""
     result: dict[str, Phase] = {}
     for phase in phases:
         if phase.name not in result or phase.peak_bytes > result[phase.name].peak_bytes:

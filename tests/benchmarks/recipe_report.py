@@ -72,7 +72,7 @@ def _grouped(compared: Sequence[Compared]) -> dict[str, list[Compared]]:
 
 
 def factors(item: Compared, siblings: Sequence[Compared]) -> dict[str, float]:
-    """What each of `KINDS` takes off, as factors whose product is the ratio."""
+    """The saving of each of `KINDS`, as factors whose product is the ratio."""
     assert item.reason is not None, item.run
     assert item.found is not None, item.run
     start = item.published.seconds
@@ -99,7 +99,7 @@ def kinds(compared: Sequence[Compared]) -> str:
 
 
 def parts_table(compared: Sequence[Compared]) -> str:
-    """What each part of the difference is worth, mean over the lower ones of a source."""
+    """The worth of each part of the difference, mean over the lower ones of a source."""
     worth: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for item in lower(compared):
         for name, factor in step_factors(item):
@@ -129,7 +129,7 @@ def step_factors(item: Compared) -> list[tuple[str, float]]:
 
 
 def lacking_table(compared: Sequence[Compared]) -> str:
-    """What of the lower ones' plans their software did not offer."""
+    """Features of the lower plans that their software did not offer."""
     by_feature: dict[str, Counter[str]] = defaultdict(Counter)
     for item in lower(compared):
         assert item.reason is not None

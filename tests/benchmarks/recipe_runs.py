@@ -1,4 +1,4 @@
-"""What is known of each published run beside its search: kept as a line of JSON for each."""
+"""Facts about each published run beside its search: kept as a line of JSON for each."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def write_line(compared: Compared) -> str:
 
 
 def read_lines(path: Path) -> list[Compared]:
-    """What was kept; nothing where there is no file."""
+    """Read the kept lines; nothing where there is no file."""
     return [_read(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
 
 
@@ -139,5 +139,5 @@ def by_task(compared: Iterable[Compared]) -> dict[str, list[Compared]]:
 
 
 def lower(compared: Sequence[Compared]) -> list[Compared]:
-    """Those whose reason is told, lowest ratio first."""
+    """Runs whose reason is told, lowest ratio first."""
     return sorted((item for item in compared if item.fits and item.ratio < LOWER), key=lambda item: item.ratio)

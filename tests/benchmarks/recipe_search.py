@@ -9,7 +9,7 @@ found recipe must not be priced above the published one, if that fits in memory 
 (model, cluster, batch, and what is held fast) share one search; tasks of one model its trace and what its sections
 cost. Each run is kept when it is done; those that are there are not done again.
 
-Where the plan is priced more than 20 % lower, two more searches say for whom it was there to take: within what the
+If the plan is priced more than 20 % lower, two more searches say for whom it was there to take: within what the
 run's software offered (`run_software`), and within that with an eighth of the device's memory left free. And the way
 from the published recipe to the plan is priced part by part (`recipe_steps`). `recipe_report` writes all that down.
 """
@@ -43,13 +43,13 @@ from tests.benchmarks.recipe_steps import Taken, steps_between
 from tests.benchmarks.run_software import OFFERED, lacking
 
 _FREE = 1 / 8
-"""Of a device's memory, left for what lies there beside tensors: BigScience's A100s held 9.3 GiB of 80 that we do not
+"""Part of a device's memory left for other data than tensors: BigScience's A100s held 9.3 GiB of 80 that we do not
 count (by nvidia-smi; tests/benchmarks/results/cost_accuracy_2026-11-22.md)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is searched for: a model, a cluster, and what of a recipe is no choice, the global batch among it."""
+    """A search's request: a model, a cluster, and the fields of a recipe that are no choice, like the global batch."""
 
     shape: DecoderShape
     cluster: Cluster
@@ -68,7 +68,7 @@ class Task:
 
 
 def base_of(recipe: Execution) -> Execution:
-    """What of a recipe is no choice."""
+    """The fields of a recipe that are no choice."""
     return Execution(
         runtime=recipe.runtime, optimizer=recipe.optimizer, precision=recipe.precision, global_batch=recipe.global_batch
     )
@@ -115,7 +115,7 @@ def compare(task: Task, source: str, rows: Sequence[Row], seconds: float) -> Ite
 
 
 def best_on_device_s(search: RecipeProblem, found: Execution, seconds: float) -> float | None:
-    """Of the fastest that keeps all on the device, where the found one does not; None if none fits, too."""
+    """Seconds of the fastest recipe that keeps all on the device, if the found one does not; None if none fits, too."""
     if found.offload == "none":
         return None
     best = search.best(only={"offload": ("none",)}, ceiling=Ceiling.within(seconds))
@@ -175,7 +175,7 @@ def why_lower(offered: Offered, recipe: Execution, found: Execution) -> Reason:
 
 
 def taken(search: RecipeProblem, recipe: Execution) -> Taken:
-    """What a recipe takes."""
+    """Time and memory of a recipe."""
     prediction = predict_recipe(search.counted, recipe, search.cluster, search.model)
     return Taken(prediction.step_time_s, prediction.peak_memory_bytes)
 

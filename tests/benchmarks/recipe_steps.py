@@ -31,7 +31,7 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """What a step of training takes: seconds, and bytes of the fullest rank."""
+    """Cost of a training step: seconds, and bytes of the fullest rank."""
 
     seconds: float
     memory_bytes: int

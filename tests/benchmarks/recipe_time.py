@@ -63,7 +63,7 @@ TASKS = {
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """What planning a task took, and gave."""
+    """Time and result of planning a task."""
 
     name: str
     devices: int

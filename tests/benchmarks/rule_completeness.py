@@ -87,7 +87,7 @@ class Count:
 
 
 def _listed(call: Call) -> list[Strategy]:
-    """What our rules admit; as `autoshard.rules.strategies`, also where the size of a result depends on values."""
+    """The strategies of `autoshard.rules.strategies`, also where the size of a result depends on values."""
     mesh = Mesh({"axis": AXIS_SIZE})
     rule = bound_rule(call.op, call.args, call.kwargs, results_of(call.op, call.args, call.kwargs))
     found = [] if rule is None else enumerate_strategies(rule, mesh)
@@ -111,7 +111,7 @@ def describe(found: ValidPlacement) -> str:
 
 
 def _first(labels: Collection[Placement]) -> Placement:
-    """Of several labels of the same pieces the one that says most."""
+    """The label of the same pieces that says most."""
     return min(labels, key=lambda place: ("RSP".index(type(place).__name__[0]), str(place)))
 
 
@@ -155,7 +155,7 @@ def _in_own_process(calls: Sequence[Call], mesh: DeviceMesh) -> Count:
 
 
 def _send_count(sender: Connection, calls: Sequence[Call], mesh: DeviceMesh) -> None:
-    """What a library says of pieces that do not fit goes nowhere; what Python says of a mistake of ours is printed."""
+    """Send the count; drop a library's messages about pieces that do not fit, and print Python errors of ours."""
     warnings.simplefilter("ignore")
     terminal = os.dup(2)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

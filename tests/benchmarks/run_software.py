@@ -1,6 +1,6 @@
-"""What the software of each source offered when its runs were published: the part of the space that its users had.
+"""Offers of the software of each source when its runs were published: the part of the space that its users had.
 
-Each entry is a union of restrictions of the searched fields (`recipe_space.Only`). Where a source is silent an
+Each entry is a union of restrictions of the searched fields (`recipe_space.Only`). If a source is silent, an
 option is taken to have been there, so that what a plan gains within these restrictions is not laid to the software.
 
 * Activations on the host: by Composer's FSDP (`activation_cpu_offload`), and by Megatron Core where there is no

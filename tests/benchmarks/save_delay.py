@@ -36,7 +36,7 @@ TOKENS = 128
 
 
 def _timed(run: Callable[[], object]) -> tuple[float, float]:
-    """What it takes by the machine's time, and of this thread's processor, in seconds."""
+    """Seconds of a call by the machine's time, and of this thread's processor."""
     wall, thread = time.perf_counter(), time.thread_time()
     run()
     return time.perf_counter() - wall, time.thread_time() - thread

@@ -2,7 +2,7 @@
 
 Run: python -m tests.benchmarks.schedule_campaign [--count 400] [--seed 7]
 
-Of every kind of mutation (`tests.passes.schedule_mutations`) so many are drawn, of all schedules of torch in turn, on
+Every kind of mutation (`tests.passes.schedule_mutations`) is drawn COUNT times, from all schedules of torch in turn, on
 two to four ranks with 4 to 12 micro-batches; each is run in numbers (`tests.passes.pipeline_numbers`). Exit status 1 if
 one that ends otherwise than the right order was accepted, or a right order refused.
 """

@@ -171,7 +171,7 @@ COMPARISONS: Mapping[str, Comparison] = {
     "one": Comparison("mesh of one", {"eager": 1.0}, ranks=1),
     "inductor": Comparison("mesh of one, inductor", {"torch.compile": 1.0}, ranks=1),
 }
-"""What `--contenders` names."""
+"""Comparisons by the names of `--contenders`."""
 
 
 def as_json(case: Case) -> dict[str, Any]:

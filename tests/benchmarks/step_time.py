@@ -11,7 +11,7 @@
    round, in an order that changes with each round. A step's time is the slowest rank's; of the rounds, the median
    counts, and the median of paired ratios. The first losses of all must agree.
 3. Bytes and peak memory are counted as `tests.benchmarks.step_worker` says.
-4. Rows are merged into results/step_time.json, the table into results/step_time.md. What fails is a row with its error.
+4. Rows are merged into results/step_time.json, the table into results/step_time.md. A failure is a row with its error.
 
 Targets, ours over the rival: DDP 1.0, FSDP2 0.95 and with our reduce-scatter 1.0, DTensor 0.75, the best of the three
 0.95 for the planner's free choice, eager and `torch.compile` 1.0; peak memory at most the rival's.
@@ -84,7 +84,7 @@ def _peak_of(case: Case, comparison: Comparison, name: str, options: _Options) -
 def _run(
     case: Case, comparison: Comparison, contenders: Sequence[str], options: _Options, memory: bool = False
 ) -> dict[str, Any]:
-    """What the ranks found of some contenders; `WorkerError` where one failed."""
+    """Return the ranks' measures of some contenders; `WorkerError` if one failed."""
     asked = {"case": as_json(case), "contenders": list(contenders), "rounds": options.rounds, "memory": memory}
     return run_order(_WORKER, {**asked, "profiles": options.profiles}, comparison.ranks, options.hosts, memory=memory)
 

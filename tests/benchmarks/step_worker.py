@@ -83,7 +83,7 @@ def _collectives(step: Any, batch: Any) -> dict[str, int]:
 
 
 def _peak_bytes(step: Any, batch: Any) -> int:
-    """What lives between steps, and what a step takes beside it."""
+    """Bytes that live between steps, and those that a step takes beside them."""
     gc.collect()
     held = _large_allocations_bytes()
     Path("/proc/self/clear_refs").write_text("5")

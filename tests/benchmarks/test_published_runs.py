@@ -1,4 +1,4 @@
-"""What is known of the published runs beside their rows."""
+"""Facts about the published runs beside their rows."""
 
 from __future__ import annotations
 

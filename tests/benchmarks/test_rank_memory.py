@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="peaks of reside
 
 
 KEPT_BYTES = 32 * 2**20
-"""What the C library may keep of memory that was freed, beside a small model: a fifth of one rank's half of it."""
+"""Freed memory that the C library may keep beside a small model: a fifth of one rank's half of it."""
 
 
 def assert_within(phases: list[Phase]) -> None:

@@ -40,7 +40,7 @@ def recipes() -> list[Execution]:
 
 
 def price(recipe: Execution) -> Taken:
-    """What a step of it takes."""
+    """Time and memory of a step of a recipe."""
     prediction = predict_recipe(counted(), recipe, CLUSTER)
     return Taken(prediction.step_time_s, prediction.peak_memory_bytes)
 
@@ -101,7 +101,7 @@ def test_published_recipes_are_within_what_their_software_offered(source: str) -
 
 
 def test_what_software_lacked_is_named() -> None:
-    """Of the restrictions that refuse least."""
+    """Features are named by the restrictions that refuse least."""
     plan = Execution(data=2, pipeline=2, zero=2, schedule="ZBVZeroBubble", virtual_stages=2, recompute="selective")
     assert lacking(plan, "bigscience") == (
         "schedule ZBVZeroBubble",
@@ -129,7 +129,7 @@ RUNS = (_compared("slow", 10.0, 4.0, 9.0, REASON), _compared("fast", 8.0, 4.0, 8
 
 
 def test_factors_multiply_to_the_ratio() -> None:
-    """Of kinds, and of steps; a kind that cannot be told (nothing roomy fits) takes off nothing."""
+    """Factors of kinds and of steps multiply to the ratio; a kind that cannot be told takes off nothing."""
     assert factors(RUNS[0], RUNS) == pytest.approx(
         {"published": 0.8, "offered": 0.75, "memory": 5 / 6, "features": 0.8}
     )

@@ -14,7 +14,7 @@ from tests.benchmarks.two_hosts import TwoHosts
 
 
 def found_of(times_s: list[float], loss: float = 1.0) -> dict[str, Any]:
-    """What a rank says of one contender."""
+    """A rank's record of one contender."""
     return {"times_s": times_s, "cpu_s": times_s, "received_bytes": 10, "collectives": {}, "loss": loss}
 
 
@@ -35,7 +35,7 @@ def test_the_ratio_is_the_median_of_pairs() -> None:
 
 
 def test_the_free_choice_races_the_fastest() -> None:
-    """Of three rivals the one with the lowest median counts."""
+    """The fastest of three rivals is the one with the lowest median."""
     (row,) = expected(CASES[:1], ["free"])
     times = {"free choice": 1.0, "DDP": 3.0, "FSDP2": 2.0, "DTensor": 4.0}
     found = {name: found_of([seconds] * 3) for name, seconds in times.items()}

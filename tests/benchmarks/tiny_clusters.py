@@ -70,7 +70,7 @@ FAST, SLOW, SLOWEST = Link(2e-4, 1e9), Link(1e-3, 5e7), Link(2e-3, 1e7)
 
 
 class ThreadClock:
-    """What this thread has worked, and what it has waited."""
+    """Seconds that this thread has worked, and seconds that it has waited."""
 
     def __init__(self) -> None:
         self._waited_s = 0.0
@@ -101,7 +101,7 @@ class Tiny:
 
     @property
     def ranks(self) -> int:
-        """Of the cluster."""
+        """Ranks of the cluster."""
         return self.nodes * self.devices
 
     def cluster(self, device: Device) -> Cluster:
@@ -112,13 +112,13 @@ class Tiny:
         return Cluster(node, self.nodes, self.devices)
 
     def mesh(self, axes: Mesh, clock: ThreadClock) -> DeviceMesh:
-        """Of the processes; ranks inside a box are consecutive."""
+        """The mesh of the processes; ranks inside a box are consecutive."""
         links = dict.fromkeys(axes.axis_names, self.inter)
         return delayed_mesh(dict(axes.axes), links, box=(self.devices, self.intra), clock=clock)
 
 
 def _priced(link: Link) -> topology.Link:
-    """What delays messages, as the cost models say it."""
+    """Translate a link that delays messages into the cost models' link."""
     return topology.Link(
         *(link.bandwidth_bytes_per_s, 1.0, 0.0),
         latency_s=0.0, start_s=link.latency_s, ramp_bytes=0.0, reduce_scatter_phases=1.0,
@@ -195,7 +195,7 @@ def _largest(value: float) -> float:
 
 
 def _launch(ranks: int, function: Callable[..., Any], *arguments: Any) -> Any:
-    """What it returns on the first of so many processes."""
+    """Return the function's result on the first of so many processes."""
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

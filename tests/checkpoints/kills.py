@@ -189,7 +189,7 @@ def campaign(count: int, seed: int, sizes: Sequence[int], folder: Path) -> Count
 
 
 def kind_of(event: str, where: str) -> str:
-    """What is going on."""
+    """Name the activity of a run at an event."""
     if ".deleted" in where and event != "os.rename":
         return "deleting"
     if event == "os.rename":

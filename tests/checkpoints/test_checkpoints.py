@@ -46,7 +46,7 @@ LOADERS: dict[str, tuple[Any, Any]] = {"traced": (PAIR, ZERO_1), "momentum": (PA
 
 
 def check_saving(folder: Path, name: str) -> None:
-    """What is saved is of one step though training goes on; who loads it under the same plan goes on bit by bit."""
+    """A checkpoint is of one step while training goes on; a run that loads it by the same plan goes on bit by bit."""
     run = Run(*SAVERS[name])
     checkpoints = Checkpoints(folder / name)
     assert checkpoints.load(run.step, schedule=run.schedule) == 0
@@ -74,7 +74,7 @@ def check_loading(folder: Path, name: str, where: tuple[Any, Any], *, planned: b
 
 
 def check_from_one(folder: Path) -> None:
-    """What one process saved is loaded by shards."""
+    """Shards load the checkpoint that one process saved."""
     values, losses = torch.load(folder / "one.expected")
     run = Run("traced", PAIR, ZERO_3, seed=2)
     assert Checkpoints(folder / "one").load(run.step, schedule=run.schedule) == SAVED
@@ -107,7 +107,7 @@ def check_loading_before_a_plan(folder: Path) -> None:
 
 
 def check_own_states(folder: Path) -> None:
-    """What ranks hold alike is saved once; what each has of its own comes back to each."""
+    """State that all ranks hold alike is saved once; a rank's own state comes back to that rank."""
     run = Run("momentum", LINE, {})
     alike, own = Counter("alike"), Counter(f"rank {dist.get_rank()}")
     checkpoints = Checkpoints(folder / "states")
@@ -130,7 +130,7 @@ def check_own_states_elsewhere(folder: Path) -> None:
 
 
 def check_each_byte_is_written_once(folder: Path) -> None:
-    """Of what all ranks hold, each writes a share."""
+    """Each rank writes a share of the values that all ranks hold."""
     step = autoshard.compile(net(0), LINE, constraints={"*": P()}, example_inputs=(batch(0)[0],))
     Checkpoints(folder / "shared", asynchronous=False).save(step, at=0)
     dist.barrier()
@@ -221,7 +221,7 @@ def test_on_processes(outcomes: dict[str, str], name: str) -> None:
 @pytest.mark.parametrize("name", SAVERS)
 @pytest.mark.parametrize("mesh", [ONE, PAIR], ids=str)
 def test_on_one_device(outcomes: dict[str, str], folder: Path, name: str, mesh: Any) -> None:
-    """What four ranks saved is loaded by one process: one device, and a mesh that is simulated."""
+    """One process loads the checkpoint of four ranks: as one device, and as a simulated mesh."""
     report(outcomes, f"saving {name}")
     check_loading(folder, name, (mesh, {}))
 
@@ -260,7 +260,7 @@ def test_the_plan_is_in_the_checkpoint(tmp_path: Path) -> None:
 
 
 def test_random_numbers_go_on(tmp_path: Path) -> None:
-    """Those of torch, Python and NumPy, of this process."""
+    """Random numbers of torch, Python and NumPy go on in this process."""
     import random
 
     import numpy as np

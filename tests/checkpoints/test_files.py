@@ -91,7 +91,7 @@ def test_damage_is_refused_by_the_name_of_the_file(
 
 
 def test_damage_names_the_tensor(tmp_path: Path) -> None:
-    """Where a byte of it is another one, and where it is cut off."""
+    """A file with a changed byte or cut off is refused by the tensor's name."""
     folder = saved(tmp_path)
     path = folder / "__0_0.distcp"
     data = path.read_bytes()
@@ -131,7 +131,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_optimizer_is_refused(tmp_path: Path) -> None:
-    """Of another kind, over other parameters, with groups that cannot have been."""
+    """An optimizer of another kind, over other parameters, or with groups that cannot have been is refused."""
     saved(tmp_path)
     checkpoints, fresh = Checkpoints(tmp_path), model()
     with pytest.raises(CheckpointError, match=r"'optimizer' is a SGD, and the checkpoint has the state of a AdamW"):
@@ -224,7 +224,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 def check_missing_shard(folder: Path) -> None:
-    """What one rank misses is one error on every rank."""
+    """A shard that one rank misses is one error on every rank."""
     trained, checkpoints = model(), Checkpoints(folder)
     checkpoints.save(trained, at=1)
     checkpoints.wait()

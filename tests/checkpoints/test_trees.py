@@ -31,7 +31,7 @@ def test_split_and_join() -> None:
 
 
 def test_own_slots() -> None:
-    """What is no DTensor has the name of the rank that saved it."""
+    """A value that is no DTensor has the name of the rank that saved it."""
     rest = own_slots({"a": Slot("k.a", is_sharded=False), "b": Slot("k.b", is_sharded=True)}, "@3")
     assert [slot.name for slot in slots_in(rest)] == ["k.a@3", "k.b"]
 

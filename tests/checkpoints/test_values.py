@@ -52,7 +52,7 @@ def same(one: Any, other: Any) -> bool:
 
 @given(PLAIN)
 def test_plain_values_come_back(value: Any) -> None:
-    """Of the same kinds, in the same order, exact to the bit."""
+    """Plain values come back with the same kinds, in the same order, exact to the bit."""
     assert same(unpacked(packed(value)), value)
 
 
@@ -103,7 +103,7 @@ def test_what_only_pickle_writes_is_refused(value: Any) -> None:
 
 
 def test_classes_that_the_user_allows() -> None:
-    """As `torch.load(weights_only=True)` takes them."""
+    """Classes that `torch.load(weights_only=True)` may read are read."""
     own = Own()
     own.number = 3  # type: ignore[attr-defined]
     with torch.serialization.safe_globals([Own]):
@@ -152,7 +152,7 @@ def test_other_texts_are_refused(text: bytes) -> None:
 
 
 def test_a_pickle_within_runs_no_code(tmp_path: Path) -> None:
-    """What `torch.save` wrote of somebody else is read by `weights_only`."""
+    """A pickle within a state is read by `weights_only`."""
     import base64
     import io
 

@@ -14,7 +14,7 @@ from autoshard.errors import AutoshardError, MeshError, NotAvailableError
 
 @pytest.mark.slow
 def test_two_local_ranks_are_measured_and_written(tmp_path: Path) -> None:
-    """What is written is a cluster to plan for; what is printed says how well it fits."""
+    """The written file is a cluster to plan for; the printed numbers say how well it fits."""
     path = tmp_path / "mine.toml"
     result = CliRunner().invoke(app, ["calibrate", "--out", str(path), "--ranks", "2", "--budget-s", "1", "--json"])
     assert result.exit_code == 0, result.output

@@ -206,7 +206,7 @@ def test_a_function_that_cannot_be_called_is_named(model_file: Path, name: str, 
 
 
 def test_a_file_that_cannot_be_imported_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it lacks is not said to be the module that was asked for."""
+    """A module that the file imports is not confused with the module that was asked for."""
     (tmp_path / "drawn_importer.py").write_text("import torch\nimport nothing_there\n")
     (tmp_path / "drawn_typo.py").write_text("def build(:")
     monkeypatch.chdir(tmp_path)

@@ -44,7 +44,7 @@ def test_a_file_that_is_no_recipe(tmp_path: Path, text: str, message: str) -> No
 
 
 def test_mistakes_are_named() -> None:
-    """What is no pair, and what is no field."""
+    """Text that is no pair, and a name that is no field, are refused by name."""
     with pytest.raises(RecipeError, match="must read FIELD=VALUE"):
         parse_recipe("data")
     with pytest.raises(RecipeError, match=r"data='9+' must be a whole number of at least 1"):

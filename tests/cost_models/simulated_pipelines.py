@@ -75,7 +75,7 @@ def simulate_pipeline(pipeline: Pipeline) -> SimulatedStep:
 
 
 _Value = tuple[int, bool, int]
-"""What a stage makes of a micro-batch: (stage, whether by its forward, micro-batch)."""
+"""A stage's result of a micro-batch: (stage, whether by its forward, micro-batch)."""
 
 _Interval = tuple[float, float]
 

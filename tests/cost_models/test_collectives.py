@@ -12,7 +12,6 @@ from cost_models.collectives import (
     all_reduce_algorithms,
     all_reduce_time,
     all_to_all_time,
-    broadcast_time,
     dispatch_time,
     point_to_point_time,
     reduce_scatter_time,
@@ -25,7 +24,7 @@ from tests.benchmarks.collective_accuracy import counted, errors, leave_one_out,
 
 TIMES = [
     *(all_reduce_time, all_gather_time, reduce_scatter_time),
-    *(all_to_all_time, broadcast_time, shift_time),
+    *(all_to_all_time, shift_time),
 ]
 PROTOCOLS = st.builds(
     Protocol,
@@ -235,10 +234,3 @@ def test_a_ring_pays_every_hop():
     """512 ranks on 64 nodes: 448 hops inside nodes and 63 between them, over links that are fast but far."""
     far, near = Link(1e15, 1.0, 0.0, 1e-5, 0.0, 0.0, 1.0), Link(1e15, 1.0, 0.0, 1e-6, 0.0, 0.0, 1.0)
     assert all_gather_time(1, group(8, 64, near, far)) == pytest.approx(448e-6 + 630e-6)
-
-
-def test_a_broadcast_passes_every_member():
-    """The message once, and a step for each member but the first: of the network, where the group leaves the node."""
-    near, far = Link(1e9, 1.0, 0.0, 1e-6, 3e-6, 0.0, 1.0), Link(1e9, 1.0, 0.0, 1e-5, 3e-6, 0.0, 1.0)
-    assert broadcast_time(1e6, group(8, 1, near, far)) == pytest.approx(1e-3 + 3e-6 + 7e-6)
-    assert broadcast_time(1e6, group(8, 4, near, far)) == pytest.approx(1e-3 + 3e-6 + 31e-5)

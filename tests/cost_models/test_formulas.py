@@ -19,7 +19,7 @@ SIZES = st.integers(1, 10**6)
 
 @given(st.lists(st.integers(-50, 50), min_size=6, max_size=6), SIZES, SIZES)
 def test_interpolation_finds_the_polynomial(coefficients: list[int], a: int, b: int) -> None:
-    """Of degree one in the first symbol and two in the second, anywhere."""
+    """A polynomial of degree one in the first symbol and two in the second is found anywhere."""
 
     def polynomial(x: int, y: int) -> int:
         return sum(c * x**i * y**j for c, (i, j) in zip(coefficients, grid([(0, 1), (0, 1, 2)]), strict=True))

@@ -36,7 +36,7 @@ def test_the_next_error_is_held_as_often_as_stated():
 
 @given(st.floats(0, 2), st.floats(1e-6, 1e3))
 def test_the_interval_is_about_the_prediction(width, predicted):
-    """As far below as above, by ratio."""
+    """The interval reaches as far below as above, by ratio."""
     low, high = Uncertainty(width, 0.9).interval(predicted)
     assert low <= predicted <= high
     assert low * high == pytest.approx(predicted**2)
@@ -57,7 +57,7 @@ def test_too_little_bears_out_nothing(errors, coverage, message):
 
 
 def test_kinds_of_hardware_without_measurements_have_no_interval(tmp_path, monkeypatch):
-    """What the data file does not name is None; what it names is read."""
+    """A kind that the data file does not name is None; a kind that it names is read."""
     monkeypatch.setattr(constants, "DATA", tmp_path)
     assert step_time_uncertainty("gpu") is None
     (tmp_path / "runtime").mkdir()

@@ -23,7 +23,7 @@ def test_samples_have_the_work_of_their_calls_and_run():
 
 
 def test_a_point_priced_again_takes_what_was_measured():
-    """Of attention too, and of experts, whose products are priced apart."""
+    """Attention takes its measured time too, and so do experts, whose products are priced apart."""
     q = torch.randn(1, 2, 32, 8)
     attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     operands = (torch.randn(4, 8), torch.randint(2, (4, 1)), torch.rand(4, 1), torch.randn(2, 2, 8, 8), None)

@@ -39,6 +39,6 @@ def test_room_is_what_a_device_has_less_what_lies_beside() -> None:
 
 
 def test_unknown_software_says_how_to_add_it():
-    """As hardware does."""
+    """Unknown software is refused like unknown hardware."""
     with pytest.raises(UnknownHardwareError, match=r"data/software/tpu_runtime\.toml"):
         load("software", "tpu_runtime")

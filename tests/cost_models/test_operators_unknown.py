@@ -1,4 +1,4 @@
-"""What the cost models do not know is an error that says where it belongs."""
+"""Operators and hardware that the cost models lack are an error that says where they belong."""
 
 from __future__ import annotations
 

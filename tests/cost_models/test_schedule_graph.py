@@ -85,7 +85,7 @@ def _by_slot(graph):
 
 
 def test_no_periods_put_in_leave_a_graph_as_it_is():
-    """As where all micro-batches are in it."""
+    """A graph with all its micro-batches gets no further periods."""
     graph = schedule_graph("1F1B", 2, 12)
     window = steady_window(graph, 0, 1)
     assert window is not None
@@ -115,6 +115,6 @@ def test_graphs_that_are_kept_are_few():
 
 
 def test_what_a_schedule_does_not_admit_is_refused():
-    """As where it is simulated."""
+    """A schedule with wrong arguments is refused like in its simulation."""
     with pytest.raises(CostArgumentError, match="needs virtual_stages=1"):
         schedule_graph("1F1B", 2, 4, 2)

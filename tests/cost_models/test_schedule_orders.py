@@ -23,7 +23,7 @@ F, B, I, W = ActionKind  # noqa: E741  the letters of the literature
 
 
 class RecordingStage:
-    """As much of a pipeline stage as torch's schedules touch; notes what they run."""
+    """The part of a pipeline stage that torch's schedules touch; it records their calls."""
 
     is_first = False
     is_last = False

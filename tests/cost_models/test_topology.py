@@ -43,7 +43,7 @@ def is_even(groups: list[list[int]], unit: int) -> bool:
 
 
 def slowest_ring(links) -> float:
-    """What `GroupLinks` allows a ring: each level with the members' shares of it."""
+    """Return the bandwidth of a ring by `GroupLinks`: each level with the members' shares of it."""
     inside = [links.intra.reached_bytes_per_s] if links.intra else []
     outside = [links.per_node * links.inter.reached_bytes_per_s] if links.inter else []
     spine = [links.size / links.pods * links.spine.reached_bytes_per_s] if links.spine else []
@@ -51,7 +51,7 @@ def slowest_ring(links) -> float:
 
 
 def test_devices_are_on_the_switch_of_their_own_node():
-    """Of two nodes with three devices each, the second one's are 3, 4 and 5."""
+    """The second of two nodes with three devices each has devices 3, 4 and 5."""
     graph = cluster_graph(cluster(2, 3))
     for node, ranks in enumerate([(0, 1, 2), (3, 4, 5)]):
         assert set(graph["switch", node]) == {("device", rank) for rank in ranks}
@@ -61,7 +61,7 @@ def test_devices_are_on_the_switch_of_their_own_node():
 def test_bandwidth_equals_what_routing_every_ring_gives(sizes, per_node, devices_per_nic, pods):
     """The closed form and the graph agree for any axis of any mesh, cards shared and spines oversubscribed.
 
-    Where groups have uneven shares of pods, the closed form is the slower reading.
+    For groups with uneven shares of pods, the closed form is the slower reading.
     """
     assume(prod(sizes) % per_node == 0)
     nodes = prod(sizes) // per_node
@@ -143,7 +143,7 @@ def test_a_hybrid_cube_mesh_has_six_links_a_device():
 
 @given(st.integers(2, 8), st.data())
 def test_a_group_on_a_mesh_has_the_links_to_its_members(devices, data):
-    """Of n - 1 links, a group of g uses g - 1."""
+    """A group of g devices uses g - 1 of n - 1 links."""
     members = data.draw(st.sampled_from([m for g in range(2, devices + 1) for m in combinations(range(devices), g)]))
     assert wired_share(NodeWiring.MESH, devices, members) == pytest.approx((len(members) - 1) / (devices - 1))
 

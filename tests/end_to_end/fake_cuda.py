@@ -234,7 +234,7 @@ class FakeWorld:
         return FakeTensor(self.fakes, meta, CUDA)
 
     def use_of(self, step: TrainStep, batch: Mapping[str, Any]) -> DeviceUse:
-        """What a step does that comes after others: state is there, and so are digests of the call before."""
+        """Return the uses of the device in a later step, which finds state and the digests of the call before."""
         batch = {name: self.on_cuda(item) for name, item in batch.items()}
         step.compile_for(**batch)
         with self.fakes:

@@ -66,7 +66,7 @@ def compile_with(folder: Path, *names: str, verify: bool = True) -> Any:
 
 
 def check_training(folder: Path) -> None:
-    """What ranks compute by a plan that recomputes in bfloat16 is what the simulator computes by it."""
+    """Ranks that recompute in bfloat16 by a plan compute the simulator's numbers by the same plan."""
     found = train(compile_with(folder, NAMES[0]), INPUTS)
     planner = Planner(fixed=autoshard.Plan.load(folder / NAMES[0]), precision="bf16")
     simulated = autoshard.ShardedModule(Small(), SimulatorEngine(PAIR), planner)

@@ -1,4 +1,4 @@
-"""What autograd can do with a call does what it does on one device: on the simulator, and on two processes."""
+"""Autograd does with a compiled call the same as on one device: on the simulator, and on two processes."""
 
 from __future__ import annotations
 
@@ -303,7 +303,7 @@ def check_inference_first() -> None:
 
 
 def check_detached_outputs() -> None:
-    """What the model detaches does not require grad; what it does not, does, also where another output is a loss."""
+    """An output that the model detaches requires no grad; other outputs do, also where one of them is a loss."""
 
     def use(model: nn.Module) -> list[bool]:
         return [output.requires_grad for output in model(data())]
@@ -341,7 +341,7 @@ def test_on_two_processes(outcomes: dict[str, str], name: str) -> None:
 
 
 def test_more_than_gradients_of_gradients_is_refused_in_other_precisions() -> None:
-    """Where gradients of gradients are not available, using one says so; the gradient itself is right."""
+    """A gradient's gradient that is not available is refused by name where it is used; the gradient itself is right."""
     sharded = compiled(Net(), precision="bf16")
     z = data().requires_grad_()
     (gradient,) = torch.autograd.grad(sharded(z)[0], z, create_graph=True)

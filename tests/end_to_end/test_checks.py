@@ -1,4 +1,4 @@
-"""What a model checks of values: where it holds, nothing changes; elsewhere a mesh raises what one device does."""
+"""A model's checks of values: a check that holds changes nothing; one that fails raises the error of one device."""
 
 from __future__ import annotations
 

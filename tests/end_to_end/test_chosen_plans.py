@@ -29,7 +29,7 @@ Inputs = dict[str, Any]
 MESHES = {"2x2": Mesh({"data": 2, "model": 2}), "4x1": Mesh({"data": 4})}
 ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-4)
 SHARES = (0.9, 0.8, 0.65)
-"""Of the memory that the fastest plan takes: the first at which values are recomputed is tried."""
+"""Shares of the fastest plan's memory. The test tries them in order and takes the first that recomputes values."""
 FIT_WITHOUT = {("mixtral", "4x1"), ("mixtral", "2x2"), ("vit", "4x1")}
 """Models whose plans within 0.9 and 0.8 keep all, at 0.03 to 3 % more. Within 0.65 nothing fits; in what would do, some
 keep all too, one as the time that the search has allows."""
@@ -103,7 +103,7 @@ def slow_h100s(times: float = 1e5) -> Cluster:
 
 
 def check(case: Case, plan: Plan) -> None:
-    """What a plan computes is what one device does, and half of any value would have been seen to be missing."""
+    """A plan computes the numbers of one device, and the check would have noticed half of any value missing."""
     model, inputs = case.build()
     precise = torch.float64 if case.precise and case.precision is None else None
     found = check_plan(

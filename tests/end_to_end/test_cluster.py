@@ -76,7 +76,7 @@ def test_a_cluster_is_put_together_from_parts() -> None:
     ],
 )
 def test_parts_that_do_not_exist_are_named(arguments: tuple[str, int], message: str) -> None:
-    """As one error of ours, whatever the part."""
+    """An unknown part of any kind is the same error of ours."""
     with pytest.raises(autoshard.UnknownHardwareError, match=message):
         autoshard.Cluster.of(*arguments, devices_per_node=8)
 

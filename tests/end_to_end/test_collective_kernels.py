@@ -35,14 +35,14 @@ TENSOR_PARALLEL = {
     "up.weight": P("model"), "up.bias": P("model"), "down.weight": P(None, "model"), "down.bias": P(), "norm.*": P(),
     "next.*": P(),
 }  # fmt: skip
-"""As Megatron has it: the second product of two is partial."""
+"""Megatron's layout: the second of two products is partial."""
 
 _SAVED = {"gpt": (0.6, 0.8), "llama": (0.7, 0.8), "mixture": (0.6, 0.85)}
 """By family: launches and bytes with kernels, as shares of those without, at most."""
 
 
 class Tail(nn.Module):
-    """What ends a block, and the norm of the next: norm(x + down(up(x)))."""
+    """The end of a block and the norm of the next block: norm(x + down(up(x)))."""
 
     def __init__(self, norm: nn.Module, width: int, inner: int) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ def _values(phased: PhasedProgram, built: Built) -> list[Any]:
 
 
 def _run(phased: PhasedProgram, values: Sequence[Any]) -> list[list[torch.Tensor]]:
-    """What ranks have of the results of forward and backward."""
+    """Return the results of forward and backward on each rank."""
     mesh = phased.lowered.mesh
     made = simulate(phased.forward, mesh, [values[index] for index in phased.forward_inputs])
     count = len(phased.forward_outputs)
@@ -180,7 +180,7 @@ def _columns(_: InputSlot, shape: tuple[int, ...], __: int) -> Sequence[P]:
 
 
 def _sender(graph: fx.Graph) -> fx.Node:
-    """What computes what the first exchange sends."""
+    """Return the node that computes the operand of the first exchange."""
     exchange = next(node for node in graph.nodes if "all_to_all_single" in str(node.target))
     sent = view_base(exchange.all_input_nodes[0])
     return sent.all_input_nodes[0] if sent.target is operator.getitem else sent

@@ -135,7 +135,7 @@ def check_training_beside_evaluation() -> None:
 
 
 def check_another_learning_rate() -> None:
-    """Of a traced optimizer, changed by hand on one rank."""
+    """A learning rate of a traced optimizer that one rank changed by hand is named on both ranks."""
     model = Small()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     step = autoshard.compile(model, PAIR, optimizer=optimizer, options=autoshard.Options(timeout_s=TIMEOUT_S))
@@ -178,7 +178,7 @@ def check_a_parameter_changed_through_data() -> None:
 
 
 def check_parameters_that_round_apart() -> None:
-    """What both ranks computed for themselves may differ in its last digits: a warning, once."""
+    """Parameters that both ranks computed for themselves may differ in their last digits: one warning is logged."""
     sharded = compiled(constraints={**BY_ROWS, "layer.*": P()})
     if on_second_rank():
         sharded.layer.bias.data.mul_(1 + 1e-6)

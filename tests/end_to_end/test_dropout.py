@@ -44,7 +44,7 @@ def test_plans_of_models_with_dropout_are_compared_with_its_masks(precision: str
 
 @pytest.mark.parametrize("spec", [P(), P("data", "model"), P(("data", "model"))], ids=str)
 def test_keep_rate_and_scale(spec: PartitionSpec) -> None:
-    """Of the elements, 1 - p are kept, scaled by 1 / (1 - p); the gradient has the same mask."""
+    """Dropout keeps 1 - p of the elements, scaled by 1 / (1 - p); the gradient has the same mask."""
     torch.manual_seed(3)
     sharded = autoshard.compile(nn.Dropout(0.25), SQUARE, constraints={"input:0": spec})
     x = torch.ones(200, 100, requires_grad=True)

@@ -80,7 +80,7 @@ def _constraints(name: str, layout: str) -> dict[str, PartitionSpec]:
 
 
 def _use(name: str, sizes: dict[str, int], layout: str, made: Made | None = None, **options: Any) -> DeviceUse:
-    """What a step of a model does on a mesh, once it has run."""
+    """Return the uses of the device in one step of a model on a mesh, after the first step has run."""
     model, batch = made or MODELS[name]()
     batch = {key: torch.empty((BATCH, *item.shape[1:]), dtype=item.dtype) for key, item in batch.items()}
     with fake_world(sizes) as world:

@@ -1,4 +1,4 @@
-"""What drawn programs and plans have found: each as the small program that it was shrunk to."""
+"""Failures that drawn programs and plans have found: each is the small program that it was shrunk to."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ LAYERS, HIDDEN = 4, 256
 SIZES = {name: (4, 64) if name == "tensor parallel" else (8, 128) for name in PLANS}
 """Rows and length; of few tokens activations are sent, not weights."""
 RATIO, LEAST = 0.4, 0.85
-"""What communication takes of the time of products, and the share to be hidden of what could be."""
+"""Communication's time as a part of the products' time, and the least share of the hideable part to be hidden."""
 
 
 def model() -> nn.Module:
@@ -48,7 +48,7 @@ def rig_of(plain: PhasedProgram) -> Rig:
 
 
 def measured(name: str, rig: Rig) -> list[Transfer]:
-    """What one step on this rank sends, by the clock of its products."""
+    """Return the transfers of one step on this rank, by the clock of its products."""
     clock = WorkClock(rig.flops_per_s)
     mesh = delayed_mesh({AXIS: 2}, {AXIS: Link(0.0, rig.bandwidth_bytes_per_s)}, clock=clock)
     step = compiled(name, model(), mesh)

@@ -38,7 +38,7 @@ class Vanishing(nn.Module):
 
 
 class Weighed(nn.Module):
-    """Of a product of matrices, with a parameter that may hold anything."""
+    """A product of matrices times a parameter that may hold anything."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def test_an_infinity_that_vanishes_leaves_the_same_number(
 @settings(max_examples=10, deadline=None)
 @given(data=st.data())
 def test_so_does_any_legal_plan(build: Callable[[], nn.Module], x: Tensor, c: Tensor, data: st.DataObject) -> None:
-    """Of all that the rules admit, with zeros and infinities among the inputs."""
+    """Any plan that the rules admit agrees with one device, with zeros and infinities among the inputs."""
     values = data.draw(st.lists(st.sampled_from([0.0, 1.0, -2.0, math.inf, -math.inf]), min_size=4, max_size=4))
     c = c.clone()
     c[:4] = torch.tensor(values)

@@ -39,7 +39,7 @@ def gpt2_on_meta() -> nn.Module:
 
 
 def orthogonal(module: nn.Module) -> None:
-    """What a user adds."""
+    """An initialiser that a user adds."""
     if isinstance(module, nn.Linear) and module.in_features == 7:
         nn.init.orthogonal_(module.weight)
 

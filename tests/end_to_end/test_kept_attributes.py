@@ -149,7 +149,7 @@ def test_what_is_not_left_is_said_once(caplog: pytest.LogCaptureFixture) -> None
 
 
 class Modes(nn.Module):
-    """What it sets depends on its mode, and the next call does not read it before."""
+    """A model that sets an attribute by its mode, and does not read it before the next call sets it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -18,26 +18,15 @@ import autoshard
 from autoshard import LostRankError, Mesh, P
 from autoshard.runtime.agreement.control_group import ControlGroup
 from autoshard.runtime.distributed import DistributedEngine
+from tests.runtime.one_layer import OneLayer
 from tests.runtime.processes import PRELOADED, held_store, join_ranks
 
 RANKS = 3
 DEADLINE_S = 120.0
 
 
-class Small(nn.Module):
-    """A layer and a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x).square().mean()
-
-
 def kill_this_rank(*_: object) -> NoReturn:
-    """As the kernel does for want of memory: nothing is told, nothing is closed in order."""
+    """End this rank as the kernel does for want of memory: it tells nobody and closes nothing in order."""
     os.kill(os.getpid(), signal.SIGKILL)
     raise AssertionError("a killed process does not go on")
 
@@ -55,7 +44,7 @@ def work(rank: int, folder: str, port: int) -> None:
     """Train; rank 2 dies before the last micro-batch of the second step, then rank 1 before it would agree with 0."""
     join_ranks(port, rank, RANKS)
     survivors = ControlGroup([0, 1], timeout_s=2.0) if rank < 2 else None
-    model, batch = Small(), torch.linspace(-1, 1, 108).view(18, 6)
+    model, batch = OneLayer(), torch.linspace(-1, 1, 108).view(18, 6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     asked = {
         "optimizer": optimizer,
@@ -112,7 +101,7 @@ def work_with_one_that_stops(rank: int, folder: str, port: int) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     start = time.monotonic()
     error = error_of(
-        lambda: autoshard.compile(Small(), Mesh({"data": RANKS}), options=autoshard.Options(timeout_s=1.0))
+        lambda: autoshard.compile(OneLayer(), Mesh({"data": RANKS}), options=autoshard.Options(timeout_s=1.0))
     )
     Path(folder, f"compile.{rank}").write_text(f"{time.monotonic() - start} {error}")
     os._exit(0)
@@ -127,7 +116,7 @@ def stop_this_rank(*_: object) -> NoReturn:
 def work_on_two_axes(rank: int, folder: str, port: int) -> None:
     """Train on a mesh of two axes; the last rank is stopped amid the second step."""
     join_ranks(port, rank, 4)
-    model, batch = cast(nn.Module, Small()), torch.linspace(-1, 1, 72).view(12, 6)
+    model, batch = cast(nn.Module, OneLayer()), torch.linspace(-1, 1, 72).view(12, 6)
     names = Path(folder).name.split()
     if "pipeline" in names:
         model = Deep()
@@ -148,7 +137,7 @@ def work_on_two_axes(rank: int, folder: str, port: int) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the ranks wrote the errors that they ended in."""
+    """The folder in which each rank wrote its error."""
     path = tmp_path_factory.mktemp("errors")
     assert run(work, path, RANKS) == []
     return path

@@ -42,7 +42,7 @@ def inputs(ignored: bool = True) -> tuple[Tensor, Tensor]:
 
 
 def penalty(model: Model) -> Tensor:
-    """Of the parameters; it does not depend on the batch."""
+    """A penalty on the parameters, which does not depend on the batch."""
     return 0.1 * model.layer.weight.square().sum()
 
 

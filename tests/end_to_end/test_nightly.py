@@ -36,7 +36,7 @@ def test_shards_are_kept_and_not_run_again(
 
 
 def test_the_smallest_failure_is_kept_as_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it drew is in a file beside the shard, and the status is 1."""
+    """The drawn program is written to a file beside the shard, and the exit status is 1."""
 
     def fails(data: st.DataObject, most_plans: int) -> int:
         program = data.draw(programs(max_blocks=1))

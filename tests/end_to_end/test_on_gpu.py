@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]  # warnings
 DEVICE = "cuda"
 SQUARE = Mesh({"data": 2, "model": 2})
 ADAMW = partial(torch.optim.AdamW, lr=1e-2, eps=1e-4)
-"""As `train` has it."""
+"""The optimizer that `train` uses."""
 RECIPES = (
     Recipe(data=2, zero=3, micro_batch=2, recompute="full"),
     Recipe(data=2, zero=1, micro_batch=4, offload="activations"),

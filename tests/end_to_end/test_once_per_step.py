@@ -52,7 +52,7 @@ def batch(seed: int) -> dict[str, Tensor]:
 
 @cache
 def plan() -> Plan:
-    """Of a fully sharded step on a part of the batch."""
+    """Plan a fully sharded step on a part of the batch."""
     model, part = llama(), {name: value[: ROWS // PARTS] for name, value in batch(0).items()}
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
     return autoshard.plan(model, LINE, example_inputs=part, optimizer=optimizer, constraints=SHARDED, precision=None)
@@ -94,7 +94,7 @@ def phased_of(step: TrainStep) -> PhasedProgram:
 
 
 def bits(step: TrainStep) -> list[Tensor]:
-    """What two steps give: losses, then parameters."""
+    """Return the results of two steps: losses, then parameters."""
     losses = [step(**batch(number)) for number in range(2)]
     return [*losses, *(whole(value.detach()) for value in step.sharded.parameters())]
 
@@ -124,7 +124,7 @@ class Calls(TorchDispatchMode):
 
 
 def calls_of(step: TrainStep) -> Counter[str]:
-    """What a step calls, once it has begun."""
+    """Count the calls of a step that is not the first."""
     step(**batch(0))
     with Calls() as calls:
         step(**batch(1))

@@ -1,9 +1,9 @@
 """The search over recipes prices a recipe as the plan of it is priced: a little otherwise, so far and no farther.
 
-The search shares out prices of whole layers; the plan's are read off its lowered program. Where they differ:
+The search shares out prices of whole layers; the plan's are read off its lowered program. They differ in three places:
 
-* The plan may hold more to send less, where memory is free: what tensor parallelism or ZeRO-3 gathered. So its peak may
-  be higher than that of the recipe, which then is what it takes in less memory.
+* The plan may hold more to send less, where memory is free, such as values gathered by tensor parallelism or ZeRO-3. So
+  the plan's peak may be higher than the recipe's, which is the peak in less memory.
 * Without sequence parallelism a plan splits what lies between layers along hidden units; the recipe computes it on each
   rank. The search has both.
 * A section hides what is sent for it, and waits for the host, by itself; in a plan all that comes before does. With a
@@ -56,7 +56,7 @@ def inputs() -> dict[str, torch.Tensor]:
 
 @cache
 def problem() -> RecipeProblem:
-    """What `plan(global_batch=)` searches."""
+    """The problem that `plan(global_batch=)` searches."""
     asked: dict[str, Any] = {"example_inputs": inputs(), "optimizer": "adamw", "global_batch": BATCH}
     return recipe_search(model(), CLUSTER, precision="bf16", **asked).problem
 

@@ -1,4 +1,4 @@
-"""What a compiled step calls beside eager's: no needless copies, casts, additions or views."""
+"""Operators that a compiled step calls beside eager's: no needless copies, casts, additions or views."""
 
 from __future__ import annotations
 
@@ -132,5 +132,5 @@ outcomes = checked_once(CHECKS, ranks=1)
 @pytest.mark.sample(2)
 @pytest.mark.parametrize("name", CHECKS)
 def test_no_more_than_eager(outcomes: dict[str, str], name: str) -> None:
-    """Of each kind of operators, a compiled step calls no more than eager."""
+    """A compiled step calls no more operators of any kind than eager."""
     report(outcomes, name)

@@ -94,7 +94,7 @@ def check_values_and_gradients() -> None:
 
 
 def check_changes_in_place() -> None:
-    """What a method changes in parameters is changed in their pieces."""
+    """A method that changes parameters in place changes their pieces."""
     plain, sharded = pair()
     for network in (plain, sharded):
         network.reset(3.0)

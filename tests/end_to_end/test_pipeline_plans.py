@@ -12,7 +12,16 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard import Cluster, DoesNotFitError, Mesh, NotAvailableError, Plan, PlanMismatchError, Recipe
+from autoshard import (
+    Cluster,
+    DoesNotFitError,
+    Mesh,
+    NotAvailableError,
+    Plan,
+    PlanMismatchError,
+    Recipe,
+    VerificationError,
+)
 from autoshard.ir.program import Program
 from cost_models.hardware import node_type
 from cost_models.topology import Link
@@ -67,6 +76,16 @@ def test_a_saved_plan_runs(tmp_path: Path) -> None:
         assert step.plan == plan
 
 
+def test_an_order_without_a_backward_is_refused() -> None:
+    """The order of a plan that was edited is proven before it runs."""
+    plan = planned()
+    assert plan.order is not None
+    *before, _ = plan.order.ranks[1]
+    wrong = replace(plan, order=replace(plan.order, ranks=(plan.order.ranks[0], tuple(before))))
+    with pytest.raises(VerificationError, match="is sent 0 times and received once"):
+        check_equal("skips", Mesh(MESH), plan=wrong, micro_batches=None)
+
+
 def test_a_plan_is_printed(tmp_path: Path) -> None:
     """Its text and its page show stages, schedule and bubble."""
     plan = planned({"pipeline": 2})
@@ -79,7 +98,7 @@ def test_a_plan_is_printed(tmp_path: Path) -> None:
 
 
 def test_stages_of_one_node_hand_on_inside_it() -> None:
-    """Of four stages on two nodes of two only those in the middle hand on over the network."""
+    """Two nodes hold two stages each; only the two middle stages hand on over the network."""
     model, inputs = skips()
     node = replace(node_type("h100_sxm"), inter=Link(1e6, 1.0, 0.0, 1e-3, 0.0, 0.0, 1.0))
     asked: dict[str, Any] = {"example_inputs": inputs, "optimizer": adamw(model), "micro_batches": MICRO_BATCHES}

@@ -15,6 +15,7 @@ import autoshard
 from autoshard import Cluster, Mesh, NotAvailableError, P, Plan
 from autoshard.errors import InvalidSpecError
 from autoshard.runtime.stages.stage_meshes import is_elsewhere
+from tests.end_to_end.test_pipeline_plans import wide
 from tests.end_to_end.test_pipelines import MICRO_BATCHES, NORM, adamw, skips
 from tests.runtime.processes import run_checks
 
@@ -71,14 +72,16 @@ def test_limits_are_planned_again() -> None:
 
 def test_formulas_are_sums_over_stages() -> None:
     """Sizes of the whole model are those of a plan without stages; a rank has its share."""
-    piped, flat = planned(STAGES), planned(Mesh({"data": 1}))
-    for name in ("step_flops", "parameters", "tokens"):
+    model, inputs = wide()
+    piped, flat = (
+        autoshard.plan(model, mesh, example_inputs=inputs, optimizer="adamw", precision=None, micro_batches=4)
+        for mesh in (STAGES, Mesh({"data": 1}))
+    )
+    for name in ("step_flops", "parameters"):
         assert sympy.simplify(piped.formula(name) - flat.formula(name)) == 0, name
     assert sympy.simplify(2 * piped.formula("parameter_bytes") - flat.formula("parameter_bytes")) == 0
     sent = piped.formula("communication_bytes_pipeline")
-    batch = {"batch": 8, "sequence": 4}
-    values = {symbol: batch[str(symbol)] for symbol in sent.free_symbols if str(symbol) in batch}
-    assert sent.subs(values) != 0
+    assert sent == 16 * 4 * sympy.Symbol("batch") * sympy.Symbol("sequence"), "an activation, or its gradient"
 
 
 def test_either_a_gap_is_shown_or_none() -> None:
@@ -123,7 +126,7 @@ def check_places() -> None:
     names = []
     for name, parameter in step.sharded.named_parameters():
         assert isinstance(parameter, DTensor)
-        if is_elsewhere(parameter):
+        if is_elsewhere(parameter) or name not in plan.parameters:  # no stage reads it
             continue
         spec = plan.explain(name).chosen.spec
         expected = Shard(spec.dim_of("data")) if spec.dim_of("data") is not None else Replicate()

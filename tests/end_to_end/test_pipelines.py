@@ -171,7 +171,7 @@ def test_evaluation_on_the_simulator_reads_trained_weights() -> None:
 
 
 def test_state_dict_goes_on_without_stages() -> None:
-    """What stages trained goes on without them, from the state dict."""
+    """A run without stages goes on from the state dict of a run in stages."""
     step, _, inputs = compiled("skips", Mesh({"pipeline": 2}))
     for _ in range(2):
         step(**inputs)
@@ -238,7 +238,7 @@ def test_stages_that_take_no_time() -> None:
     ],
 )
 def test_refused_by_name(options: dict[str, Any], error: type[Exception], words: str) -> None:
-    """What stages cannot do is refused in one sentence that names it."""
+    """Stages refuse what they do not support in one sentence that names it."""
     model, inputs = skips()
     asked = {"optimizer": adamw(model), "micro_batches": 4, "max_grad_norm": NORM, **options}
     with pytest.raises(error, match=words):

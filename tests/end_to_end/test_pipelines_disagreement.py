@@ -16,8 +16,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import autoshard
 from autoshard import LostRankError, Mesh, P, RankMismatchError
+from autoshard.runtime.program_run import ProgramRun, StageRun
 from autoshard.runtime.stages.stage_meshes import is_elsewhere
-from autoshard.runtime.stages.staged_run import StagedRun
 from tests.end_to_end.test_disagreement import assert_all_raise, on_second_rank
 from tests.runtime.processes import checked_once, report
 
@@ -175,13 +175,13 @@ def check_off() -> None:
 
 def check_a_stage_asleep_amid_a_step() -> None:
     """The other stage waits for its message as long as `timeout_s`, and no longer."""
-    step, right = compiled(options=autoshard.Options(timeout_s=1.0)), StagedRun._run_forward
+    step, right = compiled(options=autoshard.Options(timeout_s=1.0)), ProgramRun._run_forward
 
-    def slowly(run: StagedRun, stage: Any, micro_batch: int) -> None:
+    def slowly(run: ProgramRun, stage: StageRun, micro_batch: int) -> None:
         time.sleep(3.0 if on_second_rank() else 0.0)
         right(run, stage, micro_batch)
 
-    with mock.patch.object(StagedRun, "_run_forward", slowly):
+    with mock.patch.object(ProgramRun, "_run_forward", slowly):
         assert_all_raise(LostRankError, "stopped or did not answer in time", lambda: step(*batch()))
 
 

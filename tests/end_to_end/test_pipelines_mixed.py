@@ -199,7 +199,7 @@ ON_PROCESSES: Mapping[int, Sequence[Case]] = {
 
 
 def check_held(case: Case) -> None:
-    """As `check`, of what this rank's stages hold."""
+    """Check the values that this rank's stages hold, like `check`."""
     found = in_stages(
         *(case.name, case.axes, case.constraints),
         recipe=Recipe(schedule=case.schedule, virtual_stages=case.virtual_stages),

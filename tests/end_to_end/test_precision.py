@@ -61,7 +61,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def changes(model: nn.Module, before: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What training did to parameters and buffers: beside their own size it would go unseen."""
+    """Return the changes of parameters and buffers in training; beside the values' own size they would go unseen."""
     return {name: whole(value).double() - before[name].double() for name, value in model.state_dict().items()}
 
 

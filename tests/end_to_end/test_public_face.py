@@ -1,4 +1,4 @@
-"""What the page on the public face names is there by those names, and costs no import that a user may lack."""
+"""Names on the page of the public face exist, and importing them needs no optional package."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _WITHOUT_HYPOTHESIS = "import sys\nsys.modules['hypothesis'] = None\n"
 
 
 def _run(code: str) -> str:
-    """What code prints in a process of its own, which imports the package first."""
+    """Return the output of code in a process of its own, which imports the package first."""
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
 
 

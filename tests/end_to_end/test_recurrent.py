@@ -105,7 +105,7 @@ def test_dropout_between_layers_does_not_depend_on_the_mesh(kind: type[nn.RNNBas
 
 @pytest.mark.slow
 def test_large_batches_are_split_by_choice() -> None:
-    """Where it pays, the planner runs each layer on a part of the batch, and reduces its weights' gradients."""
+    """The planner splits a large batch over each layer where that pays, and reduces the gradients of its weights."""
     plan = autoshard.plan(_classifier(nn.LSTM), SQUARE, example_inputs=_batch(8192, 16))
     layers = [choice for name, choice in plan.nodes.items() if name.startswith("lstm")]
     assert len(layers) == 2

@@ -22,7 +22,7 @@ LAYERS = 2
 
 @pytest.fixture(scope="module", params=MODELS)
 def reference(request: pytest.FixtureRequest) -> tuple[str, Training]:
-    """What one device computes, of two layers."""
+    """Train two layers on one device."""
     model, inputs = MODELS[request.param](LAYERS)
     return request.param, train(model, inputs)
 

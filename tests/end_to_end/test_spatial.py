@@ -82,7 +82,7 @@ def test_a_network_on_pieces_of_images_equals_one_device(mesh: Mesh, training: b
 
 
 class Rows(nn.Module):
-    """What needs rows whole: norms, softmax, scans, extremes, statistics."""
+    """Operators that need whole rows: norms, softmax, scans, extremes, statistics."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

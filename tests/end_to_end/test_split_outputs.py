@@ -27,7 +27,7 @@ from tests.runtime.processes import report, run_checks
 
 @dataclass
 class Found:
-    """What `Net` returns."""
+    """The outputs of `Net`."""
 
     loss: torch.Tensor | None
     logits: torch.Tensor
@@ -189,7 +189,7 @@ def check_uneven() -> None:
 
 
 def check_evaluation() -> None:
-    """What evaluation code does with logits gives the numbers of one device."""
+    """Evaluation code computes the numbers of one device from split logits."""
     for constraints in (BY_ROWS, {"output:1": P(None, None, "data")}):
         sharded, plain = compiled(constraints)
         x, y = batch()
@@ -208,7 +208,7 @@ def check_evaluation() -> None:
 
 
 def check_errors_name_the_way_out() -> None:
-    """What DTensor cannot do says how to have whole outputs."""
+    """An operator that DTensor lacks is an error that says how to have whole outputs."""
     sharded, _ = compiled()
     x, y = batch()
     with torch.no_grad():
@@ -337,7 +337,7 @@ def check_memory() -> None:
 
 
 def test_a_step_computes_the_loss_alone() -> None:
-    """What only other outputs need is in no program of a step, whoever updates; evaluation has all outputs."""
+    """A step's program computes the loss alone, whoever updates; evaluation has all outputs."""
     x = torch.randn(8, 6)
     for kind in (torch.optim.SGD, torch.optim.RMSprop):
         model, plain = Wide(), Wide()
@@ -379,7 +379,7 @@ def test_what_was_planned_runs() -> None:
 
 
 def test_words_are_checked() -> None:
-    """What outputs= and gather_outputs= do not know is refused by name."""
+    """Unknown values of outputs= and gather_outputs= are refused by name."""
     with pytest.raises(NotAvailableError, match="outputs='logits' must be 'all' or 'loss'"):
         autoshard.compile(Wide(), Mesh({"data": 2}), options=autoshard.Options(outputs="logits"))
     with pytest.raises(NotAvailableError, match="gather_outputs='no' is a str"):

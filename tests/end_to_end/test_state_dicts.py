@@ -69,7 +69,7 @@ def wholes(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_state_is_restored(kind: Callable[..., Any], options: StateDictOptions | None) -> None:
-    """What torch's functions took before some steps, given back after them: the steps repeat, bit by bit."""
+    """Steps repeat, bit by bit, after torch's functions give back the state that they took before."""
     step = compiled(kind)
     model, optimizer = step.sharded, step.optimizer
     losses(step)

@@ -112,7 +112,7 @@ def check_step(mesh: Mesh, change: Change, make: Callable[..., torch.optim.Optim
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("name", CHANGES)
 def test_hooks_run_and_gradients_are_added(name: str, make: str) -> None:
-    """What hooks do, and what was in `.grad`, counts as on one device; the optimizer's state goes over both ways."""
+    """Hooks and earlier `.grad` values count as on one device; the optimizer's state goes over both ways."""
     check_step(MESH, CHANGES[name], MAKERS[make])
 
 

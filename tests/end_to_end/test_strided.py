@@ -51,7 +51,7 @@ def test_windows_of_permuted_memory_equal_one_device(constraints: dict[str, auto
 
 
 def test_memory_with_gaps_is_refused_where_it_moves() -> None:
-    """What lies in the gaps is not part of the value, so no reshard brings it along."""
+    """A reshard does not move the gaps between elements, so moving them is refused."""
     constraints = {"input:0": P("model")}
     with pytest.raises(NotAvailableError, match=r"as_strided.*reads memory by strides"):
         autoshard.compile(Gaps(), MESH, example_inputs=(torch.randn(6, 8),), constraints=constraints)

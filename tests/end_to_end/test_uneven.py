@@ -24,7 +24,7 @@ MESHES = [Mesh({"model": 4}), Mesh({"model": 3}), Mesh({"data": 2, "model": 2})]
 
 @pytest.fixture(autouse=True)
 def _poisoned_padding(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What enters a program is padded with NaN, or with indices of nothing."""
+    """Pad every input of a program with NaN, or with indices that are out of range."""
 
     def shard_all(tensor: torch.Tensor, *args: object) -> list[torch.Tensor]:
         if tensor.dtype is torch.bool:

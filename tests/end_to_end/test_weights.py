@@ -94,9 +94,9 @@ def load(model: nn.Module, engine: DistributedEngine, path: Path) -> None:
 
 
 def check_both_ways(name: str, layout: str) -> None:
-    """What transformers saved is loaded into shards, and it loads what they write: the same tensors, equal logits.
+    """Shards load files of transformers, and transformers loads files of shards: the same tensors, equal logits.
 
-    By blocks of few bytes, and of any.
+    Blocks are of a few bytes, and of any size.
     """
     transformers.utils.logging.disable_progress_bar()
     sizes, lie = LAYOUTS[layout]
@@ -399,7 +399,7 @@ def test_with_four_processes(outcomes_of_four: dict[str, str], name: str) -> Non
 
 @pytest.mark.parametrize("with_optimizer", [False, True], ids=["module", "step"])
 def test_on_the_simulator(with_optimizer: bool) -> None:
-    """What `compile` returns, with an optimizer and without, has both methods."""
+    """`compile` returns an object with both methods, with an optimizer and without."""
     check_from_meta(llama, with_optimizer=with_optimizer)
 
 

@@ -286,7 +286,7 @@ def test_nothing_to_train_is_said() -> None:
 
 
 def test_a_plan_of_a_step_is_saved_and_used(tmp_path: Any) -> None:
-    """What `plan` made serves `compile` with the same optimizer, and the program is the plan's."""
+    """A plan made by `plan` serves `compile` with the same optimizer, and the program is the plan's."""
     model = small()
     made = autoshard.plan(
         model, LINE, example_inputs=batch(0), loss_fn=F.mse_loss, optimizer="adamw", constraints=ZERO_1

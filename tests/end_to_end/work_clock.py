@@ -28,7 +28,7 @@ _PRODUCTS = {
 
 
 def flops(operator: Any, args: Sequence[Any]) -> float:
-    """Of a product of matrices; of all else none."""
+    """Operations of a product of matrices; 0 for any other operator."""
     if operator not in _PRODUCTS:
         return 0.0
     left, right = args[_PRODUCTS[operator] : _PRODUCTS[operator] + 2]
@@ -116,15 +116,15 @@ class _Walk:
 
 
 def walk(phased: PhasedProgram, rig: Rig) -> list[Sent]:
-    """What a program sends, in the order in which it waits for it."""
+    """Return the transfers of a program, in the order in which it waits for them."""
     return _Walk(rig).run(phased)
 
 
 def hideable_s(plain: PhasedProgram, rig: Rig) -> float:
     """Seconds of communication that products of the same phase could hide, in whatever order.
 
-    Of each collective of a program without buckets, as much as there is in products that it neither needs nor feeds;
-    of a phase no more than all of its products take.
+    A collective of a program without buckets can be hidden by products that it neither needs nor feeds.
+    A phase hides no more seconds than its products take.
     """
     return sum(_hideable_s(graph_module.graph, plain, rig) for graph_module in plain.phases.values())
 

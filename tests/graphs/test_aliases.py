@@ -21,7 +21,7 @@ OPERANDS = (
 LISTS = ([2, 2], [0], [1, 1], [2], [])
 EQUATIONS = ("ij->ji", "linear")
 _REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AttributeError, NotImplementedError, AssertionError)
-"""What operators say of operands that do not fit."""
+"""Errors of operators whose operands do not fit."""
 
 
 def undeclared() -> list[torch._ops.OpOverload]:
@@ -75,14 +75,14 @@ def shares(operator: torch._ops.OpOverload) -> bool:
 
 
 def memory(values: Any) -> Iterator[int]:
-    """Where the tensors among `values` lie."""
+    """Yield the address of each tensor among `values`."""
     for leaf in pytree.tree_leaves(values):
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided and leaf.numel():
             yield leaf.untyped_storage().data_ptr()
 
 
 def found_by_running(operators: list[torch._ops.OpOverload]) -> list[str]:
-    """Those that share, each tried in a process that it may end: some read beyond operands that do not fit."""
+    """Return the operators that share memory; each runs in a process that it may end by reading beyond its operands."""
     found, first = [], 0
     while first < len(operators):
         reader, writer = os.pipe()
@@ -141,7 +141,7 @@ def test_the_table_knows_what_gives_back_an_operand() -> None:
     ],
 )
 def test_schemas_and_the_table_name_operands(operator: Any, arguments: tuple[Any, ...], expected: list[str]) -> None:
-    """Those of which a result may be a view, whichever they are; none of an operator that makes new memory."""
+    """The operands whose memory a result may share are named; an operator that makes new memory has none."""
     graph = fx.Graph()
     nodes = {name: graph.placeholder(name) for name in "xy"}
     args = pytree.tree_map(lambda leaf: nodes.get(leaf, leaf), arguments)

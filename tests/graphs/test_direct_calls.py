@@ -102,7 +102,7 @@ def test_calls_do_the_same(operator: Any) -> None:
 def test_drawn_programs_keep_their_bits(drawn: DrawnProgram) -> None:
     """Arguments come in every form that traces have.
 
-    As in every local program, views take their operand however it lies: torch's fake tensors have other strides than
+    Views take their operand however it lies, like in every local program. Torch's fake tensors have other strides than
     some kernels, such as the batch norm of transposed memory.
     """
     program = trace(drawn.model, drawn.inputs, {})

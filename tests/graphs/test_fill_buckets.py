@@ -56,7 +56,7 @@ def bucket_of(*members: str, rows: int = 0) -> fx.GraphModule:
 
 
 def results_of(module: fx.GraphModule) -> list[Tensor]:
-    """What two ranks compute."""
+    """Run a graph on two ranks."""
     torch.manual_seed(0)
     given = [[torch.randn(size) for _ in range(2)] for size in SIZES.values()]
     return [value for ranks in simulate(module, RANKS, given) for value in ranks]

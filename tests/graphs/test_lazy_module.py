@@ -48,7 +48,7 @@ def test_code_is_written_once_when_it_is_run(written: list[fx.Graph]) -> None:
 
 
 def test_code_and_copies_are_those_of_a_graph_module(written: list[fx.Graph]) -> None:
-    """What is read, and what a deep copy computes."""
+    """The code of a lazy module and the result of its deep copy equal those of a graph module."""
     module = lazy_module(_root(), _doubled())
     assert copy.deepcopy(module)(torch.tensor(3.0)).item() == 6.0
     assert module.code == fx.GraphModule(_root(), _doubled()).code

@@ -32,7 +32,7 @@ def _twice(call: Call, x: fx.Node) -> list[fx.Node]:
 
 
 def _parts(call: Call, x: fx.Node) -> list[fx.Node]:
-    """Of a bucket: they lie apart."""
+    """Two parts of a bucket, which lie apart."""
     parts = call(aten.split_with_sizes.default, call(aten.neg.default, x), [1, 3])
     return [call(operator.getitem, parts, 0), call(aten.view.default, call(operator.getitem, parts, 1), [3, 1])]
 

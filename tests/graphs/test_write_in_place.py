@@ -33,7 +33,7 @@ def _plain(call: Callable[..., fx.Node], p: fx.Node, g: fx.Node, m: fx.Node, h: 
 
 
 def _by_a_slice(call: Callable[..., fx.Node], p: fx.Node, g: fx.Node, m: fx.Node, h: fx.Node) -> tuple[fx.Node, ...]:
-    """As ZeRO-1 does: a piece is updated, and the whole is put together."""
+    """Update a piece and put the whole together, as ZeRO-1 does."""
     piece = call(aten.narrow.default, (p, 0, 0, 2))
     updated, state = _momentum(call, piece, g, m, h)
     rest = call(aten.narrow.default, (p, 0, 2, 2))

@@ -48,7 +48,7 @@ def test_shard_all_agrees_with_shard(data: st.DataObject) -> None:
 
 
 def nested_chunk(value: torch.Tensor, spec: PartitionSpec, mesh: Mesh, rank: int) -> torch.Tensor:
-    """What DTensor gives to a rank: one chunk of what the axes before it left."""
+    """Return DTensor's part of a rank: each axis takes one chunk of the part that the axes before it left."""
     for axis, index in mesh.coordinates(rank).items():
         dim = spec.dim_of(axis)
         if dim is not None:
@@ -59,7 +59,7 @@ def nested_chunk(value: torch.Tensor, spec: PartitionSpec, mesh: Mesh, rank: int
 
 @given(st.data())
 def test_padding_a_chunk_gives_the_shard(data: st.DataObject) -> None:
-    """Where DTensor cuts into the same pieces, padding leads from its chunk to ours, and unpadding back."""
+    """Padding leads from DTensor's chunk to ours where both cut into the same pieces, and unpadding leads back."""
     mesh, shape = data.draw(meshes()), data.draw(shapes())
     spec = data.draw(specs(mesh, len(shape), reductions=(), mesh_order=True))
     value = torch.arange(1.0, 1 + math.prod(shape)).reshape(shape)

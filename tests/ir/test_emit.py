@@ -187,7 +187,7 @@ def test_text() -> None:
 
 
 def test_axis_of_size_one_emits_nothing() -> None:
-    """Where an axis has one rank the value is what it was."""
+    """A reshard over an axis of one rank leaves the value as it is."""
     program = lower(P("data"), P(partial={"data": "sum"}), (4,), Mesh({"data": 1}))
     assert [node.op for node in program.graph.nodes] == ["placeholder", "output"]
 
@@ -201,7 +201,7 @@ def test_on_node_looks_past_axes_of_size_one() -> None:
 
 
 def test_a_slice_is_a_copy() -> None:
-    """What a slice leaves of a value neither aliases it nor keeps it in memory."""
+    """A slice neither aliases its value nor keeps it in memory."""
     mesh, value = Mesh({"data": 2}), torch.arange(4.0)
     (results,) = simulate(lower(P(), P("data"), (4,), mesh), mesh, [[value, value]])
     assert results[0].untyped_storage().nbytes() == 8

@@ -1,8 +1,8 @@
-"""What a price is of: a recipe, a runtime, and what is trained."""
+"""The subject of a price: a recipe, a runtime, and the trained model."""
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -56,14 +56,3 @@ def test_no_field_of_a_recipe_is_one_of_a_runtime() -> None:
     runtime = {item.name for item in fields(RUNTIMES["megatron"])}
     assert len(fields(Recipe)) == 15
     assert not runtime & {item.name for item in fields(Execution)}
-
-
-def test_parameters_are_broadcast_under_zero_1_alone() -> None:
-    """No other stage shares whole tensors out."""
-    runtime = replace(RUNTIMES["megatron"], whole_tensors=True)
-    assert [Execution(data=2, zero=zero, runtime=runtime).broadcasts for zero in range(4)] == [
-        False,
-        True,
-        False,
-        False,
-    ]

@@ -1,4 +1,4 @@
-"""What JSON leaves open is refused by name."""
+"""JSON that leaves something open is refused by name."""
 
 from __future__ import annotations
 

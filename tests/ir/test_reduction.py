@@ -22,7 +22,7 @@ def test_identity_changes_no_bit(reduction: Reduction, dtype: torch.dtype) -> No
 
 
 def test_float8_without_infinity() -> None:
-    """Where a type has no infinity, its largest number is the identity."""
+    """The largest number of a type without infinity is its identity."""
     assert identity_of(Reduction.MIN, torch.float8_e4m3fn) == 448.0
 
 

@@ -11,7 +11,7 @@ PAIRS = Repeat("model.layers", period=2, before=4, behind=12)
 
 
 def test_units_lie_around_what_is_elided() -> None:
-    """Of units of two blocks, blocks 6 to 11 are left out."""
+    """Units have two blocks, and blocks 6 to 11 are left out."""
     assert PAIRS.elided == 3
     assert PAIRS.units == (2, 4, 12, 14)
 
@@ -34,7 +34,7 @@ def test_elided_paths_lead_to_what_stands_for_them() -> None:
 
 
 def test_names_stand_for_those_of_elided_blocks() -> None:
-    """Those of optimizer state too; others for themselves."""
+    """A name of a parameter or of optimizer state stands for its elided blocks; other names stand for themselves."""
     assert names_alike((PAIRS,), "exp_avg:model.layers.13.w") == tuple(
         f"exp_avg:model.layers.{number}.w" for number in (7, 9, 11, 13)
     )
@@ -43,5 +43,5 @@ def test_names_stand_for_those_of_elided_blocks() -> None:
 
 
 def test_a_repeat_survives_json() -> None:
-    """As a plan saves it."""
+    """A repeat that a plan saves as JSON is read back equal."""
     assert read(Repeat, asdict(PAIRS)) == PAIRS

@@ -137,7 +137,7 @@ def test_examples(source: PartitionSpec, target: PartitionSpec, expected: list[s
 
 
 def test_a_large_value_steps_aside_to_let_a_major_axis_in() -> None:
-    """Where bytes count, an axis moves to another dim and back instead of being gathered."""
+    """An axis moves to another dim and back instead of being gathered, if bytes count."""
     steps = plan_reshard(P("model"), P(("data", "model")), (1024, 1024), MESH, cost=seconds)
     assert [str(step) for step in steps] == [
         "all_to_all(model, dim=0, to_dim=1)",

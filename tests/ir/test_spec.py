@@ -13,7 +13,7 @@ from autoshard.testing.strategies import meshes, shapes, specs
 
 @given(st.data())
 def test_repr_and_parse_round_trip(data: st.DataObject) -> None:
-    """What `repr` prints, `parse` reads."""
+    """`parse` reads the text that `repr` prints."""
     spec = data.draw(specs(data.draw(meshes()), data.draw(st.integers(0, 4))))
     assert PartitionSpec.parse(repr(spec)) == spec
 

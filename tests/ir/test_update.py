@@ -1,4 +1,4 @@
-"""What an optimizer does, as data."""
+"""Updates of optimizers, as data."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _SCRATCH = re.compile(r"\.private_segment_fixed_size:\s+(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What a compiled kernel uses.
+    """Resources of a compiled kernel.
 
     Args:
         registers: registers of each thread.

@@ -69,7 +69,7 @@ def _cross_entropy(rows: int, columns: int) -> Any:
 
 
 def _linear_cross_entropy(rows: int, columns: int) -> Any:
-    """Of three chunks of classes, whose kernels carry sums from one to the next and write over the logits."""
+    """Use three chunks of classes: their kernels carry sums from chunk to chunk and write over the logits."""
     hidden, weight, target = draw(rows, 8), draw(8200, 8), _indices(rows, 8200)
     loss, lse = linear_cross_entropy(hidden, weight, target, _IGNORED, 0.1)
     return loss, lse, *linear_cross_entropy_backward(loss, hidden, weight, target, lse, _IGNORED, 0.1)
@@ -132,7 +132,7 @@ CALLS: Mapping[str, Callable[[int, int], Any]] = {
 
 
 def run(name: str, rows: int, columns: int) -> tuple[Tensor, ...]:
-    """What a call gives; the same each time."""
+    """Return the results of a call, the same each time."""
     torch.manual_seed(0)
     found = CALLS[name](rows, columns)
     return found if isinstance(found, tuple) else (found,)

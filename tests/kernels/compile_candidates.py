@@ -1,10 +1,10 @@
-"""Run as a script, without TRITON_INTERPRET: compile what tuning may choose and write the resources as JSON.
+"""Run as a script, without TRITON_INTERPRET: compile the candidates of tuning and write their resources as JSON.
 
     python tests/kernels/compile_candidates.py sm_90 sample
     python tests/kernels/compile_candidates.py sm_80,sm_90,gfx942 all gpt,llama
 
-compiles the candidates at the usual sizes; "sample" takes one of every sixth kernel. Of models, their generated
-kernels' too.
+compiles the candidates at the usual sizes; "sample" takes one of every sixth kernel. Names of
+models add their generated kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.kernels.ahead import TYPICAL_SIZES, compile_ahead, specimens
 
 
 def candidates_of(specimen: Specimen, tunable: Sequence[str]) -> Iterator[tuple[str, Specimen]]:
-    """What may be chosen in place of a specimen, but itself: the choice as a text, and its compilation."""
+    """Yield each alternative to a specimen: the choice as a text, and its compilation."""
     stages = specimen.num_stages if "BLOCK_N" in specimen.constants else None
     heuristic, fixed = choice_of(specimen.constants, tunable, specimen.num_warps, stages)
     for choice in neighbours(heuristic, fixed)[1:]:
@@ -48,7 +48,7 @@ def _generated(families: Sequence[str]) -> Iterator[list[tuple[str, Specimen]]]:
 
 
 def _sample(found: Sequence[list[tuple[str, Specimen]]]) -> Iterator[list[tuple[str, Specimen]]]:
-    """Of every sixth kernel, at one of its sizes, one candidate: another one from kernel to kernel."""
+    """Yield one candidate of every sixth kernel, at one of its sizes: another one from kernel to kernel."""
     of_kernel = {choices[0][1].name: choices for choices in found if choices}
     for index, choices in enumerate(list(of_kernel.values())[::6]):
         yield [choices[(6 * index) % len(choices)]]

@@ -1,4 +1,4 @@
-"""What tests of fused kernels share: a form run on real tensors in float64, and the comparison with it."""
+"""Shared parts of tests of fused kernels: a form run on real tensors in float64, and the comparison with it."""
 
 from __future__ import annotations
 

@@ -100,7 +100,7 @@ def test_any_candidate_of_a_generated_kernel_gives_the_same_result(name: str, pi
 
 
 def test_other_blocks_have_other_grids() -> None:
-    """As many programs as cover the elements, whatever tuning makes of a block."""
+    """A grid has as many programs as cover the elements, whatever tuning makes of a block."""
     layout = ElementLayout({"BLOCK_R": 4, "BLOCK_C": 64}, 25, 4)
     assert [layout.grid({"BLOCK_R": rows, "BLOCK_C": 64}) for rows in (2, 4, 8)] == [(50, 1), (25, 1), (13, 1)]
     split = ElementLayout({"BLOCK_R": 4, "BLOCK_C": 64, "STEPS": 2}, 25, 4, chunks=3, rows=100, split=(1,))

@@ -22,7 +22,7 @@ from tests.kernels.test_ring_attention import alone
 
 @given(layers(), st.sampled_from([2, 4]))
 def test_ranks_together_compute_what_one_does(layer: Layer, ranks: int) -> None:
-    """Some experts get no token, some ranks have none. What is kept gives the gradients of rows that are sent again."""
+    """Some experts get no token, some ranks have none. Kept rows give the gradients of rows sent again."""
     ranks = ranks if layer.count % ranks == 0 else 1
     x, index, weights, gate_up, bias, down, *constants = layer.arguments
     grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(7), dtype=x.dtype)
@@ -55,7 +55,7 @@ def assert_equal(found: Iterable[Tensor], expected: Iterable[Tensor]) -> None:
 @pytest.mark.parametrize("activation", ["silu", "clamped_silu"])
 @pytest.mark.parametrize(("hidden", "inner"), [(64, 128), (128, 32), (64, 64)])
 def test_the_count_of_memory_is_a_bound(activation: str, hidden: int, inner: int) -> None:
-    """What a rank takes that has half of the experts and half of the rows, beside operands and results."""
+    """The formula bounds the memory of a rank with half of the experts and of the rows, beside operands and results."""
     layer = Layer.drawn(
         torch.Generator().manual_seed(0), tokens=512, hidden=hidden, inner=inner, count=8, activation=activation,
         dtype=torch.float32,

@@ -87,7 +87,7 @@ def _poisoned(products: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @given(layers(width=8), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_products_in_groups_equal_a_loop(layer: Layer, dtype: torch.dtype) -> None:
-    """Where torch's grouped product takes the operands, numbers are those of float64, rounded."""
+    """Numbers are those of float64, rounded, for operands that torch's grouped product takes."""
     narrow = layer.to(dtype).requiring_gradients()
     wide = narrow.to(torch.float64).requiring_gradients()
     found, expected = ops.experts(*narrow.arguments), ops.experts(*wide.arguments)

@@ -1,4 +1,4 @@
-"""What Inductor is handed are operators that it knows."""
+"""Programs for Inductor hold only operators that it knows."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def distance(x: Tensor, cumulated: Callable[[np.ndarray], np.ndarray]) -> float:
 
 
 def _left_of(expected: np.ndarray) -> np.ndarray:
-    """Of distributions with few values the probability of less than x; of others that of at most x."""
+    """The probability of less than x for distributions with few values; of at most x for others."""
     return np.concatenate(([0.0], expected[:-1])) if len(expected) < 100 else expected
 
 

@@ -87,7 +87,7 @@ def _assert_near(found: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("is_paired", [False, True])
 @pytest.mark.parametrize("dtype", NAMES)
 def test_memory_is_as_counted(ranks: int, is_paired: bool, dtype: torch.dtype) -> None:
-    """What the last rank takes beside operands and results: within a sixth of the formula."""
+    """The last rank's memory beside operands and results is within a sixth of the formula."""
     q, k, v, grad = pieces(1, dtype)[0]
     at = place(ranks - 1, ranks, is_paired)
     out, lse = _check_memory(kernels.ring_attention, (q, k, v), (None, None), at)

@@ -164,7 +164,7 @@ def test_attention_is_left_to_torch_where_one_fused_call_takes_it(
 
 
 def test_masks_and_dropout_are_refused() -> None:
-    """What the kernel does not do is refused with the reason, forward and backward."""
+    """A call that the kernel does not support is refused with the reason, forward and backward."""
     q = _draw(1, 1, 2, 4)
     mask, lse = torch.ones(2, 2, dtype=torch.bool, device=DEVICE), _draw(1, 1, 2)
     rest = (False, 1.0, 0, [0, 0, 0, 0], [1, 1, 2, 2])

@@ -46,7 +46,7 @@ class CountingTimer:
 
 
 def _choices(folder: Path) -> dict[str, list[str]]:
-    """Of each kernel the choices in a folder."""
+    """Return the choices of each kernel in a folder."""
     found: dict[str, list[str]] = {}
     for path in sorted(folder.glob("*.json")):
         entry = json.loads(path.read_text())
@@ -155,7 +155,7 @@ def test_the_interpreter_is_not_timed(tmp_path: Path) -> None:
 
 
 def test_large_copies_are_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where what is written in place is too large to be copied, the heuristic's choice stays."""
+    """The heuristic's choice stays if a tensor written in place is too large to be copied."""
     monkeypatch.setattr("autoshard.kernels.tuning._MAX_COPIED_BYTES", 100)
     timer = CountingTimer()
     autoshard.tune_kernels(folder=tmp_path, timer=timer)

@@ -7,7 +7,7 @@ Run: python -m tests.mutants [--count 200] [--seed 13] [--seconds 90] [--minutes
    slow ones. It counts as noticed where one of them fails, or hangs, that passes without the change.
 3. Outcomes are kept beside the other results, and committed: what was noticed is not run again, what was not is where
    the tests near it have changed since. A run goes on where the last one stopped, and the table is made of all.
-4. Of what was not noticed, the changes in `equivalent.json` mean the same; it says why. The rate is given with them and
+4. Changes in `equivalent.json` mean the same, so no test can notice them; it says why. The rate is given with them and
    without.
 """
 
@@ -44,7 +44,7 @@ NOTICED, SURVIVED, UNSOUND = "noticed", "survived", "fails without the change to
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a mutant.
+    """The outcome of a mutant.
 
     Args:
         first: the verdict of its first run, before tests were written for it.
@@ -112,7 +112,7 @@ def _git(folder: Path, *arguments: str) -> str:
 
 
 def read_outcomes() -> dict[Key, Outcome]:
-    """What came of mutants so far."""
+    """Read the outcomes of mutants so far."""
     lines = KEPT.read_text(encoding="utf-8").splitlines() if KEPT.exists() else []
     found = [Outcome(**{**data, "mutant": Mutant(**data["mutant"])}) for data in map(json.loads, lines)]
     return {item.mutant.key: item for item in found}
@@ -219,7 +219,7 @@ def _percent(part: int, whole: int) -> str:
 
 
 def _cells(outcome: Outcome) -> str:
-    """Where, before and after, as cells of a table."""
+    """The change's place, its text before, and its text after, as cells of a table."""
     mutant = outcome.mutant
     texts = (f"`{text.replace('|', chr(92) + '|')}`" for text in (mutant.before, mutant.after))
     return " | ".join((f"{mutant.path}:{mutant.line}", *texts))

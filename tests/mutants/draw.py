@@ -55,13 +55,13 @@ class Mutant:
 
     @property
     def key(self) -> Key:
-        """What stays the same while the source around the change does."""
+        """Name the change by fields that stay the same while the source around it changes."""
         return self.path, self.operator, self.place
 
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """Where an operator applies: `occurrence` counts the places of the file that it has."""
+    """A place where an operator applies: `occurrence` counts the places of the file that it has."""
 
     path: str
     operator: str

@@ -4,7 +4,7 @@
 2. Tests that import its module.
 3. Tests that mirror or import what imports its module, or, where these are few, what imports that, and so on.
 
-Of many, tests that share a word with the file's name come first.
+If there are many, tests that share a word with the file's name come first.
 """
 
 from __future__ import annotations

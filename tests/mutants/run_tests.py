@@ -29,7 +29,7 @@ _WAITS = 1200
 _SETTINGS = {"HYPOTHESIS_PROFILE": "ci", "OMP_NUM_THREADS": "1"}
 _ALIKE = ("torch.distributed.tensor", "torch.export", "torch.testing", "pytest", "sympy", "highspy")
 _ALIKE += ("torch._dynamo", "torch._inductor", "networkx")
-"""What most tests import."""
+"""Modules that most tests import."""
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py(?:::.*?)?)(?: - .*)?$", re.MULTILINE)
 _BEGUN = "begun: "
 

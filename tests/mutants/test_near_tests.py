@@ -28,13 +28,13 @@ def test_what_nothing_imports_directly_is_met_by_way_of_its_users() -> None:
 
 
 def test_of_many_those_that_share_a_word_come_first() -> None:
-    """What half of the package imports by way of others is met by tests of its subject."""
+    """A file that half of the package imports indirectly is met by tests of its subject."""
     _, _, third = near_tests(ROOT, "passes/memory/pipeline_memory.py")
     assert all("pipeline" in test or "memory" in test for test in third[:4])
 
 
 def test_every_file_has_tests() -> None:
-    """Of what is no package's face, all but a few are near some test."""
+    """All files but a few are near some test, except packages' faces."""
     files = [path for name in ("autoshard", "passes", "cost_models") for path in (ROOT / name).rglob("*.py")]
     files = [path for path in files if path.name != "__init__.py"]
     alone = [

@@ -128,7 +128,7 @@ def leave_member_out(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
 
 
 def read_the_buffer(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
-    """What was packed is read where what was received should be: processes write over it meanwhile."""
+    """Read the packed values in place of the received ones: processes write over them meanwhile."""
     split = _split(graph, random)
     if split is None:
         return None

@@ -84,7 +84,7 @@ def step(model: nn.Module, update: Update | None = None) -> Program:
 
 
 def adamw(model: nn.Module, limit: float | None = None) -> Update | None:
-    """What AdamW does, with gradients clipped to `limit`."""
+    """Describe AdamW's update, with gradients clipped to `limit`."""
     return update_of(named_optimizer("adamw", model.parameters()), model, limit, strict=True)
 
 

@@ -20,7 +20,7 @@ from passes.recipes.recipe_plan import predict_recipe
 from passes.sections.price_model import CountedModel
 
 HEADS = EXPERTS = 4
-"""Of the models of `tests.passes.decoders`; all else that axes split is a multiple of it."""
+"""Heads and experts of the models of `tests.passes.decoders`; every other size that axes split is a multiple."""
 
 """Schedules with which a rank may have one stage, of any number of blocks."""
 

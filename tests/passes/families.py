@@ -300,4 +300,4 @@ FAMILIES: dict[str, Callable[[], Built]] = {
     "encoder-decoder": _text(EncoderDecoder), "unet": _unet, "lstm": _text(Recurrent),
     "state-space": _text(StateSpace), "recommender": _recommender, "graph": _graph,
 }  # fmt: skip
-"""What a family is called, and what builds it; seed torch first."""
+"""The name of each family and its builder; seed torch first."""

@@ -28,12 +28,12 @@ def _is_buffer(node: fx.Node) -> bool:
 
 
 def _written(writer: fx.Node) -> Any:
-    """What a call writes."""
+    """Return the tensor that a call writes."""
     return writer.kwargs.get("out", writer.args[0])
 
 
 def _splits(graph: fx.Graph) -> list[fx.Node]:
-    """What makes the parts of buckets that have several."""
+    """Return the calls that split a bucket of several parts."""
     found = [user for node in graph.nodes if _is_buffer(node) for user in node.users]
     return [node for node in found if node.target is _aten.split_with_sizes.default and len(node.users) > 1]
 

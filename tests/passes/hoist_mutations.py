@@ -43,7 +43,7 @@ def hoist_what_differs(phased: PhasedProgram, random: Random) -> _Found | None:
 def _with_call(
     phased: PhasedProgram, picked: fx.Node, places: dict[fx.Node, int]
 ) -> tuple[fx.GraphModule, tuple[int, ...]]:
-    """What is hoisted, with one more call of the forward, and the indices of the inputs that it takes."""
+    """Return the hoisted graph with one more call of the forward, and the indices of its inputs."""
     old = fx.GraphModule({}, fx.Graph()) if phased.hoisted is None else phased.hoisted
     graph, indices, made = fx.Graph(), list(phased.hoisted_inputs), dict[fx.Node, fx.Node]()
     for node in old.graph.find_nodes(op="placeholder"):

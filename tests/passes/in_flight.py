@@ -25,7 +25,7 @@ class InFlight:
         self._sent: dict[fx.Node, list[tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, node: fx.Node, values: Any) -> None:
-        """See `autoshard.runtime.simulator.OnValues`."""
+        """Note the values of a node, like any `autoshard.runtime.simulator.OnValues`."""
         self._values[node] = values
         if is_collective(node):
             self._start(node, values)

@@ -52,7 +52,7 @@ _WITH_HOST = Cluster(
 """The same, with memory of its own beside its host's."""
 
 Place = Callable[[InputSlot, tuple[int, ...], int], Sequence[PartitionSpec]]
-"""Where a slot of some shape should lie, the wish first; the number tells slots of one kind apart."""
+"""Specs for a slot of some shape, the best first; the number tells slots of one kind apart."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ def _sequence(*_: object) -> Sequence[PartitionSpec]:
 
 
 def _by_turns(_: InputSlot, shape: tuple[int, ...], number: int) -> Sequence[PartitionSpec]:
-    """Of matrices the rows and the columns by turns, as in tensor parallelism; of others the last dim."""
+    """Rows and columns of matrices by turns, as in tensor parallelism; the last dim of other tensors."""
     columns, rows = P(*[None] * (len(shape) - 1), "model"), P("model")
     return (rows, columns) if len(shape) == 2 and number % 2 else (columns, rows)
 
@@ -143,7 +143,7 @@ def program_of(family: str, layout: str) -> Program:
 
 
 def _form(layout: str) -> tuple[bool, torch.dtype, str | None]:
-    """What of a layout the trace depends on."""
+    """The parts of a layout that the trace depends on."""
     found = LAYOUTS[layout]
     return found.updates, found.dtype, found.precision
 
@@ -221,7 +221,7 @@ def plan_under(layout: Layout, planning: PlanningProblem) -> Plan:
 def _bringing_back(planning: PlanningProblem, choice: Sequence[int], cluster: Cluster) -> Plan:
     """The plan of a choice of strategies that offloads, if the cluster has a host, and else recomputes all it may.
 
-    Of two ways it takes the latest.
+    The plan takes the latest of two ways.
     """
 
     def latest(variable: int, options: np.ndarray) -> int:

@@ -19,8 +19,8 @@ from autoshard.ir.boundary import shard_all, unshard
 from autoshard.ir.collectives import is_collective
 from autoshard.ir.lowered import LocalSlot, LoweredProgram, PhasedProgram
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.pipeline_order import PipelineOrder, Work
 from autoshard.ir.program import InputKind, OutputKind, Program
-from autoshard.ir.step_order import Action, StepOrder
 from autoshard.runtime.simulator import simulate
 from tests.passes.in_flight import InFlight
 from tests.passes.in_place import in_place
@@ -42,7 +42,7 @@ _FAILURES = (
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What the right program computes, beside which mutants are held.
+    """The results of the right program, beside which mutants are held.
 
     Args:
         phased: the right program.
@@ -71,9 +71,9 @@ class Run:
         return _ask_child(is_changed)
 
     def numbers(
-        self, place: Place, phased: PhasedProgram, prepared: Program, order: StepOrder = RIGHT_ORDER
+        self, place: Place, phased: PhasedProgram, prepared: Program, order: PipelineOrder = RIGHT_ORDER
     ) -> list[Tensor | str]:
-        """All results; of every rank, if they should hold copies. Of one rank alone, what it sends."""
+        """Return the results, of every rank if ranks should hold copies; for one rank alone, the values it sends."""
         if place is Place.PREPARATION:
             values = [[value] for value in self.batches[0]]
             return [ranks[0] for ranks in simulate(prepared.graph_module, _ONE, values)]
@@ -125,7 +125,7 @@ def _ask_child(question: Callable[[], bool]) -> bool:
 
 
 def _poison(slot: LocalSlot) -> float:
-    """What nobody may read: padding of floating values."""
+    """The padding of floating values, which nobody may read."""
     return float("nan") if slot.dtype.is_floating_point else 0
 
 
@@ -190,7 +190,7 @@ class _Simulated:
 
 @dataclass(slots=True)
 class _Sending:
-    """What one rank sends, by communicator: what two ranks send there in the same turn must fit together."""
+    """The values that one rank sends, by communicator: two ranks' values in the same turn must fit together."""
 
     rank: int
     values: dict[fx.Node, Sequence[Any]] = field(default_factory=dict)
@@ -209,11 +209,11 @@ class _Sending:
 
 
 def _run_step(
-    phased: PhasedProgram, batches: Sequence[Sequence[list[Tensor]]], order: StepOrder, run: _Simulated
+    phased: PhasedProgram, batches: Sequence[Sequence[list[Tensor]]], order: PipelineOrder, run: _Simulated
 ) -> list[list[Tensor]]:
     """Results in the order of the joint program's slots, outputs and gradients added over micro-batches.
 
-    As `TracedStep` does it: what is hoisted runs before the first forward; the first forward that runs draws the first
+    The order is that of `TracedStep`. The hoisted part runs before the first forward; the first forward draws the first
     seed, and each reads the buffers that the one before it wrote.
     """
     inputs, outputs = phased.lowered.inputs, phased.lowered.outputs
@@ -221,36 +221,33 @@ def _run_step(
     places = {(slot.slot.kind, slot.slot.name): index for index, slot in enumerate(inputs)}
     buffers: dict[int, list[Tensor]] = {}
     seeds = [index for index, slot in enumerate(inputs) if slot.slot.kind is InputKind.SEED]
-    saved: dict[int | None, list[list[Tensor]]] = {}
+    saved: dict[int, list[list[Tensor]]] = {}
     carried: list[list[Tensor]] | None = None
     held: list[list[Tensor]] | None = None
     drawn = 0
-    for task in order.tasks:
-        match task.action:
-            case Action.FORWARD:
-                batch = dict(enumerate(batches[task.micro_batch or 0])) | buffers
-                batch |= {index: batches[drawn % len(batches)][index] for index in seeds}
-                drawn += 1
-                if held is None and phased.hoisted is not None:
-                    held = run(phased.hoisted, [batch[index] for index in phased.hoisted_inputs])
-                found = run(phased.forward, [*(batch[index] for index in phased.forward_inputs), *(held or ())])
-                for index, ranks in zip(phased.forward_outputs, found, strict=False):
-                    if outputs[index].slot.kind is OutputKind.BUFFER_UPDATE:
-                        buffers[places[InputKind.BUFFER, outputs[index].slot.name]] = ranks
-                    results[index] = ranks
-                saved[task.micro_batch] = found[len(phased.forward_outputs) :]
-            case Action.BACKWARD:
-                tangents = [batches[task.micro_batch or 0][index] for index in phased.backward_inputs]
-                shares = [[value / order.divisor for value in ranks] for ranks in tangents]
-                found = run(phased.backward, [*saved[task.micro_batch], *shares])
-                _put(results, phased.backward_outputs, found)
-                gradients = found[len(phased.backward_outputs) :]
-                carried = (
-                    gradients if carried is None else [_add(*pair) for pair in zip(carried, gradients, strict=True)]
-                )
-            case Action.UPDATE if phased.update is not None and carried is not None:
-                taken = [*carried, *(batches[0][index] for index in phased.update_inputs)]
-                _put(results, phased.update_outputs, run(phased.update, taken))
+    for task in order.tasks(0):
+        if task.work is Work.FORWARD:
+            batch = dict(enumerate(batches[task.micro_batch])) | buffers
+            batch |= {index: batches[drawn % len(batches)][index] for index in seeds}
+            drawn += 1
+            if held is None and phased.hoisted is not None:
+                held = run(phased.hoisted, [batch[index] for index in phased.hoisted_inputs])
+            found = run(phased.forward, [*(batch[index] for index in phased.forward_inputs), *(held or ())])
+            for index, ranks in zip(phased.forward_outputs, found, strict=False):
+                if outputs[index].slot.kind is OutputKind.BUFFER_UPDATE:
+                    buffers[places[InputKind.BUFFER, outputs[index].slot.name]] = ranks
+                results[index] = ranks
+            saved[task.micro_batch] = found[len(phased.forward_outputs) :]
+            continue
+        tangents = [batches[task.micro_batch][index] for index in phased.backward_inputs]
+        shares = [[value / order.micro_batches for value in ranks] for ranks in tangents]
+        found = run(phased.backward, [*saved[task.micro_batch], *shares])
+        _put(results, phased.backward_outputs, found)
+        gradients = found[len(phased.backward_outputs) :]
+        carried = gradients if carried is None else [_add(*pair) for pair in zip(carried, gradients, strict=True)]
+    if phased.update is not None and carried is not None:
+        taken = [*carried, *(batches[0][index] for index in phased.update_inputs)]
+        _put(results, phased.update_outputs, run(phased.update, taken))
     return results
 
 

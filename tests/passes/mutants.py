@@ -19,22 +19,22 @@ from torch import fx
 from autoshard.errors import VerificationError
 from autoshard.ir.lowered import LocalSlot, PhasedProgram
 from autoshard.ir.mesh import Mesh
+from autoshard.ir.pipeline_order import PipelineOrder, one_after_another
 from autoshard.ir.program import Program
 from autoshard.ir.spec import P, PartitionSpec, Reduction
-from autoshard.ir.step_order import StepOrder, one_after_another
 from passes.lowering.split_phases import SplitPhases
 from passes.verification.local_forms import LocalForms
 from passes.verification.verify_in_place import verify_in_place
-from passes.verification.verify_order import verify_order
 from passes.verification.verify_phases import verify_phases
 from passes.verification.verify_preparation import verify_preparation
 from passes.verification.verify_program import verify_program
+from passes.verification.verify_schedule import verify_schedule
 from tests.passes.bucket_mutations import BUCKET_MUTATIONS
 from tests.passes.hoist_mutations import HOIST_MUTATIONS, results_of
 from tests.passes.in_place import written_of
 from tests.passes.mutations import MUTATIONS, Mutation, copy_of, is_tensor, pick
-from tests.passes.order_mutations import ORDER_MUTATIONS
 from tests.passes.rewrite_mutations import REWRITE_MUTATIONS
+from tests.passes.schedule_mutations import ONE_STAGE_MUTATIONS
 from tests.passes.training_mutations import TRAINING_MUTATIONS
 
 RIGHT_ORDER = one_after_another(2)
@@ -42,7 +42,7 @@ RIGHT_ORDER = one_after_another(2)
 
 
 class Place(StrEnum):
-    """What of a compiled program is wrong."""
+    """The wrong part of a compiled program."""
 
     PROGRAM = "program"
     SLOTS = "slots"
@@ -73,7 +73,7 @@ class Mutant:
     what: str
     phased: PhasedProgram
     prepared: Program
-    order: StepOrder = RIGHT_ORDER
+    order: PipelineOrder = RIGHT_ORDER
     right: PhasedProgram | None = None
 
     def is_refused(self, traced: Program, forms: LocalForms | None = None) -> bool:
@@ -99,7 +99,7 @@ class Mutant:
                 if self.phased.digest() != self.right.digest():
                     raise VerificationError("ranks run unlike programs")
             case _:
-                verify_order(self.order, 2)
+                verify_schedule(self.order)
                 verify_program(self.prepared, self.phased.lowered, self.phased.carried, forms)
 
 
@@ -128,15 +128,16 @@ def mutate_order(phased: PhasedProgram, random: Random) -> Mutant | None:
     """A mutant whose step runs its micro-batches otherwise; None for a program without an update."""
     if phased.update is None:
         return None
-    kind = random.choice(list(ORDER_MUTATIONS))
-    what, order = ORDER_MUTATIONS[kind](RIGHT_ORDER, random)
-    return Mutant(Place.MICRO_BATCHES, kind, what, phased, phased.lowered.traced, order)
+    mutation = random.choice(ONE_STAGE_MUTATIONS)
+    order = mutation(RIGHT_ORDER, random)
+    what = f"{order}, of {order.micro_batches} micro-batches"
+    return Mutant(Place.MICRO_BATCHES, mutation.__name__, what, phased, phased.lowered.traced, order)
 
 
 Found = tuple[str, PhasedProgram, Program]
 Mutate = Callable[[PhasedProgram, Random], Found | None]
 Kinds = Mapping[tuple[Place, str], Mutate]
-"""Where a mutant may be wrong and by which mutation, and what makes it."""
+"""Makers of mutants, by the wrong part and the mutation."""
 
 
 def _in_program(mutation: Mutation) -> Mutate:

@@ -66,7 +66,7 @@ def pick(graph: fx.Graph, random: Random, wanted: Callable[[fx.Node], bool]) -> 
 
 
 def local_value(node: Any) -> torch.Tensor:
-    """What a node yields on a rank, fake."""
+    """Return the fake value of a node on a rank."""
     return node.meta["val"]
 
 

@@ -142,7 +142,7 @@ def lower_wait(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
 
 
 def _of_updates(change: Callable[[list[list[Any]], Random], bool]) -> Mutation:
-    """What changes the lists of parameters, gradients and state of a call that updates many."""
+    """Make a mutation of the lists of parameters, gradients and state in a call that updates many."""
 
     def mutation(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
         node: Any = pick(graph, random, _is_many)

@@ -2,7 +2,7 @@
 
 Stage s maps x to (s + 2) x + c, where c counts the stage's forwards so far, as a seed or a running mean does; the loss
 of a micro-batch is what the last stage makes of it. A rank stops where it waits for its inputs; its transfers run one
-slot after the other. What is received is what was sent, whatever the receiver takes it for.
+slot after the other. A rank receives the value that was sent, whatever it takes the value for.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from autoshard.ir.pipeline_order import PipelineOrder, StageTask, Work
 
 Key = tuple[int, str, int]
-"""Of a value on a rank: the stage that reads or made it, what it is, the micro-batch."""
+"""The key of a value on a rank: the stage that reads or made it, its kind, the micro-batch."""
 
 
 @dataclass(slots=True)
 class _Rank:
-    """What a rank holds, its gradients, and the transfers that it has issued."""
+    """Values on a rank, its gradients, and the transfers that it has issued."""
 
     last: int
     held: dict[Key, int] = field(default_factory=dict)

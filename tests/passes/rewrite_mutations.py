@@ -1,4 +1,4 @@
-"""Mutations of what recomputation, offload, precisions and fused kernels put into a program. See `mutations`."""
+"""Mutations of recomputation, offload, precisions and fused kernels in a program, in the form of `mutations`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def recompute_from_other_input(graph: fx.Graph, random: Random, mesh: Mesh) -> s
 
 
 def read_stale_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
-    """What should read a recomputed value reads one that was there before: of the forward, or what it is made of."""
+    """Make a reader of a recomputed value read an older one: of the forward, or an operand of the recomputed value."""
     node = pick(graph, random, lambda node: _is_recomputed(node) and bool(node.users))
     if node is None:
         return None
@@ -63,7 +63,7 @@ def read_stale_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
 
 
 def fetch_other_copy(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
-    """What comes back from the host is another value that went there."""
+    """Bring back from the host another value that went there."""
 
     def others(node: fx.Node) -> list[fx.Node]:
         copies = [item for item in graph.nodes if item.target is to_host]
@@ -231,4 +231,4 @@ REWRITE_MUTATIONS: tuple[Mutation, ...] = (
 )  # fmt: skip
 
 OFFLOAD_MUTATIONS: tuple[Mutation, ...] = (fetch_other_copy, copy_other_value, skip_transfer)
-"""Those of them that only an offloaded program can have."""
+"""Mutations that only an offloaded program can have."""

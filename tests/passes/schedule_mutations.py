@@ -1,4 +1,4 @@
-"""Mutations of what the ranks of a pipeline do in a step. See `mutations`."""
+"""Mutations of the order of a step, with or without stages, in the form of `mutations`."""
 
 from __future__ import annotations
 
@@ -155,6 +155,23 @@ def cut_backward(order: PipelineOrder, random: Random) -> PipelineOrder:
     return _with_slots(order, {place: ((replace(task, work=half), *others),)})
 
 
+def count_otherwise(order: PipelineOrder, random: Random) -> PipelineOrder:
+    """Losses that are divided by another number of micro-batches than run."""
+    counts = [number for number in range(1, 2 * order.micro_batches + 1) if number != order.micro_batches]
+    return replace(order, micro_batches=random.choice(counts))
+
+
+ONE_STAGE_MUTATIONS = (
+    exchange_slots,
+    exchange_neighbours,
+    reorder_micro_batches,
+    take_other_micro_batch,
+    drop_task,
+    double_task,
+    count_otherwise,
+)
+"""Mutations of a step without stages."""
+
 SCHEDULE_MUTATIONS = (
     drop_send,
     drop_receive,
@@ -162,13 +179,8 @@ SCHEDULE_MUTATIONS = (
     double_send,
     swap_sends,
     swap_receives,
-    exchange_slots,
-    exchange_neighbours,
     permute_tags,
-    reorder_micro_batches,
-    take_other_micro_batch,
     take_other_stage,
-    drop_task,
-    double_task,
     cut_backward,
+    *ONE_STAGE_MUTATIONS,
 )

@@ -1,4 +1,4 @@
-"""Mutations that only a program of training can have: gradients, weights, seeds, constants. See `mutations`."""
+"""Mutations that only programs of training can have: gradients, weights, seeds, constants; the form of `mutations`."""
 
 from __future__ import annotations
 

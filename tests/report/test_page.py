@@ -83,7 +83,7 @@ def test_what_a_plan_does_not_have_is_left_out() -> None:
 
 
 def test_report_writes_the_page(tmp_path: Path) -> None:
-    """What `render_page` gives, in the file."""
+    """The file holds the page of `render_page`."""
     PLAN.report(tmp_path / "plan.html")
     assert (tmp_path / "plan.html").read_text(encoding="utf-8") == render_page(PLAN)
 

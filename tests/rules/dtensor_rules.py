@@ -1,4 +1,4 @@
-"""What DTensor's own sharding rules admit, asked on a mesh that communicates with nobody.
+"""Placements that DTensor's own sharding rules admit, asked on a mesh that communicates with nobody.
 
 Its private interfaces are read here and nowhere else: `ShardingPropagator` answers for one call and the placements of
 its operands whether they must be redistributed, and how the results then lie.
@@ -21,7 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils import _pytree as pytree
 
 _REFUSALS = (NotImplementedError, RuntimeError, ValueError, AssertionError, TypeError, LookupError, AttributeError)
-"""What rules raise on calls that they do not know or did not expect; each counts as not admitted."""
+"""Errors that rules raise on calls that they do not know or did not expect; each counts as not admitted."""
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def fake_mesh(size: int) -> Iterator[DeviceMesh]:
 def admitted_outputs(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Placement], mesh: DeviceMesh
 ) -> tuple[Placement, ...] | None:
-    """Where the results of a call lie if its operands lie as `inputs` says; None where DTensor would move an operand.
+    """Placements of a call's results if its operands have those of `inputs`; None if DTensor would move an operand.
 
     Args:
         op: a `torch.ops` overload.

@@ -12,8 +12,8 @@ together in every way that a placement can say.
 4. The labels of a result are all placements that are true of its pieces on every draw. Several labels of the same
    pieces (a copy is also a pending maximum) are one placement, not several.
 
-What holds on all draws is evidence, no proof. What it cannot see: operators that need a local form of their own (shapes
-among the arguments), uneven splits. PyTorch's own comparison of this kind, for DTensor's rules, is
+A placement true on all draws is evidence, no proof. The oracle is blind to operators with a local form (shapes
+among the arguments) and to uneven splits. PyTorch's own comparison of this kind, for DTensor's rules, is
 `torch.distributed.tensor._ops.strategy_validation` (2026); draws, relevance and labels are ours.
 
 An operator that does not check its indices may read or write outside its operands when it is given pieces that do not
@@ -82,7 +82,7 @@ def _is_true(placement: Placement, labels: frozenset[Placement]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """What was found for one call.
+    """The result of a search for one call.
 
     Args:
         valid: the valid placements that are not trivial; trivial is what computes everything on every rank.
@@ -396,7 +396,7 @@ class _Whole:
         return [Replicate(), *(Partial(name) for name in self._reductions)]
 
     def labels(self, pieces: Sequence[np.ndarray], places: Sequence[Placement]) -> list[Placement]:
-        """Those of `places` under which the pieces are the whole."""
+        """Return the `places` under which the pieces are the whole."""
         if len({piece.shape for piece in pieces}) > 1:
             return []
         return [place for place in places if self._is_made_up(place, pieces)]

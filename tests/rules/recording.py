@@ -90,7 +90,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 def record(function: Callable[[], Any], keep: Callable[[Any], bool] = has_sound_rule) -> Recorder:
-    """What `function` calls, forward, and backward where its results need gradients."""
+    """Record the calls of `function`, forward, and backward where its results need gradients."""
     recorder = Recorder(keep)
     with recorder:
         results = [leaf for leaf in pytree.tree_leaves(function()) if isinstance(leaf, Tensor) and leaf.requires_grad]
@@ -100,13 +100,13 @@ def record(function: Callable[[], Any], keep: Callable[[Any], bool] = has_sound_
 
 
 MESHES = (Mesh({"a": 2}), Mesh({"a": 4}), Mesh({"a": 2, "b": 2}), Mesh({"a": 3}), Mesh({"a": 2, "b": 3}))
-"""What the shapes of our own samples divide by; those of threes cut most of them unevenly."""
+"""Meshes whose sizes divide the shapes of our own samples; meshes of threes cut most of them unevenly."""
 
 MESH_PAIRS = st.sampled_from([(MESHES[0], mesh) for mesh in MESHES[1:]])
 """For tests that draw calls: the smallest mesh, which splits what can be split, and one drawn anew for each call."""
 
 DATABASE_MESHES = (Mesh({"a": 5}), Mesh({"a": 2}))
-"""What the shapes of PyTorch's samples divide by, and what cuts them unevenly."""
+"""Meshes for PyTorch's samples: fives divide their shapes, and twos cut them unevenly."""
 
 
 @dataclass
@@ -160,7 +160,7 @@ def check_call(op: Any, *args: Any, meshes: Iterable[Mesh] = MESHES, **kwargs: A
 
 
 def check_splits(op: Any, *args: Any, meshes: Sequence[Mesh] = MESHES, **kwargs: Any) -> None:
-    """As `check_call`, for a call that can be split."""
+    """Check a call that can be split, like `check_call`."""
     assert check_call(op, *args, meshes=meshes, **kwargs) > len(meshes), f"{op} can only be replicated"
 
 
@@ -196,7 +196,7 @@ def _sampled(
 
 
 def _unseen(calls: Mapping[str, Call], seen: set[str]) -> Iterator[Call]:
-    """Those whose keys are not among `seen` yet, where they are put."""
+    """Yield calls whose keys are not among `seen` yet, and put the keys there."""
     for key, call in calls.items():
         if key not in seen:
             seen.add(key)

@@ -63,7 +63,7 @@ class _Trial:
     expected: Sequence[Tensor]
 
     def run(self, rule: BoundRule) -> _Outcome:
-        """What all ranks make of it; raises `AutoshardError` where ranks that should hold copies differ."""
+        """Run the strategy on all ranks; raises `AutoshardError` where ranks that should hold copies differ."""
         shapes = [tuple(result.shape) for result in self.expected]
         program, operands = local_program(self.op, self.args, self.kwargs, rule, self.strategy, self.mesh, shapes)
         inputs = [_pieces(x, spec, self.mesh) for x, spec in zip(operands, self.strategy.inputs, strict=True)]
@@ -123,8 +123,8 @@ def check_strategy(
 ) -> None:
     """Raise `AssertionError` unless the call under `strategy` gives what the call gives (`expected`, if known).
 
-    Where sums are pending, what their addends round away is allowed besides: it goes with the size of the addends,
-    which may be far above that of their sum. What differs by up to `_SUSPICIOUS` times as much as is allowed passes if
+    The rounding of pending sums' addends is allowed besides: it goes with the size of the addends,
+    which may be far above that of their sum. A difference of up to `_SUSPICIOUS` times the allowed one passes if
     it was rounding: if the same strategy of the same call in float64 gives what that call gives.
     """
     expected = results_of(op, args, kwargs) if expected is None else expected
@@ -192,7 +192,7 @@ def _is_none(value: Any) -> bool:
 
 
 def _pieces(tensor: Tensor, spec: PartitionSpec, mesh: Mesh) -> list[Tensor]:
-    """What each rank holds of `tensor`, with random addends over the partial axes; copies are one tensor."""
+    """Return each rank's piece of `tensor`, with random addends over the partial axes; copies are one tensor."""
     whole = PartitionSpec(*spec.dims)
     axes = [axis for axis, _ in spec.partial]
     places = list(product(*(range(mesh.axis_size(axis)) for axis in axes)))

@@ -52,7 +52,7 @@ def _admitted(op: torch._ops.OpOverload, *args: Any) -> list[tuple[Any, ...]]:
 
 
 def test_a_quarter_turn_keeps_one_of_its_dims() -> None:
-    """Of the dims that are exchanged, the one whose direction is kept may be split."""
+    """One of the two exchanged dims may be split: the dim that keeps its direction."""
     x = tensor(4, 4)
     shards = [pair for pair in _admitted(aten.rot90.default, x, 1) if isinstance(pair[0], Shard)]
     assert shards == [(Shard(0), Shard(1))]
@@ -71,7 +71,7 @@ def test_blocks_may_await_a_maximum_by_themselves() -> None:
 
 
 def test_a_filled_value_passes_no_sum() -> None:
-    """What a mask leaves out would be added once per rank, unless it is zero."""
+    """A masked element would be added once per rank, unless it is zero."""
     args = (_X, _MASK[:, 0], [_INDEX % 4, _INDEX])
     assert (Partial("sum"),) in [(pair[0],) for pair in _admitted(aten._unsafe_masked_index.default, *args, 0)]
     assert (Partial("sum"),) not in [(pair[0],) for pair in _admitted(aten._unsafe_masked_index.default, *args, 3)]

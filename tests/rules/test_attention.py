@@ -97,7 +97,7 @@ def test_keys_go_round_a_ring(
 ) -> None:
     """Queries and keys of any lengths are split by the same axes: masks, dropout and causality are those of the whole.
 
-    Where causality is all that masks, and lengths allow it, ranks compute on an early and a late block each.
+    If causality is the only mask, and lengths allow it, ranks compute on an early and a late block each.
     """
     queries, keys = (lengths[0], lengths[0]) if is_square else lengths
     args = _attention_args(2, 2, 4, queries, keys, mask=mask, p=p, is_causal=is_causal)

@@ -23,7 +23,7 @@ SUM, MAX, MIN, PRODUCT = Reduction.SUM, Reduction.MAX, Reduction.MIN, Reduction.
 
 
 def test_order() -> None:
-    """What never decreases keeps maxima, what never increases makes minima of them."""
+    """Functions that never decrease keep maxima; functions that never increase make minima of them."""
     assert [(c.reduction, c.result(0)) for c in increasing((0,))] == [(MAX, MAX), (MIN, MIN)]
     assert [(c.reduction, c.result(0)) for c in decreasing((0,))] == [(MAX, MIN), (MIN, MAX)]
 

@@ -133,7 +133,7 @@ def test_only_some_gradients(mask: list[bool]) -> None:
 
 
 def test_a_bias_is_added_once() -> None:
-    """Where input channels are split, the bias must be a pending sum."""
+    """The bias must be a pending sum if input channels are split."""
     args = (tensor(4, 8, 4), tensor(4, 8, 2), tensor(4), [1], [0], [1], False, [0], 1)
     found = strategies(aten.convolution.default, args, {}, 2)
     assert [str(inputs[2]) for inputs, _ in found if inputs[0].is_shard(1)] == ["P(sum)"]

@@ -76,7 +76,7 @@ def test_masks_are_redrawn() -> None:
 
 
 def test_operands_that_do_not_matter_count_once() -> None:
-    """Of zeros_like only the shape counts, so that partial operands are nothing new."""
+    """zeros_like reads the shape alone, so that partial operands are nothing new."""
     assert _found(aten.zeros_like.default, _X) == {"S0 > S0", "S1 > S1"}
     (first, *_) = find_valid_placements(aten.new_zeros.default, (_X, [4, 6]), {}).valid or [None]
     assert first is None
@@ -111,7 +111,7 @@ def test_a_rewritten_average_is_a_sum() -> None:
 
 
 def test_what_is_not_tried_is_counted() -> None:
-    """Where there are too many combinations, plain ones are tried first."""
+    """Plain combinations are tried first if there are too many."""
     search = find_valid_placements(aten.add.Tensor, (_X, _X), {}, most=20)
     assert search.left_out == 7 * 7 - 20
     assert search.tried == 20

@@ -104,5 +104,5 @@ def test_a_wrong_rule_is_refused(seed: int, error: float) -> None:
 
 @given(seed=st.integers(0, 99), error=st.floats(0.01, 1.0))
 def test_double_precision_settles_small_differences_only(seed: int, error: float) -> None:
-    """What is far above rounding in float32 is a fault of float32, if it is none of float64."""
+    """A difference far above rounding is a fault of float32 if float64 has none."""
     assert _finds_fault(IN_DOUBLE, error, seed)

@@ -61,7 +61,7 @@ def _weights(windows: tuple[HaloWindow, ...], splits: Any, rank: int) -> Tensor:
 
 
 def _ranges(windows: tuple[HaloWindow, ...], splits: Any, rank: int) -> list[tuple[int, int]]:
-    """What a rank needs along each dim, as indices into the whole."""
+    """Return the indices into the whole that a rank needs along each dim."""
     place, found = MESH.coordinates(rank), []
     for window in windows:
         axes = splits.get(window.factor, ())

@@ -112,7 +112,7 @@ def test_masks_are_not_split(op: torch._ops.OpOverload, args: tuple[object, ...]
 
 
 def test_additions_need_a_partial_target() -> None:
-    """Where the added values are split, the target must be a pending sum, else it counts once per rank."""
+    """The target must be a pending sum if the added values are split, else it counts once per rank."""
     found = strategies(aten.index_add.default, (tensor(4, 8), 1, tensor(4, integers=8), tensor(4, 4)), {}, 2)
     split = [inputs for inputs, _ in found if inputs[1].is_shard(0)]
     assert split

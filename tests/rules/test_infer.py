@@ -116,7 +116,7 @@ _CASES: list[tuple[Any, tuple[Tensor, ...], str]] = [
 
 @pytest.mark.parametrize(("op", "sample", "text"), _CASES, ids=[case[2] for case in _CASES])
 def test_rules_are_found(op: Any, sample: tuple[Tensor, ...], text: str) -> None:
-    """What is found is what one would write; all strategies that follow are right in shapes that were not drawn."""
+    """The found rule is the one that a person would write; its strategies are right in shapes that were not drawn."""
     assert str(autoshard.infer_rule(op, sample)) == text
     _check_all_strategies(op, sample)
 
@@ -165,7 +165,7 @@ def test_other_calls_of_the_operator_run_whole() -> None:
 
 
 def test_other_arguments_run_whole() -> None:
-    """Where the sample had another dim, nothing is known."""
+    """Nothing is known of other arguments than the sample's dim."""
     op = _custom("softmax", _softmax)
     rule = autoshard.infer_rule(op, {"x": _draw(4, 6), "dim": 0})
     assert rule.notation == "_ a -> _ a"

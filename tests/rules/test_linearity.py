@@ -53,7 +53,7 @@ def sampled() -> list[Call]:
 
 @pytest.fixture(scope="module")
 def calls() -> list[Call]:
-    """See `sampled`."""
+    """The calls of `sampled`."""
     return sampled()
 
 

@@ -51,7 +51,7 @@ def test_forms(op: torch._ops.OpOverload, args: tuple[object, ...]) -> None:
 
 
 def test_a_bias_is_added_once() -> None:
-    """Where the contracted factor is split, the bias must be a pending sum."""
+    """The bias must be a pending sum if the contracted factor is split."""
     found = strategies(aten.addmm.default, (tensor(4), tensor(2, 8), tensor(8, 4)), {}, 2)
     contracted = [inputs for inputs, _ in found if inputs[1].is_shard(1)]
     assert [str(inputs[0]) for inputs in contracted] == ["P(sum)"]

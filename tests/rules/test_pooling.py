@@ -106,7 +106,7 @@ def _exchanged(op: Any, *args: Any) -> dict[str, int]:
 
 
 def test_which_planes_are_cut() -> None:
-    """Those whose windows all divide alike, and whose pieces have whole windows."""
+    """Planes whose windows all divide alike, and whose pieces have whole windows, are cut."""
     x = tensor(1, 1, 4, 8)
     assert _is_split(aten.avg_pool2d.default, x, [3, 3], [1, 1], [1, 1])
     assert not _is_split(aten.avg_pool2d.default, x, [3, 3], [1, 1], [1, 1], False, False)

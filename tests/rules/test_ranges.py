@@ -48,7 +48,7 @@ def _rounding(bound: float) -> float:
 
 
 def watch(model: nn.Module, inputs: tuple[Tensor, ...], values: tuple[Tensor, ...]) -> list[str]:
-    """What lies outside of its range when the traced forward runs on `values`."""
+    """Name the values outside of their range when the traced forward runs on `values`."""
     program = trace(model, inputs)
     run = _Watch(program.graph_module)
     state = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -158,7 +158,7 @@ def found(build: Callable[[Tensor, Tensor], Tensor]) -> Range:
 def test_what_is_known_follows_from_how_a_value_was_made(
     build: Callable[[Tensor, Tensor], Tensor], finite: bool, not_zero: bool
 ) -> None:
-    """Of products that overflow, sums that cancel and masks nothing is known."""
+    """Nothing is known of products that overflow, sums that cancel, and masks."""
     range_ = found(build)
     assert (range_.is_finite, range_.excludes_zero) == (finite, not_zero)
 

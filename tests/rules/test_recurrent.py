@@ -53,7 +53,7 @@ def test_batches_are_split(kind: str, lengths: Tensor | None, reverse: bool) -> 
 
 @pytest.mark.parametrize("used", [(0,), (1,), (2,), (0, 2)])
 def test_gradients_of_some_results(used: tuple[int, ...]) -> None:
-    """What nothing uses is no operand of the backward."""
+    """A result that nothing uses is no operand of the backward."""
     operator, args = _call("lstm")
     done = check_recorded(lambda: tuple(operator(*args)[index] for index in used), meshes=MESHES)
     assert "autoshard.lstm_backward.default" in done

@@ -105,7 +105,7 @@ def test_scans_along_split_dims(data: st.DataObject) -> None:
 
 
 def test_the_first_of_equal_extremes_is_found() -> None:
-    """As on one device; NaN is greater than all."""
+    """The first of equal extremes is found like on one device; NaN is greater than all."""
     ties, x = torch.ones(3, 7), tensor(3, 7)
     x[1, 5], x[2, 1], x[2, 6] = math.nan, math.nan, math.nan
     for values in (ties, x, -ties * math.inf, ties.long()):
@@ -141,7 +141,7 @@ def test_the_range_of_a_histogram_must_be_given() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.int8, torch.int32, torch.uint8, torch.bool], ids=str)
 def test_results_of_another_type(dtype: torch.dtype) -> None:
-    """What rounds, or wraps in few bits, is no sum of the converted addends."""
+    """A conversion that rounds, or wraps in few bits, passes no sum of converted addends."""
     x, result = (20 * tensor(5, 7)).abs().to(dtype), {torch.float64: torch.int64}.get(dtype, torch.float32)
     for given_type in (None, result):
         check_splits(aten.sum.dim_IntList, x * 0.75 if x.is_floating_point() else x, [0], dtype=given_type)

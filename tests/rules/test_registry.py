@@ -172,7 +172,7 @@ def test_all_rules_on_all_samples_of_pytorch(part: int) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("part", range(_PARTS))
 def test_all_rules_on_fives_and_on_two_axes(part: int) -> None:
-    """What divides PyTorch's favourite sizes, and plans on two axes, some of them."""
+    """Some rules are tried on meshes that divide PyTorch's favourite sizes, and on two axes."""
     _assert_all_pass(
         check_database(_names(part), limit=6, meshes=[Mesh({"a": 5}), Mesh({"a": 2, "b": 5})], most=40), part
     )

@@ -61,7 +61,7 @@ def test_missed_placements_are_named(mesh: DeviceMesh) -> None:
 
 
 def test_dtensors_rules_are_asked(mesh: DeviceMesh) -> None:
-    """Where DTensor's results lie, and that it would move operands or has no rule."""
+    """DTensor's rules say how results lie, that an operand would move, and that there is no rule."""
     a, b = tensor(4, 6), tensor(6, 4)
     shard, whole = Shard(0), Replicate()
     assert admitted_outputs(aten.mm.default, (a, b), {}, (shard, whole), mesh) == (Shard(0),)

@@ -28,7 +28,7 @@ def test_each_element_may_be_off_by_little(dtype: torch.dtype, passes: float, fa
 def test_small_elements_may_be_off_by_what_the_largest_rounds_to(
     dtype: torch.dtype, passes: float, fails: float
 ) -> None:
-    """What cancels is wrong by the rounding of what it is made of, whatever the scale."""
+    """A sum that cancels may be wrong by the rounding of its addends, whatever the scale."""
     for scale in (1e-6, 1.0, 1e6):
         expected = torch.tensor([scale, 0.0], dtype=dtype)
         assert agree(expected + torch.tensor([0.0, passes * scale], dtype=dtype), expected)

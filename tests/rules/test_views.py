@@ -87,7 +87,7 @@ def test_view_of_a_strided_piece() -> None:
     ids=str,
 )
 def test_moves(op: torch._ops.OpOverload, args: tuple[object, ...]) -> None:
-    """What moves elements runs under every strategy."""
+    """Operators that move elements run under every strategy."""
     check_splits(op, *args)
 
 

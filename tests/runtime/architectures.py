@@ -89,7 +89,7 @@ def build(name: str, seed: int = 0) -> nn.Module:
 
 
 def logits(name: str, model: nn.Module) -> torch.Tensor:
-    """What a model gives for its batch."""
+    """Return the logits of a model for its batch."""
     batch = _image() if name in ("vit", "resnet, buffers") else _tokens()
     if name.startswith("t5"):
         batch["decoder_input_ids"] = batch["input_ids"]

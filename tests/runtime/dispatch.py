@@ -1,4 +1,4 @@
-"""What a block of code dispatches, for tests that count it."""
+"""Count the operators that a block of code dispatches."""
 
 from __future__ import annotations
 

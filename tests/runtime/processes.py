@@ -21,7 +21,7 @@ from autoshard.ir.garbage import THRESHOLDS
 Check = Callable[[], None]
 
 PRELOADED = ["autoshard", "passes.driver.plan_and_lower", "tests.end_to_end.models"]
-"""What checks import and takes seconds: one process imports it, from which those of all checks are forked."""
+"""Modules that take seconds to import: one process imports them, and forks the processes of all checks."""
 
 
 def run_checks(checks: Mapping[str, Check], ranks: int = 4, deadline_s: float = 300.0) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Steps launched from CUDA graphs: equal to those whose kernels are launched one by one.
 
-Where there is no GPU, a stand-in records a function by keeping it: launched again, it computes on the memory that it
+Without a GPU, a stand-in records a function by keeping it. Launched again, it computes on the memory that it
 was recorded with, and writes its results where they were.
 """
 

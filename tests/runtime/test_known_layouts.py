@@ -1,4 +1,4 @@
-"""What is known of tensors that lie as they did at the call before."""
+"""Facts that are kept about tensors that lie as they did at the call before."""
 
 from __future__ import annotations
 

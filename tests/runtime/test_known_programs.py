@@ -21,7 +21,7 @@ from autoshard.runtime.sharded_module import ShardedModule
 
 
 def test_the_program_used_least_recently_is_forgotten_and_freed() -> None:
-    """Of three kinds of calls with room for two, the one that was not used again is compiled anew."""
+    """With room for two of three kinds of calls, the kind that was not used again is compiled anew."""
     sharded = autoshard.compile(nn.Linear(4, 2), Mesh({"data": 2}), options=autoshard.Options(max_programs=2))
     sharded(torch.ones(2, 4))
     first = weakref.ref(sharded.programs[0].phased.lowered.graph_module)

@@ -65,7 +65,7 @@ def check_one_rank_refuses_parts() -> None:
 
 
 def check_one_rank_saves_wholes() -> None:
-    """Where each rank holds all, the first rank's file is one device's, of plain tensors and parameters."""
+    """A first rank that holds whole parameters writes the file of one device: plain tensors and parameters."""
     model, step = stepped(WHOLE)
     if dist.get_rank() == 0:
         state = reread(model.state_dict())

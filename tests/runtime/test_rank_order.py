@@ -51,7 +51,7 @@ def engine() -> DistributedEngine:
 
 
 def check_bits_are_the_simulators() -> None:
-    """Of each reduction and type, on sizes that divide and do not, small and large."""
+    """Each reduction of each type has the simulator's bits, on sizes that divide and do not, small and large."""
     size, rank, here = dist.get_world_size(), dist.get_rank(), engine()
     for reduction in REDUCTIONS:
         for dtype in (torch.float32, torch.bfloat16):
@@ -94,7 +94,7 @@ def check_bytes() -> None:
 
 
 def written_bytes() -> int:
-    """What this process has written, to sockets too."""
+    """Return the bytes that this process has written, to sockets too."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["wchar"])
 
@@ -112,12 +112,12 @@ def outcomes(request: pytest.FixtureRequest) -> dict[str, str]:
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_processes(outcomes: dict[str, str], name: str) -> None:
-    """See the function of that name."""
+    """Run the function of that name on processes."""
     report(outcomes, name)
 
 
 def called(program: fx.GraphModule, size: int) -> list[str]:
-    """What the rewritten program calls, but for shapes."""
+    """Return the calls of the rewritten program, except for shapes."""
     graph = reduce_in_rank_order(program, Mesh({"data": size})).graph
     nodes = [node for node in graph.nodes if node.op == "call_function" and "_shape_of" not in node.name]
     names = [node.name.rstrip("0123456789").rstrip("_") for node in nodes]

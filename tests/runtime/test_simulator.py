@@ -152,7 +152,7 @@ def test_copies_are_computed_once() -> None:
 
 
 def test_values_are_freed_after_their_last_use() -> None:
-    """What nothing reads any more does not stay."""
+    """A value that nothing reads any more is freed."""
 
     alive: list[Any] = []
     counts: list[int] = []

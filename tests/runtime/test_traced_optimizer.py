@@ -1,4 +1,4 @@
-"""What an optimizer does, read from torch's own objects."""
+"""Descriptions of optimizers' updates, read from torch's own objects."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_parameters_of_unequal_age_are_told_apart() -> None:
 
 
 def test_adam_may_decouple_weight_decay() -> None:
-    """As AdamW always does."""
+    """Adam's flag for decoupled weight decay gives AdamW's update."""
     model = _model()
     names = names_of(model.named_parameters())
     flags = [

@@ -84,7 +84,7 @@ def check_axes_have_links_of_their_own_and_groups_of_an_axis_share_it() -> None:
 
 
 def check_groups_inside_a_box_take_its_link() -> None:
-    """Of a pipeline over two boxes of two, and by a clock that only waits: a collective is over for all alike."""
+    """Pairs inside a box of a pipeline take the box's link; by a clock that only waits, a collective ends for all."""
     clock = _Waited(float(dist.get_rank()))
     mesh = delayed_mesh({"pipeline": 4}, {"pipeline": SLOW}, box=(2, FAST), clock=clock)
     backend, rank = dist.get_backend(mesh.get_group()), dist.get_rank()
@@ -203,7 +203,7 @@ outcomes = checked_once(CHECKS)
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_four_processes(outcomes: dict[str, str], name: str) -> None:
-    """See the function of that name."""
+    """Run the function of that name on processes."""
     report(outcomes, name)
 
 

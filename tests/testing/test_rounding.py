@@ -65,7 +65,7 @@ class Cancelling(nn.Module):
 
 @pytest.mark.parametrize("fault", [0.0, 1e-6])
 def test_the_same_specs_in_a_more_precise_type_decide(monkeypatch: pytest.MonkeyPatch, fault: float) -> None:
-    """What differs in float32 by more than samples say is rounding if float64 agrees, and a fault if not."""
+    """A difference in float32 beyond the samples' rounding is rounding if float64 agrees, and a fault if not."""
     torch.manual_seed(0)
     half = torch.randn(32, dtype=torch.float32) * 1e3
     inputs = (torch.cat([half, -half * torch.linspace(0.5, 0.99, 32) / torch.linspace(1.01, 1.5, 32)]),)

@@ -52,7 +52,7 @@ class Model(nn.Module):
 
 
 def test_a_wrong_rule_is_found_among_roundings_to_bfloat16() -> None:
-    """What one device gives of nearly the same numbers does not excuse it."""
+    """One device's spread on nearly the same numbers does not excuse a wrong rule."""
     model, inputs = Model(), (torch.randn(4, 8),)
     split = most_split_plan(trace(model, inputs, compute_dtype=torch.bfloat16), MESH)
     plan = dataclasses.replace(split, precision="bf16")

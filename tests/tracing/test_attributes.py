@@ -40,7 +40,7 @@ def test_a_model_that_keeps_tensors_is_traced_and_left_as_it_was() -> None:
 
 
 def test_tensors_are_taken_out_after_an_error() -> None:
-    """What was bound, replaced or filled with tensors in a failing call is as before."""
+    """An attribute that a failing call bound, replaced or filled with tensors is as before."""
     model = Keeps()
     table, old, new = model.tables, torch.ones(1), torch.zeros(1)
     table["old"] = old

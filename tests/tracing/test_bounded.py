@@ -77,7 +77,7 @@ BOUNDED: dict[str, Use] = {
     "nested": _nested,
     "written": _written,
 }
-"""What is done with rows whose number is not known, in one program."""
+"""Uses of rows whose number is not known, in one program."""
 
 GUARDED: dict[str, Use] = {
     "concatenated": lambda model, x, mask: torch.cat([x[mask], x[~mask]]).square().sum(),
@@ -92,7 +92,7 @@ GUARDED: dict[str, Use] = {
     "beside rows of a known number": lambda model, x, mask: (x[mask] * x[:3] if len(x[mask]) < 4 else x[mask]).sum(),
     "returned": lambda model, x, mask: x[mask],
 }
-"""What is done with them that needs their number: each number is a program."""
+"""Uses of such rows that need their number: each number is a program."""
 
 
 def _inputs(count: int, *, nan: bool = False) -> tuple[Tensor, Tensor]:

@@ -15,7 +15,7 @@ import autoshard
 
 
 def _cached_where_eager(function: Callable[..., Any]) -> Callable[..., Any]:
-    """As transformers' models cache their positions: a function that calls a cached one."""
+    """A function that calls a cached one, like the positions of transformers' models."""
     cached = functools.lru_cache(maxsize=4)(function)
 
     @functools.wraps(function)

@@ -34,7 +34,7 @@ def test_runs_are_found(widths: list[int], expected: list[Repeat]) -> None:
 
 
 def test_short_lists_stay() -> None:
-    """Where too little would be left out, nothing is."""
+    """A list stays whole if too little would be left out."""
     assert elide_blocks(_Stack([1] * 7), margin=1) is None
     assert elide_blocks(_Stack([1, 2, 3, 4, 5, 6, 7, 8, 9]), margin=1) is None
 
@@ -63,6 +63,6 @@ def test_blocks_that_are_trained_are_not_like_frozen_ones() -> None:
 
 
 def test_a_list_that_is_not_there_is_refused() -> None:
-    """As by a plan of another model."""
+    """A list of another model's plan is refused."""
     with pytest.raises(TraceError, match="no list of blocks 'layers' as long"):
         without(_Stack([1] * 4), [Repeat("layers", 1, 1, 8)])

@@ -70,7 +70,7 @@ def test_an_unknown_gate_is_left_as_it_is() -> None:
 
 
 def test_experts_are_taken_apart_where_that_is_asked_for() -> None:
-    """As recipes are priced: by the products that experts are made of."""
+    """Experts are taken apart into the products that recipes are priced by."""
     model, inputs = ARCHITECTURES["mixtral"].build()
     program = trace(model, (), inputs, whole_experts=False)
     assert calls(program, kernels.experts) == 0

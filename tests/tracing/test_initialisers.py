@@ -22,7 +22,7 @@ Init = Callable[[nn.Module], Any]
 
 
 def weights_of(model: nn.Module, init_fn: Init | None = None, seed: int = 1) -> dict[str, Tensor]:
-    """What the initialisers of a model on meta give."""
+    """Return the weights that the initialisers of a model on meta give."""
     record = record_initialisation(model, CPU, init_fn)
     found = Replay(record, torch.tensor(seed), lambda name: pytest.fail(f"{name} is read before it is given a value"))
     result = {}

@@ -124,7 +124,7 @@ def test_a_mask_of_another_shape_is_refused_as_by_torch() -> None:
 
 
 def test_the_tensor_itself_changes() -> None:
-    """What was a view of it sees the assignment."""
+    """A view of the tensor sees the assignment."""
     program = trace(Assigns(_by_view), _inputs(0), {})
     assert _calls(program, "where")
 

@@ -1,4 +1,4 @@
-"""What one device refuses, as operands are of unlike types or integers, is refused by name before it is planned."""
+"""Operands of unlike types or integers that one device refuses are refused by name before planning."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class Layers(nn.Module):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.bfloat16, torch.float64])
 def test_inputs_of_another_type_than_the_parameters_are_refused(dtype: torch.dtype) -> None:
-    """As on one device, and with the names of the input, the parameters and the module, and the user's line."""
+    """The error names the input, the parameters, the module and the user's line."""
     x = INTEGERS.to(dtype)
     with pytest.raises(RuntimeError):
         Layers()(x)
@@ -84,7 +84,7 @@ def test_products_of_one_type_are_traced() -> None:
 
 
 def test_values_of_unlike_types_are_refused_by_their_nodes() -> None:
-    """Where an operand is computed of several."""
+    """An operand that is computed of several values is named by its node."""
 
     class Product(nn.Module):
         def forward(self, x: Tensor, y: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ def test_values_of_unlike_types_are_refused_by_their_nodes() -> None:
 @pytest.mark.parametrize("operator", sorted(FLOATING, key=str), ids=str)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
 def test_integers_are_refused_by_operators_of_floating_point_numbers(operator: object, dtype: torch.dtype) -> None:
-    """As on one device; it does what they are for with floating point numbers."""
+    """The operators take floating point numbers and refuse integers, like on one device."""
     model = Called(REFUSING[operator])
     with pytest.raises(RuntimeError):
         model(INTEGERS.to(dtype))

@@ -175,7 +175,7 @@ class Mixed(nn.Module):
 
 
 def test_operands_of_several_types_are_brought_to_the_narrow_one() -> None:
-    """Where PyTorch would refuse them; one device treats them alike."""
+    """Operands that PyTorch would refuse are brought to one type; one device treats them alike."""
     model, x = Mixed(), torch.randn(3, 2, 4)
     torch.testing.assert_close(output_of(model, (x,)), run_in_precision(model, BF16, x), rtol=2**-7, atol=0)
 

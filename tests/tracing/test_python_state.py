@@ -54,7 +54,7 @@ def test_a_model_that_computes_with_the_number_of_its_calls_is_refused() -> None
 
 @pytest.mark.parametrize("model", [Counted(), Prepared()], ids=lambda model: type(model).__name__)
 def test_other_attributes_may_change(model: nn.Module) -> None:
-    """What no result depends on, and what stays after the first call."""
+    """An attribute may change if no result depends on it, or if it stays after the first call."""
     program = trace(model, (torch.randn(2, 4),))
     assert [slot.name for slot in program.inputs if slot.kind is InputKind.PARAMETER] == ["layer.weight", "layer.bias"]
 

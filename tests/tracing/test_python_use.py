@@ -1,4 +1,4 @@
-"""What a trace reads of a model's Python."""
+"""Records of the Python values that a trace reads of a model."""
 
 from __future__ import annotations
 

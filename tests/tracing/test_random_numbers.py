@@ -52,7 +52,7 @@ def test_every_draw_has_a_number_of_its_own(family: str) -> None:
 
 
 _DECOMPOSED = re.compile(r"(feature_)?(alpha_)?dropout|rrelu.*|gru|lstm|rnn_(tanh|relu)|scaled_dot_product_attention")
-"""What PyTorch writes as other operators before a trace sees it, or `tracing.semantic` keeps whole."""
+"""Operators that PyTorch writes as other operators before a trace sees them, or `tracing.semantic` keeps whole."""
 
 
 def _random_operators() -> set[str]:
@@ -69,7 +69,7 @@ def _random_operators() -> set[str]:
 
 
 def test_every_random_operator_is_drawn_or_named() -> None:
-    """Of PyTorch's operators that are marked as random, those that have no form are on the page, by name or pattern."""
+    """Random operators of PyTorch without a form are on the page, by name or pattern."""
     page = (Path(__file__).parents[2] / "docs" / "randomness.md").read_text().partition("## What is refused")[2]
     patterns = [
         re.compile(re.escape(name.rstrip("_")).replace(r"\*", ".*")) for name in re.findall(r"`([\w.*]+)`", page)
@@ -84,7 +84,7 @@ def test_every_random_operator_is_drawn_or_named() -> None:
 
 
 def test_a_draw_knows_its_line_and_module() -> None:
-    """As every other node does."""
+    """A draw has the source and module that every other node has."""
     (node,) = _draws(_traced(lambda h: h + torch.randn_like(h)))
     assert node.meta["source"].startswith("test_random_numbers.py:")
     assert node.meta["val"].shape == (4, 6)
@@ -124,7 +124,7 @@ def test_seeds_are_set_outside_the_model() -> None:
 
 
 def test_other_random_operators_are_refused() -> None:
-    """Those without a form that no mesh changes, with the page that lists the others."""
+    """A random operator without a form is refused, with the page that lists the refused operators."""
     with pytest.raises(TraceError, match=r"random operator aten\._fused_dropout\.default at .*docs/randomness\.md"):
         _traced(lambda h: torch.ops.aten._fused_dropout(h, 0.5)[0])
 
@@ -154,7 +154,7 @@ def test_attention_that_drops_nothing_is_not_random() -> None:
 
 
 def test_parameters_out_of_range_are_refused() -> None:
-    """As one device refuses them, when it is traced."""
+    """Parameters that one device refuses are refused by the trace."""
     with pytest.raises(TraceError, match=r"normal numbers need std >= 0; got 0\.0, -1\.0"):
         _traced(lambda h: h + torch.empty(6).normal_(0.0, -1.0))
 

@@ -172,7 +172,7 @@ def test_packed_sequences_have_dropout_between_layers() -> None:
 
 
 def test_lengths_out_of_order_are_refused() -> None:
-    """As torch does; it sorts them where it is let."""
+    """Lengths out of order are refused like by torch, which sorts them where it is let."""
 
     class Sorted(nn.Module):
         def forward(self, x: Tensor, lengths: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def test_kinds_differ_by_attributes_and_shapes() -> None:
 
 
 def test_one_block_is_no_list() -> None:
-    """Of a list of one stage the blocks within it are cut; nor is a list without parameters one."""
+    """A list of one stage is left, and the blocks within it are cut; a list without parameters is no list."""
     model = nn.Module()
     model.stages = nn.ModuleList([Deep([Block(4, index) for index in range(5)])])
     model.drops = nn.ModuleList([nn.Dropout(), nn.Dropout()])
@@ -70,7 +70,7 @@ def test_an_attribute_that_happens_to_equal_the_position_of_one_block_still_coun
 
 
 def test_the_short_model_shares_parameters_and_computes() -> None:
-    """What is left are the very same blocks."""
+    """The blocks that are left are the very same blocks."""
     model = Deep([Block(4, index) for index in range(5)])
     x = torch.randn(2, 4)
     layers = model.body.layers

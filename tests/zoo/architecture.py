@@ -1,4 +1,4 @@
-"""What an entry of the zoo is: the name of a library's model, a small config, and inputs for it."""
+"""Entries of the zoo: the name of a library's model, a small config, and inputs for it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Library(StrEnum):
 
 
 class Family(StrEnum):
-    """What kind of model it is."""
+    """The kind of a model."""
 
     DECODER = "decoder"
     ENCODER = "encoder"
@@ -78,7 +78,7 @@ class WithTargets(nn.Module):
         return torch.stack([F.mse_loss(output, target) for output, target in pairs]).sum()
 
     def outputs(self, inputs: Inputs) -> list[Tensor]:
-        """Those of the model that are floating tensors."""
+        """Return the model's outputs that are floating tensors."""
         leaves = pytree.tree_leaves(self.model(**inputs))
         return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
 

@@ -53,7 +53,7 @@ from tests.zoo.architecture import Architecture
 MESH = Mesh({"data": 2, "model": 2})
 
 STEPS = 3
-"""Of training."""
+"""Steps of training."""
 
 SLACKS = (0.15, 0.05, 0.0)
 """How far the memory limit is from the smallest peak towards that of an unsplit plan: the first that forces a split."""
@@ -68,7 +68,7 @@ SCALE_FLOOR = 1e-2
 
 @dataclass(slots=True)
 class Result:
-    """What became of one architecture.
+    """The outcome of one architecture.
 
     Args:
         stage: where it is, or where it stopped: "build", "trace", "plan", "lower", "verify",
@@ -116,7 +116,7 @@ Report = Callable[[Result], None]
 
 
 def check(architecture: Architecture, time_budget_s: float = 20.0, report: Report = lambda result: None) -> Result:
-    """What becomes of an architecture.
+    """Run an architecture and return its outcome.
 
     Args:
         architecture: what to run.
@@ -146,7 +146,7 @@ def check(architecture: Architecture, time_budget_s: float = 20.0, report: Repor
 
 
 Step = Callable[[torch.Tensor], AbstractContextManager[None]]
-"""What a training step on one device runs within, given the seed of its random numbers."""
+"""The context of a training step on one device, given the seed of its random numbers."""
 
 
 def train_and_evaluate(
@@ -234,7 +234,7 @@ def _in_double(
     step: Step,
     otherwise: dict[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """What one device computes in float64; `otherwise` where a model insists on float32, or has numbers there alone."""
+    """Train on one device in float64; `otherwise` if a model insists on float32, or has numbers there alone."""
     wide = [
         pytree.tree_map_only(torch.Tensor, lambda x: x.double() if x.is_floating_point() else x, dict(batch))
         for batch in batches
@@ -278,7 +278,7 @@ class TightCompiler:
         self.report(self.result)
 
     def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
-        """See `Compiler`."""
+        """Compile a request as a `Compiler` does."""
         self.enter("trace")
         program = trace(
             *(request.model, request.args, dict(request.kwargs)),
@@ -304,7 +304,7 @@ class TightCompiler:
         return CompiledProgram(phased, chosen)
 
     def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
-        """See `Compiler`."""
+        """Check the guards as a `Compiler` does."""
         return check_guards(program, inputs, state)
 
     def _note(self, program: Program, chosen: Plan) -> None:

@@ -45,7 +45,7 @@ def _sample(*shape: int) -> MakeInputs:
 
 
 def _hidden(*shape: int, **more: Any) -> MakeInputs:
-    """What a transformer denoises, the time of each sample, and eight states of a text."""
+    """Inputs of a denoising transformer: hidden states, the time of each sample, and eight states of a text."""
 
     def make(model: nn.Module) -> Inputs:
         states = {"hidden_states": draw(4, *shape), "timestep": _steps(), "encoder_hidden_states": draw(4, 8, 16)}

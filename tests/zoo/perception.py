@@ -45,7 +45,7 @@ DETECTOR: dict[str, Any] = {
     "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "num_queries": 8, "decoder_n_points": 2, "num_denoising": 0,
     "initializer_range": 0.1,
 }  # fmt: skip
-"""Of images of 64 x 64 at strides of 8, 16 and 32. Smaller weights leave queries whose scores are almost equal,
+"""A detector of images of 64 x 64 at strides of 8, 16 and 32. Smaller weights leave queries with almost equal scores,
 and rounding decides which of them are taken. Called without labels: their own loss matches boxes on the host with
 SciPy, which a trace refuses (PP-DocLayout has none)."""
 RESNETS: dict[str, Any] = {

@@ -21,7 +21,7 @@ from tests.zoo.table import ARCHITECTURES
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one process: wall seconds, those of them for the search, and gigabytes (1e9 bytes) of data."""
+    """Limits of one process: wall seconds, seconds of them for the search, and gigabytes (1e9 bytes) of data."""
 
     seconds: float = 600.0
     search_seconds: float = 5.0

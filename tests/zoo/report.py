@@ -72,7 +72,7 @@ def rich_table(results: Sequence[Result]) -> Table:
 
 
 def markdown(results: Sequence[Result], known: Sequence[str]) -> str:
-    """As a page: what was run of all `known`, what did not pass, results, operators without a rule by how often."""
+    """Write a page: runs of all `known`, failures, results, and operators without a rule by how often."""
     failing = [result for result in results if not result.passed]
     waiting = [name for name in known if name not in {result.name for result in results}]
     lines = [
@@ -129,7 +129,7 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def _by_library(results: Sequence[Result]) -> list[str]:
-    """Of each library, how many pass."""
+    """Count how many architectures of each library pass."""
     known, passed = Counter(), Counter()
     for result in results:
         known[result.library] += 1

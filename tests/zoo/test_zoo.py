@@ -32,7 +32,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "dit": {"num_layers": 1},
     "pna": {},
 }
-"""What is run here, and what makes it smaller than in the table."""
+"""Architectures of this test, and the options that make each smaller than in the table."""
 
 _MARKS = dict.fromkeys(("falcon_mamba", "gpt_bigcode", "patchtst", "phi", "wav2vec2"), pytest.mark.slow)
 
@@ -51,7 +51,7 @@ def test_a_sharded_architecture_equals_one_device(name: str) -> None:
 
 
 def test_a_wrong_step_is_noticed() -> None:
-    """What differs behind the first step alone is an error: a buffer, and the loss and gradients after it."""
+    """A difference behind the first step alone is an error: a buffer, and the loss and gradients after it."""
     batches = [{"x": torch.randn(4, 3)} for _ in range(3)]
     torch.manual_seed(0)
     right, wrong = Counts(by=1.0), Counts(by=1.5)

@@ -1,1 +1,1 @@
-"""Steps in stages of a pipeline: messages, runs, updates."""
+"""Stages of a pipeline: their meshes, engines and messages."""

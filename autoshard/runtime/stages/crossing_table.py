@@ -33,11 +33,13 @@ class CrossingTable:
     def __init__(self, staged: StagedProgram) -> None:
         self.staged = staged
         self.read: dict[tuple[int, bool], list[Crossing]] = {}
+        self.sent: dict[tuple[int, bool], list[Crossing]] = {}
         self.places = staged.order.places()
         self.makers = {(item.name, item.is_forward): item.maker for item in staged.crossings}
         self._slots: dict[tuple[str, bool], LocalSlot] = {}
         for crossing in staged.crossings:
             self.read.setdefault((crossing.reader, crossing.is_forward), []).append(crossing)
+            self.sent.setdefault((crossing.maker, crossing.is_forward), []).append(crossing)
             kind = OutputKind.OUTPUT if crossing.is_forward else OutputKind.SENT_GRADIENT
             for slot in staged.stages[crossing.maker].phased.lowered.outputs:
                 if (slot.slot.kind, slot.slot.name) == (kind, crossing.name):
@@ -51,6 +53,12 @@ class CrossingTable:
         """The values that a stage reads."""
         found = self.read.get((stage, is_forward), ())
         return [CrossingMessage(item.name, stage, is_forward, micro_batch) for item in found]
+
+    @cached_property
+    def sums_squares(self) -> bool:
+        """Whether stages clip gradients to the norm over all stages."""
+        slots = (slot for stage in self.staged.stages for slot in stage.phased.lowered.outputs)
+        return any(slot.slot.kind == OutputKind.SQUARES for slot in slots)
 
     @cached_property
     def orders(self) -> Mapping[tuple[int, int], Sequence[CrossingMessage]]:

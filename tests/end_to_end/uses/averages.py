@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor.experimental import implicit_replication
 from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, update_bn
 
 from tests.end_to_end.uses.use import Compile, Numbers, Use, numbers
 
 
-def averaged(*, before_the_first_call: bool = True, **options: Any) -> Callable[[Compile], Numbers]:
-    """Train a model with batch norm beside `AveragedModel(compiled, **options)`, and evaluate the average."""
+def averaged(
+    *,
+    before_the_first_call: bool = True,
+    updating: Callable[[], AbstractContextManager[None]] = nullcontext,
+    **options: Any,
+) -> Callable[[Compile], Numbers]:
+    """Train a model with batch norm beside `AveragedModel(compiled, **options)`, and evaluate the average.
+
+    Args:
+        before_the_first_call: the average is made before the model has run.
+        updating: the context of each update of the average.
+        options: arguments of `AveragedModel`.
+    """
 
     def script(compile: Compile) -> Numbers:
         torch.manual_seed(0)
@@ -27,7 +40,8 @@ def averaged(*, before_the_first_call: bool = True, **options: Any) -> Callable[
             optimizer.zero_grad()
             compiled(torch.randn(4, 8)).square().mean().backward()
             optimizer.step()
-            average.update_parameters(compiled)
+            with updating():
+                average.update_parameters(compiled)
         if not options.get("use_buffers"):
             update_bn([torch.randn(4, 8) for _ in range(2)], average)
         average.eval()
@@ -41,6 +55,11 @@ USES = (
     Use("an average with buffers", averaged(use_buffers=True, multi_avg_fn=_MANY)),
     Use("an average with buffers, tensor by tensor", averaged(use_buffers=True, avg_fn=_EACH)),
     Use("an average with buffers, on two ranks", averaged(use_buffers=True, avg_fn=_EACH), processes=True),
+    Use(
+        "an average with buffers, many at a time, on two ranks",
+        averaged(use_buffers=True, multi_avg_fn=_MANY, updating=implicit_replication),
+        processes=True,
+    ),
     Use("an average with running sums of its own, on two ranks", averaged(multi_avg_fn=_MANY), processes=True),
     Use(
         "an average with buffers after a call, on two ranks",

@@ -56,7 +56,7 @@ def test_names_may_be_words_of_the_kernel() -> None:
 
 
 def test_specimens_name_every_argument() -> None:
-    """What `compile_ahead` is given: a type for each pointer, and the sizes of blocks."""
+    """`compile_ahead` is given a type for each pointer, and the sizes of blocks."""
     x = draw(5)
     group = _scaled(7.0, x)
     specimen = define_kernels([NamedGroup(group, ("x", "y", "z"), "A specimen.")], "A test.")[group].specimen()

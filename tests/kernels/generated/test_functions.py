@@ -28,7 +28,7 @@ def _off_by_ulps(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
 
 
 def test_tanh_is_right_to_a_few_units_of_the_last_place() -> None:
-    """Where its series ends, where 1 - t would cancel, and beyond, on both sides; at most 2.1 units."""
+    """tanh errs by at most 2.1 units: where its series ends, where 1 - t would cancel, and beyond, on both sides."""
     near, edge = torch.logspace(-30, -1, 4000), torch.linspace(0.6, 0.65, 4000)
     x = torch.cat([near, torch.linspace(0.01, 0.625, 4000), edge, torch.linspace(0.6, 12, 4000)])
     x = torch.cat([x, -x]).to(DEVICE)

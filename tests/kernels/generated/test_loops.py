@@ -39,7 +39,7 @@ def test_a_broadcast_operand_has_no_stride_along_what_it_lacks() -> None:
 
 
 def test_sums_are_columns() -> None:
-    """What a sum goes over becomes the columns, whatever its place; a view's dims are split."""
+    """The summed dims become the columns, whatever their place; a view's dims are split."""
     view = _step(_aten.view.default, Ref(0), (4, 6, 8), shape=(4, 6, 8))
     total = _step(_aten.sum.dim_IntList, Ref(1), (1,), shape=(4, 8))
     loops = find_loops(Group((_value(24, 8),), (view, total), (2,)))

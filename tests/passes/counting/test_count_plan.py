@@ -1,4 +1,4 @@
-"""What a plan's formulas say at drawn sizes is what one counts on the lowered program of those sizes."""
+"""A plan's formulas at drawn sizes give the counts of the lowered program of those sizes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def _has_ring(site: Site, strategy: Strategy) -> bool:
 
 
 def test_of_rings_there_is_no_formula() -> None:
-    """Of what a rank computes; that of all together is the model's."""
+    """A rank's operations have no formula with rings; those of all ranks together are the model's."""
     plan = replace(greedy_plan(PROGRAM, MESH, lambda *call: float(_has_ring(*call))), formulas=FORMULAS)
     with pytest.raises(FormulaError, match="blocks of keys that go round"):
         plan.formula("rank_flops")

@@ -88,7 +88,7 @@ def test_users_name_other_dims() -> None:
 
 
 def test_inputs_are_repeated_or_cut() -> None:
-    """What they hold stays what it was."""
+    """Repeated or cut inputs keep their values."""
     tokens = torch.arange(8).view(2, 4)
     sizes = input_sizes((tokens,), {}, None)
     (grown,), _ = resize((tokens,), {}, sizes, (4, 2))

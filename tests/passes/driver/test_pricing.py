@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard import Cluster, P, Plan, RecipeError, Runtime
+from autoshard import Cluster, P, Plan, RecipeError
 from autoshard.errors import NotAvailableError
 from autoshard.ir.execution import Execution
 from autoshard.ir.text import format_bytes
@@ -189,13 +189,6 @@ def test_experts_of_a_model_without_any_are_refused() -> None:
     """No parameter is a stack of weights."""
     with pytest.raises(RecipeError, match="no parameter of the model is a stack of weights"):
         _price(Execution(data=2, expert=2))
-
-
-@pytest.mark.parametrize("field", ["unfused", "recompute_modules"])
-def test_modules_that_a_model_does_not_have_are_refused(field: str) -> None:
-    """The message names the field and the module."""
-    with pytest.raises(RecipeError, match=f"{field}='.*' names 'clamp', but no module"):
-        _price(Execution(runtime=Runtime(name="mine", **{field: "clamp"})))  # type: ignore[arg-type]
 
 
 def test_more_stages_than_blocks_are_refused() -> None:

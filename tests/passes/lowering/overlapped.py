@@ -63,7 +63,7 @@ def gathered_blocks() -> PhasedProgram:
 
 
 def calls(graph_module: fx.GraphModule) -> list[str]:
-    """What a phase calls, in order."""
+    """List the calls of a phase, in order."""
     return [str(node.target) for node in graph_module.graph.nodes if node.op == "call_function"]
 
 

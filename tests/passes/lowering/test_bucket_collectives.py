@@ -50,7 +50,7 @@ def test_buckets_of_any_size_give_the_same_bits(family: str, layout: str, passed
 
 
 def test_gradients_are_scattered_in_buckets_too() -> None:
-    """Of parameters that are sharded: a row for each rank; its wait holds what it sends, which is counted."""
+    """Gradients of sharded parameters have a row for each rank; the wait holds the sent row, which is counted."""
     phased = fully_sharded()
     late = WaitLate()(phased)
     made = LARGE(late)
@@ -64,7 +64,7 @@ def test_gradients_are_scattered_in_buckets_too() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "lstm"])
 def test_updated_parameters_are_gathered_in_buckets(family: str) -> None:
-    """Of optimizer state that is sharded: the same bits, and no bucket that is read otherwise is accepted."""
+    """Parameters with sharded optimizer state keep their bits, and a bucket that is read otherwise is refused."""
     phased = plain(family, "ZeRO-1")
     made = LARGE(WaitLate()(phased))
     assert phased.update is not None
@@ -96,7 +96,7 @@ def shift_rows(split: fx.Node) -> None:
 
 
 def leave_rows_out(split: fx.Node) -> None:
-    """What was gathered is cut as one row."""
+    """Cut the gathered rows as one row."""
     rows = split.args[0]
     rows.args = (rows.args[0], [1, -1])
 
@@ -200,7 +200,7 @@ def pack_in_another_order(graph: fx.Graph) -> None:
 
 
 def splits(graph: fx.Graph) -> list[fx.Node]:
-    """What takes the buckets apart, the one with most members first."""
+    """Return the calls that take the buckets apart, the one with most members first."""
     found = [node for node in graph.nodes if node.target is aten.split_with_sizes.default and is_wait(node.args[0])]
     return sorted(found, key=lambda node: -len(node.args[1]))
 

@@ -21,7 +21,7 @@ HYPER = torch.tensor([0.1, 0.9, 0.99, 1e-8, 0.01, 2.0], dtype=torch.float64)
 _STATE = 4
 """Inputs of each parameter: itself, its gradient, both moments."""
 Lists = list[list[fx.Node]]
-"""Those of a bucket: a list of each."""
+"""Lists of a bucket: one for each kind of operand."""
 
 
 def _update_graph(count: int, *, in_pieces: bool, dtypes: Sequence[torch.dtype] | None = None) -> fx.GraphModule:
@@ -95,7 +95,7 @@ def test_updates_share_a_launch(in_pieces: bool, with_triton: bool) -> None:
 
 @pytest.mark.parametrize(("with_triton", "sizes"), [(True, [1, 2, 2]), (False, [5])])
 def test_a_launch_is_of_one_dtype(with_triton: bool, sizes: list[int]) -> None:
-    """Of Triton's kernels, which leave float64 to torch's; a call of torch's takes all."""
+    """A launch of Triton's kernels has one dtype and leaves float64 to torch; a call of torch's takes all."""
     kinds = [torch.float32, torch.bfloat16, torch.float64, torch.float32, torch.bfloat16]
     functional = _update_graph(5, in_pieces=False, dtypes=kinds)
     bucketed = BucketUpdates(with_triton)(write_in_place(functional, _written(5)))
@@ -173,7 +173,7 @@ def _split_otherwise(change: Callable[[Lists], list[Lists]], in_pieces: bool) ->
 
 
 def test_updates_that_read_each_other_stay() -> None:
-    """Where one parameter's gradient is made of another's new value, no order has both in one call."""
+    """One call cannot update a parameter whose gradient is made of the other's new value."""
     functional = _update_graph(2, in_pieces=False)
     graph = functional.graph
     first, second = (node for node in graph.nodes if node.target is ours.adam_update.default)

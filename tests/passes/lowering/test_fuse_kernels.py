@@ -132,7 +132,7 @@ def test_gelu_takes_its_bias_along() -> None:
 
 
 def test_phases_with_kernels_verify() -> None:
-    """What the forward keeps is what kernels read, and phases with kernels are proven equal to the joint program."""
+    """The forward keeps the operands of kernels, and phases with kernels are proven equal to the joint program."""
     phased = _phases(Gated("silu"))
     assert fused_calls(phased.forward)
     assert fused_calls(phased.backward)

@@ -172,7 +172,7 @@ def test_a_bias_gradient_is_summed_where_it_is_computed(
 @settings(suppress_health_check=[*HealthCheck], max_examples=30)
 @given(drawn=drawn_graphs())
 def test_drawn_graphs_with_split_sums_equal_eager(drawn: DrawnGraph) -> None:
-    """Where a tile holds next to nothing, sums over leading dims are split, and results are the same."""
+    """Sums over leading dims are split for tiles that hold next to nothing, and results are the same."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(source, "MAX_COLUMNS", 16)
         patch.setattr(source, "_TILE", 4)
@@ -235,7 +235,7 @@ def test_random_numbers_keep_their_order() -> None:
 
 
 def test_no_operator_of_a_kernel_writes() -> None:
-    """What kernels compute writes over nothing, and a graph in which something does is left as it is."""
+    """No operator of a kernel writes over anything, and a graph with an operator that does is left as it is."""
     assert not [target for target in (*POINTWISE, *REDUCTIONS, *VIEWS, *CONSTANTS) if target._schema.is_mutable]
 
     def function(x: Any, y: Any) -> Any:

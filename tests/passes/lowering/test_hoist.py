@@ -1,4 +1,4 @@
-"""What parameters decide alone is computed once for all micro-batches, as far as memory allows, and nothing else is."""
+"""Values that parameters alone decide are computed once for all micro-batches, within memory, and no others are."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_as_much_is_held_as_fits() -> None:
 
 
 def test_without_a_limit_the_peak_stays() -> None:
-    """What fits beside the step's own peak is held."""
+    """Values that fit beside the step's own peak are held."""
     phased = alone(LLAMA, SHARDED)
     made = Hoist(4, TIME)(phased)
     assert peak_bytes(made, micro_batches=4) <= peak_bytes(phased, micro_batches=4)

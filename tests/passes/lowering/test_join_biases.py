@@ -53,7 +53,7 @@ def test_a_bias_goes_along() -> None:
 
 
 def test_a_product_that_is_summed_first_stays() -> None:
-    """Where the product's pieces are addends, the bias is added to their sum."""
+    """A bias is added to the sum of a product whose pieces are addends."""
     phased, loss, expected = _phased(
         Mesh({"model": 2}), {"first.weight": P("model"), "second.weight": P(None, "model")}
     )

@@ -36,7 +36,7 @@ LAYOUTS = {
 
 
 def kinds_of(graph_module: fx.GraphModule | None) -> set[str]:
-    """What goes over which communicator, e.g. "all_reduce gradients"; "values" for the axis' own."""
+    """Pairs of operator and communicator, e.g. "all_reduce gradients"; "values" for the axis' own."""
     assert graph_module is not None
     nodes = [node for node in graph_module.graph.nodes if is_collective(node)]
     names = {(str(node.target).split(".")[1], str(node.args[-1])) for node in nodes}

@@ -26,7 +26,7 @@ def narrowed(layout: str) -> PhasedProgram:
 
 
 def sent_bytes(graph_module: fx.GraphModule, purpose: str) -> int:
-    """What goes into collectives of a purpose."""
+    """Bytes of the operands of collectives of a purpose."""
     nodes = [node for node in graph_module.graph.nodes if is_collective(node) and str(node.args[-1]).endswith(purpose)]
     values = [node.args[0].meta["val"] for node in nodes]
     return sum(value.numel() * value.element_size() for value in values)
@@ -45,7 +45,7 @@ def test_gradients_are_half_as_large_on_the_wire(layout: str) -> None:
 
 
 def test_narrowed_gradients_come_in_buckets() -> None:
-    """Of their own, as the group is another; the proof holds."""
+    """Narrowed gradients have buckets of their own, as their group is another; the proof holds."""
     found = overlapped(narrowed("data"))
     verify_phases(found)
     packed = [node for node in found.backward.graph.nodes if node.target is _aten.cat.default]

@@ -25,7 +25,7 @@ def test_a_rank_computes_what_the_schedule_says(schedule: str, ranks: int, round
 
 @pytest.mark.parametrize("schedule", [name for name, item in SCHEDULES.items() if item.is_v])
 def test_stages_on_one_rank_send_each_other_nothing(schedule: str) -> None:
-    """Of a V the last rank has both middle stages; of four stages' three boundaries one needs no transfer."""
+    """The last rank of a V has both middle stages; one of three boundaries of four stages needs no transfer."""
     assert _transfers(order_pipeline(schedule, 2, 4, 2)) == 2 * 2 * 2 * 4  # boundaries, ends, directions, micro-batches
     assert _transfers(order_pipeline(schedule, 1, 4, 2)) == 0
 

@@ -1,4 +1,4 @@
-"""What overlaps, and how many buckets there are, follows from the hardware."""
+"""The hardware decides which collectives overlap, and how many buckets there are."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_overlap_is_that_of_the_links() -> None:
 
 @pytest.mark.parametrize(("local", "nodes"), [("4", 1), ("2", 2), ("1", 4), ("3", 1), (None, 1)])
 def test_hosts_of_a_run_are_known(monkeypatch: pytest.MonkeyPatch, local: str | None, nodes: int) -> None:
-    """As `torchrun` tells processes, if it starts as many on each."""
+    """The number of hosts follows from the variables of `torchrun`, if it starts as many processes on each."""
     monkeypatch.setenv("WORLD_SIZE", "4")
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
     if local is not None:

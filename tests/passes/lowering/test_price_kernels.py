@@ -68,7 +68,7 @@ class PostNorm(nn.Module):
 
 
 def _launches(planning: PlanningProblem, choice: Any, kernels: Kernels = NO_KERNELS) -> int:
-    """What the prediction takes the host to launch of computation."""
+    """Count the launches of computation in the prediction."""
     ops = [op for segment in segment_step(planning, choice, kernels, shares=False) for op in segment.ops]
     return sum(op.launches for op in ops if op.stream == COMPUTE)
 

@@ -68,7 +68,7 @@ def _gradients(model: Any, batch: Any, phased: PhasedProgram) -> dict[str, torch
 
 
 def test_products_and_reductions_are_not_computed_again() -> None:
-    """Where the end of a pointwise chain is wanted, the product that it begins with is saved."""
+    """The product at the start of a pointwise chain is saved if the end of the chain is wanted."""
     graph = torch.fx.Graph()
     aten = torch.ops.aten
     x = graph.placeholder("x")

@@ -32,13 +32,13 @@ def ahead(family: str, layout: str, by: int = 1, bucket: BucketCollectives | Non
 
 
 def gathers(graph_module: fx.GraphModule) -> list[fx.Node]:
-    """Those of parameters, in the order of their starts."""
+    """Gathers of parameters, in the order of their starts."""
     nodes = graph_module.graph.find_nodes(op="call_function", target=ALL_GATHER)
     return [node for node in nodes if is_for(str(node.args[-1]), Purpose.PARAMETERS)]
 
 
 def places_of(starts: list[fx.Node]) -> list[tuple[int, int]]:
-    """Where each is started, and waited for."""
+    """The places of each gather's start and wait."""
     places = {node: place for place, node in enumerate(starts[0].graph.nodes)}
     return [(places[start], places[next(iter(start.users))]) for start in starts]
 

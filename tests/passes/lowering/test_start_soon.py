@@ -39,7 +39,7 @@ def test_gradients_of_weights_are_computed_beside_those_of_inputs(family: str, l
 
 
 def test_one_value_at_the_end_does_not_bring_the_chain_ahead_of_reductions() -> None:
-    """As a table of positions sends one under data parallelism, computed from all gradients of inputs."""
+    """A table of positions sends one value at the end under data parallelism, computed from all gradients of inputs."""
     graph, functional = fx.Graph(), torch.ops._c10d_functional
     value = graph.placeholder("dy")
     for _ in range(20):

@@ -79,7 +79,7 @@ def test_bits_stay(family: str, layout: str, bucket: BucketCollectives, most_hel
 
 
 def test_an_update_sends_over_each_axis_once_or_twice() -> None:
-    """What is given to the update, and what it gives, is sent in buckets over both axes."""
+    """Operands and results of the update are sent in buckets over both axes."""
     phased = plain("llama", "ZeRO-1")
     made = made_of(phased)
     assert phased.update is not None

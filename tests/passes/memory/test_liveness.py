@@ -1,4 +1,4 @@
-"""What is in memory when."""
+"""Values in memory at each point of a step."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_a_result_that_is_used_later_is_counted_once() -> None:
 
 
 def test_a_split_result_is_handed_out_as_it_lies() -> None:
-    """What stays of it at the end is each rank's part."""
+    """Each rank's part of a split result stays to the end."""
     planning = _problem(viewed=False)
     choice = [0] * len(planning.members)
     output = planning.classes["output:1"]

@@ -1,4 +1,4 @@
-"""What the planner takes to be in memory is what the lowered program has there, by walking through it."""
+"""The planner's values in memory are those of the lowered program, found by walking through it."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_two_axes_and_results_that_stay_split(constraints: dict[str, PartitionSp
 
 
 def test_micro_batches_hold_the_sums_of_gradients() -> None:
-    """What several micro-batches need more than one is at most two sets of gradients."""
+    """Several micro-batches need at most two sets of gradients more than one micro-batch."""
     mesh, constraints = Mesh({"x": 2}), LAYOUTS["fully sharded"]
     one, _ = counts(PROGRAMS[True], mesh, constraints)
     predicted, lowered = counts(PROGRAMS[True], mesh, constraints, micro_batches=4)
@@ -100,7 +100,7 @@ def test_micro_batches_hold_the_sums_of_gradients() -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_gradients_are_added_where_they_lie(name: str) -> None:
-    """Where gradients are most of the memory, several micro-batches take the bytes of their sums more, and no more."""
+    """Several micro-batches take the bytes of their gradients' sums more, if gradients are most of the memory."""
     program, mesh = tagger(trained=True, rows=2, length=1), Mesh({"x": 2})
     one, _ = counts(program, mesh, LAYOUTS[name])
     predicted, lowered = counts(program, mesh, LAYOUTS[name], micro_batches=4)

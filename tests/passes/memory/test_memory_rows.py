@@ -50,7 +50,7 @@ def test_rows_of_a_few_points_are_kept() -> None:
 
 @given(st.data())
 def test_a_row_finds_the_bytes_of_options_that_are_left_alone(data: st.DataObject) -> None:
-    """Of choices of these it is the usage, of others no more, and what only others need is not found."""
+    """A row is the usage of choices among the options left, at most that of other choices, and finds no other bytes."""
     drawn = data.draw(st.lists(items(1), max_size=5))
     usage = MemoryUsage.of(1, [item for item, _ in drawn])
     row = row_at(usage, 0, {pair: number for number, pair in enumerate(PAIRS)})

@@ -1,4 +1,4 @@
-"""What reshards need for a moment, in bytes of float32."""
+"""Bytes of float32 that reshards need for a moment."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_an_operand_that_goes_leaves_room() -> None:
 
 
 def test_padding_stays_with_the_rows_that_are_cut_from_it() -> None:
-    """Of 3 rows, 2 ranks have 2 each; the whole is the front of a storage of 4. A copy of columns has none of it."""
+    """Two ranks have 2 each of 3 rows; the whole is the front of a storage of 4. A copy of columns has no padding."""
     assert LINE.bytes_of_copy(Moved(fake(3, 6), P("x"), WHOLE)) == 4 * 6 * 4
     assert LINE.bytes_of_copy(Moved(fake(6, 3), P(None, "x"), WHOLE)) == 6 * 3 * 4
 

@@ -79,7 +79,7 @@ def test_recipes_of_two_axes_split_parameters_over_the_inner_one() -> None:
 
 
 def test_recipes_that_use_all_axes_alike_are_priced_on_one_mesh() -> None:
-    """Where they fit on another mesh; the others are priced on each."""
+    """Recipes that fit on another mesh are priced there alone; the other recipes are priced on each mesh."""
     mesh, rows = Mesh({"data": 2, "model": 2}), torch.empty(8, 16, device="meta")
     program = trace(Perceptron(), (rows, rows))
     flat = plan_program(program, MESH, h100s(MESH), PlanOptions())
@@ -148,7 +148,7 @@ class _Loss(nn.Module):
 
 
 def test_a_recipe_that_hides_more_is_the_plan() -> None:
-    """Where what the search adds up is nearly alike: data parallelism hides its reductions behind the backward."""
+    """Data parallelism hides its reductions behind the backward, so it wins among sums that are nearly alike."""
     model = nn.Sequential(_Residual(256), _Residual(256), _Loss())
     program = trace(model, (torch.empty(2048, 256, device="meta"),), update=adamw(model))
     mesh, cluster = Mesh({"x": 2}), Cluster("l4", 1, 2)

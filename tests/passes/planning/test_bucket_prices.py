@@ -31,7 +31,7 @@ MIB = 2**20
 
 @pytest.mark.parametrize("kind", [ReshardKind.ALL_GATHER, ReshardKind.REDUCE_SCATTER, ReshardKind.ALL_REDUCE])
 def test_members_share_the_price_of_their_bucket(kind: ReshardKind) -> None:
-    """Of a bucket of a MiB, a piece of 1/64 costs 1/64 and its own copies; what is larger, what it does alone."""
+    """A piece of 1/64 of a bucket costs 1/64 of it and its own copies; a larger piece costs its price alone."""
     alone = StepPrice(CLUSTER, MESH)
     price = BucketPrice(alone, MIB)
 
@@ -76,7 +76,7 @@ class Block(nn.Module):
 
 
 def _plan() -> Plan:
-    """Of blocks whose matrices are split as Megatron does, for whatever the planner makes of them."""
+    """Plan blocks whose matrices are split as in Megatron-LM, for any decision of the planner."""
     with torch.device("meta"):
         model = nn.Sequential(*(Block(128, 512) for _ in range(3)))
         rows = torch.empty(2048, 128)

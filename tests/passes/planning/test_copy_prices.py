@@ -37,7 +37,7 @@ def saved(pair: tuple[PartitionSpec, PartitionSpec], taken: Taken) -> tuple[floa
 def test_only_a_copy_that_there_is_goes(
     pair: tuple[PartitionSpec, PartitionSpec], has_copies: tuple[bool, bool], is_read_again: bool
 ) -> None:
-    """What is read elsewhere too is written besides, but not where nothing is copied."""
+    """A value that is read elsewhere saves no more, and nothing without a copy."""
     found = saved(pair, Taken(True, True, is_read_again, is_read_again))
     assert tuple(seconds != 0 for seconds in found) == has_copies
     alone = saved(pair, Taken(True, True, False, False))

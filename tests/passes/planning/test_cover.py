@@ -1,4 +1,4 @@
-"""What a plan says of each operator."""
+"""A plan's words about each operator."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_call_is_counted_once() -> None:
 
 
 def test_operators_without_a_rule_have_a_line_and_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the doctor reports them."""
+    """Operators without a rule have the lines of the doctor's report."""
     monkeypatch.delitem(registry._rules, torch.ops.aten.relu.default)
     (row,) = _plan().coverage["without rule"]
     assert row.operator == "aten.relu.default"

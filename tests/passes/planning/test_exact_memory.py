@@ -1,4 +1,4 @@
-"""What a plan is said to take is what its lowered program takes."""
+"""A plan's memory is the memory of its lowered program."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_drawn_plans_are_counted_to_the_byte(data: st.DataObject) -> None:
 @settings(max_examples=6)
 @given(st.data())
 def test_padding_is_counted_where_it_is_held(data: st.DataObject) -> None:
-    """Of uneven dims: never less than there is, and hardly more."""
+    """The count of uneven dims is never less than their bytes, and hardly more."""
     drawn = data.draw(programs(max_blocks=2, uneven=True))
     mesh = data.draw(st.sampled_from([THREE, SQUARE]))
     program = tracing.trace(drawn.model, drawn.inputs)
@@ -83,7 +83,7 @@ def test_a_repeated_value_is_copied_before_it_is_reduced() -> None:
 
 
 def test_what_a_split_call_does_not_read_is_not_held_for_it() -> None:
-    """Where the batch is split, the backward of batch norm finds mean and variance over all ranks itself."""
+    """The backward of batch norm on a split batch finds mean and variance over all ranks itself, so none is held."""
     program = tracing.trace(Normed(), (torch.arange(16).reshape(4, 4),))
     planning = problem_of(program, LINE)
     split = ((P("x"), P("x"), P(), P(), P(), P()), (P("x"),))
@@ -171,7 +171,7 @@ def test_gradients_grow_and_activations_shrink_in_the_backward() -> None:
 
 
 def test_another_axis_on_a_spec_takes_nothing_more() -> None:
-    """Of a parameter: where nothing is on its way, before the step and behind it, less is stored than was."""
+    """Another axis on a parameter's spec stores less before and behind the step, if nothing is on its way."""
     planning = problem_of(blocks_program(count=1), SQUARE, state_bytes_per_parameter_byte=2.0)
     choice = drawn_choice(planning, 0)
     for name in planning.liveness.parameters:

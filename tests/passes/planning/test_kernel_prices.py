@@ -159,7 +159,7 @@ def test_every_plan_of_a_chain_costs_what_its_kernels_do_and_the_search_finds_th
 
 
 def test_a_kernel_reads_no_more_of_a_value_than_its_slices() -> None:
-    """Of a product's result a third each, once; so that its terms sum to its time, with nothing left over."""
+    """Slices read a third each of a product's result, once; so its terms sum to its time, with nothing left over."""
     with torch.device("meta"):
         program = trace(Sliced(64), (torch.zeros(8, 32, 64),), {}, grad=False)
     parts = problem_of(program, MESH, with_kernels=True).fusion.parts
@@ -189,7 +189,7 @@ def _time_without_host(plan: Plan) -> float:
 
 @pytest.mark.parametrize(("has_product", "splits"), [(False, False), (False, True), (True, False)])
 def test_the_objective_is_what_is_predicted_with_kernels(*, has_product: bool, splits: bool) -> None:
-    """Where all values are whole, and where they are split by rows; the host's time apart."""
+    """The search's objective is the prediction, for whole values and for rows; the host's time is apart."""
     planning = problem_of(shared_program(has_product=has_product), MESH, with_kernels=True)
     masks = {
         planning.classes[name]: np.array([bool(item.outputs[0].axes_of(0)) is splits for item in site.strategies])

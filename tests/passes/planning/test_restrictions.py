@@ -1,4 +1,4 @@
-"""What the roles of axes, and the questions asked about them, go by."""
+"""Restrictions behind the roles of axes and the questions about them."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_gradients_of_micro_batches_are_reduced_once() -> None:
 
 @pytest.mark.parametrize("micro_batches", [1, PARTS])
 def test_the_objective_is_of_the_whole_step(micro_batches: int) -> None:
-    """As the lowered program takes it, where nothing is hidden or hoisted."""
+    """The objective is the time of the lowered program, if nothing is hidden or hoisted."""
     plan = plan_of(micro_batches)
     phased = lower_program(step(), plan, h100s(MESH), LoweringOptions(with_overlap=False, with_native=False))
     walked = walk_program(phased, NodePrices(h100s(MESH), MESH), micro_batches=micro_batches)

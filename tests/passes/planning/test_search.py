@@ -96,7 +96,7 @@ def test_a_search_that_is_stopped_at_once_gives_what_fits(program: Program, shar
 @settings(max_examples=8)
 @given(chains(), st.sampled_from([0.6, 0.9, 2.0]))
 def test_the_search_is_exact_where_memory_does_not_bind(program: Program, share: float) -> None:
-    """Where it does, the choice fits, and has a true bound."""
+    """A choice under a memory limit that binds fits, and has a true bound."""
     planning = problem_of(program, Mesh({"x": 2}))
     limit = share * float(planning.usage([0] * len(planning.assignment.costs)).max())
     best = cheapest(planning, limit)

@@ -104,7 +104,7 @@ def test_utilisation_counts_the_products_of_the_model() -> None:
 
 
 def test_work_that_every_rank_repeats_counts_for_the_hardware_only() -> None:
-    """Where nothing is split each rank runs the whole model: HFU is the ranks times MFU."""
+    """HFU is the ranks times MFU, if nothing is split and each rank runs the whole model."""
     planning = planning_of()
     whole = [
         next(i for i, s in enumerate(planning.space.sites[group[0]].strategies) if not any(s.choices))
@@ -198,7 +198,7 @@ class Wide(nn.Module):
 
 @pytest.mark.parametrize("weight", [P(), P("data")], ids=["data parallel", "ZeRO-3"])
 def test_deep_models_are_predicted_as_they_run(weight: PartitionSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a program without its inner blocks as much is hidden as of the whole one, about, and memory is the same."""
+    """A program without its inner blocks hides about as much as the whole program, and memory is the same."""
     with torch.device("meta"):
         model, x = Wide(10), torch.zeros(32768, 2048)
     cluster, mesh = autoshard.Cluster("h100_sxm", 1, 4), Mesh({"data": 4})

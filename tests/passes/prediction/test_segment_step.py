@@ -82,7 +82,7 @@ def ops_of(planning: PlanningProblem, choice: list[int]) -> list[Op]:
 @pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 6))])
 @pytest.mark.parametrize("name", ["perceptron", "classifier", "blocks"])
 def test_the_step_sends_what_the_program_sends(name: str, seed: int) -> None:
-    """Of any plan, chosen or not, every collective, in order; and the program waits for each where it stands."""
+    """The step of any plan sends every collective, in order; and the program waits for each where it stands."""
     program = program_of(name)
     planning = problem_of(program, MESH)
     choice = drawn_choice(planning, seed)
@@ -97,7 +97,7 @@ def test_the_step_sends_what_the_program_sends(name: str, seed: int) -> None:
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("name", ["perceptron", "classifier", "blocks"])
 def test_the_step_without_overlap_is_the_objective(name: str, seed: int) -> None:
-    """What the search minimises is the sum of the step's operations."""
+    """The sum of the step's operations is the search's objective."""
     planning = problem_of(program_of(name), MESH)
     choice = drawn_choice(planning, seed)
     times = simulate_streams(segment_step(planning, choice))
@@ -164,7 +164,7 @@ def test_axes_between_nodes_have_a_stream_of_their_own() -> None:
 
 
 def test_copies_of_reshards_are_counted_apart() -> None:
-    """What ranks copy around a collective is computation of its own label."""
+    """Copies around a collective are computation of their own label."""
     planning = problem_of(program_of("blocks"), MESH)
     times = simulate_streams(segment_step(planning, drawn_choice(planning, 0)))
     assert set(times.compute_s) == {"forward", "backward", COPIES}

@@ -1,4 +1,4 @@
-"""What a lowered program is walked to take is what its strategies were priced at: the same layout, the same price."""
+"""A lowered program is walked to take the price of its strategies: the same layout, the same price."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_micro_batches_repeat_forward_and_backward() -> None:
 
 
 def test_gradients_of_micro_batches_are_added_up() -> None:
-    """Those of each but the first: a sum is read and written, the addend read; blocks that are left out count too."""
+    """Each gradient but the first is added: a sum is read and written, the addend read; left-out blocks count too."""
     model = alike(6)
     optimizer = adamw(model, 1.0)
     found, sent = [], []

@@ -82,7 +82,7 @@ def test_what_computes_otherwise_stays(model: nn.Module, dtype: torch.dtype) -> 
 
 
 def test_a_value_within_that_is_read_keeps_the_forward_written_out() -> None:
-    """What a user reads of the inside is not computed twice."""
+    """A value of the inside that a user reads is not computed twice."""
     program = traced(WrittenOut(returns_tanh=True))
     joined = JoinGelu()(program)
     assert called(joined)[_aten.tanh.default] == 1

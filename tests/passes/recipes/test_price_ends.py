@@ -6,7 +6,7 @@ from autoshard import Cluster
 from autoshard.ir.execution import Execution
 from cost_models.step import StepModel
 from passes.recipes.own_runtime import own_runtime
-from passes.recipes.price_ends import RankLoad, broadcasts_time, end_times, exchange_times
+from passes.recipes.price_ends import RankLoad, end_times, exchange_times
 from passes.recipes.recipe_groups import pieces, recipe_groups
 from tests.passes.executions import under
 
@@ -33,15 +33,6 @@ def test_smaller_pieces_take_longer() -> None:
     assert often > seldom
 
 
-def test_whole_tensors_are_broadcast_by_as_many_ranks_as_there_are() -> None:
-    """More ranks make the way around longer; beyond one tensor a rank, no more messages."""
-    narrow, wide = (under(Execution(data=size, zero=1), whole_tensors=True) for size in (16, 64))
-    few, many = (recipe_groups(recipe, _cluster(recipe)) for recipe in (narrow, wide))
-    assert broadcasts_time(1e9, 1000, wide, many, MODEL) > broadcasts_time(1e9, 1000, narrow, few, MODEL)
-    assert broadcasts_time(1e9, 64, wide, many, MODEL) == broadcasts_time(1e9, 1000, wide, many, MODEL)
-    assert broadcasts_time(1e9, 8, wide, many, MODEL) < broadcasts_time(1e9, 64, wide, many, MODEL)
-
-
 def test_gradients_are_reduced_over_both_axes_of_replicas() -> None:
     """Data and context, 2 x 8, are 16 replicas: as long as 16 of data, longer than 2, and than 8."""
     recipes = [Execution(data=2, context=8), Execution(data=16), Execution(data=2), Execution(data=8)]
@@ -61,11 +52,3 @@ def test_nothing_hides_the_gradients_that_are_made_last() -> None:
     none, half, all_s = (end_times(each, recipe, groups, cluster, StepModel())["gradient reduction"] for each in loads)
     assert all_s == exchange_times(1e8, 0.0, recipe, groups, cluster, MODEL)[0]
     assert none < half == (none + all_s) / 2
-
-
-def test_whole_tensors_reduce_gradients_to_all() -> None:
-    """An all-reduce in place of a reduce-scatter takes longer."""
-    scattered, whole = (under(Execution(data=16, zero=1), whole_tensors=flag) for flag in (False, True))
-    groups = recipe_groups(whole, _cluster(whole))
-    times = [exchange_times(1e9, 0.0, recipe, groups, _cluster(whole), MODEL)[0] for recipe in (scattered, whole)]
-    assert times[0] < times[1]

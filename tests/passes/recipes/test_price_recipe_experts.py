@@ -134,15 +134,3 @@ def test_steps_in_eight_bits_have_an_interval_of_their_own() -> None:
     )
     widths = [math.log(high / low) for low, high in (item.step_time_interval_s or (1, 1) for item in (one, eight))]
     assert 0 < widths[0] < widths[1]
-
-
-def test_recomputing_the_units_of_experts_costs_them_again_and_keeps_less() -> None:
-    """Selective recomputation of a named module: less than of whole blocks, more than none."""
-    with torch.device("meta"):
-        layers = [MixtureOfExperts(64, Experts(4, 2, 64, 0, 0, biased=True), None) for _ in range(2)]
-        priced = PricedModel(folded(Decoder([*map(Beside, layers)]).bfloat16()))
-    none = under(RECIPE, recompute_modules="act")
-    recipes = [dataclasses.replace(none, recompute=name) for name in ("none", "selective", "full")]
-    steps = [predict_recipe(priced.counted, recipe, CLUSTER, MODEL) for recipe in recipes]
-    assert steps[0].step_time_s < steps[1].step_time_s < steps[2].step_time_s
-    assert steps[0].peak_memory_bytes > steps[1].peak_memory_bytes > steps[2].peak_memory_bytes

@@ -1,4 +1,4 @@
-"""What fits is decided by the exact count: of plans, of what is refused, and of the memory that an error names."""
+"""The exact count decides what fits: plans, refused plans, and the memory that an error names."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def every_choice(planning: PlanningProblem) -> list[tuple[float, tuple[int, ...]
 @settings(max_examples=4)
 @given(chains(), st.integers(0, 99))
 def test_the_search_is_near_the_best_of_every_plan(program: Program, seed: int) -> None:
-    """Of those that fit as tables count, none of which takes more; in the memory of any plan."""
+    """The search is near the best plan that fits as tables count and takes no more; in the memory of any plan."""
     planning = problem_of(program, LINE)
     limit = float(planning.usage(drawn_choice(planning, seed)).max())
     found = found_within(planning, limit, recompute=False)
@@ -144,7 +144,7 @@ class Stairs:
 
 @dataclass(frozen=True)
 class _Counted:
-    """What a search found."""
+    """The result of a search."""
 
     solution: Solution
     bytes: float
@@ -177,7 +177,7 @@ def test_the_first_search_is_the_only_one_where_its_plan_fits() -> None:
 
 
 def test_the_next_search_has_as_much_less_as_was_counted_too_little() -> None:
-    """What it counted is asked for less its error, however far below the limit that was."""
+    """The next search is asked for the limit less the count's error, however far below the limit the count was."""
     asked = []
 
     def attempt(limit: float) -> JointSolution:

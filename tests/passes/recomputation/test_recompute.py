@@ -89,7 +89,7 @@ def test_clones_stand_before_what_reads_them() -> None:
 
 
 def test_clones_read_clones() -> None:
-    """What is recomputed together is chained; originals are read by the forward alone."""
+    """Values that are recomputed together are chained; originals are read by the forward alone."""
     program = InsertRecompute(ALL)(prepare(traced()))
     clones = {original_of(node): node for node in program.graph.nodes if original_of(node)}
     assert list(clones) == [node.name for node in ALL]
@@ -131,9 +131,9 @@ def test_clones_run_in_the_backward() -> None:
 # Offload.
 
 MOVED = (OffloadedNode("hub_1", "mul_2", ""), OffloadedNode("hub_2", "pow_2", ""))
-"""What the backward reads of the forward comes back from the host."""
+"""Values of the forward that the backward reads come back from the host."""
 PRODUCT = (OffloadedNode("mm", "mul_2", ""),)
-"""What is recomputed is made of."""
+"""The operand of a recomputed value comes back from the host."""
 
 
 def test_copies_stand_where_values_are_made_and_read() -> None:
@@ -160,7 +160,7 @@ def test_clones_read_what_comes_back() -> None:
 
 
 def test_the_forward_keeps_what_lies_on_the_host() -> None:
-    """Of what is offloaded it hands over the copies, which take no memory of the device."""
+    """The forward hands over the copies of offloaded values, which take no memory of the device."""
     phased = lowered_with((), MOVED)
     nodes = {node.name: node for node in phased.lowered.graph_module.graph.nodes}
     kept = [nodes[name] for name in phased.saved if nodes[name].op == "call_function"]

@@ -129,7 +129,7 @@ def test_the_optimum_is_what_its_program_costs_and_takes() -> None:
 
 
 def test_nothing_recomputed_costs_what_it_did() -> None:
-    """Where every value is kept as it is read, the cost is that without recomputation, and the memory no less."""
+    """Keeping every value as it is read costs as much as no recomputation, and takes no less memory."""
     problem = example("blocks")
     planning = problem.planning
     for seed in range(20):
@@ -170,7 +170,7 @@ def with_every_recomputation(problem: RecomputeProblem) -> Iterator[PlanningProb
 
 
 def _all_again(problem: RecomputeProblem, choice: Sequence[int]) -> Iterator[RecomputedNode | OffloadedNode]:
-    """What is recomputed and offloaded, also where it makes no memory under these strategies: it may under others."""
+    """Yield all recomputed and offloaded values, also those that make no memory under these strategies."""
     for name, before in problem.options.anchors.items():
         variable = problem.planning.classes[name]
         number = choice[variable] // len(problem.planning.assignment.costs[variable])
@@ -264,7 +264,7 @@ def test_the_search_equals_trying_recomputation_and_offload() -> None:
 
 @pytest.mark.parametrize("link", [NEAR, None])
 def test_only_a_device_with_a_host_link_offloads(link: HostLink | None) -> None:
-    """Where that is the cheapest; without a link values are recomputed."""
+    """A device with a host link offloads if that is the cheapest; without a link values are recomputed."""
     planning = planning_problem(sines(4), Mesh({"x": 1}), slow_cluster(link), PlanOptions())
     limit = 0.9 * float(planning.usage(Search()(planning).choice).max())
     again = solve_jointly(planning, Search(limit), {}, ()).again
@@ -306,9 +306,9 @@ def test_stages_of_a_sweep_of_limits() -> None:
 
 
 def test_keepings() -> None:
-    """What the backward reads may be recomputed; what it does not read, but what is made of it, may also be kept.
+    """A value that the backward reads may be recomputed; a value that only feeds recomputed ones may also be kept.
 
-    What the backward of a block reads first is recomputed there, early and late being the same.
+    The first value that a block's backward reads is recomputed there, early and late being the same.
     """
     problem = example("blocks")
     keepings = {problem.planning.members[number][0]: found for number, found in problem.options.keepings.items()}

@@ -245,7 +245,7 @@ MOST_CHOICES = 5_000
 """Choices that cost less than what is found, of which an example has that many at most."""
 
 MOST_ENTRIES = 30_000_000
-"""Of a table that the oracle makes."""
+"""Entries of the largest table that the oracle makes."""
 
 NEAR = 0.01
 """How much more than the cheapest plan that fits what is found may cost."""
@@ -308,7 +308,7 @@ def test_the_search_is_near_the_best_of_drawn_programs(data: st.DataObject, draw
 
 
 def drawn_constraints(data: st.DataObject, planning: PlanningProblem) -> dict[str, PartitionSpec]:
-    """Where some parameters and inputs lie; together they allow something."""
+    """Specs of some parameters and inputs; together they allow something."""
     sites = {site: name for name, site in constrainable(planning.space).items() if site != name}
     some = data.draw(st.lists(st.sampled_from(sorted(sites)), unique=True))
     specs = {sites[site]: data.draw(st.sampled_from(own_specs(planning.space.sites[site]))) for site in some}
@@ -329,7 +329,7 @@ def test_tables_count_no_less_than_what_runs(seed: int) -> None:
 @settings(max_examples=50)
 @given(assignments(with_memory=False))
 def test_the_oracle_lists_all_choices_the_cheapest_first(problem: Assignment) -> None:
-    """Those of finite cost, each once."""
+    """The oracle lists each choice of finite cost once."""
     found = list(cheapest_first(problem))
     every = product(*(range(len(cost)) for cost in problem.costs))
     assert sorted(found) == [choice for choice in every if np.isfinite(problem.cost_of(choice))]

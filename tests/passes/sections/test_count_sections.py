@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 
 import pytest
 import torch
@@ -12,13 +11,9 @@ from passes.sections.count_sections import Section
 from passes.sections.price_model import PricedModel, RecipeKind
 from tests.benchmarks.decoder import Decoder as RunDecoder
 from tests.benchmarks.decoder import DecoderShape
-from tests.benchmarks.experts import Experts, MixtureOfExperts
-from tests.passes.decoders import HIDDEN, SEQUENCE, VOCAB, Decoder, folded, priced_dense
+from tests.passes.decoders import HIDDEN, SEQUENCE, VOCAB, folded, priced_dense
 
 PRICED = priced_dense()
-with torch.device("meta"):
-    _LAYERS = [MixtureOfExperts(HIDDEN, Experts(4, 2, HIDDEN, 0, 0, biased=True), None) for _ in range(2)]
-    CLAMPED = PricedModel(folded(Decoder([*_LAYERS]).bfloat16()))
 SIZES = {"tensor": 2, "context": 1, "expert": 1}
 
 
@@ -118,28 +113,3 @@ def test_parameters_lie_in_one_section_each() -> None:
     assert len(names) == len(set(names))
     assert sections["before"].parameters["words.weight"].shape(1, SIZES) == (VOCAB, HIDDEN)
     assert "last.weight" in sections["after"].parameters
-
-
-def test_named_modules_run_operator_by_operator() -> None:
-    """Nothing is fused in them, nor with what is around them; the rest stays fused."""
-    fused, apart = (_clamped(unfused=names) for names in (None, "clamp+bias"))
-    alone = {"forward": "aten.clamp.default", "backward": "aten.where.self"}
-    for phase, operator in alone.items():
-        before, after = (Counter(item.operator for item in getattr(block, phase).kernels) for block in (fused, apart))
-        assert (before[operator], after[operator]) == (0, 2)
-        assert after["fused"] >= 1
-
-
-def test_selective_recomputation_of_modules_keeps_what_others_make() -> None:
-    """The core is what the named modules compute; nothing of it but what enters it is kept."""
-    block = _clamped(recompute_modules="act")
-    inside = [item for item in block.forward.kernels if item.is_core]
-    assert inside
-    assert all(item.operator == "fused" for item in inside)
-    assert any(item.is_core for item in block.saved)
-    assert not all(item.is_core for item in block.saved)
-
-
-def _clamped(*, unfused: str | None = None, recompute_modules: str | None = None) -> Section:
-    kind = RecipeKind(False, False, False, True, False, True, unfused, recompute_modules)
-    return CLAMPED.sections(kind)[CLAMPED.folded.blocks[0]]

@@ -28,7 +28,6 @@ RECIPES = {
     "tensor": Execution(tensor=2),
     "sequence": Execution(tensor=2, sequence_parallel=True),
     "context": Execution(context=2),
-    "kernels": under(Execution(tensor=2, context=2), kernels="triton"),
 }
 
 

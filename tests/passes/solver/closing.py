@@ -1,4 +1,4 @@
-"""What every way of closing a gap by duality must keep to, and knapsacks, whose gap a Lagrangian leaves."""
+"""Rules for every way of closing a gap by duality, and knapsacks, whose gap a Lagrangian leaves."""
 
 from __future__ import annotations
 

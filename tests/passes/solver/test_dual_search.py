@@ -109,7 +109,7 @@ def test_the_frugal_choice_is_allowed_and_no_better_than_the_best(problem: Assig
 
 @given(assignments(), st.floats(0.0, 2.0))
 def test_what_is_called_hopeless_does_not_fit(problem: Assignment, share: float) -> None:
-    """Where the search for a small peak gives up early, no choice is within the limit."""
+    """No choice is within the limit if the search for a small peak gives up early."""
     limit = share * problem.limit if np.isfinite(problem.limit) else share
     without, early = (
         choice_of_smallest_peak(problem, usage_of(problem), lambda point: _row(problem, point), 0.0, hopeless)

@@ -31,7 +31,7 @@ def test_merging_keeps_to_what_is_so(problem: Assignment) -> None:
 
 @given(knapsacks(most=8), st.data())
 def test_nothing_made_of_choices_seen_is_cheaper(problem: Assignment, data: st.DataObject) -> None:
-    """Of choices of which none needs to fit; nothing is shown of what bounds a part of the problem."""
+    """The merged choice fits and is the cheapest, though no seen choice needs to fit; no progress is shown."""
     shown: list[Progress] = []
     state = DualState(problem, usage_of(problem), problem.rows.__getitem__, SearchControl(shown.append))
     choices = st.tuples(*(st.integers(0, len(cost) - 1) for cost in problem.costs))

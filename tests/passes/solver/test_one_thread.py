@@ -13,7 +13,7 @@ def threads() -> set[int]:
 
 
 def test_there_is_one_thread_while_it_is_open() -> None:
-    """Of a function that it decorates, too; what was set before holds again, also where something is raised."""
+    """A decorated function has one thread too; the earlier number holds again, also behind an error."""
     with threadpool_limits(2, "blas"):
         with one_blas_thread():
             assert threads() == {1}

@@ -73,7 +73,7 @@ def test_kernels_of_the_short_program_cost_what_those_of_the_whole_one_do() -> N
 
 
 def test_depth_adds_nothing_to_the_problem() -> None:
-    """Of 8 and of 40 layers, the short programs have the same sites, links and points."""
+    """The short programs of 8 and of 40 layers have the same sites, links and points."""
     eight, forty = (problem_of(short_step(alike(depth)), ONE) for depth in (8, 40))
     assert len(eight.space.sites) == len(forty.space.sites)
     assert len(eight.space.links) == len(forty.space.links)

@@ -39,7 +39,7 @@ def widths_program() -> Program:
 
 @pytest.mark.parametrize("mesh", [Mesh({"a": 2, "b": 2}), Mesh({"a": 2, "b": 3}), Mesh({"a": 4})], ids=str)
 def test_rules_that_share_strategies_have_the_same(mesh: Mesh) -> None:
-    """What calls of other sizes share is what each rule by itself enumerates, in its order."""
+    """Strategies shared by calls of other sizes are those that each rule enumerates by itself, in its order."""
     program = prepare(widths_program())
     space = EnumerateStrategies(mesh)(program)
     calls = [site for site in space.sites.values() if site.rule is not None]

@@ -54,7 +54,7 @@ def planned(constraints: dict[str, P], dtype: torch.dtype | None = torch.bfloat1
 
 @pytest.mark.parametrize("constraints", [{"*weight": P(), "*bias": P()}, {"*weight": P("data"), "*bias": P("data")}])
 def test_gradients_are_reduced_in_float32(constraints: dict[str, P]) -> None:
-    """Of tied weights, of biases, of norms; copied and split."""
+    """Gradients of tied weights, biases and norms are reduced in float32, copied and split."""
     _, found = planned(constraints)
     assert len(found) >= 4
     assert set(found) == {torch.float32}

@@ -31,7 +31,7 @@ SOURCES = {
 @pytest.mark.parametrize("source", SOURCES.values(), ids=SOURCES)
 @pytest.mark.parametrize("mutation", BUCKET_MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_every_mutant_is_refused(mutation: Mutation, source: Callable[[], PhasedProgram]) -> None:
-    """Of buckets of several members, all-reduced, scattered and gathered."""
+    """Mutants of buckets of several members, all-reduced, scattered and gathered, are refused."""
     phased = LARGE(WaitLate()(source()))
     verify_phases(phased)
     for seed in range(SEEDS):

@@ -41,7 +41,7 @@ def test_graphs_that_write_in_place_are_proven(kind: str) -> None:
 @pytest.mark.sample(2)
 @pytest.mark.parametrize(("family", "layout"), [("lstm", "ZeRO-1"), ("recommender", "ZeRO-3"), ("graph", "two axes")])
 def test_updates_of_lowered_programs_are_proven(family: str, layout: str) -> None:
-    """As torch.distributed runs them."""
+    """Updates are proven in the form that torch.distributed runs."""
     phased = phased_of(family, layout)
     assert phased.update is not None
     written = written_of(phased)
@@ -147,7 +147,7 @@ _SENDING = {
 def test_what_is_sent_is_not_written_over_before_it_arrived(sending: str, is_late: bool) -> None:
     """A parameter is sent as it was, and updated: the update comes behind the wait.
 
-    Of an all-reduce too, although torch's sends a copy: on three Gloo ranks or more it is an all-to-all of views.
+    An all-reduce waits too, although torch's sends a copy: on three Gloo ranks or more it is an all-to-all of views.
     """
     target, *rest = _SENDING[sending]
 

@@ -1,4 +1,4 @@
-"""What lies on the host is only fetched from there, in the joint program and in its phases."""
+"""Values on the host are only fetched from there, in the joint program and in its phases."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def with_results(graph_module: fx.GraphModule, order: list[int]) -> fx.GraphModu
 
 
 def test_phases_of_a_lowered_program_are_accepted() -> None:
-    """What splitting makes is the joint program."""
+    """The phases that splitting makes are the joint program."""
     verify_phases(phased())
 
 

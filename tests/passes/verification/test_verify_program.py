@@ -196,7 +196,7 @@ def test_lowered_programs_are_proven(layout: str) -> None:
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.__name__)
 def test_mutations_that_change_numbers_are_refused(mutation: Mutation) -> None:
-    """Of every kind of mutation, on every layout, none is accepted that changes a number."""
+    """Every kind of mutation that changes a number is refused, on every layout."""
     seen: Counter[str] = Counter()
     for layout in LAYOUTS:
         lowered = phased(layout).lowered
@@ -357,7 +357,7 @@ def test_a_report_says_what_was_proven_and_what_it_rests_on() -> None:
 
 
 def test_operators_without_a_rule_are_named_as_assumptions() -> None:
-    """What runs whole on every rank for lack of a rule is in the report."""
+    """An operator that runs whole on every rank for lack of a rule is in the report."""
     program = trace(Unruled(), (torch.rand(4, 4),), {})
     lowered = lower_program(program, plan_program(program, MESH, h100s(MESH), PlanOptions())).lowered
     report = verify_program(prepare(program), lowered)

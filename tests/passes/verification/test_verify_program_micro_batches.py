@@ -1,4 +1,4 @@
-"""What is added up over micro-batches is what the update reads of gradients: whole, or addends of a sum."""
+"""Micro-batches add up the gradients that the update reads: whole, or addends of a sum."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_what_the_update_does_not_read_is_refused() -> None:
 
 
 def test_a_gradient_that_awaits_a_product_is_refused_by_name() -> None:
-    """Where a plan was not verified, the step says so before it adds up."""
+    """A step whose plan was not verified refuses such a gradient before it adds up."""
     model = Mean()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = autoshard.compile(model, PAIR, optimizer=optimizer, micro_batches=2, verify=False)

@@ -113,7 +113,7 @@ def bug_1_missing_allreduce(graph: fx.Graph) -> None:
 
 
 def bug_2_missing_allreduce_and_dataflow(graph: fx.Graph) -> None:
-    """What was reduced is gone: its readers read memory that nobody wrote."""
+    """Remove a reduced value: its readers read memory that nobody wrote."""
     wait = first(graph, sums)
     with graph.inserting_before(wait):
         nothing = graph.call_function(aten.zeros_like.default, (wait.args[0].args[0],))
@@ -167,7 +167,7 @@ def bug_9_add_on_all_ranks(graph: fx.Graph) -> None:
 
 
 def bug_10_wrong_gradients_accumulated(graph: fx.Graph) -> None:
-    """Where a value was used twice, one rank adds one of the gradients twice."""
+    """Make one rank add a gradient twice, for a value that was used twice."""
     node = first(graph, lambda node: calls(aten.add.Tensor, "backward")(node) and alike(*node.args))
     left, right = node.args
     with graph.inserting_before(node):

@@ -13,14 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
+import autoshard.rules  # noqa: F401  (fills the registry)
 from autoshard.errors import VerificationError
-from autoshard.ir.pipeline_order import PipelineOrder, Slot, StageTask, Work
+from autoshard.ir.pipeline_order import PipelineOrder, Slot, StageTask, Work, one_after_another
 from autoshard.testing import schedules
 from cost_models.schedule_orders import SCHEDULES, stage_ranks
 from passes.lowering.order_pipeline import order_forward, order_pipeline
 from passes.verification.verify_schedule import verify_schedule
+from tests.benchmarks.mutation_campaign import prove
+from tests.passes.mutants import RIGHT_ORDER, mutate_order
 from tests.passes.pipeline_numbers import compute
-from tests.passes.schedule_mutations import SCHEDULE_MUTATIONS
+from tests.passes.schedule_mutations import ONE_STAGE_MUTATIONS, SCHEDULE_MUTATIONS
 
 ORDER = order_pipeline("1F1B", 2, 2)
 
@@ -73,7 +76,7 @@ def test_any_mutation_of_any_schedule_that_changes_numbers_is_refused(order, mut
 
 
 class TorchStage:
-    """As much of a stage as torch's schedules read when they are made."""
+    """The part of a stage that torch's schedules read when they are made."""
 
     is_first = is_last = False
     submod = None
@@ -83,7 +86,7 @@ class TorchStage:
 
 
 def torch_order(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -> PipelineOrder:
-    """What torch's runtime would run: its actions, without those that concern no other rank's stages."""
+    """Return the actions of torch's runtime, without those that concern no other rank's stages."""
     stages = [TorchStage(stage, ranks, ranks * virtual_stages) for stage in range(virtual_stages)]
     made = torch_schedules.get_schedule_class(schedule)(stages, micro_batches)
     known = {work.value for work in Work}
@@ -104,7 +107,7 @@ def torch_order(schedule: str, ranks: int, micro_batches: int, virtual_stages: i
 @pytest.mark.parametrize("schedule", [name for name, item in SCHEDULES.items() if item.most_stages != 1])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_torchs_own_transfers_are_accepted(schedule: str, ranks: int) -> None:
-    """Of its schedules of several stages a rank; mutated, they are refused where they change numbers."""
+    """Schedules of several stages a rank are accepted; mutated, they are refused where they change numbers."""
     order = torch_order(schedule, ranks, 8, 2)
     verify_schedule(order)
     assert compute(order) == one_device(order)
@@ -184,3 +187,38 @@ def test_a_forward_alone_is_that_of_a_schedules_stages(schedule: str) -> None:
         verify_schedule(replace(order, ranks=(order.ranks[0], order.ranks[1][1:], order.ranks[2])), trains=False)
     with pytest.raises(VerificationError, match="each of micro-batches"):
         verify_schedule(order_pipeline(schedule, 3, 6, virtual_stages), trains=False)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_a_step_without_stages_is_a_pipeline_of_one(count: int) -> None:
+    """Its micro-batches run one after the other, or all forwards come first."""
+    order = one_after_another(count)
+    verify_schedule(order)
+    slots = sorted(order.ranks[0], key=lambda slot: slot[0].work is Work.BACKWARD)
+    verify_schedule(replace(order, ranks=(tuple(slots),)))
+
+
+@pytest.mark.parametrize(
+    ("text", "micro_batches", "says"),
+    [
+        ("0F1 0B1 0F0 0B0", 2, r"stage 0 runs the forward of micro-batches \[1, 0\], not \[0, 1\] in order"),
+        ("0F0 0F1 0B0", 2, r"stage 0 runs backward \[0\] whole"),
+        ("0B0 0F0 0F1 0B1", 2, "the pipeline never ends: rank 0 waits before 0B0"),
+        ("0F0 0B0 0F1 0B1", 1, r"stage 0 runs the forward of micro-batches \[0, 1\], not \[0\] in order"),
+    ],
+)
+def test_messages_without_stages(text: str, micro_batches: int, says: str) -> None:
+    """They say what the step does instead."""
+    with pytest.raises(VerificationError, match=says):
+        verify_schedule(PipelineOrder((0,), micro_batches, (tuple((parse(word),) for word in text.split()),)))
+
+
+def test_orders_without_stages_that_change_numbers_are_refused() -> None:
+    """Every kind of mistake is refused, on a program with dropout and a whole step."""
+    _, traced, run = prove("lstm", "ZeRO-1")
+    found = [mutant for seed in range(24) if (mutant := mutate_order(run.phased, Random(seed))) is not None]
+    assert {mutant.kind for mutant in found} == {mutation.__name__ for mutation in ONE_STAGE_MUTATIONS}
+    accepted = [mutant for mutant in found if not mutant.is_refused(traced)]
+    assert [mutant.what for mutant in accepted if run.is_changed_by(mutant)] == []
+    assert any(run.is_changed_by(mutant) for mutant in found if mutant.kind == "count_otherwise")
+    assert RIGHT_ORDER not in [mutant.order for mutant in found if mutant.is_refused(traced)]

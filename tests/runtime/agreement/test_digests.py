@@ -28,7 +28,7 @@ def test_equal_tensors_have_equal_digests(dtype: torch.dtype, shape: tuple[int, 
 
 @pytest.mark.parametrize("count", [6, 2048, 2049, 5000, 1 << 21])
 def test_a_swap_shows(count: int) -> None:
-    """Of two elements anywhere, although sum and sample of the tensor stay."""
+    """A swap of two elements changes the digest, although sum and sample of the tensor stay."""
     tensor = torch.arange(count, dtype=torch.float64)
     for first, second in ((0, 1), (0, count - 1), (count // 2, count // 2 + 1), (count - 2, count - 1)):
         swapped = tensor.clone()

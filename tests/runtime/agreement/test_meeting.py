@@ -20,6 +20,7 @@ from torch import nn
 import autoshard
 from autoshard import LostRankError, Mesh, NotAvailableError
 from autoshard.runtime.agreement.meeting import meet_in, refuse_a_kept_store
+from tests.runtime.one_layer import OneLayer
 from tests.runtime.processes import PRELOADED, held_store
 
 AGENT = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "localhost"}
@@ -163,24 +164,12 @@ def test_a_group_on_another_prefix_is_taken(monkeypatch: pytest.MonkeyPatch) -> 
     dist.destroy_process_group()
 
 
-class Small(nn.Module):
-    """A layer and a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.layer(x).square().mean()
-
-
 def train(rank: int, port: int, attempt: int, told: Path) -> None:
     """One rank of an attempt under a launcher; in the first, rank 1 ends amid the run."""
     found = {**AGENT, "MASTER_PORT": str(port), "TORCHELASTIC_RESTART_COUNT": str(attempt)}
     os.environ.update(found, GLOO_SOCKET_IFNAME="lo", WORLD_SIZE="2", RANK=str(rank), LOCAL_RANK=str(rank))
     torch.set_num_threads(1)
-    model = autoshard.compile(Small(), Mesh({"data": 2}), options=autoshard.Options(timeout_s=20.0))
+    model = autoshard.compile(OneLayer(), Mesh({"data": 2}), options=autoshard.Options(timeout_s=20.0))
     for _ in range(4):
         loss = model(torch.ones(4, 6))
         if attempt == 0 and rank == 1:
@@ -193,7 +182,7 @@ def test_a_run_begins_anew_on_the_kept_store(tmp_path: Path) -> None:
     """Processes of a second and a third attempt compile and run, though those of the first ended amid a call."""
     store, context = held_store(), mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    expected = Small()(torch.ones(4, 6)).item()
+    expected = OneLayer()(torch.ones(4, 6)).item()
     for attempt in range(3):
         told = [tmp_path / f"{attempt}.{rank}" for rank in range(2)]
         processes = [

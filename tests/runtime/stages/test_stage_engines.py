@@ -1,4 +1,4 @@
-"""Where the stages of a pipeline run."""
+"""Engines that run the stages of a pipeline."""
 
 from __future__ import annotations
 

@@ -113,7 +113,7 @@ def test_what_was_written_before_is_replaced(tmp_path: Path) -> None:
 
 
 class Crash(BaseException):
-    """What no handler catches, as the end of a process."""
+    """An exception that no handler catches, like the end of a process."""
 
 
 @pytest.mark.parametrize(("act", "nth"), [("rename", 1), ("rename", 2), ("rmtree", 2)])
@@ -147,7 +147,7 @@ def test_a_crash_leaves_one_whole_folder(act: str, nth: int, tmp_path: Path, mon
 
 
 def test_a_folder_that_cannot_be_renamed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where another disk is mounted."""
+    """A folder where another disk is mounted cannot be renamed, and stays."""
     model = nn.Linear(8, 8)
     export(model, tmp_path / "a")
 

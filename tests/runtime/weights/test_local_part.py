@@ -15,7 +15,7 @@ from autoshard.runtime.weights.local_part import LocalPart, offset_of
 
 
 def _chunk_of(whole: torch.Tensor, placements: list, sizes: list[int], coordinate: tuple[int, ...]) -> torch.Tensor:
-    """What DTensor gives to a rank: the chunk of the chunk, dim by dim of the mesh."""
+    """Return DTensor's part of a rank: the chunk of the chunk, dim by dim of the mesh."""
     for placement, size, place in zip(placements, sizes, coordinate, strict=True):
         if isinstance(placement, Shard):
             chunks = whole.chunk(size, placement.dim)

@@ -30,7 +30,7 @@ class Weight(nn.Module):
 
 
 def _thirds(weight: Tensor) -> None:
-    """As a fused projection is initialised."""
+    """Initialise the thirds of a fused projection one by one."""
     for number, third in enumerate(weight.chunk(3)):
         nn.init.normal_(third, std=0.1 * (number + 1))
 

@@ -65,7 +65,7 @@ def test_an_index_names_no_files_outside_its_folder(tmp_path: Path, name: str) -
 
 
 def test_files_of_an_index_may_be_links(tmp_path: Path) -> None:
-    """As in the cache of huggingface_hub."""
+    """Files of the cache of huggingface_hub are links, and load."""
     for name in ("blobs", "snapshot"):
         (tmp_path / name).mkdir()
     two_files(tmp_path / "blobs")

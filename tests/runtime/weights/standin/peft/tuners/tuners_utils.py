@@ -1,4 +1,4 @@
-"""What all ways to adapt derive from."""
+"""The base class of all adapters."""
 
 from torch import nn
 

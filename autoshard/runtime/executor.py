@@ -1,0 +1,145 @@
+"""Runs programs in the order of their tasks; each order is proven before it first runs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from autoshard.errors import NotAvailableError
+from autoshard.ir.loss import Output, loss_among
+from autoshard.ir.lowered import LocalSlot, PhasedProgram
+from autoshard.ir.pipeline_order import PipelineOrder
+from autoshard.ir.program import OutputKind
+from autoshard.ir.spec import Reduction
+from autoshard.ir.staged import StagedProgram, StageProgram
+from autoshard.runtime.engine import LocalValue
+from autoshard.runtime.executable import Executable
+from autoshard.runtime.graphed_passes import GraphedPasses
+from autoshard.runtime.per_program import PerProgram
+from autoshard.runtime.program_run import Inputs, ProgramRun, StageRun, Take
+from autoshard.runtime.run_order import run_order
+from autoshard.runtime.stages.crossing_table import CrossingTable
+from autoshard.runtime.stages.stage_messages import MessagesInProcess, StageMessages
+
+
+class Prove(Protocol):
+    """Proves an order."""
+
+    def __call__(self, order: PipelineOrder, *, trains: bool = True) -> None:
+        """Raise `VerificationError` where an order does not do all of its work (backwards too, if it `trains`)."""
+        ...
+
+
+class Executor:
+    """The steps of a module, and its calls in stages. All ranks call its methods together.
+
+    Args:
+        messages: between the stages of a pipeline; None where programs have no stages.
+        prove: proves orders; None to trust them.
+    """
+
+    def __init__(self, messages: StageMessages | None = None, prove: Prove | None = None) -> None:
+        self.has_stages = messages is not None
+        self.messages = messages or MessagesInProcess()
+        self._prove = prove
+        self._tables = PerProgram[CrossingTable]()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Executor:
+        """Itself: copies of a model run on the same ranks."""
+        return self
+
+    def prove(self, order: PipelineOrder, *, trains: bool = True) -> None:
+        """Prove an order that is to run; see `Prove`."""
+        if self._prove is not None:
+            self._prove(order, trains=trains)
+
+    def prepare(self, executable: Executable, order: PipelineOrder | None = None) -> CrossingTable:
+        """Load all that a program needs to run, and prove its order; once, and by all ranks in one order.
+
+        Args:
+            executable: the program of a step, or a program in stages.
+            order: the order of a step whose program is not cut into stages.
+        """
+        return self._tables.get_or_make(executable, lambda: self._prepare(executable, order))
+
+    def _prepare(self, executable: Executable, order: PipelineOrder | None) -> CrossingTable:
+        staged = executable.compiled.staged
+        if staged is None:
+            staged = _one_stage(executable, order)
+        else:
+            self.prove(staged.order, trains=executable.compiled.update is not None)
+        if staged.order.micro_batches > 1:
+            for stage in staged.stages:
+                _check_sums(stage.phased)
+        table = self.messages.connect(staged)
+        for program in executable.stages.values():
+            program.load()
+        return table
+
+    def run(
+        self, executable: Executable, order: PipelineOrder | None, inputs: Inputs, weights: Sequence[float], take: Take,
+        graphs: GraphedPasses | None = None,
+    ) -> ProgramRun:  # fmt: skip
+        """Run all forwards and backwards of a call; the run then has the gradients. See `prepare`, `ProgramRun`."""
+        table = self.prepare(executable, order)
+        order = table.staged.order
+        assert len(weights) == order.micro_batches, "the batch is cut as the order says"
+        stages = {number: StageRun(number, program) for number, program in executable.stages.items()}
+        run = ProgramRun(table, stages, self.messages, inputs, weights, take, graphs)
+        run.begin()
+        run_order(order, sorted({order.stage_ranks[number] for number in stages}), run)
+        run.end()
+        return run
+
+    @torch.no_grad()
+    def run_forward(self, executable: Executable, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs of a call in stages, on every rank, in the order of `executable.outputs`.
+
+        Args:
+            executable: the program of a call without gradients, in stages.
+            tensors: global inputs, in the order of `executable.inputs`.
+        """
+        staged, found = self.prepare(executable).staged, dict[str, LocalValue]()
+
+        def take(program: Executable, results: Sequence[LocalValue], micro_batch: int) -> None:
+            pairs = zip(program.outputs, results, strict=True)
+            found.update((slot.slot.name, value) for slot, value in pairs if slot.slot.name in staged.results)
+
+        self.run(executable, None, lambda micro_batch: executable.by_stage(tensors), [1.0], take)
+        names = [slot.slot.name for slot in executable.outputs]
+        shared = (self.messages.share(found.pop(name, None), name, staged) for name in names)
+        return [executable.write_output(value, slot) for value, slot in zip(shared, executable.outputs, strict=True)]
+
+
+def _one_stage(executable: Executable, order: PipelineOrder | None) -> StagedProgram:
+    """The program of a step that is not cut, as a pipeline of one stage."""
+    plan = executable.compiled.plan
+    assert order is not None, "a step has an order"
+    assert plan is not None, "it was planned"
+    loss = loss_of(executable).slot.name
+    return StagedProgram((StageProgram(executable.phased, plan),), (), order, {loss: 0})
+
+
+def loss_of(executable: Executable) -> LocalSlot:
+    """The output that is the loss: that which `find_loss` finds; `TraceError` where nothing can be trained by it."""
+    kept = {f"output:{index}" for index in executable.phased.lowered.traced.kept}
+    slots = {slot.slot.name: slot for slot in executable.outputs if slot.slot.kind == OutputKind.OUTPUT}
+    slots = {name: slot for name, slot in slots.items() if name not in kept}
+    outputs = [Output(name, tuple(slot.shape), slot.dtype) for name, slot in slots.items()]
+    return slots[loss_among(outputs, {slot.slot.name for slot in executable.tangents}).name]
+
+
+def _check_sums(phased: PhasedProgram) -> None:
+    """Gradients of micro-batches add up where they are sums or addends of sums, not maxima."""
+    lowered = phased.lowered
+    nodes = {node.name: node for node in lowered.graph_module.graph.nodes}
+    for name in phased.carried:
+        spec = nodes[name].meta["spec"]
+        pending = (reduction for axis, reduction in spec.partial if lowered.mesh.axis_size(axis) > 1)
+        if any(reduction is not Reduction.SUM for reduction in pending):
+            raise NotAvailableError(
+                f"micro_batches: the plan leaves gradient {name!r} as {spec!r}, and what awaits another reduction than "
+                "a sum does not add up. Plan again (leave plan= out), or leave micro_batches out."
+            )

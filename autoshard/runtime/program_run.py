@@ -1,0 +1,193 @@
+"""Forwards and backwards of a program's micro-batches, stage by stage.
+
+A program that is not cut is a pipeline of one stage, and sends nothing. Where one process simulates all ranks it runs
+all stages; with processes, each runs the stages of its rank. Values that cross stages go by way of `StageMessages`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from autoshard.ir.lowered import LocalSlot
+from autoshard.ir.pipeline_order import StageTask, Work
+from autoshard.ir.staged import crosses_stages
+from autoshard.runtime.engine import LocalValue
+from autoshard.runtime.executable import Executable
+from autoshard.runtime.graphed_passes import GraphedPasses
+from autoshard.runtime.stages.crossing_table import CrossingTable
+from autoshard.runtime.stages.stage_messages import StageMessages
+
+Inputs = Callable[[int], dict[int, Sequence[torch.Tensor]]]
+"""The tensors that a micro-batch's call passes, and the model's own, by stage; see `Executable.by_stage`."""
+
+Take = Callable[[Executable, Sequence[LocalValue], int], None]
+"""Takes the local outputs of a stage's program, of a micro-batch."""
+
+
+@dataclass(slots=True)
+class StageRun:
+    """A stage that this process runs, in one call.
+
+    Args:
+        number: its place in the pipeline.
+        program: its program.
+        held: values computed once for all micro-batches.
+        saved: values that micro-batches keep for their backward.
+        kept: values that first halves of backwards keep for the second, by micro-batch.
+        ahead: gradients of micro-batches whose backward ran with their forward.
+        carried: the sums of gradients so far.
+        owned: which of them may be written over; None: all.
+    """
+
+    number: int
+    program: Executable
+    held: list[LocalValue] | None = None
+    saved: dict[int, list[LocalValue]] = field(default_factory=dict)
+    kept: dict[int, list[LocalValue]] = field(default_factory=dict)
+    ahead: dict[int, list[LocalValue]] = field(default_factory=dict)
+    carried: list[LocalValue] | None = None
+    owned: Sequence[bool] | None = None
+
+    def add(self, carried: list[LocalValue], owned: Sequence[bool]) -> None:
+        """Add a micro-batch's gradients; `owned`: which may be written over."""
+        if self.carried is None:
+            self.carried, self.owned = carried, owned
+            return
+        self.program.engine.add(self.carried, carried, self.owned)
+        self.owned = None
+
+
+@dataclass(slots=True)
+class ProgramRun:
+    """Runs the tasks of a call; see `TaskRunner`.
+
+    Args:
+        table: the values that stages hand each other.
+        stages: the stages that run here, by number.
+        messages: between stages.
+        inputs: gives the inputs of a micro-batch, once.
+        weights: the count of each micro-batch in the loss.
+        take: called with the outputs of each forward.
+        graphs: launches forward and backward of a micro-batch from a CUDA graph; None to launch each kernel.
+    """
+
+    table: CrossingTable
+    stages: Mapping[int, StageRun]
+    messages: StageMessages
+    inputs: Inputs
+    weights: Sequence[float]
+    take: Take
+    graphs: GraphedPasses | None = None
+    _inputs_left: dict[int, dict[int, Sequence[torch.Tensor]]] = field(default_factory=dict)
+
+    def begin(self) -> None:
+        """Get the first inputs, which ends what ranks say of their calls, and begin to exchange messages."""
+        self._inputs_left[0] = self.inputs(0)
+        self.messages.begin(self.table, self.weights)
+
+    def end(self) -> None:
+        """Wait until all messages have gone; gradients alone are left."""
+        self.messages.end()
+        for stage in self.stages.values():
+            stage.held = None
+
+    def can_run(self, task: StageTask) -> bool:
+        """See `TaskRunner`."""
+        if task.work.is_transfer or task.work is Work.BACKWARD_WEIGHT or self._is_skipped(task):
+            return True
+        return self.messages.has_all(task.stage, task.micro_batch, is_forward=task.work is Work.FORWARD)
+
+    def run_task(self, task: StageTask) -> None:
+        """See `TaskRunner`."""
+        match task.work:
+            case Work.FORWARD:
+                self._run_forward(self.stages[task.stage], task.micro_batch)
+            case Work.BACKWARD | Work.BACKWARD_INPUT | Work.BACKWARD_WEIGHT if self._is_skipped(task):
+                self.stages[task.stage].saved.pop(task.micro_batch, None)
+            case Work.BACKWARD:
+                self._run_backward(self.stages[task.stage], task.micro_batch)
+            case Work.BACKWARD_INPUT:
+                self._run_first_half(self.stages[task.stage], task.micro_batch)
+            case Work.BACKWARD_WEIGHT:
+                stage = self.stages[task.stage]
+                stage.add(*stage.program.run_second_half(stage.kept.pop(task.micro_batch)))
+            case Work.RECEIVE_FORWARD | Work.RECEIVE_BACKWARD:
+                self.messages.expect(task.stage, task.micro_batch, is_forward=task.work is Work.RECEIVE_FORWARD)
+
+    def _is_skipped(self, task: StageTask) -> bool:
+        """Nothing counts in the micro-batch: its gradient may be zero over zero."""
+        return task.work is not Work.FORWARD and not self.weights[task.micro_batch]
+
+    def _run_forward(self, stage: StageRun, micro_batch: int) -> None:
+        program = stage.program
+        values = program.read_inputs(self._inputs_of(stage, micro_batch))
+        if stage.held is None:
+            stage.held = self._run_hoisted(program, program.for_hoisted(values))
+        for place, slot in program.crossing_inputs:
+            values.insert(place, self._received(slot, stage, micro_batch, is_forward=True))
+        values += stage.held
+        if self.graphs is None or not self.weights[micro_batch]:
+            results, stage.saved[micro_batch] = program.run_forward_on(values)
+        else:
+            results, stage.ahead[micro_batch] = self._run_both(self.graphs, stage, values, micro_batch)
+        self._send(stage, micro_batch, program.outputs, results, is_forward=True)
+        self.take(program, results, micro_batch)
+
+    def _inputs_of(self, stage: StageRun, micro_batch: int) -> Sequence[torch.Tensor]:
+        """A stage's inputs. All are got for the first stage that reads some, so that micro-batches draw in order."""
+        if micro_batch not in self._inputs_left:
+            self._inputs_left[micro_batch] = self.inputs(micro_batch)
+        return self._inputs_left[micro_batch].pop(stage.number)
+
+    def _run_hoisted(self, program: Executable, values: list[LocalValue]) -> list[LocalValue]:
+        return program.run_hoisted_on(values) if self.graphs is None else self.graphs.run_hoisted(program, values)
+
+    def _run_both(
+        self, graphs: GraphedPasses, stage: StageRun, values: Sequence[LocalValue], micro_batch: int
+    ) -> tuple[list[LocalValue], list[LocalValue]]:
+        """Outputs, and gradients; a graph's results are valid until its next call."""
+        results, gradients = graphs.run(stage.program, values, self._tangents(stage, micro_batch))
+        if len(self.weights) > 1:
+            gradients = [gradient.clone() for gradient in gradients]
+        return [result.clone() for result in results], gradients
+
+    def _run_backward(self, stage: StageRun, micro_batch: int) -> None:
+        gradients = stage.ahead.pop(micro_batch, None)
+        if gradients is None:
+            values = stage.saved.pop(micro_batch) + self._tangents(stage, micro_batch)
+            sent, gradients = stage.program.run_backward_on(values)
+            self._send(stage, micro_batch, stage.program.gradients, sent, is_forward=False)
+        stage.add(gradients, stage.program.owned_gradients)
+
+    def _run_first_half(self, stage: StageRun, micro_batch: int) -> None:
+        values = stage.saved.pop(micro_batch) + self._tangents(stage, micro_batch)
+        sent, stage.kept[micro_batch] = stage.program.run_first_half(values)
+        self._send(stage, micro_batch, stage.program.gradients, sent, is_forward=False)
+
+    def _tangents(self, stage: StageRun, micro_batch: int) -> list[LocalValue]:
+        """The gradients that a backward takes."""
+        return [self._tangent(slot, stage, micro_batch) for slot in stage.program.tangents]
+
+    def _tangent(self, slot: LocalSlot, stage: StageRun, micro_batch: int) -> LocalValue:
+        """A later stage's gradient; of the loss, the micro-batch's share; nothing flows from other outputs."""
+        if crosses_stages(slot.slot.name):
+            return self._received(slot, stage, micro_batch, is_forward=False)
+        is_of_loss = slot.slot.name.replace("tangent:", "output:") in self.table.staged.results
+        share, engine = self.weights[micro_batch] if is_of_loss else 0.0, stage.program.engine
+        return engine.read(torch.full(slot.shape, share, dtype=slot.dtype, device=engine.device), slot)
+
+    def _received(self, slot: LocalSlot, stage: StageRun, micro_batch: int, *, is_forward: bool) -> LocalValue:
+        value, made = self.messages.take(slot.slot.name, stage.number, micro_batch, is_forward=is_forward)
+        return stage.program.engine.reshard(value, made, slot)
+
+    def _send(
+        self, stage: StageRun, micro_batch: int, slots: Sequence[LocalSlot], values: Sequence[LocalValue], *,
+        is_forward: bool,
+    ) -> None:  # fmt: skip
+        crossings = self.table.sent.get((stage.number, is_forward), ())
+        made = {slot.slot.name: value for slot, value in zip(slots, values, strict=True)} if crossings else {}
+        for crossing in crossings:
+            self.messages.send(crossing, micro_batch, made[crossing.name])

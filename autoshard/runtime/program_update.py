@@ -1,0 +1,124 @@
+"""The update of a program, cut where a stage of a pipeline needs the norm of all stages' gradients.
+
+Before → after: `gradients → squares; gradients, squares of all stages → parameters, state` as one graph → two graphs:
+the computation of the stage's own sum of squares, and the rest, which takes what the first has computed. A program
+without stages computes its norm itself, and its update is one graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import fx
+
+from autoshard.graphs.cut_graph import cut_graph
+from autoshard.ir.lowered import LocalSlot
+from autoshard.ir.program import OWNERS, InputKind, OutputKind
+from autoshard.runtime.engine import Engine, Loaded, LocalValue, Reader
+
+
+@dataclass(frozen=True, eq=False)
+class ProgramUpdate:
+    """The update of one program.
+
+    Args:
+        graph_module: takes the gradients of all micro-batches, then `reads`; returns `writes`.
+        gradients: number of these gradients.
+        reads: parameters, optimizer state and options.
+        writes: parameters and state, updated; of a stage that clips, the sum of its squares too.
+        engine: where it runs.
+    """
+
+    graph_module: fx.GraphModule
+    gradients: int
+    reads: Sequence[LocalSlot]
+    writes: Sequence[LocalSlot]
+    engine: Engine
+
+    def load(self) -> None:
+        """Load all graphs now; they may bind process groups, which all ranks of a stage do together."""
+        _ = self._first, self._second
+
+    def run_squares(
+        self, carried: Sequence[LocalValue], held: list[torch.Tensor]
+    ) -> tuple[torch.Tensor | None, list[LocalValue]]:
+        """The sum of the squares of a stage's gradients, a scalar, and the values that `run` takes over.
+
+        Args:
+            carried: the gradients of all micro-batches.
+            held: parameters, optimizer state and options, in the order of `reads`.
+        """
+        if self._first is None or self._squares is None:
+            return None, []
+        for index in self._places_of_squares:
+            held[index] = torch.zeros((), dtype=self.reads[index].dtype, device=self.engine.device)
+        squares, *kept = self._first([*carried, *self._read(held)])
+        return self.engine.write(squares, self.writes[self._squares]), kept
+
+    @torch.no_grad()
+    def run(
+        self,
+        carried: list[LocalValue],
+        held: list[torch.Tensor],
+        kept: Sequence[LocalValue] = (),
+        squares: torch.Tensor | None = None,
+    ) -> None:
+        """Update what users hold, in place.
+
+        Args:
+            carried: as for `run_squares`; emptied.
+            held: as for `run_squares`.
+            kept: what that gave.
+            squares: the sum over all stages, where they clip.
+        """
+        for index in self._places_of_squares:
+            assert squares is not None, "a stage that clips gave its squares"
+            held[index] = squares.to(self.reads[index].dtype)
+        values = [*kept, *carried, *self._read(held)]
+        carried.clear()
+        self.engine.store([held[place] for place in self._places], self._second(values), self._updated)
+
+    @cached_property
+    def _read(self) -> Reader:
+        return self.engine.reader(self.reads)
+
+    @cached_property
+    def _squares(self) -> int | None:
+        """The place of the sum of squares among the results."""
+        kinds = [slot.slot.kind for slot in self.writes]
+        return kinds.index(OutputKind.SQUARES) if OutputKind.SQUARES in kinds else None
+
+    @cached_property
+    def _places_of_squares(self) -> tuple[int, ...]:
+        return tuple(index for index, slot in enumerate(self.reads) if slot.slot.kind is InputKind.SQUARES)
+
+    @cached_property
+    def _updated(self) -> tuple[LocalSlot, ...]:
+        return tuple(slot for index, slot in enumerate(self.writes) if index != self._squares)
+
+    @cached_property
+    def _places(self) -> tuple[int, ...]:
+        """Of each updated value, the place in `reads` of the value that it replaces."""
+        places = {(slot.slot.kind, slot.slot.name): index for index, slot in enumerate(self.reads)}
+        return tuple(places[OWNERS[OutputKind(slot.slot.kind)], slot.slot.name] for slot in self._updated)
+
+    @cached_property
+    def _parts(self) -> tuple[fx.GraphModule | None, fx.GraphModule, int]:
+        """Both graphs, and how many values the second takes of the first."""
+        if self._squares is None:
+            return None, self.graph_module, 0
+        return cut_graph(self.graph_module, (self._squares,))
+
+    @cached_property
+    def _first(self) -> Loaded | None:
+        graph_module = self._parts[0]
+        return None if graph_module is None else self.engine.load(graph_module)
+
+    @cached_property
+    def _second(self) -> Loaded:
+        _, graph_module, taken = self._parts
+        first = taken + self.gradients
+        return self.engine.load(graph_module, {index: first + place for index, place in enumerate(self._places)})

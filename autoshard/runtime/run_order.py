@@ -1,0 +1,43 @@
+"""Runs the tasks of an order, slot after slot; pipeline ranks that one process runs take turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from autoshard.ir.pipeline_order import PipelineOrder, Slot, StageTask
+
+
+class TaskRunner(Protocol):
+    """Runs one task of a step at a time."""
+
+    def can_run(self, task: StageTask) -> bool:
+        """Whether the values that a task reads are there, or come from another process."""
+        ...
+
+    def run_task(self, task: StageTask) -> None:
+        """Run a task."""
+        ...
+
+
+def run_order(order: PipelineOrder, ranks: Iterable[int], runner: TaskRunner) -> None:
+    """Run the tasks of some ranks of the pipeline, each in its order.
+
+    Args:
+        order: of all ranks; it was proven to end.
+        ranks: the ranks that this process runs.
+        runner: runs each task.
+    """
+    left = [list(reversed(order.ranks[rank])) for rank in ranks]
+    while any(left):
+        turns = [_run_next(slots, runner) for slots in left if slots]
+        assert any(turns), "the order was proven to end"
+
+
+def _run_next(slots: list[Slot], runner: TaskRunner) -> bool:
+    """Run a rank's next slot; False where a value that it reads is not there yet."""
+    if not all(map(runner.can_run, slots[-1])):
+        return False
+    for task in slots.pop():
+        runner.run_task(task)
+    return True
