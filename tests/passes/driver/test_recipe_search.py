@@ -14,7 +14,6 @@ from torch.nn import functional as F
 import autoshard
 from autoshard import Cluster, DoesNotFitError, Mesh, P, Plan, Recipe, Runtime
 from autoshard.errors import InvalidSpecError, NotAvailableError, RecipeError
-from autoshard.ir.execution import Execution
 from tests.passes.decoders import PRICED, dense, tokens
 
 MODEL = dense(4)
