@@ -298,8 +298,7 @@ class Plan:
         if self.formulas is None:
             raise FormulaError(
                 f"formula({name!r}) counts on the model's graph, and this plan has no model at hand: it is from a "
-                "file, has stages, or is from `compile` or another process. Call autoshard.plan or autoshard.price "
-                "with the model, and a mesh without an axis 'pipeline'."
+                "file, from `compile` or from another process. Call autoshard.plan or autoshard.price with the model."
             )
         return self.formulas.formula(self, name, dims=dims, fixed=fixed, even=even)
 
@@ -307,17 +306,18 @@ class Plan:
     def explain(self, name: str) -> Explanation:
         """Why a value lies as it does: each spec that it could have, and what the best plan with it costs.
 
-        Each alternative is searched for anew, with all else free to change, within the plan's own memory limit and
-        constraints: its figures are those of `autoshard.plan` with the spec as a constraint. Of a plan that searched
-        recipes, the fastest recipe that gives each spec; and what the chosen one does with the value. Print the result.
+        Each alternative is planned anew, within the plan's own memory limit and constraints: its figures are those of
+        `autoshard.plan` with the spec as a constraint. All else is free to change; of a plan with stages, all else of
+        the stage that has the value. Print the result.
 
         Args:
             name: qualified name of a parameter or buffer, "input:0", "output:0", "exp_avg:w" (optimizer state), or a
-                node of `nodes`; of a recipe, a parameter, an input or a node.
+                node of `nodes`.
 
         Raises:
             InvalidSpecError: no such name.
-            NotAvailableError: the plan has no model at hand: it is from a file, of `price`, or `compile` made it.
+            NotAvailableError: the plan has no model at hand, as it is from a file or `compile` made it; or it is the
+                price of a recipe under another runtime.
         """
         return self._alternatives(f"explain({name!r})").explain(self, name)
 
@@ -325,9 +325,9 @@ class Plan:
     def why_not(self, feature: str) -> WhyNot:
         """Why the plan does not do something: what the best plan that does it costs, in each way. Print the result.
 
-        Each figure is that of a plan that is searched for anew, within the same memory limit and constraints. What a
-        plan of specs cannot do ("pipeline") is a forecast: the fastest recipe with it beside the fastest without it,
-        for the same devices and batch (`WhyNot.reference`).
+        Each figure is the predicted step of a plan that is made anew, within the same memory limit and constraints. A
+        feature that no axis of the mesh can have, a pipeline say, is planned on other meshes of the same devices, for
+        the same batch.
 
         Args:
             feature: "data" (parameters copied over an axis), "zero-1", "zero-2", "fsdp", "hsdp", "tensor", "sequence",
@@ -337,8 +337,8 @@ class Plan:
 
         Raises:
             InvalidSpecError: no such feature.
-            NotAvailableError: the plan has no model at hand, as for `explain`; or no recipe compares with it, as it has
-                no optimizer, or constraints: says what to call instead.
+            NotAvailableError: the plan has no model at hand, as for `explain`; or other meshes are asked for, and the
+                plan has no optimizer, or constraints. The message says what to call instead.
         """
         return self._alternatives(f"why_not({feature!r})").why_not(self, feature)
 
@@ -358,9 +358,8 @@ class Plan:
         """What searches again; raises `NotAvailableError` where there is no model to search for."""
         if self.alternatives is None:
             raise NotAvailableError(
-                f"{question} searches again, and this plan has no model at hand: it is from a file, prices a "
-                "recipe, has stages, or `compile` made it. Call autoshard.plan with the model, and a mesh without an "
-                "axis 'pipeline'."
+                f"{question} plans again, and this plan has no model at hand: it is from a file, from "
+                "autoshard.price, or `compile` made it. Call autoshard.plan with the model."
             )
         return self.alternatives
 

@@ -47,6 +47,11 @@ class CompiledProgram:
     staged: StagedProgram | None = None
     own_stages: tuple[int, ...] = ()
 
+    @property
+    def parts(self) -> tuple[PhasedProgram, ...]:
+        """The programs that run: of a pipeline, those of all stages."""
+        return (self.phased,) if self.staged is None else tuple(stage.phased for stage in self.staged.stages)
+
 
 @dataclass(frozen=True, slots=True)
 class Request:

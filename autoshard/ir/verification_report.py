@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -33,6 +34,20 @@ class VerificationReport:
     assumptions: tuple[str, ...]
     seconds: float
 
+    @classmethod
+    def together(cls, reports: Sequence[VerificationReport]) -> VerificationReport:
+        """The report of a proof of several programs, on the mesh of the first."""
+        return cls(
+            reports[0].mesh,
+            sum(report.nodes for report in reports),
+            sum(report.values for report in reports),
+            _sum(report.results for report in reports),
+            _sum(report.collectives for report in reports),
+            _sum(report.rules for report in reports),
+            tuple(dict.fromkeys(item for report in reports for item in report.assumptions)),
+            sum(report.seconds for report in reports),
+        )
+
     def assuming(self, sentence: str) -> VerificationReport:
         """The report with one more assumption."""
         return replace(self, assumptions=(*self.assumptions, sentence))
@@ -55,3 +70,7 @@ class VerificationReport:
 
 def _counted(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {name}" for name, count in counts.items())
+
+
+def _sum(counts: Iterable[Mapping[str, int]]) -> Mapping[str, int]:
+    return dict(sum(map(Counter, counts), Counter()))

@@ -56,7 +56,7 @@ class Executor:
             self._prove(order, trains=trains)
 
     def prepare(self, executable: Executable, order: PipelineOrder | None = None) -> CrossingTable:
-        """Load all that a program needs to run, and prove its order; once, and by all ranks in one order.
+        """Prove the order of a program and load all that it needs to run; once, and by all ranks in one order.
 
         Args:
             executable: the program of a step, or a program in stages.
@@ -79,11 +79,10 @@ class Executor:
         return table
 
     def run(
-        self, executable: Executable, order: PipelineOrder | None, inputs: Inputs, weights: Sequence[float], take: Take,
+        self, executable: Executable, table: CrossingTable, inputs: Inputs, weights: Sequence[float], take: Take,
         graphs: GraphedPasses | None = None,
     ) -> ProgramRun:  # fmt: skip
-        """Run all forwards and backwards of a call; the run then has the gradients. See `prepare`, `ProgramRun`."""
-        table = self.prepare(executable, order)
+        """Run all forwards and backwards of a call; the run then has the gradients. See `ProgramRun`."""
         order = table.staged.order
         assert len(weights) == order.micro_batches, "the batch is cut as the order says"
         stages = {number: StageRun(number, program) for number, program in executable.stages.items()}
@@ -101,15 +100,15 @@ class Executor:
             executable: the program of a call without gradients, in stages.
             tensors: global inputs, in the order of `executable.inputs`.
         """
-        staged, found = self.prepare(executable).staged, dict[str, LocalValue]()
+        table, found = self.prepare(executable), dict[str, LocalValue]()
 
         def take(program: Executable, results: Sequence[LocalValue], micro_batch: int) -> None:
             pairs = zip(program.outputs, results, strict=True)
-            found.update((slot.slot.name, value) for slot, value in pairs if slot.slot.name in staged.results)
+            found.update((slot.slot.name, value) for slot, value in pairs if slot.slot.name in table.staged.results)
 
-        self.run(executable, None, lambda micro_batch: executable.by_stage(tensors), [1.0], take)
+        self.run(executable, table, lambda micro_batch: executable.by_stage(tensors), [1.0], take)
         names = [slot.slot.name for slot in executable.outputs]
-        shared = (self.messages.share(found.pop(name, None), name, staged) for name in names)
+        shared = (self.messages.share(found.pop(name, None), name, table.staged) for name in names)
         return [executable.write_output(value, slot) for value, slot in zip(shared, executable.outputs, strict=True)]
 
 

@@ -128,6 +128,16 @@ def weights_of(sharded: ShardedModule, compiled: CompiledProgram, parts: Sequenc
     return compiled.weights.of_parts(len(parts), _reader_of(sharded, parts))
 
 
+def share_of(loss: torch.Tensor, weight: float) -> torch.Tensor:
+    """The share of a micro-batch in the loss; zero, without a gradient, where nothing counts in the micro-batch."""
+    return loss * weight if weight else torch.zeros_like(loss, requires_grad=False)
+
+
+def sum_of(shares: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The loss, of the shares of micro-batches in order."""
+    return shares[0] if len(shares) == 1 else torch.stack(list(shares)).sum()
+
+
 def _reader_of(sharded: ShardedModule, parts: Sequence[Part]) -> ReadInput:
     """Reads inputs of micro-batches, and buffers, whole."""
     calls = [FlatCall.of(*part).tensors for part in parts]

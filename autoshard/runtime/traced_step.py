@@ -15,7 +15,7 @@ from autoshard.runtime.engine import LocalValue
 from autoshard.runtime.executable import Executable
 from autoshard.runtime.graphed_passes import GraphedPasses
 from autoshard.runtime.members import Members
-from autoshard.runtime.micro_batches import Part, common_program, weights_of
+from autoshard.runtime.micro_batches import Part, common_program, share_of, sum_of, weights_of
 from autoshard.runtime.program_run import ProgramRun
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.signature import FlatCall
@@ -70,18 +70,16 @@ class TracedStep:
         def take(program: Executable, results: Sequence[LocalValue], micro_batch: int) -> None:
             loss = self._hand_out(program, results, loss_name)
             if loss is not None:
-                weight = weights[micro_batch]
-                losses.append(loss * weight if weight else torch.zeros_like(loss))
+                losses.append(share_of(loss, weights[micro_batch]))
 
         executor = self._sharded.executor
-        staged = executor.prepare(executable, self._order).staged
-        (loss_name,) = staged.results
-        run = executor.run(executable, self._order, inputs, weights, take, self._graphs)
+        table = executor.prepare(executable, self._order)
+        (loss_name,) = table.staged.results
+        run = executor.run(executable, table, inputs, weights, take, self._graphs)
         if any(weights):
             self._update(executable, run)
         self._state.optimizer.step()  # no parameter has a gradient, so it only tells its schedulers
-        total = torch.stack(losses).sum() if len(losses) > 1 else next(iter(losses), None)
-        return executor.messages.share(total, loss_name, staged)
+        return executor.messages.share(sum_of(losses) if losses else None, loss_name, table.staged)
 
     def _inputs(self, executable: Executable, call: FlatCall) -> dict[int, Sequence[torch.Tensor]]:
         tensors = self._sharded.gather_inputs(executable, call)

@@ -21,7 +21,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.update import check_norm
 from autoshard.runtime.graphed_passes import GraphedPasses
 from autoshard.runtime.members import Members
-from autoshard.runtime.micro_batches import Part, naming_micro_batches, parts_of, weights_of
+from autoshard.runtime.micro_batches import Part, naming_micro_batches, parts_of, share_of, sum_of, weights_of
 from autoshard.runtime.of_model import refuse_capture
 from autoshard.runtime.optimizer_state import HyperparameterText, lay_out_loaded_state
 from autoshard.runtime.run_order import run_order
@@ -169,8 +169,7 @@ class TrainStep(HasWeights):
         tasks = _AutogradTasks(self.sharded, parts, self._weights(parts))
         run_order(self.order, (0,), tasks)
         self._update()
-        losses = list(tasks.shares.values())
-        return losses[0] if len(losses) == 1 else torch.stack(losses).sum()
+        return sum_of(list(tasks.shares.values()))
 
     def _weights(self, parts: Sequence[Part]) -> list[float]:
         """The count of each micro-batch in the loss."""
@@ -230,8 +229,7 @@ class _AutogradTasks:
         """See `TaskRunner`. A micro-batch that counts nothing has no share of the loss, and no gradient."""
         number = task.micro_batch
         if task.work is Work.FORWARD:
-            loss, weight = self.sharded.run_for_loss(*self.parts[number]), self.weights[number]
-            self.shares[number] = loss * weight if weight else torch.zeros_like(loss, requires_grad=False)
+            self.shares[number] = share_of(self.sharded.run_for_loss(*self.parts[number]), self.weights[number])
             return
         if self.shares[number].requires_grad:
             self.shares[number].backward()

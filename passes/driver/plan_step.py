@@ -7,6 +7,7 @@ fastest recipes, and that is the plan.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
@@ -15,6 +16,7 @@ from functools import partial
 from autoshard.call import Call
 from autoshard.errors import AutoshardError, DoesNotFitError, NotAvailableError, RecipeError
 from autoshard.ir.plan import Plan
+from autoshard.ir.recipe import Recipe
 from autoshard.ir.request import Request
 from autoshard.ir.update import Update
 from autoshard.runtime.micro_batches import batch_size, parts_of
@@ -57,19 +59,20 @@ def plan_step(call: Call, planner: Planner, update: Update | None, search: Recip
 def outer_search(call: Call) -> RecipeSearch | None:
     """The search that proposes meshes, stages and micro-batches; None where the call gives them, or has no step.
 
-    It searches recipes for `global_batch` sequences, or, on a cluster, for the batch of the example inputs.
+    It searches recipes for `global_batch` sequences, or, on a cluster, for the batch of the example inputs. A given
+    recipe restricts it.
 
     Raises:
         AutoshardError: `global_batch` is given, and no recipe is for such a call.
     """
     assert call.example_inputs is not None, "there is an example call"
-    if call.recipe is not None:
-        return None
-    if call.global_batch is not None:
+    if call.recipe is None and call.global_batch is not None:
         return recipe_search(call, call.global_batch)
     is_given = call.mesh or call.constraints or call.previous or call.fixed or call.micro_batches or call.schedule
-    batch = batch_size(*call.inputs)
+    batch = call.global_batch or batch_size(*call.inputs)
     if is_given or not isinstance(call.target, Cluster) or call.optimizer is None or batch is None:
+        return None
+    if call.recipe is not None and not _leaves_a_mesh_open(call.recipe, call.target):
         return None
     try:
         search = recipe_search(call, batch)
@@ -77,6 +80,13 @@ def outer_search(call: Call) -> RecipeSearch | None:
         _LOGGER.debug("meshes are tried without a search over recipes: %s", error)
         return None
     return None if search.forecast else search
+
+
+def _leaves_a_mesh_open(recipe: Recipe, cluster: Cluster) -> bool:
+    """Whether several meshes of a cluster, or several numbers of stages, are left by a recipe."""
+    sizes = (recipe.data, recipe.tensor, recipe.context, recipe.pipeline)
+    given = math.prod(size for size in sizes if size is not None)
+    return recipe.stage_layers is None and given < cluster.size and sum(size is None for size in sizes) > 1
 
 
 def _request(call: Call, update: Update | None, parts: int) -> Request:
@@ -108,7 +118,7 @@ def _plan_proposed(
     check_stages: Callable[[], None],
 ) -> Planned | Plan:
     """The fastest plan on the meshes of the fastest recipes; see `plan_step` and `outer_search`."""
-    start, is_asked = time.monotonic(), call.global_batch is not None
+    start, is_asked = time.monotonic(), call.global_batch is not None and call.recipe is None
     planner, ceiling = planner.begun()
     try:
         search, found, kinds = search.run()

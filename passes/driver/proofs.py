@@ -10,7 +10,7 @@ from autoshard.arguments import check_optimizer, check_target
 from autoshard.call import Call
 from autoshard.errors import TraceError
 from autoshard.ir.precision import effective_precision
-from autoshard.ir.request import Request
+from autoshard.ir.request import CompiledProgram, Request
 from autoshard.ir.verification_report import VerificationReport
 from autoshard.runtime.optimizer_state import named_optimizer
 from autoshard.runtime.sharded_module import ShardedModule
@@ -18,8 +18,10 @@ from autoshard.runtime.train_step import TrainStep
 from passes.driver.candidates import meshes_of
 from passes.driver.fixed_plan import update_for
 from passes.driver.planner_for import planner_for
+from passes.verification.verify_cut_backward import verify_cut_backward
 from passes.verification.verify_phases import verify_phases
 from passes.verification.verify_program import verify_program
+from passes.verification.verify_schedule import verify_schedule
 
 
 def verify_compiled(compiled: ShardedModule | TrainStep) -> VerificationReport:
@@ -30,15 +32,22 @@ def verify_compiled(compiled: ShardedModule | TrainStep) -> VerificationReport:
     last = sharded.program
     if last is None:
         raise TraceError("verify(...): nothing has been compiled yet; call the model once, or pass example_inputs=.")
-    phases = [program.phased for program in sharded.programs]
-    for phased in phases:
-        verify_phases(phased)
     is_added_up = isinstance(compiled, TrainStep) and compiled.micro_batches > 1
-    reports = [
-        verify_program(item.lowered.traced, item.lowered, item.carried if is_added_up else ()) for item in phases
-    ]
-    report = reports[phases.index(last.phased)]
+    reports = [_prove_again(program, is_added_up=is_added_up) for program in sharded.programs]
+    report = reports[[program.phased for program in sharded.programs].index(last.phased)]
     return report if last.weights is None else report.assuming(f"micro-batches weigh as the loss says: {last.weights}")
+
+
+def _prove_again(program: CompiledProgram, *, is_added_up: bool) -> VerificationReport:
+    """Prove a program, or all stages of one and their order."""
+    reports = []
+    for part in program.parts:
+        verify_phases(part)
+        verify_cut_backward(part)
+        reports.append(verify_program(part.lowered.traced, part.lowered, part.carried if is_added_up else ()))
+    if program.staged is not None:
+        verify_schedule(program.staged.order, trains=program.update is not None)
+    return VerificationReport.together(reports)
 
 
 def prove_model(call: Call) -> VerificationReport:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
-from autoshard.arguments import ExampleInputs, check_trains, checked_cluster
+from autoshard.arguments import check_trains, checked_cluster
 from autoshard.call import Call
 from autoshard.errors import DoesNotFitError, NotAvailableError
 from autoshard.ir.execution import OPTIMIZERS, Execution
@@ -21,7 +21,7 @@ from passes.driver.pricing import narrow_dtype, priced_model
 from passes.driver.progress import Show, search_bar
 from passes.recipe_search.recipe_constraints import pinned
 from passes.recipe_search.recipe_problem import RecipeProblem
-from passes.recipe_search.recipe_space import Only
+from passes.recipe_search.recipe_space import SEARCHED, Only
 from passes.recipe_search.search_recipes import FoundRecipe, Watch
 from passes.recipe_search.warm_start import known_recipe
 from passes.recipes.own_runtime import own_runtime
@@ -95,7 +95,7 @@ def recipe_search(call: Call, global_batch: int) -> RecipeSearch:
     assert call.example_inputs is not None, "plan takes example inputs"
     check_trains(model, call.optimizer)
     base = base_recipe(model, call.optimizer, call.precision, global_batch)
-    only = pinned(call.constraints or {})
+    only = pinned(call.constraints or {}) if call.recipe is None else _given(call.recipe)
     forecast = "" if runtime is not None else _only_priced(call.optimizer, base)
     if runtime is None and not forecast:
         has_masters = narrow_dtype(model, base.precision) is not None
@@ -107,6 +107,12 @@ def recipe_search(call: Call, global_batch: int) -> RecipeSearch:
     problem = replace(problem, runs=runtime is None and not forecast)
     before = None if call.previous is None else call.previous.recipe
     return RecipeSearch(call, problem, forecast, before)
+
+
+def _given(recipe: Recipe) -> Only:
+    """The searched fields that a recipe decides."""
+    values = {name: getattr(recipe, name) for name in SEARCHED}
+    return {name: (value,) for name, value in values.items() if value is not None}
 
 
 def _only_priced(optimizer: str | torch.optim.Optimizer | None, base: Execution) -> str:
@@ -124,21 +130,6 @@ def problem_of(
     """The search for a model's recipe, within so many bytes of each device; None: its own."""
     limit = room_bytes(cluster.device, _AXES if cluster.size > 1 else 0) if memory_budget is None else memory_budget
     return RecipeProblem(counted, cluster, base, limit, pinned=pinned)
-
-
-def recipe_problem(
-    model: nn.Module,
-    cluster: Cluster,
-    base: Execution,
-    *,
-    example_inputs: ExampleInputs,
-    memory_limit: float,
-    loss_fn: Callable[..., torch.Tensor] | None = None,
-    pinned: Only | None = None,
-) -> RecipeProblem:
-    """The search for a model's recipe: its `best(fixed={"pipeline": 8})` is the fastest with a field fixed."""
-    counted = priced_model(model, example_inputs, loss_fn, base.precision).counted
-    return RecipeProblem(counted, cluster, base, memory_limit, pinned=pinned or {})
 
 
 def base_recipe(

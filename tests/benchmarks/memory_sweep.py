@@ -35,10 +35,10 @@ from passes.driver.plan_and_lower import planning_problem, solve
 from passes.driver.plan_of_choice import lowered_plan
 from passes.driver.plan_options import PlanOptions
 from passes.driver.planner import Planner
-from passes.driver.recipe_search import recipe_problem
 from passes.planning.build_assignment import PlanningProblem
 from passes.solver.search_control import SearchControl
 from tests.benchmarks.decoder import Decoder, DecoderShape
+from tests.passes.recipe_search.problems import recipe_problem
 
 MESH = Mesh({"data": 8})
 SHARES = (0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.7, 1.0)

@@ -10,12 +10,15 @@ import torch
 from torch import nn
 
 import autoshard
+from autoshard import Recipe
 from autoshard.cluster import distinct_meshes, local_cluster
 from autoshard.errors import NotAvailableError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import Program
 from passes.driver import planner
 from passes.driver.candidates import meshes_of
+from tests.end_to_end.test_pipelines import NORM, STEPS, adamw, on_one_device, skips
+from tests.runtime.processes import report, run_checks
 
 
 def test_each_mesh_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,3 +118,46 @@ def test_a_machine_that_no_file_describes_is_refused(monkeypatch: pytest.MonkeyP
         NotAvailableError, match=f"No hardware file describes '{driver}'; there are .*Or pass a Cluster"
     ):
         local_cluster(autoshard.Mesh({"data": 4}))
+
+
+CLUSTER = autoshard.Cluster("cpu_laptop", 1, 2)
+
+
+@pytest.mark.parametrize("recipe", [None, Recipe(pipeline=2)], ids=["free", "pipeline"])
+def test_a_cluster_trains_as_one_device(recipe: Recipe | None) -> None:
+    """Stages and micro-batches too are those of the plan."""
+    model, inputs = skips()
+    step = autoshard.compile(
+        model, CLUSTER, optimizer=adamw(model), example_inputs=inputs, max_grad_norm=NORM, recipe=recipe
+    )
+    assert bool(step.plan.stages) == (recipe is not None)
+    assert step.micro_batches == step.plan.micro_batches
+    torch.testing.assert_close([float(step(**inputs)) for _ in range(STEPS)], on_one_device("skips")[0])
+
+
+def test_compile_finds_what_plan_finds_for_a_batch() -> None:
+    """The batch of the example inputs is that of a step."""
+    model, inputs = skips()
+    asked: dict[str, Any] = {"example_inputs": inputs, "max_grad_norm": NORM, "precision": None}
+    cluster = autoshard.Cluster("h100_sxm", 1, 4)
+    plans = [
+        autoshard.plan(model, cluster, optimizer=adamw(model), **asked, **batch) for batch in ({}, {"global_batch": 8})
+    ]
+    step = autoshard.compile(model, cluster, optimizer=adamw(model), **asked)
+    found = [(plan.mesh, plan.micro_batches, plan.predicted.step_time_s) for plan in (*plans, step.plan)]
+    assert found[0] == found[1] == found[2]
+
+
+def check_stages_of_a_cluster() -> None:
+    """Each of two processes runs the stage that the plan of the first one gives it."""
+    model, inputs = skips()
+    step = autoshard.compile(
+        model, CLUSTER, optimizer=adamw(model), example_inputs=inputs, max_grad_norm=NORM, recipe=Recipe(pipeline=2)
+    )
+    assert len(step.plan.stages) == 2
+    torch.testing.assert_close([float(step(**inputs)) for _ in range(STEPS)], on_one_device("skips")[0])
+
+
+def test_stages_of_a_cluster_run_in_processes() -> None:
+    """The losses are those of one device."""
+    report(run_checks({"stages": check_stages_of_a_cluster}, ranks=2), "stages")

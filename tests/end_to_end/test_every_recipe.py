@@ -18,11 +18,11 @@ from autoshard.ir.execution import Execution
 from cost_models.device import HostLink
 from cost_models.hardware import node_type
 from passes.driver.pricing import price_execution, priced_model
-from passes.driver.recipe_search import recipe_problem
 from passes.recipe_search.recipe_problem import RecipeProblem
 from passes.sections.price_model import CountedModel
 from tests.passes.decoders import dense, priced_sparse, tokens
 from tests.passes.every_recipe import every_price
+from tests.passes.recipe_search.problems import recipe_problem
 
 LEAST_TOKENS = 16
 SPARSE = priced_sparse().counted

@@ -86,6 +86,18 @@ def test_an_order_without_a_backward_is_refused() -> None:
         check_equal("skips", Mesh(MESH), plan=wrong, micro_batches=None)
 
 
+def test_stages_are_proven_again() -> None:
+    """All of them, with their cut backwards, and their order; and those of an evaluation."""
+    step, _, inputs = compiled("skips", Mesh(MESH), schedule="InterleavedZeroBubble", virtual_stages=2)
+    step(**inputs)
+    report = autoshard.verify(step)
+    assert report.results["parameter_update"] == len(step.optimizer.state)
+    assert report.results["squares"] == len(step.plan.stages)
+    with torch.no_grad():
+        step.sharded(**inputs)
+    assert set(autoshard.verify(step.sharded).results) == {"output"}
+
+
 def test_a_plan_is_printed(tmp_path: Path) -> None:
     """Its text and its page show stages, schedule and bubble."""
     plan = planned({"pipeline": 2})

@@ -78,8 +78,7 @@ def check_freed(axes: dict[str, int]) -> None:
 def _graph_of(sharded: ShardedModule) -> weakref.ref[Any]:
     program = sharded.program
     assert program is not None
-    phased = program.phased if program.staged is None else program.staged.stages[0].phased
-    return weakref.ref(phased.forward)
+    return weakref.ref(program.parts[0].forward)
 
 
 @pytest.mark.parametrize("axes", [{"data": 2}, {"pipeline": 2}], ids=str)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -87,7 +87,7 @@ CASES = {
 def test_micro_batches_become_more_until_all_is_kept(case: str) -> None:
     """No more are tried then; of those that were tried the fastest is taken."""
     plans, chosen = CASES[case]
-    planner, recipe = PlannerOf(plans), replace(Recipe(data=1), micro_batch=None)
+    planner, recipe = PlannerOf(plans), Recipe(data=1)
     found = planned(planner, candidates_of(recipe, [ALONE], 8))
     assert planner.asked == [(parts, 8 // parts) for parts in plans]
     assert found.planner.micro_batches == chosen
