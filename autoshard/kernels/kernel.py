@@ -24,11 +24,9 @@ class Specimen:
         function: the `@triton.jit` function.
         signature: every argument's triton type in order, e.g. `{"x_ptr": "*bf16", "rows": "i32"}`;
             "constexpr" for those in `constants`.
-        size: elements of a row, or of an attention head.
+        size: elements of a row.
         constants: the values of the `constexpr` arguments (None for an absent pointer).
         num_warps: warps per program.
-        num_stages: how many iterations of a loop load ahead.
-        architecture: the one of `launch.ARCHITECTURES` that the block sizes are for; None for every one.
     """
 
     function: Any
@@ -36,8 +34,6 @@ class Specimen:
     size: int
     constants: Mapping[str, object] = field(default_factory=dict)
     num_warps: int = 4
-    num_stages: int = 3
-    architecture: str | None = None
 
     @property
     def name(self) -> str:
@@ -159,12 +155,10 @@ def specimen(function: Any, types: str, tile: Tile, size: int, **constants: obje
     return block_specimen(function, types, size, tile.num_warps, **constants, **blocks)
 
 
-def block_specimen(
-    function: Any, types: str, size: int, num_warps: int, num_stages: int = 3, **constants: object
-) -> Specimen:
+def block_specimen(function: Any, types: str, size: int, num_warps: int, **constants: object) -> Specimen:
     """As `specimen`, for a function with any block sizes among its constants."""
     names, kinds = list(function.arg_names), types.split()
     absent = {name: None for name, kind in zip(names, kinds, strict=False) if kind == "None"}
     kinds_of = dict(zip(names, kinds, strict=False)) | dict.fromkeys(absent, "constexpr")
     kinds_of |= dict.fromkeys(names[len(kinds) :], "constexpr")
-    return Specimen(function, kinds_of, size, absent | constants, num_warps, num_stages)
+    return Specimen(function, kinds_of, size, absent | constants, num_warps)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -18,8 +17,6 @@ from autoshard.kernels.tuning import Launch, tuner_of
 from autoshard.kernels.tuning_switch import active_tuning
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# What block sizes are chosen by: A100 and its like, H100 and later, MI300.
-ARCHITECTURES = ("sm_80", "sm_90", "gfx942")
 # A row is held in registers: 16384 float32 in 16 warps are 32 registers a thread for each array.
 MAX_COLUMNS = 16384
 _TILE_ELEMENTS = 2048
@@ -32,16 +29,6 @@ class Tile:
     rows: int
     columns: int
     num_warps: int
-
-
-@cache
-def architecture_of(device: torch.device) -> str:
-    """Which of `ARCHITECTURES` a device's block sizes are chosen by; a CPU, which interprets, counts as an H100."""
-    if device.type != "cuda":
-        return "sm_90"
-    if torch.version.hip:
-        return "gfx942"
-    return "sm_90" if torch.cuda.get_device_capability(device) >= (9, 0) else "sm_80"
 
 
 def row_tile(columns: int, max_columns: int = MAX_COLUMNS) -> Tile:
@@ -99,7 +86,6 @@ def launch(
     device: torch.device,
     *arguments: object,
     num_warps: int,
-    num_stages: int | None = None,
     tunable: Sequence[str] | None = None,
     follow: Callable[[Mapping[str, int]], Mapping[str, int]] = lambda blocks: {},
     changes: Sequence[Tensor] = (),
@@ -112,7 +98,7 @@ def launch(
         grid: the number of programs along each axis, from the block sizes by name.
         device: where the tensors are.
         arguments: what is not `constexpr`, in order.
-        num_warps, num_stages: the heuristic's; stages of a kernel with a loop that loads ahead.
+        num_warps: the heuristic's.
         tunable: the constants that tuning may change; by default what `TUNABLE` says.
         follow: from these constants, those that follow from them.
         changes: the tensors that the kernel reads and writes.
@@ -122,7 +108,7 @@ def launch(
         KernelError: the tensors are not on a GPU, and the kernel was not loaded for Triton's interpreter.
     """
     names = TUNABLE.get(kernel.fn.__name__, ()) if tunable is None else tunable
-    choice, fixed = choice_of(constants, names, num_warps, num_stages)
+    choice, fixed = choice_of(constants, names, num_warps)
     call = Launch(kernel, grid, device, arguments, fixed, follow, changes)
     if device.type != "cuda" and not call.is_interpreted:
         raise KernelError(

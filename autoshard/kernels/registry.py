@@ -22,15 +22,12 @@ from torch._ops import OpOverload
 from autoshard.kernels import (
     biased_product,
     triton_add_norm,
-    triton_attention,
-    triton_attention_backward,
     triton_bias_add_norm,
     triton_cross_entropy,
     triton_dropout,
     triton_embedding,
     triton_gated,
     triton_gelu,
-    triton_grouped_matmul,
     triton_layer_norm,
     triton_linear_cross_entropy,
     triton_permutation,
@@ -42,12 +39,9 @@ from autoshard.kernels import (
 from autoshard.kernels.kernel import FusedKernel, Kernel
 
 _MODULES = (
-    triton_attention,
-    triton_attention_backward,
     triton_cross_entropy,
     triton_dropout,
     triton_embedding,
-    triton_grouped_matmul,
     triton_layer_norm,
     triton_rms_norm,
     triton_softmax,

@@ -1,4 +1,4 @@
-"""Tokens to the order of experts and back, around products in groups (`triton_grouped_matmul`).
+"""Tokens to the order of experts and back, around products in groups (`aten::_grouped_mm`).
 
 Gale et al., "MegaBlocks" (2022), section 5.3. Each of T tokens goes to k experts; assignment t k + j is token t's j-th.
 `order` [T k] has the assignments by expert, `inverse` [T k] the place of each assignment among them, `shares` [T k] the

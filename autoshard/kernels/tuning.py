@@ -70,8 +70,7 @@ class Launch:
 
     def run(self, choice: Choice) -> None:
         """Launch it."""
-        stages = {} if choice.num_stages is None else {"num_stages": choice.num_stages}
-        options = {**stages, "num_warps": choice.num_warps, "enable_fp_fusion": True}
+        options = {"num_warps": choice.num_warps, "enable_fp_fusion": True}
         self.kernel[self.grid](*self.arguments, **self.constants, **self.blocks(choice), **options)
 
     def blocks(self, choice: Choice) -> dict[str, int]:
@@ -134,7 +133,7 @@ class Tuner:
 def measure(launch: Launch, candidates: Sequence[Choice], timer: Timer | None) -> dict[Choice, float]:
     """Every candidate's median time in milliseconds, by `triton.autotune`; infinite for one that does not fit."""
     configs = {
-        triton.Config(launch.blocks(choice), choice.num_warps, choice.num_stages): choice  # type: ignore[arg-type]
+        triton.Config(launch.blocks(choice), choice.num_warps, None): choice  # type: ignore[arg-type]
         for choice in candidates
     }
     names = launch.kernel.arg_names

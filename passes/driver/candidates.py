@@ -20,6 +20,7 @@ from autoshard.runtime.micro_batches import batch_size
 from cost_models.hardware import Cluster
 from cost_models.schedule_orders import admits
 from passes.driver.pipelines import whole_mesh
+from passes.driver.planning_time import planning_s
 from passes.planning.recipe_meshes import (
     DATA,
     EXPERT,
@@ -108,18 +109,8 @@ _MOST_SHAPES, _NEAR, _SHARE_OF_OTHERS = 3, 1.5, 0.5
 """Most recipes that are planned; how much slower than the fastest one a recipe may be; the part of the time budget that
 all of them may take."""
 
-_SECONDS_PER_PARAMETER, _SECONDS_WITHOUT_STAGES = 0.2, 20.0
-"""Planning takes so long, about, for each parameter; without stages at most so long, as alike blocks are left out."""
-
-
 _AXES_IN_TIME = 2
 """Axes of a mesh on which all specs are searched in time; on more axes the recipe restricts them."""
-
-
-def planning_s(model: nn.Module, recipe: Recipe) -> float:
-    """How long the search for the specs of a recipe takes, about; the same on every machine."""
-    each = _SECONDS_PER_PARAMETER * len(list(model.parameters()))
-    return each if is_several(recipe.pipeline) else min(each, _SECONDS_WITHOUT_STAGES)
 
 
 def shape_of(recipe: Recipe, fixed: Mapping[str, object]) -> Recipe:
@@ -149,7 +140,7 @@ def candidates_found(
             shapes.setdefault(shape_of(each.recipe.recipe, fixed), each.objective)
     least_s, all_s = min(shapes.values(), default=0.0), 0.0
     for number, (shape, step_s) in enumerate(shapes.items()):
-        needed_s = planning_s(model, shape)
+        needed_s = planning_s(model, in_stages=is_several(shape.pipeline))
         all_s += needed_s
         is_late = all_s > _SHARE_OF_OTHERS * time_budget_s
         is_spare = number > 0 and (is_late or step_s > _NEAR * least_s or number >= _MOST_SHAPES)

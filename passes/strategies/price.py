@@ -159,11 +159,6 @@ class Prices:
         """Whether each rank calls the operator on its pieces, with no communication, and no padding filled, within."""
         return not _may_communicate(site, strategy) and not _fill_counts(site, strategy, self.mesh)
 
-    def operand_values(self, site: Site) -> list[ValueInfo]:
-        """What a call reads."""
-        assert site.node is not None, "calls have nodes"
-        return [_info(operand.meta["val"]) for operand in operands_of(site.node)]
-
     def collectives_inside(self, site: Site, strategy: Strategy) -> tuple[tuple[str, float], ...]:
         """Mesh axis and seconds of each collective inside a call's rewrite; `call_time` includes them."""
         if not _may_communicate(site, strategy):

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from autoshard.kernels.triton_attention import triton_attention
-from autoshard.kernels.triton_attention_backward import triton_attention_backward
+from autoshard.kernels.native_attention import native, native_backward
 from cost_models.work import AttentionShape
 from tests.benchmarks.gpu_case import HEADS, Case, draw
 
@@ -18,11 +17,11 @@ def attention(size: int, length: int) -> Iterator[Case]:
     q, k, v, grad = (draw(1, HEADS // 2, length, size).requires_grad_() for _ in range(4))
     constants = (0.0, True, size**-0.5, 0, [0] * 4, list(q.shape))
     with torch.no_grad():
-        out, lse = triton_attention(q, k, v, None, None, *constants)
+        out, lse = native(q, k, v, None, None, *constants)
 
     def forward() -> Any:
         with torch.no_grad():
-            return triton_attention(q, k, v, None, None, *constants)
+            return native(q, k, v, None, None, *constants)
 
     def plain() -> Any:
         with torch.no_grad():
@@ -30,7 +29,7 @@ def attention(size: int, length: int) -> Iterator[Case]:
 
     def backward() -> Any:
         with torch.no_grad():
-            return triton_attention_backward(grad, q, k, v, None, out, lse, None, *constants)
+            return native_backward(grad, q, k, v, None, out, lse, None, *constants)
 
     def plain_backward() -> Callable[[], Any]:
         expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)

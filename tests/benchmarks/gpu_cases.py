@@ -36,7 +36,6 @@ from autoshard.kernels.triton_embedding import (
 )
 from autoshard.kernels.triton_gated import gated, gated_backward
 from autoshard.kernels.triton_gelu import bias_gelu, bias_gelu_backward
-from autoshard.kernels.triton_grouped_matmul import grouped_matmul
 from autoshard.kernels.triton_layer_norm import layer_norm, layer_norm_backward
 from autoshard.kernels.triton_linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_backward
 from autoshard.kernels.triton_permutation import combine, combine_backward, permute, permute_backward
@@ -346,23 +345,6 @@ def _experts() -> Iterator[Case]:
         lambda: combine_backward(grad, y, shares, order, _CHOSEN),
         lambda: unweigh(y, grad, y, shares, order, _CHOSEN, TOKENS),
         bytes_of(grad, y, y),
-    )
-    weight, inner = draw(_EXPERTS, HIDDEN, INNER), draw(rows, INNER)
-    ends = torch.arange(1, _EXPERTS + 1, dtype=torch.int32) * (rows // _EXPERTS)
-    each = rows // _EXPERTS
-    yield Case(
-        "grouped product",
-        lambda: grouped_matmul(y, weight, ends),
-        lambda: _aten._grouped_mm(y, weight, ends),
-        products=(MatmulShape(each, INNER, HIDDEN, _EXPERTS),),
-        compiles=False,
-    )
-    yield Case(
-        "grouped product, gradient of the weights",
-        lambda: grouped_matmul(y.t(), inner, ends),
-        lambda: _aten._grouped_mm(y.t(), inner, ends),
-        products=(MatmulShape(HIDDEN, INNER, each, _EXPERTS),),
-        compiles=False,
     )
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import triton
 
-from autoshard.kernels.launch import ARCHITECTURES
+from tests.kernels.ahead import ARCHITECTURES
 
 _ROOT = Path(__file__).parents[2]
 _SCRIPT = _ROOT / "tests" / "kernels" / "compile_ahead.py"

@@ -21,9 +21,11 @@ from triton.compiler import ASTSource
 
 from autoshard.errors import KernelError
 from autoshard.kernels import triton_adam
-from autoshard.kernels.candidates import MAX_STAGES_HIP
 from autoshard.kernels.kernel import Specimen
 from autoshard.kernels.registry import FUSED, KERNELS
+
+ARCHITECTURES = ("sm_80", "sm_90", "gfx942")
+"""A100 and its like, H100 and later, MI300."""
 
 TYPICAL_SIZES = (4096, 64, 128)
 """The sizes that models usually have: at these no kernel may spill."""
@@ -49,11 +51,10 @@ class Resources:
     spilled_bytes: int
 
 
-def specimens(architecture: str) -> tuple[Specimen, ...]:
-    """All representative compilations for one of `launch.ARCHITECTURES`."""
+def specimens() -> tuple[Specimen, ...]:
+    """All representative compilations."""
     kernels = [*(kernel for found in KERNELS.values() for kernel in found), *FUSED]
-    found = [specimen for kernel in kernels for specimen in kernel.specimens] + [*triton_adam.specimens()]
-    return tuple(specimen for specimen in found if specimen.architecture in (None, architecture))
+    return (*(specimen for kernel in kernels for specimen in kernel.specimens), *triton_adam.specimens())
 
 
 def compile_ahead(specimen: Specimen, architecture: str) -> Resources:
@@ -82,9 +83,7 @@ def compile_ahead(specimen: Specimen, architecture: str) -> Resources:
         attrs=_alignments(specimen),
     )
     target = _target(architecture)
-    options = {"num_warps": specimen.num_warps, "num_stages": specimen.num_stages, "enable_fp_fusion": True}
-    if target.backend == "hip":
-        options["num_stages"] = min(specimen.num_stages, MAX_STAGES_HIP)
+    options = {"num_warps": specimen.num_warps, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=target, options=options)
     if target.backend == "hip":
         registers, spilled = _read_assembly(compiled.asm["amdgcn"], specimen.name)

@@ -10,13 +10,10 @@ from torch import Tensor
 
 from autoshard.kernels import triton_embedding, triton_permutation
 from autoshard.kernels.triton_adam import adam_updates_
-from autoshard.kernels.triton_attention import flash_attention
-from autoshard.kernels.triton_attention_backward import flash_attention_backward
 from autoshard.kernels.triton_cross_entropy import triton_cross_entropy, triton_cross_entropy_backward
 from autoshard.kernels.triton_dropout import triton_dropout
 from autoshard.kernels.triton_gated import gated, gated_backward
 from autoshard.kernels.triton_gelu import bias_gelu, bias_gelu_backward
-from autoshard.kernels.triton_grouped_matmul import grouped_matmul
 from autoshard.kernels.triton_layer_norm import layer_norm, layer_norm_backward
 from autoshard.kernels.triton_linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_backward
 from autoshard.kernels.triton_rotary import rotary
@@ -32,13 +29,6 @@ _IGNORED = -100
 
 def _indices(count: int, below: int) -> Tensor:
     return torch.randint(0, below, (count,), device=DEVICE)
-
-
-def _attention(rows: int, columns: int) -> Any:
-    q, k, v, grad = draw(1, 2, 19, 16), draw(1, 1, 35, 16), draw(1, 1, 35, 16), draw(1, 2, 19, 16)
-    options = {"is_causal": True, "query_offset": 16}
-    out, lse = flash_attention(q, k, v, 0.25, **options)
-    return out, lse, *flash_attention_backward(grad, q, k, v, out, lse, 0.25, **options)
 
 
 def _norm(rows: int, columns: int) -> Any:
@@ -96,12 +86,6 @@ def _experts(rows: int, columns: int) -> Any:
     return y, gathered, *triton_permutation.combine_backward(x, y, shares, order, 2)
 
 
-def _grouped(rows: int, columns: int) -> Any:
-    x, weight, y = draw(36, 20), draw(3, 20, 8), draw(36, 8)
-    ends = torch.tensor([11, 11, 36], dtype=torch.int32, device=DEVICE)
-    return grouped_matmul(x, weight, ends), grouped_matmul(x.t(), y, ends)
-
-
 def _rotary(rows: int, columns: int) -> Any:
     q, k, cos, sin = draw(1, 3, rows, 12), draw(1, 1, rows, 12), draw(1, 1, rows, 12), draw(1, 1, rows, 12)
     return rotary(q, k, cos, sin, False, False)
@@ -125,8 +109,8 @@ def _adam(rows: int, columns: int) -> Any:
 CALLS: Mapping[str, Callable[[int, int], Any]] = {
     call.__name__.strip("_"): call
     for call in (
-        *(_attention, _norm, _gated, _gelu, _softmax, _cross_entropy, _linear_cross_entropy, _split_cross_entropy),
-        *(_embedding, _experts, _grouped, _rotary, _dropout, _adam),
+        *(_norm, _gated, _gelu, _softmax, _cross_entropy, _linear_cross_entropy, _split_cross_entropy),
+        *(_embedding, _experts, _rotary, _dropout, _adam),
     )
 }
 

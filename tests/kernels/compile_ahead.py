@@ -20,7 +20,7 @@ def main(architectures: str, sizes: str) -> None:
     """Write a list of {kernel, size, architecture, registers, shared_bytes, spilled_bytes}."""
     rows = []
     for architecture in architectures.split(","):
-        for specimen in specimens(architecture):
+        for specimen in specimens():
             if sizes == "ones":
                 if specimen.name in {row["kernel"] for row in rows}:
                     continue

@@ -21,19 +21,14 @@ from tests.kernels.ahead import TYPICAL_SIZES, compile_ahead, specimens
 
 def candidates_of(specimen: Specimen, tunable: Sequence[str]) -> Iterator[tuple[str, Specimen]]:
     """Yield each alternative to a specimen: the choice as a text, and its compilation."""
-    stages = specimen.num_stages if "BLOCK_N" in specimen.constants else None
-    heuristic, fixed = choice_of(specimen.constants, tunable, specimen.num_warps, stages)
+    heuristic, fixed = choice_of(specimen.constants, tunable, specimen.num_warps)
     for choice in neighbours(heuristic, fixed)[1:]:
         constants = {**specimen.constants, **dict(choice.blocks)}
-        used = choice.num_stages or specimen.num_stages
-        yield (
-            str(choice),
-            dataclasses.replace(specimen, constants=constants, num_warps=choice.num_warps, num_stages=used),
-        )
+        yield str(choice), dataclasses.replace(specimen, constants=constants, num_warps=choice.num_warps)
 
 
-def _handwritten(architecture: str) -> Iterator[list[tuple[str, Specimen]]]:
-    for specimen in specimens(architecture):
+def _handwritten() -> Iterator[list[tuple[str, Specimen]]]:
+    for specimen in specimens():
         if specimen.size in TYPICAL_SIZES:
             yield list(candidates_of(specimen, TUNABLE.get(specimen.name, ())))
 
@@ -58,7 +53,7 @@ def main(architectures: str, which: str, families: str = "") -> None:
     """Write a list of {kernel, size, choice, architecture, registers, shared_bytes, spilled_bytes}."""
     rows = []
     for architecture in architectures.split(","):
-        found = [*_handwritten(architecture), *_generated(families.split(",") if families else [])]
+        found = [*_handwritten(), *_generated(families.split(",") if families else [])]
         for choice, specimen in (
             pair for choices in (_sample(found) if which == "sample" else found) for pair in choices
         ):

@@ -124,20 +124,9 @@ def test_neighbours_are_one_step_away(columns: int) -> None:
         assert 1 <= item.num_warps <= 16
 
 
-def test_products_keep_their_least_sides() -> None:
-    """A product's sides are 16 and more, its warps four and more, and a loop has a stage at least."""
-    choice = Choice((("BLOCK_M", 16), ("BLOCK_N", 32)), 4, 1)
-    found = neighbours(choice, {"BLOCK_D": 64})
-    assert {(dict(item.blocks)["BLOCK_M"], dict(item.blocks)["BLOCK_N"]) for item in found} == {
-        *((16, 32), (32, 32), (16, 64), (16, 16))
-    }
-    assert {item.num_warps for item in found} == {4, 8}
-    assert {item.num_stages for item in found} == {1, 2}
-
-
 def test_a_choice_is_readable() -> None:
-    """Its text names blocks, warps and stages, where it has them."""
-    assert str(Choice((("BLOCK_M", 64), ("BLOCK_N", 32)), 8, 2)) == "BLOCK_M 64, BLOCK_N 32, 8 warps, 2 stages"
+    """Its text names blocks, where it has any, and warps."""
+    assert str(Choice((("BLOCK_R", 2), ("BLOCK_C", 64)), 8)) == "BLOCK_R 2, BLOCK_C 64, 8 warps"
     assert str(Choice((), 4)) == "4 warps"
 
 

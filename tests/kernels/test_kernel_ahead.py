@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from autoshard.errors import KernelError
-from autoshard.kernels.launch import ARCHITECTURES
-from tests.kernels.ahead import TYPICAL_SIZES, compile_ahead, specimens
+from tests.kernels.ahead import ARCHITECTURES, TYPICAL_SIZES, compile_ahead, specimens
 
 SCRIPT = Path(__file__).with_name("compile_ahead.py")
 ROOT = SCRIPT.parents[2]
@@ -44,7 +43,7 @@ def _check(rows: list[dict[str, Any]], architectures: str, record: Callable[[str
         assert row["spilled_bytes"] <= MAX_SPILLED_BYTES or row["size"] not in TYPICAL_SIZES, row
     for architecture in architectures.split(","):
         compiled = {row["kernel"] for row in rows if row["architecture"] == architecture}
-        assert compiled == {specimen.name for specimen in specimens(architecture)}
+        assert compiled == {specimen.name for specimen in specimens()}
 
 
 @pytest.mark.sample(1)
@@ -58,7 +57,7 @@ def test_compiles_almost_without_spills(architecture: str, record_property: Call
 def test_sizes_of_one_compile() -> None:
     """A call may have one row, one query, one class: every kernel compiles with these as constants."""
     compiled = {row["kernel"] for row in _compile("sm_90", "ones")}
-    assert compiled == {specimen.name for specimen in specimens("sm_90")}
+    assert compiled == {specimen.name for specimen in specimens()}
 
 
 @pytest.mark.slow
@@ -72,4 +71,4 @@ def test_compiles_at_every_size(record_property: Callable[[str, object], None]) 
 def test_interpreted_kernels_cannot_be_compiled() -> None:
     """Compiling in a process that loaded kernels for the interpreter is refused with the reason."""
     with pytest.raises(KernelError, match="was loaded for the interpreter"):
-        compile_ahead(specimens("sm_90")[0], "sm_90")
+        compile_ahead(specimens()[0], "sm_90")

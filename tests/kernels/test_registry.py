@@ -18,20 +18,13 @@ def _calls(device: str, dtype: torch.dtype = torch.float32) -> list[tuple[torch.
     def x(*shape: int) -> Tensor:
         return torch.ones(shape, device=device, dtype=dtype)
 
-    def half(*shape: int) -> Tensor:
-        """In bfloat16, the one dtype that torch's grouped product takes everywhere."""
-        return torch.ones(shape, device=device, dtype=torch.bfloat16)
-
     def statistic(*shape: int) -> Tensor:
         return torch.ones(shape, device=device)
 
     target = torch.zeros(4, dtype=torch.int64, device=device)
     seed = torch.zeros((), dtype=torch.int64, device=device)
     rows, weight, three = x(2, 4, 6), x(6), statistic(2, 4, 1)
-    q, k, lse, rest = x(1, 4, 3, 8), x(1, 2, 5, 8), statistic(1, 4, 3), (0.0, True, 0.5, 0, [0] * 4, [1, 4, 3, 5])
     return [
-        (autoshard.attention.default, (q, k, k, None, None, *rest)),
-        (autoshard.attention_backward.default, (q, q, k, k, None, q, lse, None, *rest)),
         (aten.native_layer_norm.default, (rows, [6], weight, weight, 1e-5)),
         (
             aten.native_layer_norm_backward.default,
@@ -54,7 +47,6 @@ def _calls(device: str, dtype: torch.dtype = torch.float32) -> list[tuple[torch.
         (autoshard.dropout.default, (rows, seed, 0.5, 1, [0, 0, 0], [2, 4, 6])),
         (aten.embedding.default, (x(5, 6), target, 1)),
         (aten.embedding_dense_backward.default, (x(4, 6), target, 5, 1, False)),
-        (aten._grouped_mm.default, (half(16, 8), half(2, 8, 16), torch.tensor([3, 16], device=device).int())),
     ]
 
 
@@ -63,7 +55,7 @@ def _describe(results: Tensor | tuple[Tensor | None, ...]) -> list[tuple[object,
     return [None if x is None else (x.shape, x.dtype, x.stride()) for x in results]
 
 
-@pytest.mark.parametrize("index", range(16))
+@pytest.mark.parametrize("index", range(13))
 def test_replacement_gives_the_operators_results(index: int) -> None:
     """On meta tensors a replacement gives its operator's shapes, dtypes and strides."""
     operator, arguments = _calls("meta")[index]
@@ -72,7 +64,7 @@ def test_replacement_gives_the_operators_results(index: int) -> None:
     assert _describe(kernel.replacement(*arguments)) == _describe(operator(*arguments))
 
 
-@pytest.mark.parametrize("index", range(16))
+@pytest.mark.parametrize("index", range(13))
 def test_replacement_takes_the_operators_arguments(index: int) -> None:
     """A replacement's schema names the operator's arguments in the same order."""
     operator, _ = _calls("meta")[index]
@@ -82,7 +74,7 @@ def test_replacement_takes_the_operators_arguments(index: int) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="runs through the interpreter")
-@pytest.mark.parametrize("index", range(16))
+@pytest.mark.parametrize("index", range(13))
 def test_opcheck(index: int) -> None:
     """Schema, real run and fake run of each replacement agree."""
     operator, arguments = _calls("cpu")[index]

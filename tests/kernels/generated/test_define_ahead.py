@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from autoshard.kernels.launch import ARCHITECTURES
+from tests.kernels.ahead import ARCHITECTURES
 
 SCRIPT = Path(__file__).with_name("compile_generated.py")
 ROOT = SCRIPT.parents[3]
