@@ -50,6 +50,7 @@ from passes.driver.plan_and_lower import (
 )
 from passes.driver.plan_of_choice import LoweredPlan
 from passes.driver.plan_options import PlanOptions
+from passes.driver.planning_time import planning_s
 from passes.driver.progress import interruptible, search_bar
 from passes.lowering.lower_program import lower_program, prepare, prepare_for
 from passes.lowering.lowering_options import LoweringOptions
@@ -71,10 +72,6 @@ _FOLDER = f"measured block sizes ({VARIABLE} names one folder that all ranks see
 
 _MARGINS = (1, 2)
 """Units that stay at each end of a run of alike blocks, in the order tried: the first and last ones may be special."""
-
-_SECONDS_PER_PARAMETER = 0.05
-"""Planning all blocks of a deep model takes so long, or more, for each parameter: a Qwen3-30B-A3B of 48 layers and 531
-parameters took 61 s of one core."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,7 +244,7 @@ class Planner:
             except NotAlikeError as error:
                 _LOGGER.debug("the model is not planned without its inner blocks: %s", error)
                 are_alike = False
-        needed_s = _SECONDS_PER_PARAMETER * len(list(request.model.parameters()))
+        needed_s = planning_s(request.model, are_alike=are_alike)
         if in_time and not are_alike and needed_s > self.time_budget_s:
             raise NotAvailableError(
                 f"the search for the specs of all blocks, which are not alike, would take some {needed_s:.0f} s or "
