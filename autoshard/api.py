@@ -21,8 +21,10 @@ from autoshard.arguments import (
     checked_hardware,
     checked_inputs,
     checked_plan,
+    checked_target,
 )
 from autoshard.call import Call, LossFunction, Options
+from autoshard.ir.cluster_mesh import ClusterMesh
 from autoshard.ir.garbage import seldom_collecting
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
@@ -39,7 +41,7 @@ from cost_models.step import StepModel
 @seldom_collecting
 def compile(
     model: nn.Module,
-    mesh: DeviceMesh | Mesh | Cluster,
+    mesh: DeviceMesh | Mesh | ClusterMesh | Cluster,
     *,
     example_inputs: ExampleInputs | None = None,
     optimizer: torch.optim.Optimizer | None = None,
@@ -110,9 +112,10 @@ def compile(
         >>> sharded(torch.ones(6, 4)).shape
         torch.Size([6, 2])
     """
+    target, cluster = checked_hardware(cluster, mesh)
     call = Call(
         model=model,
-        target=mesh,
+        target=target,
         example_inputs=example_inputs,
         optimizer=optimizer,
         loss_fn=loss_fn,
@@ -127,7 +130,7 @@ def compile(
         backend=backend,
         verify=verify,
         time_budget_s=time_budget_s,
-        cluster=checked_hardware(cluster, mesh),
+        cluster=cluster,
         options=options,
     )
     return _driver().compile_model(call)
@@ -136,10 +139,9 @@ def compile(
 @seldom_collecting
 def plan(
     model: nn.Module,
-    target: DeviceMesh | Mesh | Cluster,
+    target: DeviceMesh | Mesh | ClusterMesh | Cluster,
     *,
     example_inputs: ExampleInputs,
-    mesh: Mesh | None = None,
     optimizer: str | torch.optim.Optimizer | None = None,
     max_grad_norm: float | None = None,
     loss_fn: LossFunction | None = None,
@@ -154,9 +156,6 @@ def plan(
     runtime: str | Runtime = AUTOSHARD,
     time_budget_s: float = 60.0,
     progress: bool | None = None,
-    micro_batches: int | None = None,
-    schedule: str | None = None,
-    virtual_stages: int | None = None,
 ) -> Plan:
     """How a model would run, and what it would cost; nothing is run, and the model may be on meta.
 
@@ -165,8 +164,8 @@ def plan(
         constraints: see `compile`; with `global_batch`, fields of `Recipe` to the value that they must have, or to
             several: {"tensor": 8, "pipeline": (1, 2, 4), "recompute": "none"}.
         memory_budget: see `compile`; of a `recipe`, what it must fit in.
-        target: a mesh, priced for this machine; or a cluster, and the planner picks the axes.
-        mesh: with a cluster: the axes, instead of the planner's choice.
+        target: a cluster, and the planner picks the axes; or a mesh, `cluster.mesh({"data": 8, "model": 8})`. An
+            `autoshard.Mesh` is priced for this machine.
         optimizer: a name in torch.optim ("adamw"), or an optimizer over the model's parameters. The update of SGD,
             Adam and AdamW is planned with the step (ZeRO); of others only the state counts, as memory.
         max_grad_norm: with an optimizer: clip gradients to this norm.
@@ -189,20 +188,17 @@ def plan(
         precision: see `compile`, which takes it from the plan. A model whose parameters are in this type already, or
             that has none, computes in its own types.
         progress: show how the search goes, its best plan and its bound, on standard error; None: if that is a terminal.
-        micro_batches: with an optimizer: how many parts of the batch of `example_inputs` a step has. None: of a mesh
-            with an axis "pipeline", the fastest number that fits; else 1.
-        schedule, virtual_stages: of a mesh with an axis "pipeline"; see `Recipe`.
 
     Raises:
         AutoshardError: as `compile`.
         KeyboardInterrupt: by Ctrl-C, if no plan that fits was found yet. Else the plan is the best until then
             (`was_interrupted`), with the bound proven by then. A second Ctrl-C always raises.
     """
+    target, cluster = checked_target(target)
     call = Call(
         model=model,
         target=target,
         example_inputs=checked_inputs(example_inputs),
-        mesh=mesh,
         optimizer=optimizer,
         max_grad_norm=max_grad_norm,
         loss_fn=loss_fn,
@@ -216,11 +212,8 @@ def plan(
         strict=strict,
         runtime=runtime_named(runtime),
         time_budget_s=time_budget_s,
-        cluster=target if isinstance(target, Cluster) else None,
+        cluster=cluster,
         progress=progress,
-        micro_batches=micro_batches,
-        schedule=schedule,
-        virtual_stages=virtual_stages,
     )
     return _driver().plan_model(call)
 
@@ -313,10 +306,9 @@ def verify(compiled: ShardedModule | TrainStep) -> VerificationReport:
 @seldom_collecting
 def prove(
     model: nn.Module,
-    target: DeviceMesh | Mesh | Cluster | Plan,
+    target: DeviceMesh | Mesh | ClusterMesh | Cluster | Plan,
     *,
     example_inputs: ExampleInputs,
-    mesh: Mesh | None = None,
     optimizer: str | torch.optim.Optimizer | None = None,
     max_grad_norm: float | None = None,
     loss_fn: LossFunction | None = None,
@@ -334,10 +326,10 @@ def prove(
         VerificationError: it could not be shown that the program computes what the model does.
         AutoshardError: as `plan`, and `PlanMismatchError` for a plan of another model, inputs or optimizer.
     """
+    place, cluster = checked_target(target.mesh if isinstance(target, Plan) else target)
     call = Call(
         model=model,
-        target=target.mesh if isinstance(target, Plan) else target,
-        mesh=mesh,
+        target=place,
         example_inputs=checked_inputs(example_inputs),
         optimizer=optimizer,
         max_grad_norm=max_grad_norm,
@@ -346,7 +338,7 @@ def prove(
         memory_budget=checked_budget(memory_budget),
         precision=precision,
         time_budget_s=time_budget_s,
-        cluster=target if isinstance(target, Cluster) else None,
+        cluster=cluster,
     )
     return _driver().prove_model(call)
 

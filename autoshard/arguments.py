@@ -28,6 +28,7 @@ from autoshard.errors import (
     RecipeError,
     TraceError,
 )
+from autoshard.ir.cluster_mesh import ClusterMesh
 from autoshard.ir.loss import Output, loss_among
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.outputs import Outputs
@@ -156,27 +157,13 @@ def check_recipe(recipe: Any) -> None:
         raise RecipeError(f"recipe={recipe!r} is a {type(recipe).__name__}; pass an autoshard.Recipe.")
 
 
-def check_recipes(recipe: Any, runtime: Any, global_batch: Any, **given: Any) -> None:
-    """Raise `NotAvailableError` for arguments that recipes, or searches for them, would pass over.
-
-    Args:
-        recipe, runtime, global_batch: as given; `runtime` None for our own.
-        given: arguments of steps without recipes, by name; None for those that are left out.
-    """
-    if recipe is None and global_batch is None:
-        if runtime is None:
-            return
+def check_runtime(recipe: Recipe | None, runtime: str | None, global_batch: int | None) -> None:
+    """Raise `NotAvailableError` for another framework's runtime without a recipe that it executes."""
+    if runtime is not None and recipe is None and global_batch is None:
         raise NotAvailableError(
             f"runtime={runtime!r} is what executes a recipe. Pass recipe=Recipe(...), or global_batch= to search one, "
             "too; or leave runtime= out."
         )
-    beside = "global_batch=" if recipe is None else "recipe="
-    for name, value in given.items():
-        if value is not None:
-            raise NotAvailableError(
-                f"{name}={value!r} does not go with {beside}: recipes have fields of their own for it (micro_batch, "
-                f"schedule, virtual_stages). Set these in recipe=, or leave {name}= out."
-            )
 
 
 def checked_budget(memory_budget: Any) -> int | None:
@@ -395,34 +382,30 @@ def check_traced(program: Program, constraints: Mapping[str, PartitionSpec], opt
             )
 
 
-def check_target(target: Any, mesh: Any) -> None:
-    """Raise `MeshError` unless plans can be made for `target`, with the axes of `mesh` if it is a cluster's."""
+def checked_target(target: Any) -> tuple[DeviceMesh | Mesh | Cluster, Cluster | None]:
+    """The mesh or the cluster that plans are for, and the hardware that they are priced for; None: this machine.
+
+    Raises:
+        MeshError: it is neither.
+    """
+    if isinstance(target, ClusterMesh):
+        return target.mesh, target.cluster
     if not isinstance(target, DeviceMesh | Mesh | Cluster):
         raise MeshError(
             f"target={target!r} is a {type(target).__name__}; pass an autoshard.Cluster('h100_sxm', nodes=8), "
             "an autoshard.Mesh({'data': 2}), or a torch DeviceMesh with names."
         )
-    if mesh is None:
-        return
-    if not isinstance(mesh, Mesh):
-        raise MeshError(f"mesh={mesh!r} is a {type(mesh).__name__}; pass autoshard.Mesh({{'data': 2}}).")
-    if not isinstance(target, Cluster):
-        raise MeshError(f"mesh={mesh} names the axes of a cluster, and {target} has its own. Pass one of them.")
-    if mesh.size != target.size:
-        raise MeshError(
-            f"{mesh} has {mesh.size} ranks, and the cluster {target.name} has {target.size} devices. Give axes whose "
-            "sizes multiply to that, or a cluster of as many devices."
-        )
+    return target, target if isinstance(target, Cluster) else None
 
 
-def checked_hardware(cluster: Any, mesh: Any) -> Cluster | None:
-    """What the plans of `compile` are priced for; None: this machine.
+def checked_hardware(cluster: Any, mesh: Any) -> tuple[Any, Cluster | None]:
+    """The mesh of `compile`, and the hardware that its plans are priced for; None: this machine.
 
     Raises:
-        MeshError: it is no cluster, goes with no mesh, or has not a device for each rank.
+        MeshError: the hardware is no cluster, goes with no mesh, or has not a device for each rank.
     """
     if cluster is None:
-        return mesh if isinstance(mesh, Cluster) else None
+        return checked_target(mesh) if isinstance(mesh, ClusterMesh | Cluster) else (mesh, None)
     if not isinstance(cluster, Cluster):
         raise MeshError(f"cluster={cluster!r} is a {type(cluster).__name__}; pass a Cluster, Cluster('h100_sxm').")
     if not isinstance(mesh, DeviceMesh | Mesh):
@@ -432,24 +415,19 @@ def checked_hardware(cluster: Any, mesh: Any) -> Cluster | None:
     ranks = Mesh.from_device_mesh(mesh).size if isinstance(mesh, DeviceMesh) else mesh.size
     if ranks != cluster.size:
         raise MeshError(f"{mesh} has {ranks} ranks, and cluster={cluster.name} has {cluster.size} devices.")
-    return cluster
+    return mesh, cluster
 
 
-def checked_cluster(target: Any, mesh: Any) -> Cluster:
-    """What recipes are planned for; they choose the axes.
+def checked_cluster(target: Any) -> Cluster:
+    """What recipes are priced for; they choose the axes.
 
     Raises:
-        NotAvailableError: it is no cluster, or axes are given.
+        NotAvailableError: it is no cluster.
     """
     if not isinstance(target, Cluster):
         raise NotAvailableError(
-            f"global_batch= and recipe= choose the axes themselves, but were given {target!r}: pass a Cluster, "
-            "Cluster('h100_sxm', nodes=8), or plan on the mesh without them."
-        )
-    if mesh is not None:
-        raise NotAvailableError(
-            f"mesh={mesh!r} does not go with global_batch= or recipe=: recipes choose the axes themselves. With "
-            "global_batch= their sizes may be constrained, constraints={'tensor': 8}."
+            f"Prices under another runtime choose the axes themselves, but were given {target!r}: pass a Cluster, "
+            "Cluster('h100_sxm', nodes=8), or plan on the mesh with runtime='autoshard'."
         )
     return target
 

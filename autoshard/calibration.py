@@ -6,12 +6,14 @@ That is autoshard's own operators on PyTorch's fused kernels, and reductions on 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
 import autoshard.kernels  # noqa: F401  (registers the operators)
+from autoshard.cluster import Cluster
 from autoshard.ir.mesh import Mesh
 from autoshard.kernels.native import NATIVE
 from autoshard.runtime.rank_order import reduce_in_rank_order
@@ -36,7 +38,7 @@ def calibrate(
 
     `.cluster` of the result is what `autoshard.plan` takes. Arguments: see `cost_models.calibration.calibrate`.
     """
-    return calibration.calibrate(
+    found = calibration.calibrate(
         name=name,
         memory_bytes=memory_bytes,
         budget_s=budget_s,
@@ -44,6 +46,8 @@ def calibrate(
         collectives=collectives_that_run,
         on_progress=on_progress,
     )
+    measured = found.cluster
+    return replace(found, cluster=Cluster(measured.node, measured.nodes, measured.devices_per_node))
 
 
 def semantic_samples() -> Iterator[KernelSample]:

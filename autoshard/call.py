@@ -88,14 +88,12 @@ class Call:
     Args:
         model, optimizer, loss_fn, max_grad_norm, strict, backend, verify, time_budget_s, options: as given.
         target: the mesh or the cluster.
-        mesh: axes of a cluster, where they are given.
         example_inputs: arguments of an example call, or None.
         fixed: the plan to use.
         constraints: specs by name; with `global_batch`, fields of `Recipe` to their values.
         memory_budget: bytes, or None.
         precision: as given.
-        micro_batches: as given, None where they are free.
-        schedule, virtual_stages: as given to `plan`.
+        micro_batches: as given to `compile`, None where they are free.
         recipe: within which plans are searched.
         cluster: the hardware that a mesh is priced for, or None for this machine.
         global_batch, previous, progress: as given to `plan`.
@@ -104,7 +102,6 @@ class Call:
 
     model: nn.Module
     target: DeviceMesh | Mesh | Cluster
-    mesh: Mesh | None = None
     example_inputs: ExampleInputs | None = None
     optimizer: str | torch.optim.Optimizer | None = None
     max_grad_norm: float | None = None
@@ -114,8 +111,6 @@ class Call:
     memory_budget: int | None = None
     precision: str | None = None
     micro_batches: int | None = None
-    schedule: str | None = None
-    virtual_stages: int | None = None
     strict: bool = False
     backend: str = "auto"
     verify: bool = True

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Self, Unpack
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from autoshard.errors import NotAvailableError, UnknownHardwareError
+from autoshard.ir.cluster_mesh import ClusterMesh
 from autoshard.ir.mesh import Mesh
 from autoshard.runtime.launch import world_size
 from cost_models.device import Device
@@ -76,6 +78,23 @@ class Cluster(PricedCluster):
         with _errors_of_ours():
             found = PricedCluster.of(unit, devices, **parts)
         return cls(found.node, found.nodes, found.devices_per_node)
+
+    def mesh(self, axes: Mapping[str, int] | Mesh | DeviceMesh) -> ClusterMesh:
+        """A mesh of these devices: what `autoshard.plan` plans on where the axes are decided.
+
+        Args:
+            axes: axis name to size, the outermost first; or a mesh that has them.
+
+        Raises:
+            MeshError: the sizes do not make as many ranks as there are devices.
+
+        Example:
+            >>> str(Cluster("h100_sxm", nodes=8).mesh({"data": 8, "model": 8}))
+            'Mesh(data=8, model=8) on node:8x8'
+        """
+        if isinstance(axes, DeviceMesh):
+            return ClusterMesh(self, Mesh.from_device_mesh(axes))
+        return ClusterMesh(self, axes if isinstance(axes, Mesh) else Mesh(axes))
 
     @classmethod
     def load(cls, path: str | Path) -> Self:

@@ -131,8 +131,7 @@ def make_plan(
         def plan_within(memory_budget: int | None) -> autoshard.Plan:
             return autoshard.plan(
                 model,
-                cluster,
-                mesh=autoshard.Mesh.from_device_mesh(mesh),
+                cluster.mesh(mesh),
                 example_inputs=example,
                 optimizer=make_optimizer(model),
                 precision=None,

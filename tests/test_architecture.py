@@ -74,7 +74,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "passes.driver": (
         *(*_LEAVES, *_PASSES, "autoshard.runtime", "autoshard.arguments", "autoshard.call", "autoshard.cluster"),
     ),
-    "autoshard.calibration": (*_IR, "autoshard.kernels", "autoshard.runtime", "cost_models"),
+    "autoshard.calibration": (*_IR, "autoshard.cluster", "autoshard.kernels", "autoshard.runtime", "cost_models"),
     "autoshard.checkpoints": (*_IR, "autoshard.runtime"),
     "autoshard.arguments": (*_IR, "cost_models"),
     "autoshard.call": (*_IR, "autoshard.arguments", "autoshard.runtime", "cost_models"),

@@ -205,22 +205,36 @@ def test_optimizers_that_do_not_take_the_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("target", "mesh", "message"),
+    ("target", "message"),
     [
-        ("h100_sxm:1x8", None, r"target='h100_sxm:1x8' is a str; pass an autoshard.Cluster"),
-        ({"data": 2}, None, r"target=\{'data': 2\} is a dict"),
-        (None, None, r"target=None is a NoneType"),
-        (CLUSTER, {"data": 4}, r"mesh=\{'data': 4\} is a dict; pass autoshard.Mesh"),
-        (CLUSTER, Mesh({"data": 3}), r"Mesh\(data=3\) has 3 ranks, and the cluster cpu_laptop:1x4 has 4 devices"),
-        (CLUSTER, Mesh({"data": 8}), r"Mesh\(data=8\) has 8 ranks, and the cluster cpu_laptop:1x4 has 4 devices"),
-        (MESH, MESH, r"mesh=Mesh\(data=2\) names the axes of a cluster, and Mesh\(data=2\) has its own"),
+        ("h100_sxm:1x8", r"target='h100_sxm:1x8' is a str; pass an autoshard.Cluster"),
+        ({"data": 2}, r"target=\{'data': 2\} is a dict"),
+        (None, r"target=None is a NoneType"),
     ],
 )
-def test_what_plans_are_made_for(target: Any, mesh: Any, message: str) -> None:
+def test_what_plans_are_made_for(target: Any, message: str) -> None:
     with pytest.raises(MeshError, match=message):
-        autoshard.plan(small(), target, mesh=mesh, example_inputs=INPUTS)
+        autoshard.plan(small(), target, example_inputs=INPUTS)
     with pytest.raises(MeshError, match=message):
-        autoshard.prove(small(), target, mesh=mesh, example_inputs=INPUTS)
+        autoshard.prove(small(), target, example_inputs=INPUTS)
+
+
+@pytest.mark.parametrize(
+    ("axes", "message"),
+    [
+        ({"data": 3}, r"Mesh\(data=3\) has 3 ranks, and the cluster cpu_laptop:1x4 has 4 devices"),
+        (Mesh({"data": 8}), r"Mesh\(data=8\) has 8 ranks, and the cluster cpu_laptop:1x4 has 4 devices"),
+        (4, r"Mesh\(4\): a int names no axes"),
+    ],
+)
+def test_a_mesh_of_a_cluster_has_a_rank_for_each_device(axes: Any, message: str) -> None:
+    with pytest.raises(MeshError, match=message):
+        CLUSTER.mesh(axes)
+
+
+def test_a_mesh_of_a_cluster_goes_with_no_other_cluster() -> None:
+    with pytest.raises(MeshError, match=r"cluster=cpu_laptop:1x4 goes with a mesh, and mesh=.* is none"):
+        autoshard.compile(small(), CLUSTER.mesh({"data": 4}), cluster=CLUSTER)
 
 
 def test_a_model_that_is_a_function() -> None:

@@ -205,9 +205,6 @@ def test_price(model: nn.Module, options: dict[str, Any], words: str) -> None:
         ({"constraints": {3: P("data")}}, "constraints has the key 3, which is a int"),
         ({"global_batch": 8, "constraints": 3}, "constraints=3 is a int; pass a dict"),
         ({"global_batch": 8, "example_inputs": None}, "example_inputs is a NoneType; pass a tuple"),
-        ({"global_batch": 8, "micro_batches": 2}, "micro_batches=2 does not go with global_batch="),
-        ({"recipe": RECIPE, "schedule": "GPipe"}, "schedule='GPipe' does not go with recipe="),
-        ({"recipe": RECIPE, "virtual_stages": 2, "runtime": "fsdp2"}, "virtual_stages=2 does not go with recipe="),
         ({"runtime": "fsdp2"}, "runtime='fsdp2' is what executes a recipe. Pass recipe=Recipe(...), or global_batch="),
     ],
 )

@@ -27,6 +27,7 @@ from autoshard.cli.models import load_model
 from autoshard.cli.recipes import is_whole, named_twice, parse_constraints, parse_recipe
 from autoshard.cluster import Cluster
 from autoshard.errors import AutoshardError, MeshError, NotAvailableError
+from autoshard.ir.cluster_mesh import ClusterMesh
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.runtime import MEGATRON
@@ -204,9 +205,8 @@ def _plan(
     loaded = load_model(model, batch=batch, seq=seq, dtype=dtype, trust_remote_code=trust_remote_code)
     return api.plan(
         loaded.model,
-        parse_cluster(cluster),
+        _place(cluster, mesh),
         example_inputs=loaded.inputs,
-        mesh=None if mesh is None else parse_mesh(mesh),
         optimizer=_named(optimizer),
         precision=precision,
         memory_budget=_bytes(memory_gib),
@@ -349,9 +349,8 @@ def verify(
     loaded = load_model(model, batch=batch, seq=seq, trust_remote_code=trust_remote_code)
     found = api.prove(
         loaded.model,
-        Plan.load(_existing(str(plan))) if cluster is None else parse_cluster(cluster),
+        Plan.load(_existing(str(plan))) if cluster is None else _place(cluster, mesh),
         example_inputs=loaded.inputs,
-        mesh=None if mesh is None else parse_mesh(mesh),
         optimizer=_named(optimizer),
         precision=precision,
         memory_budget=_bytes(memory_gib),
@@ -395,10 +394,7 @@ def doctor(
         _examine_machine(as_json)
         return
     loaded = load_model(model, batch=batch, seq=seq, trust_remote_code=trust_remote_code)
-    axes = None if mesh is None else parse_mesh(mesh)
-    result = api.plan(
-        loaded.model, parse_cluster(cluster), example_inputs=loaded.inputs, mesh=axes, precision=precision
-    )
+    result = api.plan(loaded.model, _place(cluster, mesh), example_inputs=loaded.inputs, precision=precision)
     if as_json:
         _show(coverage_json(result))
         return
@@ -438,6 +434,12 @@ def parse_cluster(text: str) -> Cluster:
     if len(sizes) != 2 or not all(map(is_whole, sizes)):
         raise MeshError(f"--cluster {text!r} must read NODE_TYPE:NODESxDEVICES, e.g. h100_sxm:8x8.")
     return Cluster(name, nodes=int(sizes[0]), devices_per_node=int(sizes[1]))
+
+
+def _place(cluster: str, mesh: str | None) -> Cluster | ClusterMesh:
+    """The cluster that is named, or a mesh of its devices."""
+    found = parse_cluster(cluster)
+    return found if mesh is None else found.mesh(parse_mesh(mesh))
 
 
 def parse_mesh(text: str) -> Mesh:

@@ -41,6 +41,7 @@ class Candidate:
         meshes: the fastest of these is kept; a pipeline has one.
         micro_batches: of a step.
         recipe: within which it is planned; None: everywhere.
+        proposal: the recipe whose mesh it has.
         schedule: of a pipeline; None for the usual one.
         virtual_stages: stages on each rank of a pipeline.
         is_spare: planned only where no candidate before it has a plan.
@@ -52,6 +53,7 @@ class Candidate:
     meshes: Sequence[Mesh]
     micro_batches: int
     recipe: Recipe | None = None
+    proposal: Recipe | None = None
     schedule: str | None = None
     virtual_stages: int = 1
     is_spare: bool = False
@@ -67,23 +69,6 @@ class Candidate:
 
 _MOST_COUNTS = 3
 """Numbers of micro-batches of a pipeline that are tried where the number is free."""
-
-
-def candidates_on(
-    meshes: Sequence[Mesh], batch: int | None, micro_batches: int | None, schedule: str | None, virtual_stages: int
-) -> list[Candidate]:
-    """The candidates on given meshes: one, or a pipeline with a few numbers of micro-batches.
-
-    Args:
-        meshes: of the same axes.
-        batch: sequences of a step, where its inputs agree on that.
-        micro_batches, schedule, virtual_stages: of a pipeline, as asked for.
-    """
-    given = Candidate(meshes=meshes, micro_batches=micro_batches or 1, schedule=schedule, virtual_stages=virtual_stages)
-    if micro_batches is not None or not given.has_stages:
-        return [given]
-    counts = [n for n in range(1, (batch or 1) + 1) if (batch or 1) % n == 0]
-    return [replace(given, micro_batches=count) for count in _counts_to_try(counts, meshes[0].axis_size(PIPELINE_AXIS))]
 
 
 def candidates_of(
@@ -161,37 +146,27 @@ def candidates_found(
         all_s += needed_s
         is_late = all_s > _SHARE_OF_OTHERS * time_budget_s
         is_spare = number > 0 and (is_late or step_s > _NEAR * least_s or number >= _MOST_SHAPES)
-        for candidate in candidates_of(shape, meshes_for(shape, cluster, None), global_batch):
+        for candidate in candidates_of(shape, meshes_for(shape, cluster), global_batch):
             is_free = not fixed and not candidate.has_stages and len(candidate.meshes[0].axes) <= _AXES_IN_TIME
             yield replace(
                 candidate,
                 recipe=None if is_free else shape,
+                proposal=shape,
                 is_spare=is_spare,
                 needed_s=needed_s if candidate.has_stages else 0.0,
                 slowest_s=_NEAR * step_s,
             )
 
 
-def meshes_for(recipe: Recipe, target: object, mesh: Mesh | None) -> list[Mesh]:
+def meshes_for(recipe: Recipe, target: DeviceMesh | Mesh | Cluster) -> list[Mesh]:
     """The meshes on which a recipe may lie: the one that is given, or those that a cluster's devices make."""
-    if mesh is None and isinstance(target, Cluster):
+    if isinstance(target, Cluster):
         meshes = meshes_of_recipe(recipe, target.size, target.devices_per_node)
     else:
-        meshes = [_given(target, mesh)]
+        meshes = [whole_mesh(target)]
     for each in meshes:
         check_mesh(recipe, each)
     return meshes
-
-
-def meshes_of(target: object, mesh: Mesh | None) -> list[Mesh]:
-    """The meshes that a plan may be for: the given one, or those of a cluster's data and model axes."""
-    return meshes_for(Recipe(), target, mesh)
-
-
-def _given(target: object, mesh: Mesh | None) -> Mesh:
-    given = target if isinstance(target, DeviceMesh | Mesh) else mesh
-    assert given is not None, "a target without a mesh is a cluster"
-    return whole_mesh(given)
 
 
 def _counts_to_try(counts: Sequence[int], ranks: int) -> list[int]:

@@ -52,30 +52,21 @@ class Pipeline:
         return Mesh({name: size for name, size in self.mesh.axes if name != PIPELINE_AXIS} or {ALONE: 1})
 
 
-def pipeline_of(mesh: Any, schedule: str | None, virtual_stages: int, micro_batches: int | None) -> Pipeline | None:
-    """The pipeline of a mesh; None where no axis carries stages. Micro-batches that are open are not checked.
+def pipeline_of(mesh: Any, schedule: str | None, virtual_stages: int, micro_batches: int) -> Pipeline | None:
+    """The pipeline of a mesh; None where no axis carries stages.
 
     Raises:
-        MeshError: a schedule is asked for, and no axis carries stages.
-        NotAvailableError: the schedule does not run, or not with these numbers.
+        MeshError: the axis has one rank.
+        NotAvailableError: the schedule does not run with so many micro-batches.
     """
     if PIPELINE_AXIS not in _axis_names(mesh):
-        if schedule is not None or virtual_stages != 1:
-            raise MeshError(
-                f"schedule={schedule!r}, virtual_stages={virtual_stages!r} are of a pipeline, and no axis of {mesh} is "
-                "named 'pipeline'. Name one so, or leave them out."
-            )
         return None
     chosen = schedule or usual_schedule(virtual_stages)
-    if chosen not in SCHEDULES:
-        raise NotAvailableError(f"schedule={chosen!r} does not run; use one of {', '.join(map(repr, SCHEDULES))}.")
     virtual_stages = max(virtual_stages, SCHEDULES[chosen].least_stages)
     whole = whole_mesh(mesh)
     ranks = whole.axis_size(PIPELINE_AXIS)
     if ranks * virtual_stages < 2:
         raise MeshError(f"{mesh} has one rank along 'pipeline'; leave that axis out, or give it two ranks or more.")
-    if micro_batches is None:
-        return Pipeline(whole, chosen, virtual_stages, 1)
     try:
         order_rows(chosen, ranks, micro_batches, virtual_stages)
     except CostArgumentError as error:

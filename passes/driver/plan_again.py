@@ -159,5 +159,5 @@ class PlanAgain:
                 "with inputs that have it in common."
             )
         precision = None if narrow_dtype(call.model, plan.precision) is None else plan.precision
-        free = replace(call, target=self.cluster, mesh=None, memory_budget=plan.memory_budget, precision=precision)
+        free = replace(call, target=self.cluster, memory_budget=plan.memory_budget, precision=precision)
         return recipe_search(free, batch)

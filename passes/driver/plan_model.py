@@ -8,8 +8,7 @@ from functools import partial
 from autoshard.arguments import (
     check_optimizer,
     check_previous,
-    check_recipes,
-    check_target,
+    check_runtime,
     check_traced,
     check_trains,
     checked_cluster,
@@ -23,6 +22,7 @@ from autoshard.ir.precision import effective_precision
 from autoshard.ir.text import format_bytes
 from autoshard.runtime.optimizer_state import named_optimizer
 from autoshard.runtime.traced_optimizer import update_of
+from cost_models.hardware import Cluster
 from passes.counting.formulas import PlanFormulas
 from passes.driver.pipelines import check_pipeline
 from passes.driver.plan_again import PlanAgain
@@ -39,7 +39,8 @@ def plan_model(call: Call) -> Plan:
     _check_together(call)
     if call.recipe is not None and call.runtime is not None:
         return _price(call)
-    check_target(call.target, call.mesh)
+    if call.runtime is not None:
+        checked_cluster(call.target)
     search = outer_search(call)
     if search is not None and call.global_batch is not None:
         if call.runtime is not None or search.forecast:
@@ -49,7 +50,7 @@ def plan_model(call: Call) -> Plan:
     optimizer = call.optimizer
     assert not isinstance(optimizer, str), "it was made"
     update = update_of(optimizer, call.model, call.max_grad_norm, strict=call.strict)
-    planner = planner_for(call, update, device_of_plans(call.target), progress=call.progress)
+    planner = planner_for(call, update, device_of_plans(call.cluster or call.target), progress=call.progress)
     planned = plan_step(call, planner, update, search)
     if isinstance(planned, Plan):
         return planned
@@ -70,7 +71,7 @@ def _with_optimizer(call: Call) -> Call:
     check_trains(call.model, optimizer)
     if isinstance(optimizer, str):
         optimizer = named_optimizer(optimizer, call.model.parameters())
-    check_optimizer(optimizer, micro_batches=call.micro_batches, max_grad_norm=call.max_grad_norm)
+    check_optimizer(optimizer, max_grad_norm=call.max_grad_norm)
     return replace(
         call,
         optimizer=optimizer,
@@ -82,27 +83,20 @@ def _with_optimizer(call: Call) -> Call:
 def _check_together(call: Call) -> None:
     """Refuse arguments that do not go with each other."""
     recipe, profile, batch = call.recipe, call.runtime, call.global_batch
-    check_recipes(
-        recipe,
-        profile and profile.name,
-        batch,
-        micro_batches=call.micro_batches,
-        schedule=call.schedule,
-        virtual_stages=call.virtual_stages,
-    )
+    check_runtime(recipe, profile and profile.name, batch)
     if profile is not None and call.backend != "auto":
         raise NotAvailableError(
             f"backend={call.backend!r} says which kernels compile runs; runtime={profile.name!r} has its own. Leave "
             "one of the two out."
         )
     is_priced = recipe is not None and profile is not None
-    of_recipes = recipe is None and batch is not None
+    of_recipes = recipe is None and batch is not None and isinstance(call.target, Cluster)
     check_previous(call.previous, call.model, of_recipes=of_recipes, is_priced=is_priced)
 
 
 def _price(call: Call) -> Plan:
     """The price of a recipe under another runtime, which must fit in `memory_budget`."""
-    runtime, cluster = call.runtime, checked_cluster(call.target, call.mesh)
+    runtime, cluster = call.runtime, checked_cluster(call.target)
     if call.constraints:
         raise NotAvailableError(
             f"constraints={call.constraints!r} does not go with recipe=, which leaves nothing to choose. Leave one of "

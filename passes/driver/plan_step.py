@@ -18,6 +18,7 @@ from autoshard.errors import AutoshardError, DoesNotFitError, NotAvailableError,
 from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.request import Request
+from autoshard.ir.staged import PIPELINE_AXIS
 from autoshard.ir.update import Update
 from autoshard.runtime.micro_batches import batch_size, parts_of
 from cost_models.hardware import Cluster
@@ -26,12 +27,10 @@ from passes.driver.candidates import (
     batch_of,
     candidates_found,
     candidates_of,
-    candidates_on,
     meshes_for,
-    meshes_of,
     with_batch,
 )
-from passes.driver.pipelines import check_pipeline, pipeline_of
+from passes.driver.pipelines import check_pipeline
 from passes.driver.plan_candidates import Planned, plan_candidates
 from passes.driver.planner import Planner
 from passes.driver.price_again import price_found
@@ -66,11 +65,13 @@ def outer_search(call: Call) -> RecipeSearch | None:
         AutoshardError: `global_batch` is given, and no recipe is for such a call.
     """
     assert call.example_inputs is not None, "there is an example call"
+    if not isinstance(call.target, Cluster):
+        return None
     if call.recipe is None and call.global_batch is not None:
         return recipe_search(call, call.global_batch)
-    is_given = call.mesh or call.constraints or call.previous or call.fixed or call.micro_batches or call.schedule
+    is_given = call.constraints or call.previous or call.fixed or call.micro_batches
     batch = call.global_batch or batch_size(*call.inputs)
-    if is_given or not isinstance(call.target, Cluster) or call.optimizer is None or batch is None:
+    if is_given or call.optimizer is None or batch is None:
         return None
     if call.recipe is not None and not _leaves_a_mesh_open(call.recipe, call.target):
         return None
@@ -100,14 +101,27 @@ def _request(call: Call, update: Update | None, parts: int) -> Request:
 
 
 def _candidates(call: Call) -> Sequence[Candidate]:
-    """The ways to run a step on given meshes, or within a recipe."""
-    if call.recipe is not None:
-        parts = 1 if call.optimizer is None else call.micro_batches
-        batch = 1 if parts is not None else call.global_batch or batch_of(*call.inputs)
-        return candidates_of(call.recipe, meshes_for(call.recipe, call.target, call.mesh), batch, parts)
-    meshes, batch = meshes_of(call.target, call.mesh), batch_size(*call.inputs)
-    pipeline_of(meshes[0], call.schedule, call.virtual_stages or 1, call.micro_batches)  # checks the schedule
-    return candidates_on(meshes, batch, call.micro_batches, call.schedule, call.virtual_stages or 1)
+    """The ways to run a step on given meshes, within a recipe or free.
+
+    The number of micro-batches is one where nothing is said of them, there are no stages, or nothing is trained.
+    """
+    recipe = call.recipe or Recipe()
+    meshes = meshes_for(recipe, call.target)
+    parts, batch = call.micro_batches, call.global_batch or batch_size(*call.inputs)
+    is_asked = call.recipe is not None or call.global_batch is not None or PIPELINE_AXIS in meshes[0].axis_names
+    if parts is None and (not is_asked or call.optimizer is None or (batch is None and recipe.micro_batch is None)):
+        parts = 1
+    found = candidates_of(recipe, meshes, 1 if parts is not None else batch or batch_of(*call.inputs), parts)
+    return [replace(each, recipe=call.recipe) for each in found]
+
+
+def _spares(call: Call) -> Sequence[Candidate]:
+    """The candidates without the outer search; none of a recipe that only the outer search completes."""
+    try:
+        return [replace(each, is_spare=True) for each in _candidates(call)]
+    except RecipeError as error:
+        _LOGGER.debug("%s", error)
+        return ()
 
 
 def _plan_proposed(
@@ -133,7 +147,7 @@ def _plan_proposed(
         [found, *kinds.values()], problem.pinned, call.model, problem.cluster, batch, planner.time_budget_s
     )
     if not is_asked:
-        candidates = [*candidates, *(replace(each, is_spare=True) for each in _candidates(call))]
+        candidates = [*candidates, *_spares(call)]
     try:
         planned = plan_candidates(planner, candidates, request_of, check_stages)
     except (DoesNotFitError, RecipeError, NotAvailableError) as error:

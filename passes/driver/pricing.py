@@ -61,7 +61,7 @@ def price(
     check_model(model)
     check_loss(loss_fn)
     split_inputs(example_inputs)
-    checked_cluster(cluster, None)
+    checked_cluster(cluster)
     if step_model is not None and not isinstance(step_model, StepModel):
         raise NotAvailableError(
             f"step_model={step_model!r} is a {type(step_model).__name__}; pass a cost_models.step.StepModel."

@@ -6,16 +6,17 @@ from dataclasses import replace
 
 import torch
 
-from autoshard.arguments import check_optimizer, check_target
+from autoshard.arguments import check_optimizer
 from autoshard.call import Call
 from autoshard.errors import TraceError
 from autoshard.ir.precision import effective_precision
+from autoshard.ir.recipe import Recipe
 from autoshard.ir.request import CompiledProgram, Request
 from autoshard.ir.verification_report import VerificationReport
 from autoshard.runtime.optimizer_state import named_optimizer
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep
-from passes.driver.candidates import meshes_of
+from passes.driver.candidates import meshes_for
 from passes.driver.fixed_plan import update_for
 from passes.driver.planner_for import planner_for
 from passes.verification.verify_cut_backward import verify_cut_backward
@@ -52,8 +53,6 @@ def _prove_again(program: CompiledProgram, *, is_added_up: bool) -> Verification
 
 def prove_model(call: Call) -> VerificationReport:
     """Plan a call, lower it, and prove the program of each rank. See `autoshard.prove`."""
-    if call.fixed is None:
-        check_target(call.target, call.mesh)
     optimizer = call.optimizer
     if isinstance(optimizer, str):
         optimizer = named_optimizer(optimizer, call.model.parameters())
@@ -64,4 +63,4 @@ def prove_model(call: Call) -> VerificationReport:
     call = replace(call, optimizer=optimizer, precision=precision)
     request = Request(call.model, *call.inputs, call.grad, update=update if call.grad else None, outputs=call.outputs)
     planner = planner_for(call, update, torch.device("cpu"))
-    return planner.prove(request, () if fixed is not None else meshes_of(call.target, call.mesh))
+    return planner.prove(request, () if fixed is not None else meshes_for(Recipe(), call.target))

@@ -91,7 +91,7 @@ def recipe_search(call: Call, global_batch: int) -> RecipeSearch:
         RecipeError: a constraint that names no field of recipes, or no value of one.
         NotAvailableError: an optimizer or precision that recipes do not have, or a constraint on a value's spec.
     """
-    model, runtime, cluster = call.model, call.runtime, checked_cluster(call.target, call.mesh)
+    model, runtime, cluster = call.model, call.runtime, checked_cluster(call.target)
     assert call.example_inputs is not None, "plan takes example inputs"
     check_trains(model, call.optimizer)
     base = base_recipe(model, call.optimizer, call.precision, global_batch)

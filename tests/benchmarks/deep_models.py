@@ -119,8 +119,7 @@ def measure(name: str, case: Case, backend: str = "auto") -> Measured:
     start, start_cpu = time.perf_counter(), time.process_time()
     plan = autoshard.plan(
         model,
-        Cluster(case.node, case.mesh.size // 8, 8),
-        mesh=case.mesh,
+        Cluster(case.node, case.mesh.size // 8, 8).mesh(case.mesh),
         example_inputs=(tokens, tokens),
         optimizer="adamw",
         backend=backend,

@@ -11,7 +11,7 @@ from hypothesis import reject
 from hypothesis import strategies as st
 
 import autoshard
-from autoshard import Mesh, NotAvailableError, Plan
+from autoshard import Mesh, NotAvailableError, Plan, Recipe
 from autoshard.testing import DrawnProgram, check_plan, meshes, plans, programs, traced_call
 from autoshard.testing.training import options_of
 from autoshard.tracing.precision import run_in_precision
@@ -64,7 +64,7 @@ def any_pipeline(data: st.DataObject, most_plans: int = 1) -> int:
     """Stages of any number under any schedule, beside other axes, over two steps with clipping and micro-batches."""
     program = data.draw(programs(whole_steps=True).filter(_has_parts))
     assert program.whole_step is not None, "it is a whole step"
-    rest = data.draw(st.sampled_from(({}, {"data": 2}, {"model": 2}, {"data": 2, "model": 2})))
+    rest = data.draw(st.sampled_from(({}, {"x": 2}, {"x": 2, "y": 2})))
     mesh = Mesh({"pipeline": data.draw(st.integers(2, 3)), **rest})
     counts = [count for count in (2, 4, 6) if len(program.inputs[0]) % count == 0]
     whole_step = replace(program.whole_step, micro_batches=data.draw(st.sampled_from(counts)))
@@ -72,10 +72,14 @@ def any_pipeline(data: st.DataObject, most_plans: int = 1) -> int:
     pairs = 0
     for _ in range(data.draw(st.integers(1, most_plans))):
         schedule, virtual_stages = data.draw(st.sampled_from(_admitted(ranks, count)))
+        size = len(program.inputs[0]) // count
+        recipe = Recipe(schedule=schedule, virtual_stages=virtual_stages, micro_batch=size)
+        asked = options_of(whole_step, program.model)
+        del asked["micro_batches"]
         try:
             plan = autoshard.plan(
-                program.model, mesh, example_inputs=program.inputs, schedule=schedule, virtual_stages=virtual_stages,
-                time_budget_s=2.0, precision=None, **options_of(whole_step, program.model),
+                program.model, mesh, example_inputs=program.inputs, recipe=recipe, time_budget_s=2.0, precision=None,
+                **asked,
             )  # fmt: skip
             options = {"plan": plan, "precise": torch.float64, "whole_step": whole_step, "steps": 2}
             check = check_plan(program.model, mesh, program.inputs, **options)

@@ -12,6 +12,7 @@ from torch import nn
 
 import autoshard
 from autoshard import Cluster, Mesh, Plan, Recipe
+from autoshard.ir.cluster_mesh import ClusterMesh
 from cost_models.hardware import Cluster as PricedCluster
 from cost_models.hardware import node_type
 from passes.recipes.own_runtime import own_runtime
@@ -126,4 +127,6 @@ def price(name: str, cluster: PricedCluster, recipe: Recipe, *, as_compiled: boo
 def plan_of_specs(name: str, cluster: PricedCluster, mesh: str, **options: Any) -> Plan:
     """The fastest choice of specs."""
     model, inputs = built(name)
-    return autoshard.plan(model, cluster, mesh=MESHES[mesh], example_inputs=inputs, optimizer="adamw", **options)
+    return autoshard.plan(
+        model, ClusterMesh(cluster, MESHES[mesh]), example_inputs=inputs, optimizer="adamw", **options
+    )

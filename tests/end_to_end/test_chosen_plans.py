@@ -136,7 +136,7 @@ def test_chosen_plans_equal_one_device(name: str, mesh: str) -> None:
     case = CASES[name]
     model, inputs = case.build()
     choose = partial(
-        autoshard.plan, model, slow_h100s(), mesh=MESHES[mesh], example_inputs=inputs,
+        autoshard.plan, model, slow_h100s().mesh(MESHES[mesh]), example_inputs=inputs,
         optimizer=ADAMW(model.parameters()), precision=case.precision, time_budget_s=20.0,
     )  # fmt: skip
     fastest = choose()

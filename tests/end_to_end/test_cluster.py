@@ -16,7 +16,7 @@ from autoshard.errors import NotAvailableError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import Program
 from passes.driver import planner
-from passes.driver.candidates import meshes_of
+from passes.driver.candidates import meshes_for
 from tests.end_to_end.test_pipelines import NORM, STEPS, adamw, on_one_device, skips
 from tests.runtime.processes import report, run_checks
 
@@ -35,7 +35,7 @@ def test_each_mesh_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
     cluster = autoshard.Cluster("cpu_laptop", 1, 4)
     model, x = nn.Linear(8, 8), torch.randn(8, 8)
     sharded = autoshard.compile(model, cluster, example_inputs=(x,))
-    assert set(meshes) == set(distinct_meshes(meshes_of(cluster, None), cluster))
+    assert set(meshes) == set(distinct_meshes(meshes_for(autoshard.Recipe(), cluster), cluster))
     assert len(meshes) == 2
     chosen = replace(sharded.plan, baselines={}, search_time_s=0.0)
     assert chosen in [replace(plan, baselines={}, search_time_s=0.0) for plan in planned]
@@ -54,7 +54,7 @@ def test_each_mesh_is_planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_meshes_of_other_names_are_one(nodes: int, expected: list[dict[str, int]]) -> None:
     """4x2 and 2x4 on one node; on two nodes links tell them apart."""
     cluster = autoshard.Cluster("h100_sxm", nodes, 8 // nodes)
-    assert distinct_meshes(meshes_of(cluster, None), cluster) == [Mesh(axes) for axes in expected]
+    assert distinct_meshes(meshes_for(autoshard.Recipe(), cluster), cluster) == [Mesh(axes) for axes in expected]
     assert distinct_meshes([Mesh({"b": 1, "a": 8}), Mesh({"a": 8})], cluster) == [Mesh({"b": 1, "a": 8})]
 
 

@@ -130,7 +130,7 @@ def test_the_way_is_chosen_by_its_price(heads: int, tokens: int, split: P) -> No
     with torch.device("meta"):
         model, x = Attention(heads), torch.empty(1, tokens, 64 * heads)
     mesh, cluster = Mesh({"context": 4}), Cluster("h100_sxm", nodes=1, devices_per_node=4)
-    plan = autoshard.plan(model, cluster, mesh=mesh, example_inputs=(x,), constraints={"input:0": P(None, "context")})
+    plan = autoshard.plan(model, cluster.mesh(mesh), example_inputs=(x,), constraints={"input:0": P(None, "context")})
     layers = [node for name, node in plan.nodes.items() if name.startswith("attention")]
     assert len(layers) == 2
     assert {spec for node in layers for spec in (*node.inputs, *node.outputs)} == {split}

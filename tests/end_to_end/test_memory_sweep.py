@@ -19,7 +19,7 @@ def test_plans_within_little_memory_are_near_the_best() -> None:
     """A whole step of AdamW, too large for a proof by the exact count: nothing is within a hundredth below."""
     model, inputs = CASES["vit"].build()
     choose = partial(
-        autoshard.plan, model, slow_h100s(), mesh=MESHES["2x2"], example_inputs=inputs,
+        autoshard.plan, model, slow_h100s().mesh(MESHES["2x2"]), example_inputs=inputs,
         optimizer=ADAMW(model.parameters()), time_budget_s=60.0,
     )  # fmt: skip
     fastest = choose()

@@ -55,15 +55,17 @@ def wide() -> tuple[nn.Module, dict[str, Any]]:
     return Wide(), {"x": torch.randn(64, 32, 16), "target": torch.randn(64, 32, 16)}
 
 
-def planned(mesh: dict[str, int] = MESH, **options: Any) -> Plan:
+def planned(mesh: dict[str, int] = MESH, recipe: Recipe | None = None) -> Plan:
     model, inputs = skips()
-    settings = {"micro_batches": MICRO_BATCHES, "max_grad_norm": NORM, "time_budget_s": 5.0, "precision": None}
-    return autoshard.plan(model, Mesh(mesh), example_inputs=inputs, optimizer=adamw(model), **{**settings, **options})
+    settings = {"max_grad_norm": NORM, "time_budget_s": 5.0, "precision": None}
+    (batch,) = {len(value) for value in inputs.values()}
+    recipe = recipe or Recipe(micro_batch=batch // MICRO_BATCHES // mesh.get("data", 1))
+    return autoshard.plan(model, Mesh(mesh), example_inputs=inputs, optimizer=adamw(model), recipe=recipe, **settings)
 
 
 def test_a_saved_plan_runs(tmp_path: Path) -> None:
     """`plan` gives stages and their order; a file of it is the same plan, which says micro-batches and schedule."""
-    plan = planned(schedule="GPipe")
+    plan = planned(recipe=Recipe(schedule="GPipe", micro_batch=1))
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded == plan
@@ -88,7 +90,7 @@ def test_an_order_without_a_backward_is_refused() -> None:
 
 def test_stages_are_proven_again() -> None:
     """All of them, with their cut backwards, and their order; and those of an evaluation."""
-    step, _, inputs = compiled("skips", Mesh(MESH), schedule="InterleavedZeroBubble", virtual_stages=2)
+    step, _, inputs = compiled("skips", Mesh(MESH), recipe=Recipe(schedule="InterleavedZeroBubble", virtual_stages=2))
     step(**inputs)
     report = autoshard.verify(step)
     assert report.results["parameter_update"] == len(step.optimizer.state)
@@ -113,9 +115,9 @@ def test_stages_of_one_node_hand_on_inside_it() -> None:
     """Two nodes hold two stages each; only the two middle stages hand on over the network."""
     model, inputs = skips()
     node = replace(node_type("h100_sxm"), inter=Link(1e6, 1.0, 0.0, 1e-3, 0.0, 0.0, 1.0))
-    asked: dict[str, Any] = {"example_inputs": inputs, "optimizer": adamw(model), "micro_batches": MICRO_BATCHES}
+    asked: dict[str, Any] = {"example_inputs": inputs, "optimizer": adamw(model), "recipe": Recipe(micro_batch=2)}
     inside, both, outside = (
-        autoshard.plan(model, Cluster(node, nodes, 4 // nodes), mesh=Mesh({"pipeline": 4}), precision=None, **asked)
+        autoshard.plan(model, Cluster(node, nodes, 4 // nodes).mesh({"pipeline": 4}), precision=None, **asked)
         for nodes in (1, 2, 4)
     )
     times_s = [plan.predicted.step_time_s for plan in (inside, both, outside)]
@@ -134,7 +136,7 @@ def test_the_parts_of_a_step_sum_to_it() -> None:
 
 def test_the_number_of_micro_batches_is_chosen() -> None:
     """Numbers that no argument gives are searched: the fastest of a few by which the batch divides."""
-    plan = planned({"pipeline": 2}, micro_batches=None)
+    plan = planned({"pipeline": 2}, Recipe())
     assert plan.order is not None
     assert plan.order.micro_batches in (2, 4, 8)
 
@@ -149,6 +151,7 @@ def test_the_number_of_micro_batches_is_chosen() -> None:
             "virtual_stages=2 is asked for, and the plan has virtual_stages=1. Leave virtual_stages out",
         ),
         ({"recipe": Recipe(zero=3)}, "zero=3 is asked for, and the plan has zero=None"),
+        ({"recipe": Recipe(micro_batch=2)}, "micro_batch=2 is asked for, and the plan has micro_batch=1"),
         ({"mesh": {"data": 2}}, "no axis of"),
         ({"mesh": {"pipeline": 2}}, "Plan again for that mesh"),
         ({"max_grad_norm": None}, "of another model or optimizer"),

@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import autoshard
-from autoshard import Cluster, Mesh, NotAvailableError, P, Plan
+from autoshard import Cluster, Mesh, NotAvailableError, P, Plan, Recipe
 from autoshard.errors import InvalidSpecError
 from autoshard.runtime.stages.stage_meshes import is_elsewhere
 from tests.end_to_end.test_pipeline_plans import wide
@@ -26,7 +26,8 @@ NAMES = ("embed.weight", "layers.3.bias", "layers.0.weight", "input:0")
 def planned(mesh: Mesh = SQUARE, **options: Any) -> Plan:
     """A plan of a model whose blocks skip, in micro-batches."""
     model, inputs = skips()
-    settings = {"micro_batches": MICRO_BATCHES, "max_grad_norm": NORM, "time_budget_s": 5.0, "precision": None}
+    recipe = Recipe(micro_batch=len(inputs["tokens"]) // MICRO_BATCHES // dict(mesh.axes).get("data", 1))
+    settings = {"recipe": recipe, "max_grad_norm": NORM, "time_budget_s": 5.0, "precision": None}
     return autoshard.plan(model, mesh, example_inputs=inputs, optimizer=adamw(model), **{**settings, **options})
 
 
@@ -73,8 +74,9 @@ def test_limits_are_planned_again() -> None:
 def test_formulas_are_sums_over_stages() -> None:
     """Sizes of the whole model are those of a plan without stages; a rank has its share."""
     model, inputs = wide()
+    recipe = Recipe(micro_batch=len(inputs["x"]) // 4)
     piped, flat = (
-        autoshard.plan(model, mesh, example_inputs=inputs, optimizer="adamw", precision=None, micro_batches=4)
+        autoshard.plan(model, mesh, example_inputs=inputs, optimizer="adamw", precision=None, recipe=recipe)
         for mesh in (STAGES, Mesh({"data": 1}))
     )
     for name in ("step_flops", "parameters"):

@@ -265,8 +265,10 @@ def test_memory_and_time_of_a_block() -> None:
     """By hand: 4 bytes of master weights and 8 of moments for each parameter, products at the peak of bfloat16."""
     model, inputs = block()
     cluster = Cluster("h100_sxm", nodes=1, devices_per_node=8)
-    options = {"mesh": Mesh({"data": 8}), "example_inputs": inputs, "optimizer": "adamw", "constraints": ZERO_3}
-    narrow, wide = (autoshard.plan(model, cluster, precision=name, **options) for name in ("bf16", None))
+    options = {"example_inputs": inputs, "optimizer": "adamw", "constraints": ZERO_3}
+    narrow, wide = (
+        autoshard.plan(model, cluster.mesh({"data": 8}), precision=name, **options) for name in ("bf16", None)
+    )
     count = sum(parameter.numel() for parameter in model.parameters())
     assert narrow.predicted.memory_breakdown["parameters"] == 4 * count / 8
     assert narrow.predicted.memory_breakdown["optimizer state"] == 8 * count / 8

@@ -172,7 +172,7 @@ def test_the_planner_cuts_a_large_image() -> None:
         model = nn.Sequential(*(nn.Conv2d(16, 16, 3, padding=1) for _ in range(4)))
     image = torch.empty(1, 16, 2048, 2048, device="meta")
     cluster = autoshard.Cluster("h100_sxm", 1, 2)
-    plan = autoshard.plan(model, cluster, mesh=Mesh({"a": 2}), example_inputs=(image,), precision=None)
+    plan = autoshard.plan(model, cluster.mesh({"a": 2}), example_inputs=(image,), precision=None)
     convolutions = [node for name, node in plan.nodes.items() if name.startswith("convolution")]
     assert len(convolutions) == 8
     assert all(node.inputs[0].axes_of(2) or node.inputs[0].axes_of(3) for node in convolutions)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard import Cluster, Mesh, P
+from autoshard import Cluster, P
 from autoshard.ir.plan import Plan
 
 CLUSTER = Cluster("h100_sxm", nodes=1, devices_per_node=4)
@@ -17,7 +17,7 @@ def make_plan(mesh: dict[str, int], **constraints: autoshard.PartitionSpec) -> P
     model = nn.Sequential(nn.Linear(64, 128), nn.Sequential(nn.Linear(128, 128), nn.Linear(128, 128)))
     inputs = (torch.randn(8, 64),)
     named = {name.replace("_", "."): spec for name, spec in constraints.items()}
-    return autoshard.plan(model, CLUSTER, mesh=Mesh(mesh), example_inputs=inputs, constraints=named)
+    return autoshard.plan(model, CLUSTER.mesh(mesh), example_inputs=inputs, constraints=named)
 
 
 def test_differences_are_both_plans_figures() -> None:
@@ -40,7 +40,7 @@ def test_what_is_hidden_stands_beside_what_is_exposed() -> None:
         model = nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(3)))
         inputs = (torch.zeros(65536, 2048),)
     rows = {"input:0": P("data"), "*.weight": P(), "*.bias": P()}
-    one = autoshard.plan(model, CLUSTER, mesh=Mesh({"data": 4}), example_inputs=inputs, constraints=rows)
+    one = autoshard.plan(model, CLUSTER.mesh({"data": 4}), example_inputs=inputs, constraints=rows)
     other = autoshard.plan(model, Cluster("cpu_laptop", nodes=1, devices_per_node=1), example_inputs=inputs)
     found = one.compare(other)
     hidden_s = one.predicted.communication["data"].hidden_s

@@ -148,7 +148,7 @@ def test_planning_compiling_and_pricing_refuse_alike() -> None:
     """Whatever is asked of such a call."""
     asked = {"example_inputs": (INTEGERS,), "optimizer": "adamw"}
     with pytest.raises(TraceError, match=r"matrix product .* of unlike types"):
-        autoshard.plan(Layers(), Cluster("h100_sxm", 1, 2), mesh=Mesh({"data": 2}), **asked)
+        autoshard.plan(Layers(), Cluster("h100_sxm", 1, 2).mesh({"data": 2}), **asked)
     with pytest.raises(TraceError, match=r"matrix product .* of unlike types"):
         autoshard.plan(Layers(), Cluster("h100_sxm", 1, 2), global_batch=8, **asked)
     with pytest.raises(TraceError, match=r"matrix product .* of unlike types"):

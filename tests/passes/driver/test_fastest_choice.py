@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import autoshard
+from autoshard.ir.cluster_mesh import ClusterMesh
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.plan_parts import UNKNOWN
@@ -39,7 +40,7 @@ RECIPES = {
 """Known recipes on a mesh, and what a user asks for to have them; 512 samples in one micro-batch."""
 
 
-def plan_of(target: Cluster | Mesh, width: int = 64, **asked: Any) -> Plan:
+def plan_of(target: Cluster | ClusterMesh | Mesh, width: int = 64, **asked: Any) -> Plan:
     """A plan of two blocks' training step."""
     with torch.device("meta"):
         model, rows = nn.Sequential(*(Block(width) for _ in range(2))), torch.empty(512, width)
@@ -53,13 +54,13 @@ def plan_of(target: Cluster | Mesh, width: int = 64, **asked: Any) -> Plan:
 @pytest.mark.parametrize(("hardware", "width"), [("h100_sxm", 64), ("h100_sxm", 1024), (None, 64)])
 def test_no_known_recipe_is_faster_than_the_plan(hardware: str | None, width: int, mesh: Mesh) -> None:
     """Each has the step of the plan that is made for it, and the plan has the least."""
-    target, on = (mesh, {}) if hardware is None else (Cluster(hardware, 1, 4), {"mesh": mesh})
-    plan = plan_of(target, width, **on)
+    target = mesh if hardware is None else ClusterMesh(Cluster(hardware, 1, 4), mesh)
+    plan = plan_of(target, width)
     assert plan.baselines.keys() >= RECIPES[mesh].keys()
     steps = {name: seconds for name, seconds in plan.baselines.items() if seconds is not None}
     assert min(steps.values()) >= plan.predicted.step_time_s
     for name, recipe in RECIPES[mesh].items():
-        asked = plan_of(target, width, recipe=recipe, global_batch=512, **on)
+        asked = plan_of(target, width, recipe=recipe, global_batch=512)
         assert asked.predicted.step_time_s == pytest.approx(steps[name], rel=1e-2), name
 
 
@@ -78,7 +79,7 @@ def noting(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 def test_recipes_that_are_far_slower_are_lowered_when_they_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once; what is not read yet is missing from a copy in another process."""
     lowered = noting(monkeypatch)
-    plan = plan_of(Cluster("h100_sxm", 1, 4), mesh=Mesh({"data": 4}))
+    plan = plan_of(ClusterMesh(Cluster("h100_sxm", 1, 4), Mesh({"data": 4})))
     count = len(lowered)
     assert ZERO_1 not in pickle.loads(pickle.dumps(plan)).baselines
     step_s = plan.baselines[ZERO_1]

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import autoshard
-from autoshard import Cluster, Mesh, Plan
+from autoshard import Cluster, Mesh, Plan, Recipe
 from autoshard.testing import check_plan
 from passes.driver import plan_and_lower as pipeline
-from passes.driver.candidates import meshes_of
+from passes.driver.candidates import meshes_for
 from passes.driver.progress import interruptible, search_bar
 from passes.planning import search as search_module
 from passes.solver.search_control import SearchControl
@@ -126,7 +126,7 @@ def test_a_second_ctrl_c_raises(monkeypatch, gear, when) -> None:
 def test_ctrl_c_leaves_out_the_meshes_that_are_left(monkeypatch) -> None:
     """The plan is that of the mesh that was being searched."""
     cluster = Cluster("h100_sxm", 1, 4)
-    meshes = meshes_of(cluster, None)
+    meshes = meshes_for(Recipe(), cluster)
     assert len(meshes) > 1
     assert plan_pressing(monkeypatch, 1, at_once, cluster).mesh == meshes[0]
 

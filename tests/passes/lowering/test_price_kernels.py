@@ -115,9 +115,7 @@ def test_a_llama_block_is_priced_with_what_runs(block: tuple[PlanningProblem, An
 
 def test_kernels_of_split_programs_stand_for_whole_calls() -> None:
     """On a mesh no call goes more than once, and nothing that is left is counted twice."""
-    plan = autoshard.plan(
-        alike(3), CLUSTER, mesh=Mesh({"x": 2}), example_inputs=batch(), backend="triton", precision=None
-    )
+    plan = autoshard.plan(alike(3), CLUSTER.mesh({"x": 2}), example_inputs=batch(), backend="triton", precision=None)
     kernels, gone = plan.predicted.kernels, dict[str, float]()
     for use in kernels.uses:
         for name, share in use.stands_for.items():
@@ -168,7 +166,7 @@ def test_products_within_kernels_are_priced() -> None:
     targets = torch.randint(0, 8192, (512,))
     model = Head(head)
     cluster = Cluster("h100_sxm", nodes=1, devices_per_node=1)
-    plan = autoshard.plan(model, cluster, mesh=Mesh({"x": 1}), example_inputs=(hidden, targets), backend="triton")
+    plan = autoshard.plan(model, cluster.mesh({"x": 1}), example_inputs=(hidden, targets), backend="triton")
     times = {use.name: use.time_s for use in plan.predicted.kernels.uses}
     one = matmul_time(512, 8192, 256, 1, "bf16", H100) - H100.launch_latency_s
     assert times["triton_linear_cross_entropy"] > one
@@ -180,7 +178,7 @@ def test_kernels_of_one_operator_are_named() -> None:
     model = nn.Sequential(nn.Linear(64, 16), nn.LayerNorm(16), Scaled())
     one = Cluster("h100_sxm", nodes=1, devices_per_node=1)
     plan = autoshard.plan(
-        model, one, mesh=Mesh({"x": 1}), example_inputs=(torch.randn(8, 64),), backend="triton", precision=None
+        model, one.mesh({"x": 1}), example_inputs=(torch.randn(8, 64),), backend="triton", precision=None
     )
     alone = {use.name: dict(use.stands_for) for use in plan.predicted.kernels.uses}
     assert alone["triton_layer_norm"] == {"native_layer_norm": 1.0}
@@ -189,7 +187,7 @@ def test_kernels_of_one_operator_are_named() -> None:
 
 def test_groups_are_shown() -> None:
     """A parameter's explanation names the kernel that reads it, what that stands for and what it saves; JSON too."""
-    plan = autoshard.plan(Scaled(), CLUSTER, mesh=Mesh({"x": 2}), example_inputs=(torch.ones(8, 16),))
+    plan = autoshard.plan(Scaled(), CLUSTER.mesh({"x": 2}), example_inputs=(torch.ones(8, 16),))
     found = plan.explain("scale")
     assert found.kernels
     assert "mul, tanh, mul_1, pow_1, sum_1" in found.kernels[0]

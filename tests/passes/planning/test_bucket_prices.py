@@ -81,7 +81,7 @@ def _plan() -> Plan:
         model = nn.Sequential(*(Block(128, 512) for _ in range(3)))
         rows = torch.empty(2048, 128)
     return autoshard.plan(
-        model, CLUSTER, mesh=MESH, example_inputs=(rows,), loss_fn=lambda out: out.sum(), precision=None,
+        model, CLUSTER.mesh(MESH), example_inputs=(rows,), loss_fn=lambda out: out.sum(), precision=None,
         constraints={"input:*": P(), "*.first.weight": P("model"), "*.second.weight": P(None, "model")},
     )  # fmt: skip
 
@@ -103,7 +103,7 @@ def test_what_is_cheaper_in_buckets_is_found_whatever_it_costs_alone() -> None:
             model = nn.Sequential(*(Block(128, 512) for _ in range(6)))
             rows = torch.empty(1024, 128)
         return autoshard.plan(
-            model, CLUSTER, mesh=Mesh({"data": 2}), example_inputs=(rows,), optimizer="adamw", precision=None,
+            model, CLUSTER.mesh({"data": 2}), example_inputs=(rows,), optimizer="adamw", precision=None,
             loss_fn=lambda out: out.square().mean(), **options,
         )  # fmt: skip
 
@@ -150,7 +150,7 @@ def test_what_hides_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         with torch.device("meta"):
             model, rows = nn.Sequential(*(Block(2048, 8192) for _ in range(3))), torch.empty(16, 1024, 2048)
         return autoshard.plan(
-            model, Cluster("a100_sxm_80gb", nodes=2), mesh=mesh, example_inputs=(rows,), optimizer="adamw",
+            model, Cluster("a100_sxm_80gb", nodes=2).mesh(mesh), example_inputs=(rows,), optimizer="adamw",
             loss_fn=lambda out: out.square().mean(),
         )  # fmt: skip
 

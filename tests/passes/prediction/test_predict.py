@@ -205,7 +205,7 @@ def test_deep_models_are_predicted_as_they_run(weight: PartitionSpec, monkeypatc
     asked = {"input:0": P("data"), "*.weight": weight}
 
     def predicted() -> Prediction:
-        plan = autoshard.plan(model, cluster, mesh=mesh, example_inputs=(x,), optimizer="adamw", constraints=asked)
+        plan = autoshard.plan(model, cluster.mesh(mesh), example_inputs=(x,), optimizer="adamw", constraints=asked)
         return plan.predicted
 
     short = predicted()

@@ -35,7 +35,7 @@ class Model(nn.Module):
 
 def make_plan(**arguments: object) -> Plan:
     tokens = torch.randint(0, 50, (4, 8))
-    return autoshard.plan(Model(), CLUSTER, mesh=MESH, example_inputs=(tokens,), **arguments)  # type: ignore[arg-type]
+    return autoshard.plan(Model(), CLUSTER.mesh(MESH), example_inputs=(tokens,), **arguments)  # type: ignore[arg-type]
 
 
 @pytest.mark.sample(1)
@@ -117,7 +117,7 @@ def test_kernels_of_a_plan_are_found_once(monkeypatch: pytest.MonkeyPatch) -> No
         plan_again, "kernels_of", lambda plan, *others: (asked.append(plan), kernels_of(plan, *others))[1]
     )
     tokens = torch.randint(0, 50, (4, 8))
-    first = autoshard.plan(Model(16, 1), CLUSTER, mesh=Mesh({"data": 4}), example_inputs=(tokens,))
+    first = autoshard.plan(Model(16, 1), CLUSTER.mesh({"data": 4}), example_inputs=(tokens,))
     other = dataclasses.replace(first, nodes=dict(first.nodes))
     answers = [plan.explain("table.weight") for plan in (first, first, other)]
     assert [plan is first for plan in asked] == [True, False]

@@ -11,6 +11,7 @@ from torch import nn
 import autoshard
 from autoshard import Cluster, Mesh, P
 from autoshard.errors import InvalidSpecError, NotAvailableError
+from autoshard.ir.cluster_mesh import ClusterMesh
 from autoshard.ir.plan import Plan
 from cost_models.hardware import Cluster as PricedCluster
 from passes.driver.plan_again import PlanAgain
@@ -30,7 +31,7 @@ SHORT, ENOUGH = 452_000_000, 624_000_000
 def make_plan(cluster: PricedCluster = CLUSTER, blocks: int = 2, **arguments: object) -> Plan:
     tokens = torch.randint(0, 50, (4096, 8))
     asked = {"optimizer": "adamw", "precision": None, **arguments}
-    return autoshard.plan(Model(1024, blocks), cluster, mesh=MESH, example_inputs=(tokens,), **asked)  # type: ignore[arg-type]
+    return autoshard.plan(Model(1024, blocks), ClusterMesh(cluster, MESH), example_inputs=(tokens,), **asked)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +136,7 @@ def test_limits_ask_for_what_the_cluster_has(nodes: int, devices: int, links: se
     """One node has no network in use, and nodes of one device have no links inside."""
     cluster = Cluster("h100_sxm", nodes=nodes, devices_per_node=devices)
     plan = autoshard.plan(
-        nn.Linear(64, 64), cluster, mesh=Mesh({"data": 4}), example_inputs=(torch.ones(8, 64),), optimizer=None
+        nn.Linear(64, 64), cluster.mesh({"data": 4}), example_inputs=(torch.ones(8, 64),), optimizer=None
     )
     found = {item.name for item in plan.limits().variants if "links" in item.name or "network" in item.name}
     assert found == (links or {"10 % faster links in a node", "10 % faster network"})
@@ -168,7 +169,7 @@ def test_what_cannot_be_asked_is_said(free: Plan) -> None:
 
 def test_what_no_value_can_do_has_no_variants() -> None:
     """Without optimizer state there is no ZeRO-1."""
-    plan = autoshard.plan(Model(64), CLUSTER, mesh=MESH, example_inputs=(torch.zeros(4, 8, dtype=torch.int64),))
+    plan = autoshard.plan(Model(64), CLUSTER.mesh(MESH), example_inputs=(torch.zeros(4, 8, dtype=torch.int64),))
     answer = plan.why_not("zero-1")
     assert answer.variants == ()
     assert "no axis of the mesh" in str(answer)

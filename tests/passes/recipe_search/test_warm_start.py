@@ -98,7 +98,7 @@ def test_constraints_are_kept() -> None:
 
 def test_what_a_search_cannot_begin_with_is_refused() -> None:
     """By name, with what to pass."""
-    specs = autoshard.plan(MODEL, FOUR, mesh=autoshard.Mesh({"data": 4}), example_inputs=tokens(4))
+    specs = autoshard.plan(MODEL, FOUR.mesh({"data": 4}), example_inputs=tokens(4))
     for wrong, message in ((specs, "has no recipe; with global_batch=, pass"), (3, "is a int; pass a plan")):
         with pytest.raises(NotAvailableError, match=message):
             autoshard.plan(MODEL, FOUR, example_inputs=tokens(), previous=cast("Any", wrong), **OPTIONS)

@@ -28,11 +28,11 @@ class Model(nn.Module):
         return x.square().mean()
 
 
-def make_plan(width: int = 512, **options: Any) -> Plan:
+def make_plan(width: int = 512, mesh: Mesh = LINE, **options: Any) -> Plan:
     with torch.device("meta"):
         model, x = Model(width), torch.empty(16384, width)
-    asked = {"mesh": LINE, "time_budget_s": 20.0, **options}
-    return autoshard.plan(model, CLUSTER, example_inputs=(x,), optimizer="adamw", **asked)
+    asked = {"time_budget_s": 20.0, **options}
+    return autoshard.plan(model, CLUSTER.mesh(mesh), example_inputs=(x,), optimizer="adamw", **asked)
 
 
 @cache

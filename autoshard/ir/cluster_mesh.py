@@ -1,0 +1,35 @@
+"""A mesh of a cluster's devices: what plans are made on, and what they are priced for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoshard.errors import MeshError
+from autoshard.ir.mesh import Mesh
+from cost_models.hardware import Cluster
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterMesh:
+    """A mesh of all devices of a cluster; see `autoshard.Cluster.mesh`.
+
+    Args:
+        cluster: the hardware.
+        mesh: its axes.
+
+    Raises:
+        MeshError: there is not a rank for each device.
+    """
+
+    cluster: Cluster
+    mesh: Mesh
+
+    def __post_init__(self) -> None:
+        if self.mesh.size != self.cluster.size:
+            raise MeshError(
+                f"{self.mesh} has {self.mesh.size} ranks, and the cluster {self.cluster.name} has {self.cluster.size} "
+                "devices. Give axes whose sizes multiply to that, or a cluster of as many devices."
+            )
+
+    def __str__(self) -> str:
+        return f"{self.mesh} on {self.cluster.name}"
