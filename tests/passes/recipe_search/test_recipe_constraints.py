@@ -43,7 +43,7 @@ def every_recipe() -> list[tuple[float, int, Execution]]:
     """Time and memory of all recipes that are searched without constraints."""
     found = []
     problem = RecipeProblem(COUNTED, CLUSTER, BASE, 80e9)
-    for recipe in (recipe for name in RECOMPUTE for recipe in problem.space({"recompute": name}).recipes()):
+    for recipe in (recipe for name in RECOMPUTE for recipe in problem.space({"recompute": (name,)}).recipes()):
         prediction = predict_recipe(COUNTED, recipe, CLUSTER)
         found.append((prediction.step_time_s, prediction.peak_memory_bytes, recipe))
     return found
