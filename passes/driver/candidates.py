@@ -41,6 +41,7 @@ class Candidate:
         meshes: the fastest of these is kept; a pipeline has one.
         micro_batches: of a step.
         recipe: within which it is planned; None: everywhere.
+        proposal: the recipe whose mesh it has.
         schedule: of a pipeline; None for the usual one.
         virtual_stages: stages on each rank of a pipeline.
         is_spare: planned only where no candidate before it has a plan.
@@ -52,6 +53,7 @@ class Candidate:
     meshes: Sequence[Mesh]
     micro_batches: int
     recipe: Recipe | None = None
+    proposal: Recipe | None = None
     schedule: str | None = None
     virtual_stages: int = 1
     is_spare: bool = False
@@ -149,6 +151,7 @@ def candidates_found(
             yield replace(
                 candidate,
                 recipe=None if is_free else shape,
+                proposal=shape,
                 is_spare=is_spare,
                 needed_s=needed_s if candidate.has_stages else 0.0,
                 slowest_s=_NEAR * step_s,

@@ -113,17 +113,8 @@ class PlanAgain:
         if found[0].recipe is None:
             raise none_with(search, found[0], change.fields)
         planner = replace(self.planned.planner, ceiling=None, progress=False, before=None)
-        request, batch = self.planned.request, problem.base.batch
-        candidates = candidates_found(
-            *(
-                found,
-                {**problem.pinned, **change.fields},
-                self.call.model,
-                problem.cluster,
-                batch,
-                planner.time_budget_s,
-            )
-        )
+        request, batch, fixed = self.planned.request, problem.base.batch, {**problem.pinned, **change.fields}
+        candidates = candidates_found(found, fixed, self.call.model, problem.cluster, batch, planner.time_budget_s)
         made = plan_candidates(
             planner, candidates, lambda parts: with_batch(request, batch // parts), self.check_stages
         )

@@ -95,7 +95,8 @@ def plan_candidates(
             _LOGGER.debug("%s: %s", candidate, error)
             failures.append(_with_advice(error, candidate))
             continue
-        found.append(made)
+        plan = replace(made.plan, recipe=candidate.recipe or candidate.proposal)
+        found.append(replace(made, plan=plan))
     if not found:
         raise _most_telling(failures)
     best = min(found, key=attrgetter("step_time_s"))

@@ -274,24 +274,15 @@ def test_explain(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 
 def test_explain_of_recipes(model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     """With the constraints that are given; one that is no field is one sentence."""
-    arguments = (
-        "--cluster",
-        "h100_sxm:1x4",
-        "--global-batch",
-        "8",
-        "--runtime",
-        "megatron",
-        "--seq",
-        "16",
-        "--constrain",
-        "tensor=1,2",
-    )
-    assert _run(monkeypatch, "explain", model, "up.weight", *arguments, "--json") == 0
+    cluster = ("--cluster", "h100_sxm:1x4", "--global-batch", "8", "--seq", "16")
+    assert _run(monkeypatch, "explain", model, "up.weight", *cluster, "--constrain", "tensor=2", "--json") == 0
     data = json.loads(capsys.readouterr().out)
-    assert {item["recipe"]["tensor"] for item in data["others"]} == {1, 2}
-    assert "optimizer" in [item["what"] for item in data["costs"]]
-    assert _run(monkeypatch, "explain", model, "up.weight", *arguments, "--constrain", "layers=2") == 1
+    assert data["chosen"]["recipe"]["tensor"] == 2
+    assert data["others"]
+    assert _run(monkeypatch, "explain", model, "up.weight", *cluster, "--constrain", "layers=2") == 1
     assert "a recipe has no such field" in capsys.readouterr().err
+    assert _run(monkeypatch, "explain", model, "up.weight", *cluster, "--runtime", "megatron") == 1
+    assert "this plan is the price of a recipe" in capsys.readouterr().err
 
 
 def test_plan_takes_specs_as_constraints(

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import torch
 import transformers
@@ -25,6 +24,7 @@ from torch import nn
 
 import autoshard
 from autoshard import Cluster
+from autoshard.call import Call
 from autoshard.ir.execution import Execution
 from passes.driver.recipe_search import recipe_search
 from passes.recipe_search.recipe_problem import RecipeProblem
@@ -57,8 +57,10 @@ def inputs() -> dict[str, torch.Tensor]:
 @cache
 def problem() -> RecipeProblem:
     """The problem that `plan(global_batch=)` searches."""
-    asked: dict[str, Any] = {"example_inputs": inputs(), "optimizer": "adamw", "global_batch": BATCH}
-    return recipe_search(model(), CLUSTER, precision="bf16", **asked).problem
+    call = Call(
+        model=model(), target=CLUSTER, example_inputs=inputs(), optimizer="adamw", precision="bf16", global_batch=BATCH
+    )
+    return recipe_search(call, BATCH).problem
 
 
 @st.composite

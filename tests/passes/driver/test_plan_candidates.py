@@ -31,6 +31,7 @@ class FakePlan:
     offload: Any
     was_interrupted: bool = False
     was_cut: bool = False
+    recipe: Recipe | None = None
     baselines: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autoshard import Cluster
 from autoshard.ir.execution import Execution
-from autoshard.ir.runtime import KERNELS, Runtime
+from autoshard.ir.runtime import Runtime
 from passes.recipe_search.recipe_problem import RecipeProblem
 from passes.recipe_search.recipe_space import RecipeSpace
 from passes.recipe_search.search_recipes import FoundRecipe
@@ -49,7 +49,6 @@ RUNTIMES = st.builds(
     overlap_expert=st.booleans(),
     early_stop=st.booleans(),
     fused=st.just(True),
-    kernels=st.sampled_from(KERNELS),
     gradient_dtype=st.sampled_from(["f32", "bf16"]),
     cuda_graph=st.booleans(),
     bucket_bytes=st.sampled_from([10_000, 200_000_000]),
