@@ -53,8 +53,6 @@ class Execution(Recipe):
         if not self.is_complete:
             for name in DECIDED:
                 check_field(name, getattr(self, name))
-        if self.scatter_gradients is not None:
-            raise RecipeError(f"scatter_gradients={self.scatter_gradients} has no price of its own; give zero=.")
         check_choice("precision", self.precision, PRECISIONS)
         check_choice("optimizer", self.optimizer, OPTIMIZERS)
         if self.global_batch is not None:

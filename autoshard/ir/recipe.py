@@ -30,8 +30,6 @@ class Recipe:
     Args:
         data: replicas of the model (full width; FSDP's shards are among them).
         zero: what is sharded over `data` x `context`: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
-        scatter_gradients: whether gradients are reduced to pieces over `data` as soon as they are made. Prices of other
-            runtimes say that by `zero`.
         zero_group: ranks over which ZeRO shards, for hybrid sharding; None: all of `data` x `context`, or as the axes
             "replica" and "data" of a mesh say.
         tensor: ranks that split heads, hidden units and the vocabulary of each layer.
@@ -59,7 +57,6 @@ class Recipe:
 
     data: int | None = None
     zero: int | None = None
-    scatter_gradients: bool | None = None
     zero_group: int | None = None
     tensor: int | None = None
     sequence_parallel: bool | None = None
@@ -233,10 +230,9 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "offload": OFFLOADS,
 }
 _OPTIONAL = ("zero_group",)
-_FLAGS = ("sequence_parallel", "scatter_gradients")
+_FLAGS = ("sequence_parallel",)
 _OF_EXPERTS_AND_STAGES = ("expert", "expert_tensor", "pipeline", "virtual_stages")
-_NEVER_DECIDED = ("zero_group", "schedule", "stage_layers", "scatter_gradients")
-DECIDED = tuple(item.name for item in fields(Recipe) if item.name not in _NEVER_DECIDED)
+DECIDED = tuple(item.name for item in fields(Recipe) if item.name not in ("zero_group", "schedule", "stage_layers"))
 """Fields that a complete recipe gives."""
 
 _NAMED = 4

@@ -16,7 +16,7 @@ AXES = (PIPELINE_AXIS, "replica", "data", "expert", "context", "model")
 
 _, REPLICA, DATA, EXPERT, CONTEXT, MODEL = AXES
 
-_OF_DATA = ("data", "zero", "zero_group", "scatter_gradients")
+_OF_DATA = ("data", "zero", "zero_group")
 FIELDS: Mapping[str, Sequence[str]] = {
     REPLICA: _OF_DATA,
     DATA: _OF_DATA,

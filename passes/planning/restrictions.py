@@ -116,8 +116,6 @@ def roles_of(recipe: Recipe, mesh: Mesh) -> Roles:
     within = {None: Experts.FREE, 1: Experts.WHOLE}.get(recipe.expert_tensor, Experts.SPLIT)
     shared = Experts.FREE if recipe.expert is None else None
     sharded = replace(_OF_ZERO[recipe.zero], experts=shared)
-    if recipe.scatter_gradients is not None:
-        sharded = replace(sharded, gradients=recipe.scatter_gradients)
     roles = {
         REPLICA: replace(ROLES["data"], experts=shared),
         DATA: sharded,

@@ -8,9 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-import autoshard
-from autoshard.errors import RecipeError
-from autoshard.ir.execution import Execution
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import P
@@ -93,18 +90,3 @@ def test_a_parameter_that_is_repeated_for_each_example_is_split_with_them(role: 
     variable, strategies = planning.classes["cat"], planning.space.sites["cat"].strategies
     kept = [strategy for strategy, is_kept in zip(strategies, masks[variable], strict=True) if is_kept]
     assert any(strategy.inputs == (P("data"), P("data")) for strategy in kept)
-
-
-def test_gradients_are_scattered_as_a_recipe_says() -> None:
-    """The planned gradients are pieces, or whole sums; a price has no such field."""
-    for scatter in (True, False):
-        plan = autoshard.plan(
-            nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), MESH, example_inputs=(torch.randn(4, 8),),
-            optimizer="adamw", precision=None, loss_fn=lambda y: y.square().mean(),
-            recipe=Recipe(data=2, zero=1, scatter_gradients=scatter),
-        )  # fmt: skip
-        gradient = plan.parameters["0.weight"].gradient
-        assert gradient is not None
-        assert ("data" in gradient.sharded_axes) is scatter
-    with pytest.raises(RecipeError, match="scatter_gradients=True has no price of its own"):
-        Execution().of(Recipe(scatter_gradients=True))
