@@ -68,8 +68,8 @@ def compile(
     Args:
         model: any module, the same on all ranks. Where it is on the meta device (all of it, or a part), each rank gets
             memory for its shards alone when the first program is compiled; then call `init_weights`, or load weights.
-        mesh: a torch `DeviceMesh`, an abstract `Mesh`, or a `Cluster`, for which the planner picks the axes
-            (needs `example_inputs`).
+        mesh: a torch `DeviceMesh`, an abstract `Mesh`, `cluster.mesh(...)`, or a `Cluster`, for which the planner picks
+            the axes (needs `example_inputs`).
         example_inputs: positional (a tuple) or keyword (a dict) arguments to plan for now; default: at the
             first call. Any later call of another kind is planned when it comes.
         optimizer: makes the result a `TrainStep`; over the model's parameters, and fresh. The update of SGD, Adam
@@ -161,18 +161,17 @@ def plan(
 
     Args:
         model, example_inputs, loss_fn, strict, time_budget_s: see `compile`.
-        constraints: see `compile`; with `global_batch`, fields of `Recipe` to the value that they must have, or to
-            several: {"tensor": 8, "pipeline": (1, 2, 4), "recompute": "none"}.
+        constraints: see `compile`; on a cluster with `global_batch`, fields of `Recipe` to the value that they must
+            have, or to several: {"tensor": 8, "pipeline": (1, 2, 4), "recompute": "none"}.
         memory_budget: see `compile`; of a `recipe`, what it must fit in.
         target: a cluster, and the planner picks the axes; or a mesh, `cluster.mesh({"data": 8, "model": 8})`. An
             `autoshard.Mesh` is priced for this machine.
         optimizer: a name in torch.optim ("adamw"), or an optimizer over the model's parameters. The update of SGD,
             Adam and AdamW is planned with the step (ZeRO); of others only the state counts, as memory.
         max_grad_norm: with an optimizer: clip gradients to this norm.
-        global_batch: sequences of a step: the fastest plan for so many on the whole cluster, pipelines, context and
-            expert parallelism, micro-batches and recomputation included, see docs/plans.md. How large the batch of
-            `example_inputs` is does not matter then. Without, specs are searched on meshes, for that batch.
-            Where `compile` cannot run the plan, as searching its specs takes too long, say, `forecast` says why.
+        global_batch: sequences of a step, cut into micro-batches as the plan says. The batch of `example_inputs` may
+            then be of any size; None: it is that batch. On a cluster meshes, stages and micro-batches are searched for
+            the step, see docs/plans.md. Where `compile` cannot run the plan, `forecast` says why.
         recipe: plan within this `Recipe`; fields that are None are searched. The fields that are given restrict the
             axes of the mesh: "data", "context", "model" (tensor), "pipeline", "replica" (with `zero_group`), "expert".
             `compile(plan=)` runs the plan.

@@ -88,7 +88,7 @@ class ShardedModule(OfModel, HasWeights):
         self._known = KnownPrograms(max_programs)
         self._lengths = lengths
         self._outputs = outputs
-        self.executor = executor or Executor()
+        self._executor = executor or Executor()
         self._placed: dict[str, PartitionSpec] = {}
         self._last: Executable | None = None
         self._members: Members | None = Members(model)
@@ -204,7 +204,7 @@ class ShardedModule(OfModel, HasWeights):
         executable, call = self._find_padded(call, self.members())
         tensors = self.gather_inputs(executable, call)
         if executable.compiled.staged is not None:
-            outputs = self.executor.run_forward(executable, tensors)
+            outputs = self._executor.run_forward(executable, tensors)
         else:
             outputs = run(self._call_of(executable, call, _seed_among(executable, tensors)), tensors)
         result = self.results.hand_out(executable, outputs)

@@ -13,6 +13,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.program import OutputKind
 from autoshard.runtime.engine import LocalValue
 from autoshard.runtime.executable import Executable
+from autoshard.runtime.executor import Executor
 from autoshard.runtime.graphed_passes import GraphedPasses
 from autoshard.runtime.members import Members
 from autoshard.runtime.micro_batches import Part, common_program, share_of, sum_of, weights_of
@@ -30,6 +31,7 @@ class TracedStep:
         optimizer: one that is traced (see `traced_optimizer`), over its parameters.
         max_grad_norm: gradients are scaled down to this norm over all parameters, or None.
         order: of a program that is not cut into stages.
+        executor: runs programs.
         graphs: launches forward and backward of a micro-batch from a CUDA graph; None to launch each kernel.
     """
 
@@ -39,10 +41,12 @@ class TracedStep:
         optimizer: torch.optim.Optimizer,
         max_grad_norm: float | None,
         order: PipelineOrder,
+        executor: Executor,
         graphs: GraphedPasses | None = None,
     ) -> None:
         self._sharded = sharded
         self._order = order
+        self._executor = executor
         self._graphs = graphs
         self._state = TracedState(optimizer, sharded.engine, max_grad_norm)
 
@@ -54,7 +58,7 @@ class TracedStep:
         """Compile the program for a call now; returns its plan."""
         members = self._sharded.members()
         executable, _ = self._sharded.find_step(args, kwargs, self._state.update(members), members, runs=False)
-        self._sharded.executor.prepare(executable, self._order)
+        self._executor.prepare(executable, self._order)
         return executable.compiled.plan
 
     @torch.no_grad()
@@ -72,14 +76,13 @@ class TracedStep:
             if loss is not None:
                 losses.append(share_of(loss, weights[micro_batch]))
 
-        executor = self._sharded.executor
-        table = executor.prepare(executable, self._order)
+        table = self._executor.prepare(executable, self._order)
         (loss_name,) = table.staged.results
-        run = executor.run(executable, table, inputs, weights, take, self._graphs)
+        run = self._executor.run(executable, table, inputs, weights, take, self._graphs)
         if any(weights):
             self._update(executable, run)
         self._state.optimizer.step()  # no parameter has a gradient, so it only tells its schedulers
-        return executor.messages.share(sum_of(losses) if losses else None, loss_name, table.staged)
+        return run.messages.share(sum_of(losses) if losses else None, loss_name, table.staged)
 
     def _inputs(self, executable: Executable, call: FlatCall) -> dict[int, Sequence[torch.Tensor]]:
         tensors = self._sharded.gather_inputs(executable, call)

@@ -19,6 +19,7 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.pipeline_order import StageTask, Work, one_after_another
 from autoshard.ir.plan import Plan
 from autoshard.ir.update import check_norm
+from autoshard.runtime.executor import Executor
 from autoshard.runtime.graphed_passes import GraphedPasses
 from autoshard.runtime.members import Members
 from autoshard.runtime.micro_batches import Part, naming_micro_batches, parts_of, share_of, sum_of, weights_of
@@ -46,6 +47,7 @@ class TrainStep(HasWeights):
             whole batch: parts weigh what the loss says (a sum, a mean, a sum over a count of targets). What mixes
             samples (a batch norm in training) is refused by name.
         traced: run the update as part of the program; the optimizer is one that can be, and the module's compiler can.
+        executor: proves and runs orders; the module's own, where the mesh has a pipeline.
         graphs: launches forward and backward from CUDA graphs; traced, without stages.
     """
 
@@ -57,6 +59,7 @@ class TrainStep(HasWeights):
         max_grad_norm: float | None = None,
         micro_batches: int = 1,
         traced: bool = False,
+        executor: Executor | None = None,
         graphs: GraphedPasses | None = None,
     ) -> None:
         self.sharded = sharded
@@ -66,8 +69,12 @@ class TrainStep(HasWeights):
         self._has_said_why = False
         self._hyperparameters = HyperparameterText(optimizer, max_grad_norm)
         sharded.agreement.describe_hyperparameters = self._hyperparameters
-        sharded.executor.prove(self.order)
-        self._traced = TracedStep(sharded, optimizer, max_grad_norm, self.order, graphs) if traced else None
+        executor = executor or Executor()
+        executor.prove(self.order)
+        self._has_stages = executor.has_stages
+        self._traced: TracedStep | None = None
+        if traced:
+            self._traced = TracedStep(sharded, optimizer, max_grad_norm, self.order, executor, graphs)
         self._is_made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -152,7 +159,7 @@ class TrainStep(HasWeights):
     def _needs_gradients(self, members: Members) -> bool:
         """Whether this step's gradients must be in `.grad`; the first time, say why. Stages do not put theirs there."""
         reason = why_by_autograd(self.optimizer, members.parameters.items())
-        if reason is not None and self.sharded.executor.has_stages:
+        if reason is not None and self._has_stages:
             raise NotAvailableError(
                 f"{reason}; under an axis 'pipeline' gradients are not in .grad. Take the hooks off and set gradients "
                 "to None, or use a mesh without the axis 'pipeline'."

@@ -73,6 +73,7 @@ def compile_model(call: Call) -> ShardedModule | TrainStep:
     if call.backend == "inductor" and isinstance(engine, SimulatorEngine):
         raise NotAvailableError("backend='inductor' needs a process per rank; the simulator runs eagerly.")
     graphs = graphs_of(options.cuda_graph, engine, is_traced=update is not None, has_stages=pipeline is not None)
+    executor = Executor(messages, verify_schedule if call.verify else None)
     sharded = ShardedModule(
         model,
         engine,
@@ -81,7 +82,7 @@ def compile_model(call: Call) -> ShardedModule | TrainStep:
         lengths=Lengths(model, options.dynamic_lengths, prove_padding) if options.dynamic_lengths else None,
         check=Check(options.check),
         outputs=call.handed_out,
-        executor=Executor(messages, verify_schedule if call.verify else None),
+        executor=executor,
     )
     step = sharded
     if optimizer is not None:
@@ -92,6 +93,7 @@ def compile_model(call: Call) -> ShardedModule | TrainStep:
             max_grad_norm=call.max_grad_norm,
             micro_batches=micro_batches,
             traced=update is not None,
+            executor=executor,
             graphs=graphs,
         )
     if call.example_inputs is not None:

@@ -141,6 +141,19 @@ def test_the_number_of_micro_batches_is_chosen() -> None:
     assert plan.order.micro_batches in (2, 4, 8)
 
 
+def test_a_step_of_more_sequences_than_the_example() -> None:
+    """`global_batch` goes with a mesh too: the batch is cut as the plan says, and the plan runs it."""
+    model, inputs = skips()
+    many = {name: torch.cat([value, value]) for name, value in inputs.items()}
+    asked = {"example_inputs": inputs, "optimizer": adamw(model), "max_grad_norm": NORM, "precision": None}
+    plan = autoshard.plan(model, Mesh(MESH), global_batch=16, recipe=Recipe(micro_batch=2), time_budget_s=5.0, **asked)
+    assert (plan.micro_batches, plan.inputs["input:0"]) == (4, "i64[4, 4]")
+    step, _, _ = compiled("skips", Mesh(MESH), plan=plan, micro_batches=None)
+    assert float(step(**many)) == pytest.approx(float(model(**many).detach()), rel=1e-5)
+    free = autoshard.plan(model, Mesh({"data": 2}), global_batch=16, time_budget_s=5.0, **asked)
+    assert (free.micro_batches, free.inputs["input:0"]) == (1, "i64[16, 4]")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

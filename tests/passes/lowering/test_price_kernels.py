@@ -127,9 +127,9 @@ def test_kernels_of_split_programs_stand_for_whole_calls() -> None:
 
 def test_elided_blocks_have_their_kernels(tmp_path: Path) -> None:
     """A deep model planned without its inner blocks launches and moves what the whole does; files and print say so."""
-    arguments: Mapping[str, Any] = {"mesh": Mesh({"x": 2}), "example_inputs": batch(), "precision": None}
+    arguments: Mapping[str, Any] = {"example_inputs": batch(), "precision": None}
     model = alike(10)
-    plan = autoshard.plan(model, CLUSTER, **arguments, backend="triton")
+    plan = autoshard.plan(model, CLUSTER.mesh({"x": 2}), **arguments, backend="triton")
     kernels = plan.predicted.kernels
     assert plan.repeats
     assert {use.times for use in kernels.uses} >= {1, 7}
@@ -146,17 +146,19 @@ def test_elided_blocks_have_their_kernels(tmp_path: Path) -> None:
     assert "triton_bias_gelu" in str(plan)
     found = plan.explain("blocks.9.up.bias")
     assert any(text.startswith("triton_bias_gelu for") for text in found.kernels)
-    assert autoshard.plan(model, CLUSTER, **arguments).explain("blocks.9.up.bias").kernels == found.kernels
+    assert (
+        autoshard.plan(model, CLUSTER.mesh({"x": 2}), **arguments).explain("blocks.9.up.bias").kernels == found.kernels
+    )
 
 
 def test_explanations_compare_plans_with_their_kernels() -> None:
     """Each alternative is priced as planning with it as a constraint is, with kernels."""
-    arguments: Mapping[str, Any] = {"mesh": Mesh({"x": 2}), "example_inputs": (torch.ones(8, 16),), "backend": "triton"}
-    plan = autoshard.plan(Scaled(), CLUSTER, **arguments)
+    arguments: Mapping[str, Any] = {"example_inputs": (torch.ones(8, 16),), "backend": "triton"}
+    plan = autoshard.plan(Scaled(), CLUSTER.mesh({"x": 2}), **arguments)
     found = plan.explain("scale")
     assert found.chosen.step_time_s == plan.predicted.step_time_s < plan.predicted.kernels.step_time_without_s
     item = found.others[0]
-    again = autoshard.plan(Scaled(), CLUSTER, **arguments, constraints={"scale": item.spec})
+    again = autoshard.plan(Scaled(), CLUSTER.mesh({"x": 2}), **arguments, constraints={"scale": item.spec})
     assert item.step_time_s == pytest.approx(again.predicted.step_time_s)
 
 
