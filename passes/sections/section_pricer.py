@@ -18,7 +18,6 @@ from cost_models.device import Device
 from passes.sections.count_sections import Phase, Section, SectionKernel, Sized
 from passes.sections.price_sections import (
     EXPERT,
-    AxisTraffic,
     Busy,
     PhasePrice,
     SectionPrice,
@@ -97,8 +96,7 @@ class _Shapes:
         values: the shapes that follow as numbers, from 0.
         saved, core: kept for the backward; of these in attention's core.
         entering: from other sections.
-        workspaces: what kernels read and write of what is not kept; behind each, what of it are shares of experts'
-            weights (their gradients), of which a rank makes its experts' only.
+        workspaces: what kernels read and write of what is not kept.
         parameters: those that all replicas hold, and `expert` ones; `tensors`, `matrices`: number of the former.
     """
 
@@ -106,7 +104,7 @@ class _Shapes:
     saved: Counter[int]
     core: Counter[int]
     entering: Counter[int]
-    workspaces: tuple[tuple[Counter[int], tuple[Sized, ...]], ...]
+    workspaces: tuple[Counter[int], ...]
     parameters: Counter[Sized]
     expert: Counter[Sized]
     tensors: int
@@ -114,27 +112,10 @@ class _Shapes:
 
 
 @dataclass(frozen=True, slots=True)
-class _SectionBytes:
-    """Bytes of a section.
-
-    Args:
-        saved, core, entering: see `_Shapes`.
-        workspace: of the largest, without shares of experts' weights.
-        with_shares: of each workspace that has such, with the shares.
-    """
-
-    saved: int
-    core: int
-    entering: int
-    workspace: int
-    with_shares: tuple[tuple[int, tuple[Sized, ...]], ...]
-
-
-@dataclass(frozen=True, slots=True)
 class _Parts:
-    """A section in parts: its number among those that differ, runs of phases by number, shapes, and axes.
+    """A section in parts: its number among those that differ, runs of phases by number, shapes.
 
-    `axes`: on whose sizes its price depends; `plain_axes`: but for experts.
+    `axes`: on whose sizes its price depends.
     """
 
     number: int
@@ -142,7 +123,6 @@ class _Parts:
     backward: tuple[int, ...]
     shapes: _Shapes
     axes: tuple[str, ...]
-    plain_axes: tuple[str, ...]
 
 
 @dataclass
@@ -162,8 +142,6 @@ class SectionPricer:
     _runs: _Numbered[_KernelRun] = field(default_factory=lambda: _Numbered())
     _busy: dict[tuple[object, ...], Busy] = field(default_factory=dict)
     _spans: dict[tuple[object, ...], _RunTimes] = field(default_factory=dict)
-    _traffic: dict[tuple[object, ...], tuple[AxisTraffic, ...]] = field(default_factory=dict)
-    _bytes: dict[tuple[object, ...], _SectionBytes] = field(default_factory=dict)
     _sizes: dict[tuple[object, ...], SectionSizes] = field(default_factory=dict)
     _prices: dict[tuple[object, ...], SectionPrice] = field(default_factory=dict)
 
@@ -175,10 +153,7 @@ class SectionPricer:
         parts = self._parts_of(key, section, is_narrow=is_block and self.precision == "f8")
         known = (parts.number, batch, *(sizes[axis] for axis in parts.axes))
         if known not in self._sizes:
-            plain = (parts.number, batch, *(sizes[axis] for axis in parts.plain_axes))
-            if plain not in self._bytes:
-                self._bytes[plain] = _section_bytes(parts.shapes, batch, sizes)
-            self._sizes[known] = _section_sizes(parts.shapes, self._bytes[plain], sizes)
+            self._sizes[known] = _section_sizes(parts.shapes, batch, sizes)
         return self._sizes[known]
 
     def price(self, key: object, section: Section, batch: int, sizes: Sizes, *, is_block: bool) -> SectionPrice:
@@ -189,18 +164,16 @@ class SectionPricer:
             held = self.sizes(key, section, batch, sizes, is_block=is_block)
             setting = Setting(batch, tuple(sizes.items()), self.device, self.precision, self.separate_experts)
             precision = self.precision if is_block else ""
-            places = (parts.number, batch, *(sizes[axis] for axis in parts.plain_axes))
-            forward = self._phase(section.forward, parts.forward, (*places, "forward"), setting, precision, held)
-            backward = self._phase(section.backward, parts.backward, (*places, "backward"), setting, precision, held)
+            forward = self._phase(section.forward, parts.forward, setting, precision, held)
+            backward = self._phase(section.backward, parts.backward, setting, precision, held)
             known_sizes = {name: getattr(held, name) for name in _HELD}
             self._prices[known] = SectionPrice(**known_sizes, forward=forward, backward=backward)
         return self._prices[known]
 
     def _phase(
-        self, phase: Phase, runs: tuple[int, ...], places: tuple[object, ...], setting: Setting, precision: str,
-        held: SectionSizes,
-    ) -> PhasePrice:  # fmt: skip
-        """The price of a phase; `places` is all on which its collectives depend."""
+        self, phase: Phase, runs: tuple[int, ...], setting: Setting, precision: str, held: SectionSizes
+    ) -> PhasePrice:
+        """The price of a phase."""
         sizes, span = dict(setting.sizes), _NOTHING
         for number in runs:
             run = self._runs.items[number]
@@ -208,10 +181,8 @@ class SectionPricer:
             if known not in self._spans:
                 self._spans[known] = self._span(run, setting, sizes, precision)
             span = span.then(self._spans[known])
-        if places not in self._traffic:
-            sent = (traffic_of(item, setting.batch, sizes, held.entering_bytes) for item in phase.sent)
-            self._traffic[places] = tuple(sent)
-        return PhasePrice(span.busy, span.core, span.tail, self._traffic[places])
+        sent = tuple(traffic_of(item, setting.batch, sizes, held.entering_bytes) for item in phase.sent)
+        return PhasePrice(span.busy, span.core, span.tail, sent)
 
     def _parts_of(self, key: object, section: Section, *, is_narrow: bool) -> _Parts:
         """The parts of a section; sections that differ in no price have one number."""
@@ -229,11 +200,8 @@ class SectionPricer:
                 section.workspaces,
                 is_narrow,
             )
-            axes = _axes_of(section)
-            self._parts[key] = _Parts(
-                self._alike.number(alike), forward, backward, _shapes_of(section, is_narrow=is_narrow),
-                axes, tuple(axis for axis in axes if axis != EXPERT),
-            )  # fmt: skip
+            shapes = _shapes_of(section, is_narrow=is_narrow)
+            self._parts[key] = _Parts(self._alike.number(alike), forward, backward, shapes, _axes_of(section))
         return self._parts[key]
 
     def _span(self, run: _KernelRun, setting: Setting, sizes: Sizes, precision: str) -> _RunTimes:
@@ -288,19 +256,20 @@ def _shapes_of(section: Section, *, is_narrow: bool) -> _Shapes:
     shapes = _Numbered[Sized]()
 
     def counted(items: Iterable[Sized]) -> Counter[int]:
-        return Counter(shapes.number(_whole(item)) for item in items)
+        return Counter(map(shapes.number, items))
 
-    saved = [(_in_8_bits(item.value) if is_narrow and item.is_operand else item.value, item.is_core)
+    saved = [(_whole(replace(item.value, itemsize=1) if is_narrow and item.is_operand else item.value), item.is_core)
              for item in section.saved]  # fmt: skip
     dense, expert = Counter[Sized](), Counter[Sized]()
     for name, value in section.parameters.items():
         (expert if name in section.expert_parameters else dense)[value] += 1
-    apart = (_apart(items) for items in _not_within(list(map(Counter, section.workspaces))))
     return _Shapes(
         saved=counted(value for value, _ in saved),
         core=counted(value for value, is_core in saved if is_core),
-        entering=counted(section.entering),
-        workspaces=tuple((counted(stored), tuple(shares)) for stored, shares in apart),
+        entering=counted(map(_whole, section.entering)),
+        workspaces=tuple(
+            counted(map(_stored, items.elements())) for items in _not_within(list(map(Counter, section.workspaces)))
+        ),
         values=tuple(shapes.items),
         parameters=dense,
         expert=expert,
@@ -309,13 +278,14 @@ def _shapes_of(section: Section, *, is_narrow: bool) -> _Shapes:
     )
 
 
-def _in_8_bits(item: Sized) -> Sized:
-    return replace(item, itemsize=1)
-
-
 def _whole(item: Sized) -> Sized:
     """A value as it is stored: rows that experts' ranks exchange stay as many."""
     return replace(item, splits=tuple(tuple(axis for axis in axes if axis != EXPERT) for axes in item.splits))
+
+
+def _stored(item: Sized) -> Sized:
+    """The same of what kernels read and write; of experts' weights and gradients a rank has those of its experts."""
+    return _whole(item) if any(item.step) else item
 
 
 def _not_within(workspaces: Sequence[Counter[Sized]]) -> list[Counter[Sized]]:
@@ -327,37 +297,20 @@ def _not_within(workspaces: Sequence[Counter[Sized]]) -> list[Counter[Sized]]:
     return found
 
 
-def _apart(workspace: Counter[Sized]) -> tuple[list[Sized], list[Sized]]:
-    """What of a workspace is stored as it is, and shares of experts' weights."""
-    stored, shares = list[Sized](), list[Sized]()
-    for item in workspace.elements():
-        is_share = EXPERT in _axes_in([item]) and not any(item.step)
-        (shares if is_share else stored).append(item)
-    return stored, shares
-
-
-def _section_bytes(shapes: _Shapes, batch: int, sizes: Sizes) -> _SectionBytes:
+def _section_sizes(shapes: _Shapes, batch: int, sizes: Sizes) -> SectionSizes:
     each = [item.local_bytes(batch, sizes) for item in shapes.values]
 
     def total(items: Counter[int]) -> int:
         return sum(each[number] * count for number, count in items.items())
 
-    workspaces = [(total(stored), shares) for stored, shares in shapes.workspaces]
-    with_shares = tuple(item for item in workspaces if item[1])
-    largest = max((size for size, _ in workspaces), default=0)
-    return _SectionBytes(total(shapes.saved), total(shapes.core), total(shapes.entering), largest, with_shares)
-
-
-def _section_sizes(shapes: _Shapes, held: _SectionBytes, sizes: Sizes) -> SectionSizes:
     def elements(items: Counter[Sized]) -> int:
         return sum(math.prod(item.shape(1, sizes)) * count for item, count in items.items())
 
-    with_shares = (stored + sum(item.local_bytes(1, sizes) for item in shares) for stored, shares in held.with_shares)
     return SectionSizes(
-        saved_bytes=held.saved,
-        core_bytes=held.core,
-        entering_bytes=held.entering,
-        workspace_bytes=max((held.workspace, *with_shares)),
+        saved_bytes=total(shapes.saved),
+        core_bytes=total(shapes.core),
+        entering_bytes=total(shapes.entering),
+        workspace_bytes=max(map(total, shapes.workspaces), default=0),
         parameters=elements(shapes.parameters),
         tensors=shapes.tensors,
         matrices=shapes.matrices,
