@@ -25,12 +25,10 @@ from autoshard.kernels import (
     triton_bias_add_norm,
     triton_cross_entropy,
     triton_dropout,
-    triton_embedding,
     triton_gated,
     triton_gelu,
     triton_layer_norm,
     triton_linear_cross_entropy,
-    triton_permutation,
     triton_rms_norm,
     triton_rotary,
     triton_softmax,
@@ -41,7 +39,6 @@ from autoshard.kernels.kernel import FusedKernel, Kernel
 _MODULES = (
     triton_cross_entropy,
     triton_dropout,
-    triton_embedding,
     triton_layer_norm,
     triton_rms_norm,
     triton_softmax,
@@ -50,11 +47,9 @@ _MODULES = (
 _FUSED_MODULES = (
     triton_bias_add_norm,
     triton_add_norm,
-    triton_embedding,
     triton_gated,
     triton_gelu,
     triton_linear_cross_entropy,
-    triton_permutation,
     triton_rotary,
     biased_product,
 )

@@ -72,7 +72,7 @@ class Executor:
             self.prove(staged.order, trains=executable.compiled.update is not None)
         if staged.order.micro_batches > 1:
             for stage in staged.stages:
-                _check_sums(stage.phased)
+                check_sums(stage.phased)
         table = self.messages.connect(staged)
         for program in executable.stages.values():
             program.load()
@@ -130,7 +130,7 @@ def loss_of(executable: Executable) -> LocalSlot:
     return slots[loss_among(outputs, {slot.slot.name for slot in executable.tangents}).name]
 
 
-def _check_sums(phased: PhasedProgram) -> None:
+def check_sums(phased: PhasedProgram) -> None:
     """Gradients of micro-batches add up where they are sums or addends of sums, not maxima."""
     lowered = phased.lowered
     nodes = {node.name: node for node in lowered.graph_module.graph.nodes}

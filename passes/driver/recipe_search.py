@@ -188,6 +188,8 @@ def _shortage(problem: RecipeProblem, ceiling: Ceiling) -> DoesNotFitError:
         loose = (name for name in problem.pinned if _without(problem, name).has_recipes)
         blamed = " or ".join(f"{name!r}" for name in loose)
         advice = f"Without the constraint on {blamed} there is one." if blamed else "Change the batch, or the devices."
+        if problem.pinned and not blamed and replace(problem, pinned={}).has_recipes:
+            advice = "Leave out more than one of them."
         return DoesNotFitError(
             f"No recipe runs whole micro-batches of global_batch={problem.base.batch} on each of "
             f"{problem.cluster.size} devices{kept}. {advice}",
@@ -198,10 +200,17 @@ def _shortage(problem: RecipeProblem, ceiling: Ceiling) -> DoesNotFitError:
     return DoesNotFitError(
         f"No recipe{kept} fits in {format_bytes(problem.memory_limit)} per device: the smallest needs "
         f"{format_bytes(least.objective)}, {', '.join(f'{format_bytes(size)} of {name}' for name, size in largest)} "
-        f"({least.recipe.words}). Use more devices, or devices with more memory"
-        f"{', or fewer constraints' if kept else ''}.",
+        f"({least.recipe.words}). {_remedy(problem, ceiling)}",
         smallest_bytes=int(least.objective),
     )
+
+
+def _remedy(problem: RecipeProblem, ceiling: Ceiling) -> str:
+    """The way out where no recipe fits: fewer constraints, if recipes fit without any."""
+    free = replace(problem, pinned={}).smallest(ceiling=ceiling) if problem.pinned else None
+    if free is None or free.recipe is None or free.objective > problem.memory_limit:
+        return "Use more devices, or devices with more memory."
+    return f"Without constraints {format_bytes(free.objective)} would do ({free.recipe.words})."
 
 
 def _without(problem: RecipeProblem, name: str) -> RecipeProblem:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import compress
-from typing import Protocol
 
 import numpy as np
 
@@ -20,64 +19,32 @@ Bound = Callable[[], float]
 """A bound that is found when it is asked for."""
 
 
-class Objective(Protocol):
-    """What is minimised: bounds for sets of recipes that have more and more of `recipe`, infinite if none will do."""
+@dataclass(frozen=True, slots=True)
+class Fastest:
+    """The time of a step, seconds, for recipes that fit in `memory_limit` bytes.
+
+    Sets of recipes that have more and more of `recipe` have bounds; infinite ones if none of the recipes will do.
+    """
+
+    pricer: RecipePricer
+    memory_limit: float
 
     def is_too_large(self, recipe: Execution) -> bool:
         """Whether no recipe of a layout will do, nor of one with larger micro-batches."""
-        ...
+        return self.pricer.workspace_bytes(recipe) > self.memory_limit
 
     def more_only_adds(self, keeping: Keeping) -> bool:
-        """Whether to compute more again than a keeping does, or to copy what it keeps, only adds to the objective."""
-        ...
+        """Whether to compute more again than a keeping does, or to copy what it keeps, only adds to the objective.
+
+        Of what is copied, what is computed again need not be.
+        """
+        return keeping.offload == "none"
 
     def layouts(self, first: Execution, most: int, keepings: Sequence[Keeping], *, zero: int) -> Sequence[Bound]:
         """Those of a layout with one keeping or another, from the first recipe's pipeline ranks to `most`.
 
         `zero`: the ZeRO stage that shards most of those that they may have.
         """
-        ...
-
-    def pipelines(self, kinds: Sequence[Kind], pipes: PipeSet) -> Sequence[float]:
-        """Bounds of recipes with some pipelines, one for each kind of exchange of shards, none included."""
-        ...
-
-    def schedules(self, recipe: Execution, shardings: Iterable[Execution], pipes: PipeSet) -> Sequence[float]:
-        """Bounds of recipes with each of some pipelines, all of the recipe's size.
-
-        `recipe` shards most; `shardings` are its like with each sharding that they may have.
-        """
-        ...
-
-    def recipes(self, recipes: Sequence[Execution], pipe: Pipe, *, enough: float) -> Sequence[float]:
-        """Of each recipe: they differ in sharding, and their pipeline is `pipe`.
-
-        What surely has more than `enough` need not be infinite.
-        """
-        ...
-
-    def price(self, recipe: Execution) -> float:
-        """The recipe's objective."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Fastest:
-    """The time of a step, seconds, for recipes that fit in `memory_limit` bytes."""
-
-    pricer: RecipePricer
-    memory_limit: float
-
-    def is_too_large(self, recipe: Execution) -> bool:
-        """See `Objective`."""
-        return self.pricer.workspace_bytes(recipe) > self.memory_limit
-
-    def more_only_adds(self, keeping: Keeping) -> bool:
-        """See `Objective`. Of what is copied, what is computed again need not be."""
-        return keeping.offload == "none"
-
-    def layouts(self, first: Execution, most: int, keepings: Sequence[Keeping], *, zero: int) -> Sequence[Bound]:
-        """See `Objective`."""
         needed = self.pricer.layout_memory_floors(first, most, keepings, zero=zero)
         fits = (needed <= self.memory_limit).tolist()
         return [partial(self._layout, first, most, *each) for each in zip(keepings, fits, strict=True)]
@@ -87,7 +54,7 @@ class Fastest:
         return self.pricer.layout_floor(kind, most) if fits else math.inf
 
     def pipelines(self, kinds: Sequence[Kind], pipes: PipeSet) -> Sequence[float]:
-        """See `Objective`."""
+        """Bounds of recipes with some pipelines, one for each kind of exchange of shards, none included."""
         bounds = np.full(len(kinds), math.inf)
         fits = self.pricer.memory_floors([recipe for recipe, _ in kinds], pipes) <= self.memory_limit
         some = np.asarray(fits.any(axis=1))
@@ -96,7 +63,10 @@ class Fastest:
         return bounds.tolist()
 
     def schedules(self, recipe: Execution, shardings: Iterable[Execution], pipes: PipeSet) -> Sequence[float]:
-        """See `Objective`."""
+        """Bounds of recipes with each of some pipelines, all of the recipe's size.
+
+        `recipe` shards most; `shardings` are its like with each sharding that they may have.
+        """
         fits = self.pricer.memory_floors([recipe], pipes)[0] <= self.memory_limit
         bounds = np.full(len(pipes), math.inf)
         if fits.any():
@@ -104,7 +74,10 @@ class Fastest:
         return bounds.tolist()
 
     def recipes(self, recipes: Sequence[Execution], pipe: Pipe, *, enough: float) -> Sequence[float]:
-        """See `Objective`."""
+        """Of each recipe: they differ in sharding, and their pipeline is `pipe`.
+
+        What surely has more than `enough` need not be infinite.
+        """
         floors = self.pricer.recipe_floors(recipes, pipe).tolist()
         return [
             floor if floor > enough or self.pricer.fits(recipe, self.memory_limit) else math.inf
@@ -112,7 +85,7 @@ class Fastest:
         ]
 
     def price(self, recipe: Execution) -> float:
-        """See `Objective`."""
+        """The recipe's objective."""
         return self.pricer.time_s(recipe)
 
 
@@ -123,31 +96,35 @@ class Smallest:
     pricer: RecipePricer
 
     def is_too_large(self, recipe: Execution) -> bool:
-        """See `Objective`."""
+        """See `Fastest`."""
         return False
 
     def more_only_adds(self, keeping: Keeping) -> bool:
-        """See `Objective`."""
+        """See `Fastest`."""
         return False
 
     def layouts(self, first: Execution, most: int, keepings: Sequence[Keeping], *, zero: int) -> Sequence[Bound]:
-        """See `Objective`."""
+        """See `Fastest`."""
         floors = self.pricer.layout_memory_floors(first, most, keepings, zero=zero)
         return [partial(float, floor) for floor in floors]
 
     def pipelines(self, kinds: Sequence[Kind], pipes: PipeSet) -> Sequence[float]:
-        """See `Objective`."""
+        """See `Fastest`."""
         floors = self.pricer.memory_floors([recipe for recipe, _ in kinds], pipes)
         return floors.min(axis=1, initial=math.inf).tolist()
 
     def schedules(self, recipe: Execution, shardings: Iterable[Execution], pipes: PipeSet) -> Sequence[float]:
-        """See `Objective`."""
+        """See `Fastest`."""
         return self.pricer.memory_floors([recipe], pipes)[0].tolist()
 
     def recipes(self, recipes: Sequence[Execution], pipe: Pipe, *, enough: float) -> Sequence[float]:
-        """See `Objective`."""
+        """See `Fastest`."""
         return [self.price(recipe) if self.pricer.fits(recipe, math.inf) else math.inf for recipe in recipes]
 
     def price(self, recipe: Execution) -> float:
-        """See `Objective`."""
+        """See `Fastest`."""
         return float(self.pricer.memory_bytes(recipe))
+
+
+Objective = Fastest | Smallest
+"""A quantity that a search minimises."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -13,7 +12,7 @@ from cost_models.step import StepModel
 from passes.recipe_search.recipe_objectives import Fastest, Smallest
 from passes.recipe_search.recipe_pricer import RecipePricer
 from passes.recipe_search.recipe_space import Only, RecipeSpace, keeps
-from passes.recipe_search.search_recipes import Branch, FoundRecipe, Watch, search_recipes
+from passes.recipe_search.search_recipes import FoundRecipe, Watch, search_recipes
 from passes.recipes.own_runtime import step_model
 from passes.sections.price_model import CountedModel
 from passes.solver.search_control import Ceiling
@@ -58,7 +57,7 @@ class RecipeProblem:
     def kinds(self) -> dict[str, Only]:
         """The known kinds of recipes of which this problem has any, whatever memory they take; see `known_kinds`."""
         known = known_kinds(self.cluster, has_experts=self.counted.has_experts)
-        return {name: only for name, only in known.items() if any(True for _ in self.space(only=only).recipes())}
+        return {name: only for name, only in known.items() if any(True for _ in self.space(only).recipes())}
 
     def within(self, memory_limit: float) -> RecipeProblem:
         """The same problem with another memory limit; they share what is priced."""
@@ -69,7 +68,6 @@ class RecipeProblem:
     def best(
         self,
         *,
-        fixed: Mapping[str, object] | None = None,
         only: Only | None = None,
         ceiling: Ceiling | None = None,
         known: Execution | None = None,
@@ -78,28 +76,18 @@ class RecipeProblem:
         """The fastest recipe that fits.
 
         Args:
-            fixed: searched fields to their values, `{"pipeline": 8}`.
             only: searched fields to the values that they may have, `{"pipeline": range(2, 65)}`.
             ceiling, known, watch: see `search_recipes`.
 
         Raises:
             RecipeError: a field that is not searched.
         """
-        space = self.space(fixed, only)
-        fastest = Branch(space, Fastest(self.pricer, self.memory_limit))
-        return search_recipes([fastest], self.pricer.memory_bytes, ceiling=ceiling, known=known, watch=watch)
+        fastest = Fastest(self.pricer, self.memory_limit)
+        return search_recipes(self.space(only), fastest, ceiling=ceiling, known=known, watch=watch)
 
-    def smallest(
-        self,
-        *,
-        fixed: Mapping[str, object] | None = None,
-        only: Only | None = None,
-        ceiling: Ceiling | None = None,
-    ) -> FoundRecipe:
+    def smallest(self, *, only: Only | None = None, ceiling: Ceiling | None = None) -> FoundRecipe:
         """The recipe with the least memory; its objective is bytes. See `best`."""
-        space = self.space(fixed, only)
-        smallest = Branch(space, Smallest(self.pricer))
-        return search_recipes([smallest], self.pricer.memory_bytes, ceiling=ceiling)
+        return search_recipes(self.space(only), Smallest(self.pricer), ceiling=ceiling)
 
     def proposals(self, only: Only, ceiling: Ceiling) -> list[FoundRecipe]:
         """The fastest recipe within a restriction, and those of the known kinds within it."""
@@ -170,9 +158,8 @@ class RecipeProblem:
             found = self.best(known=first and first.recipe, ceiling=ceiling, watch=watch)
         return replace(found, search_time_s=time.monotonic() - start), kinds
 
-    def space(self, fixed: Mapping[str, object] | None = None, only: Only | None = None) -> RecipeSpace:
+    def space(self, only: Only | None = None) -> RecipeSpace:
         """The recipes that are searched, some fields restricted."""
-        single: dict[str, Collection[object]] = {name: (value,) for name, value in (fixed or {}).items()}
         return RecipeSpace(
             self.counted,
             self.cluster.size,
@@ -180,7 +167,7 @@ class RecipeProblem:
             most_tensor=None if "tensor" in self.pinned else self.cluster.devices_per_node,
             least_tokens=1 if "context" in self.pinned else self.least_tokens,
             offloads=self.cluster.device.host_link is not None,
-            only={**(only or {}), **single},
+            only=only or {},
             pinned=self.pinned,
             runs=self.runs,
         )

@@ -76,41 +76,31 @@ Watch = Callable[[FoundRecipe], None]
 """Called with what is found so far, after every priced recipe and now and then."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Branch:
-    """A space of recipes, with what is minimised over it; those of one search have objectives that compare."""
-
-    space: RecipeSpace
-    objective: Objective
-
-
 @one_blas_thread()
 def search_recipes(
-    branches: Sequence[Branch],
-    memory_bytes: Callable[[Execution], int],
+    space: RecipeSpace,
+    objective: Objective,
     *,
     ceiling: Ceiling | None = None,
     known: Execution | None = None,
-    known_objective: float | None = None,
     watch: Watch | None = None,
 ) -> FoundRecipe:
-    """The best recipe of one or more spaces.
+    """The best recipe of a space.
 
     Args:
-        branches: the spaces.
-        memory_bytes: of a recipe, for the order of equal ones.
+        space: the recipes.
+        objective: the quantity that is minimised.
         ceiling: may end it; None: nothing does.
         known: a recipe that will do: nothing worse is looked at.
-        known_objective: what it has; None: it is one of the first space.
         watch: told how it goes.
 
     Raises:
         KeyboardInterrupt: by Ctrl-C, if no recipe was priced yet; else it ends the search.
     """
-    search = _BestFirst(branches, memory_bytes, ceiling or Ceiling(), watch)
+    search = _BestFirst(space, objective, ceiling or Ceiling(), watch)
     was_interrupted = False
     try:
-        is_complete = search.run(known, known_objective)
+        is_complete = search.run(known)
     except KeyboardInterrupt:
         if search.best is None:
             raise
@@ -126,7 +116,6 @@ class _Node:
     another.
     """
 
-    branch: Branch
     layout: Layout
     keeping: Keeping
     ranks: int = 0
@@ -154,14 +143,8 @@ _OFTEN = 256
 class _BestFirst:
     """One search: its open nodes, and the best recipe so far."""
 
-    def __init__(
-        self,
-        branches: Sequence[Branch],
-        memory_bytes: Callable[[Execution], int],
-        ceiling: Ceiling,
-        watch: Watch | None,
-    ) -> None:
-        self.branches, self.memory_bytes, self.ceiling, self.watch = branches, memory_bytes, ceiling, watch
+    def __init__(self, space: RecipeSpace, objective: Objective, ceiling: Ceiling, watch: Watch | None) -> None:
+        self.space, self.objective, self.ceiling, self.watch = space, objective, ceiling, watch
         self.start = time.monotonic()
         self.open: list[_Entry] = []
         self.deep: list[tuple[int, float, int, _Node]] = []
@@ -171,26 +154,21 @@ class _BestFirst:
         self.best: tuple[float, tuple[object, ...], Execution] | None = None
         self.bound, self.priced, self.nodes = 0.0, 0, 0
 
-    def run(self, known: Execution | None, known_objective: float | None) -> bool:
+    def run(self, known: Execution | None) -> bool:
         """Search until the best recipe is found, or time is over; whether it is found."""
         if known is not None:
-            self._keep_known(known, known_objective)
-        for branch in self.branches:
-            for layouts in branch.space.layouts():
-                if self._is_over():
-                    return False
-                self._open_layouts(branch, layouts)
-                self._dive()
+            self._keep(self.objective.price(known), (math.inf,), known)
+        for layouts in self.space.layouts():
+            if self._is_over():
+                return False
+            self._open_layouts(layouts)
+            self._dive()
         while self._prune() and not self.open[0][1]:
             if self._is_over():
                 return False
             self._split_node(*self._next())
         self.bound = math.inf if self.best is None else self.best[0]
         return True
-
-    def _keep_known(self, known: Execution, objective: float | None) -> None:
-        found = self.branches[0].objective.price(known) if objective is None else objective
-        self._keep(found, (math.inf,), known)
 
     def _dive(self) -> None:
         """Split the deepest nodes, to have a recipe to show, and to leave out what is slower, before all are open."""
@@ -241,26 +219,26 @@ class _BestFirst:
             self.watch(self.found(is_complete=False))
         return self.ceiling.cuts()
 
-    def _open_layouts(self, branch: Branch, layouts: tuple[Layout, ...]) -> None:
+    def _open_layouts(self, layouts: tuple[Layout, ...]) -> None:
         """Open layouts of rising micro-batch, until one is left out for its size."""
         for layout in layouts:
-            sizes = list(branch.space.pipelines(layout))
-            first = branch.space.recipe(layout, Keeping(), _any_pipe(sizes[0]), Sharding())
-            if branch.objective.is_too_large(first):
+            sizes = list(self.space.pipelines(layout))
+            first = self.space.recipe(layout, Keeping(), _any_pipe(sizes[0]), Sharding())
+            if self.objective.is_too_large(first):
                 return
-            self._open_keepings(branch, layout, first, sizes[-1])
+            self._open_keepings(layout, first, sizes[-1])
 
-    def _open_keepings(self, branch: Branch, layout: Layout, first: Execution, most: int) -> None:
+    def _open_keepings(self, layout: Layout, first: Execution, most: int) -> None:
         """Open a layout with what may become of blocks' values; nothing more than what is too slow already."""
-        keepings = sorted(branch.space.keepings(layout), key=lambda keeping: keeping.offload != "none")
+        keepings = sorted(self.space.keepings(layout), key=lambda keeping: keeping.offload != "none")
         too_slow = len(RECOMPUTE)
-        bounds = branch.objective.layouts(first, most, keepings, zero=branch.space.most_zero)
+        bounds = self.objective.layouts(first, most, keepings, zero=self.space.most_zero)
         for keeping, bound_of in zip(keepings, bounds, strict=True):
             again = RECOMPUTE.index(keeping.recompute)
             if again < too_slow:
                 bound = bound_of()
-                is_open = self._push(bound, _Node(branch, layout, keeping))
-                if not is_open and bound < math.inf and branch.objective.more_only_adds(keeping):
+                is_open = self._push(bound, _Node(layout, keeping))
+                if not is_open and bound < math.inf and self.objective.more_only_adds(keeping):
                     too_slow = again
 
     def _split_node(self, bound: float, node: _Node) -> None:
@@ -277,9 +255,8 @@ class _BestFirst:
             self._price(node)
 
     def _split_layout(self, node: _Node) -> None:
-        space = node.branch.space
-        for ranks in space.pipelines(node.layout):
-            self._open_kinds(replace(node, ranks=ranks), _kinds(space.shardings(node.layout, ranks)))
+        for ranks in self.space.pipelines(node.layout):
+            self._open_kinds(replace(node, ranks=ranks), _kinds(self.space.shardings(node.layout, ranks)))
 
     def _split_kind(self, node: _Node) -> None:
         """Open each of the ways to exchange shards that a node leaves open."""
@@ -291,36 +268,35 @@ class _BestFirst:
             return
         children = [replace(node, kind=kind, exchanges=_most_sharded(kind) if kind else None) for kind in kinds]
         asked = [(self._recipe(child), tuple(item.group or None for item in child.kind)) for child in children]
-        pipes = node.branch.space.pipes(node.layout, node.ranks)
-        for child, bound in zip(children, node.branch.objective.pipelines(asked, pipes), strict=True):
+        pipes = self.space.pipes(node.layout, node.ranks)
+        for child, bound in zip(children, self.objective.pipelines(asked, pipes), strict=True):
             self._push(bound, child)
 
     def _split_pipeline(self, node: _Node) -> None:
-        pipes = node.branch.space.pipes(node.layout, node.ranks)
+        pipes = self.space.pipes(node.layout, node.ranks)
         shardings = (self._recipe(child) for child in self._sharded(node))
-        bounds = node.branch.objective.schedules(self._recipe(node), shardings, pipes)
+        bounds = self.objective.schedules(self._recipe(node), shardings, pipes)
         for bound, pipe in zip(bounds, pipes, strict=True):
             self._push(bound, node, pipe=pipe)
 
     def _split_shardings(self, bound: float, node: _Node, pipe: Pipe) -> None:
         known = [(child, self._recipe(child)) for child in self._sharded(node)]
-        asked = [(child, recipe) for child, recipe in known if node.branch.space.admits(recipe)]
+        asked = [(child, recipe) for child, recipe in known if self.space.admits(recipe)]
         if not asked:
             return
-        bounds = node.branch.objective.recipes([recipe for _, recipe in asked], pipe, enough=self._enough)
+        bounds = self.objective.recipes([recipe for _, recipe in asked], pipe, enough=self._enough)
         for (child, _), least in zip(asked, bounds, strict=True):
             self._push(max(bound, least), child)
 
     def _sharded(self, node: _Node) -> list[_Node]:
         """A node with each sharding that it may have."""
-        shardings = node.branch.space.shardings(node.layout, node.ranks)
+        shardings = self.space.shardings(node.layout, node.ranks)
         return [replace(node, sharding=item) for item in shardings if _exchanges(item) == node.exchanges]
 
     def _recipe(self, node: _Node) -> Execution:
         """The recipe of a node; of a set, one of those that shard most."""
-        space = node.branch.space
-        sharding = node.sharding or node.exchanges or Sharding(min(1, space.most_zero))
-        return space.recipe(node.layout, node.keeping, node.pipe or _any_pipe(node.ranks), sharding)
+        sharding = node.sharding or node.exchanges or Sharding(min(1, self.space.most_zero))
+        return self.space.recipe(node.layout, node.keeping, node.pipe or _any_pipe(node.ranks), sharding)
 
     def _push(self, bound: float, node: _Node, **choice: Any) -> bool:
         """Open a node, with some more of the choice, whose bound is no worse than the best recipe; whether it is."""
@@ -345,9 +321,10 @@ class _BestFirst:
 
     def _price(self, node: _Node) -> None:
         recipe = self._recipe(node)
-        objective = node.branch.objective.price(recipe)
+        objective = self.objective.price(recipe)
         self.priced += 1
-        order = (self.memory_bytes(recipe), node.pipe, node.layout, KEEPINGS.index(node.keeping), node.sharding)
+        held = self.objective.pricer.memory_bytes(recipe)
+        order = (held, node.pipe, node.layout, KEEPINGS.index(node.keeping), node.sharding)
         self._keep(objective, order, recipe)
         heapq.heappush(self.open, (objective, True, order, next(self.numbers), node))
 

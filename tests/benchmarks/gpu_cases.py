@@ -28,17 +28,10 @@ from autoshard.kernels.triton_add_norm import (
 from autoshard.kernels.triton_bias_add_norm import bias_add_layer_norm, bias_add_rms_norm
 from autoshard.kernels.triton_cross_entropy import triton_cross_entropy, triton_cross_entropy_backward
 from autoshard.kernels.triton_dropout import triton_dropout
-from autoshard.kernels.triton_embedding import (
-    embedding,
-    embedding_backward,
-    split_embedding,
-    split_embedding_backward,
-)
 from autoshard.kernels.triton_gated import gated, gated_backward
 from autoshard.kernels.triton_gelu import bias_gelu, bias_gelu_backward
 from autoshard.kernels.triton_layer_norm import layer_norm, layer_norm_backward
 from autoshard.kernels.triton_linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_backward
-from autoshard.kernels.triton_permutation import combine, combine_backward, permute, permute_backward
 from autoshard.kernels.triton_rms_norm import rms_norm, rms_norm_backward
 from autoshard.kernels.triton_rotary import rotary
 from autoshard.kernels.triton_softmax import softmax, softmax_backward
@@ -285,69 +278,6 @@ def _split_cross_entropy(ranks: int = 8) -> Iterator[Case]:
     )
 
 
-def _embedding() -> Iterator[Case]:
-    table, indices, grad = draw(CLASSES, HIDDEN), _targets(), draw(TOKENS, HIDDEN)
-    forward, backward, rows = form(split_embedding), form(split_embedding_backward, 1), CLASSES // 8
-    part = table[:rows]
-    yield Case(
-        "embedding",
-        lambda: embedding(table, indices),
-        lambda: F.embedding(indices, table),
-        2 * bytes_of(grad),
-        liger=Liger("LigerEmbeddingFunction", (table, indices)),
-    )
-    yield Case(
-        "embedding backward",
-        lambda: embedding_backward(grad, indices, CLASSES, -1, False),
-        lambda: _aten.embedding_dense_backward(grad, indices, CLASSES, -1, False),
-        bytes_of(grad, table),
-        liger=Liger("LigerEmbeddingFunction", (table, indices), (grad,)),
-    )
-    yield Case(
-        "embedding, vocabulary split 8 ways",
-        lambda: split_embedding(part, indices, rows, rows),
-        lambda: forward(part, part, indices, rows, rows),
-        bytes_of(grad) * 9 // 8,
-    )
-    yield Case(
-        "embedding, vocabulary split 8 ways, backward",
-        lambda: split_embedding_backward(grad, indices, rows, rows, rows, -1),
-        lambda: backward(part, grad, indices, rows, rows),
-        bytes_of(grad) // 8 + bytes_of(part),
-    )
-
-
-def _experts() -> Iterator[Case]:
-    rows = TOKENS * _CHOSEN
-    x, y, grad = draw(TOKENS, HIDDEN), draw(rows, HIDDEN), draw(TOKENS, HIDDEN)
-    order, shares = torch.randperm(rows, device=x.device), draw(rows)
-    gather, scatter, weigh, unweigh = form(permute), form(permute_backward), form(combine, 1), form(combine_backward, 1)
-    yield Case(
-        "permute",
-        lambda: permute(x, order, _CHOSEN),
-        lambda: gather(y, x, order, _CHOSEN),
-        bytes_of(x, y),
-    )
-    yield Case(
-        "permute backward",
-        lambda: permute_backward(y, order, _CHOSEN, TOKENS),
-        lambda: scatter(x, y, order, _CHOSEN),
-        bytes_of(x, y),
-    )
-    yield Case(
-        "combine",
-        lambda: combine(y, shares, order, _CHOSEN),
-        lambda: weigh(x, y, shares, order, _CHOSEN),
-        bytes_of(x, y),
-    )
-    yield Case(
-        "combine backward",
-        lambda: combine_backward(grad, y, shares, order, _CHOSEN),
-        lambda: unweigh(y, grad, y, shares, order, _CHOSEN, TOKENS),
-        bytes_of(grad, y, y),
-    )
-
-
 def _optimizer(count: int = 16) -> Iterator[Case]:
     """Parameters, gradients and state of 268 million elements in float32, beside torch's fused AdamW."""
     params, grads, first, second = ([draw(HIDDEN, HIDDEN, dtype=_F32) for _ in range(count)] for _ in range(4))
@@ -373,7 +303,7 @@ def _optimizer(count: int = 16) -> Iterator[Case]:
 def cases() -> Iterator[Case]:
     """All comparisons of hand-written kernels; each makes its inputs when it is asked for."""
     for group in (_pointwise, _norms, _added_norms, _rotary, _softmax, _cross_entropy, _linear_cross_entropy,
-                  _split_cross_entropy, _embedding, _experts, _optimizer):  # fmt: skip
+                  _split_cross_entropy, _optimizer):  # fmt: skip
         yield from group()
     for size in (64, 128):
         for length in (2048, 8192, 32768):

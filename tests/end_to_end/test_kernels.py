@@ -67,7 +67,6 @@ EXPECTED: dict[Callable[[], tuple[nn.Module, Any]], set[str]] = {
         "bias_gelu_backward",
         "bias_add_layer_norm",
         "add_layer_norm_backward",
-        "embedding",
     },
     llama: {"gated", "gated_backward", "add_rms_norm", "add_rms_norm_backward", "rotary"},
     mixtral: {"gated", "gated_backward", "bias_add_rms_norm", "softmax", "softmax_backward"},

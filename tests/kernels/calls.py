@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoshard.kernels import triton_embedding, triton_permutation
 from autoshard.kernels.triton_adam import adam_updates_
 from autoshard.kernels.triton_cross_entropy import triton_cross_entropy, triton_cross_entropy_backward
 from autoshard.kernels.triton_dropout import triton_dropout
@@ -73,19 +72,6 @@ def _split_cross_entropy(rows: int, columns: int) -> Any:
     return total, expected, triton_split_cross_entropy_backward(logits, *rest)
 
 
-def _embedding(rows: int, columns: int) -> Any:
-    weight, indices, grad = draw(7, columns), _indices(rows, 7), draw(rows, columns)
-    found = triton_embedding.embedding(weight, indices), triton_embedding.split_embedding(weight, indices, 2, 3)
-    return *found, triton_embedding.embedding_backward(grad, indices, 7, 1, True)
-
-
-def _experts(rows: int, columns: int) -> Any:
-    x, order, shares = draw(rows, columns), torch.randperm(2 * rows, device=DEVICE), draw(2 * rows)
-    y = triton_permutation.permute(x, order, 2)
-    gathered = triton_permutation.combine(y, shares, order, 2)
-    return y, gathered, *triton_permutation.combine_backward(x, y, shares, order, 2)
-
-
 def _rotary(rows: int, columns: int) -> Any:
     q, k, cos, sin = draw(1, 3, rows, 12), draw(1, 1, rows, 12), draw(1, 1, rows, 12), draw(1, 1, rows, 12)
     return rotary(q, k, cos, sin, False, False)
@@ -110,7 +96,7 @@ CALLS: Mapping[str, Callable[[int, int], Any]] = {
     call.__name__.strip("_"): call
     for call in (
         *(_norm, _gated, _gelu, _softmax, _cross_entropy, _linear_cross_entropy, _split_cross_entropy),
-        *(_embedding, _experts, _rotary, _dropout, _adam),
+        *(_rotary, _dropout, _adam),
     )
 }
 

@@ -44,7 +44,7 @@ def every_recipe(name: str) -> list[tuple[float, int, Execution]]:
     """Time and memory of all that are searched."""
     problem = problem_of(make_plan(name))
     pricer = problem.pricer
-    recipes = (recipe for name in RECOMPUTE for recipe in problem.space({"recompute": name}).recipes())
+    recipes = (recipe for name in RECOMPUTE for recipe in problem.space({"recompute": (name,)}).recipes())
     return [(pricer.time_s(recipe), pricer.memory_bytes(recipe), recipe) for recipe in recipes]
 
 

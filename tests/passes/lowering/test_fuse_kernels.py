@@ -182,35 +182,6 @@ def test_cross_entropy_over_a_split_vocabulary(smoothing: float) -> None:
     _check_equal(phased.lowered, fused)
 
 
-@pytest.mark.parametrize(("vocabulary", "padding"), [(12, None), (11, 3)])
-def test_rows_of_a_split_table_are_one_kernel_each_way(vocabulary: int, padding: int | None) -> None:
-    """Indices of other ranks are left out in the kernel, without and with padding; phases with it verify."""
-
-    class Table(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Embedding(vocabulary, 8, padding_idx=padding)
-
-        def forward(self, index: torch.Tensor) -> torch.Tensor:
-            return self.table(index).square().mean()
-
-    torch.manual_seed(0)
-    index = torch.randint(vocabulary, (2, 9))
-    program = trace(Table(), (index,), {})
-    plan = plan_program(program, MESH, h100s(MESH), PlanOptions(with_baselines=False))
-    forward = NodePlan((P("x"), P()), (P(partial={"x": "sum"}),))
-    backward = NodePlan((P(), P()), (P("x"),))
-    nodes = {**plan.nodes, "embedding": forward, "embedding_dense_backward": backward}
-    phased = lower_program(program, dataclasses.replace(plan, nodes=nodes), options=LoweringOptions(with_kernels=True))
-    fused = FuseKernels()(phased.lowered)
-    assert fused_calls(fused.graph_module) == {
-        "autoshard.triton_split_embedding.default": 1,
-        "autoshard.triton_split_embedding_backward.default": 1,
-    }
-    verify_phases(phased)
-    _check_equal(phased.lowered, fused, index)
-
-
 def test_a_product_takes_its_bias_along() -> None:
     """Bias is added by the library's product, at the place where it was added; a product that others read stays."""
 
@@ -259,41 +230,6 @@ def test_numbers_are_no_operands_of_kernels() -> None:
     }
     verify_phases(phased)
     _check_equal(phased.lowered, fused)
-
-
-class Routed(nn.Module):
-    """Tokens to two of three experts each, sorted by expert and back, as transformers' models do it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.enter, self.router = nn.Linear(8, 8), nn.Linear(8, 3, bias=False)
-        self.gains = nn.Parameter(torch.randn(3, 8))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        tokens = self.enter(x).flatten(0, 1)
-        shares, chosen = self.router(tokens).float().softmax(-1).topk(2)
-        experts, order = torch.sort(chosen.reshape(-1))
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(len(order))
-        done = tokens[order // 2] * self.gains[experts]
-        weighed = (done * shares.reshape(-1)[order].unsqueeze(-1))[inverse]
-        mixed = weighed.view(len(tokens), 2, 8).sum(1).to(x.dtype)
-        return (mixed + tokens).square().mean()
-
-
-@pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16])
-def test_tokens_go_to_experts_and_back_in_a_kernel_each(compute_dtype: torch.dtype | None) -> None:
-    """Gather, weighed sum, and both gradients; shares are float32 where the rest is bfloat16."""
-    torch.manual_seed(0)
-    program = trace(Routed(), (torch.randn(2, 3, 8),), {}, compute_dtype=compute_dtype)
-    plan = plan_program(program, MESH, h100s(MESH), PlanOptions(with_baselines=False))
-    phased = lower_program(program, plan, options=LoweringOptions(with_kernels=True))
-    fused = FuseKernels()(phased.lowered)
-    names = ("permute", "permute_backward", "combine", "combine_backward")
-    assert {f"autoshard.triton_{name}.default": 1 for name in names}.items() <= fused_calls(fused.graph_module).items()
-    verify_phases(phased)
-    if compute_dtype is None:
-        _check_equal(phased.lowered, fused)
 
 
 class Loss(nn.Module):

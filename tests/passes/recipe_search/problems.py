@@ -25,6 +25,6 @@ def recipe_problem(
     loss_fn: Callable[..., torch.Tensor] | None = None,
     pinned: Only | None = None,
 ) -> RecipeProblem:
-    """The search for a model's recipe: its `best(fixed={"pipeline": 8})` is the fastest with a field fixed."""
+    """The search for a model's recipe: its `best(only={"pipeline": (8,)})` is the fastest with a field fixed."""
     counted = priced_model(model, example_inputs, loss_fn, base.precision).counted
     return RecipeProblem(counted, cluster, base, memory_limit, pinned=pinned or {})

@@ -63,14 +63,14 @@ def test_experts_can_be_fixed(expert: int, runs: bool) -> None:
 def test_fields_can_be_fixed() -> None:
     """The best with a field fixed is never better, and pricing says the same."""
     best = PROBLEM.best()
-    fixed = PROBLEM.best(fixed={"pipeline": 2, "zero": 1})
+    fixed = PROBLEM.best(only={"pipeline": (2,), "zero": (1,)})
     assert fixed.recipe is not None
     assert (fixed.recipe.pipeline, fixed.recipe.zero) == (2, 1)
     assert fixed.objective == PROBLEM.pricer.time_s(fixed.recipe) >= best.objective
     many = PROBLEM.best(only={"pipeline": range(2, 5)})
     assert best.objective <= many.objective <= fixed.objective
     with pytest.raises(RecipeError, match="'precision' is not searched"):
-        PROBLEM.best(fixed={"precision": "f8"})
+        PROBLEM.best(only={"precision": ("f8",)})
 
 
 def test_ctrl_c_ends_all_searches(monkeypatch: pytest.MonkeyPatch) -> None:

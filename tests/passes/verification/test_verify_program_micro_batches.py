@@ -12,6 +12,7 @@ from torch import nn
 import autoshard
 from autoshard import Mesh, NotAvailableError, P, VerificationError
 from autoshard.ir.lowered import PhasedProgram
+from autoshard.runtime.executor import check_sums
 from autoshard.testing import WholeStep
 from autoshard.tracing import trace
 from passes.lowering.lower_program import lower_program
@@ -72,13 +73,13 @@ def test_what_the_update_does_not_read_is_refused() -> None:
 
 
 def test_a_gradient_that_awaits_a_product_is_refused_by_name() -> None:
-    """A step whose plan was not verified refuses such a gradient before it adds up."""
+    """The check runs once for a program, before its first step, whether it was verified or not."""
     model = Mean()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    step = autoshard.compile(model, PAIR, optimizer=optimizer, micro_batches=2, verify=False)
-    step(torch.cat([X, X]))
+    batch = torch.cat([X, X])
+    step = autoshard.compile(model, PAIR, optimizer=optimizer, micro_batches=2, verify=False, example_inputs=(batch,))
     phased = step.sharded.program.phased
     nodes = {node.name: node for node in phased.lowered.graph_module.graph.nodes}
     nodes[phased.carried[0]].meta["spec"] = P(partial={"data": "product"})
     with pytest.raises(NotAvailableError, match="awaits another reduction than a sum does not add up"):
-        step(torch.cat([X, X]))
+        check_sums(phased)
