@@ -90,7 +90,7 @@ class Cluster(PricedCluster):
 
         Example:
             >>> str(Cluster("h100_sxm", nodes=8).mesh({"data": 8, "model": 8}))
-            'Mesh(data=8, model=8) on node:8x8'
+            'Mesh(data=8, model=8) on h100_sxm:8x8'
         """
         if isinstance(axes, DeviceMesh):
             return ClusterMesh(self, Mesh.from_device_mesh(axes))
