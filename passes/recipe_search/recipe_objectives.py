@@ -12,7 +12,7 @@ import numpy as np
 
 from autoshard.ir.execution import Execution
 from passes.recipe_search.known_pipes import Pipe, PipeSet
-from passes.recipe_search.recipe_pricer import Kind, RecipePricer
+from passes.recipe_search.recipe_pricer import RecipePricer
 from passes.recipe_search.recipe_space import Keeping
 
 Bound = Callable[[], float]
@@ -53,13 +53,13 @@ class Fastest:
         kind = replace(first, recompute=keeping.recompute, offload=keeping.offload)
         return self.pricer.layout_floor(kind, most) if fits else math.inf
 
-    def pipelines(self, kinds: Sequence[Kind], pipes: PipeSet) -> Sequence[float]:
-        """Bounds of recipes with some pipelines, one for each kind of exchange of shards, none included."""
-        bounds = np.full(len(kinds), math.inf)
-        fits = self.pricer.memory_floors([recipe for recipe, _ in kinds], pipes) <= self.memory_limit
+    def pipelines(self, recipes: Sequence[Execution], pipes: PipeSet) -> Sequence[float]:
+        """Bounds of recipes that differ in sharding, with any of some pipelines."""
+        bounds = np.full(len(recipes), math.inf)
+        fits = self.pricer.memory_floors(recipes, pipes) <= self.memory_limit
         some = np.asarray(fits.any(axis=1))
         if some.any():
-            bounds[some] = self.pricer.mean_floors(list(compress(kinds, some)))
+            bounds[some] = self.pricer.mean_floors(list(compress(recipes, some)))
         return bounds.tolist()
 
     def schedules(self, recipe: Execution, shardings: Iterable[Execution], pipes: PipeSet) -> Sequence[float]:
@@ -108,9 +108,9 @@ class Smallest:
         floors = self.pricer.layout_memory_floors(first, most, keepings, zero=zero)
         return [partial(float, floor) for floor in floors]
 
-    def pipelines(self, kinds: Sequence[Kind], pipes: PipeSet) -> Sequence[float]:
+    def pipelines(self, recipes: Sequence[Execution], pipes: PipeSet) -> Sequence[float]:
         """See `Fastest`."""
-        floors = self.pricer.memory_floors([recipe for recipe, _ in kinds], pipes)
+        floors = self.pricer.memory_floors(recipes, pipes)
         return floors.min(axis=1, initial=math.inf).tolist()
 
     def schedules(self, recipe: Execution, shardings: Iterable[Execution], pipes: PipeSet) -> Sequence[float]:

@@ -46,9 +46,6 @@ from passes.sections.price_sections import EXPERT, SectionPrice, SectionSizes
 _GATHERS = 3
 """The ZeRO stage that gathers parameters for each micro-batch."""
 
-Kind = tuple[Execution, tuple[int | None, ...]]
-"""Recipes that differ in what ZeRO shards over: that which shards most, and all sizes of groups (`zero_group`)."""
-
 
 @dataclass
 class RecipePricer:
@@ -169,36 +166,26 @@ class RecipePricer:
         if first.runtime.overlap_expert and first.expert > 1:
             data = first.pipeline * first.data // most
             ends.append(replace(first, pipeline=most, data=data, schedule=None))
-        return min(float(self.mean_floors([(each, ())])[0]) for each in ends)
+        return min(float(self.mean_floors([each])[0]) for each in ends)
 
-    def mean_floors(self, kinds: Sequence[Kind]) -> Floats:
-        """Bounds on the step of recipes that differ in sharding, before the ends, with what they gather, [kinds].
-
-        Nothing is gathered where a kind has no groups to do so in.
-        """
-        recipes = [recipe for recipe, _ in kinds]
+    def mean_floors(self, recipes: Sequence[Execution]) -> Floats:
+        """Bounds on the step of recipes that differ in sharding, before the ends, with what they gather, [recipes]."""
         by_zero = {recipe.zero: recipe for recipe in recipes}  # all that counts without what is gathered
         alone = {zero: self.section_floors(recipe, gathers=False) for zero, recipe in by_zero.items()}
-        floors, exchanges = [alone[recipe.zero] for recipe in recipes], [self.exchanges(*kind) for kind in kinds]
+        floors, exchanges = [alone[recipe.zero] for recipe in recipes], list(map(self.exchanges, recipes))
         return mean_floors(floors, exchanges, self._counts(recipes[0]), recipes[0], self.cluster, self.model)
 
-    def exchanges(self, recipe: Execution, zero_groups: tuple[int | None, ...]) -> Floats:
-        """Least seconds in which a micro-batch gathers parameters, and again with reducing gradients, [2, sections].
-
-        `zero_groups`: the sizes of groups that the recipe may shard over.
-        """
-        if not recipe.reduces_each or not zero_groups:
-            return np.zeros((2, len(self.sections(recipe))))
+    def exchanges(self, recipe: Execution) -> Floats:
+        """Seconds in which a micro-batch gathers parameters, and again with reducing gradients, [2, sections]."""
+        sections = self.sections(recipe).values()
+        if not recipe.reduces_each:
+            return np.zeros((2, len(sections)))
         shape = (recipe.tensor, recipe.expert, recipe.expert_tensor, recipe.replicas)
-        key = (*shape, recipe.zero, zero_groups, recipe.gathers_once)
+        key = (*shape, recipe.zero, recipe.zero_group, recipe.gathers_once)
         if key not in self._sharded:
-            of_groups = [self._gathers(replace(recipe, zero_group=group)) for group in zero_groups]
-            self._sharded[key] = np.minimum.reduce(of_groups)
+            parts = (recipe, self.groups(recipe), self.cluster, self.model)
+            self._sharded[key] = np.array([sharded_time(price, *parts) for price in sections]).T
         return self._sharded[key]
-
-    def _gathers(self, recipe: Execution) -> Floats:
-        groups, sections = self.groups(recipe), self.sections(recipe).values()
-        return np.array([sharded_time(price, recipe, groups, self.cluster, self.model) for price in sections]).T
 
     def path_floors(
         self, recipes: Sequence[Execution], pipes: PipeSet, mask: NDArray[np.bool_] | None = None

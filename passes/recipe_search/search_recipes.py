@@ -5,7 +5,7 @@ for the time of a step under a memory limit (`recipe_objectives.Fastest`; bounds
 
 1. a layout and what is recomputed or offloaded: the mean of ranks, or a micro-batch's latency, without sharding or
    ends; left out unpriced where ranks exceed the memory limit in the mean (`passes.recipe_search.bound_memory`);
-2. with the pipeline's ranks, and whether micro-batches exchange shards (ZeRO-2 or -3, then over which group): the mean
+2. with the pipeline's ranks, and whether micro-batches exchange shards (ZeRO-2 or -3, and over which group): the mean
    again, with that; left out where the stages of every schedule exceed the limit with that sharding;
 3. with the schedule: the longest path of a rank, with its ends under the sharding that has the shortest; left out where
    those and the micro-batches that it holds do;
@@ -28,7 +28,7 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -110,17 +110,12 @@ def search_recipes(
 
 @dataclass(frozen=True, slots=True)
 class _Node:
-    """A set of recipes: as much of the choice as is made.
-
-    `exchanges`: ZeRO-2 or -3, None where it is neither; that which shards most of `kind`, over groups of one size or
-    another.
-    """
+    """A set of recipes: as much of the choice as is made. `exchanges`: ZeRO-2 or -3, None where it is neither."""
 
     layout: Layout
     keeping: Keeping
     ranks: int = 0
     exchanges: Sharding | None = None
-    kind: tuple[Sharding, ...] = ()
     pipe: Pipe | None = None
     sharding: Sharding | None = None
 
@@ -245,8 +240,6 @@ class _BestFirst:
         """Open a node's children."""
         if not node.ranks:
             self._split_layout(node)
-        elif len(node.kind) > 1:
-            self._split_kind(node)
         elif node.pipe is None:
             self._split_pipeline(node)
         elif node.sharding is None:
@@ -255,22 +248,14 @@ class _BestFirst:
             self._price(node)
 
     def _split_layout(self, node: _Node) -> None:
+        """Open a layout with each number of pipeline ranks, and each way to exchange shards for each micro-batch."""
         for ranks in self.space.pipelines(node.layout):
-            self._open_kinds(replace(node, ranks=ranks), _kinds(self.space.shardings(node.layout, ranks)))
-
-    def _split_kind(self, node: _Node) -> None:
-        """Open each of the ways to exchange shards that a node leaves open."""
-        self._open_kinds(node, [(sharding,) for sharding in node.kind])
-
-    def _open_kinds(self, node: _Node, kinds: Sequence[tuple[Sharding, ...]]) -> None:
-        """Open a node with each kind of exchanges: as one or another of some shardings, or, without any, none."""
-        if not kinds:
-            return
-        children = [replace(node, kind=kind, exchanges=_most_sharded(kind) if kind else None) for kind in kinds]
-        asked = [(self._recipe(child), tuple(item.group or None for item in child.kind)) for child in children]
-        pipes = self.space.pipes(node.layout, node.ranks)
-        for child, bound in zip(children, self.objective.pipelines(asked, pipes), strict=True):
-            self._push(bound, child)
+            ways = dict.fromkeys(map(_exchanges, self.space.shardings(node.layout, ranks)))
+            children = [replace(node, ranks=ranks, exchanges=way) for way in ways]
+            if children:
+                recipes, pipes = list(map(self._recipe, children)), self.space.pipes(node.layout, ranks)
+                for child, bound in zip(children, self.objective.pipelines(recipes, pipes), strict=True):
+                    self._push(bound, child)
 
     def _split_pipeline(self, node: _Node) -> None:
         pipes = self.space.pipes(node.layout, node.ranks)
@@ -339,20 +324,6 @@ class _BestFirst:
 def _exchanges(sharding: Sharding) -> Sharding | None:
     """What decides the exchanges of each micro-batch."""
     return sharding if sharding.zero >= 2 else None
-
-
-def _kinds(shardings: Sequence[Sharding]) -> list[tuple[Sharding, ...]]:
-    """Shardings that exchange for each micro-batch, by their ZeRO stage; an empty kind where others do not."""
-    kinds: dict[int, tuple[Sharding, ...]] = {}
-    for item in filter(_exchanges, shardings):
-        kinds[item.zero] = (*kinds.get(item.zero, ()), item)
-    silent = [()] if any(_exchanges(item) is None for item in shardings) else []
-    return [*silent, *kinds.values()]
-
-
-def _most_sharded(kind: Sequence[Sharding]) -> Sharding:
-    """That of shardings of one ZeRO stage whose groups are largest."""
-    return max(kind, key=lambda sharding: sharding.group or math.inf)
 
 
 def _any_pipe(ranks: int) -> Pipe:
