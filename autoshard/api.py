@@ -181,9 +181,10 @@ def plan(
         previous: a plan of this model for another cluster, batch or budget, where the search begins: what is found is
             no slower than it would be here, where it fits. With `global_batch`, one of a recipe, or else the best that
             cuts a micro-batch as it does; without, one of specs: for another mesh, without what it recomputes.
-        backend: what the prediction is of; see `compile`. "triton": of the program with its kernels, which are in
-            `predicted.kernels`; on a mesh of this machine, where it has a GPU. "inductor": the same, what it fuses
-            taken to be what is generated here. Of others: of operators; of recipes, of what the usual libraries fuse.
+        backend: the kernels that the prediction counts; see `compile`. "triton": our kernels, listed in
+            `predicted.kernels`; on a mesh of this machine, where it has a GPU. "inductor": predicted as if Inductor
+            fused what our generated kernels fuse. Other backends: predicted operator by operator. With another
+            `runtime`, "auto" alone.
         precision: see `compile`, which takes it from the plan. A model whose parameters are in this type already, or
             that has none, computes in its own types.
         progress: show how the search goes, its best plan and its bound, on standard error; None: if that is a terminal.

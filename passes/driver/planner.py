@@ -387,17 +387,14 @@ class Planner:
         cluster = self.cluster if self.cluster is not None else local_cluster(mesh)
         return cluster if self.change.faster is None else self.change.faster(cluster) or cluster
 
-    def prove(self, request: Request, meshes: Sequence[Mesh]) -> VerificationReport:
-        """The proof of the program that a call would run by its plan, which is the fastest on any of some meshes.
+    def prove(self, request: Request, plan: Plan) -> VerificationReport:
+        """The proof of the program that a call would run by a plan, which was given or made.
 
         Raises:
             VerificationError: it could not be shown that the program equals the traced one.
         """
-        planner = self if self.fixed is not None else replace(self, made=self.plan_call(request, meshes)[1])
-        known = planner.fixed or planner.made
-        assert known is not None, "one of the two was given or made"
         program = self.trace(request)
-        report = replace(planner, verify=True)._lower(program, planner._plan_for(program, request, known.mesh))[1]
+        report = replace(self, verify=True)._lower(program, self._plan_for(program, request, plan.mesh))[1]
         assert report is not None, "the planner verifies"
         return report
 

@@ -2,27 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from autoshard.arguments import check_optimizer
 from autoshard.call import Call
 from autoshard.errors import TraceError
+from autoshard.ir.lowered import PhasedProgram
+from autoshard.ir.pipeline_order import PipelineOrder
+from autoshard.ir.plan import Plan
 from autoshard.ir.precision import effective_precision
-from autoshard.ir.recipe import Recipe
+from autoshard.ir.program import describe
 from autoshard.ir.request import CompiledProgram, Request
 from autoshard.ir.verification_report import VerificationReport
+from autoshard.runtime.micro_batches import parts_of
 from autoshard.runtime.optimizer_state import named_optimizer
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep
-from passes.driver.candidates import meshes_for
 from passes.driver.fixed_plan import update_for
+from passes.driver.pipelines import pipeline_of
+from passes.driver.plan_step import outer_search, plan_step
+from passes.driver.planner import Planner
 from passes.driver.planner_for import planner_for
+from passes.driver.stage_plans import StagePlans, check_fits
 from passes.verification.verify_cut_backward import verify_cut_backward
 from passes.verification.verify_phases import verify_phases
 from passes.verification.verify_program import verify_program
 from passes.verification.verify_schedule import verify_schedule
+
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
 
 
 def verify_compiled(compiled: ShardedModule | TrainStep) -> VerificationReport:
@@ -41,13 +54,21 @@ def verify_compiled(compiled: ShardedModule | TrainStep) -> VerificationReport:
 
 def _prove_again(program: CompiledProgram, *, is_added_up: bool) -> VerificationReport:
     """Prove a program, or all stages of one and their order."""
+    order = None if program.staged is None else program.staged.order
+    return _prove_parts(program.parts, order, trains=program.update is not None, is_added_up=is_added_up)
+
+
+def _prove_parts(
+    parts: Sequence[PhasedProgram], order: PipelineOrder | None, *, trains: bool, is_added_up: bool
+) -> VerificationReport:
+    """Prove the programs of stages, and their order; without stages, of the one program."""
     reports = []
-    for part in program.parts:
+    for part in parts:
         verify_phases(part)
         verify_cut_backward(part)
         reports.append(verify_program(part.lowered.traced, part.lowered, part.carried if is_added_up else ()))
-    if program.staged is not None:
-        verify_schedule(program.staged.order, trains=program.update is not None)
+    if order is not None:
+        verify_schedule(order, trains=trains)
     return VerificationReport.together(reports)
 
 
@@ -61,6 +82,37 @@ def prove_model(call: Call) -> VerificationReport:
     update = update_for(call.model, optimizer, call.max_grad_norm, fixed, strict=False)
     precision = effective_precision(call.model, call.precision) if fixed is None else fixed.precision
     call = replace(call, optimizer=optimizer, precision=precision)
-    request = Request(call.model, *call.inputs, call.grad, update=update if call.grad else None, outputs=call.outputs)
     planner = planner_for(call, update, torch.device("cpu"))
-    return planner.prove(request, () if fixed is not None else meshes_for(Recipe(), call.target))
+    if fixed is None:
+        planned = plan_step(call, planner, update, outer_search(call))
+        assert not isinstance(planned, Plan), "without global_batch a call has a plan"
+        planner, request, plan = replace(planned.planner, made=planned.plan), planned.request, planned.plan
+    else:
+        args, kwargs = _micro_batch(fixed, *call.inputs)
+        request = Request(
+            call.model, args, kwargs, call.grad, update=update if call.grad else None, outputs=call.outputs
+        )
+        plan = fixed
+    planner = replace(planner, micro_batches=plan.micro_batches, ceiling=None)
+    return _prove_stages(planner, request, plan) if plan.stages else planner.prove(request, plan)
+
+
+def _micro_batch(plan: Plan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """The inputs of one of a plan's micro-batches; inputs that are of one already are taken as they are."""
+    tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if plan.micro_batches == 1 or [describe(tensor) for tensor in tensors] == list(plan.inputs.values()):
+        return args, kwargs
+    part_args, part_kwargs = parts_of(args, kwargs, plan.micro_batches)[0]
+    return tuple(part_args), part_kwargs
+
+
+def _prove_stages(planner: Planner, request: Request, plan: Plan) -> VerificationReport:
+    """Lower the stages of a plan, and prove them and their order."""
+    assert plan.order is not None, "a plan with stages has an order"
+    pipeline = pipeline_of(plan.mesh, plan.schedule, plan.order.virtual_stages, plan.micro_batches)
+    assert pipeline is not None, "an axis carries stages"
+    program = planner.trace(replace(request, update=None))
+    check_fits(plan, program, pipeline)
+    staged = StagePlans(planner, pipeline).lower(program, plan, request)
+    parts = [stage.phased for stage in staged.stages]
+    return _prove_parts(parts, plan.order, trains=True, is_added_up=plan.micro_batches > 1)

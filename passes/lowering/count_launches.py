@@ -3,7 +3,7 @@
 A call that yields a view launches nothing, `contiguous` and `reshape` neither where their operand lies so already; any
 other launches one kernel, which reads each tensor operand and writes each result once. Kernels of ours that sum
 partial results at the end count that too (`second_step`, `split_sums`), and those that go chunk by chunk all of them
-(`chunk_steps`); what sorts indices first, torch's kernels or ours, counts as one. What is counted is what runs beside
+(`chunk_steps`); torch's kernels that sort indices first count as one. What is counted is what runs beside
 communication: collectives and the waits for them are left out.
 """
 

@@ -6,7 +6,10 @@ import time
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+from autoshard.errors import RecipeError
 from autoshard.ir.execution import Execution
+from autoshard.ir.recipe import Recipe
+from cost_models.errors import CostModelError
 from cost_models.hardware import Cluster
 from cost_models.step import StepModel
 from passes.recipe_search.recipe_objectives import Fastest, Smallest
@@ -206,3 +209,29 @@ def known_kinds(cluster: Cluster, *, has_experts: bool) -> dict[str, Only]:
         kinds["expert parallel"] = {**shared, "tensor": (1,), "pipeline": (1,)}
         kinds["expert parallel + PP"] = {**shared, **schedules, "tensor": (1,)}
     return kinds
+
+
+def known_recipe(problem: RecipeProblem, before: Recipe, ceiling: Ceiling | None = None) -> Execution | None:
+    """A recipe of a problem: that of another plan, if it fits and keeps the constraints; else the fastest like it.
+
+    Like it are recipes that cut a micro-batch as it does (`alike`): on another number of devices these
+    have other replicas or pipeline ranks. None where there is none of these either, or the ceiling cuts first.
+    """
+    try:
+        recipe = problem.base.of(before)
+        if problem.admits(recipe):
+            return recipe
+    except (RecipeError, CostModelError):
+        pass  # it is no recipe for this cluster or batch
+    return problem.best(only=alike(before), ceiling=ceiling).recipe
+
+
+_ALIKE = (
+    "tensor", "sequence_parallel", "context", "expert", "expert_tensor", "micro_batch", "recompute", "offload", "zero",
+)  # fmt: skip
+"""The fields by which a recipe cuts a micro-batch, and keeps and shards what it makes."""
+
+
+def alike(recipe: Recipe) -> Only:
+    """The recipes that have these fields as one has."""
+    return {name: (getattr(recipe, name),) for name in _ALIKE if getattr(recipe, name) is not None}

@@ -126,7 +126,6 @@ class PricedModel:
     """A folded program with what was found out about it so far."""
 
     folded: FoldedProgram
-    _space: SearchSpace | None = None
     _layouts: dict[object, AxisLayout] = field(default_factory=dict)
     _sections: dict[RecipeKind, dict[str, Section]] = field(default_factory=dict)
     _nodes: dict[RecipeKind, dict[str, NodePlan]] = field(default_factory=dict)
@@ -136,12 +135,10 @@ class PricedModel:
         """What prices need of it."""
         return CountedModel(self.folded.blocks, self.tokens, self.sections, bool(self._experts()))
 
-    @property
+    @cached_property
     def space(self) -> SearchSpace:
         """The strategies of one axis."""
-        if self._space is None:
-            self._space = axis_space(self.folded.single)
-        return self._space
+        return axis_space(self.folded.single)
 
     @cached_property
     def digest(self) -> str:
@@ -165,10 +162,6 @@ class PricedModel:
                 fused=kind.fused,
             )
         return self._sections[kind]
-
-    def section_prices(self, recipe: Execution, cluster: Cluster) -> Mapping[str, SectionPrice]:
-        """The price of each section under a recipe."""
-        return self.counted.section_prices(recipe, cluster)
 
     def node_plans(self, kind: RecipeKind) -> Mapping[str, NodePlan]:
         """The specs of calls under a kind of recipe, see `combine_layouts`."""

@@ -243,3 +243,32 @@ outcomes = checked_once(CHECKS, ranks=2)
 def test_measured_memory(name: str, outcomes: dict[str, str]) -> None:
     """Memory in use, and in flight, on each rank is that of its plan, within 5 %."""
     report(outcomes, name)
+
+
+@pytest.mark.parametrize("mesh", [{"pipeline": 2}, {"data": 2}], ids=["stages", "no stages"])
+def test_a_plan_of_micro_batches_is_proven(mesh: dict[str, int], tmp_path: Path) -> None:
+    """The example inputs are those of the whole batch, or of a micro-batch; nothing is run."""
+    model, inputs = skips()
+    plan = autoshard.plan(
+        model, Mesh(mesh), example_inputs=inputs, optimizer=adamw(model), max_grad_norm=NORM, precision=None,
+        recipe=Recipe(micro_batch=8 // MICRO_BATCHES // mesh.get("data", 1)),
+    )  # fmt: skip
+    assert plan.micro_batches == MICRO_BATCHES
+    part = {name: value[: 8 // MICRO_BATCHES] for name, value in inputs.items()}
+    asked: dict[str, Any] = {"optimizer": adamw(model), "max_grad_norm": NORM}
+    reports = [autoshard.prove(model, plan, example_inputs=each, **asked) for each in (inputs, part)]
+    assert reports[0].values == reports[1].values > 0
+    assert len(plan.stages) == (2 if "pipeline" in mesh else 0)
+    other = Wide()
+    with pytest.raises(PlanMismatchError):
+        autoshard.prove(other, plan, example_inputs=wide()[1], optimizer=adamw(other), max_grad_norm=NORM)
+
+
+def test_a_damaged_order_is_not_proven() -> None:
+    """A task that is left out of a plan's order is named."""
+    plan = planned({"pipeline": 2})
+    assert plan.order is not None
+    short = replace(plan, order=replace(plan.order, ranks=(plan.order.ranks[0][:-1], *plan.order.ranks[1:])))
+    model, inputs = skips()
+    with pytest.raises(VerificationError):
+        autoshard.prove(model, short, example_inputs=inputs, optimizer=adamw(model), max_grad_norm=NORM)

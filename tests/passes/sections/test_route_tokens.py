@@ -20,7 +20,7 @@ SPLIT = (Execution(data=2, context=2, expert=4, micro_batch=64),
 
 
 def _experts(recipe: Execution) -> SectionPrice:
-    return PRICED.section_prices(recipe, Cluster("h100_sxm", 1, 4))[SPARSE]
+    return PRICED.counted.section_prices(recipe, Cluster("h100_sxm", 1, 4))[SPARSE]
 
 
 def test_calls_between_the_two_permutations_are_routed() -> None:
