@@ -37,10 +37,10 @@ class Recipe:
         context: ranks that split the sequence.
         expert: ranks that share out the experts, taken from `data` x `context` x `tensor` / `expert_tensor`.
         expert_tensor: ranks among `tensor` that split each expert.
-        pipeline: stages that a micro-batch passes; None: as the axis "pipeline" of a mesh says.
+        pipeline: stages that a micro-batch passes. On a mesh None is the size of its axis "pipeline".
         schedule: the order of the stages' work, by its name in torch.distributed.pipelining ("1F1B", "ZBVZeroBubble"),
-            see docs/pipelines.md. None: "1F1B", or "Interleaved1F1B" where there are virtual stages.
-        virtual_stages: model chunks on each pipeline rank; None: the fewest that the schedule takes.
+            see docs/pipelines.md. On a mesh None is "1F1B", or "Interleaved1F1B" where there are virtual stages.
+        virtual_stages: model chunks on each pipeline rank. On a mesh None is the fewest that the schedule takes.
         stage_layers: blocks on each stage (of `pipeline` x `virtual_stages`); None: stages are balanced.
         micro_batch: sequences of one replica's forward.
         recompute: what the backward computes again: "none"; "selective", attention's core; "full", every block.

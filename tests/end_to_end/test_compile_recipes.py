@@ -85,6 +85,18 @@ def test_the_axes_of_a_cluster_are_those_of_the_recipe() -> None:
     assert_close(whole(step(**inputs)), trained_alone()[0][0], "loss")
 
 
+def test_a_schedule_on_a_cluster_is_of_stages_that_are_searched() -> None:
+    """How many there are, and on which axes, is found."""
+    model, inputs = decoder(replace(LLAMA, layers=4))
+    optimizer = ADAMW(model.parameters())
+    cluster, recipe = Cluster("h100_sxm", 1, 4), Recipe(schedule="1F1B")
+    step = autoshard.compile(model, cluster, recipe=recipe, optimizer=optimizer, example_inputs=inputs)
+    assert step.plan.schedule == "1F1B"
+    assert step.plan.mesh.axis_size("pipeline") > 1
+    loss = model(**inputs).detach()
+    assert_close(whole(step(**inputs)), loss, "loss")
+
+
 @pytest.mark.parametrize(
     ("options", "error", "words"),
     [
