@@ -40,7 +40,8 @@ def why_not_text(answer: WhyNot) -> str:
 
 def _answer(answer: WhyNot) -> str:
     if answer.used:
-        return f"The plan does use {answer.feature}, {answer.used}; in other ways:"
+        ways = "in other ways:" if answer.variants or not answer.missing else f"without: {answer.missing}"
+        return f"The plan does use {answer.feature}, {answer.used}; {ways}"
     fitting = [item for item in answer.variants if item.fits]
     if not answer.variants:
         return f"{answer.feature}: {answer.missing}."

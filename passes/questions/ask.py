@@ -21,7 +21,7 @@ from autoshard.ir.staged import crosses_stages, is_of_weights
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import constrainable, own_specs
 from passes.planning.restrictions import ROLES
-from passes.questions.change import Change, Replan
+from passes.questions.change import Change, Fields, Replan
 from passes.questions.faster_hardware import FASTER, MORE, SHARE
 from passes.questions.features import FEATURES, feature_named
 from passes.questions.roles import SpecOf, has_role
@@ -84,15 +84,12 @@ class Questions:
             return _answer(plan, feature, used, variants, "no axis of the mesh could be used so")
         asked = FEATURES[feature]
         if used := _use(plan, feature):
-            others = [self._variant(plan, f"without {feature}", Change(fields=each)) for each in asked.without]
+            others, missing = self._tried(plan, [(f"without {feature}", fields) for fields in asked.without])
             best = min((item for item in others if item is not None), key=fastest_first, default=None)
-            return _answer(plan, feature, used, [best])
-        missing, variants = self.replan.missing(feature), list[Variant | None]()
-        for name, way in asked.ways.items() if not missing else ():
-            try:
-                variants.append(self._variant(plan, name, Change(fields=way)))
-            except NotAvailableError as error:
-                missing = str(error)
+            return _answer(plan, feature, used, [best], missing)
+        if missing := self.replan.missing(feature):
+            return _answer(plan, feature, "", [], missing)
+        variants, missing = self._tried(plan, list(asked.ways.items()))
         return _answer(plan, feature, "", variants, missing or "no plan for these devices and this batch has it")
 
     def limits(self, plan: Plan) -> Limits:
@@ -120,6 +117,16 @@ class Questions:
             if _over(way) not in used
         ]
         return ", ".join(used), found
+
+    def _tried(self, plan: Plan, ways: Sequence[tuple[str, Fields]]) -> tuple[list[Variant | None], str]:
+        """The fastest plan with each restriction of recipes; and why one was not planned, as time ran out say."""
+        found, missing = list[Variant | None](), ""
+        for name, restricted in ways:
+            try:
+                found.append(self._variant(plan, name, Change(fields=restricted)))
+            except NotAvailableError as error:
+                missing = str(error)
+        return found, missing
 
     def _variant(self, plan: Plan, name: str, change: Change) -> Variant | None:
         """The fastest plan with a change; None where the model has nothing that could be changed so."""
