@@ -15,7 +15,7 @@ class VerificationReport:
     """The statements that were proven, and the assumptions of the proof.
 
     Args:
-        mesh: the mesh of the lowered program.
+        mesh: the mesh of the plan, the axis of its stages included.
         nodes: nodes of the lowered program, each part of a proof.
         values: values of the traced program whose local form was derived.
         results: kind of result to how many there are, each of which arrives as its slot promises.
@@ -36,7 +36,7 @@ class VerificationReport:
 
     @classmethod
     def together(cls, reports: Sequence[VerificationReport]) -> VerificationReport:
-        """The report of a proof of several programs, on the mesh of the first."""
+        """The report of a proof of several programs, on the mesh of the first one."""
         return cls(
             reports[0].mesh,
             sum(report.nodes for report in reports),

@@ -55,7 +55,8 @@ def verify_compiled(compiled: ShardedModule | TrainStep) -> VerificationReport:
 def _prove_again(program: CompiledProgram, *, is_added_up: bool) -> VerificationReport:
     """Prove a program, or all stages of one and their order."""
     order = None if program.staged is None else program.staged.order
-    return _prove_parts(program.parts, order, trains=program.update is not None, is_added_up=is_added_up)
+    found = _prove_parts(program.parts, order, trains=program.update is not None, is_added_up=is_added_up)
+    return found if program.plan is None else replace(found, mesh=program.plan.mesh)
 
 
 def _prove_parts(
@@ -115,4 +116,5 @@ def _prove_stages(planner: Planner, request: Request, plan: Plan) -> Verificatio
     check_fits(plan, program, pipeline)
     staged = StagePlans(planner, pipeline).lower(program, plan, request)
     parts = [stage.phased for stage in staged.stages]
-    return _prove_parts(parts, plan.order, trains=True, is_added_up=plan.micro_batches > 1)
+    found = _prove_parts(parts, plan.order, trains=True, is_added_up=plan.micro_batches > 1)
+    return replace(found, mesh=plan.mesh)

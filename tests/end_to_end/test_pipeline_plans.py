@@ -259,6 +259,7 @@ def test_a_plan_of_micro_batches_is_proven(mesh: dict[str, int], tmp_path: Path)
     reports = [autoshard.prove(model, plan, example_inputs=each, **asked) for each in (inputs, part)]
     assert reports[0].values == reports[1].values > 0
     assert len(plan.stages) == (2 if "pipeline" in mesh else 0)
+    assert reports[0].mesh == plan.mesh
     other = Wide()
     with pytest.raises(PlanMismatchError):
         autoshard.prove(other, plan, example_inputs=wide()[1], optimizer=adamw(other), max_grad_norm=NORM)
