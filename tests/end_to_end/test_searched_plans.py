@@ -94,7 +94,6 @@ def test_experts_that_are_found_run() -> None:
     [
         ({"precision": "f8"}, "precision='f8' has no program yet that compile runs"),
         ({"optimizer": "sgd_momentum"}, "optimizer='sgd_momentum' has no learning rate to plan with"),
-        ({"constraints": {"overlap_expert": True}}, r"constraints\['overlap_expert'\] says what another runtime does"),
         ({"constraints": {"recompute": "selective"}}, "none has a program yet that compile runs"),
         (
             {"constraints": {"pipeline": 4}, "time_budget_s": 5.0},
