@@ -42,8 +42,6 @@ class Candidate:
         micro_batches: of a step.
         recipe: within which it is planned; None: everywhere.
         proposal: the recipe whose mesh it has.
-        schedule: of a pipeline; None for the usual one.
-        virtual_stages: stages on each rank of a pipeline.
         is_spare: planned only where no candidate before it has a plan.
         is_for_memory: planned only where each plan before it recomputes or offloads.
         needed_s: seconds that planning its stages takes, about; it is not planned where that is more than there is.
@@ -54,8 +52,6 @@ class Candidate:
     micro_batches: int
     recipe: Recipe | None = None
     proposal: Recipe | None = None
-    schedule: str | None = None
-    virtual_stages: int = 1
     is_spare: bool = False
     is_for_memory: bool = False
     needed_s: float = 0.0
@@ -92,13 +88,7 @@ def candidates_of(
         ]
     runs = [parts for parts in counts if admits(named_schedule(recipe), ranks, parts, each)]
     return [
-        Candidate(
-            meshes=[mesh],
-            micro_batches=parts,
-            recipe=recipe,
-            schedule=recipe.schedule,
-            virtual_stages=each,
-        )
+        Candidate(meshes=[mesh], micro_batches=parts, recipe=recipe)
         for parts in _counts_to_try(runs or list(counts), ranks)
         for mesh in counts[parts]
     ]

@@ -11,6 +11,7 @@ from autoshard.arguments import check_has_loss
 from autoshard.errors import AutoshardError, DoesNotFitError, NotAvailableError, RecipeError
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
+from autoshard.ir.recipe import Recipe, least_stages
 from autoshard.ir.request import Request
 from autoshard.ir.staged import StageProgram
 from autoshard.ir.text import format_time
@@ -111,7 +112,8 @@ def _plan_one(planner: Planner, candidate: Candidate, request: Request) -> Plann
     in_time = candidate.slowest_s < float("inf")
     if not candidate.has_stages:
         return Planned(planner, request, *planner.plan_call(request, candidate.meshes, in_time=in_time))
-    pipeline = pipeline_of(candidate.meshes[0], candidate.schedule, candidate.virtual_stages, candidate.micro_batches)
+    recipe = candidate.recipe or Recipe()
+    pipeline = pipeline_of(candidate.meshes[0], recipe.schedule, least_stages(recipe), candidate.micro_batches)
     assert pipeline is not None, "an axis carries stages"
     program = planner.trace(replace(request, update=None))
     check_has_loss(program)
