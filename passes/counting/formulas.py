@@ -153,6 +153,7 @@ class PlanFormulas:
     state_bytes_per_parameter_byte: float
     cut: Callable[[Program, Plan], CutProgram] | None = None
     _programs: dict[Any, SymbolicProgram] = field(default_factory=dict, repr=False)
+    _cuts: dict[Any, CutProgram] = field(default_factory=dict, repr=False)
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         """Plans are sent between processes without their model."""
@@ -200,14 +201,17 @@ class PlanFormulas:
         """Name of each value that a stage gives to stages of other ranks, to how often it is sent for a micro-batch."""
         assert plan.order is not None, "a plan with stages has an order"
         ranks, found = plan.order.stage_ranks, Counter[str]()
-        for crossing in self._cut(self.trace(replace(self.request, update=None)), plan).crossings:
+        for crossing in self._cut(plan, self.request, (plan.cuts,)).crossings:
             if crossing.maker == number and ranks[crossing.maker] != ranks[crossing.reader]:
                 found[crossing.name] += 1
         return found
 
-    def _cut(self, program: Program, plan: Plan) -> CutProgram:
+    def _cut(self, plan: Plan, request: Request, key: object) -> CutProgram:
+        """The stages of a call, which is traced once for all of them."""
         assert self.cut is not None, "plans with stages are cut"
-        return self.cut(program, plan)
+        if key not in self._cuts:
+            self._cuts[key] = self.cut(self.trace(replace(request, update=None)), plan)
+        return self._cuts[key]
 
     def _whole(self, plan: Plan) -> Plan:
         """The plan with all blocks, which are counted one by one."""
@@ -256,7 +260,7 @@ class PlanFormulas:
             with torch.enable_grad():
                 if not plan.stages:
                     return prepare_for(self.trace(request), plan)
-                cut = self._cut(self.trace(replace(request, update=None)), plan)
+                cut = self._cut(plan, request, (plan.cuts, tuple(sizes), tuple(point)))
                 return prepare_for(cut.stages[number], plan.stages[number])
         except TraceError as error:
             raise cannot_resize(sizes, point, error) from error
