@@ -143,7 +143,7 @@ class Planner:
         phased = make_together(
             engine,
             "lowering",
-            lambda: free._lower(program, chosen)[0],
+            lambda: free.lower(program, chosen)[0],
             lambda made: {"compiled program": made.digest()},
         )
         if self.with_kernels:
@@ -394,7 +394,7 @@ class Planner:
             VerificationError: it could not be shown that the program equals the traced one.
         """
         program = self.trace(request)
-        report = replace(self, verify=True)._lower(program, self._plan_for(program, request, plan.mesh))[1]
+        report = replace(self, verify=True).lower(program, self._plan_for(program, request, plan.mesh))[1]
         assert report is not None, "the planner verifies"
         return report
 
@@ -446,7 +446,7 @@ class Planner:
             _LOGGER.debug("the plan is not of this call: %s", error)
             return None
 
-    def _lower(
+    def lower(
         self, program: Program, chosen: Plan, predicted: PhasedProgram | None = None
     ) -> tuple[PhasedProgram, VerificationReport | None]:
         """The program of one rank, and the proof that it equals the traced one, if it is to be proven.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +12,6 @@ from torch.utils import _pytree as pytree
 from autoshard.arguments import check_optimizer
 from autoshard.call import Call
 from autoshard.errors import TraceError
-from autoshard.ir.lowered import PhasedProgram
-from autoshard.ir.pipeline_order import PipelineOrder
 from autoshard.ir.plan import Plan
 from autoshard.ir.precision import effective_precision
 from autoshard.ir.program import describe
@@ -54,23 +52,15 @@ def verify_compiled(compiled: ShardedModule | TrainStep) -> VerificationReport:
 
 def _prove_again(program: CompiledProgram, *, is_added_up: bool) -> VerificationReport:
     """Prove a program, or all stages of one and their order."""
-    order = None if program.staged is None else program.staged.order
-    found = _prove_parts(program.parts, order, trains=program.update is not None, is_added_up=is_added_up)
-    return found if program.plan is None else replace(found, mesh=program.plan.mesh)
-
-
-def _prove_parts(
-    parts: Sequence[PhasedProgram], order: PipelineOrder | None, *, trains: bool, is_added_up: bool
-) -> VerificationReport:
-    """Prove the programs of stages, and their order; without stages, of the one program."""
     reports = []
-    for part in parts:
+    for part in program.parts:
         verify_phases(part)
         verify_cut_backward(part)
         reports.append(verify_program(part.lowered.traced, part.lowered, part.carried if is_added_up else ()))
-    if order is not None:
-        verify_schedule(order, trains=trains)
-    return VerificationReport.together(reports)
+    if program.staged is not None:
+        verify_schedule(program.staged.order, trains=program.update is not None)
+    found = VerificationReport.together(reports)
+    return found if program.plan is None else replace(found, mesh=program.plan.mesh)
 
 
 def prove_model(call: Call) -> VerificationReport:
@@ -114,7 +104,6 @@ def _prove_stages(planner: Planner, request: Request, plan: Plan) -> Verificatio
     assert pipeline is not None, "an axis carries stages"
     program = planner.trace(replace(request, update=None))
     check_fits(plan, program, pipeline)
-    staged = StagePlans(planner, pipeline).lower(program, plan, request)
-    parts = [stage.phased for stage in staged.stages]
-    found = _prove_parts(parts, plan.order, trains=True, is_added_up=plan.micro_batches > 1)
-    return replace(found, mesh=plan.mesh)
+    _, reports = StagePlans(replace(planner, verify=True), pipeline).lower(program, plan, request)
+    verify_schedule(plan.order)
+    return replace(VerificationReport.together(reports), mesh=plan.mesh)

@@ -67,7 +67,7 @@ class StagePlanner:
         staged = make_together(
             engine,
             "lowering",
-            lambda: plans.lower(program, plan, request, lowered),
+            lambda: plans.lower(program, plan, request, lowered)[0],
             lambda made: {"stages": made.digest()},
         )
         self.homes.update(staged.stage_of_parameters())

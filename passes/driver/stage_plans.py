@@ -29,6 +29,7 @@ from autoshard.ir.request import Request
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.staged import CutProgram, StagedProgram, StageProgram
 from autoshard.ir.text import format_bytes
+from autoshard.ir.verification_report import VerificationReport
 from autoshard.runtime.stages.stage_messages import find_slot
 from autoshard.tracing.update import append_update
 from cost_models.schedule_orders import most_in_flight
@@ -117,14 +118,14 @@ class StagePlans:
     def problem(self, program: Program, request: Request, plan: Plan, number: int) -> PlanningProblem:
         """The planning problem of a stage of a plan; built once."""
         if number not in self.problems:
-            stage = self._cut(program, request, cuts=plan.cuts).stages[number]
+            stage = self.cut(program, plan, request).stages[number]
             self.problems[number] = self._share(stage, None).problem(stage, self.pipeline.stage_mesh, {})
         return self.problems[number]
 
     def lower(
         self, program: Program, plan: Plan, request: Request, lowered: Sequence[PhasedProgram] = ()
-    ) -> StagedProgram:
-        """The stages of a plan, lowered and proven; their order is proven before it runs.
+    ) -> tuple[StagedProgram, list[VerificationReport]]:
+        """The stages of a plan, lowered and proven, and the proofs made now; their order is proven before it runs.
 
         Args:
             program: as `plan` took it.
@@ -133,16 +134,18 @@ class StagePlans:
             lowered: what `plan` gave, if it was made in this process.
         """
         assert plan.order is not None, "it is a plan of stages"
-        cut = self._cut(program, request, cuts=plan.cuts)
+        cut = self.cut(program, plan, request)
         try:
-            phased = lowered or [self._lower(*pair) for pair in zip(cut.stages, plan.stages, strict=True)]
+            pairs = zip(cut.stages, plan.stages, strict=True)
+            made = [(item, None) for item in lowered] or [self.planner.lower(*pair) for pair in pairs]
         except PlanMismatchError as error:
             raise _of_another_step(plan) from error
-        stages = [self._stage(*pair, plan.order) for pair in zip(phased, plan.stages, strict=True)]
+        stages = [self._stage(phased, own, plan.order) for (phased, _), own in zip(made, plan.stages, strict=True)]
         if self.planner.verify:
             for stage in stages:
                 verify_cut_backward(stage.phased)
-        return _staged(cut, plan.order, stages, program)
+        reports = [report for _, report in made if report is not None]
+        return _staged(cut, plan.order, stages, program), reports
 
     def order(self, request: Request) -> PipelineOrder:
         """Order of tasks on each rank."""
@@ -260,7 +263,7 @@ class StagePlans:
             if limit is None or error.smallest_bytes <= limit or is_least:  # none is known, or it is no more
                 raise self._does_not_fit(error.smallest_bytes, self.planner.memory_budget, searches.order) from error
             return self._search(searches, number, error.smallest_bytes, is_least=True)
-        return self._stage(self.planner._lower(stage, found.plan, found.phased)[0], found.plan, searches.order)
+        return self._stage(self.planner.lower(stage, found.plan, found.phased)[0], found.plan, searches.order)
 
     def _stage(self, phased: PhasedProgram, plan: Plan, order: PipelineOrder) -> StageProgram:
         return StageProgram(run_at(Moment.STAGE, phased) if order.cuts_backwards else phased, plan)
@@ -279,9 +282,6 @@ class StagePlans:
             f"which are smaller, another schedule, or more ranks.{late}",
             smallest_bytes=int(needed),
         )
-
-    def _lower(self, stage: Program, plan: Plan) -> PhasedProgram:
-        return self.planner._lower(stage, plan)[0]
 
     def _whole(
         self,
