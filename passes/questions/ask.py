@@ -47,7 +47,7 @@ class Questions:
     replan: Replan
 
     def explain(self, plan: Plan, name: str) -> Explanation:
-        """See `Plan.explain`."""
+        """Each other spec of a value, with the fastest plan; see `Plan.explain`."""
         problems = self.replan.problems()
         if not problems:
             raise NotAvailableError(
@@ -72,14 +72,13 @@ class Questions:
         )
 
     def why_not(self, plan: Plan, feature: str) -> WhyNot:
-        """See `Plan.why_not`."""
+        """Each way to have a feature, with the fastest plan; see `Plan.why_not`."""
         feature = feature_named(feature)
-        problems = self.replan.problems()
-        if problems and feature in _SAVINGS and (count := _saved(plan, feature)):
+        if feature in _SAVINGS and (count := _saved(plan, feature)):
             without = self._variant(plan, f"without {feature}", Change(without=feature))
             return _answer(plan, feature, f"of {count} values", [without])
-        ways = list(_ways(problems, feature))
-        if ways:
+        problems = self.replan.problems() if feature in (*ROLES, "hsdp") else ()
+        if ways := list(_ways(problems, feature)):
             used, variants = self._on_axes(plan, problems, feature, ways)
             return _answer(plan, feature, used, variants, "no axis of the mesh could be used so")
         asked = FEATURES[feature]
@@ -93,7 +92,7 @@ class Questions:
         return _answer(plan, feature, "", variants, missing or "no plan for these devices and this batch has it")
 
     def limits(self, plan: Plan) -> Limits:
-        """See `Plan.limits`."""
+        """Each richer resource, with the fastest plan; see `Plan.limits`."""
         changes = {name: Change(memory=factor) for name, factor in _MEMORY.items()} if plan.memory_budget else {}
         changes |= {name: Change(faster=faster) for name, faster in FASTER.items() if faster(self.replan.cluster)}
         chosen = outcome_of(plan)
@@ -199,7 +198,7 @@ def _ways(problems: Sequence[PlanningProblem], feature: str) -> Iterator[Way]:
     axes = [axis for axis, size in problems[0].space.mesh.axes if size > 1] if problems else []
     if feature == "hsdp":
         yield from ({first: "fsdp", second: "data"} for first, second in permutations(axes, 2))
-    elif feature in ROLES:
+    else:
         yield from ({axis: feature} for axis in axes)
 
 
