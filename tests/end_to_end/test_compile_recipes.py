@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -12,10 +11,9 @@ import torch
 import autoshard
 from autoshard import Cluster, Mesh, NotAvailableError, PlanMismatchError, Recipe, RecipeError
 from tests.end_to_end.test_chosen_plans import LLAMA, decoder
+from tests.end_to_end.test_recipe_plans import ADAMW, SHAPE, trained_alone
 from tests.end_to_end.training import assert_close, whole
 
-SHAPE = replace(LLAMA, layers=1)
-ADAMW = partial(torch.optim.AdamW, lr=0.01, eps=1e-3)
 SQUARE = Mesh({"data": 2, "model": 2})
 
 
@@ -26,24 +24,10 @@ def compiled(target: Any, **options: Any) -> tuple[Any, torch.nn.Module, dict[st
     return autoshard.compile(model, target, **settings), model, inputs
 
 
-@cache
-def trained_alone() -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Losses and parameters of two steps on one device."""
-    model, inputs = decoder(SHAPE)
-    optimizer, losses = ADAMW(model.parameters()), []
-    for _ in range(2):
-        loss = model(**inputs)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return losses, {name: item.detach() for name, item in model.named_parameters()}
-
-
 def test_a_step_is_what_its_recipe_says() -> None:
     """ZeRO-3 over one axis and tensor parallelism over the other; it equals one device, and evaluates any batch."""
     step, model, inputs = compiled(SQUARE, recipe=Recipe(zero=3, tensor=2))
-    losses, parameters = trained_alone()
+    losses, parameters = trained_alone(steps=2)
     for number, loss in enumerate(losses):
         assert_close(whole(step(**inputs)), loss, f"loss of step {number}")
     matrices = [item for item in step.plan.parameters.values() if len(item.shape) > 1]
@@ -82,7 +66,7 @@ def test_the_axes_of_a_cluster_are_those_of_the_recipe() -> None:
     settings = {"optimizer": ADAMW(model.parameters()), "example_inputs": inputs, "time_budget_s": 5.0}
     step = autoshard.compile(model, Cluster("h100_sxm", 1, 2), recipe=Recipe(tensor=2, micro_batch=4), **settings)
     assert (step.plan.mesh, step.micro_batches) == (Mesh({"model": 2}), 2)
-    assert_close(whole(step(**inputs)), trained_alone()[0][0], "loss")
+    assert_close(whole(step(**inputs)), trained_alone(steps=2)[0][0], "loss")
 
 
 def test_a_schedule_on_a_cluster_is_of_stages_that_are_searched() -> None:
@@ -134,4 +118,4 @@ def test_a_recipe_that_contradicts_the_plan_is_refused() -> None:
     with pytest.raises(PlanMismatchError, match=r"zero=3 is asked for, and the plan has zero=None\. Leave zero out"):
         compiled(SQUARE, plan=plan, recipe=Recipe(zero=3))
     step, _, _ = compiled(SQUARE, plan=plan, recipe=Recipe(tensor=2))
-    assert_close(whole(step(**inputs)), trained_alone()[0][0], "loss")
+    assert_close(whole(step(**inputs)), trained_alone(steps=2)[0][0], "loss")

@@ -131,11 +131,11 @@ def check_price(plan: Plan, cluster: Cluster) -> None:
 
 
 @cache
-def trained_alone(layers: int = 1) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
-    """Losses and parameters of three steps on one device."""
+def trained_alone(layers: int = 1, steps: int = 3) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Losses and parameters of some steps on one device."""
     model, inputs = decoder(replace(SHAPE, layers=layers))
     optimizer, losses = ADAMW(model.parameters()), []
-    for _ in range(3):
+    for _ in range(steps):
         loss = model(**inputs)
         loss.backward()
         optimizer.step()
