@@ -419,7 +419,7 @@ def checked_hardware(cluster: Any, mesh: Any) -> tuple[Any, Cluster | None]:
 
 
 def checked_cluster(target: Any) -> Cluster:
-    """What recipes are priced for; they choose the axes.
+    """The cluster that recipes are priced for; they choose the axes.
 
     Raises:
         NotAvailableError: it is no cluster.

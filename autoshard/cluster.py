@@ -1,4 +1,4 @@
-"""What plans are priced for: the public `Cluster`, and this machine as one."""
+"""The hardware that plans are priced for: the public `Cluster`, and this machine as one."""
 
 from __future__ import annotations
 

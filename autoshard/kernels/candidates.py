@@ -1,4 +1,4 @@
-"""What a kernel may be launched with: the heuristic's block sizes and warps, and their neighbours.
+"""Launch configurations that a kernel may have: the heuristic's block sizes and warps, and their neighbours.
 
 A neighbour is one step away, a factor of two, in one block size or in the warps; or in a block size and the warps
 alike, so that each thread keeps its work. The block sizes that are not in `TUNABLE` cover a whole row or head, or are

@@ -95,13 +95,13 @@ class ProgramRun:
             stage.held = None
 
     def can_run(self, task: StageTask) -> bool:
-        """See `TaskRunner`."""
+        """Whether the values that a task reads have come; see `TaskRunner`."""
         if task.work.is_transfer or task.work is Work.BACKWARD_WEIGHT or self._is_skipped(task):
             return True
         return self.messages.has_all(task.stage, task.micro_batch, is_forward=task.work is Work.FORWARD)
 
     def run_task(self, task: StageTask) -> None:
-        """See `TaskRunner`."""
+        """Run a forward, a backward or one of its halves, or expect a message; see `TaskRunner`."""
         match task.work:
             case Work.FORWARD:
                 self._run_forward(self.stages[task.stage], task.micro_batch)

@@ -101,7 +101,7 @@ class ProgramUpdate:
 
     @cached_property
     def _places(self) -> tuple[int, ...]:
-        """Of each updated value, the place in `reads` of the value that it replaces."""
+        """The place in `reads` of the value that each updated value replaces."""
         places = {(slot.slot.kind, slot.slot.name): index for index, slot in enumerate(self.reads)}
         return tuple(places[OWNERS[OutputKind(slot.slot.kind)], slot.slot.name] for slot in self._updated)
 

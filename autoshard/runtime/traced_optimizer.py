@@ -199,7 +199,7 @@ class TracedState:
         return self._known
 
     def _find(self, executable: Executable) -> Mapping[int, list[torch.Tensor]]:
-        """See `hold`, looked up; known from now on if the optimizer and the model hold all of it."""
+        """Look up the values of `hold`; they are known from now on if the optimizer and the model hold them all."""
         known, parameters = self._present, self._present.members.parameters
         tensors: dict[int, list[torch.Tensor]] = {number: [] for number in executable.stages}
         are_all_held = not self._missing_elsewhere(executable)

@@ -229,11 +229,11 @@ class _AutogradTasks:
     shares: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def can_run(self, task: StageTask) -> bool:
-        """See `TaskRunner`."""
+        """Whether a task can run; without stages each can."""
         return True
 
     def run_task(self, task: StageTask) -> None:
-        """See `TaskRunner`. A micro-batch that counts nothing has no share of the loss, and no gradient."""
+        """Run a forward or a backward. A micro-batch that counts nothing has no share of the loss, and no gradient."""
         number = task.micro_batch
         if task.work is Work.FORWARD:
             self.shares[number] = share_of(self.sharded.run_for_loss(*self.parts[number]), self.weights[number])

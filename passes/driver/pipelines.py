@@ -1,4 +1,4 @@
-"""What `compile` is told of a pipeline: checked arguments, and the engine of a stage."""
+"""Pipelines as a call asks for them: checked, and completed by the plan that the call uses."""
 
 from __future__ import annotations
 

@@ -60,11 +60,11 @@ class PlanAgain:
 
     @property
     def cluster(self) -> Cluster:
-        """See `Replan`."""
+        """The hardware of the plan."""
         return self.planned.planner.cluster_for(self.planned.plan.mesh)
 
     def problems(self) -> Sequence[PlanningProblem]:
-        """See `Replan`."""
+        """The planning problem of each stage, each built once."""
         made = self.planned
         if made.stage_plans is not None:
             numbers = range(len(made.stages))
@@ -74,11 +74,11 @@ class PlanAgain:
         return self._problems
 
     def missing(self, feature: str) -> str:
-        """See `Replan`."""
+        """The reason why no recipe of the model has a feature; "" where one may."""
         return self._recipes(feature).problem.missing(feature)
 
     def kernels(self, plan: Plan) -> Kernels:
-        """See `Replan`; stages run none. Of one plan they are found once."""
+        """The Triton kernels of a plan, found once; stages run none."""
         known = plan.predicted.kernels
         if known.uses or plan.stages:
             return known
@@ -88,7 +88,7 @@ class PlanAgain:
         return self._kernels[0][1]
 
     def __call__(self, plan: Plan, change: Change) -> Plan:
-        """See `Replan`. The mesh and the stages stay, but where `change.fields` asks for other ones."""
+        """Plan again; the mesh and the stages stay, but where `change.fields` asks for others."""
         made = self.planned
         planner = replace(made.planner, change=change, ceiling=None, progress=False)
         if change.fields:

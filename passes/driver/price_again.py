@@ -64,23 +64,23 @@ class PriceAgain:
 
     @property
     def cluster(self) -> Cluster:
-        """See `Replan`."""
+        """The hardware of the recipes."""
         return self.search.problem.cluster
 
     def problems(self) -> Sequence[PlanningProblem]:
-        """See `Replan`."""
+        """None: a price chooses no specs."""
         return ()
 
     def missing(self, feature: str) -> str:
-        """See `Replan`."""
+        """The reason why no recipe of the model has a feature; "" where one may."""
         return self.search.problem.missing(feature)
 
     def kernels(self, plan: Plan) -> Kernels:
-        """See `Replan`."""
+        """The kernels that the price counts."""
         return plan.predicted.kernels
 
     def __call__(self, plan: Plan, change: Change) -> Plan:
-        """See `Replan`; recipes have no choice of `specs` and `roles`."""
+        """Search again, and price; recipes have no choice of `specs` and `roles`."""
         problem, known = self.search.problem, None
         if change.memory != 1.0:
             problem = problem.within(change.memory * problem.memory_limit)

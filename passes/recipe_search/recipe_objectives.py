@@ -1,4 +1,4 @@
-"""What a search over recipes minimises, with bounds for sets of them: the time of a step, or memory."""
+"""Quantities that a search over recipes minimises, with bounds for sets of them: the time of a step, or memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Fastest:
         return keeping.offload == "none"
 
     def layouts(self, first: Execution, most: int, keepings: Sequence[Keeping], *, zero: int) -> Sequence[Bound]:
-        """Those of a layout with one keeping or another, from the first recipe's pipeline ranks to `most`.
+        """Bounds of a layout with one keeping or another, from the first recipe's pipeline ranks to `most`.
 
         `zero`: the ZeRO stage that shards most of those that they may have.
         """
@@ -74,7 +74,7 @@ class Fastest:
         return bounds.tolist()
 
     def recipes(self, recipes: Sequence[Execution], pipe: Pipe, *, enough: float) -> Sequence[float]:
-        """Of each recipe: they differ in sharding, and their pipeline is `pipe`.
+        """A bound of each recipe; they differ in sharding, and their pipeline is `pipe`.
 
         What surely has more than `enough` need not be infinite.
         """
@@ -96,33 +96,33 @@ class Smallest:
     pricer: RecipePricer
 
     def is_too_large(self, recipe: Execution) -> bool:
-        """See `Fastest`."""
+        """False: every layout has a least memory."""
         return False
 
     def more_only_adds(self, keeping: Keeping) -> bool:
-        """See `Fastest`."""
+        """False: recomputation and offload save memory."""
         return False
 
     def layouts(self, first: Execution, most: int, keepings: Sequence[Keeping], *, zero: int) -> Sequence[Bound]:
-        """See `Fastest`."""
+        """Bounds of a layout, as `Fastest.layouts` has them."""
         floors = self.pricer.layout_memory_floors(first, most, keepings, zero=zero)
         return [partial(float, floor) for floor in floors]
 
     def pipelines(self, recipes: Sequence[Execution], pipes: PipeSet) -> Sequence[float]:
-        """See `Fastest`."""
+        """Bounds of recipes with any of some pipelines, as `Fastest.pipelines` has them."""
         floors = self.pricer.memory_floors(recipes, pipes)
         return floors.min(axis=1, initial=math.inf).tolist()
 
     def schedules(self, recipe: Execution, shardings: Iterable[Execution], pipes: PipeSet) -> Sequence[float]:
-        """See `Fastest`."""
+        """Bounds of a recipe with each of some pipelines, as `Fastest.schedules` has them."""
         return self.pricer.memory_floors([recipe], pipes)[0].tolist()
 
     def recipes(self, recipes: Sequence[Execution], pipe: Pipe, *, enough: float) -> Sequence[float]:
-        """See `Fastest`."""
+        """The memory of each recipe; infinite where its host has too little."""
         return [self.price(recipe) if self.pricer.fits(recipe, math.inf) else math.inf for recipe in recipes]
 
     def price(self, recipe: Execution) -> float:
-        """See `Fastest`."""
+        """The recipe's memory."""
         return float(self.pricer.memory_bytes(recipe))
 
 
