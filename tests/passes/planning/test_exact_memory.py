@@ -24,8 +24,8 @@ from passes.lowering.lower_program import lower_program
 from passes.memory.lowered_memory import peak_bytes
 from passes.planning.exact_memory import PARTS, exact_memory, exact_peak
 from tests.passes.blocks import blocks_program, h100s, perceptron_program, problem_of
+from tests.passes.drawn_choices import drawn_choice
 from tests.passes.greedy_plans import most_uneven_plan
-from tests.passes.prediction.test_segment_step import drawn_choice
 
 LINE, SQUARE, THREE = Mesh({"x": 2}), Mesh({"x": 2, "y": 2}), Mesh({"x": 3})
 
