@@ -16,8 +16,8 @@ import autoshard
 from autoshard import Mesh, P, RankMismatchError
 from tests.benchmarks.live_memory import peak_bytes_of
 from tests.end_to_end.layouts import layouts
-from tests.end_to_end.models import MODELS, Inputs, odd
 from tests.end_to_end.training import assert_close, assert_equal, train, whole
+from tests.models import MODELS, Inputs, odd
 from tests.runtime.dispatch import RecordDispatch
 from tests.runtime.processes import checked_once, named, report
 
