@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from autoshard.ir.execution import Execution
-from passes.recipe_search.recipe_space import SEARCHED, Only
+from passes.search.recipe_space import SEARCHED, Only
 
 _WHOLE_BLOCKS: Only = {"recompute": ("none", "full")}
 _ON_DEVICE: Only = {"offload": ("none",)}

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from autoshard import Cluster, RecipeError
 from autoshard.ir.execution import Execution
-from passes.recipe_search.recipe_space import RecipeSpace
+from passes.search.recipe_space import RecipeSpace
 from passes.recipes.recipe_plan import predict_recipe
 from passes.sections.price_model import CountedModel
 from tests.benchmarks.published_runs import read_rows, recipe_of

@@ -24,7 +24,7 @@ def test_what_nothing_imports_directly_is_met_by_way_of_its_users() -> None:
     assert "tests/rules/test_hub.py" in first
     assert len({*first, *second, *third}) == len(first) + len(second) + len(third)
     assert third
-    assert any(near_tests(ROOT, "passes/recipe_search/pipe_shapes.py"))
+    assert any(near_tests(ROOT, "passes/search/recipe_bounds.py"))
 
 
 def test_of_many_those_that_share_a_word_come_first() -> None:
