@@ -54,7 +54,7 @@ _PASSES: dict[str, tuple[str, ...]] = {
         *(*_LOWERED, "passes.driver.plan_options"),
         *("passes.driver.fastest_choice", "passes.driver.plan_and_lower"),
     ),
-    "passes.recipe_search": ("passes.solver", "passes.sections", "passes.recipes", "passes.questions"),
+    "passes.search": ("passes.solver", "passes.sections", "passes.recipes", "passes.questions"),
 }
 
 # What each part may import of us, besides itself. Nothing in `passes` but the driver imports the runtime, and nothing

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -12,11 +13,10 @@ from autoshard.ir.recipe import Recipe
 from cost_models.errors import CostModelError
 from cost_models.hardware import Cluster
 from cost_models.step import StepModel
-from passes.recipe_search.recipe_objectives import Fastest, Smallest
-from passes.recipe_search.recipe_pricer import RecipePricer
-from passes.recipe_search.recipe_space import Only, RecipeSpace, keeps
-from passes.recipe_search.search_recipes import FoundRecipe, Watch, search_recipes
 from passes.recipes.own_runtime import step_model
+from passes.search.recipe_pricer import RecipePricer
+from passes.search.recipe_space import Only, RecipeSpace, keeps
+from passes.search.search_recipes import NOTHING, FoundRecipe, Watch, search_recipes
 from passes.sections.price_model import CountedModel
 from passes.solver.search_control import Ceiling
 
@@ -85,12 +85,13 @@ class RecipeProblem:
         Raises:
             RecipeError: a field that is not searched.
         """
-        fastest = Fastest(self.pricer, self.memory_limit)
-        return search_recipes(self.space(only), fastest, ceiling=ceiling, known=known, watch=watch)
+        return search_recipes(
+            self.space(only), self.pricer, self.memory_limit, ceiling=ceiling, known=known, watch=watch
+        )
 
     def smallest(self, *, only: Only | None = None, ceiling: Ceiling | None = None) -> FoundRecipe:
         """The recipe with the least memory; its objective is bytes. See `best`."""
-        return search_recipes(self.space(only), Smallest(self.pricer), ceiling=ceiling)
+        return search_recipes(self.space(only), self.pricer, math.inf, smallest=True, ceiling=ceiling)
 
     def proposals(self, only: Only, ceiling: Ceiling) -> list[FoundRecipe]:
         """The fastest recipe within a restriction, and those of the known kinds within it."""
@@ -101,17 +102,19 @@ class RecipeProblem:
         """The fastest recipe of each of the `kinds`.
 
         Raises:
-            KeyboardInterrupt: by Ctrl-C, if no recipe was priced yet; else kinds that were not looked at are left out.
+            KeyboardInterrupt: by Ctrl-C, if no recipe was priced yet; else the search of a kind was interrupted.
         """
         found: dict[str, FoundRecipe] = {}
-        try:
-            for name, only in self.kinds.items():
-                found[name] = self.best(only=only, ceiling=ceiling)
-                if found[name].was_interrupted:
-                    break
-        except KeyboardInterrupt:
-            if not any(each.recipe for each in found.values()):
-                raise
+        for name, only in self.kinds.items():
+            try:
+                each = self.best(only=only, ceiling=ceiling)
+            except KeyboardInterrupt:
+                if all(known.recipe is None for known in found.values()):
+                    raise
+                each = replace(NOTHING, was_interrupted=True)
+            found[name] = each
+            if each.was_interrupted:
+                break
         return found
 
     @property
@@ -146,19 +149,12 @@ class RecipeProblem:
         kinds = self.baselines(ceiling)
         parts = list(kinds.values())
         if known is not None:
-            objective = self.pricer.time_s(known)
-            parts.append(
-                FoundRecipe(
-                    recipe=known, objective=objective, lower_bound=0.0, is_complete=False, was_interrupted=False,
-                    priced=1, nodes=0, search_time_s=0.0,
-                )
-            )  # fmt: skip
-        first = min(parts, key=lambda each: each.objective, default=None)
-        is_cut = len(kinds) < len(self.kinds) or any(each.was_interrupted for each in kinds.values())
-        if is_cut and first is not None:
+            parts.append(replace(NOTHING, recipe=known, objective=self.pricer.time_s(known), priced=1))
+        first = min(parts, key=lambda each: each.objective, default=NOTHING)
+        if any(each.was_interrupted for each in parts):
             found = replace(first, lower_bound=0.0, is_complete=False, was_interrupted=True)
         else:
-            found = self.best(known=first and first.recipe, ceiling=ceiling, watch=watch)
+            found = self.best(known=first.recipe, ceiling=ceiling, watch=watch)
         return replace(found, search_time_s=time.monotonic() - start), kinds
 
     def space(self, only: Only | None = None) -> RecipeSpace:

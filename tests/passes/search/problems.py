@@ -11,8 +11,8 @@ from autoshard.arguments import ExampleInputs
 from autoshard.ir.execution import Execution
 from cost_models.hardware import Cluster
 from passes.driver.pricing import priced_model
-from passes.recipe_search.recipe_problem import RecipeProblem
-from passes.recipe_search.recipe_space import Only
+from passes.search.recipe_problem import RecipeProblem
+from passes.search.recipe_space import Only
 
 
 def recipe_problem(

@@ -10,10 +10,10 @@ import pytest
 
 from autoshard import Cluster, RecipeError
 from autoshard.ir.execution import Execution
-from cost_models.schedule_orders import SCHEDULES
-from passes.recipe_search.recipe_space import RecipeSpace, divisors
+from cost_models.schedule_orders import SCHEDULES, admits
 from passes.recipes.pipeline_stages import even_blocks
 from passes.recipes.recipe_plan import predict_recipe
+from passes.search.recipe_space import Pipe, RecipeSpace, divisors, known_pipes
 from tests.passes.decoders import priced_dense, priced_sparse
 
 DENSE, SPARSE = priced_dense(2).counted, priced_sparse().counted
@@ -54,9 +54,31 @@ def _all_recipes(blocks: int) -> set[Execution]:
 
 def test_it_has_all_recipes_that_can_be_priced_and_no_other() -> None:
     """Four heads and four devices: every size divides what it splits."""
-    found = list(RecipeSpace(DENSE, 4, BASE, only={"recompute": ("none",)}).recipes())
+    only = {"recompute": ("none",), "zero_group": (None, 2)}
+    found = list(RecipeSpace(DENSE, 4, BASE, only=only).recipes())
     assert len(found) == len(set(found))
     assert set(found) == _all_recipes(2)
+
+
+@pytest.mark.parametrize(("blocks", "ranks"), [(1, 2), (4, 2), (4, 4), (13, 2)])
+def test_pipelines_are_listed_once(blocks: int, ranks: int) -> None:
+    """Powers of two of stages, or one for each block; ends may count as blocks; schedules admit the micro-batches."""
+    found, every = known_pipes(ranks, 2 * ranks, blocks), known_pipes(ranks, 2 * ranks, blocks, every=True)
+    assert len(set(every)) == len(every)
+    assert set(found) <= set(every)
+    assert {"GPipe", "1F1B", "InterleavedZeroBubble"} <= {pipe.schedule for pipe in found}
+    for pipe in every:
+        most = (blocks + 2 * pipe.split_ends) // ranks
+        assert pipe.virtual_stages <= most
+        assert (pipe in found) == (pipe.virtual_stages in (1, 2, 4, most))
+        counts = even_blocks(blocks, ranks * pipe.virtual_stages, split_ends=pipe.split_ends)
+        assert sum(counts) == blocks
+        assert all(counts[1:-1])
+    assert {pipe for pipe in every if admits(pipe.chosen_schedule, ranks, 3, pipe.virtual_stages)} == set(
+        known_pipes(ranks, 3, blocks, every=True)
+    ) & set(every)
+    assert known_pipes(1, 8, blocks) == (Pipe(),)
+    assert not known_pipes(ranks, 8, 0)
 
 
 def test_every_recipe_of_a_model_with_experts_has_a_price() -> None:

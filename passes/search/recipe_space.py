@@ -30,17 +30,13 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import lru_cache
-from itertools import compress, product
+from itertools import product
 from typing import Any, NamedTuple
 
 from autoshard.errors import RecipeError
 from autoshard.ir.execution import Execution
 from autoshard.ir.recipe import RECOMPUTE, Recipe
-from passes.recipe_search.known_pipes import (
-    Pipe,
-    PipeSet,
-    known_pipes,
-)
+from cost_models.schedule_orders import SCHEDULES, admits, usual_schedule
 from passes.recipes.pipeline_stages import even_blocks
 from passes.sections.price_model import CountedModel, RecipeKind
 
@@ -85,11 +81,66 @@ class Keeping(NamedTuple):
 KEEPINGS = tuple(Keeping(recompute, offload) for offload in ("none", "activations") for recompute in RECOMPUTE)
 
 
+class Pipe(NamedTuple):
+    """A pipeline; `schedule` is None for a single rank. With `split_ends` the ends count as blocks."""
+
+    pipeline: int = 1
+    schedule: str | None = None
+    virtual_stages: int = 1
+    split_ends: bool = False
+
+    @property
+    def chosen_schedule(self) -> str:
+        """Name of the schedule, the usual one for a single rank."""
+        return self.schedule or usual_schedule(self.virtual_stages)
+
+    def stage_layers(self, blocks: int) -> tuple[int, ...] | None:
+        """Blocks on each stage where the ends count as blocks; None: as even as can be."""
+        if not self.split_ends:
+            return None
+        return even_blocks(blocks, self.pipeline * self.virtual_stages, split_ends=True)
+
+    def recipe(self, blocks: int) -> Execution:
+        """A recipe of the pipeline alone."""
+        return Execution(
+            pipeline=self.pipeline,
+            schedule=self.schedule,
+            virtual_stages=self.virtual_stages,
+            stage_layers=self.stage_layers(blocks),
+        )
+
+
+@lru_cache(maxsize=4096)
+def known_pipes(ranks: int, micro_batches: int, blocks: int, *, every: bool = False) -> tuple[Pipe, ...]:
+    """Pipelines of so many ranks whose schedule admits so many micro-batches.
+
+    A rank has a power of two of stages, or one for each block; with `every` it may have any number.
+    """
+    if ranks == 1:
+        return (Pipe(),)
+    found: list[Pipe] = []
+    for split_ends in (False, True) if blocks else ():
+        most = (blocks + 2 * split_ends) // ranks
+        for item in SCHEDULES.values():
+            known = item.numbers_of_stages(most) if item.is_searched else ()
+            found += [
+                Pipe(ranks, item.name, virtual, split_ends)
+                for virtual in known
+                if (every or virtual == most or virtual.bit_count() == 1)
+                and admits(item.name, ranks, micro_batches, virtual)
+            ]
+    return tuple(found)
+
+
 class Sharding(NamedTuple):
     """What ZeRO shards, over groups of how many replicas; 0: all of them."""
 
     zero: int = 0
     group: int = 0
+
+
+_GROUPS = tuple(8**power for power in range(1, 6))
+"""Replicas over which ZeRO shards, beside all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +171,6 @@ class RecipeSpace:
     only: Only = field(default_factory=dict)
     pinned: Only = field(default_factory=dict)
     runs: bool = False
-    _allowed: dict[PipeSet, PipeSet] = field(default_factory=dict, init=False, repr=False, compare=False)
     _by_replicas: dict[int, tuple[Sharding, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -198,20 +248,18 @@ class RecipeSpace:
             and not (names_none and keeping.recompute == "selective")
         ]
 
-    def pipes(self, layout: Layout, ranks: int) -> PipeSet:
+    def pipes(self, layout: Layout, ranks: int) -> tuple[Pipe, ...]:
         """Pipelines of so many ranks."""
         micro_batches = self.batch * ranks * layout.ranks // (layout.micro_batch * self.devices)
-        known = known_pipes(ranks, micro_batches, len(self.counted.blocks))
-        if known not in self._allowed:
-            self._allowed[known] = self._allowed_of(known)
-        return self._allowed[known]
-
-    def _allowed_of(self, known: PipeSet) -> PipeSet:
-        """Those of some pipelines that no restriction forbids; the same set where it forbids none."""
-        schedules = {each for each in {pipe.schedule for pipe in known} if self._allows("schedule", each)}
-        virtual = {each for each in {pipe.virtual_stages for pipe in known} if self._allows("virtual_stages", each)}
-        is_allowed = [pipe.schedule in schedules and pipe.virtual_stages in virtual for pipe in known]
-        return known if all(is_allowed) else PipeSet(compress(known, is_allowed))
+        every = "virtual_stages" in {*self.only, *self.pinned}
+        known = known_pipes(ranks, micro_batches, len(self.counted.blocks), every=every)
+        if not every and "schedule" not in {*self.only, *self.pinned}:
+            return known
+        return tuple(
+            pipe
+            for pipe in known
+            if self._allows("schedule", pipe.schedule) and self._allows("virtual_stages", pipe.virtual_stages)
+        )
 
     @property
     def most_zero(self) -> int:
@@ -226,7 +274,10 @@ class RecipeSpace:
         return self._by_replicas[replicas]
 
     def _allowed_shardings(self, replicas: int) -> tuple[Sharding, ...]:
-        groups = [0, *(size for size in divisors(replicas) if 1 < size < replicas)] if replicas > 1 else []
+        """ZeRO shards over all replicas or a power of eight of them; over any number where that is restricted."""
+        every = "zero_group" in {*self.only, *self.pinned}
+        sizes = [size for size in divisors(replicas) if 1 < size < replicas and (every or size in _GROUPS)]
+        groups = [0, *sizes] if replicas > 1 else []
         known = [Sharding(), *(Sharding(zero, group) for zero in (1, 2, 3) for group in groups)]
         return tuple(
             item for item in known if self._allows("zero", item.zero) and self._allows_group(item.group, replicas)
@@ -259,17 +310,11 @@ class RecipeSpace:
             "pipeline": pipe.pipeline,
             "schedule": pipe.schedule,
             "virtual_stages": pipe.virtual_stages,
-            "stage_layers": self._stage_layers(pipe),
+            "stage_layers": pipe.stage_layers(len(self.counted.blocks)),
             "zero": sharding.zero,
             "zero_group": sharding.group or None,
         }
         return Execution(**made)
-
-    def _stage_layers(self, pipe: Pipe) -> tuple[int, ...] | None:
-        """Blocks on each stage where the ends count as blocks; None: as even as can be."""
-        if not pipe.split_ends:
-            return None
-        return even_blocks(len(self.counted.blocks), pipe.pipeline * pipe.virtual_stages, split_ends=True)
 
     def recipes(self) -> Iterator[Execution]:
         """Every recipe, once."""

@@ -9,8 +9,8 @@ import pytest
 
 from autoshard import Cluster, RecipeError
 from autoshard.ir.execution import Execution
-from passes.recipe_search.recipe_problem import RecipeProblem, known_kinds
-from passes.recipe_search.search_recipes import FoundRecipe
+from passes.search.recipe_problem import RecipeProblem, known_kinds
+from passes.search.search_recipes import FoundRecipe
 from tests.passes.decoders import priced_sparse
 from tests.passes.executions import under
 
@@ -86,7 +86,7 @@ def test_ctrl_c_ends_all_searches(monkeypatch: pytest.MonkeyPatch) -> None:
     search = RecipeProblem.best
     monkeypatch.setattr(RecipeProblem, "best", best)
     found, kinds = PROBLEM.best_of_all()
-    assert list(kinds) == ["data parallel", "ZeRO-1"]
+    assert list(kinds) == ["data parallel", "ZeRO-1", "FSDP"]
     assert found.was_interrupted
     assert not found.is_complete
     assert (found.objective, found.lower_bound) == (min(each.objective for each in kinds.values()), 0.0)

@@ -12,7 +12,7 @@ from autoshard.errors import NotAvailableError, RecipeError
 from autoshard.ir.recipe import check_field
 from autoshard.ir.runtime import Runtime
 from autoshard.ir.spec import PartitionSpec
-from passes.recipe_search.recipe_space import SEARCHED, Only
+from passes.search.recipe_space import SEARCHED, Only
 
 _RUNTIME = tuple(item.name for item in fields(Runtime))
 

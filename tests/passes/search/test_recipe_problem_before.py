@@ -13,8 +13,8 @@ import autoshard
 from autoshard import Cluster, NotAvailableError, Plan
 from autoshard.ir.execution import Execution
 from passes.driver.recipe_search import problem_of
-from passes.recipe_search.recipe_problem import RecipeProblem, known_recipe
-from passes.recipe_search.recipe_space import Only, RecipeSpace
+from passes.search.recipe_problem import RecipeProblem, known_recipe
+from passes.search.recipe_space import Only, RecipeSpace
 from tests.passes.decoders import PRICED, dense, priced_dense, tokens
 
 MODEL, COUNTED = dense(4), priced_dense(4).counted
