@@ -47,14 +47,13 @@ _PASSES: dict[str, tuple[str, ...]] = {
         *(*_LOWERED, "passes.driver.plan_options"),
         *("passes.driver.plan_of_choice", "passes.driver.fastest_choice"),
     ),
-    "passes.counting": (*_LOWERED, "passes.driver.expand_plan"),
     "passes.sections": _PROVEN,
-    "passes.recipes": (*_PROGRAMS[:3], "passes.sections", "passes.counting", "passes.lowering"),
+    "passes.recipes": (*_PROGRAMS[:3], "passes.sections", "passes.lowering"),
     "passes.questions": (
         *(*_LOWERED, "passes.driver.plan_options"),
-        *("passes.driver.fastest_choice", "passes.driver.plan_and_lower"),
+        *("passes.driver.fastest_choice", "passes.driver.plan_and_lower", "passes.recipes", "passes.sections"),
     ),
-    "passes.recipe_search": ("passes.solver", "passes.sections", "passes.recipes", "passes.questions"),
+    "passes.search": ("passes.solver", "passes.sections", "passes.recipes", "passes.questions"),
 }
 
 # What each part may import of us, besides itself. Nothing in `passes` but the driver imports the runtime, and nothing

@@ -30,8 +30,8 @@ import torch
 from autoshard import Cluster
 from autoshard.ir.execution import Execution
 from passes.driver.pricing import priced_model
-from passes.recipe_search.recipe_problem import RecipeProblem
 from passes.recipes.recipe_plan import predict_recipe
+from passes.search.recipe_problem import RecipeProblem
 from passes.sections.price_model import CountedModel
 from passes.solver.search_control import Ceiling
 from tests.benchmarks.decoder import Decoder, DecoderShape
