@@ -7,13 +7,13 @@ found when a choice first needs them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.memory.liveness import Interval
+from passes.memory.liveness import Interval, Liveness
 from passes.solver.assignment import Floats, MemoryRow
 
 _Integers = NDArray[np.int64]
@@ -104,6 +104,20 @@ class UsedBytes:
         """Bytes of one such by option, or pair of options; `finds`: those that are not known are found, else 0."""
         sizes = self.table.whole() if finds else self.table.so_far()
         return np.diagonal(sizes) if self.is_of_one and not self.table.is_of_one else sizes
+
+
+def with_standing(items: Iterable[tuple[str, UsedBytes]], liveness: Liveness) -> Iterator[UsedBytes]:
+    """Items, and what the rank holds like them at all times; see `Liveness.standing`.
+
+    Args:
+        items: each behind the site that it is the value of, "" for others.
+        liveness: of the program.
+    """
+    for name, item in items:
+        yield item
+        if more := liveness.standing(item.interval, name):
+            always = Interval(0, liveness.points - 1)
+            yield UsedBytes(always, item.table, item.variables, item.number * more)
 
 
 @dataclass(frozen=True, slots=True)
