@@ -1,7 +1,7 @@
 """Prediction of a pipeline's step: its stages' lowered programs, run in the order of the step.
 
 Each phase of a stage takes what walking it says (`walk_program`), each value that crosses ranks what its bytes take
-between two neighbours. The order is run with these (`cost_models.schedule_times`); each rank's memory is walked in it
+between two neighbours. The order is run with these (`cost_models.order_times`); each rank's memory is walked in it
 (`passes.memory.pipeline_memory`). The step's parts are means over ranks; the memory is that of the fullest rank.
 """
 
@@ -24,9 +24,8 @@ from autoshard.ir.staged import PIPELINE_AXIS, StagedProgram, StageProgram
 from cost_models.collectives import point_to_point_time
 from cost_models.hardware import Cluster
 from cost_models.intervals import KERNELS, MEASURED, step_time_uncertainty
-from cost_models.schedule_graph import Transfer
+from cost_models.order_times import RankTimes, Transfer, order_times
 from cost_models.schedule_orders import ActionKind, Rows
-from cost_models.schedule_times import RankTimes, order_times
 from cost_models.streams import Op, Segment, StreamTimes, overlap_of, simulate_streams
 from passes.memory.pipeline_memory import RankMemory, crossing_bytes, pipeline_memory
 from passes.prediction.predict import HOST, SLOWED, trace_of
