@@ -1,8 +1,8 @@
 """Price a model's sections under many layouts; what layouts share is priced once.
 
 A kernel takes as long whatever the sizes of axes that split none of its tensors. The axis that shares out experts
-splits few kernels, so that of a thousand layouts most have most kernels in common. A section has hundreds of values, but
-few shapes. Kernels are priced by `price_sections`.
+splits few kernels, so most of a thousand layouts have most kernels in common. A section has hundreds of values, but few
+shapes. Kernels are priced by `price_sections`.
 """
 
 from __future__ import annotations
