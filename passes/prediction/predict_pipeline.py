@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
+from torch import fx
 
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.pipeline_order import PipelineOrder, Work
@@ -75,7 +76,13 @@ def predict_pipeline(staged: StagedProgram, mesh: Mesh, cluster: Cluster, *, cli
         clips_norm: gradients are clipped to a norm over all stages.
     """
     order = staged.order
-    walked = [_walk(stage, cluster, order, number) for number, stage in enumerate(staged.stages)]
+    alike = dict[tuple[fx.GraphModule, int], _Walked]()  # by what runs, and how often
+    walked = list[_Walked]()
+    for number, stage in enumerate(staged.stages):
+        key = stage.phased.forward, _runs(order, number)["forward"]
+        if key not in alike:
+            alike[key] = _walk(stage, cluster, order, number)
+        walked.append(alike[key])
     times, timeline = order_times(
         order_rows(order),
         order.stage_ranks,
