@@ -28,7 +28,9 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from autoshard.ir.program import InputKind, OutputKind
+from autoshard.ir.staged import crosses_stages
 from autoshard.kernels.optimizers import IN_PLACE
+from passes.memory.rank_load import ONE_STAGE, RankLoad
 from passes.preparation.insert_hubs import is_gradient_hub
 from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, leaves_program
 
@@ -89,8 +91,10 @@ class Liveness:
         adding: hub of a gradient to the point at which it is added to the sum over micro-batches.
         state_bytes_per_parameter_byte: optimizer state, as a multiple of a parameter's bytes.
         parameters: the placeholders that are parameters.
+        of_micro_batch: the placeholders of one micro-batch, and whether other stages send them and the backward may
+            read them.
         elided: what blocks hold that the program leaves out.
-        micro_batches: what it was found for, see `find_lifetimes`.
+        micro_batches, load: what it was found for, see `find_lifetimes`.
     """
 
     points: int
@@ -102,12 +106,26 @@ class Liveness:
     adding: Mapping[str, int]
     state_bytes_per_parameter_byte: float
     parameters: frozenset[str]
+    of_micro_batch: Mapping[str, bool] = field(default_factory=dict)
     elided: ElidedLifetimes = ElidedLifetimes()
     micro_batches: int = 1
+    load: RankLoad = ONE_STAGE
 
     def of(self, space: SearchSpace) -> Liveness:
         """The lifetimes of another search space, of the same step."""
-        return find_lifetimes(space, self.state_bytes_per_parameter_byte, self.micro_batches)
+        return find_lifetimes(space, self.state_bytes_per_parameter_byte, self.micro_batches, self.load)
+
+    def standing(self, interval: Interval, name: str = "") -> int:
+        """How many values like one of a lifetime a rank holds at all times, for its other stages and micro-batches.
+
+        `name`: the site of the value, if it is not what a link keeps.
+        """
+        if name in self.of_micro_batch:
+            return self.load.in_flight - 1 if self.of_micro_batch[name] else 0
+        if interval.birth == 0:
+            return self.load.stages - 1
+        is_saved = interval.birth <= self.forward_end < interval.death
+        return self.load.in_flight - 1 if is_saved else 0
 
     def held_values(self) -> Iterator[tuple[str, int, Interval, int]]:
         """Site, result, lifetime and number of all values that own memory."""
@@ -126,6 +144,7 @@ def find_lifetimes(
     space: SearchSpace,
     state_bytes_per_parameter_byte: float,
     micro_batches: int = 1,
+    load: RankLoad = ONE_STAGE,
 ) -> Liveness:
     """The lifetimes of all values and copies of a search space.
 
@@ -133,11 +152,13 @@ def find_lifetimes(
         space: the sites and links; of a whole training step on several micro-batches, those of one.
         state_bytes_per_parameter_byte: see `Liveness`.
         micro_batches: how many a step has: from the second on, the sums of the gradients so far are there as well.
+        load: what the rank holds beside the program.
     """
     times = _Times.of(space)
     lifetimes = _Lifetimes(space, times, micro_batches > 1)
     values, on_links = lifetimes.find()
     parameters = frozenset(slot.node for slot in space.program.inputs_of(InputKind.PARAMETER))
+    micro_batch = (slot for slot in space.program.inputs if slot.kind in (InputKind.INPUT, InputKind.TANGENT))
     calls = {name: times.calls[name] for name, site in space.sites.items() if not site.is_input and name in times.calls}
     return Liveness(
         times.end + 1,
@@ -149,7 +170,9 @@ def find_lifetimes(
         times.adding,
         state_bytes_per_parameter_byte,
         parameters,
+        {slot.node: slot.kind is InputKind.INPUT and crosses_stages(slot.name) for slot in micro_batch},
         micro_batches=micro_batches,
+        load=load,
     )
 
 

@@ -6,13 +6,13 @@ All tables are laid end to end, so that one lookup gives all sizes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from passes.memory.liveness import Interval
+from passes.memory.liveness import Interval, Liveness
 from passes.solver.assignment import Floats, MemoryRow
 
 _Integers = NDArray[np.int64]
@@ -51,6 +51,20 @@ class UsedBytes:
         for axis, variable in enumerate(self.variables[: sizes.ndim]):
             sizes = sizes.compress(masks[variable], axis) if variable in masks else sizes
         return float(sizes.min())
+
+
+def with_standing(items: Iterable[tuple[str, UsedBytes]], liveness: Liveness) -> Iterator[UsedBytes]:
+    """Items, and what the rank holds like them at all times; see `Liveness.standing`.
+
+    Args:
+        items: each behind the site that it is the value of, "" for others.
+        liveness: of the program.
+    """
+    for name, item in items:
+        yield item
+        if more := liveness.standing(item.interval, name):
+            always = Interval(0, liveness.points - 1)
+            yield UsedBytes(always, item.table, item.variables, item.number * more)
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from autoshard.rules.enumeration import Strategy
 from passes.memory.liveness import Interval, Liveness, OnLink
 from passes.memory.memory_rows import row_at
 from passes.memory.memory_tables import MemoryTables
-from passes.memory.memory_usage import MemoryUsage, UsedBytes
+from passes.memory.memory_usage import MemoryUsage, UsedBytes, with_standing
 from passes.planning.runs import link_runs, site_runs
 from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
 from passes.strategies.elided import NOTHING_ELIDED, Elided, tie
@@ -100,21 +100,21 @@ class PlanningProblem:
 
     def _memory_usage(self) -> MemoryUsage:
         if not self._usage:
-            self._usage.append(MemoryUsage.of(self.liveness.points, list(self._items())))
+            self._usage.append(MemoryUsage.of(self.liveness.points, list(with_standing(self._items(), self.liveness))))
         return self._usage[0]
 
-    def _items(self) -> Iterator[UsedBytes]:
-        """What lies in memory: values, what links keep, and what calls need while they run."""
+    def _items(self) -> Iterator[tuple[str, UsedBytes]]:
+        """What lies in memory: values, behind their site, what links keep, and what calls need while they run."""
         for name, result, interval, number in self.liveness.held_values():
             table = self.memory.of_value(name, result, self._copies(name))
-            yield UsedBytes(interval, table, (self.classes[name],), number)
+            yield name, UsedBytes(interval, table, (self.classes[name],), number)
         for kept, number in self.liveness.held_on_links():
             table = self.memory.on_link(kept)
-            yield UsedBytes(kept.interval, table, self._variables(kept, table), number)
+            yield "", UsedBytes(kept.interval, table, self._variables(kept, table), number)
         for name, now in self.liveness.calls.items():
             workspace = self.memory.of_call(name)
             if workspace is not None:
-                yield UsedBytes(Interval(now, now), workspace, (self.classes[name],))
+                yield "", UsedBytes(Interval(now, now), workspace, (self.classes[name],))
 
     def _copies(self, name: str) -> float:
         """How many times a value takes its bytes: a parameter carries optimizer state."""

@@ -67,8 +67,8 @@ class RecomputeMemory:
         again = set(self.split.again.values())
         return find_elided(self.split.space, paths_where_run(self.split.space, paths, again))
 
-    def items(self) -> Iterator[UsedBytes]:
-        """Values in memory, with the options under which they lie there.
+    def items(self) -> Iterator[tuple[str, UsedBytes]]:
+        """Values in memory behind their site, "" for others, with the options under which they lie there.
 
         Raises:
             NotAlikeError: the program leaves blocks out, and those beside them do not hold alike values alike.
@@ -77,14 +77,14 @@ class RecomputeMemory:
             if name not in self.split.late.values() and self.split.origin(name)[1] not in OFFLOADED:
                 workspace = self.memory.of_call(name)
                 if workspace is not None:
-                    yield self._item(Interval(point, point), workspace, (name,))
+                    yield "", self._item(Interval(point, point), workspace, (name,))
         held: dict[Key, UsedBytes] = {}
         for key, item in self._held():
             held[key] = item
-            yield item
+            yield _site(key), item
         intervals = {key: item.interval for key, item in held.items()}
         for key, there in elided_intervals(self.liveness, self.elided, self.split.space, intervals).items():
-            yield dataclasses.replace(held[key], interval=there[0], number=there[1])
+            yield _site(key), dataclasses.replace(held[key], interval=there[0], number=there[1])
 
     def _held(self) -> Iterator[tuple[Key, UsedBytes]]:
         """Values that stay in memory behind their call, by the value or link that keeps them there."""
@@ -341,6 +341,11 @@ class RecomputeMemory:
         if key not in self.spread:
             self.spread[key] = _spread(table, there)
         return UsedBytes(interval, self.spread[key], variables)
+
+
+def _site(key: Key) -> str:
+    """The site of a value; "" for what a link keeps."""
+    return key[0] if isinstance(key[0], str) else ""
 
 
 def _spread(table: Floats, there: tuple[tuple[bool, ...], ...]) -> Floats:
