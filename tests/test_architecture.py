@@ -47,14 +47,13 @@ _PASSES: dict[str, tuple[str, ...]] = {
         *(*_LOWERED, "passes.driver.plan_options"),
         *("passes.driver.plan_of_choice", "passes.driver.fastest_choice"),
     ),
-    "passes.counting": (*_LOWERED, "passes.driver.expand_plan"),
     "passes.sections": _PROVEN,
-    "passes.recipes": (*_PROGRAMS[:3], "passes.sections", "passes.counting", "passes.lowering"),
+    "passes.recipes": (*_PROGRAMS[:3], "passes.sections", "passes.lowering"),
     "passes.questions": (
         *(*_LOWERED, "passes.driver.plan_options"),
-        *("passes.driver.fastest_choice", "passes.driver.plan_and_lower"),
+        *("passes.driver.fastest_choice", "passes.driver.plan_and_lower", "passes.recipes", "passes.sections"),
     ),
-    "passes.recipe_search": ("passes.solver", "passes.sections", "passes.recipes", "passes.questions"),
+    "passes.search": ("passes.solver", "passes.sections", "passes.recipes", "passes.questions"),
 }
 
 # What each part may import of us, besides itself. Nothing in `passes` but the driver imports the runtime, and nothing
@@ -104,7 +103,7 @@ PRIVATE_ANYWHERE = ("torch._ops", "torch.utils._pytree", "torch.ops.", "torch.fx
 PRIVATE_ONLY_IN = "autoshard.tracing"
 
 # Folders whose tests are not about one module.
-FREE_FOLDERS = ("tests/mutants", "tests/end_to_end", "tests/zoo", "tests/examples", "tests/benchmarks")
+FREE_FOLDERS = ("tests/end_to_end", "tests/zoo", "tests/examples", "tests/benchmarks")
 # Tests of a whole folder: what it does with other people's models.
 FREE_FILES = ("tests/tracing/test_transformers.py",)
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from autoshard.ir.kernels import NO_KERNELS, Kernels
 from autoshard.ir.lowered import PhasedProgram
@@ -18,13 +17,14 @@ from passes.driver.plan_options import PlanOptions
 from passes.lowering.lower import result_key
 from passes.lowering.lower_program import lower_prepared
 from passes.lowering.lowering_options import LoweringOptions
-from passes.memory.lowered_memory import peak_bytes
+from passes.memory.lowered_memory import StepMemory, step_memory
+from passes.memory.storages import STATE
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.cover import cover
-from passes.planning.exact_memory import exact_memory
 from passes.prediction.name_layouts import plan_of_parameter
-from passes.prediction.predict import memory_at_peak, predict
+from passes.prediction.predict import predict
 from passes.prediction.walk_program import WalkedStep, walk_program
+from passes.strategies.price import local_bytes
 from passes.strategies.price_nodes import NodePrices
 
 
@@ -54,27 +54,62 @@ def lowered_plan(
     `objective` is in seconds.
     """
     plan = _plan_of_operators(planning, choice, objective, lower_bound, cluster, options)
-    memory = exact_memory(planning, choice)
-    plan = replace(plan, predicted=replace(UNKNOWN, memory_breakdown=memory_at_peak(memory)))
+    plan = replace(plan, predicted=replace(UNKNOWN, memory_breakdown={STATE: _state_beside(planning, choice)}))
     lowering = LoweringOptions(reduce_dtype=options.reduce_dtype, micro_batches=planning.liveness.micro_batches)
+
+    walked, phased, _ = _walked(planning.space.program, plan, cluster, lowering)
+    memory = _memory(planning, choice, phased)
 
     def predicted(walked: WalkedStep, kernels: Kernels = NO_KERNELS) -> Prediction:
         return predict(planning, choice, walked, memory, kernels, dispatch=options.dispatch)
 
-    walked, phased, _ = _walked(planning.space.program, plan, cluster, lowering)
     without = predicted(walked)
     if not options.with_kernels:
         is_whole = not planning.elided.sites
         return LoweredPlan(replace(plan, predicted=without), phased if is_whole else None)
     with_kernels, _, marked = _walked(planning.space.program, plan, cluster, _with_priced_kernels(lowering))
     kernels = replace(marked, breakdown_without=without.breakdown)
-    step = replace(with_kernels, passes_bytes=walked.passes_bytes)
-    return LoweredPlan(replace(plan, predicted=predicted(step, kernels)))
+    return LoweredPlan(replace(plan, predicted=predicted(with_kernels, kernels)))
 
 
 def _with_priced_kernels(lowering: LoweringOptions) -> LoweringOptions:
     """Options with kernels that are priced, and not written."""
     return replace(lowering, with_kernels=True, prices_kernels=True, with_native=False)
+
+
+def memory_of_choice(planning: PlanningProblem, choice: Sequence[int], options: PlanOptions) -> StepMemory:
+    """Memory of each rank under a choice, before collectives are under way; lowered once, and kept with the problem."""
+    known: dict[tuple[int, ...], StepMemory] = planning.derived.setdefault(_MEMORY, {})
+    key = tuple(choice)
+    if key not in known:
+        cluster = planning.prices.cluster
+        plan = _plan_of_operators(planning, choice, 0.0, None, cluster, options)
+        known[key] = _memory(planning, choice, lower_prepared(planning.space.program, plan, cluster, _PLAINLY))
+    return known[key]
+
+
+def peak_under(options: PlanOptions) -> Callable[[PlanningProblem, Sequence[int]], float]:
+    """The count of bytes at the peak of a choice of a problem, see `memory_of_choice`."""
+    return lambda planning, choice: memory_of_choice(planning, choice, options).peak_bytes
+
+
+_MEMORY, _PLAINLY = "memory", LoweringOptions(with_overlap=False)
+
+
+def _memory(planning: PlanningProblem, choice: Sequence[int], phased: PhasedProgram) -> StepMemory:
+    """Memory of a lowered program, and of optimizer state that is not in the program."""
+    parts = step_memory(phased, planning.liveness.micro_batches, planning.liveness.load).parts
+    return StepMemory({**parts, STATE: parts[STATE] + _state_beside(planning, choice)})
+
+
+def _state_beside(planning: PlanningProblem, choice: Sequence[int]) -> int:
+    """Bytes of optimizer state that is not in the program."""
+    space, counts = planning.space, planning.elided.site_counts()
+    total = 0
+    for name in planning.liveness.parameters:
+        spec = planning.strategy(name, choice).outputs[0]
+        total += counts.get(name, 1) * local_bytes(space.sites[name].results[0], spec, space.mesh)
+    return round(planning.liveness.state_bytes_per_parameter_byte * total)
 
 
 def kernels_of(plan: Plan, prepared: Program, cluster: Cluster) -> Kernels:
@@ -92,17 +127,17 @@ def _walked(
     prepared: Program, plan: Plan, cluster: Cluster, lowering: LoweringOptions
 ) -> tuple[WalkedStep, PhasedProgram, Kernels]:
     """The step of a plan as its lowered program says; that program; and the kernels that are priced."""
-    made: dict[str, Any] = {}
-    lowering = replace(lowering, on_pass=lambda one, _, result: made.update({type(one).__name__: result}))
+    made: dict[str, PhasedProgram] = {}
+    if lowering.prices_kernels:
+        lowering = replace(lowering, on_pass=lambda one, _, result: made.update({type(one).__name__: result}))
     phased = lower_prepared(prepared, plan, cluster, lowering)
     walked = walk_program(phased, NodePrices(cluster, plan.mesh), lowering.micro_batches)
-    plain, peak = (peak_bytes(item, micro_batches=lowering.micro_batches) for item in (made["SplitPhases"], phased))
     kernels = NO_KERNELS
     if lowering.prices_kernels:
         from passes.lowering.price_kernels import marked_kernels  # imports triton
 
         kernels = marked_kernels(made["PriceKernels"])
-    return replace(walked, passes_bytes=peak - plain), phased, kernels
+    return walked, phased, kernels
 
 
 def _plan_of_operators(

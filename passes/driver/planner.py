@@ -54,6 +54,7 @@ from passes.driver.planning_time import planning_s
 from passes.driver.progress import interruptible, search_bar
 from passes.lowering.lower_program import lower_program, prepare, prepare_for
 from passes.lowering.lowering_options import LoweringOptions
+from passes.memory.rank_load import ONE_STAGE, RankLoad
 from passes.planning.baselines import least_baselines
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import constraints_on, split_outputs, whole_outputs
@@ -88,6 +89,7 @@ class Planner:
         state_ratio: bytes of optimizer state per byte of parameters, for programs that do not hold it.
         has_update: whether the update of an optimizer is traced: constraints may then name its state.
         micro_batches: how many a training step has.
+        load: of the planner of a stage, what its rank holds beside it.
         with_kernels: let Triton kernels stand in for operators, and predict that.
         for_compiler: lower for one that fuses, without Triton kernels, which are predicted as what it writes.
         with_native: let torch's fused kernels run semantic operators, rather than their definitions.
@@ -97,6 +99,8 @@ class Planner:
         gather_outputs: let outputs be whole on every rank, but for those that are constrained.
         progress: whether searches show how they go; see `search_bar`.
         ceiling: of several searches together; None: each has its own. See `begun`.
+        margins: units that stay at each end of a run of alike blocks, in the order tried. Searches that found blocks
+            not alike take their margin out.
         others: see `compile`.
     """
 
@@ -112,6 +116,7 @@ class Planner:
     state_ratio: float = 0.0
     has_update: bool = False
     micro_batches: int = 1
+    load: RankLoad = ONE_STAGE
     strict: bool = False
     verify: bool = True
     time_budget_s: float = 60.0
@@ -125,6 +130,7 @@ class Planner:
     gather_outputs: bool = False
     progress: bool | None = False
     ceiling: Ceiling | None = None
+    margins: list[int] = field(default_factory=lambda: list(_MARGINS), repr=False)
 
     def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
         """See `Compiler`. The first rank plans for all."""
@@ -231,8 +237,8 @@ class Planner:
         Raises:
             NotAvailableError: that takes longer than there is time, and it is to be planned `in_time`.
         """
-        planner, are_alike = self.begun()[0], True
-        for margin in _MARGINS:
+        planner = self.begun()[0]
+        for margin in tuple(self.margins):
             program = self.trace_elided(request, margin)
             if program is None:
                 break
@@ -243,7 +249,8 @@ class Planner:
                 break
             except NotAlikeError as error:
                 _LOGGER.debug("the model is not planned without its inner blocks: %s", error)
-                are_alike = False
+                self.margins.remove(margin)
+        are_alike = len(self.margins) == len(_MARGINS)
         needed_s = planning_s(request.model, are_alike=are_alike)
         if in_time and not are_alike and needed_s > self.time_budget_s:
             raise NotAvailableError(
@@ -321,6 +328,7 @@ class Planner:
             state_bytes_per_parameter_byte=0.0 if updates(program) else self.state_ratio,
             strict=self.strict,
             micro_batches=self.micro_batches,
+            load=self.load,
             dispatch="graph" if self.cuda_graph else "eager",
             with_kernels=self.with_kernels,
             reduce_dtype=self.reduce_dtype,
@@ -412,7 +420,7 @@ class Planner:
 
     def _search_for(self, program: Program, request: Request, mesh: Mesh) -> Plan:
         """The plan of a call whose program is `program`; of a deep model, found without its inner blocks."""
-        for margin in () if request.placed else _MARGINS:
+        for margin in () if request.placed else tuple(self.margins):
             short = self.trace_elided(request, margin)
             if short is None:
                 break
@@ -420,6 +428,7 @@ class Planner:
                 return expand_plan(self.search(short, mesh, {}), prepare(short), prepare(program))
             except NotAlikeError as error:
                 _LOGGER.debug("the model is not planned without its inner blocks: %s", error)
+                self.margins.remove(margin)
         return self.search(program, mesh, request.placed)
 
     def _made_for(self, program: Program, request: Request, mesh: Mesh) -> Plan | None:

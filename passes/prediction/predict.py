@@ -9,9 +9,7 @@ cluster's communication leaves it room (`overlap_of`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-
-import numpy as np
+from collections.abc import Sequence
 
 from autoshard.ir.kernels import NO_KERNELS, Kernels
 from autoshard.ir.offload import LABEL
@@ -22,22 +20,21 @@ from autoshard.ir.trace import Trace
 from cost_models.intervals import KERNELS, MEASURED, step_time_uncertainty
 from cost_models.streams import StreamTimes, overlap_of, simulate_streams
 from cost_models.timeline import Timeline
+from passes.memory.lowered_memory import StepMemory
 from passes.planning.build_assignment import PlanningProblem
-from passes.planning.exact_memory import ExactMemory
 from passes.prediction.expert_load import expert_load
 from passes.prediction.utilisation import utilisation
 from passes.prediction.walk_program import COPIES, WalkedStep
 
 HOST = "waiting for the host"
 SLOWED = "slowed by communication"
-BUFFERS = "communication under way"
 
 
 def predict(
     planning: PlanningProblem,
     choice: Sequence[int],
     walked: WalkedStep,
-    memory: ExactMemory,
+    memory: StepMemory,
     kernels: Kernels = NO_KERNELS,
     *,
     dispatch: str = "eager",
@@ -55,15 +52,14 @@ def predict(
     cluster, micro_batches = planning.prices.cluster, planning.liveness.micro_batches
     dispatch_s = cluster.device.dispatch(dispatch)
     times = simulate_streams(walked.segments, overlap_of(cluster), dispatch_s=dispatch_s, record=True)
-    held = _beside(memory_at_peak(memory), walked.passes_bytes)
     tokens = micro_batches * _tokens(planning)
     mfu, hfu = utilisation(planning, choice).shares(times.total_s / micro_batches)
     uncertainty = step_time_uncertainty(KERNELS if cluster.device.dispatch_s else MEASURED)
     return Prediction(
         step_time_s=times.total_s,
-        peak_memory_bytes=sum(held.values()),
+        peak_memory_bytes=memory.peak_bytes,
         breakdown=_breakdown(planning, times),
-        memory_breakdown=held,
+        memory_breakdown=memory.parts,
         tokens_per_s=tokens / times.total_s if tokens and times.total_s > 0 else None,
         mfu=mfu,
         hfu=hfu,
@@ -93,21 +89,6 @@ def trace_of(line: Timeline) -> Trace:
     """A simulated timeline as a plan carries it."""
     spans = ((span.process, span.stream, span.name, span.start_s, span.end_s) for span in line.spans)
     return Trace.of(line.processes, spans)
-
-
-def memory_at_peak(memory: ExactMemory) -> dict[str, int]:
-    """Bytes in use at the peak by what they are; they sum to it."""
-    used = memory.used()
-    point = int(np.argmax(used))
-    parts = {name: int(size) for name, size in memory.at(point).items()}
-    parts["activations"] += int(used[point]) - sum(parts.values())  # what truncation left
-    return parts
-
-
-def _beside(parts: Mapping[str, int], passes_bytes: int) -> dict[str, int]:
-    """`memory_at_peak` with what passes add to it, or take from it."""
-    parts = {**parts, "activations": parts["activations"] + min(0, passes_bytes)}
-    return parts | ({BUFFERS: passes_bytes} if passes_bytes > 0 else {})
 
 
 def _tokens(planning: PlanningProblem) -> int:

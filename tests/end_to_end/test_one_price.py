@@ -27,7 +27,7 @@ from autoshard import Cluster
 from autoshard.call import Call
 from autoshard.ir.execution import Execution
 from passes.driver.recipe_search import recipe_search
-from passes.recipe_search.recipe_problem import RecipeProblem
+from passes.search.recipe_problem import RecipeProblem
 
 BATCH, SEQUENCE = 32, 2048
 CLUSTER = Cluster("h100_sxm", nodes=1, devices_per_node=8)

@@ -1,0 +1,208 @@
+"""Sizes of a model's values as polynomials in the sizes of its inputs: traced at several, fitted exactly, and checked.
+
+1. The model is observed on a grid of input sizes: the operators that it runs (labels), and the sizes of its values.
+2. The operators must be the same at every point. Each size is interpolated over the rationals, of degree one in each
+   symbol, or, where that fails, two.
+3. A point that was not used must agree. It is of odd sizes, where rounding shows, if the model runs there.
+
+A polynomial holds beyond the points as far as the model does not change its ways there: a window that is longer than
+every sequence that was tried is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch.utils import _pytree as pytree
+
+from autoshard.errors import FormulaError, TraceError
+from cost_models.formulas import Point, Size, grid, interpolate, size_symbol, value_at
+
+InputDims = Mapping[str, int | Mapping[str, int]]
+"""Symbol to the dim that it is of every input, or of some inputs by name ("input:0")."""
+
+_MAX_DEGREE = 2
+
+
+class DoesNotRunError(FormulaError):
+    """The model does not run at some sizes; where it does not, no formula need hold."""
+
+
+@dataclass(frozen=True, slots=True)
+class InputSize:
+    """A size of the inputs that is a symbol.
+
+    Args:
+        name: of the symbol.
+        places: inputs (by index among the leaves of all arguments) and their dims that have this size.
+        value: the size in the example inputs.
+        step: observe the model at multiples of it.
+    """
+
+    name: str
+    places: tuple[tuple[int, int], ...]
+    value: int
+    step: int = 1
+
+    @property
+    def trials(self) -> tuple[int, ...]:
+        """Sizes to observe the model at; the first is that of the example.
+
+        Smaller ones where possible: a longer sequence may be more than the model has positions for.
+        """
+        value = self.value
+        if value >= 8 * self.step and value % (4 * self.step) == 0:
+            return (value, value // 2, 3 * value // 4, value // 4)
+        return (value, 2 * value, 3 * value, 4 * value)
+
+    @property
+    def odd(self) -> int:
+        """A size that shares no factor but the step with the example's."""
+        return self.value - self.step if self.value >= 4 * self.step else 2 * self.value + self.step
+
+
+@dataclass(frozen=True, slots=True)
+class Observation:
+    """What a model does at some sizes: what it runs, and numbers with, for messages, what each is of."""
+
+    labels: tuple[str, ...]
+    numbers: tuple[int, ...]
+    owners: tuple[str, ...]
+
+
+def input_sizes(args: Sequence[Any], kwargs: Mapping[str, Any], dims: InputDims | None) -> tuple[InputSize, ...]:
+    """The sizes of the inputs that are symbols.
+
+    Args:
+        args, kwargs: the example inputs.
+        dims: which; default: `batch` is the first dim of every input, and `sequence` the second, if some input looks
+            like sequences: integers of two dims or more, or three dims. Inputs of other sizes there are left alone.
+
+    Raises:
+        FormulaError: a dim that no input has, or `dims` is no mapping.
+    """
+    leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
+    tensors = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+    if dims is None:
+        first = next((leaf for leaf in tensors.values() if _is_sequence(leaf)), None)
+        sizes = [_named("batch", 0, tensors)] if any(leaf.ndim for leaf in tensors.values()) else []
+        if first is not None:
+            like = {index: leaf for index, leaf in tensors.items() if leaf.ndim > 1 and leaf.shape[1] == first.shape[1]}
+            sizes.append(_named("sequence", 1, like))
+        return tuple(sizes)
+    if not isinstance(dims, Mapping):
+        raise FormulaError(f"dims={dims!r} is a {type(dims).__name__}; pass a dict of symbols to dims: {{'batch': 0}}.")
+    return tuple(_named(name, dim, tensors) for name, dim in dims.items())
+
+
+def _is_sequence(leaf: torch.Tensor) -> bool:
+    return leaf.ndim == 3 or (leaf.ndim >= 2 and not leaf.dtype.is_floating_point)
+
+
+def _named(name: str, dim: int | Mapping[str, int], tensors: Mapping[int, torch.Tensor]) -> InputSize:
+    wanted = {f"input:{index}": dim for index in tensors} if isinstance(dim, int) else dim
+    places = [(index, wanted[f"input:{index}"]) for index in tensors if f"input:{index}" in wanted]
+    there = [(index, place) for index, place in places if 0 <= place < tensors[index].ndim]
+    unknown = [] if isinstance(dim, int) else [item for item in dim if item not in {f"input:{i}" for i in tensors}]
+    if not there or unknown or (not isinstance(dim, int) and len(there) < len(dim)):
+        shapes = ", ".join(f"input:{index} {list(leaf.shape)}" for index, leaf in tensors.items())
+        raise FormulaError(f"dims={{{name!r}: {dim!r}}} is no dim of the inputs, which are {shapes or 'no tensors'}.")
+    value = int(tensors[there[0][0]].shape[there[0][1]])
+    alike = tuple((index, place) for index, place in there if tensors[index].shape[place] == value)
+    return InputSize(name, alike, value)
+
+
+def resize(args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Sequence[InputSize], point: Point) -> tuple[Any, Any]:
+    """The example inputs at other sizes; their content is repeated, or cut."""
+    leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
+    for size, wanted in zip(sizes, point, strict=True):
+        for index, dim in size.places:
+            leaf = leaves[index]
+            if leaf.shape[dim] != wanted:
+                repeated = torch.arange(wanted, device=leaf.device) % leaf.shape[dim]
+                leaves[index] = leaf.detach().index_select(dim, repeated)
+    resized, named = pytree.tree_unflatten(leaves, tree)
+    return resized, named
+
+
+def fit_numbers(sizes: Sequence[InputSize], observe: Callable[[Point], Observation]) -> tuple[Size, ...]:
+    """Each number that `observe` gives, as a polynomial in `sizes`.
+
+    Raises:
+        FormulaError: the model runs other operators at other sizes, or a number is no polynomial of degree two.
+    """
+    seen: dict[Point, Observation] = {}
+    base = tuple(size.value for size in sizes)
+
+    def look(point: Point) -> Observation:
+        if point not in seen:
+            seen[point] = observe(point)
+            _check_same(sizes, base, look(base), point, seen[point])
+        return seen[point]
+
+    def checked(degree: int) -> list[Point]:
+        """A point outside of the grid: of odd sizes, where the model runs with these."""
+        odd = tuple(size.odd for size in sizes)
+        try:
+            look(odd)
+        except DoesNotRunError:
+            return [tuple(size.trials[degree + 1] for size in sizes)]
+        return [odd]
+
+    symbols = [size_symbol(size.name) for size in sizes]
+    wrong = ""
+    for degree in range(1, _MAX_DEGREE + 1):
+        axes = [size.trials[: degree + 1] for size in sizes]
+        points = grid(axes)
+        look(base)
+        checks = checked(degree) if sizes else []
+        columns = list(zip(*(look(point).numbers for point in (*points, *checks)), strict=True))
+        known: dict[tuple[int, ...], Size] = {}
+        for column in columns:
+            if column not in known:
+                known[column] = interpolate(symbols, axes, dict(zip(points, column, strict=False)))
+        failing = next((c for c in known if not _agrees(known[c], symbols, checks, c[len(points) :])), None)
+        if failing is None:
+            return tuple(known[column] for column in columns)
+        wrong = look(base).owners[columns.index(failing)]
+    names = tuple(size.name for size in sizes)
+    raise FormulaError(
+        f"The size of {wrong} is no polynomial of degree {_MAX_DEGREE} in {', '.join(names)} (it is rounded, or "
+        "reaches a limit that is no size), so there is no formula in all of them. Hold some fixed: "
+        f"formula(..., fixed={names!r})."
+    )
+
+
+def _agrees(fitted: Size, symbols: Sequence[sympy.Symbol], checks: Sequence[Point], values: Sequence[int]) -> bool:
+    return all(
+        value_at(fitted, dict(zip(symbols, point, strict=True))) == value
+        for point, value in zip(checks, values, strict=True)
+    )
+
+
+def _check_same(sizes: Sequence[InputSize], base: Point, first: Observation, point: Point, second: Observation) -> None:
+    if first.labels == second.labels and len(first.numbers) == len(second.numbers):
+        return
+    pairs = zip(first.labels, second.labels, strict=False)
+    other = next((f"{two} in place of {one}" for one, two in pairs if one != two), "more or fewer operators")
+    changed = [f"{size.name}={now}" for size, was, now in zip(sizes, base, point, strict=True) if was != now]
+    names = tuple(size.name for size, was, now in zip(sizes, base, point, strict=True) if was != now)
+    raise FormulaError(
+        f"The model runs {other} for {', '.join(changed)}, so its cost there does not follow from one graph. Give "
+        f"example inputs of sizes from which on it stays the same (at least 2), or hold them fixed: "
+        f"formula(..., fixed={names!r})."
+    )
+
+
+def cannot_resize(sizes: Sequence[InputSize], point: Point, error: TraceError) -> FormulaError:
+    """The error of a model that does not run at other sizes."""
+    shown = ", ".join(f"{size.name}={now}" for size, now in zip(sizes, point, strict=True))
+    names = tuple(size.name for size in sizes)
+    return DoesNotRunError(
+        f"The model does not run with {shown}, so there is no formula in these sizes: {error} Say which dims of the "
+        f"inputs may change (formula(..., dims={{'batch': 0}})), or hold some fixed: formula(..., fixed={names!r})."
+    )

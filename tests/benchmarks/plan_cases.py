@@ -1,0 +1,283 @@
+"""How fast the plans of many cases are, and how long planning takes: one tree beside another.
+
+Run: python -m tests.benchmarks.plan_cases [--only llama3-8b ...] [--out cases.jsonl] [--beside other.jsonl]
+
+A case is a model, a cluster or a mesh, a batch and a part of each device's memory: dense models, experts, encoders with
+decoders, vision and recurrent ones, on 8 to 16,384 devices. Each is planned in a process of its own, by one thread. To
+compare two trees, run the same cases in both and give the other tree's file to `--beside`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import resource
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import autoshard
+from autoshard import AutoshardError, Cluster, Mesh
+from tests.benchmarks.decoder import Decoder
+from tests.benchmarks.deep_models import CASES, DEEPSEEK_V3, LLAMA_8B
+from tests.benchmarks.experts import Experts
+
+_TIMEOUT_S = 900.0
+_LLAMA_13B = replace(LLAMA_8B, layers=40, hidden=5120, heads=40, kv_heads=40, ffn=13824, vocab=32000, sequence=4096)
+_MIXTRAL = replace(
+    LLAMA_8B, vocab=32000, sequence=4096, experts=Experts(count=8, active=2, ffn=14336, shared_ffn=0, dense_layers=0)
+)
+_GPT2_XL = replace(
+    LLAMA_8B, layers=48, hidden=1600, heads=25, kv_heads=25, head_size=64, ffn=6400, gated=False, vocab=50304,
+    sequence=1024, tied=True, learned_positions=True, norm_bias=True, bias=True,
+)  # fmt: skip
+_DECODERS = {
+    "gpt2-xl": _GPT2_XL,
+    "llama3-8b": LLAMA_8B,
+    "llama-13b": _LLAMA_13B,
+    "llama3-70b": CASES["llama3-70b"].shape,
+    "llama3-405b": CASES["llama3-405b"].shape,
+    "mixtral-8x7b": _MIXTRAL,
+    "deepseek-v3": DEEPSEEK_V3,
+}
+
+
+def _t5() -> tuple[nn.Module, dict[str, Any]]:
+    config = transformers.T5Config(
+        d_model=1024, d_ff=16384, d_kv=128, num_heads=32, num_layers=24, num_decoder_layers=24, vocab_size=32128,
+        dropout_rate=0.0, use_cache=False, pad_token_id=0, decoder_start_token_id=0,
+    )  # fmt: skip
+    tokens = torch.zeros(1, 512, dtype=torch.int64, device="meta")
+    inputs = {"input_ids": tokens, "labels": tokens}
+    return transformers.T5ForConditionalGeneration(config), inputs
+
+
+def _whisper() -> tuple[nn.Module, dict[str, Any]]:
+    config = transformers.WhisperConfig(
+        d_model=1280, encoder_layers=32, decoder_layers=32, encoder_attention_heads=20, decoder_attention_heads=20,
+        encoder_ffn_dim=5120, decoder_ffn_dim=5120, num_mel_bins=128, use_cache=False,
+    )  # fmt: skip
+    labels = torch.zeros(1, 448, dtype=torch.int64, device="meta")
+    inputs = {"input_features": torch.zeros(1, 128, 3000, device="meta"), "labels": labels}
+    return transformers.WhisperForConditionalGeneration(config), inputs
+
+
+def _vit() -> tuple[nn.Module, dict[str, Any]]:
+    config = transformers.ViTConfig(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096, num_labels=1000
+    )
+    labels = torch.zeros(1, dtype=torch.int64, device="meta")
+    inputs = {"pixel_values": torch.zeros(1, 3, 224, 224, device="meta"), "labels": labels}
+    return transformers.ViTForImageClassification(config), inputs
+
+
+def _bert() -> tuple[nn.Module, dict[str, Any]]:
+    config = transformers.BertConfig(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096,
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    tokens = torch.zeros(1, 512, dtype=torch.int64, device="meta")
+    return transformers.BertForMaskedLM(config), {"input_ids": tokens, "labels": tokens}
+
+
+def _mamba() -> tuple[nn.Module, dict[str, Any]]:
+    config = transformers.Mamba2Config(
+        hidden_size=2560, num_hidden_layers=64, num_heads=80, head_dim=64, n_groups=1, state_size=128, vocab_size=50288,
+        use_cache=False,
+    )  # fmt: skip
+    tokens = torch.zeros(1, 2048, dtype=torch.int64, device="meta")
+    return transformers.Mamba2ForCausalLM(config), {"input_ids": tokens, "labels": tokens}
+
+
+_OTHERS: Mapping[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
+    "t5-3b": _t5,
+    "whisper-large": _whisper,
+    "vit-l": _vit,
+    "bert-large": _bert,
+    "mamba2-2.7b": _mamba,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class PlanCase:
+    """A planning task.
+
+    Args:
+        model: its name, a key of the tables above.
+        node: type of the nodes, of eight devices each.
+        nodes: how many.
+        batch: sequences of a step.
+        memory: part of each device's memory that plans may take.
+        axes: the mesh; empty: the whole cluster, and the planner chooses.
+    """
+
+    model: str
+    node: str
+    nodes: int
+    batch: int
+    memory: float = 1.0
+    axes: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def name(self) -> str:
+        """A short name."""
+        place = "x".join(f"{axis}{size}" for axis, size in self.axes) or f"{self.node}:{8 * self.nodes}"
+        return f"{self.model}/{place}/{self.batch}/{self.memory:g}"
+
+
+_SPACES = (
+    ("gpt2-xl", "a100_sxm_80gb", 1, 512), ("llama3-8b", "h100_sxm", 1, 64), ("llama3-8b", "h100_sxm", 8, 64),
+    ("llama3-8b", "h100_sxm", 8, 128), ("llama3-8b", "h100_sxm", 8, 256), ("llama3-8b", "h100_sxm", 8, 512),
+    ("llama-13b", "a100_sxm_80gb", 2, 128), ("llama3-70b", "h100_sxm", 8, 256), ("llama3-70b", "h100_sxm", 16, 512),
+    ("llama3-70b", "h100_sxm", 128, 2048), ("llama3-405b", "h100_sxm", 128, 512),
+    ("llama3-405b", "h100_sxm", 2048, 2048), ("mixtral-8x7b", "h100_sxm", 8, 256),
+    ("deepseek-v3", "h100_sxm", 256, 7680), ("t5-3b", "a100_sxm_80gb", 2, 128), ("whisper-large", "h100_sxm", 1, 128),
+    ("vit-l", "h100_sxm", 1, 1024), ("bert-large", "h100_sxm", 1, 256), ("mamba2-2.7b", "h100_sxm", 1, 64),
+)  # fmt: skip
+_MESHES = (
+    (("data", 8), ("model", 8)), (("data", 64),), (("data", 16), ("model", 4)),
+    (("pipeline", 4), ("data", 4), ("model", 4)), (("pipeline", 8), ("data", 8)),
+)  # fmt: skip
+_MEMORY = (1.0, 0.6, 0.35)
+
+
+def cases() -> list[PlanCase]:
+    """All cases."""
+    free = [PlanCase(*space, memory=memory) for space in _SPACES for memory in _MEMORY]
+    fixed = [
+        PlanCase("llama3-8b", "h100_sxm", 8, 64, memory=memory, axes=axes) for axes in _MESHES for memory in _MEMORY
+    ]
+    return free + fixed
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCase:
+    """A planned case: seconds of the step, bytes of a device, CPU seconds and bytes of planning.
+
+    `words` are of its recipe, or of the error that there is in place of a plan.
+    """
+
+    name: str
+    step_s: float
+    peak_bytes: int
+    cpu_s: float
+    planner_bytes: int
+    mfu: float
+    stages: int
+    words: str
+
+
+def plan_case(case: PlanCase) -> PlannedCase:
+    """Plan a case in this process."""
+    with torch.device("meta"):
+        if case.model in _DECODERS:
+            shape = _DECODERS[case.model]
+            model: nn.Module = Decoder(shape)
+            tokens = torch.zeros(1, shape.sequence, dtype=torch.int64)
+            inputs: Any = (tokens, tokens)
+        else:
+            model, inputs = _OTHERS[case.model]()
+    cluster = Cluster(case.node, case.nodes, 8)
+    target = cluster.mesh(Mesh(dict(case.axes))) if case.axes else cluster
+    budget = None if case.memory == 1.0 else int(case.memory * cluster.device.memory_bytes)
+    start = time.process_time()
+    try:
+        plan = autoshard.plan(
+            model, target, example_inputs=inputs, optimizer="adamw", precision="bf16", global_batch=case.batch,
+            memory_budget=budget, time_budget_s=600.0, progress=False,
+        )  # fmt: skip
+    except AutoshardError as error:
+        return PlannedCase(case.name, math.inf, 0, _cpu_s(start), _peak(), 0.0, 0, f"{type(error).__name__}: {error}")
+    predicted = plan.predicted
+    words = f"{plan.mesh}; {plan.recipe.words if plan.recipe is not None else 'specs'}"
+    step_s, peak = predicted.step_time_s, predicted.peak_memory_bytes
+    stages = len(plan.stages)
+    return PlannedCase(case.name, step_s, peak, _cpu_s(start), _peak(), predicted.mfu or 0.0, stages, words)
+
+
+def _cpu_s(start: float) -> float:
+    return time.process_time() - start
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _apart(name: str) -> PlannedCase:
+    """A case in a process of its own."""
+    command = [sys.executable, "-m", "tests.benchmarks.plan_cases", "--one", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        return PlannedCase(name, math.inf, 0, _TIMEOUT_S, 0, 0.0, 0, "timeout")
+    if done.returncode:
+        return PlannedCase(name, math.inf, 0, 0.0, 0, 0.0, 0, f"failed: {done.stderr.splitlines()[-1:]}")
+    return PlannedCase(**json.loads(done.stdout.splitlines()[-1]))
+
+
+def read_cases(path: Path) -> dict[str, PlannedCase]:
+    """The planned cases of a file, by name."""
+    return {each.name: each for each in (PlannedCase(**json.loads(line)) for line in path.read_text().splitlines())}
+
+
+def table(rows: Mapping[str, PlannedCase], beside: Mapping[str, PlannedCase]) -> Table:
+    """A line for each case; with the other tree's step and CPU seconds beside."""
+    result = Table("case", "step s", "of other", "peak GiB", "MFU", "CPU s", "other CPU s", "planner GiB", "plan")
+    for name, row in rows.items():
+        other = beside.get(name)
+        ratio = "" if other is None or math.inf in (row.step_s, other.step_s) else f"{row.step_s / other.step_s:.4f}"
+        result.add_row(
+            name, f"{row.step_s:.4g}", ratio, f"{row.peak_bytes / 2**30:.1f}", f"{row.mfu:.2f}", f"{row.cpu_s:.1f}",
+            "" if other is None else f"{other.cpu_s:.1f}", f"{row.planner_bytes / 2**30:.2f}", row.words[:100],
+        )  # fmt: skip
+    return result
+
+
+def _ratios(rows: Mapping[str, PlannedCase], beside: Mapping[str, PlannedCase]) -> Iterator[float]:
+    for name in rows.keys() & beside.keys():
+        if math.isfinite(rows[name].step_s) and math.isfinite(beside[name].step_s):
+            yield rows[name].step_s / beside[name].step_s
+
+
+def main(arguments: list[str]) -> None:
+    """Plan the cases and print them."""
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.plan_cases")
+    parser.add_argument("--only", nargs="*", default=[""], help="beginnings of names")
+    parser.add_argument("--out", type=Path, help="file to which a line of JSON is added for each case")
+    parser.add_argument("--beside", type=Path, help="such a file of another tree")
+    parser.add_argument("--one", help="plan this case in this process, and print JSON")
+    options = parser.parse_args(arguments)
+    known = {case.name: case for case in cases()}
+    if options.one:
+        torch.set_num_threads(1)
+        sys.stdout.write(json.dumps(asdict(plan_case(known[options.one]))) + "\n")
+        return
+    rows = {}
+    for name in known:
+        if name.startswith(tuple(options.only)):
+            rows[name] = _apart(name)
+            if options.out is not None:
+                with options.out.open("a") as file:
+                    file.write(json.dumps(asdict(rows[name])) + "\n")
+    beside = read_cases(options.beside) if options.beside is not None else {}
+    console = Console(width=220)
+    console.print(table(rows, beside))
+    if ratios := list(_ratios(rows, beside)):
+        mean, most = statistics.mean(ratios), max(ratios)
+        console.print(f"{len(ratios)} cases, step of the other's: mean {mean:.4f}, most {most:.4f}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,64 @@
+"""The memory of lowered programs, and the count of a search beside it."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+from tests.passes.drawn_choices import drawn_choice
+
+from autoshard import Mesh
+from passes.driver.plan_of_choice import memory_of_choice
+from passes.driver.plan_options import PlanOptions
+from passes.memory.storages import ACTIVATIONS, GRADIENTS, PARAMETERS, PARTS, STATE
+from tests.passes.blocks import blocks_program, peak_of, perceptron_program, problem_of
+
+LINE, SQUARE, THREE = Mesh({"x": 2}), Mesh({"x": 2, "y": 2}), Mesh({"x": 3})
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_count_of_a_search_is_near(seed: int) -> None:
+    """Of plans without reshards inside blocks; with optimizer state beside the parameters, too."""
+    for program, ratio in ((blocks_program(count=2), 2.0), (perceptron_program(9), 0.0)):
+        planning = problem_of(program, SQUARE, state_bytes_per_parameter_byte=ratio)
+        choice = drawn_choice(planning, seed)
+        assert planning.usage(choice).max() == pytest.approx(peak_of(planning, choice), rel=0.3)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_parts_add_up_to_the_peak(seed: int) -> None:
+    """Whatever the plan."""
+    planning = problem_of(blocks_program(count=3), Mesh({"data": 2, "model": 2}), state_bytes_per_parameter_byte=2.0)
+    memory = memory_of_choice(planning, drawn_choice(planning, seed), PlanOptions())
+    assert tuple(memory.parts) == PARTS
+    assert sum(memory.parts.values()) == memory.peak_bytes
+    assert memory.parts[STATE] == 2 * memory.parts[PARAMETERS]
+
+
+def test_gradients_are_all_of_the_peak_that_grows_with_parameters_alone() -> None:
+    """Of small batches the peak is at the end of the backward, where all gradients are; of large ones, before."""
+    small, large = (
+        memory_of_choice(planning, [0] * len(planning.members), PlanOptions()).parts
+        for planning in (
+            problem_of(blocks_program(batch=batch, length=length), LINE) for batch, length in ((2, 1), (64, 64))
+        )
+    )
+    assert small[GRADIENTS] > 0.5 * small[PARAMETERS]
+    assert large[GRADIENTS] < small[GRADIENTS]
+    assert small[ACTIVATIONS] < large[ACTIVATIONS]
+
+
+def test_another_axis_on_a_spec_takes_no_more_of_parameters() -> None:
+    """Parameters and their state are stored less."""
+    planning = problem_of(blocks_program(count=1), SQUARE, state_bytes_per_parameter_byte=2.0)
+    choice = drawn_choice(planning, 0)
+    name = min(planning.liveness.parameters)
+    variable = planning.classes[name]
+    specs = [strategy.outputs[0] for strategy in planning.space.sites[name].strategies]
+    choices = ([*choice[:variable], option, *choice[variable + 1 :]] for option in range(len(specs)))
+    held = [memory_of_choice(planning, one, PlanOptions()).parts[PARAMETERS] for one in choices]
+    pairs = [
+        (one, two) for one, two in permutations(range(len(specs)), 2) if set(specs[one].axes) < set(specs[two].axes)
+    ]
+    assert pairs
+    assert all(held[two] < held[one] for one, two in pairs)

@@ -1,0 +1,203 @@
+"""A plan's formulas at drawn sizes give the counts of the lowered program of those sizes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from random import Random
+
+import pytest
+import sympy
+import torch
+
+from autoshard import FormulaError, P, PlanMismatchError
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan import Plan
+from autoshard.ir.program import Program
+from autoshard.ir.request import Request
+from autoshard.ir.reshard import ReshardStep
+from autoshard.rules.attention import is_ring
+from autoshard.rules.enumeration import Strategy
+from autoshard.testing.decided_plans import greedy_plan
+from autoshard.tracing import trace
+from cost_models.hardware import Cluster
+from passes.lowering.lower import Lower
+from passes.lowering.lower_program import lower_program, prepare, prepare_for
+from passes.lowering.lowering_options import LoweringOptions
+from passes.lowering.split_phases import SplitPhases
+from passes.questions.formulas import CountsOfPlan, PlanFormulas
+from passes.strategies.enumerate_strategies import Site
+from passes.strategies.price import StepPrice
+from tests.passes.decoders import dense
+from tests.passes.greedy_plans import most_recomputed_plan, most_split_plan
+from tests.passes.questions import numeric_counts
+
+MESH = Mesh({"data": 2, "model": 2})
+TOKENS = torch.zeros(4, 8, dtype=torch.int64, device="meta")
+REQUEST = Request(dense(3), (TOKENS, TOKENS), {}, grad=True)
+
+
+def _laptop(mesh: Mesh) -> Cluster:
+    return Cluster("cpu_laptop", nodes=1, devices_per_node=mesh.size)
+
+
+def _traced(request: Request) -> Program:
+    return trace(request.model, request.args, dict(request.kwargs), grad=request.grad)
+
+
+def _formulas(request: Request, ratio: float = 2.0) -> PlanFormulas:
+    return PlanFormulas(CountsOfPlan(_traced, request, _laptop, ratio))
+
+
+FORMULAS = _formulas(REQUEST)
+PROGRAM = _traced(REQUEST)
+PLAIN = LoweringOptions(with_overlap=False)
+
+
+@lru_cache
+def _at(batch: int, length: int) -> Program:
+    tokens = torch.zeros(batch, length, dtype=torch.int64, device="meta")
+    return _traced(replace(REQUEST, args=(tokens, tokens)))
+
+
+def _moved(plan: Plan, program: Program, mesh: Mesh) -> Plan:
+    """The plan's specs for a program of other sizes on a larger mesh."""
+    return replace(plan, mesh=mesh, program_digest=prepare(program).digest())
+
+
+def _sent_bytes(plan: Plan, program: Program, moved: Plan) -> dict[str, float]:
+    """Bytes of the lowered program of other sizes, whose reshards take the steps of the plan's own sizes."""
+    steps: dict[object, tuple[ReshardStep, ...]] = {}
+    cost = StepPrice(_laptop(plan.mesh), plan.mesh)
+    Lower(plan, cost, steps)(prepare_for(PROGRAM, plan))
+    return numeric_counts.sent_bytes(SplitPhases()(Lower(moved, cost, steps)(prepare_for(program, moved))))
+
+
+@lru_cache
+def _any_plan(seed: int) -> Plan:
+    """A legal plan: of each call any strategy, but for rings, of which there are no formulas."""
+    random = Random(seed)
+    return greedy_plan(PROGRAM, MESH, lambda site, strategy: -_has_ring(site, strategy) or random.random())
+
+
+def _has_ring(site: Site, strategy: Strategy) -> bool:
+    return site.node is not None and is_ring(site.node.target, strategy.inputs)
+
+
+def test_of_rings_there_is_no_formula() -> None:
+    """A rank's operations have no formula with rings; those of all ranks together are the model's."""
+    plan = replace(greedy_plan(PROGRAM, MESH, lambda *call: float(_has_ring(*call))), formulas=FORMULAS)
+    with pytest.raises(FormulaError, match="blocks of keys that go round"):
+        plan.formula("rank_flops")
+    assert plan.formula("step_flops")
+
+
+def _value(plan: Plan, name: str, sizes: dict[str, int], **options: object) -> float:
+    formula = plan.formula(name, fixed=("layers",), **options)  # type: ignore[arg-type]
+    return _at_sizes(formula, sizes)
+
+
+def _at_sizes(formula: sympy.Expr, sizes: dict[str, int]) -> float:
+    value = formula.subs({sympy.Symbol(symbol): size for symbol, size in sizes.items()})
+    assert not value.free_symbols
+    return float(value)
+
+
+def _check(plan: Plan, batch: int, length: int, mesh: Mesh) -> None:
+    program = _at(batch, length)
+    moved = _moved(plan, program, mesh)
+    try:
+        phased = lower_program(program, moved, _laptop(mesh), PLAIN)
+    except PlanMismatchError:
+        assert mesh != plan.mesh, "a plan's own mesh admits its strategies"
+        return
+    plan = replace(plan, formulas=FORMULAS)
+    sizes = {"batch": batch, "sequence": length, **dict(mesh.axes)}
+    assert _value(plan, "step_flops", sizes) == numeric_counts.flops(program.graph)
+    assert _value(plan, "rank_flops", sizes) == numeric_counts.flops(phased.lowered.graph_module.graph)
+    assert _value(plan, "parameters", sizes) == numeric_counts.parameters(program)
+    assert _value(plan, "parameter_bytes", sizes) == numeric_counts.parameter_bytes(phased)
+    assert _value(plan, "optimizer_bytes", sizes) == 2 * numeric_counts.parameter_bytes(phased)
+    assert _value(plan, "gradient_bytes", sizes) == numeric_counts.gradient_bytes(phased)
+    assert _value(plan, "tokens", sizes) == batch * length
+    if not batch % 4 and not length % 4:  # else the lowered program keeps the padding of a reshard with what it keeps
+        assert _value(plan, "activation_bytes", sizes) == numeric_counts.saved_bytes(phased)
+    sent = _sent_bytes(plan, program, moved)
+    for axis in mesh.axis_names:
+        assert _value(plan, f"communication_bytes_{axis}", sizes) == sent.get(axis, 0)
+    assert _value(plan, "communication_bytes", sizes) == sum(sent.values())
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("batch", "length", "shape"), [(4, 8, (2, 2)), (12, 16, (2, 2)), (16, 16, (4, 2))])
+def test_formulas_of_any_plan_equal_counting(seed: int, batch: int, length: int, shape: tuple[int, int]) -> None:
+    """At its own sizes and at others, on its own mesh and on a larger one."""
+    _check(_any_plan(seed), batch, length, Mesh(dict(zip(MESH.axis_names, shape, strict=True))))
+
+
+@pytest.mark.sample(1)
+@pytest.mark.parametrize(("batch", "length"), [(4, 8), (6, 7), (5, 9)])
+def test_formulas_are_exact_where_splits_are_uneven(batch: int, length: int) -> None:
+    """With ceilings, of a plan that splits sequences and hidden units; without, where they divide."""
+
+    def prefers(_: Site, strategy: Strategy) -> float:
+        specs = (*strategy.inputs, *strategy.outputs)
+        return sum(spec.dim_of("data") == 1 for spec in specs)
+
+    plan = greedy_plan(PROGRAM, MESH, prefers)
+    _check(plan, batch, length, MESH)
+    plan = replace(plan, formulas=FORMULAS)
+    assert plan.formula("rank_flops", fixed=("layers",)).has(sympy.ceiling)
+    sizes = {"batch": 4 * batch, "sequence": 4 * length, **dict(MESH.axes)}
+    assert _value(plan, "communication_bytes", sizes, even=True) == _value(plan, "communication_bytes", sizes)
+
+
+def test_the_predicted_step_uses_these_flops_and_bytes() -> None:
+    """MFU and memory of the prediction are the formulas' at the plan's own sizes."""
+    plan = replace(most_split_plan(PROGRAM, MESH), formulas=FORMULAS)
+    sizes = {"batch": 4, "sequence": 8, **dict(MESH.axes)}
+    assert plan.predicted.mfu is not None
+    assert plan.predicted.hfu is not None
+    ratio = _value(plan, "rank_flops", sizes) * MESH.size / _value(plan, "step_flops", sizes)
+    assert float(ratio) == pytest.approx(plan.predicted.hfu / plan.predicted.mfu)
+    assert _value(plan, "parameter_bytes", sizes) == plan.predicted.memory_breakdown["parameters"]
+
+
+def test_layers_are_a_symbol_where_blocks_are_alike() -> None:
+    """A deeper model has the parameters, FLOPs and bytes that the formula of a shallow one says."""
+    shallow = replace(most_split_plan(PROGRAM, MESH), formulas=FORMULAS)
+    for depth in (2, 5):
+        program = _traced(replace(REQUEST, model=dense(depth)))
+        for name, wanted in (
+            ("parameters", numeric_counts.parameters(program)),
+            ("step_flops", numeric_counts.flops(program.graph)),
+        ):
+            formula = shallow.formula(name)
+            sizes = {"batch": 4, "sequence": 8, "layers": depth}
+            assert _at_sizes(formula, sizes) == wanted
+
+
+@pytest.mark.slow
+def test_blocks_that_a_plan_treats_differently_are_refused() -> None:
+    """Costs are then not linear in their number; holding it fixed is the way out."""
+    deep = Request(dense(5), REQUEST.args, {}, grad=True)
+    program = _traced(deep)
+    plan = replace(most_split_plan(program, MESH), formulas=_formulas(deep, 0.0))
+    slot = next(slot.node for slot in prepare(program).inputs if slot.name == "layers.2.wide.weight")
+    assert plan.nodes[slot].outputs[0] != P()
+    nodes = {**plan.nodes, slot: replace(plan.nodes[slot], outputs=(P(),))}
+    plan = replace(plan, nodes=nodes)
+    with pytest.raises(FormulaError, match=r"does not treat all blocks alike.*fixed=\('layers',\)"):
+        plan.formula("parameter_bytes")
+    assert "layers" not in map(str, plan.formula("parameter_bytes", fixed=("layers",)).free_symbols)
+
+
+@pytest.mark.slow
+def test_what_is_recomputed_counts_once_in_a_step_and_again_on_ranks() -> None:
+    """The formula of ranks is what one counts on the program of a plan that recomputes."""
+    plan = most_recomputed_plan(PROGRAM, MESH)
+    phased = lower_program(PROGRAM, plan, _laptop(MESH))
+    plan, sizes = replace(plan, formulas=FORMULAS), {"batch": 4, "sequence": 8, **dict(MESH.axes)}
+    assert _value(plan, "step_flops", sizes) == numeric_counts.flops(PROGRAM.graph)
+    assert _value(plan, "rank_flops", sizes) == numeric_counts.flops(phased.lowered.graph_module.graph)
