@@ -9,8 +9,7 @@ Beside what the problem without recomputation has (`recompute_options` says what
 * memory: what lies in it depends on keepings as well (`recompute_memory`).
 
 So there still is one option per variable, costs join two of them, and memory is linear in items. A last use counts
-every recomputation that might read the value, chosen or not. So the memory is never less than that of the program which
-is lowered, and more only where a value is held for nothing but a recomputation, or views overlap.
+every recomputation that might read the value, chosen or not.
 """
 
 from __future__ import annotations
