@@ -53,7 +53,7 @@ from passes.driver.plan_options import PlanOptions
 from passes.driver.progress import interruptible, search_bar
 from passes.lowering.lower_program import lower_program, prepare, prepare_for
 from passes.lowering.lowering_options import LoweringOptions
-from passes.memory.rank_load import ONE_STAGE, RankLoad
+from passes.memory.stage_load import ONE_STAGE, StageLoad
 from passes.planning.baselines import least_baselines
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import constraints_on, split_outputs, whole_outputs
@@ -115,7 +115,7 @@ class Planner:
     state_ratio: float = 0.0
     has_update: bool = False
     micro_batches: int = 1
-    load: RankLoad = ONE_STAGE
+    load: StageLoad = ONE_STAGE
     strict: bool = False
     verify: bool = True
     time_budget_s: float = 60.0
