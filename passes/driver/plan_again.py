@@ -83,8 +83,7 @@ class PlanAgain:
         if known.uses or plan.stages:
             return known
         if not self._kernels or self._kernels[0][0] is not plan:
-            (planning,), program = self.problems(), prepare_for(self.planned.program, plan)
-            self._kernels[:] = [(plan, kernels_of(plan, program, self.cluster, planning.elided.site_counts()))]
+            self._kernels[:] = [(plan, kernels_of(plan, prepare_for(self.planned.program, plan), self.cluster))]
         return self._kernels[0][1]
 
     def __call__(self, plan: Plan, change: Change) -> Plan:
