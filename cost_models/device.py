@@ -57,6 +57,11 @@ class AttentionKernel:
     forward: AttentionCurve
     backward: AttentionCurve
 
+    def slowed(self, factor: float) -> AttentionKernel:
+        """The same kernel where it takes `factor` times as long."""
+        both = (replace(each, efficiency=each.efficiency / factor) for each in (self.forward, self.backward))
+        return AttentionKernel(*both)
+
 
 @dataclass(frozen=True, slots=True)
 class HostLink:
@@ -145,6 +150,19 @@ class Device:
                 f"Add [attention.{kernel}.forward.*] and [attention.{kernel}.backward.*] to its architecture's file."
             )
         return replace(self, attention={kernel: self.attention[kernel]} | dict(self.attention))
+
+    def slowed(self, factor: float) -> Device:
+        """The same device whose kernels take `factor` times as long; its peak is the same."""
+        if factor == 1:
+            return self
+        products = {name: share / factor for name, share in self.matmul.efficiency.items()}
+        return replace(
+            self,
+            memory_efficiency=self.memory_efficiency / factor,
+            matmul=replace(self.matmul, efficiency=products),
+            attention_efficiency=self.attention_efficiency / factor,
+            attention={name: kernel.slowed(factor) for name, kernel in self.attention.items()},
+        )
 
     def dispatch(self, how: str) -> float:
         """Seconds of host time per operator issued; 0 where the device is its own host. Raises UnknownHardwareError."""

@@ -43,9 +43,6 @@ class Runtime:
         listed_collectives: gathers and scatters go through lists of a tensor for each rank, which the host copies one
             by one (torch.distributed.all_gather before torch 1.10).
         fused: chains of memory-bound operators run as one kernel each, and so does the optimizer.
-        compiled: the step is one program, as `autoshard.compile` runs it. Parameters lie in the optimizer's own type.
-            ZeRO-1 and -2 gather them in that type, beside the update. Gradients of several micro-batches are reduced
-            beside the update too, but for ZeRO-2 and -3. ZeRO-3 gathers again only for what is computed again.
         cuda_graph: kernels are launched from a captured graph.
         blocking_launches: the host waits for each kernel before it issues the next (CUDA_LAUNCH_BLOCKING=1).
 
@@ -73,7 +70,6 @@ class Runtime:
     bucket_bytes: int = 200_000_000
     listed_collectives: bool = False
     fused: bool = True
-    compiled: bool = False
     cuda_graph: bool = False
     blocking_launches: bool = False
 
@@ -84,6 +80,9 @@ class Runtime:
             if item.type == "bool":
                 check_flag(item.name, getattr(self, item.name))
 
+
+OURS = Runtime(name=AUTOSHARD, early_stop=True, bucket_bytes=10**12, fused=False)
+"""Our own runtime where recipes are ranked before their programs are there; their prices are read off those."""
 
 USUAL = Runtime(name=MEGATRON)
 """The choices of most frameworks; its prices are named after Megatron-LM."""

@@ -16,7 +16,7 @@ SHARE = f"{MORE - 1:.0%}".replace("%", " %")
 
 def _faster_products(cluster: Cluster) -> Cluster:
     peaks = {dtype: MORE * peak for dtype, peak in cluster.device.peak_flops.items()}
-    return _with_node(cluster, cluster.node.with_device(replace(cluster.device, peak_flops=peaks)))
+    return _with_node(cluster, cluster.node.with_device(replace(cluster.node.device, peak_flops=peaks)))
 
 
 def _faster_memory(cluster: Cluster) -> Cluster:

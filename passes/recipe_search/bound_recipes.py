@@ -10,16 +10,13 @@ micro-batch; m micro-batches; c(r) how often pipeline rank r has each section.
        T >= h(r) f + r s + m c(r) (f + b) [ + h(r) b + r s ],        s seconds for each hand-over.
 2. *Mean.* Over any pipeline of P ranks some rank has at least the mean, so T >= m sum(f + b) / P. As P times the
    replicas is fixed, that depends on the layout alone. Where a section exchanges parameters or gradients for g seconds
-   beside its work, each pass takes `StepModel.beside` of the two. Without g, and what adds gradients up, work is alike
+   beside its work, each pass takes `streams.beside` of the two. Without g, and what adds gradients up, work is alike
    in many recipes: one table bounds all of a layout.
 3. *Latency.* One micro-batch passes all stages and back: T >= sum(f + b), less the gradients of weights, which nothing
    waits for, where backwards are cut in two.
 4. *Ends.* Rank r reduces gradients, updates and gathers after its path (`price_ends.end_times`). Overlapped with its
    own work x that is beside(x, e) - x; path + beside(x, e) - x rises with x, so bounds on x and path are enough. For
    several shardings it is the least of theirs.
-5. *Clock.* The step is priced twice: at the clock of sustained products, T(1), then with products faster by
-   v(X / T(1)), X their seconds (`price_recipe.step_price`, `cost_models.power`). No step is shorter than T(1) / v,
-   which rises with T(1): a bound on T(1) gives one on the price.
 
 Every bound is taken less one part in 10^9, for rounding.
 """
@@ -34,11 +31,10 @@ import numpy as np
 
 from autoshard.ir.execution import Execution
 from cost_models.hardware import Cluster
-from cost_models.power import power_limit
-from cost_models.step import StepModel
+from cost_models.streams import measured_slowdown
 from passes.recipe_search.pipe_shapes import Floats, PipeShapes
 from passes.recipes.price_ends import EndWork
-from passes.recipes.price_recipe import SectionPasses, follows_power, section_products, section_time
+from passes.recipes.price_recipe import SectionPasses, section_time
 from passes.recipes.recipe_groups import Groups
 from passes.sections.price_sections import SectionPrice
 
@@ -49,21 +45,18 @@ class SectionFloors(NamedTuple):
     """Times and parameters of sections for one micro-batch, in the order of their names, [sections].
 
     Args:
-        forward, backward: seconds at the clock of sustained products; backward with what is recomputed.
+        forward, backward: seconds; backward with what is recomputed.
         delayed: what of `backward` stages before do not wait for, where it is cut in two.
         adding: the part of `backward`, and of `delayed`, that adds gradients up.
-        products: seconds of products and attention in both.
-        dense, expert, tensors: parameters, see `price_ends.RankLoad`.
+        dense, expert: parameters, see `price_ends.RankLoad`.
     """
 
     forward: Floats
     backward: Floats
     delayed: Floats
     adding: Floats
-    products: Floats
     dense: Floats
     expert: Floats
-    tensors: Floats
 
     @property
     def work(self) -> Floats:
@@ -77,28 +70,15 @@ def section_floor(
     recipe: Execution,
     groups: Groups,
     cluster: Cluster,
-    model: StepModel,
     *,
     is_block: bool,
 ) -> tuple[float, ...]:
     """A section's entries of `SectionFloors` under a recipe, in their order; `passes`: without what is kept."""
-    time = section_time(price, recipe, groups, cluster, model, is_block=is_block, passes=passes)
+    time = section_time(price, recipe, groups, cluster, is_block=is_block, passes=passes)
     return (
         time.forward_s, time.backward_s + time.recompute_s, time.backward_s - time.input_gradient_s, passes.adding_s,
-        sum(section_products(price, recipe, model, is_block=is_block)), price.parameters, price.expert_parameters,
-        price.tensors,
+        price.parameters, price.expert_parameters,
     )  # fmt: skip
-
-
-def at_its_clock(seconds: Floats, products_s: float, cluster: Cluster, model: StepModel) -> Floats:
-    """Bounds on the prices of steps that take so long at the clock of sustained products, or longer.
-
-    `products_s`: seconds of products in each of them, as `price_recipe.products_time`; `cluster`, `model`: whose
-    devices may have a power limit, which steps may follow.
-    """
-    if not follows_power(cluster, model):
-        return ROUNDING * seconds
-    return ROUNDING * seconds / power_limit().speeds(np.minimum(products_s / seconds, 1.0))
 
 
 def mean_floors(
@@ -106,8 +86,6 @@ def mean_floors(
     exchanges: Sequence[Floats],
     counts: Floats,
     recipe: Execution,
-    cluster: Cluster,
-    model: StepModel,
 ) -> Floats:
     """Bounds on the price of a step, before its ends: the mean of ranks, and latency, [recipes].
 
@@ -116,11 +94,10 @@ def mean_floors(
         exchanges: seconds of exchanges beside each pass, [2, sections] each.
         counts: how often the model has each section, [sections].
         recipe: one of the recipes.
-        cluster, model: what it is priced for.
 
     Work beside copies to the host is slowed already, once for both.
     """
-    interference = model.interference if recipe.offload == "none" else 0.0
+    interference = measured_slowdown() if recipe.offload == "none" else 0.0
 
     def beside(work: Floats, exchange: Floats) -> Floats:
         return np.maximum(exchange, work + interference * np.minimum(work, exchange))
@@ -131,8 +108,8 @@ def mean_floors(
     ).swapaxes(0, 1)
     mean = recipe.micro_batches / recipe.pipeline
     busy_s = mean * ((beside(forward, gathering) + beside(backward, reducing)) @ counts)
-    seconds = np.maximum(busy_s, latency @ counts) + model.step_overhead_s
-    return at_its_clock(seconds, mean * float(counts @ floors[0].products), cluster, model)
+    seconds = np.maximum(busy_s, latency @ counts)
+    return ROUNDING * seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,36 +129,32 @@ class Ends:
         """Of one pipeline, each sharding for itself, as if they were pipelines."""
         return replace(self, reduce_s=self.reduce_s.T, gather_s=self.gather_s.T, update_s=self.update_s.T)
 
-    def least(self, recipe: Execution, model: StepModel) -> Floats:
+    def least(self, recipe: Execution) -> Floats:
         """What the sharding that waits least waits, [pipes]; see `price_ends.end_times`."""
         reduce_s, gather_s = self.reduce_s, self.gather_s
-        if recipe.reduces_late:
-            sent_s = reduce_s + gather_s
-            waited_s = _exposed(self.update_s, sent_s, model) if recipe.runtime.overlap_gradients else sent_s
-            return (waited_s + self.update_s).min(axis=1)
         if recipe.runtime.overlap_gradients:
-            reduce_s = _exposed(self.backward, reduce_s, model)
+            reduce_s = _exposed(self.backward, reduce_s)
         if recipe.runtime.overlap_parameters:
-            gather_s = _exposed(self.update_s if recipe.runtime.compiled else self.forward, gather_s, model)
+            gather_s = _exposed(self.forward, gather_s)
         return (reduce_s + gather_s + self.update_s).min(axis=1)
 
 
-def _exposed(computation_s: Floats, communication_s: Floats, model: StepModel) -> Floats:
-    """`StepModel.beside` less the computation."""
-    shared = model.interference * np.minimum(computation_s, communication_s)
+def _exposed(computation_s: Floats, communication_s: Floats) -> Floats:
+    """`streams.beside` less the computation."""
+    shared = measured_slowdown() * np.minimum(computation_s, communication_s)
     return np.maximum(communication_s - computation_s, shared)
 
 
-EndWorkOf = Callable[[float, float, int], Sequence[EndWork]]
-"""The ends of a rank with so many dense and expert parameters in so many tensors, by sharding."""
+EndWorkOf = Callable[[float, float], Sequence[EndWork]]
+"""The ends of a rank with so many dense and expert parameters, by sharding."""
 
 
 def ends_of(floors: SectionFloors, counts: Floats, work_of: EndWorkOf) -> Ends:
     """The ends of ranks that have sections so often, [pipes, sections]."""
-    loads = np.stack([counts @ values for values in (floors.dense, floors.expert, floors.tensors)], axis=1)
+    loads = np.stack([counts @ values for values in (floors.dense, floors.expert)], axis=1)
     numbers: dict[tuple[float, ...], int] = {}
     which = [numbers.setdefault(tuple(load), len(numbers)) for load in loads.tolist()]
-    works = [work_of(dense, expert, int(tensors)) for dense, expert, tensors in numbers]
+    works = [work_of(dense, expert) for dense, expert in numbers]
 
     def by_sharding(part: Callable[[EndWork], float]) -> Floats:
         return np.array([[part(work) for work in each] for each in works])[which]
@@ -199,8 +172,6 @@ def path_floors(
     send_s: float,
     recipe: Execution,
     work_of: EndWorkOf,
-    cluster: Cluster,
-    model: StepModel,
     *,
     apart: bool = False,
 ) -> Floats:
@@ -211,7 +182,6 @@ def path_floors(
         send_s: of a hand-over.
         recipe: one of those that are bounded; they differ in sharding and pipeline.
         work_of: the ends under each sharding.
-        cluster, model: what it is priced for.
         apart: of one pipeline, those of each sharding instead, [shardings].
     """
     hops = np.arange(float(recipe.pipeline))
@@ -224,6 +194,5 @@ def path_floors(
     counts = shapes.counts[0].sum(axis=0)
     delayed = ~shapes.is_whole[:, 0] * (counts @ floors.delayed)
     latency = counts @ floors.work - delayed
-    seconds = np.maximum(paths[pipes, ranks] + ends.least(recipe, model), latency) + model.step_overhead_s
-    products_s = float(counts @ floors.products) * recipe.micro_batches / recipe.pipeline
-    return at_its_clock(seconds, products_s, cluster, model)
+    seconds = np.maximum(paths[pipes, ranks] + ends.least(recipe), latency)
+    return ROUNDING * seconds

@@ -12,7 +12,6 @@ from numpy.typing import NDArray
 
 from autoshard.ir.execution import Execution
 from cost_models.hardware import Cluster
-from cost_models.step import StepModel, fitted
 from cost_models.topology import GroupLinks
 from passes.recipe_search.bound_memory import (
     ParameterBytes,
@@ -54,12 +53,10 @@ class RecipePricer:
     Args:
         counted: the model.
         cluster: the cluster.
-        model: of the step; default: the fitted one.
     """
 
     counted: CountedModel
     cluster: Cluster
-    model: StepModel = field(default_factory=fitted)
     _groups: dict[tuple[object, ...], Groups] = field(default_factory=dict)
     _floors: dict[tuple[object, ...], SectionFloors] = field(default_factory=dict)
     _sections: dict[tuple[object, ...], Mapping[str, SectionPrice]] = field(default_factory=dict)
@@ -97,8 +94,8 @@ class RecipePricer:
         """The step of a recipe, as `recipe_plan.predict_recipe` has it."""
         if recipe not in self._times:
             sections, stages = self.sections(recipe), self.stages(recipe)
-            step = Step(sections, stages, recipe, self.groups(recipe), self.cluster, self.model)
-            self._times[recipe] = step.at_its_clock().time_s()
+            step = Step(sections, stages, recipe, self.groups(recipe), self.cluster)
+            self._times[recipe] = step.time_s()
         return self._times[recipe]
 
     def memory_bytes(self, recipe: Execution) -> int:
@@ -173,7 +170,7 @@ class RecipePricer:
         by_zero = {recipe.zero: recipe for recipe in recipes}  # all that counts without what is gathered
         alone = {zero: self.section_floors(recipe, gathers=False) for zero, recipe in by_zero.items()}
         floors, exchanges = [alone[recipe.zero] for recipe in recipes], list(map(self.exchanges, recipes))
-        return mean_floors(floors, exchanges, self._counts(recipes[0]), recipes[0], self.cluster, self.model)
+        return mean_floors(floors, exchanges, self._counts(recipes[0]), recipes[0])
 
     def exchanges(self, recipe: Execution) -> Floats:
         """Seconds in which a micro-batch gathers parameters, and again with reducing gradients, [2, sections]."""
@@ -181,9 +178,9 @@ class RecipePricer:
         if not recipe.reduces_each:
             return np.zeros((2, len(sections)))
         shape = (recipe.tensor, recipe.expert, recipe.expert_tensor, recipe.replicas)
-        key = (*shape, recipe.zero, recipe.zero_group, recipe.gathers_once)
+        key = (*shape, recipe.zero, recipe.zero_group)
         if key not in self._sharded:
-            parts = (recipe, self.groups(recipe), self.cluster, self.model)
+            parts = (recipe, self.groups(recipe), self.cluster)
             self._sharded[key] = np.array([sharded_time(price, *parts) for price in sections]).T
         return self._sharded[key]
 
@@ -204,20 +201,20 @@ class RecipePricer:
     def _path_floors(self, recipes: Sequence[Execution], shapes: PipeShapes, *, apart: bool = False) -> Floats:
         recipe = recipes[0]
         floors = self.section_floors(recipe)
-        send_s = send_time(self.sections(recipe), recipe, self.groups(recipe), self.model)
+        send_s = send_time(self.sections(recipe), recipe, self.groups(recipe))
 
-        def work_of(dense: float, expert: float, tensors: int) -> list[EndWork]:
-            return [self.end_work(dense, expert, tensors, each) for each in recipes]
+        def work_of(dense: float, expert: float) -> list[EndWork]:
+            return [self.end_work(dense, expert, each) for each in recipes]
 
-        return path_floors(floors, shapes, send_s, recipe, work_of, self.cluster, self.model, apart=apart)
+        return path_floors(floors, shapes, send_s, recipe, work_of, apart=apart)
 
-    def end_work(self, dense: float, expert: float, tensors: int, recipe: Execution) -> EndWork:
+    def end_work(self, dense: float, expert: float, recipe: Execution) -> EndWork:
         """What a rank with so many parameters does once per step."""
         shape = (recipe.tensor, recipe.expert, recipe.expert_tensor, recipe.replicas, recipe.zero, recipe.zero_group)
-        key = (dense, expert, tensors, recipe.reduces_each, recipe.micro_batches > 1, *shape)
+        key = (dense, expert, recipe.reduces_each, recipe.micro_batches > 1, *shape)
         if key not in self._ends:
             groups = self.groups(recipe)
-            self._ends[key] = end_work(dense, expert, tensors, recipe, groups, self.cluster, self.model)
+            self._ends[key] = end_work(dense, expert, recipe, groups, self.cluster)
         return self._ends[key]
 
     def memory_floors(self, recipes: Sequence[Execution], pipes: PipeSet) -> Floats:
@@ -240,7 +237,7 @@ class RecipePricer:
         """What sections take: the same whatever the pipeline and, unless each micro-batch exchanges, the sharding."""
         stage = recipe.zero if recipe.reduces_each else 0
         shards = (stage, recipe.replicas, recipe.zero_group) if stage and gathers else stage
-        counts = recipe.runtime.compiled or (recipe.runtime.overlap_expert and recipe.expert > 1)
+        counts = recipe.runtime.overlap_expert and recipe.expert > 1
         turns = recipe.micro_batches if counts else recipe.micro_batches > 1
         keeping = (recipe.recompute, recipe.offload)
         key = (_layout_of(recipe), keeping, turns, shards)
@@ -248,7 +245,7 @@ class RecipePricer:
             groups = self.groups(recipe)
             if not gathers:
                 groups = replace(groups, zero=self._alone, outer=self._alone, expert_replicas=self._alone)
-            rest = (recipe.tensor, recipe.context, turns, shards, gathers, recipe.gathers_once)
+            rest = (recipe.tensor, recipe.context, turns, shards, gathers)
             floors = [
                 self._section_floor(price, name, recipe, groups, keeping, rest)
                 for name, price in self.sections(recipe).items()
@@ -271,10 +268,11 @@ class RecipePricer:
         alike = (price, experts, *rest)
         key = (alike, is_block, keeping if is_block else ())
         if key not in self._single:
-            model = (self.cluster, self.model)
             if alike not in self._passes:
-                self._passes[alike] = section_passes(price, recipe, groups, *model)
-            self._single[key] = section_floor(price, self._passes[alike], recipe, groups, *model, is_block=is_block)
+                self._passes[alike] = section_passes(price, recipe, groups, self.cluster)
+            self._single[key] = section_floor(
+                price, self._passes[alike], recipe, groups, self.cluster, is_block=is_block
+            )
         return self._single[key]
 
     @cached_property

@@ -20,7 +20,7 @@ from cost_models.formulas import Size, ceil_div, product_of, value_at
 from cost_models.operators import work
 from cost_models.work import Kind, MatmulShape, TensorInfo
 from passes.counting.count_plan import ring_bytes
-from passes.recipes.price_ends import exchanged_bytes, gradient_bytes
+from passes.recipes.price_ends import GRADIENT_BYTES, WEIGHT_BYTES
 from passes.recipes.price_memory import kept_bytes, state_bytes
 from passes.sections.count_sections import FUSED, Phase, Section, SectionKernel, Sized
 from passes.sections.fold_program import AFTER, BEFORE
@@ -255,7 +255,8 @@ class RecipeCounting:
 
     def _exchanged(self) -> Any:
         """Gradients reduced, parameters gathered: see `price_ends.exchange_times` and `price_recipe.sharded_time`."""
-        recipe, gradient, weight = self.recipe, gradient_bytes(self.recipe), exchanged_bytes(self.recipe)
+        recipe = self.recipe
+        gradient, weight = GRADIENT_BYTES[recipe.runtime.gradient_dtype], WEIGHT_BYTES[recipe.precision]
         dense, expert = self._share(lambda _, i: i.parameters), self._share(lambda _, i: i.expert_parameters)
         replicas, shards, owners = self._replicas(), self._shards(), self._expert_replicas()
         gathered = _gather(weight * dense, shards) + _gather(weight * expert, owners)
@@ -263,15 +264,12 @@ class RecipeCounting:
         if recipe.reduces_each:
             reduced = scattered + _gather(gradient * dense, shards)
             reduced += _reduce(gradient * dense / shards, replicas / shards)
-            both = reduced + ((2 - recipe.gathers_once) * gathered if recipe.zero == 3 else 0)
+            both = reduced + (2 * gathered if recipe.zero == 3 else 0)
             return self.micro_batches * both + (gathered if recipe.zero == 2 else 0)
         if not recipe.zero:
             return _reduce(gradient * dense, replicas) + _reduce(gradient * expert, owners)
         whole = recipe.zero_group in (None, recipe.replicas)
-        if recipe.runtime.compiled:
-            reduced = _gather(gradient * dense, shards) + _reduce(gradient * dense / shards, replicas / shards)
-        else:
-            reduced = _gather(gradient * dense, shards) if whole else _reduce(gradient * dense, replicas)
+        reduced = _gather(gradient * dense, shards) if whole else _reduce(gradient * dense, replicas)
         return reduced + scattered + gathered
 
     def _handed_on(self) -> tuple[Any, Any]:

@@ -97,7 +97,8 @@ class _Shapes:
         saved, core: kept for the backward; of these in attention's core.
         entering: from other sections.
         workspaces: what kernels read and write of what is not kept.
-        parameters: those that all replicas hold, and `expert` ones; `tensors`, `matrices`: number of the former.
+        parameters: those that all replicas hold, and `expert` ones.
+        matrices: how many of `parameters` have two dims or more.
     """
 
     values: tuple[Sized, ...]
@@ -107,7 +108,6 @@ class _Shapes:
     workspaces: tuple[Counter[int], ...]
     parameters: Counter[Sized]
     expert: Counter[Sized]
-    tensors: int
     matrices: int
 
 
@@ -273,7 +273,6 @@ def _shapes_of(section: Section, *, is_narrow: bool) -> _Shapes:
         values=tuple(shapes.items),
         parameters=dense,
         expert=expert,
-        tensors=dense.total(),
         matrices=sum(count for value, count in dense.items() if len(value.first) > 1),
     )
 
@@ -312,7 +311,6 @@ def _section_sizes(shapes: _Shapes, batch: int, sizes: Sizes) -> SectionSizes:
         entering_bytes=total(shapes.entering),
         workspace_bytes=max(map(total, shapes.workspaces), default=0),
         parameters=elements(shapes.parameters),
-        tensors=shapes.tensors,
         matrices=shapes.matrices,
         expert_parameters=elements(shapes.expert),
     )

@@ -124,7 +124,7 @@ def best_on_device_s(search: RecipeProblem, found: Execution, seconds: float) ->
 
 def priced(search: RecipeProblem, recipe: Execution) -> Priced:
     """A recipe of a search with its price."""
-    prediction = predict_recipe(search.counted, recipe, search.cluster, search.model)
+    prediction = predict_recipe(search.counted, recipe, search.cluster)
     return Priced(recipe.words, prediction.step_time_s, prediction.memory_breakdown)
 
 
@@ -176,7 +176,7 @@ def why_lower(offered: Offered, recipe: Execution, found: Execution) -> Reason:
 
 def taken(search: RecipeProblem, recipe: Execution) -> Taken:
     """Time and memory of a recipe."""
-    prediction = predict_recipe(search.counted, recipe, search.cluster, search.model)
+    prediction = predict_recipe(search.counted, recipe, search.cluster)
     return Taken(prediction.step_time_s, prediction.peak_memory_bytes)
 
 

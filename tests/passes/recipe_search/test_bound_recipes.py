@@ -7,15 +7,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoshard import Cluster, Runtime
 from autoshard.ir.execution import Execution
-from cost_models.power import power_limit
 from cost_models.stages import StageTimes
-from cost_models.step import fitted
-from passes.recipe_search.bound_recipes import SectionFloors, at_its_clock, path_floors
+from passes.recipe_search.bound_recipes import SectionFloors, path_floors
 from passes.recipe_search.known_pipes import Pipe, PipeSet, known_pipes
 from passes.recipe_search.pipe_shapes import Floats, pipe_shapes
 from passes.recipe_search.recipe_pricer import RecipePricer
@@ -28,7 +26,6 @@ from tests.passes.pipes import recipe_of, stage_layers_of
 
 NAMES = (BEFORE, "a", "b", AFTER)
 SECONDS = st.integers(0, 16).map(lambda number: number / 8)
-BARE = replace(fitted(), step_overhead_s=0.0, follows_power=False)
 MODELS = {"dense": priced_dense().counted, "sparse": priced_sparse().counted}
 
 
@@ -37,11 +34,10 @@ def paths_of(
 ) -> list[float]:
     """Bounds on pipelines, of whose backwards half are gradients of weights, and which have no ends."""
     zeros = np.zeros(4)
-    floors = SectionFloors(forward, backward, backward / 2, *[zeros] * 5)
-    shapes, model = pipe_shapes(NAMES, tuple(blocks), tuple(pipes)), BARE
+    floors = SectionFloors(forward, backward, backward / 2, *[zeros] * 3)
+    shapes = pipe_shapes(NAMES, tuple(blocks), tuple(pipes))
     nothing = [EndWork(0.0, 0.0, 0.0)]
-    cluster = Cluster("h100_sxm", 1, 1)
-    return path_floors(floors, shapes, send_s, recipe, lambda *_: nothing, cluster, model).tolist()
+    return path_floors(floors, shapes, send_s, recipe, lambda *_: nothing).tolist()
 
 
 @st.composite
@@ -78,20 +74,6 @@ def test_a_pipeline_of_equal_stages_takes_the_path_of_its_last_rank() -> None:
     recipe = Execution(pipeline=3, schedule="1F1B", global_batch=6)
     pipes = (Pipe(3, "1F1B"), Pipe(3, "InterleavedZeroBubble"))
     assert paths_of(forward, 2 * forward, pipes, "aaa", recipe, 0.0) == pytest.approx([24.0, 20.0])
-
-
-@example(bound=1.0, share=1.0, more=0.0)
-@given(bound=st.floats(0.01, 5), share=st.floats(0, 1), more=st.floats(0, 3))
-def test_no_price_is_below_the_floor_at_its_clock(bound: float, share: float, more: float) -> None:
-    """The step takes `more` than its bound, of which products are a part; it runs at the clock that its time leaves."""
-    products = share * bound
-    cluster, model = Cluster("h100_sxm", 1, 1), fitted()
-    floor = float(at_its_clock(np.array([bound]), products, cluster, model)[0])
-    first = bound + more
-    assert floor <= first - (1 - 1 / power_limit().speed(products / first)) * products
-    assert floor >= bound / power_limit().headroom * (1 - 1e-8)
-    if share == 1.0 and more == 0.0:
-        assert floor == pytest.approx(bound, rel=1e-8)
 
 
 def pricer_of(name: str) -> RecipePricer:
