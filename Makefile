@@ -9,8 +9,7 @@
 #   make zoo                   two hundred architectures on a simulated mesh trained beside one device; tests/zoo/results.md;
 #                              installs diffusers and torch_geometric, which nothing else needs
 #   make mutants               200 changes of the source on purpose, drawn by a seed, each with the tests near it: which of
-#                              them the tests notice; goes on where the last run stopped, here or elsewhere
-#                              (tests/benchmarks/results/mutants.jsonl); installs cosmic-ray, which nothing else needs
+#                              them the tests notice; goes on where the last run of a commit stopped (build/mutants)
 #   make campaigns             wrong programs beside the verifier, by a seed: 5,000 of what compiling makes, 2,000 of buckets,
 #                              late waits and updates in place, 6,000 of orders of pipelines; fails where one that computes
 #                              another number, or hangs, is accepted; goes on where the last run stopped (build/*_campaign)
@@ -40,12 +39,10 @@ unexport PYTHONDONTWRITEBYTECODE
 ifeq ($(origin PYTHON),command line)
 READY :=
 ZOO_READY :=
-MUTANTS_READY :=
 else
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.installed
 ZOO_READY := $(VENV)/.installed-zoo
-MUTANTS_READY := $(VENV)/.installed-mutants
 endif
 
 help:
@@ -70,11 +67,6 @@ $(VENV)/.installed-zoo: $(VENV)/.installed
 	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev,zoo]'
 	@touch $@
 
-$(VENV)/.installed-mutants: $(VENV)/.installed
-	@echo "make: installing cosmic-ray, which makes the changes"
-	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev,mutants]'
-	@touch $@
-
 demo: $(READY)
 	$(PYTHON) -m torch.distributed.run --standalone --nproc-per-node 4 examples/train_gpt.py
 
@@ -91,7 +83,7 @@ nightly: $(ZOO_READY)
 zoo: $(ZOO_READY)
 	$(PYTHON) -m tests.zoo --jobs $(WORKERS)
 
-mutants: $(MUTANTS_READY)
+mutants: $(READY)
 	$(PYTHON) -m tests.mutants
 
 campaigns: $(READY)

@@ -30,7 +30,7 @@ from passes.planning.recipe_meshes import (
     pipeline_ranks,
     restricts,
 )
-from passes.recipe_search.search_recipes import FoundRecipe
+from passes.search.search_recipes import FoundRecipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

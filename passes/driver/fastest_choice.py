@@ -20,7 +20,7 @@ from autoshard.ir.offload import Offload
 from autoshard.ir.recompute import Recompute
 from cost_models.hardware import Cluster
 from cost_models.streams import overlap_of
-from passes.driver.plan_of_choice import LoweredPlan, lowered_plan, rough_step_s
+from passes.driver.plan_of_choice import LoweredPlan, lowered_plan, peak_under, rough_step_s
 from passes.driver.plan_options import PlanOptions
 from passes.planning.baselines import BaselineSteps
 from passes.planning.build_assignment import PlanningProblem
@@ -91,7 +91,7 @@ def fastest(planning: PlanningProblem, found: Decision, cluster: Cluster, option
     best = _fastest_of(fitting, [step for step in done.values() if step is not None], cluster)
     if best is not own:
         chosen = next(others[choice] for choice, made in lowered.items() if made is best)
-        recompute, offload = savings_of(*joint_with_blocks(JointSolution(planning, chosen)))
+        recompute, offload = savings_of(*joint_with_blocks(JointSolution(planning, chosen)), peak_under(options))
         best = replace(best, plan=replace(best.plan, recompute=recompute, offload=offload))
     names = [name for name in found.baselines if name not in known or known[name].choice not in late]
     left = {name: partial(lowering.step_of, each) for name, each in known.items() if name not in done}

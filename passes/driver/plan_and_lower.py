@@ -16,7 +16,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from cost_models.hardware import Cluster
 from passes.driver.fastest_choice import Decision, fastest, nearest_recipe, steps_when_read
-from passes.driver.plan_of_choice import LoweredPlan
+from passes.driver.plan_of_choice import LoweredPlan, peak_under
 from passes.driver.plan_options import PlanOptions
 from passes.lowering.bucket_collectives import BucketCollectives
 from passes.lowering.lower_program import prepare
@@ -104,6 +104,7 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
         DearMeshError: a plan elsewhere is cheaper than any here, and no known recipe here may be faster as lowered.
     """
     search = Search(options.memory_budget, control=options.control)
+    peak_of = peak_under(options)
     quick = replace(search, tolerance=1e-2, max_rounds=_BASELINE_ROUNDS, is_thorough=False, says_smallest=False)
     baselines: Mapping[str, Solution | None] = {}
     if options.with_baselines:
@@ -114,16 +115,18 @@ def solve(planning: PlanningProblem, options: PlanOptions, allowed: Mapping[int,
         near = nearest_recipe(planning, baselines, cluster, options)
         if near is None:
             raise DearMeshError(steps_when_read(planning, baselines, cluster, options))
-        savings = savings_of(*joint_with_blocks(JointSolution(planning, near)))
+        savings = savings_of(*joint_with_blocks(JointSolution(planning, near)), peak_of)
         return Decision(planning, replace(near, lower_bound=bound), *savings, baselines)
     options.control.problem = ALL_PLANS
     start = [found for found in baselines.values() if found is not None]
     recompute = options.recompute and (options.recipe is None or options.recipe.recompute is None)
     offload = options.offload and (options.recipe is None or options.recipe.offload is None)
     before = None if options.before is None else solution_of(options.before, planning, allowed)
-    found = solve_jointly(planning, search, allowed, start, recompute=recompute, offload=offload, before=before)
+    found = solve_jointly(
+        planning, search, allowed, start, peak_of, recompute=recompute, offload=offload, before=before
+    )
     without, found = joint_with_blocks(found) if found.planning is planning else (planning, found)
-    decision = Decision(found.planning, found.solution, *savings_of(without, found), baselines)
+    decision = Decision(found.planning, found.solution, *savings_of(without, found, peak_of), baselines)
     keeping_all = [*start, found.solution] if found.planning is planning else start
     if not options.with_baselines or not keeping_all or options.control.is_over():
         return decision

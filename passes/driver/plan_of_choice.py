@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from autoshard.ir.kernels import Kernels
 from autoshard.ir.lowered import PhasedProgram
@@ -20,16 +19,15 @@ from passes.lowering.in_flight import buckets_of
 from passes.lowering.lower import Lower, result_key
 from passes.lowering.lower_program import lower_prepared
 from passes.lowering.lowering_options import LoweringOptions
-from passes.lowering.split_phases import SplitPhases
-from passes.memory.lowered_memory import peak_bytes
+from passes.memory.lowered_memory import StepMemory, step_memory
+from passes.memory.storages import STATE
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.cover import cover
-from passes.planning.exact_memory import exact_memory
 from passes.prediction.name_layouts import plan_of_parameter
-from passes.prediction.predict import memory_at_peak, predict
+from passes.prediction.predict import predict
 from passes.prediction.segment_step import folded_step, repeated_step
 from passes.prediction.walk_program import WalkedStep, walk_program
-from passes.strategies.price import StepPrice
+from passes.strategies.price import StepPrice, local_bytes
 from passes.strategies.price_nodes import NodePrices
 
 
@@ -59,17 +57,53 @@ def lowered_plan(
     `objective` is in seconds.
     """
     plan = _plan_of_operators(planning, choice, objective, lower_bound, cluster, options)
-    memory = exact_memory(planning, choice)
     if not options.with_kernels:
-        plan = replace(plan, predicted=replace(UNKNOWN, memory_breakdown=memory_at_peak(memory)))
+        plan = replace(plan, predicted=replace(UNKNOWN, memory_breakdown={STATE: _state_beside(planning, choice)}))
         walked, phased = _walked(planning, plan, choice, cluster, options)
+        memory = _memory(planning, choice, phased)
         predicted = predict(planning, choice, dispatch=options.dispatch, memory=memory, walked=walked, record=True)
         return LoweredPlan(replace(plan, predicted=predicted), None if planning.elided.sites else phased)
+    memory = memory_of_choice(planning, choice, options)
     plan = replace(plan, predicted=predict(planning, choice, dispatch=options.dispatch, memory=memory, record=True))
     kernels = kernels_of(plan, planning.space.program, cluster, planning.elided.site_counts())
     predicted = predict(planning, choice, kernels, dispatch=options.dispatch, memory=memory, record=True)
     kernels = replace(kernels, breakdown_without=plan.predicted.breakdown)
     return LoweredPlan(replace(plan, predicted=replace(predicted, kernels=kernels)))
+
+
+def memory_of_choice(planning: PlanningProblem, choice: Sequence[int], options: PlanOptions) -> StepMemory:
+    """Memory of each rank under a choice, before collectives are under way; lowered once, and kept with the problem."""
+    known: dict[tuple[int, ...], StepMemory] = planning.derived.setdefault(_MEMORY, {})
+    key = tuple(choice)
+    if key not in known:
+        cluster = planning.prices.cluster
+        plan = _plan_of_operators(planning, choice, 0.0, None, cluster, options)
+        known[key] = _memory(planning, choice, lower_prepared(planning.space.program, plan, cluster, _PLAINLY))
+    return known[key]
+
+
+def peak_under(options: PlanOptions) -> Callable[[PlanningProblem, Sequence[int]], float]:
+    """The count of bytes at the peak of a choice of a problem, see `memory_of_choice`."""
+    return lambda planning, choice: memory_of_choice(planning, choice, options).peak_bytes
+
+
+_MEMORY, _PLAINLY = "memory", LoweringOptions(with_overlap=False)
+
+
+def _memory(planning: PlanningProblem, choice: Sequence[int], phased: PhasedProgram) -> StepMemory:
+    """Memory of a lowered program, and of optimizer state that is not in the program."""
+    parts = step_memory(phased, planning.liveness.micro_batches).parts
+    return StepMemory({**parts, STATE: parts[STATE] + _state_beside(planning, choice)})
+
+
+def _state_beside(planning: PlanningProblem, choice: Sequence[int]) -> int:
+    """Bytes of optimizer state that is not in the program."""
+    space, counts = planning.space, planning.elided.site_counts()
+    total = 0
+    for name in planning.liveness.parameters:
+        spec = planning.strategy(name, choice).outputs[0]
+        total += counts.get(name, 1) * local_bytes(space.sites[name].results[0], spec, space.mesh)
+    return round(planning.liveness.state_bytes_per_parameter_byte * total)
 
 
 def kernels_of(plan: Plan, prepared: Program, cluster: Cluster, counts: Mapping[str, int]) -> Kernels:
@@ -98,18 +132,16 @@ def rough_step_s(planning: PlanningProblem, choice: Sequence[int], cluster: Clus
 def _walked(
     planning: PlanningProblem, plan: Plan, choice: Sequence[int], cluster: Cluster, options: PlanOptions
 ) -> tuple[WalkedStep, PhasedProgram]:
-    """The step of a plan as its lowered program says, with what passes behind `SplitPhases` add to its peak; and that.
+    """The step of a plan as its lowered program says; and that program.
 
     A program without its inner blocks is lowered without overlap, and nothing hoisted: what fits is not that of the
     whole. Its step is that of the planning problem, as `folded_step` writes it down, with what travels in buckets.
     """
     micro_batches, is_whole = planning.liveness.micro_batches, not planning.elided.sites
-    made: dict[type, Any] = {}
     lowering = LoweringOptions(
         with_overlap=is_whole,
         reduce_dtype=options.reduce_dtype,
         micro_batches=micro_batches if is_whole else 1,
-        on_pass=lambda one, _, result: made.update({type(one): result}),
     )
     phased = lower_prepared(planning.space.program, plan, cluster, lowering)
     prices = NodePrices(cluster, plan.mesh)
@@ -117,8 +149,7 @@ def _walked(
         walked = walk_program(phased, prices, micro_batches)
     else:
         walked = folded_step(planning, choice, phased, prices, micro_batches, buckets_of(cluster).largest_bytes)
-    plain, peak = (peak_bytes(item, micro_batches=micro_batches) for item in (made[SplitPhases], phased))
-    return replace(walked, passes_bytes=peak - plain), phased
+    return walked, phased
 
 
 def _plan_of_operators(

@@ -97,6 +97,8 @@ class Planner:
         gather_outputs: let outputs be whole on every rank, but for those that are constrained.
         progress: whether searches show how they go; see `search_bar`.
         ceiling: of several searches together; None: each has its own. See `begun`.
+        margins: units that stay at each end of a run of alike blocks, in the order tried. Searches that found blocks
+            not alike take their margin out.
         others: see `compile`.
     """
 
@@ -125,6 +127,7 @@ class Planner:
     gather_outputs: bool = False
     progress: bool | None = False
     ceiling: Ceiling | None = None
+    margins: list[int] = field(default_factory=lambda: list(_MARGINS), repr=False)
 
     def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
         """See `Compiler`. The first rank plans for all."""
@@ -231,8 +234,8 @@ class Planner:
         Raises:
             NotAvailableError: that takes longer than there is time, and it is to be planned `in_time`.
         """
-        planner, are_alike = self.begun()[0], True
-        for margin in _MARGINS:
+        planner = self.begun()[0]
+        for margin in tuple(self.margins):
             program = self.trace_elided(request, margin)
             if program is None:
                 break
@@ -243,7 +246,8 @@ class Planner:
                 break
             except NotAlikeError as error:
                 _LOGGER.debug("the model is not planned without its inner blocks: %s", error)
-                are_alike = False
+                self.margins.remove(margin)
+        are_alike = len(self.margins) == len(_MARGINS)
         needed_s = planning_s(request.model, are_alike=are_alike)
         if in_time and not are_alike and needed_s > self.time_budget_s:
             raise NotAvailableError(
@@ -412,7 +416,7 @@ class Planner:
 
     def _search_for(self, program: Program, request: Request, mesh: Mesh) -> Plan:
         """The plan of a call whose program is `program`; of a deep model, found without its inner blocks."""
-        for margin in () if request.placed else _MARGINS:
+        for margin in () if request.placed else tuple(self.margins):
             short = self.trace_elided(request, margin)
             if short is None:
                 break
@@ -420,6 +424,7 @@ class Planner:
                 return expand_plan(self.search(short, mesh, {}), prepare(short), prepare(program))
             except NotAlikeError as error:
                 _LOGGER.debug("the model is not planned without its inner blocks: %s", error)
+                self.margins.remove(margin)
         return self.search(program, mesh, request.placed)
 
     def _made_for(self, program: Program, request: Request, mesh: Mesh) -> Plan | None:

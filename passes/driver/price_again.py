@@ -17,7 +17,7 @@ from passes.driver.recipe_search import RecipeSearch
 from passes.planning.build_assignment import PlanningProblem
 from passes.questions.ask import Questions
 from passes.questions.change import Change, Fields
-from passes.recipe_search.search_recipes import FoundRecipe
+from passes.search.search_recipes import FoundRecipe
 from passes.solver.search_control import Ceiling
 
 

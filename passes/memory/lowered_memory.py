@@ -1,15 +1,16 @@
-"""The most bytes that a lowered program has in use on a rank, by walking through it as processes run it.
+"""The memory of a lowered program on a rank, by walking through it as processes run it.
 
-The planner counts by its plan (`passes.memory.liveness`); here the program that runs is read, and the two agree.
-Parameters, buffers, optimizer state and inputs are held throughout; what the forward saves, until the backward has used
-it; gradients to the end, or until the update, which writes over what it updates. A call hands its outputs out as
-they lie; a training step keeps none.
+Parameters, buffers, optimizer state and inputs are held throughout. Values that the forward saves are held until the
+backward has used them; gradients to the end, or until the update, which writes over its inputs. A call hands its
+outputs out as they lie; a training step keeps none. A program that leaves out units of blocks has the whole model's
+memory (`passes.memory.storages`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -18,21 +19,44 @@ from autoshard.graphs.owned_results import owned_results
 from autoshard.graphs.write_in_place import written_in_place
 from autoshard.ir.lowered import LocalSlot, PhasedProgram
 from autoshard.ir.mesh import Mesh
-from autoshard.ir.program import OWNERS, OutputKind
-from passes.memory.storages import Storage, Storages
+from autoshard.ir.program import OWNERS, InputKind, OutputKind
+from passes.memory.storages import GRADIENTS, INPUTS, PARAMETERS, PARTS, STATE, Storages, Value
+from passes.strategies.local_units import LocalUnits
+
+_PART_OF: Mapping[InputKind, str] = {InputKind.PARAMETER: PARAMETERS, InputKind.STATE: STATE}
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """Memory in use on each rank in one call, or in one training step, at the moment of the peak.
+
+    Args:
+        parts: bytes at that moment, by part (`PARTS`).
+    """
+
+    parts: Mapping[str, int]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest number of bytes in use at once."""
+        return sum(self.parts.values())
 
 
 def peak_bytes(phased: PhasedProgram, micro_batches: int = 1) -> int:
-    """The largest number of bytes in use on each rank in one call, or in one training step.
+    """The largest number of bytes in use on each rank in one call, or in one training step; see `step_memory`."""
+    return step_memory(phased, micro_batches).peak_bytes
+
+
+def step_memory(phased: PhasedProgram, micro_batches: int = 1) -> StepMemory:
+    """Memory in use on each rank at the peak of one call, or of one training step.
 
     Args:
         phased: the program.
-        micro_batches: how many a step has; it is their last one that is counted.
+        micro_batches: how many a step has; the last micro-batch is counted.
     """
-    memory = Storages()
-    lowered = phased.lowered
-    inputs = [memory.new(local_bytes(slot, lowered.mesh)) for slot in lowered.inputs]
-    sums = [memory.new(size) for size in carried_bytes(phased)] if micro_batches > 1 else []
+    memory = Storages(LocalUnits.of(phased.lowered))
+    inputs = _inputs(memory, phased)
+    sums = _sums(memory, phased) if micro_batches > 1 else []
     once = _run_once(memory, phased, inputs)
     held = [*inputs, *sums, *once]
     results = memory.run(
@@ -44,7 +68,7 @@ def peak_bytes(phased: PhasedProgram, micro_batches: int = 1) -> int:
         slots = (phased.lowered.outputs[index].slot for index in phased.forward_outputs)
         held += [value for slot, value in zip(slots, outputs, strict=True) if slot.kind == OutputKind.OUTPUT]
     tangents = [inputs[index] for index in phased.backward_inputs]
-    gradients = memory.run(filled(phased.backward.graph), [*saved, *tangents], held)
+    gradients = memory.run(filled(phased.backward.graph), [*saved, *tangents], held, GRADIENTS)
     if phased.update is not None:
         carried = gradients[len(phased.backward_outputs) :]
         if sums:
@@ -52,7 +76,17 @@ def peak_bytes(phased: PhasedProgram, micro_batches: int = 1) -> int:
             carried = _add(memory, sums, carried, owned, [*inputs, *once])
         read = [*carried, *(inputs[index] for index in phased.update_inputs)]
         memory.run(update_in_place(phased.update, written_by_update(phased)), read, inputs)
-    return memory.peak
+    return StepMemory(memory.parts or dict.fromkeys(PARTS, 0))
+
+
+def _inputs(memory: Storages, phased: PhasedProgram) -> list[Value]:
+    """The storages of a program's inputs."""
+    lowered = phased.lowered
+    nodes = lowered.graph_module.graph.find_nodes(op="placeholder")
+    return [
+        memory.new(local_bytes(slot, lowered.mesh), _PART_OF.get(InputKind(slot.slot.kind), INPUTS), node)
+        for slot, node in zip(lowered.inputs, nodes, strict=True)
+    ]
 
 
 _IN_PLACE = "autoshard: the update written over what it updates"
@@ -67,30 +101,33 @@ def update_in_place(update: fx.GraphModule, written: Mapping[int, int]) -> fx.Gr
     return made
 
 
-def _run_once(memory: Storages, phased: PhasedProgram, inputs: Sequence[Storage]) -> list[Storage]:
-    """What is computed once for all micro-batches."""
+def _run_once(memory: Storages, phased: PhasedProgram, inputs: Sequence[Value]) -> list[Value]:
+    """The values that are computed once for all micro-batches."""
     if phased.hoisted is None:
         return []
     return memory.run(filled(phased.hoisted.graph), [inputs[index] for index in phased.hoisted_inputs], inputs)
 
 
+def _sums(memory: Storages, phased: PhasedProgram) -> list[Value]:
+    """The sums of gradients over the micro-batches so far."""
+    pairs = zip(carried_bytes(phased), carried_nodes(phased), strict=True)
+    return [memory.new(size, GRADIENTS, node) for size, node in pairs]
+
+
 def _add(
-    memory: Storages,
-    sums: Sequence[Storage],
-    gradients: Sequence[Storage],
-    owned: Sequence[bool],
-    held: Sequence[Storage],
-) -> list[Storage]:
-    """Sums: first those that are added where they lie, then new ones; with each, what it is the sum of goes.
+    memory: Storages, sums: Sequence[Value], gradients: Sequence[Value], owned: Sequence[bool], held: Sequence[Value]
+) -> list[Value]:
+    """Sums: first those that are added where they lie, then new ones; with each, its addends go.
 
     Sums lie where the first micro-batch's gradients did, so together where `gradients` do.
     """
     left = [index for index, is_owned in enumerate(owned) if not is_owned]
     found = [gradient for gradient, is_owned in zip(gradients, owned, strict=True) if is_owned]
     for place, index in enumerate(left):
-        found.append(memory.new(memory.bytes_of([gradients[index]])))
+        total = memory.bytes_of([gradients[index]])
+        found.append(memory.new(total, GRADIENTS))
         addends = (value[other] for other in left[place:] for value in (sums, gradients))
-        memory.peak = max(memory.peak, memory.bytes_of([*held, *addends, *found]))
+        memory.note([*held, *addends, *found])
     return found
 
 

@@ -25,11 +25,7 @@ from autoshard.ir.pipeline_order import StageTask, Work
 from autoshard.ir.program import InputKind
 from autoshard.ir.staged import StagedProgram, StageProgram
 from passes.memory.lowered_memory import carried_bytes, local_bytes, update_in_place, written_by_update
-from passes.memory.storages import Storages
-
-PARAMETERS, STATE, GRADIENTS, INPUTS, ACTIVATIONS = (
-    "parameters", "optimizer state", "gradients", "inputs", "activations"
-)  # fmt: skip
+from passes.memory.storages import ACTIVATIONS, GRADIENTS, INPUTS, PARAMETERS, STATE, Storages
 
 
 @dataclass(frozen=True, slots=True)

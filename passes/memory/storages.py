@@ -1,88 +1,226 @@
 """Count the bytes of a rank's storages while a graph of local operators runs: each from its making to its last use.
 
 An operator's results take memory from its run to the last use of them or of a view of them, as graphs run where each
-value is freed after its last use. What a kernel allocates inside is counted for few (`workspaces`); what lies on the
-host takes none.
+value is freed after its last use. Kernels' own allocations are counted for few operators (`workspaces`). Values on the
+host take none.
+
+A program may leave out units of blocks (`autoshard.ir.repeat`). The first unit behind the gap stands for them: each of
+its storages counts once more for every unit left out. In each phase the left-out units run between the two units beside
+the gap, so their storages begin and end there (`_Lives.spans`). Inside of them less is in use than in one of those two
+(`passes.strategies.elided`).
 """
 
 from __future__ import annotations
 
 import operator
-from collections import Counter
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import fx
 
 from autoshard.ir.collectives import holds_operand, is_wait, reduces_in_place
 from autoshard.kernels.offload import to_host
 from passes.memory.workspaces import workspace_bytes
+from passes.strategies.elided import AHEAD, BEHIND
+from passes.strategies.local_units import LocalUnits
 
-Storage = tuple[int, ...]
-"""The numbers of the storages of one value: several for an operator with several results."""
+PARAMETERS, STATE, GRADIENTS, INPUTS, ACTIVATIONS = PARTS = (
+    "parameters", "optimizer state", "gradients", "inputs", "activations"
+)  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class Storage:
+    """The memory of one tensor.
+
+    Args:
+        size: bytes of the tensor.
+        part: one of `PARTS`.
+        left_out: bytes of the alike tensors of all left-out units.
+        repeat: which repeat these units are of.
+    """
+
+    size: int
+    part: str = ACTIVATIONS
+    left_out: float = 0.0
+    repeat: int = -1
+
+    @property
+    def bytes(self) -> float:
+        """Bytes of the whole model's alike tensors."""
+        return self.size + self.left_out
+
+
+Value = tuple[Storage, ...]
+"""The storages of one value: several for an operator with several results."""
+
+_ALL_THERE = LocalUnits((), {})
+"""Of a graph that leaves nothing out."""
 
 
 @dataclass(slots=True)
 class Storages:
-    """Sizes of storages by number, and the most bytes that were in use at once."""
+    """Runs graphs, and remembers the moment at which most bytes are in use.
 
-    sizes: list[int] = field(default_factory=list)
+    Args:
+        units: the units of nodes in a program that leaves some out.
+        peak: bytes in use at that moment.
+        parts: the same by part.
+    """
+
+    units: LocalUnits = _ALL_THERE
     peak: int = 0
+    parts: dict[str, int] = field(default_factory=dict)
 
-    def new(self, size: int) -> Storage:
-        """A storage of so many bytes."""
-        self.sizes.append(size)
-        return (len(self.sizes) - 1,)
+    def new(self, size: int, part: str = ACTIVATIONS, node: fx.Node | None = None) -> Value:
+        """A storage of so many bytes, for a value of a node."""
+        spot = None if node is None else self.units.spot(node)
+        if spot is None or spot.unit != BEHIND:
+            return (Storage(size, part),)
+        return (Storage(size, part, float(size * self.units.repeats[spot.repeat].elided), spot.repeat),)
 
-    def bytes_of(self, values: Iterable[Storage]) -> int:
+    def bytes_of(self, values: Iterable[Value]) -> int:
         """Bytes of the storages of some values."""
-        return sum(self.sizes[number] for number in {number for value in values for number in value})
+        return round(sum(storage.bytes for storage in _distinct(values)))
 
-    def run(self, graph: fx.Graph, inputs: Iterable[Storage], held: Iterable[Storage] = ()) -> list[Storage]:
+    def note(self, values: Iterable[Value]) -> None:
+        """Note a moment at which exactly these values are in use."""
+        storages = list(_distinct(values))
+        self._note([(storage.part, storage.bytes) for storage in storages])
+
+    def run(
+        self, graph: fx.Graph, inputs: Iterable[Value], held: Iterable[Value] = (), part: str = ACTIVATIONS
+    ) -> list[Value]:
         """Walk through a graph; the storages of its results.
 
         Args:
             graph: local operators with their values in `meta["val"]`; returns a flat tuple.
-            inputs: what its placeholders stand for, each freed after its last use here.
-            held: what stays in memory throughout, inputs among it or not.
+            inputs: the values of its placeholders, each freed after its last use here.
+            held: values that stay in memory throughout, inputs among them or not.
+            part: of the results that the graph makes.
         """
         nodes = list(graph.nodes)
-        last = {operand: node for node in nodes for operand in _needed_by(node)}
-        always = {number for value in held for number in value}
-        given = iter(inputs)
-        where: dict[fx.Node, Storage] = {}
-        uses: Counter[int] = Counter()
-        live = sum(self.sizes[number] for number in always)
-        for node in nodes:
+        given, where, lives = iter(inputs), dict[fx.Node, Value](), _Lives(self.units, nodes)
+        beside = np.zeros(len(nodes))
+        for point, node in enumerate(nodes):
             if node.op == "output":
-                return [where[result] for result in node.args[0]]
+                break
             where[node] = next(given) if node.op == "placeholder" else self._made(node, where)
-            for number in where[node]:
-                live += self.sizes[number] if uses[number] == 0 and number not in always else 0
-                uses[number] += 1
-            self.peak = max(self.peak, live + workspace_bytes(node))
-            gone = [operand for operand in _needed_by(node) if last[operand] is node]
-            for operand in (*gone, *(() if node in last else (node,))):
-                for number in where[operand]:
-                    uses[number] -= 1
-                    live -= self.sizes[number] if uses[number] == 0 and number not in always else 0
-        return []
+            lives.use(where[node], point, is_given=node.op == "placeholder")
+            for operand in _needed_by(node):
+                lives.use(where[operand], point)
+            beside[point] = workspace_bytes(node)
+        results = [where[result] for result in graph.output_node().args[0]]  # type: ignore[union-attr]
+        lives.keep(results)
+        for storage in _distinct(results):
+            storage.part = part if storage.part == ACTIVATIONS else storage.part
+        lives.keep(held, from_start=True)
+        self._find_peak(list(lives.spans()), beside)
+        return results
 
-    def _made(self, node: fx.Node, where: dict[fx.Node, Storage]) -> Storage:
+    def _find_peak(self, spans: Sequence[tuple[Storage, float, int, int]], beside: np.ndarray) -> None:
+        change = np.zeros(len(beside) + 1)
+        sizes = np.array([size for _, size, _, _ in spans])
+        births, ends = (np.array([span[place] for span in spans], dtype=np.int64) for place in (2, 3))
+        np.add.at(change, births, sizes)
+        np.subtract.at(change, ends + 1, sizes)
+        used = np.cumsum(change)[:-1] + beside
+        if len(used) and used.max() > self.peak:
+            point = int(used.argmax())
+            there = [(storage.part, size) for storage, size, birth, end in spans if birth <= point <= end]
+            self._note([*there, (ACTIVATIONS, float(beside[point]))])
+
+    def _note(self, there: Sequence[tuple[str, float]]) -> None:
+        parts = {part: round(sum(size for name, size in there if name == part)) for part in PARTS}
+        if sum(parts.values()) > self.peak:
+            self.peak, self.parts = sum(parts.values()), parts
+
+    def _made(self, node: fx.Node, where: dict[fx.Node, Value]) -> Value:
         """The storages of a node's results: new ones, or those that it views."""
         if node.target is to_host:
             return self.new(0)
         value = node.meta.get("val")
         operands = [operand for operand in _sources(node) if where.get(operand)]
         if node.target is operator.getitem and operands:
-            numbers = where[operands[0]]
-            return numbers if len(numbers) == 1 else (numbers[int(node.args[1])],)  # type: ignore[call-overload]
+            storages = where[operands[0]]
+            return storages if len(storages) == 1 else (storages[int(node.args[1])],)  # type: ignore[call-overload]
         if operands and _shares_memory(node, operands[0]):
             return where[operands[0]]
         tensors = value if isinstance(value, tuple | list) else (value,)
         sizes = (item.numel() * item.element_size() if isinstance(item, torch.Tensor) else 0 for item in tensors)
-        return tuple(number for size in sizes for number in self.new(size))
+        return tuple(storage for size in sizes for storage in self.new(size, node=node))
+
+
+@dataclass(slots=True)
+class _Lives:
+    """The points of one graph between which each storage is in use.
+
+    Args:
+        units: the units of nodes.
+        nodes: of the graph, in order; their places are the points.
+        births, ends: the first and the last point.
+        given: storages that are there before the graph runs.
+    """
+
+    units: LocalUnits
+    nodes: Sequence[fx.Node]
+    births: dict[Storage, int] = field(default_factory=dict)
+    ends: dict[Storage, int] = field(default_factory=dict)
+    given: set[Storage] = field(default_factory=set)
+
+    def use(self, value: Value, point: int, *, is_given: bool = False) -> None:
+        """A value is in use at a point."""
+        for storage in value:
+            if storage not in self.births:
+                self.births[storage] = point
+                if is_given:
+                    self.given.add(storage)
+            self.ends[storage] = point
+
+    def keep(self, values: Iterable[Value], *, from_start: bool = False) -> None:
+        """Values are in use to the end."""
+        for storage in _distinct(values):
+            if from_start:
+                self.births[storage] = 0
+                self.given.add(storage)
+            self.ends[storage] = len(self.nodes) - 1
+
+    def spans(self) -> Iterator[tuple[Storage, float, int, int]]:
+        """Storages with their bytes and their points; then the same of left-out units.
+
+        Storages that units make begin at the gap, and storages that units read last end there.
+        """
+        gaps = self._gaps()
+        for storage, birth in self.births.items():
+            end = self.ends[storage]
+            yield storage, storage.size, birth, end
+            if not storage.left_out:
+                continue
+            gap = gaps.get(storage.repeat, 0)
+            reader = self.units.spot(self.nodes[end])
+            is_read_by_units = reader is not None and reader.repeat == storage.repeat
+            first, last = birth if storage in self.given else gap, gap - 1 if is_read_by_units else end
+            if first <= last:
+                yield storage, storage.left_out, first, last
+
+    def _gaps(self) -> Mapping[int, int]:
+        """The place of the left-out units of each repeat: passes move nodes of the two units beside it past each other.
+
+        Half of the nodes of both units stand before it.
+        """
+        beside = defaultdict[int, list[int]](list)
+        for point, node in enumerate(self.nodes if self.units.repeats else ()):
+            spot = self.units.spot(node) if node.op == "call_function" else None
+            if spot is not None and spot.unit in (AHEAD, BEHIND):
+                beside[spot.repeat].append(point)
+        return {repeat: points[len(points) // 2] for repeat, points in beside.items()}
+
+
+def _distinct(values: Iterable[Value]) -> Iterable[Storage]:
+    return dict.fromkeys(storage for value in values for storage in value)
 
 
 def _needed_by(node: fx.Node) -> list[fx.Node]:

@@ -20,7 +20,7 @@ from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.emit_local import fills, in_order
 from autoshard.rules.enumeration import Strategy
 from autoshard.rules.hub import hub
-from passes.memory.storages import Storage, Storages
+from passes.memory.storages import Storages, Value
 from passes.memory.workspaces import has_workspace
 from passes.strategies.enumerate_strategies import Site, operands_of
 from passes.strategies.price import local_bytes
@@ -232,21 +232,22 @@ def _local_form(
     operands = [storages.new(0) for node in graph.nodes if node.op == "placeholder"]
     results = storages.run(graph, operands)
     if len(results) == 1 < len(kept):  # one value that holds them all
-        found = _numbers_of_tensors(graph, results[0], count)
+        found = _of_tensors(graph, results[0], count)
     else:
-        found = tuple(numbers[0] for numbers in results)
-    made = {number: storages.sizes[number] for number in dict.fromkeys(found) if number >= len(operands)}
+        found = tuple(value[0] for value in results)
+    numbers = {storage: number for number, storage in enumerate(dict.fromkeys((*(one for (one,) in operands), *found)))}
+    made = {numbers[storage]: storage.size for storage in found if numbers[storage] >= len(operands)}
     reads = tuple(bool(node.users) for node in graph.nodes if node.op == "placeholder")
-    where = dict(zip(kept, found, strict=True))
+    where = {result: numbers[storage] for result, storage in zip(kept, found, strict=True)}
     return RewrittenForm(graph, tuple(map(where.get, range(count))), made, reads)
 
 
-def _numbers_of_tensors(graph: fx.Graph, storage: Storage, count: int) -> tuple[int, ...]:
-    """The numbers of the storages of the tensors among several results of an operator."""
-    if len(storage) == 1:
-        return storage * count
+def _of_tensors(graph: fx.Graph, value: Value, count: int) -> Value:
+    """The storages of the tensors among several results of an operator."""
+    if len(value) == 1:
+        return value * count
     (values,) = (node.meta["val"] for node in graph.output_node().all_input_nodes)
-    return tuple(number for number, value in zip(storage, values, strict=True) if isinstance(value, torch.Tensor))
+    return tuple(storage for storage, item in zip(value, values, strict=True) if isinstance(item, torch.Tensor))
 
 
 def _operand_bytes(form: RewrittenForm) -> tuple[int, ...]:

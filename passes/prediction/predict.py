@@ -11,9 +11,7 @@ communication beside computation.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-
-import numpy as np
+from collections.abc import Sequence
 
 from autoshard.ir.kernels import NO_KERNELS, Kernels
 from autoshard.ir.offload import LABEL
@@ -24,8 +22,8 @@ from autoshard.ir.trace import Trace
 from cost_models.intervals import KERNELS, MEASURED, step_time_uncertainty
 from cost_models.streams import Segment, StreamTimes, overlap_of, simulate_streams
 from cost_models.timeline import Timeline
+from passes.memory.lowered_memory import StepMemory
 from passes.planning.build_assignment import PlanningProblem
-from passes.planning.exact_memory import ExactMemory, exact_memory
 from passes.prediction.expert_load import expert_load
 from passes.prediction.segment_step import COPIES, repeated_step, segment_step
 from passes.prediction.utilisation import utilisation
@@ -33,7 +31,7 @@ from passes.prediction.walk_program import WalkedStep
 
 HOST = "waiting for the host"
 SLOWED = "slowed by communication"
-BUFFERS = "communication under way"
+_NOT_COUNTED = StepMemory({})
 
 
 def predict(
@@ -42,7 +40,7 @@ def predict(
     kernels: Kernels = NO_KERNELS,
     *,
     dispatch: str = "eager",
-    memory: ExactMemory | None = None,
+    memory: StepMemory = _NOT_COUNTED,
     walked: WalkedStep | None = None,
     record: bool = False,
 ) -> Prediction:
@@ -51,9 +49,9 @@ def predict(
     Args:
         planning: the problem.
         choice: one option per variable.
-        kernels: what runs in place of calls; memory is that of the program without.
+        kernels: what runs in place of calls.
         dispatch: how the host issues operators, see `cost_models.device.Device.dispatch`.
-        memory: what `exact_memory` says of the choice, where it is known already.
+        memory: of the choice's lowered program.
         walked: the step as the lowered program of the choice says; None: as the problem says.
         record: keep the timeline, for `Plan.trace`, and price all micro-batches where the problem says the step, not
             one of them; takes longer.
@@ -65,16 +63,14 @@ def predict(
     else:
         segments, overlap = walked.segments, overlap_of(planning.prices.cluster)
     times = simulate_streams(segments, overlap, dispatch_s=device.dispatch(dispatch), record=record)
-    parts = memory_at_peak(exact_memory(planning, choice) if memory is None else memory)
-    held = _beside(parts, 0 if walked is None else walked.passes_bytes)
     tokens = micro_batches * _tokens(planning)
     mfu, hfu = utilisation(planning, choice).shares(times.total_s / micro_batches)
     uncertainty = step_time_uncertainty(KERNELS if device.dispatch_s else MEASURED)
     return Prediction(
         step_time_s=times.total_s,
-        peak_memory_bytes=sum(held.values()),
+        peak_memory_bytes=memory.peak_bytes,
         breakdown=_breakdown(planning, times),
-        memory_breakdown=held,
+        memory_breakdown=memory.parts,
         tokens_per_s=tokens / times.total_s if tokens and times.total_s > 0 else None,
         mfu=mfu,
         hfu=hfu,
@@ -112,21 +108,6 @@ def trace_of(line: Timeline) -> Trace:
     """A simulated timeline as a plan carries it."""
     spans = ((span.process, span.stream, span.name, span.start_s, span.end_s) for span in line.spans)
     return Trace.of(line.processes, spans)
-
-
-def memory_at_peak(memory: ExactMemory) -> dict[str, int]:
-    """Bytes in use at the peak by what they are; they sum to it."""
-    used = memory.used()
-    point = int(np.argmax(used))
-    parts = {name: int(size) for name, size in memory.at(point).items()}
-    parts["activations"] += int(used[point]) - sum(parts.values())  # what truncation left
-    return parts
-
-
-def _beside(parts: Mapping[str, int], passes_bytes: int) -> dict[str, int]:
-    """`memory_at_peak` with what passes add to it, or take from it."""
-    parts = {**parts, "activations": parts["activations"] + min(0, passes_bytes)}
-    return parts | ({BUFFERS: passes_bytes} if passes_bytes > 0 else {})
 
 
 def _tokens(planning: PlanningProblem) -> int:

@@ -48,13 +48,11 @@ class WalkedStep:
     Args:
         segments: its phases, in the order in which they run.
         sent_bytes: bytes that a rank sends over each mesh axis.
-        passes_bytes: what passes over the lowered program add to its peak (negative: take from it).
         adding_s: seconds of adding the gradients of one micro-batch to those before it.
     """
 
     segments: tuple[Segment, ...]
     sent_bytes: Mapping[str, float]
-    passes_bytes: int = 0
     adding_s: float = 0.0
 
 

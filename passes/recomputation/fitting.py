@@ -1,4 +1,4 @@
-"""Search until what is found fits by the exact count of the program that will run (`exact_memory`).
+"""Search until a choice is found that fits by the count of its lowered program.
 
 A search counts memory by tables, mostly more than there is. So where it finds nothing, what is smallest as it counts
 may still fit, and others that it counts as large; and where it counts less than there is (of recomputation, before it
@@ -14,10 +14,12 @@ from dataclasses import dataclass
 
 from autoshard.errors import DoesNotFitError
 from passes.planning.build_assignment import PlanningProblem
-from passes.planning.exact_memory import exact_peak
 from passes.recomputation.recompute_problem import NOTHING_AGAIN, Again
 from passes.solver.assignment import Solution
 from passes.solver.search_control import SearchControl
+
+PeakOf = Callable[[PlanningProblem, Sequence[int]], float]
+"""The most bytes in use on each rank under a choice of a problem: of its lowered program."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +43,9 @@ class JointSolution:
     host_bytes: float = 0.0
     counted_bytes: float = math.inf
 
-    def peak_bytes(self) -> float:
-        """The most bytes in use on each rank, counted exactly."""
-        return exact_peak(self.planning, self.solution.choice)
+    def peak_bytes(self, peak_of: PeakOf) -> float:
+        """The most bytes in use on each rank, by the lowered program."""
+        return peak_of(self.planning, self.solution.choice)
 
 
 def fitting(
@@ -51,8 +53,9 @@ def fitting(
     frugal: Callable[[], Sequence[JointSolution]],
     limit: float,
     control: SearchControl,
+    peak_of: PeakOf,
 ) -> tuple[JointSolution | None, float | None]:
-    """What a search finds that fits by the exact count; where nothing does, bytes that would do, None if unknown.
+    """A choice that a search finds and that fits; where none does, bytes that would do, None if unknown.
 
     A search within these bytes finds something that fits, if only what is frugal.
 
@@ -62,6 +65,7 @@ def fitting(
         frugal: choices that take little, the same whenever it is asked.
         limit: bytes on each rank.
         control: once it is over nothing more is attempted than the first.
+        peak_of: counts lowered programs.
     """
     asked, bound = limit, None
     for _ in range(_ATTEMPTS):
@@ -70,13 +74,13 @@ def fitting(
         except DoesNotFitError:
             break
         bound = found.solution.lower_bound if bound is None else bound
-        excess = found.peak_bytes() - limit
+        excess = found.peak_bytes(peak_of) - limit
         if excess <= 0:
             return bounded(found, bound), None
         if control.is_over():
             break
         asked = min(asked, found.counted_bytes) - excess
-    peaks = [(choice.peak_bytes(), choice) for choice in frugal()]
+    peaks = [(choice.peak_bytes(peak_of), choice) for choice in frugal()]
     fits = [choice for peak, choice in peaks if peak <= limit]
     if fits:
         return bounded(min(fits, key=lambda choice: choice.solution.cost), bound or 0.0), None

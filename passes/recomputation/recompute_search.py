@@ -5,7 +5,7 @@ twice, and copies to and from the host. So a choice of strategies that is optima
 fits as it is, is optimal with them too; only where it does not fit is the larger problem built (`solve_jointly`). That
 a choice be optimal among those that fit would not be enough: one of cheaper strategies may fit with recomputation.
 
-What fits is decided by the exact count of the program that will run: tables are searched until what is found fits
+What fits is decided by the count of lowered programs: tables are searched until what is found fits
 (`fitting`). They count no less than there is, so the bound where memory binds is of the plans that fit as they count.
 
 With offload the problem is larger still, and contains that without. Where its solution may be far from the best, or
@@ -25,7 +25,7 @@ import numpy as np
 from autoshard.errors import DoesNotFitError
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.search import Search, Searchable, restrict
-from passes.recomputation.fitting import JointSolution, bounded, fitting
+from passes.recomputation.fitting import JointSolution, PeakOf, bounded, fitting
 from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, find_options
 from passes.recomputation.recompute_problem import RecomputeProblem, build_recompute_problem
 from passes.recomputation.with_again import host_bytes, with_again
@@ -40,6 +40,7 @@ def solve_jointly(
     search: Search,
     allowed: Mapping[int, np.ndarray],
     start: Sequence[Solution],
+    peak_of: PeakOf,
     *,
     recompute: bool = True,
     offload: bool = True,
@@ -52,6 +53,7 @@ def solve_jointly(
         search: with the memory limit.
         allowed: variable to a mask of its options; absent variables are free.
         start: solutions without recomputation that fit, than which the result is not worse.
+        peak_of: counts lowered programs.
         recompute: whether values may be computed again; if not, nothing is offloaded either.
         offload: whether values may go to the host, if the device has a link to one.
         before: a solution that is known, than which the result is not worse either, where it fits.
@@ -59,19 +61,19 @@ def solve_jointly(
     Raises:
         DoesNotFitError: no choice fits, recompute and offload what one may.
     """
-    if before is None or not _is_within(before, planning, search):
-        return _solve_jointly(planning, search, allowed, start, recompute=recompute, offload=offload)
+    if before is None or not _is_within(before, planning, search, peak_of):
+        return _solve_jointly(planning, search, allowed, start, peak_of, recompute=recompute, offload=offload)
     try:
-        found = _solve_jointly(planning, search, allowed, start, recompute=recompute, offload=offload)
+        found = _solve_jointly(planning, search, allowed, start, peak_of, recompute=recompute, offload=offload)
     except DoesNotFitError:
         return bounded(before, 0.0)
     return bounded(_cheaper(found, before), found.solution.lower_bound)
 
 
-def _is_within(found: JointSolution, planning: PlanningProblem, search: Search) -> bool:
+def _is_within(found: JointSolution, planning: PlanningProblem, search: Search, peak_of: PeakOf) -> bool:
     """Whether a solution fits, in the host's memory too."""
     limit, room = search.memory_limit_bytes, planning.prices.cluster.host_bytes_per_device
-    return (limit is None or found.peak_bytes() <= limit) and (room is None or found.host_bytes <= room)
+    return (limit is None or found.peak_bytes(peak_of) <= limit) and (room is None or found.host_bytes <= room)
 
 
 def _solve_jointly(
@@ -79,19 +81,20 @@ def _solve_jointly(
     search: Search,
     allowed: Mapping[int, np.ndarray],
     start: Sequence[Solution],
+    peak_of: PeakOf,
     *,
     recompute: bool,
     offload: bool,
 ) -> JointSolution:
     """See `solve_jointly`, which knows another solution."""
     if not recompute:
-        return _alone(planning, search, allowed, start)
+        return _alone(planning, search, allowed, start, peak_of)
     unlimited = dataclasses.replace(search, memory_limit_bytes=None, fineness=_FINENESS)
     free = JointSolution(planning, unlimited(planning, allowed, start))
-    if search.memory_limit_bytes is None or free.peak_bytes() <= search.memory_limit_bytes:
+    if search.memory_limit_bytes is None or free.peak_bytes(peak_of) <= search.memory_limit_bytes:
         return free
     coarse, bound = dataclasses.replace(search, tolerance=_TOLERANCE), free.solution.lower_bound
-    found = _where_memory_binds(planning, coarse, allowed, start, offload=offload)
+    found = _where_memory_binds(planning, coarse, allowed, start, peak_of, offload=offload)
     # neither strategies nor keepings cost less where memory is short
     return bounded(found, max(found.solution.lower_bound, bound))
 
@@ -101,28 +104,29 @@ def _where_memory_binds(
     search: Search,
     allowed: Mapping[int, np.ndarray],
     start: Sequence[Solution],
+    peak_of: PeakOf,
     *,
     offload: bool,
 ) -> JointSolution:
     """See `solve_jointly`, where the cheapest choice of all does not fit."""
     if search.control.is_stopped or (start and search.control.is_over()):
         # the bound of the search without recomputation holds for no other
-        return bounded(_alone(planning, search, allowed, start), 0.0)
+        return bounded(_alone(planning, search, allowed, start, peak_of), 0.0)
     if not offload or planning.prices.cluster.device.host_link is None:
-        return _solve(planning, search, allowed, start, offload=False)
+        return _solve(planning, search, allowed, start, peak_of, offload=False)
     room = planning.prices.cluster.host_bytes_per_device
     try:
-        found = _solve(planning, search, allowed, start, offload=True)
+        found = _solve(planning, search, allowed, start, peak_of, offload=True)
     except DoesNotFitError:
         if room is None or _most_host_bytes(planning) <= room:
             raise
-        return _solve(planning, search, allowed, start, offload=False)
+        return _solve(planning, search, allowed, start, peak_of, offload=False)
     has_room = room is None or found.host_bytes <= room
     is_near = found.solution.cost * (1 - _FAR) <= found.solution.lower_bound
     if has_room and (is_near or search.control.is_over()):
         return found
     try:
-        other = _solve(planning, search, allowed, start, offload=False)
+        other = _solve(planning, search, allowed, start, peak_of, offload=False)
     except DoesNotFitError:
         if has_room:
             return found
@@ -147,6 +151,7 @@ def _solve(
     search: Search,
     allowed: Mapping[int, np.ndarray],
     start: Sequence[Solution],
+    peak_of: PeakOf,
     *,
     offload: bool,
 ) -> JointSolution:
@@ -155,12 +160,12 @@ def _solve(
 
     options = find_options(planning, offload=offload)
     if not options.keepings:
-        return _alone(planning, search, allowed, start)
+        return _alone(planning, search, allowed, start, peak_of)
     try:
         with search.control.building():
             problem = build_recompute_problem(planning, options, control=search.control if start else None)
     except SearchStopped:
-        return bounded(_alone(planning, search, allowed, start), 0.0)
+        return bounded(_alone(planning, search, allowed, start, peak_of), 0.0)
 
     wide = problem.widen(allowed)
 
@@ -168,8 +173,8 @@ def _solve(
         """The cheapest choice that fits in a limit by the problem's count."""
         return _joint(problem, _within(limit, search)(problem, wide, start))
 
-    frugal = partial(_frugal, problem, search, wide, partial(_joint, problem))
-    found, least = fitting(attempt, frugal, search.memory_limit_bytes, search.control)
+    frugal = partial(_frugal, problem, search, wide, partial(_joint, problem), peak_of)
+    found, least = fitting(attempt, frugal, search.memory_limit_bytes, search.control, peak_of)
     bound = 0.0 if found is None else found.solution.lower_bound
     for solution in start:  # the last attempt may have been within less, where these do not fit
         found = _cheaper(found, JointSolution(planning, solution))
@@ -203,6 +208,7 @@ def _alone(
     search: Search,
     allowed: Mapping[int, np.ndarray],
     start: Sequence[Solution],
+    peak_of: PeakOf,
 ) -> JointSolution:
     """The cheapest choice that fits as it is."""
     if search.memory_limit_bytes is None:
@@ -211,8 +217,8 @@ def _alone(
     def attempt(limit: float) -> JointSolution:
         return JointSolution(planning, _within(limit, search)(planning, allowed, start))
 
-    frugal = partial(_frugal, planning, search, allowed, partial(JointSolution, planning))
-    found, least = fitting(attempt, frugal, search.memory_limit_bytes, search.control)
+    frugal = partial(_frugal, planning, search, allowed, partial(JointSolution, planning), peak_of)
+    found, least = fitting(attempt, frugal, search.memory_limit_bytes, search.control, peak_of)
     if found is None:
         raise search.does_not_fit(planning, least)
     return found
@@ -223,6 +229,7 @@ def _frugal(
     search: Search,
     allowed: Mapping[int, np.ndarray],
     joint: Callable[[Solution], JointSolution],
+    peak_of: PeakOf,
 ) -> list[JointSolution]:
     """Choices that take little: of a small peak by the problem's count, and a cheap one within that."""
     free = restrict(problem.assignment, allowed)
@@ -230,7 +237,7 @@ def _frugal(
     if not found:
         return []
     rough = joint(Solution(found, free.cost_of(found), 0.0))
-    if search.control.is_stopped or rough.peak_bytes() > _NEAR * (search.memory_limit_bytes or 0):
+    if search.control.is_stopped or rough.peak_bytes(peak_of) > _NEAR * (search.memory_limit_bytes or 0):
         return [rough]
     quick = DualSearch(search.tolerance, _ROUNDS, control=search.control)
     peak = float(problem.usage(found).max())

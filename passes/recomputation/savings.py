@@ -7,20 +7,19 @@ from dataclasses import replace
 from autoshard.ir.offload import NO_OFFLOAD, Offload
 from autoshard.ir.recompute import NO_RECOMPUTE, Recompute
 from passes.planning.build_assignment import PlanningProblem
-from passes.planning.exact_memory import exact_peak
-from passes.recomputation.fitting import JointSolution
+from passes.recomputation.fitting import JointSolution, PeakOf
 from passes.recomputation.recompute_problem import Again
 from passes.recomputation.with_again import with_again
 
 
-def savings_of(planning: PlanningProblem, found: JointSolution) -> tuple[Recompute, Offload]:
+def savings_of(planning: PlanningProblem, found: JointSolution, peak_of: PeakOf) -> tuple[Recompute, Offload]:
     """What recomputation and offload do, each beside the other."""
     choice, again = found.solution.choice, found.again
 
     def without(left: Again) -> tuple[int, float]:
         """Bytes that the peak has less, and seconds that the step takes more, than with what is left alone."""
         other = with_again(planning, left)
-        peaks = [int(exact_peak(item, choice)) for item in (other, found.planning)]
+        peaks = [int(peak_of(item, choice)) for item in (other, found.planning)]
         costs = [item.assignment.cost_of(choice) for item in (other, found.planning)]
         return peaks[0] - peaks[1], costs[1] - costs[0]
 

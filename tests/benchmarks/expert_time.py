@@ -11,15 +11,13 @@ from __future__ import annotations
 import sys
 
 from tests.benchmarks.expert_worker import BY_HAND, CHOSEN, EXPERTS, HIDDEN, INTERMEDIATE, OURS, SEQUENCES, TOKENS
-from tests.benchmarks.pipeline_time import LINKS, SETTING, Row, line_of, parser_of, report, row_of, run_on
-from tests.benchmarks.step_time import commit, date, versions
-
-_WORKER = ("-m", "tests.benchmarks.expert_worker")
+from tests.benchmarks.pipeline_time import LINKS, SETTING, Row, line_of, options_on_links, report, row_of, run_on
+from tests.benchmarks.races import commit, date, versions
 
 
 def measure(link: str, rounds: int) -> Row:
     """Run a case."""
-    return row_of(link, "", 1, run_on(link, _WORKER, {"rounds": rounds}), contenders=(OURS, BY_HAND))
+    return row_of(link, "", 1, run_on(link, "expert_worker", {"rounds": rounds}), contenders=(OURS, BY_HAND))
 
 
 def _head(command: str) -> list[str]:
@@ -41,7 +39,7 @@ def _line(row: Row) -> str:
 
 def main() -> int:
     """Measure, print; 1 if the losses of a case differ."""
-    asked = parser_of(__doc__, rounds=30).parse_args()
+    asked = options_on_links(__doc__, rounds=30).parse_args()
     return report((measure(link, asked.rounds) for link in asked.links), _line, _head, "expert_time", asked.markdown)
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from tests.benchmarks.pipeline_worker import BATCHES, OURS, mesh_along, take_turns
-from tests.benchmarks.step_worker import serve
+from tests.benchmarks.pipeline_worker import BATCHES, OURS
+from tests.benchmarks.races import mesh_along, serve, take_turns
 
 SEQUENCES, TOKENS, HIDDEN, INTERMEDIATE, EXPERTS, CHOSEN = 16, 128, 256, 512, 8, 2
 BY_HAND = "by hand"
@@ -20,10 +20,7 @@ BY_HAND = "by hand"
 def _run(order: dict[str, Any]) -> dict[str, Any]:
     """Run `order` on this rank: see `take_turns`."""
     import torch
-    import torch.distributed as dist
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     mesh = mesh_along("expert", is_delayed=order["is_delayed"])
     generator = torch.Generator().manual_seed(1)
     batches = [torch.randn(SEQUENCES, TOKENS, HIDDEN, generator=generator) for _ in range(BATCHES)]

@@ -5,7 +5,6 @@
 Twice for each plan: by a clock that counts the products which a process runs (exact, whatever the load; the link takes
 0.4 of what products take), and by the machine's time behind a link of 1 ms and 100 MB/s (medians over steps). The part
 to hide is the part that products of the same phase could, in any order (`tests.end_to_end.work_clock.hideable_s`).
-The exposed part in Inductor's order of the same program is counted beside it (`tests.benchmarks.inductor_order`).
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ from rich.console import Console
 
 from autoshard.testing import Link, delayed_mesh, record_transfers
 from tests.benchmarks.hidden_cases import AXIS, PLANS, batch, compiled
-from tests.benchmarks.inductor_order import in_inductors_order
 from tests.end_to_end.test_hidden import SIZES, measured, model, programs_of, rig_of
 from tests.end_to_end.work_clock import hideable_s, share_hidden, walk
 from tests.runtime.processes import run_checks
@@ -38,7 +36,7 @@ def _counted(name: str) -> dict[str, float]:
     simulated(**batch(*SIZES[name]))
     _, plain = programs_of(simulated)
     rig = rig_of(plain)
-    found, theirs = measured(name, rig), walk(in_inductors_order(plain, rig), rig)
+    found = measured(name, rig)
     total = sum(item.duration_s for item in walk(plain, rig))
     return {
         "sends": len(found),
@@ -46,7 +44,6 @@ def _counted(name: str) -> dict[str, float]:
         "could be hidden": hideable_s(plain, rig) / total,
         "hidden of it": share_hidden(plain, found, rig),
         "exposed": sum(item.waited_s for item in found) / total,
-        "exposed in Inductor's order": sum(item.waited_s for item in theirs) / total,
     }
 
 

@@ -2,63 +2,43 @@
 
     python -m tests.benchmarks.kernel_resources [sm_80,sm_90,gfx942] [typical | all] [gpt,llama,... | none]
 
-prints them as Markdown: hand-written kernels at usual or all sizes, and those that are generated for the models of
-`tests/kernels/generated/compile_generated.py`.
+prints them as Markdown: hand-written kernels at usual or all sizes, and those that are generated for models, by
+`tests.kernels.compiled_kernels`.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import platform
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 
 from tests.kernels.ahead import ARCHITECTURES
-
-_ROOT = Path(__file__).parents[2]
-_SCRIPT = _ROOT / "tests" / "kernels" / "compile_ahead.py"
-_GENERATED = _ROOT / "tests" / "kernels" / "generated" / "compile_generated.py"
-_FAMILIES = "gpt,llama,mixture,vit,encoder-decoder,block"
+from tests.kernels.compiled_kernels import MODELS, compiled
 
 
-def main(architectures: str = ",".join(ARCHITECTURES), sizes: str = "typical", families: str = _FAMILIES) -> None:
+def main(architectures: str = ",".join(ARCHITECTURES), sizes: str = "typical", models: str = ",".join(MODELS)) -> None:
     """Print the tables; compiling takes some minutes."""
     lines = [f"torch {torch.__version__}, triton {triton.__version__}, Python {platform.python_version()}", ""]
-    lines += _table("size", architectures.split(","), _compile(_SCRIPT, architectures, sizes))
-    if families != "none":
+    lines += _table("size", architectures.split(","), compiled(architectures, sizes))
+    if models != "none":
         lines += ["", "Generated for models, by the model:", ""]
-        lines += _table("model", architectures.split(","), _compile(_GENERATED, architectures, families))
+        lines += _table("model", architectures.split(","), compiled(architectures, "none", models))
     sys.stdout.write("\n".join([*lines, ""]))
-
-
-def _compile(script: Path, *arguments: str) -> list[dict[str, Any]]:
-    """A script's rows, from a process in which kernels are not interpreted."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(_ROOT)
-    command = [sys.executable, str(script), *arguments]
-    return json.loads(subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout)
 
 
 def _table(size: str, architectures: Sequence[str], rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Lines of a table with a row for each kernel and size: the most that any of its compilations uses."""
-    found: dict[tuple[str, str], dict[str, tuple[int, int, int]]] = {}
+    found: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {}
     for row in rows:
         used = (row["registers"], row["shared_bytes"], row["spilled_bytes"])
-        own = found.setdefault((row["kernel"], str(row["size"])), {})
-        before = own.get(row["architecture"], used)
-        own[row["architecture"]] = (max(before[0], used[0]), max(before[1], used[1]), max(before[2], used[2]))
-    yield (
-        f"| kernel | {size} | "
-        + " | ".join(f"{name}: registers, shared KiB, spilled B" for name in architectures)
-        + " |"
-    )
+        own = found.setdefault((row["kernel"], row["size"]), {})
+        own[row["architecture"]] = tuple(map(max, own.get(row["architecture"], used), used))
+    titles = " | ".join(f"{name}: registers, shared KiB, spilled B" for name in architectures)
+    yield f"| kernel | {size} | {titles} |"
     yield "|---|---|" + "---|" * len(architectures)
     for (kernel, of), used_by in found.items():
         cells = (used_by.get(name) for name in architectures)

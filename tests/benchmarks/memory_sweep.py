@@ -38,7 +38,7 @@ from passes.driver.planner import Planner
 from passes.planning.build_assignment import PlanningProblem
 from passes.solver.search_control import SearchControl
 from tests.benchmarks.decoder import Decoder, DecoderShape
-from tests.passes.recipe_search.problems import recipe_problem
+from tests.passes.search.problems import recipe_problem
 
 MESH = Mesh({"data": 8})
 SHARES = (0.15, 0.2, 0.25, 0.3, 0.4, 0.5, 0.7, 1.0)

@@ -1,7 +1,7 @@
 """Step times of our pipelines beside those of `torch.distributed.pipelining` with the same stages.
 
     python -m tests.benchmarks.pipeline_time [--links loopback delayed 1gbit] [--schedules 1F1B interleaved]
-        [--micro-batches 4 8] [--rounds 12] [--markdown FILE] [--profiles FOLDER]
+        [--micro-batches 4 8] [--rounds 12] [--markdown FILE]
 
 Two ranks of one thread, each pinned to a core, train a Llama; see `tests.benchmarks.pipeline_worker`. Both contenders
 run in the same processes and take turns, in an order that changes with each round. Links: loopback; `delayed`, the
@@ -25,25 +25,23 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.pipeline_worker import (
+from tests.benchmarks.pipeline_worker import LAYERS, OURS, SEQUENCES, TOKENS, TORCH, VOCABULARY
+from tests.benchmarks.races import (
     BANDWIDTH_BYTES_PER_S,
+    DELAYED,
     LATENCY_S,
-    LAYERS,
-    OURS,
-    SEQUENCES,
-    TOKENS,
-    TORCH,
-    VOCABULARY,
+    LOOPBACK,
+    commit,
+    date,
+    parser_of,
+    run_order,
+    versions,
 )
-from tests.benchmarks.step_rows import LOOPBACK
-from tests.benchmarks.step_time import commit, date, run_order, versions
 from tests.benchmarks.two_hosts import TwoHosts
 
-DELAYED = "delayed"
 SCHEDULES: Mapping[str, tuple[str, int]] = {"1F1B": ("1F1B", 1), "interleaved": ("Interleaved1F1B", 2)}
 """Our name of a schedule, and the stages of a rank."""
 LOSS_TOLERANCE = 1e-4
-_WORKER = ("-m", "tests.benchmarks.pipeline_worker")
 RANKS = 2
 
 
@@ -110,7 +108,7 @@ SETTING = f"{RANKS} Gloo ranks of one thread, each pinned to a core"
 LINKS = f"`{DELAYED}`: links of {LATENCY_S * 1e3:g} ms and {BANDWIDTH_BYTES_PER_S * 8 / 1e9:g} Gbit/s."
 
 
-def run_on(link: str, worker: Sequence[str], asked: Mapping[str, Any]) -> dict[str, Any]:
+def run_on(link: str, worker: str, asked: Mapping[str, Any]) -> dict[str, Any]:
     """The findings of a worker's ranks that are joined by a link."""
     with nullcontext() if link in (LOOPBACK, DELAYED) else TwoHosts(link) as hosts:
         return run_order(worker, {**asked, "is_delayed": link == DELAYED}, RANKS, hosts)
@@ -121,11 +119,10 @@ def line_of(cells: Iterable[str]) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def parser_of(description: str | None, rounds: int) -> argparse.ArgumentParser:
+def options_on_links(description: str | None, rounds: int) -> argparse.ArgumentParser:
     """The options that benchmarks on links have in common."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(description, rounds)
     parser.add_argument("--links", nargs="+", default=[LOOPBACK, DELAYED], help="loopback, delayed, 1gbit, ...")
-    parser.add_argument("--rounds", type=int, default=rounds)
     parser.add_argument("--markdown", type=Path, help="write the page there too")
     return parser
 
@@ -175,29 +172,20 @@ def _line(row: Row) -> str:
     return line_of([row.link, row.schedule, str(row.micro_batches), *row.cells(digits=0)])
 
 
-def measure(link: str, schedule: str, micro_batches: int, rounds: int, profiles: str) -> Row:
+def measure(link: str, schedule: str, micro_batches: int, rounds: int) -> Row:
     """Run a case."""
     name, virtual_stages = SCHEDULES[schedule]
-    asked = {
-        "schedule": name,
-        "virtual_stages": virtual_stages,
-        "micro_batches": micro_batches,
-        "rounds": rounds,
-        "profiles": profiles,
-    }
-    return row_of(link, schedule, micro_batches, run_on(link, _WORKER, asked))
+    asked = {"schedule": name, "virtual_stages": virtual_stages, "micro_batches": micro_batches, "rounds": rounds}
+    return row_of(link, schedule, micro_batches, run_on(link, "pipeline_worker", asked))
 
 
 def main() -> int:
     """Measure, print; 1 if the losses of a case differ."""
-    parser = parser_of(__doc__, rounds=12)
+    parser = options_on_links(__doc__, rounds=12)
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8])
-    parser.add_argument("--profiles", default="", metavar="FOLDER", help="write a profile of each rank there")
     asked = parser.parse_args()
-    profiles = asked.profiles and str(Path(asked.profiles).resolve())
-    cases = product(asked.links, asked.schedules, asked.micro_batches)
-    rows = (measure(*case, asked.rounds, profiles) for case in cases)
+    rows = (measure(*case, asked.rounds) for case in product(asked.links, asked.schedules, asked.micro_batches))
     return report(rows, _line, _head, "pipeline_time", asked.markdown)
 
 

@@ -7,67 +7,20 @@ tables and shapes are made once, outputs of the last stage are not collected, gr
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import cycle, islice
-from pathlib import Path
 from typing import Any
 
-from tests.benchmarks.step_worker import serve
+from tests.benchmarks.races import mesh_along, serve, take_turns
 
-WARM_UP, BATCHES, LOSSES = 3, 4, 3
+BATCHES = 4
 SEQUENCES, TOKENS, LAYERS, VOCABULARY = 16, 128, 8, 2048
-LATENCY_S, BANDWIDTH_BYTES_PER_S = 5e-4, 125e6
 OURS, TORCH = "autoshard", "torch.distributed.pipelining"
 
 
 def _run(order: dict[str, Any]) -> dict[str, Any]:
     """Run `order` on this rank: see `take_turns`."""
-    import torch
-    import torch.distributed as dist
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    batches = _batches()
     ours, stages = _ours(order)
-    steps = {OURS: ours, TORCH: _torch(order, stages)}
-    found = take_turns(steps, batches, order["rounds"], _of_last_rank)
-    if order["profiles"]:
-        for name, step in steps.items():
-            _profile(Path(order["profiles"]), f"{name} {order['schedule']} {order['micro_batches']}", step, batches[0])
-    found["stages"] = {name: len(set(stages.values())) for name in steps}
-    return found
-
-
-def take_turns(
-    steps: Mapping[str, Callable[[Any], Any]], batches: Sequence[Any], rounds: int, loss_of: Callable[[Any], float]
-) -> dict[str, Any]:
-    """Times, processor times and first losses of contenders, whose order changes with each round."""
-    found: dict[str, Any] = {name: {"times_s": [], "cpu_s": []} for name in steps}
-    for name, step in steps.items():
-        found[name]["losses"] = [loss_of(step(batch)) for batch in islice(cycle(batches), LOSSES)]
-        for batch in islice(cycle(batches), WARM_UP):
-            step(batch)
-    for index, batch in enumerate(islice(cycle(batches), rounds)):
-        for name in list(steps) if index % 2 else list(steps)[::-1]:
-            seconds, worked = _times(steps[name], batch)
-            found[name]["times_s"].append(seconds)
-            found[name]["cpu_s"].append(worked)
-    return found
-
-
-def _times(step: Any, batch: Any) -> tuple[float, list[float]]:
-    """Seconds of a step on the slowest rank, and what the processor of each rank worked."""
-    import torch
-    import torch.distributed as dist
-
-    dist.barrier()
-    start, worked = time.perf_counter(), time.process_time()
-    step(batch)
-    mine = torch.tensor([time.perf_counter() - start, time.process_time() - worked], dtype=torch.float64)
-    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(every, mine)
-    return max(item[0].item() for item in every), [item[1].item() for item in every]
+    return take_turns({OURS: ours, TORCH: _torch(order, stages)}, _batches(), order["rounds"], _of_last_rank)
 
 
 def _of_last_rank(loss: Any) -> float:
@@ -81,36 +34,16 @@ def _of_last_rank(loss: Any) -> float:
 
 
 def _batches() -> list[dict[str, Any]]:
-    import torch
+    from tests.models import words
 
-    generator = torch.Generator().manual_seed(1)
-    words = [torch.randint(0, VOCABULARY, (SEQUENCES, TOKENS), generator=generator) for _ in range(BATCHES)]
-    return [{"input_ids": item, "labels": item} for item in words]
+    return [words(SEQUENCES, TOKENS, VOCABULARY, seed) for seed in range(BATCHES)]
 
 
 def _model() -> Any:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from tests.models import build
 
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        num_hidden_layers=LAYERS, hidden_size=256, num_attention_heads=8, intermediate_size=688,
-        vocab_size=VOCABULARY, max_position_embeddings=TOKENS, use_cache=False,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).train()
-
-
-def mesh_along(axis: str, *, is_delayed: bool) -> Any:
-    """All ranks along one axis, whose links are delayed or not."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    from autoshard.testing import Link, delayed_mesh
-
-    ranks = dist.get_world_size()
-    if is_delayed:
-        return delayed_mesh({axis: ranks}, {axis: Link(LATENCY_S, BANDWIDTH_BYTES_PER_S)})
-    return init_device_mesh("cpu", (ranks,), mesh_dim_names=(axis,))
+    sizes = {"layers": LAYERS, "width": 256, "heads": 8, "inner": 688, "words": VOCABULARY, "length": TOKENS}
+    return build("llama", **sizes).train()
 
 
 def _ours(order: Mapping[str, Any]) -> tuple[Callable[[Any], Any], Mapping[str, int]]:
@@ -223,20 +156,6 @@ def _part(model: Any, stages: Mapping[str, int], number: int) -> Any:
     part = Part()
     assert sum(1 for _ in part.parameters()) == len(held), "a stage has the parameters of whole modules"
     return part
-
-
-def _profile(folder: Path, name: str, step: Any, batch: Any) -> None:
-    """A table of operators of one step on each rank."""
-    import torch.distributed as dist
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        step(batch)
-    table = profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=45, max_name_column_width=50)
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = f"{name} {dist.get_rank()}".replace(" ", "_")
-    (folder / f"{stem}.txt").write_text(table)
-    profiler.export_chrome_trace(str(folder / f"{stem}.json"))
 
 
 if __name__ == "__main__":

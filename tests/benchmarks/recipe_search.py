@@ -8,43 +8,94 @@ batch, with what the software did where that is no choice of a recipe (precision
 found recipe must not be priced above the published one, if that fits in memory by our count. Runs of one *task*
 (model, cluster, batch, and what is held fast) share one search; tasks of one model its trace and what its sections
 cost. Each run is kept when it is done; those that are there are not done again.
-
-If the plan is priced more than 20 % lower, two more searches say for whom it was there to take: within what the
-run's software offered (`run_software`), and within that with an eighth of the device's memory left free. And the way
-from the published recipe to the plan is priced part by part (`recipe_steps`). `recipe_report` writes all that down.
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
+import json
+import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from autoshard import Cluster
 from autoshard.ir.execution import Execution
 from passes.driver.pricing import priced_model
-from passes.recipe_search.recipe_problem import RecipeProblem
 from passes.recipes.recipe_plan import predict_recipe
+from passes.search.recipe_problem import RecipeProblem
 from passes.sections.price_model import CountedModel
 from passes.solver.search_control import Ceiling
 from tests.benchmarks.decoder import Decoder, DecoderShape
 from tests.benchmarks.published_runs import Row, cluster_of, model_shape, read_rows, recipe_of
-from tests.benchmarks.recipe_report import report
-from tests.benchmarks.recipe_runs import LOWER, Compared, Priced, Reason, read_lines, write_line
-from tests.benchmarks.recipe_steps import Taken, steps_between
-from tests.benchmarks.run_software import OFFERED, lacking
 
-_FREE = 1 / 8
-"""Part of a device's memory left for other data than tensors: BigScience's A100s held 9.3 GiB of 80 that we do not
-count (by nvidia-smi; tests/benchmarks/results/cost_accuracy_2026-11-22.md)."""
+GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Priced:
+    """A recipe in words, seconds of its step, and bytes of the fullest rank by what they are."""
+
+    words: str
+    seconds: float
+    memory: Mapping[str, int]
+
+    @property
+    def memory_bytes(self) -> int:
+        """All bytes."""
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A published run beside the fastest recipe of its task (None if nothing was found in time)."""
+
+    run: str
+    source: str
+    task: str
+    device_bytes: int
+    measured_s: float | None
+    published: Priced
+    found: Priced | None
+    bound_s: float
+    is_proven: bool
+    search_s: float
+
+    @property
+    def ratio(self) -> float:
+        """Found over published; infinite where nothing was found."""
+        return math.inf if self.found is None else self.found.seconds / self.published.seconds
+
+    @property
+    def fits(self) -> bool:
+        """Whether the published recipe fits in memory, by our count."""
+        return self.published.memory_bytes <= self.device_bytes
+
+    @property
+    def holds(self) -> bool:
+        """Whether the found recipe fits and, if the published one does too, is priced no higher."""
+        found_fits = self.found is not None and self.found.memory_bytes <= self.device_bytes
+        return found_fits and (not self.fits or self.ratio <= 1.0)
+
+
+def read_lines(path: Path) -> list[Compared]:
+    """Read the kept lines of JSON; nothing where there is no file."""
+    return [_read(json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _read(said: dict[str, Any]) -> Compared:
+    known = {field.name: said[field.name] for field in fields(Compared)}
+    found = said["found"]
+    priced = {"published": Priced(**said["published"]), "found": None if found is None else Priced(**found)}
+    return Compared(**{**known, **priced})
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,97 +138,23 @@ def compare(task: Task, source: str, rows: Sequence[Row], seconds: float) -> Ite
     """The runs of one task beside what one search finds for it."""
     model, limit = counted(task.shape), task.cluster.device.memory_bytes
     search = RecipeProblem(model, task.cluster, task.base, limit)
-    offered = Offered(search, source, seconds)
     start = time.process_time()
     found = search.best(ceiling=Ceiling.within(seconds))
     spent_s = time.process_time() - start
     if found.was_interrupted:
         raise KeyboardInterrupt
     plan = None if found.recipe is None else priced(search, found.recipe)
-    on_device_s = None if found.recipe is None else best_on_device_s(search, found.recipe, seconds)
     for row in rows:
-        run = Compared(
-            run=row["id"],
-            source=source,
-            task=task.name,
-            device_bytes=limit,
-            measured_s=row["derived"]["step_time_s"],
-            published=priced(search, recipe_of(row)),
-            found=plan,
-            bound_s=found.lower_bound,
-            is_proven=found.is_complete,
-            search_s=spent_s,
-            on_device_s=on_device_s,
-        )
-        if found.recipe is not None and run.ratio < LOWER:
-            run = replace(run, reason=why_lower(offered, recipe_of(row), found.recipe))
-        yield run
-
-
-def best_on_device_s(search: RecipeProblem, found: Execution, seconds: float) -> float | None:
-    """Seconds of the fastest recipe that keeps all on the device, if the found one does not; None if none fits, too."""
-    if found.offload == "none":
-        return None
-    best = search.best(only={"offload": ("none",)}, ceiling=Ceiling.within(seconds))
-    return None if best.recipe is None else best.objective
+        yield Compared(
+            row["id"], source, task.name, limit, row["derived"]["step_time_s"], priced(search, recipe_of(row)), plan,
+            found.lower_bound, found.is_complete, spent_s,
+        )  # fmt: skip
 
 
 def priced(search: RecipeProblem, recipe: Execution) -> Priced:
     """A recipe of a search with its price."""
     prediction = predict_recipe(search.counted, recipe, search.cluster)
     return Priced(recipe.words, prediction.step_time_s, prediction.memory_breakdown)
-
-
-@dataclass
-class Offered:
-    """The fastest that a source's software offered for a task, by the memory that it may take.
-
-    Args:
-        search: of the task.
-        source: the key of the source.
-        seconds: for each search.
-    """
-
-    search: RecipeProblem
-    source: str
-    seconds: float
-    _best: dict[float, float | None] = field(default_factory=dict)
-
-    def best_s(self, limit: float) -> float | None:
-        """Seconds of its step; None where none fits.
-
-        Raises:
-            TimeoutError: a search did not come to its end.
-        """
-        if limit not in self._best:
-            found = [
-                self.search.within(limit).best(only=only, ceiling=Ceiling.within(self.seconds))
-                for only in OFFERED[self.source]
-            ]
-            if not all(each.is_complete for each in found):
-                raise TimeoutError(
-                    f"{self.source}: no proof of the fastest recipe that it offered in {self.seconds} s."
-                )
-            self._best[limit] = min((each.objective for each in found if each.recipe is not None), default=None)
-        return self._best[limit]
-
-
-def why_lower(offered: Offered, recipe: Execution, found: Execution) -> Reason:
-    """For whom the found recipe was there to take, and what each part of it is worth."""
-    search = offered.search
-    room = max((1 - _FREE) * search.memory_limit, taken(search, recipe).memory_bytes)
-    return Reason(
-        tuple(steps_between(recipe, found, lambda between: taken(search, between))),
-        lacking(found, offered.source),
-        offered_s=offered.best_s(search.memory_limit),
-        roomy_s=offered.best_s(room),
-    )
-
-
-def taken(search: RecipeProblem, recipe: Execution) -> Taken:
-    """Time and memory of a recipe."""
-    prediction = predict_recipe(search.counted, recipe, search.cluster)
-    return Taken(prediction.step_time_s, prediction.peak_memory_bytes)
 
 
 def usable_rows() -> list[Row]:
@@ -194,6 +171,21 @@ def tasks_of(rows: Sequence[Row], every: int) -> list[tuple[str, Task, list[Row]
     ]
     by_source = groupby(tasks, key=lambda item: item[0])
     return [task for _, items in by_source for task in list(items)[::every]]
+
+
+def report(compared: Sequence[Compared]) -> str:
+    """Whether each run holds, then one line for each, those with the lowest ratio first."""
+    lines = [
+        f"{sum(item.holds for item in compared)} of {len(compared)} plans fit and cost no more than the recipe.",
+        "",
+    ]
+    lines += ["| run | recipe s | GiB | plan s | GiB | of | ratio | plan |", "|---|---|---|---|---|---|---|---|"]
+    for item in sorted(compared, key=lambda item: (item.ratio, item.run)):
+        plan = Priced("nothing found", math.inf, {}) if item.found is None else item.found
+        sizes = [f"{priced.seconds:.4g} | {priced.memory_bytes / GIB:.1f}" for priced in (item.published, plan)]
+        size = f"{item.device_bytes / GIB:.0f}"
+        lines.append(f"| {item.run} | {sizes[0]} | {sizes[1]} | {size} | {item.ratio:.3f} | {plan.words} |")
+    return "\n".join(lines)
 
 
 def main(arguments: list[str]) -> int:
@@ -213,7 +205,7 @@ def main(arguments: list[str]) -> int:
         if not left or time.monotonic() > end:
             continue
         with options.out.open("a") as kept:
-            kept.writelines(write_line(item) for item in compare(task, source, left, options.seconds))
+            kept.writelines(json.dumps(asdict(item)) + "\n" for item in compare(task, source, left, options.seconds))
     compared = read_lines(options.out)
     sys.stdout.write(report(compared) + "\n")
     return int(not all(item.holds for item in compared))

@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    ViTConfig,
-    ViTForImageClassification,
-)
+
+from tests.models import build, words
 
 VOCABULARY, LABELS, PATCH = 2048, 10, 16
 Batch = dict[str, Tensor]
+
+_SMALL: dict[str, Any] = {"layers": 4, "width": 256, "heads": 8, "words": VOCABULARY}
+_MODELS: Mapping[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("gpt2", {**_SMALL, "dropout": 0.0}),
+    "llama": ("llama", {**_SMALL, "inner": 688}),
+    "bert": ("bert", {**_SMALL, "inner": 1024, "length": 1024, "dropout": 0.0}),
+    "vit": ("vit", {"layers": 4, "width": 256, "heads": 8, "inner": 1024, "patch_size": PATCH, "num_labels": LABELS}),
+    "llama-60m": ("llama", {"layers": 8, "width": 512, "heads": 8, "inner": 1408, "words": 32_000}),
+}
+"""Architecture and sizes by name. Dropout is off: its masks are drawn by other generators on each side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,118 +33,34 @@ class Case:
     tokens: int
     batch: int
 
-
-def _llama(tokens: int) -> nn.Module:
-    config = LlamaConfig(
-        num_hidden_layers=4,
-        hidden_size=256,
-        num_attention_heads=8,
-        intermediate_size=688,
-        vocab_size=VOCABULARY,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
+    @property
+    def image_size(self) -> int:
+        """Pixels of a side."""
+        return PATCH * round((self.tokens - 1) ** 0.5)
 
 
-def _llama_60m(tokens: int) -> nn.Module:
-    """58.5 million parameters."""
-    config = LlamaConfig(
-        num_hidden_layers=8,
-        hidden_size=512,
-        num_attention_heads=8,
-        intermediate_size=1408,
-        vocab_size=32_000,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
-
-
-def _gpt2(tokens: int) -> nn.Module:
-    config = GPT2Config(
-        n_layer=4,
-        n_embd=256,
-        n_head=8,
-        vocab_size=VOCABULARY,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
-    )
-    return GPT2LMHeadModel(config)
-
-
-def _bert(tokens: int) -> nn.Module:
-    config = BertConfig(
-        num_hidden_layers=4,
-        hidden_size=256,
-        num_attention_heads=8,
-        intermediate_size=1024,
-        vocab_size=VOCABULARY,
-        max_position_embeddings=1024,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return BertForMaskedLM(config)
-
-
-def _vit(tokens: int) -> nn.Module:
-    config = ViTConfig(
-        num_hidden_layers=4,
-        hidden_size=256,
-        num_attention_heads=8,
-        intermediate_size=1024,
-        image_size=_image_size(tokens),
-        patch_size=PATCH,
-        id2label={label: str(label) for label in range(LABELS)},
-    )
-    return ViTForImageClassification(config)
-
-
-def _image_size(tokens: int) -> int:
-    return PATCH * round((tokens - 1) ** 0.5)
-
-
-_MODELS: Mapping[str, Callable[[int], nn.Module]] = {
-    "gpt2": _gpt2,
-    "llama": _llama,
-    "bert": _bert,
-    "vit": _vit,
-    "llama-60m": _llama_60m,
-}
-
-_TEXTS = ((128, 8), (1024, 4))
-_IMAGES = ((197, 8), (1025, 4))
-_LARGE = ((128, 8), (1024, 2))
-
+_BATCHES = {"vit": ((197, 8), (1025, 4)), "llama-60m": ((128, 8), (1024, 2))}
 CASES: tuple[Case, ...] = tuple(
-    Case(model, tokens, batch)
-    for model in _MODELS
-    for tokens, batch in {"vit": _IMAGES, "llama-60m": _LARGE}.get(model, _TEXTS)
+    Case(model, tokens, batch) for model in _MODELS for tokens, batch in _BATCHES.get(model, ((128, 8), (1024, 4)))
 )
-"""All cases. Dropout is off: its masks are drawn by other generators on each side."""
 
 
 def make_model(case: Case) -> nn.Module:
     """The case's model in training, with the same random weights at each call."""
-    torch.manual_seed(0)
-    return _MODELS[case.model](case.tokens).train()
+    kind, sizes = _MODELS[case.model]
+    return build(kind, **sizes, **({"image_size": case.image_size} if kind == "vit" else {})).train()
 
 
 def make_batches(case: Case, count: int) -> list[Batch]:
     """Global batches, the same on every rank."""
-    generator = torch.Generator().manual_seed(1)
-    return [_make_batch(case, generator) for _ in range(count)]
+    return [_make_batch(case, seed) for seed in range(1, count + 1)]
 
 
-def _make_batch(case: Case, generator: torch.Generator) -> Batch:
-    if case.model == "vit":
-        size = _image_size(case.tokens)
-        pixels = torch.randn(case.batch, 3, size, size, generator=generator)
-        return {"pixel_values": pixels, "labels": torch.randint(0, LABELS, (case.batch,), generator=generator)}
-    words = torch.randint(0, VOCABULARY, (case.batch, case.tokens), generator=generator)
-    return {"input_ids": words, "labels": words}
+def _make_batch(case: Case, seed: int) -> Batch:
+    if case.model != "vit":
+        return words(case.batch, case.tokens, VOCABULARY, seed)
+    pixels = torch.randn(case.batch, 3, *[case.image_size] * 2, generator=torch.Generator().manual_seed(seed))
+    return {"pixel_values": pixels, "labels": (torch.arange(case.batch) + seed) % LABELS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,15 +83,10 @@ class Comparison:
 
 COMPARISONS: Mapping[str, Comparison] = {
     "data": Comparison("data-parallel plan", {"DDP": 1.0}),
-    "sharded": Comparison("fully sharded plan", {"FSDP2": 0.95, "FSDP2, our reduce-scatter": 1.0}),
+    "sharded": Comparison("fully sharded plan", {"FSDP2": 0.95}),
     "tensor": Comparison("tensor-parallel plan", {"DTensor": 0.75}),
     "free": Comparison("free choice", {"DDP": 0.95, "FSDP2": 0.95, "DTensor": 0.95}, best=0.95),
     "one": Comparison("mesh of one", {"eager": 1.0}, ranks=1),
     "inductor": Comparison("mesh of one, inductor", {"torch.compile": 1.0}, ranks=1),
 }
 """Comparisons by the names of `--contenders`."""
-
-
-def as_json(case: Case) -> dict[str, Any]:
-    """The case as plain data."""
-    return {"model": case.model, "tokens": case.tokens, "batch": case.batch}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -17,14 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import autoshard
 from autoshard import P
+from tests.benchmarks.races import mesh_along, times_of
 from tests.benchmarks.step_cases import Batch, Case, make_model
 from tests.benchmarks.step_tensor_parallel import parallelize, tensor_specs
 
@@ -46,23 +44,12 @@ def make_step(name: str, case: Case, batch: Batch) -> Step:
 
 def _time_of(variant: Callable[[Case], Step], case: Case, batch: Batch) -> float:
     """Median seconds of a few steps, on the slowest rank."""
-    step, times = variant(case), []
+    step = variant(case)
     step(batch)
-    for _ in range(_TRIALS):
-        times.append(time_of(step, batch))
+    times = [times_of(step, batch)[0] for _ in range(_TRIALS)]
     del step
     gc.collect()
     return statistics.median(times)
-
-
-def time_of(step: Step, batch: Batch) -> float:
-    """Seconds of one step on the slowest rank."""
-    dist.barrier()
-    start = time.perf_counter()
-    step(batch)
-    found = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-    dist.all_reduce(found, dist.ReduceOp.MAX)
-    return found.item()
 
 
 def _adamw(parameters: Iterator[nn.Parameter]) -> torch.optim.AdamW:
@@ -76,10 +63,6 @@ def _local_part(batch: Batch) -> Batch:
     """This rank's rows."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     return {name: tensor.chunk(ranks)[rank] for name, tensor in batch.items()}
-
-
-def _mesh(axis: str) -> DeviceMesh:
-    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=(axis,))
 
 
 def _by_hand(
@@ -120,19 +103,15 @@ def _ddp(case: Case, bucket_mb: int) -> Step:
     return _by_hand(wrapped, model.parameters(), _local_part)
 
 
-def _fsdp2(case: Case, ahead: int, by_all_to_all: bool = False) -> Step:
+def _fsdp2(case: Case, ahead: int) -> Step:
     """FSDP2 by blocks; `ahead` blocks are asked for beside FSDP2's own prefetching."""
-    model, mesh = make_model(case), _mesh("data")
+    model, mesh = make_model(case), mesh_along("data")
     blocks = [fully_shard(block, mesh=mesh) for block in _blocks_of(model)]
     fully_shard(model, mesh=mesh)
     if ahead:
         for index, block in enumerate(blocks):
             block.set_modules_to_forward_prefetch(blocks[index + 1 : index + 1 + ahead])
             block.set_modules_to_backward_prefetch(blocks[max(0, index - ahead) : index][::-1])
-    if by_all_to_all:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_custom_reduce_scatter(_ReduceScatterByAllToAll())
     return _by_hand(model, model.parameters(), _local_part)
 
 
@@ -141,28 +120,9 @@ def _blocks_of(model: nn.Module) -> nn.ModuleList:
     return max((module for module in model.modules() if isinstance(module, nn.ModuleList)), key=len)
 
 
-class _ReduceScatterByAllToAll(ReduceScatter):
-    """FSDP2's reduce-scatter as ours is on Gloo: an all-to-all, and a sum in the order of ranks."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for what is reduced."""
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> None:
-        """Sum, or average, this rank's part of everyone's `input_tensor` into `output_tensor`."""
-        ranks = dist.get_world_size(group)
-        parts = torch.empty_like(input_tensor)
-        dist.all_to_all_single(parts, input_tensor, group=group)
-        torch.sum(parts.view(ranks, *output_tensor.shape), 0, out=output_tensor)
-        if op == dist.ReduceOp.AVG:
-            output_tensor.div_(ranks)
-
-
 def _dtensor(case: Case, head: str) -> Step:
     """Tensor parallelism by `parallelize_module`."""
-    model, around = parallelize(make_model(case), _mesh("model"), head)
+    model, around = parallelize(make_model(case), mesh_along("model"), head)
     return _by_hand(model, model.parameters(), around=around)
 
 
@@ -176,7 +136,7 @@ def _ours(
     model = make_model(case)
     constraints = None if specs is None else specs(model)
     step = autoshard.compile(
-        model, _mesh(axis), optimizer=_adamw(model.parameters()), constraints=constraints, backend=backend
+        model, mesh_along(axis), optimizer=_adamw(model.parameters()), constraints=constraints, backend=backend
     )
 
     def run(batch: Batch) -> Tensor:
@@ -196,13 +156,11 @@ def _sharded_specs(model: nn.Module) -> dict[str, autoshard.PartitionSpec]:
     return {"input:*": P("data"), **{name: P("data") for name in names}}
 
 
-_AHEAD = (0, 1, 2)
 _CONTENDERS: Mapping[str, Sequence[Callable[[Case], Step]]] = {
     "eager": (_eager,),
     "torch.compile": (_torch_compile,),
     "DDP": tuple(partial(_ddp, bucket_mb=size) for size in BUCKETS_MB),
-    "FSDP2": tuple(partial(_fsdp2, ahead=ahead) for ahead in _AHEAD),
-    "FSDP2, our reduce-scatter": tuple(partial(_fsdp2, ahead=ahead, by_all_to_all=True) for ahead in _AHEAD),
+    "FSDP2": tuple(partial(_fsdp2, ahead=ahead) for ahead in (0, 1, 2)),
     "DTensor": (partial(_dtensor, head="split loss"), partial(_dtensor, head="whole")),
     "mesh of one": (_ours,),
     "mesh of one, inductor": (partial(_ours, backend="inductor"),),

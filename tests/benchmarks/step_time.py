@@ -5,66 +5,222 @@
     python -m tests.benchmarks.step_time --models llama --tokens 128 --contenders data sharded --rounds 8
     python -m tests.benchmarks.step_time --report         the table of what is saved
 
-1. Each comparison of a case is a run of `torchrun` of its own: two ranks of one thread, each pinned to a core (one rank
-   for a mesh of one).
-2. Rivals are tuned first (DDP's bucket size, FSDP2's prefetching, DTensor's loss), then all take turns, round after
-   round, in an order that changes with each round. A step's time is the slowest rank's; of the rounds, the median
-   counts, and the median of paired ratios. The first losses of all must agree.
+1. Each comparison of a case is a race of its own (`tests.benchmarks.races`): two ranks, one for a mesh of one.
+2. Rivals are tuned first: DDP's bucket size, FSDP2's prefetching, DTensor's loss. Of the rounds, the median counts, and
+   the median of paired ratios.
 3. Bytes and peak memory are counted as `tests.benchmarks.step_worker` says.
 4. Rows are merged into results/step_time.json, the table into results/step_time.md. A failure is a row with its error.
 
-Targets, ours over the rival: DDP 1.0, FSDP2 0.95 and with our reduce-scatter 1.0, DTensor 0.75, the best of the three
-0.95 for the planner's free choice, eager and `torch.compile` 1.0; peak memory at most the rival's.
+Targets, ours over the rival: DDP 1.0, FSDP2 0.95, DTensor 0.75, the best of the three 0.95 for the planner's free
+choice, eager and `torch.compile` 1.0; peak memory at most the rival's.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import signal
-import subprocess
+import statistics
 import sys
-import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from rich.console import Console
 from rich.markdown import Markdown
 
-from tests.benchmarks.step_cases import CASES, COMPARISONS, Case, Comparison, as_json
-from tests.benchmarks.step_rows import LOOPBACK, TABLE, Row, expected, fill, save
-from tests.benchmarks.step_worker import MEMORY_ENVIRONMENT
+from tests.benchmarks.races import LOOPBACK, WorkerError, commit, date, parser_of, run_order, versions
+from tests.benchmarks.step_cases import CASES, COMPARISONS, Case, Comparison
 from tests.benchmarks.two_hosts import TwoHosts
 
-ROUNDS = 20
-_WORKER = ("-m", "tests.benchmarks.step_worker")
+RESULTS = Path(__file__).parent / "results" / "step_time.json"
+TABLE = RESULTS.with_suffix(".md")
+LINKS = (LOOPBACK, "1gbit")
+LOSS_TOLERANCE = 1e-3
 
-
-class WorkerError(Exception):
-    """A run that ended with an error; the message is its last line."""
+Found = Mapping[str, Mapping[str, Any]]
+"""By contender, what the first rank found."""
 
 
 @dataclass(frozen=True, slots=True)
-class _Options:
-    rounds: int
-    measures_memory: bool
-    profiles: str
-    hosts: TwoHosts | None
+class Side:
+    """One contender: median step time and processor time, received bytes in a step, peak memory, collectives."""
+
+    step_s: float
+    cpu_s: float
+    received_bytes: int
+    peak_bytes: int | None
+    collectives: Mapping[str, int]
+    loss: float
 
 
-def measure(case: Case, comparison: Comparison, empty: Sequence[Row], options: _Options) -> list[Row]:
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One plan of ours and one rival; `ratio` is the median of paired ratios, with its quartiles.
+
+    `rival` is "best of ..." where the fastest of several counts. `error` says why there is nothing else.
+    """
+
+    model: str
+    tokens: int
+    batch: int
+    link: str
+    ours: str
+    rival: str
+    target: float
+    rounds: int = 0
+    ratio: float | None = None
+    quartiles: tuple[float, float] | None = None
+    our_side: Side | None = None
+    rival_side: Side | None = None
+    fastest: str = ""
+    error: str = ""
+    versions: str = ""
+    commit: str = ""
+    date: str = ""
+    load: float = 0.0
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """The case, where it ran and what it compares."""
+        return (self.model, self.tokens, self.link, self.ours, self.rival)
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the ratio of step times is at most the target, and both computed the same loss."""
+        return self.ratio is not None and not self.error and self.ratio <= self.target
+
+    @property
+    def memory_ratio(self) -> float | None:
+        """Our peak memory over the rival's."""
+        peaks = [side.peak_bytes if side else None for side in (self.our_side, self.rival_side)]
+        return peaks[0] / peaks[1] if peaks[0] and peaks[1] else None
+
+
+def expected(cases: Sequence[Case] = CASES, names: Iterable[str] = COMPARISONS, link: str = LOOPBACK) -> list[Row]:
+    """Rows without figures: all that is to be measured. A mesh of one has no link."""
+    rows = []
+    for case in cases:
+        for comparison in map(COMPARISONS.__getitem__, names):
+            if comparison.ranks > 1 or link == LOOPBACK:
+                best = {f"best of {', '.join(comparison.rivals)}": comparison.best}
+                rivals: Mapping[str, Any] = comparison.rivals if comparison.best is None else best
+                shape = (case.model, case.tokens, case.batch, link, comparison.ours)
+                rows += [Row(*shape, rival, target) for rival, target in rivals.items()]
+    return rows
+
+
+def fill(row: Row, comparison: Comparison, found: Found, peaks: Mapping[str, int]) -> dict[str, Any]:
+    """The figures of a row, as its fields."""
+    sides = {name: _side(found[name], peaks.get(name)) for name in comparison.contenders}
+    rival = row.rival if row.rival in sides else min(comparison.rivals, key=lambda name: sides[name].step_s)
+    pairs = zip(found[row.ours]["times_s"], found[rival]["times_s"], strict=True)
+    ratios = [ours / theirs for ours, theirs in pairs]
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    ours, theirs = sides[row.ours], sides[rival]
+    differs = abs(ours.loss / theirs.loss - 1) > LOSS_TOLERANCE
+    return {
+        "rounds": len(ratios),
+        "ratio": middle,
+        "quartiles": (low, high),
+        "our_side": ours,
+        "rival_side": theirs,
+        "fastest": rival,
+        "error": f"the first losses differ: {ours.loss:.6f} and {theirs.loss:.6f}" if differs else "",
+    }
+
+
+def _side(found: Mapping[str, Any], peak_bytes: int | None) -> Side:
+    return Side(
+        step_s=statistics.median(found["times_s"]),
+        cpu_s=statistics.median(of_ranks[0] for of_ranks in found["cpu_s"]),
+        received_bytes=found["received_bytes"],
+        peak_bytes=peak_bytes,
+        collectives=found["collectives"],
+        loss=found["losses"][0],
+    )
+
+
+def read_rows() -> list[Row]:
+    """All rows that are saved."""
+    return [_row(saved) for saved in json.loads(RESULTS.read_text())["rows"]] if RESULTS.exists() else []
+
+
+def _row(saved: dict[str, Any]) -> Row:
+    sides = {name: saved[name] and Side(**saved[name]) for name in ("our_side", "rival_side")}
+    return Row(**{**saved, **sides, "quartiles": saved["quartiles"] and tuple(saved["quartiles"])})
+
+
+def save(rows: Iterable[Row]) -> None:
+    """Merge rows into the file and write the table: of the same case and rival, the new row counts."""
+    merged = {row.key: row for link in LINKS for row in expected(link=link)}
+    merged |= {row.key: row for row in (*read_rows(), *rows)}
+    kept = list(merged.values())
+    RESULTS.write_text(json.dumps({"rows": [asdict(row) for row in kept]}, indent=1) + "\n")
+    TABLE.write_text(markdown(kept))
+
+
+_HEAD = ("case", "ours", "rival", "target", "ratio", "met", "ms", "CPU ms", "MB", "MiB", "commit, date, load")
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """The page of all rows."""
+    ran = [row for row in rows if row.ratio is not None]
+    memory = [row.memory_ratio for row in ran if row.memory_ratio is not None]
+    lines = [
+        "# Step time beside the same step by hand",
+        "",
+        "`python -m tests.benchmarks.step_time` (with `--link 1gbit` for two emulated hosts) writes this page.",
+        "",
+        f"Of {len(rows)} cases {len(ran)} have run; {sum(row.is_met for row in ran)} of them meet their target of step "
+        f"time; in {sum(ratio <= 1 for ratio in memory)} of {len(memory)} our peak memory is at most the rival's.",
+        "",
+        "Two ranks of one thread, each pinned to a core, or one rank; contenders in turns, round after round, in one "
+        "process group. ms: medians of the slowest rank; CPU ms: what the first rank worked, its communication threads "
+        "included, which other processes disturb less. ratio: median of paired ratios, its quartiles behind it. MB: "
+        "received by a rank in a step. MiB: peak of a rank, each contender in processes of its own. Load: of the "
+        "machine when the case began, other processes included.",
+    ]
+    for link in dict.fromkeys(row.link for row in rows):
+        lines += ["", f"## {link}", "", f"| {' | '.join(_HEAD)} |", f"|{'---|' * len(_HEAD)}"]
+        lines += [f"| {' | '.join(_cells(row))} |" for row in rows if row.link == link]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: Row) -> list[str]:
+    case = [f"{row.model}, {row.tokens} x {row.batch}", row.ours, row.rival, f"{row.target:.2f}"]
+    source = f"{row.commit}, {row.date}, {row.load:.1f}" if row.date else ""
+    if row.ratio is None or row.our_side is None or row.rival_side is None or row.quartiles is None:
+        return [*case, "", f"error: {row.error}" if row.error else "not run", *[""] * 4, source]
+    sides = (row.our_side, row.rival_side)
+    return [
+        *case,
+        f"{row.ratio:.2f} ({row.quartiles[0]:.2f} to {row.quartiles[1]:.2f})",
+        f"error: {row.error}" if row.error else "yes" if row.is_met else "no",
+        " / ".join(f"{side.step_s * 1e3:.0f}" for side in sides) + (f" ({row.fastest})" * (row.fastest != row.rival)),
+        " / ".join(f"{side.cpu_s * 1e3:.0f}" for side in sides),
+        " / ".join(f"{side.received_bytes / 1e6:.2f}" for side in sides),
+        " / ".join(f"{side.peak_bytes / 2**20:.0f}" for side in sides if side.peak_bytes),
+        source,
+    ]
+
+
+def measure(
+    case: Case, comparison: Comparison, empty: Sequence[Row], hosts: TwoHosts | None, rounds: int, weighs: bool
+) -> list[Row]:
     """The rows of one comparison of a case, filled."""
+
+    def run(contenders: Sequence[str], *, memory: bool = False) -> dict[str, Any]:
+        order = {"case": asdict(case), "contenders": contenders, "rounds": rounds, "memory": memory}
+        return run_order("step_worker", order, comparison.ranks, hosts, memory=memory)
+
     load = os.getloadavg()[0]
     try:
-        found = _run(case, comparison, comparison.contenders, options)
-        peaks = {name: _peak_of(case, comparison, name, options) for name in _weighed(comparison, options)}
+        found = run(comparison.contenders)
+        weighed = comparison.contenders if weighs else []
+        peaks = {name: run([name], memory=True)[name]["peak_bytes"] for name in weighed}
         figures = [fill(row, comparison, found, peaks) for row in empty]
     except WorkerError as error:
         figures = [{"error": str(error)} for _ in empty]
@@ -72,106 +228,29 @@ def measure(case: Case, comparison: Comparison, empty: Sequence[Row], options: _
     return [replace(row, **found, **source) for row, found in zip(empty, figures, strict=True)]
 
 
-def _weighed(comparison: Comparison, options: _Options) -> Iterable[str]:
-    return comparison.contenders if options.measures_memory else ()
-
-
-def _peak_of(case: Case, comparison: Comparison, name: str, options: _Options) -> int:
-    found = _run(case, comparison, [name], options, memory=True)
-    return found[name]["peak_bytes"]
-
-
-def _run(
-    case: Case, comparison: Comparison, contenders: Sequence[str], options: _Options, memory: bool = False
-) -> dict[str, Any]:
-    """Return the ranks' measures of some contenders; `WorkerError` if one failed."""
-    asked = {"case": as_json(case), "contenders": list(contenders), "rounds": options.rounds, "memory": memory}
-    return run_order(_WORKER, {**asked, "profiles": options.profiles}, comparison.ranks, options.hosts, memory=memory)
-
-
-def run_order(
-    worker: Sequence[str], asked: Mapping[str, Any], ranks: int, hosts: TwoHosts | None, *, memory: bool = False
-) -> dict[str, Any]:
-    """The findings of a worker's first rank; `WorkerError` where a rank failed.
-
-    Args:
-        worker: arguments of Python; the worker serves orders by `tests.benchmarks.step_worker.serve`.
-        asked: the order, as plain data.
-        ranks: how many processes.
-        hosts: where they run; None: here.
-        memory: whether large allocations are to be counted.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        order = Path(folder) / "order.json"
-        order.write_text(json.dumps(asked))
-        _launch([*worker, str(order)], ranks, hosts, memory)
-        found = order.with_suffix(".found")
-        if found.exists():
-            return json.loads(found.read_text())
-        errors = [path.read_text().strip().splitlines()[-1] for path in sorted(Path(folder).glob("order.error*"))]
-        raise WorkerError(errors[0][:300] if errors else "the ranks ended without a word")
-
-
-def _launch(arguments: Sequence[str], ranks: int, hosts: TwoHosts | None, memory: bool) -> None:
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
-    os.environ.update(environment | (MEMORY_ENVIRONMENT if memory else {}))
-    try:
-        if hosts is not None and ranks > 1:
-            hosts.torchrun(sys.executable, arguments)
-            return
-        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        subprocess.run([*launcher, *arguments], check=False)
-    finally:
-        for name in MEMORY_ENVIRONMENT:
-            os.environ.pop(name, None)
-
-
-def versions() -> str:
-    """Versions of what runs."""
-    return f"torch {torch.__version__}, transformers {transformers.__version__}, Python {sys.version.split()[0]}"
-
-
-def commit() -> str:
-    """The checkout's, or "unknown"."""
-    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=False, capture_output=True, text=True)
-    return asked.stdout.strip() or "unknown"
-
-
-def date() -> str:
-    """Now, in UTC."""
-    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M")
-
-
-def _parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    models = list(dict.fromkeys(case.model for case in CASES))
+def main() -> None:
+    """Measure case by case, save and print."""
+    parser, models = parser_of(__doc__, rounds=20), list(dict.fromkeys(case.model for case in CASES))
     parser.add_argument("--models", nargs="+", default=models, choices=models)
     parser.add_argument("--tokens", type=int, nargs="+", help="128, 1024; of an image its class token is one more")
     parser.add_argument("--contenders", nargs="+", default=list(COMPARISONS), choices=list(COMPARISONS))
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--link", metavar="RATE", help="two emulated hosts, joined at 1gbit, 200mbit, ...; needs root")
     parser.add_argument("--no-memory", action="store_true", help="leave peak memory out: half the runs")
     parser.add_argument("--no-save", action="store_true", help="print the rows, and leave the results as they are")
-    parser.add_argument("--profiles", default="", metavar="FOLDER", help="write a profile of each contender there")
     parser.add_argument("--report", action="store_true", help="measure nothing; show what is saved")
-    return parser.parse_args()
-
-
-def main() -> None:
-    """Measure case by case, save and print."""
-    asked, console = _parse(), Console(width=200)
+    asked, console = parser.parse_args(), Console(width=200)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that emulated hosts are taken down
     if asked.report:
         console.print(Markdown(TABLE.read_text()))
         return
     cases = [case for case in CASES if case.model in asked.models and (not asked.tokens or case.tokens in asked.tokens)]
     with TwoHosts(asked.link) if asked.link else nullcontext() as hosts:
-        profiles = asked.profiles and str(Path(asked.profiles).resolve())
-        options = _Options(asked.rounds, not asked.no_memory, profiles, hosts)
         for case in cases:
             for name in asked.contenders:
                 empty = expected([case], [name], asked.link or LOOPBACK)
-                rows = measure(case, COMPARISONS[name], empty, options) if empty else []
+                rows = (
+                    measure(case, COMPARISONS[name], empty, hosts, asked.rounds, not asked.no_memory) if empty else []
+                )
                 for row in rows:
                     console.print(row)
                 if not asked.no_save:

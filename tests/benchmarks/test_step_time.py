@@ -9,19 +9,20 @@ from typing import Any
 import pytest
 
 from tests.benchmarks.step_cases import CASES, COMPARISONS
-from tests.benchmarks.step_rows import expected, fill, markdown
+from tests.benchmarks.step_time import expected, fill, markdown
 from tests.benchmarks.two_hosts import TwoHosts
 
 
 def found_of(times_s: list[float], loss: float = 1.0) -> dict[str, Any]:
     """A rank's record of one contender."""
-    return {"times_s": times_s, "cpu_s": times_s, "received_bytes": 10, "collectives": {}, "loss": loss}
+    cpu_s = [[seconds] for seconds in times_s]
+    return {"times_s": times_s, "cpu_s": cpu_s, "received_bytes": 10, "collectives": {}, "losses": [loss]}
 
 
 def test_every_case_has_a_row_for_each_rival() -> None:
-    """Five models at two lengths; seven rows on loopback, and no mesh of one on a link."""
-    assert len(expected(link="loopback")) == len(CASES) * 7
-    assert len(expected(link="1gbit")) == len(CASES) * 5
+    """Five models at two lengths; six rows on loopback, and no mesh of one on a link."""
+    assert len(expected(link="loopback")) == len(CASES) * 6
+    assert len(expected(link="1gbit")) == len(CASES) * 4
 
 
 def test_the_ratio_is_the_median_of_pairs() -> None:

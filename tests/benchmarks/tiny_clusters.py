@@ -42,7 +42,7 @@ from cost_models.calibration import Calibration, pooled
 from cost_models.device import Device
 from cost_models.hardware import NodeType
 from tests.benchmarks.pipeline_time import line_of
-from tests.benchmarks.step_time import commit, date, versions
+from tests.benchmarks.races import commit, date, versions
 
 VOCABULARY = 1024
 WARM_UP = 3

@@ -10,7 +10,7 @@ import os
 import shutil
 import signal
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import TracebackType
 from typing import Self
@@ -52,13 +52,12 @@ class TwoHosts:
     ) -> None:
         self._remove()
 
-    def torchrun(self, python: str, arguments: Sequence[str]) -> int:
+    def torchrun(self, python: str, arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         """Run `torchrun` with one process on each host; the first host's output is shown. Returns its exit status."""
-        other = subprocess.Popen(
-            self._command(1, python, arguments), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        silent, env = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}, os.environ | environment
+        other = subprocess.Popen(self._command(1, python, arguments), env=env, **silent)
         try:
-            return subprocess.run(self._command(0, python, arguments), check=False).returncode
+            return subprocess.run(self._command(0, python, arguments), check=False, env=env).returncode
         finally:
             _stop(other)
 

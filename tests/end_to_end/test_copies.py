@@ -17,7 +17,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import autoshard
 from autoshard import Mesh, P
@@ -134,26 +133,6 @@ def check_deepcopy_of_a_training_step() -> None:
         losses.append([step(data()).item(), step(data()).item()])
         assert losses[-1] == [other(data()).item(), other(data()).item()]
     assert losses[0] != losses[1]
-
-
-def check_averaged_model() -> None:
-    """An average of weights is updated, evaluated, saved and loaded."""
-    found = []
-    for network in (Net(), compiled(Net())):
-        average = AveragedModel(network, multi_avg_fn=get_ema_multi_avg_fn(0.5))
-        for _ in range(3):
-            train(network)
-            average.update_parameters(network)
-        average.eval()
-        with torch.no_grad():
-            loss = average(data())
-        again = AveragedModel(copy.deepcopy(network))
-        again.load_state_dict(average.state_dict())
-        again.eval()
-        with torch.inference_mode():
-            assert_close(again(data()).clone(), loss, "loaded")
-        found.append(loss)
-    assert_close(found[1], found[0], "average")
 
 
 def check_pickle() -> None:
@@ -298,7 +277,7 @@ def test_on_the_simulator(name: str) -> None:
 outcomes = checked_once(CHECKS, ranks=2, deadline_s=200)
 
 
-_SLOW = ["deepcopy_of_a_training_step", "averaged_model", "what_does_not_fit", "names_of_a_state", "own_extra_state"]
+_SLOW = ["deepcopy_of_a_training_step", "what_does_not_fit", "names_of_a_state", "own_extra_state"]
 
 
 @pytest.mark.sample(3)

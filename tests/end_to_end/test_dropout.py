@@ -11,8 +11,8 @@ from autoshard import Mesh, P, PartitionSpec
 from autoshard.testing import check_plan
 from autoshard.testing.training import drawing_alike
 from tests.end_to_end.layouts import layouts
-from tests.end_to_end.models import MODELS
 from tests.end_to_end.training import assert_equal, train
+from tests.models import MODELS
 
 SQUARE = Mesh({"data": 2, "model": 2})
 

@@ -18,11 +18,11 @@ from autoshard.ir.execution import Execution
 from cost_models.device import HostLink
 from cost_models.hardware import node_type
 from passes.driver.pricing import price_execution, priced_model
-from passes.recipe_search.recipe_problem import RecipeProblem
+from passes.search.recipe_problem import RecipeProblem
 from passes.sections.price_model import CountedModel
 from tests.passes.decoders import dense, priced_sparse, tokens
 from tests.passes.every_recipe import every_price
-from tests.passes.recipe_search.problems import recipe_problem
+from tests.passes.search.problems import recipe_problem
 
 LEAST_TOKENS = 16
 SPARSE = priced_sparse().counted
@@ -63,7 +63,6 @@ RUNTIMES = st.builds(
     overlap_parameters=st.booleans(),
     overlap_gradients=st.booleans(),
     cuda_graph=st.booleans(),
-    compiled=st.booleans(),
     gradient_dtype=st.sampled_from(["f32", "bf16"]),
 )
 BASES = st.builds(Execution, global_batch=st.sampled_from([2, 4]), runtime=RUNTIMES)
@@ -75,9 +74,10 @@ def check(counted: CountedModel, cluster: Cluster, base: Execution, share: float
     sizes = sorted({each.memory_bytes for each in prices})
     limit = sizes[round(share * (len(sizes) - 1))]
     best = min(each.time_s for each in prices if each.memory_bytes <= limit)
-    device = replace(cluster.device, memory_bytes=limit)
+    device = replace(cluster.node.device, memory_bytes=limit)
     small = Cluster(cluster.node.with_device(device), cluster.nodes, cluster.devices_per_node)
-    problem = RecipeProblem(counted, small, base, limit, LEAST_TOKENS)
+    groups = {"zero_group": (None, *range(2, cluster.size))}  # otherwise the search thins them out
+    problem = RecipeProblem(counted, small, base, limit, LEAST_TOKENS, pinned=groups)
     found = problem.best()
     assert found.recipe is not None
     assert found.objective == found.lower_bound == best == problem.pricer.time_s(found.recipe)

@@ -3,50 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import MixtralConfig, MixtralForCausalLM, ViTConfig, ViTForImageClassification
 
 from autoshard import P, PartitionSpec
 from tests.end_to_end.fake_cuda import DeviceUse, fake_world
 from tests.end_to_end.layouts import FULLY_SHARDED, TENSOR
-from tests.end_to_end.models import LENGTH, VOCABULARY, bert, gpt2, llama
+from tests.models import bert, gpt2, llama, mixtral, vit
 
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor:UserWarning")
 
 Made = tuple[nn.Module, dict[str, Any]]
 
 
-def vit() -> Made:
-    config = ViTConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, image_size=16, patch_size=4,
-        num_labels=8, hidden_dropout_prob=0.0, attn_implementation="sdpa",
-    )  # fmt: skip
-    images = torch.zeros(8, 3, 16, 16, dtype=torch.bfloat16)
-    return ViTForImageClassification(config), {"pixel_values": images, "labels": torch.zeros(8, dtype=torch.int64)}
-
-
-def mixtral() -> Made:
-    config = MixtralConfig(
-        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=16, num_local_experts=4, num_experts_per_tok=2, use_cache=False,
-        attn_implementation="sdpa",
-    )  # fmt: skip
-    tokens = torch.zeros(8, LENGTH, dtype=torch.int64)
-    return MixtralForCausalLM(config), {"input_ids": tokens, "labels": tokens}
-
-
-def bert_without_padding() -> Made:
-    model, batch = bert()
-    return model, {name: item for name, item in batch.items() if name != "attention_mask"}
+def made(build: Callable[..., Made], **options: Any) -> Made:
+    """A model and its batch on CUDA's types, without padding."""
+    model, batch = build(**options)
+    batch = {name: item for name, item in batch.items() if name != "attention_mask"}
+    return model, {name: item.bfloat16() if item.is_floating_point() else item for name, item in batch.items()}
 
 
 MODELS: dict[str, Callable[[], Made]] = {
-    "gpt2": gpt2, "llama": llama, "bert": bert_without_padding, "vit": vit, "mixtral": mixtral,
-}  # fmt: skip
+    **{item.__name__: partial(made, item) for item in (gpt2, llama, bert, mixtral)},
+    "vit": partial(made, vit, size=16),
+}
 DATA: dict[str, PartitionSpec] = {"input:*": P("data")}
 SHARDED: dict[str, dict[str, PartitionSpec]] = {
     **FULLY_SHARDED,

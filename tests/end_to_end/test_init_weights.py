@@ -21,8 +21,8 @@ from autoshard.runtime.weights.init_weights import init_weights
 from autoshard.runtime.weights.local_part import LocalPart
 from autoshard.tracing import record_initialisation
 from tests.end_to_end.layouts import layouts
-from tests.end_to_end.models import llama
 from tests.end_to_end.test_meta import TOKENS, Tied, compiled, on_meta, refusing_to_gather
+from tests.models import llama
 from tests.runtime.processes import report, run_checks
 from tests.tracing.test_initialisers import CONFIGS
 

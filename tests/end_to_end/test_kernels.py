@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import autoshard
 from autoshard import Mesh
 from autoshard.kernels.generated.define import generated_kernel
-from tests.end_to_end.models import gpt2, llama
+from tests.models import gpt2, llama
 from tests.passes.families import FAMILIES
 from tests.passes.launches import fused_calls
 

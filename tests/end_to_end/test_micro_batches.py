@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autoshard
+from tests.models import build, words
 
 CLASSES, WIDTH, ROWS, PARTS = 5, 8, 8, 4
 MESH = autoshard.Mesh({"data": 2})
@@ -245,20 +246,11 @@ def test_a_report_says_how_the_loss_was_weighed() -> None:
 
 def test_a_causal_model_of_transformers_trains_like_one_device() -> None:
     """One sequence a part, with labels that are ignored."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=32, use_cache=False
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
-    tokens = torch.randint(0, 32, (PARTS, 8))
-    labels = tokens.clone()
-    labels[0, :5] = -100
+    model, batch = build("llama", layers=1, width=16, inner=32, heads=2, words=32), words(PARTS, 8, 32)
+    batch["labels"][0, :5] = -100
     alone = copy.deepcopy(model)
     step = autoshard.compile(model, MESH, optimizer=torch.optim.SGD(model.parameters(), 0.1), micro_batches=PARTS)
-    found = step(input_ids=tokens, labels=labels)
-    expected = alone(input_ids=tokens, labels=labels).loss
+    found, expected = step(**batch), alone(**batch).loss
     expected.backward()
     torch.testing.assert_close(found, expected.detach())
     held = dict(step.sharded.named_parameters())

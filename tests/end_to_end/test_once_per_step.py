@@ -22,6 +22,7 @@ from autoshard.runtime.train_step import TrainStep
 from passes.memory.lowered_memory import peak_bytes
 from tests.benchmarks.live_memory import peak_bytes_of
 from tests.end_to_end.training import whole
+from tests.models import build, words
 from tests.runtime.processes import checked_once, named, report
 
 LINE = Mesh({"data": 2})
@@ -33,21 +34,11 @@ ROWS, LENGTH, WORDS, PARTS = 16, 32, 64, 4
 
 def llama() -> nn.Module:
     """One layer, a head of its own."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {
-        "hidden_size": 16,
-        "intermediate_size": 32,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-    }
-    return LlamaForCausalLM(LlamaConfig(**sizes, vocab_size=WORDS, use_cache=False))
+    return build("llama", layers=1, width=16, inner=32, heads=2, words=WORDS)
 
 
 def batch(seed: int) -> dict[str, Tensor]:
-    tokens = torch.randint(0, WORDS, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed))
-    return {"input_ids": tokens, "labels": tokens.clone()}
+    return words(ROWS, LENGTH, WORDS, seed)
 
 
 @cache

@@ -11,76 +11,17 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    ViTConfig,
-    ViTForImageClassification,
-)
 
 import autoshard
+from tests.models import build, vit, words
 from tests.runtime.dispatch import RecordDispatch
 from tests.runtime.processes import checked_once, report
 
-LAYERS, WIDTH, HEADS, WORDS = 2, 32, 4, 64
-Options = dict[str, Any]
-Batch = dict[str, torch.Tensor]
-
-
-def bert() -> nn.Module:
-    sizes: Options = {
-        "hidden_size": WIDTH,
-        "num_attention_heads": HEADS,
-        "intermediate_size": 64,
-        "vocab_size": WORDS,
-    }
-    off: Options = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    return BertForMaskedLM(BertConfig(num_hidden_layers=LAYERS, max_position_embeddings=32, **sizes, **off))
-
-
-def gpt2() -> nn.Module:
-    off: Options = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False}
-    sizes: Options = {
-        "n_layer": LAYERS,
-        "n_embd": WIDTH,
-        "n_head": HEADS,
-        "vocab_size": WORDS,
-        "n_positions": 32,
-    }
-    return GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, **sizes, **off))
-
-
-def llama() -> nn.Module:
-    sizes: Options = {
-        "hidden_size": WIDTH,
-        "num_attention_heads": HEADS,
-        "intermediate_size": 64,
-        "vocab_size": WORDS,
-    }
-    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=LAYERS, use_cache=False, **sizes))
-
-
-def vit() -> nn.Module:
-    sizes: Options = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "intermediate_size": 64}
-    return ViTForImageClassification(ViTConfig(num_hidden_layers=LAYERS, image_size=16, patch_size=4, **sizes))
-
-
-def _words() -> Batch:
-    words = torch.randint(0, WORDS, (2, 16), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": words, "labels": words}
-
-
-def _images() -> Batch:
-    return {"pixel_values": torch.ones(2, 3, 16, 16), "labels": torch.tensor([0, 1])}
-
-
-MODELS: Mapping[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
-    "bert": (bert, _words), "gpt2": (gpt2, _words), "llama": (llama, _words), "vit": (vit, _images),
-}  # fmt: skip
+SIZES: dict[str, Any] = {"layers": 2, "width": 32, "heads": 4, "inner": 64, "words": 64, "length": 32}
+MODELS: Mapping[str, Callable[[], nn.Module]] = {
+    **{name: partial(build, name, dropout=0.0, **SIZES) for name in ("bert", "gpt2", "llama")},
+    "vit": lambda: vit(layers=2, size=16)[0],
+}
 
 KINDS: Mapping[str, tuple[str, ...]] = {
     "copies": ("clone", "copy_", "contiguous"),
@@ -106,8 +47,8 @@ def counts_of(step: Callable[[], object]) -> Counter[str]:
 
 
 def check(name: str) -> None:
-    make, make_batch = MODELS[name]
-    by_hand, batch = make().train(), make_batch()
+    make, batch = MODELS[name], vit(size=16)[1] if name == "vit" else words(2, 16, 64)
+    by_hand = make().train()
     optimizer = torch.optim.AdamW(by_hand.parameters(), fused=True)
 
     def step_by_hand() -> None:

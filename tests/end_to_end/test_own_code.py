@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
-from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.configuration_utils import GenerationConfig
 
 import autoshard
 from autoshard import Mesh, P
 from tests.end_to_end.training import assert_close, whole
+from tests.models import build
 from tests.runtime.processes import checked_once, report
 
 PAIR = Mesh({"data": 2})
@@ -125,12 +125,8 @@ def check_errors_leave_parameters_in_place() -> None:
 
 def check_generate() -> None:
     """Tokens of transformers' `generate` are those of one device: greedy, sampled, by beams, with a cache or none."""
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=32, bos_token_id=1, eos_token_id=2, pad_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model: Any = LlamaForCausalLM(config).eval()
+    sizes = {"words": 32, "width": 16, "inner": 24, "layers": 2, "heads": 2, "key_heads": 1, "length": 32}
+    model: Any = build("llama", **sizes, bos_token_id=1, eos_token_id=2, pad_token_id=0, use_cache=True).eval()
     plain = copy.deepcopy(model)
     sharded: Any = autoshard.compile(model, PAIR, constraints={"*proj.weight": P("data")})
     prompt = torch.arange(3, 11).view(2, 4)

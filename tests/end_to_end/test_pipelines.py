@@ -19,7 +19,7 @@ from autoshard import Mesh, NotAvailableError, P, Recipe, RecipeError
 from autoshard.errors import InvalidSpecError
 from autoshard.runtime.stages.stage_meshes import is_elsewhere
 from autoshard.testing import Link, delayed_mesh
-from tests.end_to_end.models import gpt2, llama, t5, vit
+from tests.models import gpt2, llama, t5, vit
 from tests.runtime.processes import checked_once, named, report
 
 STEPS, MICRO_BATCHES, NORM = 5, 4, 0.3

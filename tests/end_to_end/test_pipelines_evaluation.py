@@ -15,8 +15,8 @@ from torch.nn import functional as F
 
 import autoshard
 from autoshard import Mesh, NotAvailableError, P, Recipe
-from tests.end_to_end.models import t5
 from tests.end_to_end.test_pipelines import adamw, compiled
+from tests.models import t5
 from tests.runtime.processes import checked_once, report
 from tests.runtime.test_known_programs import check_freed
 

@@ -33,9 +33,9 @@ from autoshard.errors import WeightsError
 from autoshard.runtime import distributed
 from autoshard.runtime.stages.stage_meshes import is_elsewhere
 from autoshard.runtime.weights.local_part import LocalPart
-from tests.end_to_end.models import gpt2
 from tests.end_to_end.test_pipelines import skips
 from tests.end_to_end.test_weights import assert_equal, contents, counting, shared_folder
+from tests.models import gpt2
 from tests.runtime.processes import report, run_checks
 
 STAGES, SQUARE, LINE = Mesh({"pipeline": 2}), Mesh({"pipeline": 2, "data": 2}), Mesh({"data": 4})

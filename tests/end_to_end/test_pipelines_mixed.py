@@ -17,8 +17,8 @@ from torch import nn
 import autoshard
 from autoshard import Mesh, P, Recipe
 from autoshard.runtime.stages.stage_meshes import is_elsewhere
-from tests.end_to_end.models import gpt2, llama, t5, vit
 from tests.end_to_end.training import Training, assert_equal, whole
+from tests.models import gpt2, llama, t5, vit
 from tests.runtime.processes import report, run_checks
 from tests.zoo.table import ARCHITECTURES
 

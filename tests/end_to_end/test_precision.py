@@ -21,8 +21,8 @@ from autoshard import Cluster, Mesh, NotAvailableError, P, PlanMismatchError
 from autoshard.runtime.train_step import TrainStep
 from autoshard.testing import check_plan, plans, programs
 from autoshard.tracing.precision import run_in_precision
-from tests.end_to_end.models import MODELS
 from tests.end_to_end.training import whole
+from tests.models import MODELS
 from tests.runtime.processes import checked_once, report
 
 BF16 = torch.bfloat16

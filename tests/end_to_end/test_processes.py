@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from functools import cache, partial
 from unittest import mock
 
@@ -17,8 +16,8 @@ import autoshard
 from autoshard import Mesh, P, RankMismatchError
 from tests.benchmarks.live_memory import peak_bytes_of
 from tests.end_to_end.layouts import layouts
-from tests.end_to_end.models import MODELS, Inputs, odd
 from tests.end_to_end.training import assert_close, assert_equal, train, whole
+from tests.models import MODELS, Inputs, odd
 from tests.runtime.dispatch import RecordDispatch
 from tests.runtime.processes import checked_once, named, report
 
@@ -115,28 +114,6 @@ def check_uneven() -> None:
     assert weight.to_local().shape[0] == (11 if dist.get_rank() == 3 else 12)
 
 
-def check_train_step_and_its_state() -> None:
-    """The whole step with clipping and micro-batches; its state goes on in another step."""
-    model, plain = small(), small()
-    step = compile_step(model)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
-    x, y = batch()
-    for _ in range(3):
-        loss = step(x, y)
-        expected = nn.functional.mse_loss(plain(x), y)
-        expected.backward()
-        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert_close(loss, expected.detach(), "loss")
-    for name, parameter in plain.named_parameters():
-        assert_close(whole(step.sharded.get_parameter(name)), parameter.detach(), name)
-    other = compile_step(small())
-    other(x, y)
-    other.load_state_dict(step.state_dict())
-    assert torch.equal(other(x, y), step(x, y))
-
-
 def small() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 2))
@@ -145,34 +122,6 @@ def small() -> nn.Module:
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return torch.randn(8, 6, generator=generator), torch.randn(8, 2, generator=generator)
-
-
-def compile_step(model: nn.Module) -> autoshard.TrainStep:
-    return autoshard.compile(
-        model,
-        SQUARE,
-        optimizer=torch.optim.AdamW(model.parameters(), lr=0.1),
-        loss_fn=nn.functional.mse_loss,
-        constraints={"input:*": P("data"), "0.weight": P("model"), "2.weight": P(None, "model")},
-        micro_batches=2,
-        max_grad_norm=0.5,
-    )
-
-
-def check_distributed_checkpoint() -> None:
-    """A checkpoint of one layout is read by another."""
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder, src=0)
-    x, _ = batch()
-    first = autoshard.compile(small(), SQUARE, constraints={"0.weight": P("model")}, example_inputs=(x,))
-    torch.distributed.checkpoint.save({"model": first.state_dict()}, checkpoint_id=folder[0])
-    torch.manual_seed(5)
-    other = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 2))
-    second = autoshard.compile(other, SQUARE, constraints={"0.weight": P(None, "data")}, example_inputs=(x,))
-    state = {"model": second.state_dict()}
-    torch.distributed.checkpoint.load(state, checkpoint_id=folder[0])
-    second.load_state_dict(state["model"])
-    assert_close(second(x).detach(), first(x).detach(), "output after loading")
 
 
 def check_only_local_operators_and_collectives_run() -> None:
@@ -214,8 +163,6 @@ CHECKS = {
     "a new shape": check_a_new_shape_gathers_nothing,
     "memory": check_memory,
     "dropout": check_dropout,
-    "train step": check_train_step_and_its_state,
-    "distributed checkpoint": check_distributed_checkpoint,
     "no dtensor dispatch": check_only_local_operators_and_collectives_run,
     "same program": check_the_program_is_the_same_on_all_ranks,
     "different models": check_a_model_that_differs_between_ranks,

@@ -9,8 +9,8 @@ import torch
 
 import autoshard
 from autoshard import Mesh, P, Plan
-from tests.end_to_end.models import MODELS
 from tests.end_to_end.training import assert_equal, train
+from tests.models import MODELS
 
 PAIR = Mesh({"data": 2})
 

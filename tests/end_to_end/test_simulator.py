@@ -8,8 +8,8 @@ import torch
 import autoshard
 from autoshard import Mesh
 from tests.end_to_end.layouts import layouts
-from tests.end_to_end.models import MODELS
 from tests.end_to_end.training import FLOOR, RELATIVE, Training, assert_equal, train
+from tests.models import MODELS
 
 MESHES = [
     Mesh({"model": 4}),

@@ -20,8 +20,8 @@ from autoshard.ir.program import OutputKind
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep
 from tests.benchmarks.live_memory import peak_bytes_of
-from tests.end_to_end.models import gpt2
 from tests.end_to_end.training import assert_close, whole
+from tests.models import gpt2
 from tests.runtime.processes import report, run_checks
 
 

@@ -16,7 +16,7 @@ from autoshard.runtime import engine
 from autoshard.testing import DrawnProgram, check_plan, programs
 from autoshard.tracing import trace
 from passes.lowering.lower_program import prepare
-from tests.end_to_end.models import odd
+from tests.models import odd
 from tests.passes.greedy_plans import most_uneven_plan
 
 MESHES = [Mesh({"model": 4}), Mesh({"model": 3}), Mesh({"data": 2, "model": 2})]

@@ -31,7 +31,7 @@ from autoshard.runtime.distributed import DistributedEngine
 from autoshard.runtime.weights.export_weights import export_weights
 from autoshard.runtime.weights.load_weights import load_weights, together
 from autoshard.runtime.weights.safetensors_writer import SafetensorsWriter
-from tests.end_to_end.models import gpt2, llama
+from tests.models import gpt2, llama
 from tests.runtime.architectures import BUILDERS, build, logits
 from tests.runtime.processes import checked_once, named, report
 

@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,12 +18,11 @@ from autoshard.kernels.launch import row_tile
 from autoshard.kernels.tuning import Launch, Tuner
 from autoshard.kernels.tuning_switch import tune_kernels
 from tests.kernels.calls import CALLS, run
+from tests.kernels.compiled_kernels import compiled
 from tests.kernels.fused import draw
 
 _aten = torch.ops.aten
 
-SCRIPT = Path(__file__).with_name("compile_candidates.py")
-ROOT = SCRIPT.parents[2]
 # Of a program on an H100, in bytes.
 MAX_SHARED_BYTES = 232_448
 NAMES = st.sampled_from(sorted(CALLS))
@@ -130,20 +123,10 @@ def test_a_choice_is_readable() -> None:
     assert str(Choice((), 4)) == "4 warps"
 
 
-def _compile(*arguments: str) -> list[dict[str, Any]]:
-    """The script's rows, from a process in which kernels are not interpreted."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(ROOT)
-    command = [sys.executable, "-W", "error", str(SCRIPT), *arguments]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
-    assert result.returncode == 0, result.stderr[-4000:]
-    return json.loads(result.stdout)
-
-
 @pytest.mark.slow
 def test_candidates_compile() -> None:
-    """One of every sixth kernel, for an H100, within its shared memory."""
-    rows = _compile("sm_90", "sample")
+    """One of every third kernel, for an H100, within its shared memory."""
+    rows = compiled("sm_90", "sample")
     assert len({row["kernel"] for row in rows}) == len(rows) > 4
     assert all(row["shared_bytes"] <= MAX_SHARED_BYTES for row in rows)
 
@@ -151,6 +134,6 @@ def test_candidates_compile() -> None:
 @pytest.mark.slow
 def test_every_candidate_compiles() -> None:
     """At the usual sizes, for an H100, within its shared memory, and those of a model's generated kernels too."""
-    rows = _compile("sm_90", "all", "mixture")
+    rows = compiled("sm_90", "candidates", "mixture")
     assert {*TUNABLE, "adam_kernel"} <= {row["kernel"] for row in rows}
     assert all(row["shared_bytes"] <= MAX_SHARED_BYTES for row in rows)

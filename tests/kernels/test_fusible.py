@@ -18,7 +18,7 @@ from passes.driver.plan_and_lower import plan_program
 from passes.driver.plan_options import PlanOptions
 from passes.lowering.lower_program import lower_program
 from passes.lowering.lowering_options import LoweringOptions
-from tests.end_to_end.models import MODELS
+from tests.models import MODELS
 from tests.passes.blocks import h100s
 
 FLASH = "aten._scaled_dot_product_flash_attention_for_cpu"

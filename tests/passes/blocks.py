@@ -12,8 +12,12 @@ from autoshard.testing.programs import DrawnProgram
 from autoshard.tracing import trace
 from cost_models.hardware import Cluster
 from passes.driver.plan_and_lower import planning_problem
+from passes.driver.plan_of_choice import peak_under
 from passes.driver.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
+
+peak_of = peak_under(PlanOptions())
+"""Counts the peak of a choice by its lowered program."""
 
 
 class Block(nn.Module):

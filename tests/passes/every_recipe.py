@@ -1,6 +1,6 @@
 """Every recipe of a small model on a small cluster, field by field: the oracle of the search over recipes.
 
-It knows nothing of `passes.recipe_search.recipe_space`: the rules of docs/plans.md are written down once more, and
+It knows nothing of `passes.search.recipe_space`: the rules of docs/plans.md are written down once more, and
 whatever `Recipe` and pricing take beside them is a recipe. Things that have several names come several times.
 """
 

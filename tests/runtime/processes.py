@@ -20,7 +20,7 @@ from autoshard.ir.garbage import THRESHOLDS
 
 Check = Callable[[], None]
 
-PRELOADED = ["autoshard", "passes.driver.plan_and_lower", "tests.end_to_end.models"]
+PRELOADED = ["autoshard", "passes.driver.plan_and_lower", "tests.models"]
 """Modules that take seconds to import: one process imports them, and forks the processes of all checks."""
 
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import copy
 import re
-import tempfile
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -23,11 +20,8 @@ from autoshard.ir.mesh import Mesh
 from autoshard.runtime.distributed import DistributedEngine
 from autoshard.runtime.engine import SimulatorEngine
 from autoshard.runtime.launch import make_engine
-from autoshard.runtime.optimizer_state import rebind_optimizer
 from autoshard.runtime.process_groups import ProcessGroups, bind
 from autoshard.runtime.sharded_module import ShardedModule
-from autoshard.runtime.train_step import TrainStep
-from tests.runtime.dispatch import RecordDispatch
 from tests.runtime.handmade import WIDTH, HandCompiler, TwoLayers
 from tests.runtime.processes import checked_once, report
 
@@ -96,20 +90,6 @@ def check_parameters_are_sharded_dtensors() -> None:
     assert sharded.config == {"hidden": 6}
 
 
-def check_optimizers_and_clipping() -> None:
-    plain, sharded = pair()
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1, foreach=True) for model in (plain, sharded)]
-    for _ in range(3):
-        for model, optimizer in zip((plain, sharded), optimizers, strict=True):
-            optimizer.zero_grad()
-            model(batch(5))[0].backward()
-            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-    assert isinstance(norm, DTensor)
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(sharded.get_parameter(name).full_tensor(), parameter)
-
-
 def check_accumulation_retain_graph_and_late_outputs() -> None:
     plain, sharded = pair()
     for model in (plain, sharded):
@@ -119,49 +99,6 @@ def check_accumulation_retain_graph_and_late_outputs() -> None:
         loss, y = model(batch())
         (0.5 * loss + (y**3).sum()).backward()
     assert_same_gradients(plain, sharded)
-
-
-def check_no_dtensor_dispatch_in_a_step() -> None:
-    """Forward and backward run on local tensors; autograd's hand-over of a gradient is a detach."""
-    _, sharded = pair()
-    sharded(batch())[0].backward()
-    sharded.zero_grad()
-    with RecordDispatch() as recorded:
-        sharded(batch())[0].backward()
-    assert "_c10d_functional.all_reduce.default" in recorded.local
-    assert set(recorded.on_dtensors) <= {"aten.detach.default"}, recorded.on_dtensors
-
-
-def check_state_dict_round_trip() -> None:
-    _, sharded = pair()
-    sharded(batch())
-    saved = {name: item.clone() for name, item in sharded.state_dict().items()}
-    with torch.no_grad():
-        for parameter in sharded.parameters():
-            parameter.mul_(2)
-    changed = sharded(batch())[0]
-    sharded.load_state_dict(saved)
-    assert not torch.equal(sharded(batch())[0], changed)
-    torch.testing.assert_close(sharded.first.weight.full_tensor(), saved["first.weight"].full_tensor())
-
-
-def check_distributed_checkpoint() -> None:
-    """Saved on 2 x 2, loaded on 1 x 4."""
-    plain, sharded = pair()
-    sharded(batch())
-    folder = [tempfile.mkdtemp() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(folder, src=0)
-    dcp.save({"model": sharded.state_dict()}, checkpoint_id=folder[0])
-    _, other = pair((1, 4))
-    other(batch())
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.zero_()
-    state = {"model": other.state_dict()}
-    dcp.load(state, checkpoint_id=folder[0])
-    other.load_state_dict(state["model"])
-    torch.testing.assert_close(other(batch())[0], plain(batch())[0])
-    assert Path(folder[0]).exists()
 
 
 def check_dtensor_input_and_sharded_output() -> None:
@@ -211,29 +148,6 @@ def check_groups_over_several_axes() -> None:
     assert engine.groups.coordinates == {"data": dist.get_rank() // 2, "model": dist.get_rank() % 2}
 
 
-def check_train_step() -> None:
-    torch.manual_seed(0)
-    plain = TwoLayers()
-    model = copy.deepcopy(plain)
-    optimizer = torch.optim.AdamW([{"params": [model.first.weight], "lr": 0.2}, {"params": [model.second.weight]}])
-    sharded = ShardedModule(model, DistributedEngine(device_mesh()), HandCompiler())
-    rebind_optimizer(optimizer, sharded.parameters())
-    step = TrainStep(sharded, optimizer, max_grad_norm=1.0)
-    reference = torch.optim.AdamW([{"params": [plain.first.weight], "lr": 0.2}, {"params": [plain.second.weight]}])
-    for _ in range(3):
-        loss = step(batch())
-        expected = plain(batch())[0]
-        expected.backward()
-        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-        reference.step()
-        reference.zero_grad()
-        torch.testing.assert_close(loss, expected.detach())
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(sharded.get_parameter(name).full_tensor(), parameter)
-    state = step.state_dict()
-    step.load_state_dict(state)
-
-
 def check_an_update_in_place_makes_no_dtensors() -> None:
     """Parameters and state that a step wrote over stay the DTensors that they are: none is made to compare them."""
     torch.manual_seed(0)
@@ -253,15 +167,6 @@ def check_meshes_and_processes() -> None:
     assert isinstance(make_engine(Mesh({"data": 1}), torch.device("cpu")), SimulatorEngine)
     with pytest.raises(MeshError, match=r"has 8 ranks, but this run has 4 processes"):
         make_engine(Mesh({"data": 8}), torch.device("cpu"))
-
-
-def check_ranks_with_different_models() -> None:
-    """Every rank names the parameter in which models differ."""
-    torch.manual_seed(dist.get_rank() // 2)
-    sharded = ShardedModule(TwoLayers(), DistributedEngine(device_mesh()), HandCompiler())
-    torch.manual_seed(0)
-    with pytest.raises(RankMismatchError, match=re.escape("parameter 'first.weight'")):
-        sharded(batch())
 
 
 def check_ranks_with_different_seeds() -> None:

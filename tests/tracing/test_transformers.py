@@ -2,64 +2,36 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from torch import nn
 
 from autoshard.ir.program import InputKind, OutputKind
 from autoshard.tracing import check_guards, trace
+from tests.models import build, words
 from tests.tracing.running import assert_equals_eager, count_operators
 
-transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-def _gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        n_layer=2, n_embd=16, n_head=2, vocab_size=32, n_positions=16, bos_token_id=0, eos_token_id=0
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def _llama() -> nn.Module:
-    config = transformers.LlamaConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=32,
-        max_position_embeddings=32,
-        use_cache=False,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def _bert() -> nn.Module:
-    config = transformers.BertConfig(
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        vocab_size=32,
-        max_position_embeddings=32,
-    )
-    return transformers.BertForMaskedLM(config)
+SIZES = {"layers": 2, "width": 16, "heads": 2, "inner": 24, "words": 32, "length": 32}
+_gpt2, _llama, _bert = (partial(build, name, **SIZES) for name in ("gpt2", "llama", "bert"))
+MODELS = pytest.mark.parametrize("make", [_gpt2, _llama, _bert], ids=["gpt2", "llama", "bert"])
 
 
 def _batch(**more: torch.Tensor) -> dict[str, torch.Tensor]:
-    ids = torch.randint(0, 32, (2, 8), generator=torch.Generator().manual_seed(0))
-    return {"input_ids": ids, "labels": ids.clone(), **more}
+    return {**words(2, 8, 32), **more}
 
 
-@pytest.mark.parametrize("make", [_gpt2, _llama, _bert])
+@MODELS
 def test_loss_and_gradients_equal_eager(make: type) -> None:
     """Loss, logits and all gradients of the traced graph are the eager model's."""
     model, batch = make().eval(), _batch()
     assert_equals_eager(trace(model, (), batch), model, (), batch)
 
 
-@pytest.mark.parametrize("make", [_gpt2, _llama, _bert])
+@MODELS
 def test_attention_and_loss_stay_whole(make: type) -> None:
     """There is one attention operator per layer, one cross-entropy, and one backward of each."""
     counts = count_operators(trace(make().train(), (), _batch()))
@@ -90,7 +62,7 @@ def test_tied_weights_are_one_parameter() -> None:
     assert [s.name for s in program.outputs_of(OutputKind.GRADIENT)].count("transformer.wte.weight") == 1
 
 
-@pytest.mark.parametrize("make", [_gpt2, _llama, _bert])
+@MODELS
 def test_a_model_on_meta_traces_to_the_same_text(make: type) -> None:
     """Neither parameters nor inputs need values."""
     with torch.device("meta"):

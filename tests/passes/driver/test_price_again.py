@@ -17,8 +17,8 @@ from cost_models.hardware import Cluster as PricedCluster
 from passes.driver.price_again import PriceAgain
 from passes.questions.ask import Questions
 from passes.questions.features import FEATURES
-from passes.recipe_search.recipe_problem import RecipeProblem
-from passes.recipe_search.recipe_space import keeps
+from passes.search.recipe_problem import RecipeProblem
+from passes.search.recipe_space import keeps
 from tests.passes.decoders import PRICED, dense, sparse, tokens
 
 CLUSTER = Cluster("h100_sxm", 1, 4)
@@ -44,7 +44,8 @@ def every_recipe(name: str) -> list[tuple[float, int, Execution]]:
     """Time and memory of all that are searched."""
     problem = problem_of(make_plan(name))
     pricer = problem.pricer
-    recipes = (recipe for name in RECOMPUTE for recipe in problem.space({"recompute": (name,)}).recipes())
+    groups = {"zero_group": (None, *range(2, problem.cluster.size))}
+    recipes = (recipe for name in RECOMPUTE for recipe in problem.space({"recompute": (name,), **groups}).recipes())
     return [(pricer.time_s(recipe), pricer.memory_bytes(recipe), recipe) for recipe in recipes]
 
 

@@ -20,7 +20,7 @@ from passes.lowering.lower_program import lower_program
 from passes.lowering.lowering_options import LoweringOptions
 from passes.lowering.save_least import computed_again
 from passes.verification.verify_phases import verify_phases
-from tests.end_to_end.models import MODELS
+from tests.models import MODELS
 from tests.passes.blocks import h100s
 
 MESH = Mesh({"data": 2})

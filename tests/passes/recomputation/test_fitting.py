@@ -20,13 +20,12 @@ from autoshard.testing.programs import DrawnProgram, programs
 from autoshard.tracing import trace
 from cost_models.hardware import Cluster
 from passes.planning.build_assignment import PlanningProblem
-from passes.planning.exact_memory import exact_peak
 from passes.planning.search import Search
-from passes.recomputation.fitting import JointSolution, fitting
+from passes.recomputation.fitting import JointSolution, PeakOf, fitting
 from passes.recomputation.recompute_search import solve_jointly
 from passes.solver.assignment import Solution
 from passes.solver.search_control import SearchControl
-from tests.passes.blocks import h100s, perceptron_program, problem_of, problem_of_drawn, two_nodes
+from tests.passes.blocks import h100s, peak_of, perceptron_program, problem_of, problem_of_drawn, two_nodes
 from tests.passes.planning.test_search import Chain, chains
 from tests.passes.prediction.test_segment_step import drawn_choice
 from tests.passes.recomputation.cheap_choices import cheapest_first
@@ -39,7 +38,7 @@ def found_within(
 ) -> JointSolution:
     """The search without known recipes to start from."""
     search = Search(limit, control=SearchControl.within(seconds))
-    return solve_jointly(planning, search, {}, (), recompute=recompute)
+    return solve_jointly(planning, search, {}, (), peak_of, recompute=recompute)
 
 
 def every_choice(planning: PlanningProblem) -> list[tuple[float, tuple[int, ...]]]:
@@ -57,7 +56,7 @@ def test_the_search_is_near_the_best_of_every_plan(program: Program, seed: int) 
     limit = float(planning.usage(drawn_choice(planning, seed)).max())
     found = found_within(planning, limit, recompute=False)
     best = next(cost for cost, choice in every_choice(planning) if planning.usage(choice).max() <= limit)
-    assert found.peak_bytes() <= limit
+    assert found.peak_bytes(peak_of) <= limit
     assert found.solution.lower_bound <= best * (1 + 1e-9)
     assert found.solution.cost <= best * 1.01
 
@@ -71,7 +70,7 @@ def test_on_two_axes_too(program: Program, cluster: Callable[[Mesh], Cluster], s
     found = found_within(planning, limit, recompute=False)
     choices = cheapest_first(planning.assignment)
     best = planning.assignment.cost_of(next(choice for choice in choices if planning.usage(choice).max() <= limit))
-    assert found.peak_bytes() <= limit
+    assert found.peak_bytes(peak_of) <= limit
     assert found.solution.lower_bound <= best * (1 + 1e-9)
     assert found.solution.cost <= best * 1.01
 
@@ -86,7 +85,7 @@ def check_the_error(planning: PlanningProblem, *, recompute: bool, seconds: floa
     with pytest.raises(DoesNotFitError, match="would do") as caught:
         found_within(planning, 1.0, recompute=recompute, seconds=seconds)
     smallest = caught.value.smallest_bytes
-    assert found_within(planning, smallest, recompute=recompute, seconds=seconds).peak_bytes() <= smallest
+    assert found_within(planning, smallest, recompute=recompute, seconds=seconds).peak_bytes(peak_of) <= smallest
 
 
 @settings(max_examples=3)
@@ -101,8 +100,8 @@ def test_a_byte_too_few_is_refused_where_there_are_billions() -> None:
     with torch.device("meta"):
         program = trace(Chain(2**16, 2**16, 0), (torch.zeros(2**16, 2**16),), {}, grad=False)
     planning = problem_of(program, LINE)
-    peak = exact_peak(planning, found_within(planning, 1e15, recompute=False).solution.choice)
-    assert found_within(planning, peak, recompute=False).peak_bytes() == peak
+    peak = peak_of(planning, found_within(planning, 1e15, recompute=False).solution.choice)
+    assert found_within(planning, peak, recompute=False).peak_bytes(peak_of) == peak
     with pytest.raises(DoesNotFitError):
         found_within(planning, peak - 1, recompute=False)
 
@@ -150,7 +149,7 @@ class _Counted:
     bytes: float
     counted_bytes: float
 
-    def peak_bytes(self) -> float:
+    def peak_bytes(self, _: PeakOf) -> float:
         return self.bytes
 
 
@@ -158,21 +157,21 @@ class _Counted:
 def test_what_fits_is_found_whatever_the_search_counts(share: float, limit: int, least: float) -> None:
     """Never above the limit; what is smallest as the search counts is tried before it is refused."""
     search = Stairs(share, int(least * limit))
-    found, smallest = fitting(search, search.frugal, limit, SearchControl())
+    found, smallest = fitting(search, search.frugal, limit, SearchControl(), peak_of)
     if found is not None:
         assert smallest is None
-        assert found.peak_bytes() <= limit
+        assert found.peak_bytes(peak_of) <= limit
         assert found.solution.lower_bound <= found.solution.cost
         return
     assert smallest is not None
     assert smallest == share * search.least > limit
-    assert fitting(search, search.frugal, smallest, SearchControl())[0] is not None
+    assert fitting(search, search.frugal, smallest, SearchControl(), peak_of)[0] is not None
 
 
 def test_the_first_search_is_the_only_one_where_its_plan_fits() -> None:
     """The limit is asked for as it is."""
     search = Stairs(0.9, 0)
-    assert fitting(search, search.frugal, 1e6, SearchControl())[0] is not None
+    assert fitting(search, search.frugal, 1e6, SearchControl(), peak_of)[0] is not None
     assert search.asked == [1e6]
 
 
@@ -186,15 +185,15 @@ def test_the_next_search_has_as_much_less_as_was_counted_too_little() -> None:
         counted = limit // 100 * 100
         return _Counted(Solution((), 1.0, 1.0), counted + 130, counted)  # type: ignore[return-value]
 
-    found, _ = fitting(attempt, list, 1090, SearchControl())
+    found, _ = fitting(attempt, list, 1090, SearchControl(), peak_of)
     assert found is not None
-    assert found.peak_bytes() == 1030
+    assert found.peak_bytes(peak_of) == 1030
     assert asked == [1090, 960]
 
 
 def test_where_nothing_is_allowed_nothing_would_do() -> None:
     """No limit is named."""
-    assert fitting(Stairs(1.0, 10), list, 5, SearchControl()) == (None, None)
+    assert fitting(Stairs(1.0, 10), list, 5, SearchControl(), peak_of) == (None, None)
 
 
 @pytest.mark.slow

@@ -15,14 +15,13 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import Program
 from autoshard.testing.programs import programs
 from autoshard.tracing import trace
-from passes.planning.exact_memory import exact_peak
 from passes.planning.search import Search
 from passes.recomputation.recompute_problem import RecomputeProblem
 from passes.recomputation.with_again import with_again
 from passes.solver.dual_search import DualSearch
 from passes.solver.dual_state import DualState
 from passes.solver.search_control import SearchControl
-from tests.passes.blocks import problem_of, problem_of_drawn
+from tests.passes.blocks import peak_of, problem_of, problem_of_drawn
 from tests.passes.recomputation.test_recompute_problem import joint
 
 LINE, SQUARE = Mesh({"x": 2}), Mesh({"x": 2, "y": 2})
@@ -81,7 +80,7 @@ def seen(problem: RecomputeProblem, share: float) -> list[tuple[int, ...]]:
 def peaks(problem: RecomputeProblem, choice: tuple[int, ...]) -> tuple[float, float]:
     """Bytes as tables count them, and as they are in the program that runs."""
     running = with_again(problem.planning, problem.again(choice))
-    return float(problem.usage(choice).max()), exact_peak(running, problem.without_keepings(choice))
+    return float(problem.usage(choice).max()), peak_of(running, problem.without_keepings(choice))
 
 
 @pytest.mark.parametrize("share", [0.5, 0.7, 0.8, 0.9])

@@ -30,7 +30,7 @@ from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, Keepin
 from passes.recomputation.recompute_problem import NOTHING_AGAIN, Again, RecomputeProblem, build_recompute_problem
 from passes.recomputation.recompute_search import solve_jointly
 from passes.recomputation.with_again import with_again
-from tests.passes.blocks import blocks_program, h100s, perceptron_program, problem_of
+from tests.passes.blocks import blocks_program, h100s, peak_of, perceptron_program, problem_of
 
 LINE = Mesh({"x": 2})
 
@@ -210,7 +210,7 @@ def test_the_search_equals_trying_every_recomputation(program: Program, share: f
     limit = share * float(planning.usage(Search()(planning).choice).max())
     again = assert_optimal(problem, limit)
     if again is not None:
-        found = solve_jointly(planning, Search(limit), {}, (), offload=False)
+        found = solve_jointly(planning, Search(limit), {}, (), peak_of, offload=False)
         assert found.solution.cost == pytest.approx(Search(limit)(problem).cost, rel=1e-9)
 
 
@@ -267,7 +267,7 @@ def test_only_a_device_with_a_host_link_offloads(link: HostLink | None) -> None:
     """A device with a host link offloads if that is the cheapest; without a link values are recomputed."""
     planning = planning_problem(sines(4), Mesh({"x": 1}), slow_cluster(link), PlanOptions())
     limit = 0.9 * float(planning.usage(Search()(planning).choice).max())
-    again = solve_jointly(planning, Search(limit), {}, ()).again
+    again = solve_jointly(planning, Search(limit), {}, (), peak_of).again
     assert bool(again.offloaded) == (link is not None)
     assert bool(again.recomputed) == (link is None)
 
@@ -278,17 +278,17 @@ def test_the_host_holds_no_more_than_it_has(share: float) -> None:
     one, cluster = Mesh({"x": 1}), slow_cluster(NEAR)
     planning = planning_problem(sines(4), one, cluster, PlanOptions())
     limit = 0.9 * float(planning.usage(Search()(planning).choice).max())
-    room = int(share * solve_jointly(planning, Search(limit), {}, ()).host_bytes)
+    room = int(share * solve_jointly(planning, Search(limit), {}, (), peak_of).host_bytes)
     node = dataclasses.replace(cluster.node, host_memory_bytes=room * cluster.devices_per_node)
     narrow = planning_problem(sines(4), one, Cluster(node, 1, cluster.devices_per_node), PlanOptions())
-    found = solve_jointly(narrow, Search(limit), {}, ())
+    found = solve_jointly(narrow, Search(limit), {}, (), peak_of)
     assert found.host_bytes <= room
     assert bool(found.again.offloaded) == (share == 1.0)
     with pytest.raises(DoesNotFitError) as caught:
-        solve_jointly(narrow, Search(1.0), {}, ())
-    found = solve_jointly(narrow, Search(caught.value.smallest_bytes), {}, ())
+        solve_jointly(narrow, Search(1.0), {}, (), peak_of)
+    found = solve_jointly(narrow, Search(caught.value.smallest_bytes), {}, (), peak_of)
     assert found.host_bytes <= room
-    assert found.peak_bytes() <= caught.value.smallest_bytes
+    assert found.peak_bytes(peak_of) <= caught.value.smallest_bytes
 
 
 def test_stages_of_a_sweep_of_limits() -> None:
@@ -296,8 +296,8 @@ def test_stages_of_a_sweep_of_limits() -> None:
     planning = planning_problem(sines(4), LINE, h100s(LINE), PlanOptions())
     largest = float(planning.usage(Search()(planning).choice).max())
     with pytest.raises(DoesNotFitError):
-        solve_jointly(planning, Search(0.3 * largest), {}, ())
-    found = [solve_jointly(planning, Search(share * largest), {}, ()) for share in (0.34, 0.45, 0.6, 1.0)]
+        solve_jointly(planning, Search(0.3 * largest), {}, (), peak_of)
+    found = [solve_jointly(planning, Search(share * largest), {}, (), peak_of) for share in (0.34, 0.45, 0.6, 1.0)]
     stages = [(bool(item.again.recomputed), bool(item.again.offloaded)) for item in found]
     assert stages == [(True, True), (True, False), (False, False), (False, False)]
     costs = [item.solution.cost for item in found]

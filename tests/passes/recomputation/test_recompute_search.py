@@ -25,7 +25,6 @@ from passes.driver.plan_and_lower import plan_program, planning_problem
 from passes.driver.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import allowed_options, constrainable, own_specs
-from passes.planning.exact_memory import exact_memory, exact_peak
 from passes.planning.search import Search, restrict
 from passes.prediction.utilisation import utilisation
 from passes.recomputation import fitting, recompute_search
@@ -35,7 +34,15 @@ from passes.recomputation.recompute_problem import Again, RecomputeProblem, buil
 from passes.recomputation.with_again import with_again
 from passes.solver.assignment import Assignment
 from passes.solver.search_control import Progress, SearchControl
-from tests.passes.blocks import blocks_program, h100s, perceptron_program, problem_of, problem_of_drawn, two_nodes
+from tests.passes.blocks import (
+    blocks_program,
+    h100s,
+    peak_of,
+    perceptron_program,
+    problem_of,
+    problem_of_drawn,
+    two_nodes,
+)
 from tests.passes.recomputation.cheap_choices import cheapest_first, largest_table
 from tests.passes.recomputation.test_recompute_problem import chains, drawn_choice, joint
 from tests.passes.solver.test_solve_milp import assignments
@@ -170,8 +177,8 @@ def test_nothing_is_worse_than_what_it_starts_from(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(fitting, "_ATTEMPTS", 0)
     budget = 0.9 * largest()
     start = Search(budget)(problem())
-    found = recompute_search.solve_jointly(problem(), Search(budget), {}, [start])
-    assert found.peak_bytes() <= budget
+    found = recompute_search.solve_jointly(problem(), Search(budget), {}, [start], peak_of)
+    assert found.peak_bytes(peak_of) <= budget
     assert found.solution.lower_bound <= found.solution.cost <= start.cost
 
 
@@ -182,7 +189,7 @@ def test_a_plan_before_costs_what_it_did(share: float) -> None:
     known = solution_of(before, problem(), {})
     assert known is not None
     assert known.solution.cost == pytest.approx(before.objective, rel=1e-9)
-    assert known.peak_bytes() == before.predicted.peak_memory_bytes
+    assert known.peak_bytes(peak_of) == before.predicted.peak_memory_bytes
     assert known.again == Again(before.recompute.nodes, before.offload.nodes)
 
 
@@ -267,14 +274,14 @@ def check_near_the_best(
     every = restrict(problem.assignment, problem.widen(allowed))
     assume(largest_table(every) <= MOST_ENTRIES)
     try:
-        found = recompute_search.solve_jointly(planning, Search(limit), allowed, ())
+        found = recompute_search.solve_jointly(planning, Search(limit), allowed, (), peak_of)
     except DoesNotFitError:
         some = islice(cheapest_first(every), MOST_CHOICES)
         assert all(problem.usage(choice).max() > limit for choice in some)
         event("nothing fits")
         return
     cost, bound = found.solution.cost, found.solution.lower_bound
-    assert found.peak_bytes() <= limit
+    assert found.peak_bytes(peak_of) <= limit
     assert bound <= cost
     least = max(bound * (1 - 1e-8), (1 - NEAR) * cost)
     cheaper = list(islice(takewhile(lambda choice: every.cost_of(choice) < least, cheapest_first(every)), MOST_CHOICES))
@@ -291,7 +298,7 @@ def check_near_the_best(
 def test_the_search_is_near_the_best_of_every_plan(place: str, program: Program, share: float) -> None:
     """With a memory limit, recomputation and offload."""
     planning = problem_of(program, *PLACES[place])
-    check_near_the_best(planning, float(int(share * exact_peak(planning, Search()(planning).choice))))
+    check_near_the_best(planning, float(int(share * peak_of(planning, Search()(planning).choice))))
 
 
 @pytest.mark.slow
@@ -322,8 +329,7 @@ def test_tables_count_no_less_than_what_runs(seed: int) -> None:
     problem = joint(problem_of(perceptron_program(64), LINE))
     choice = drawn_choice(problem, seed)
     running = with_again(problem.planning, problem.again(choice))
-    used = exact_memory(running, problem.without_keepings(choice)).used()
-    assert problem.usage(choice).max() >= used.max()
+    assert problem.usage(choice).max() >= peak_of(running, problem.without_keepings(choice))
 
 
 @settings(max_examples=50)

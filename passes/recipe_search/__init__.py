@@ -1,1 +1,0 @@
-"""Recipes searched, bounded and explained."""

@@ -1,0 +1,1 @@
+"""The outer search: layouts of a training step, proposed by rough prices."""

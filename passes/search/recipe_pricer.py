@@ -1,0 +1,165 @@
+"""Price many recipes of one model on one cluster, and bound what they take; what recipes share is found once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from autoshard.ir.execution import Execution
+from cost_models.hardware import Cluster
+from passes.recipes.pipeline_stages import Stage, in_flight, share_out
+from passes.recipes.price_ends import RankLoad, end_times
+from passes.recipes.price_memory import host_bytes, memory_price
+from passes.recipes.price_recipe import Step, send_time
+from passes.recipes.recipe_groups import Groups, recipe_groups
+from passes.search.recipe_bounds import (
+    ROUNDING,
+    Floats,
+    Places,
+    SectionTable,
+    held_by,
+    mean_memory,
+    memory_floors,
+    path_times,
+    places_of,
+    section_table,
+)
+from passes.search.recipe_space import Pipe
+from passes.sections.fold_program import AFTER, BEFORE
+from passes.sections.price_model import CountedModel
+from passes.sections.price_sections import SectionPrice, SectionSizes
+
+
+@dataclass
+class RecipePricer:
+    """What recipes of a model take on a cluster. All fields that a search does not choose are alike in them.
+
+    Args:
+        counted: the model.
+        cluster: the cluster.
+    """
+
+    counted: CountedModel
+    cluster: Cluster
+    _groups: dict[tuple[object, ...], Groups] = field(default_factory=dict)
+    _tables: dict[tuple[object, ...], SectionTable] = field(default_factory=dict)
+    _sections: dict[tuple[object, ...], Mapping[str, SectionPrice]] = field(default_factory=dict)
+    _sizes: dict[tuple[object, ...], Mapping[str, SectionSizes]] = field(default_factory=dict)
+    _ends: dict[tuple[object, ...], float] = field(default_factory=dict)
+    _counts: dict[tuple[str, ...], Floats] = field(default_factory=dict)
+
+    def groups(self, recipe: Execution) -> Groups:
+        """The groups of a recipe."""
+        shape = (recipe.pipeline, recipe.data, recipe.context, recipe.tensor)
+        key = (*shape, recipe.expert, recipe.expert_tensor, recipe.zero_group)
+        if key not in self._groups:
+            self._groups[key] = recipe_groups(recipe, self.cluster)
+        return self._groups[key]
+
+    def sections(self, recipe: Execution) -> Mapping[str, SectionPrice]:
+        """The prices of a recipe's sections."""
+        key = _layout_of(recipe)
+        if key not in self._sections:
+            self._sections[key] = self.counted.section_prices(recipe, self.cluster)
+        return self._sections[key]
+
+    def sizes(self, recipe: Execution) -> Mapping[str, SectionSizes]:
+        """What a recipe's sections keep and hold; found without their prices."""
+        key = _layout_of(recipe)
+        if key not in self._sizes:
+            self._sizes[key] = self.counted.section_sizes(recipe, self.cluster)
+        return self._sizes[key]
+
+    def stages(self, recipe: Execution) -> tuple[Stage, ...]:
+        """A recipe's stages."""
+        return share_out(self.counted.blocks, recipe)
+
+    def time_s(self, recipe: Execution) -> float:
+        """The step of a recipe, as `recipe_plan.predict_recipe` has it."""
+        parts = (self.sections(recipe), self.stages(recipe), recipe, self.groups(recipe), self.cluster)
+        return Step(*parts).time_s()
+
+    def memory_bytes(self, recipe: Execution) -> int:
+        """The memory of a recipe's fullest rank, likewise."""
+        parts = (self.sections(recipe), self.stages(recipe), recipe, self.groups(recipe))
+        return memory_price(*parts, in_flight(recipe)).total
+
+    def memory_floors(self, recipe: Execution, pipes: tuple[Pipe, ...]) -> Floats:
+        """Bounds on the memory of a recipe in each of some pipelines of as many ranks, [pipes]."""
+        sizes, held = self.sizes(recipe), held_by(pipes, recipe.micro_batches)
+        return memory_floors(sizes, self._places(recipe, pipes), held, recipe, self.groups(recipe))
+
+    def fits(self, recipe: Execution, memory_limit: float) -> bool:
+        """Whether a recipe fits in so much memory, and what it offloads in the device's share of its host's."""
+        if self.memory_bytes(recipe) > memory_limit:
+            return False
+        share = self.cluster.host_bytes_per_device
+        if recipe.offload != "activations" or share is None:
+            return True
+        return host_bytes(self.sizes(recipe), self.stages(recipe), recipe, in_flight(recipe)) <= share
+
+    def workspace_bytes(self, recipe: Execution) -> int:
+        """The largest workspace of a recipe's layout: a rank has it, beside all else."""
+        return max(size.workspace_bytes for size in self.sizes(recipe).values())
+
+    def least_memory(self, first: Execution, most: int, zero: int) -> float:
+        """Bound on the memory of all recipes of a layout and keeping; see `recipe_bounds.mean_memory`."""
+        sizes = self.sizes(first)
+        return mean_memory(sizes, self._counts_of(tuple(sizes)), first, most, zero)
+
+    def least_time(self, recipe: Execution) -> float:
+        """Bound on the step of a recipe in any pipeline: the mean of ranks, and a micro-batch's latency."""
+        table = self._table(recipe)
+        counts = self._counts_of(tuple(self.sections(recipe)))
+        share = recipe.micro_batches / recipe.pipeline
+        forward, backward, first = (float(counts @ values) for values in table[:3])
+        return ROUNDING * max(share * (forward + backward), forward + first)
+
+    def least_times(self, recipe: Execution, pipes: tuple[Pipe, ...]) -> Floats:
+        """Bounds on the step of a recipe in each of some pipelines of as many ranks: paths of ranks, with ends."""
+        table, sections, groups = self._table(recipe), self.sections(recipe), self.groups(recipe)
+        places = self._places(recipe, pipes)
+        send_s = send_time(sections, recipe, groups)
+        seconds = path_times(table, places, send_s, recipe.micro_batches)
+        heaviest = (places.counts @ (table.dense + table.expert)).argmax(axis=1)
+        counts = places.counts[np.arange(len(pipes)), heaviest]
+        seconds = seconds + [self._end_s(tuple(each), table, recipe, groups) for each in counts.tolist()]
+        return ROUNDING * seconds
+
+    def _places(self, recipe: Execution, pipes: tuple[Pipe, ...]) -> Places:
+        return places_of(tuple(self.sizes(recipe)), self.counted.blocks, pipes)
+
+    def _end_s(self, counts: tuple[float, ...], table: SectionTable, recipe: Execution, groups: Groups) -> float:
+        """Seconds of the ends of a rank that has sections so often."""
+        forward, backward, _, dense, expert = (float(np.dot(counts, values)) for values in table)
+        load = RankLoad(dense, expert, forward, backward)
+        key = (load, recipe.zero, recipe.zero_group, recipe.pipeline, *_layout_of(recipe))
+        if key not in self._ends:
+            self._ends[key] = sum(end_times(load, recipe, groups, self.cluster).values())
+        return self._ends[key]
+
+    def _table(self, recipe: Execution) -> SectionTable:
+        """The same whatever the pipeline and, unless each micro-batch exchanges, the sharding."""
+        shards = (recipe.zero, recipe.replicas, recipe.zero_group) if recipe.reduces_each else ()
+        counts = recipe.runtime.overlap_expert and recipe.expert > 1
+        turns = recipe.micro_batches if counts else recipe.micro_batches > 1
+        key = (*_layout_of(recipe), recipe.recompute, recipe.offload, turns, shards)
+        if key not in self._tables:
+            parts = (recipe, self.groups(recipe), self.cluster)
+            self._tables[key] = section_table(self.sections(recipe), *parts)
+        return self._tables[key]
+
+    def _counts_of(self, names: tuple[str, ...]) -> Floats:
+        """How often the model has each of some sections."""
+        if names not in self._counts:
+            held = [BEFORE, *self.counted.blocks, AFTER]
+            self._counts[names] = np.array([float(held.count(name)) for name in names])
+        return self._counts[names]
+
+
+def _layout_of(recipe: Execution) -> tuple[object, ...]:
+    """What of a recipe decides what its sections do, but for recomputation; all else is alike in a search."""
+    ranks = (recipe.tensor, recipe.sequence_parallel, recipe.context, recipe.expert, recipe.expert_tensor)
+    return (*ranks, recipe.micro_batch)

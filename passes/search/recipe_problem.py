@@ -1,0 +1,224 @@
+"""The best recipe of a model on a cluster, and of known kinds; what searches of one problem share is priced once."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from autoshard.errors import RecipeError
+from autoshard.ir.execution import Execution
+from autoshard.ir.recipe import Recipe
+from cost_models.errors import CostModelError
+from cost_models.hardware import Cluster
+from passes.search.recipe_pricer import RecipePricer
+from passes.search.recipe_space import Only, RecipeSpace, keeps
+from passes.search.search_recipes import NOTHING, FoundRecipe, Watch, search_recipes
+from passes.sections.price_model import CountedModel
+from passes.solver.search_control import Ceiling
+
+
+@dataclass
+class RecipeProblem:
+    """Which recipe is the fastest.
+
+    Args:
+        counted: the model.
+        cluster: the cluster; all of its devices are used.
+        base: the global batch, and the fields that are not searched (`recipe_space.SEARCHED` are).
+        memory_limit: bytes of a device that recipes may take.
+        least_tokens: see `RecipeSpace`.
+        pinned: searched fields to the values that they may have in every search, see `recipe_constraints`. Where the
+            tensor or context ranks are pinned, neither the node nor `least_tokens` limits them.
+        runs: see `RecipeSpace`.
+    """
+
+    counted: CountedModel
+    cluster: Cluster
+    base: Execution
+    memory_limit: float
+    least_tokens: int = 128
+    pinned: Only = field(default_factory=dict)
+    runs: bool = False
+
+    @cached_property
+    def pricer(self) -> RecipePricer:
+        """What prices its recipes."""
+        return RecipePricer(self.counted, self.cluster)
+
+    @cached_property
+    def kinds(self) -> dict[str, Only]:
+        """The known kinds of recipes of which this problem has any, whatever memory they take; see `known_kinds`."""
+        known = known_kinds(self.cluster, has_experts=self.counted.has_experts)
+        return {name: only for name, only in known.items() if any(True for _ in self.space(only).recipes())}
+
+    def within(self, memory_limit: float) -> RecipeProblem:
+        """The same problem with another memory limit; they share what is priced."""
+        other = replace(self, memory_limit=memory_limit)
+        other.pricer = self.pricer
+        return other
+
+    def best(
+        self,
+        *,
+        only: Only | None = None,
+        ceiling: Ceiling | None = None,
+        known: Execution | None = None,
+        watch: Watch | None = None,
+    ) -> FoundRecipe:
+        """The fastest recipe that fits.
+
+        Args:
+            only: searched fields to the values that they may have, `{"pipeline": range(2, 65)}`.
+            ceiling, known, watch: see `search_recipes`.
+
+        Raises:
+            RecipeError: a field that is not searched.
+        """
+        return search_recipes(
+            self.space(only), self.pricer, self.memory_limit, ceiling=ceiling, known=known, watch=watch
+        )
+
+    def smallest(self, *, only: Only | None = None, ceiling: Ceiling | None = None) -> FoundRecipe:
+        """The recipe with the least memory; its objective is bytes. See `best`."""
+        return search_recipes(self.space(only), self.pricer, math.inf, smallest=True, ceiling=ceiling)
+
+    def proposals(self, only: Only, ceiling: Ceiling) -> list[FoundRecipe]:
+        """The fastest recipe within a restriction, and those of the known kinds within it."""
+        kinds = [both for kind in self.kinds.values() if all((both := _both(kind, only)).values())]
+        return [self.best(only=each, ceiling=ceiling) for each in (only, *kinds)]
+
+    def baselines(self, ceiling: Ceiling | None = None) -> dict[str, FoundRecipe]:
+        """The fastest recipe of each of the `kinds`.
+
+        Raises:
+            KeyboardInterrupt: by Ctrl-C, if no recipe was priced yet; else the search of a kind was interrupted.
+        """
+        found: dict[str, FoundRecipe] = {}
+        for name, only in self.kinds.items():
+            try:
+                each = self.best(only=only, ceiling=ceiling)
+            except KeyboardInterrupt:
+                if all(known.recipe is None for known in found.values()):
+                    raise
+                each = replace(NOTHING, was_interrupted=True)
+            found[name] = each
+            if each.was_interrupted:
+                break
+        return found
+
+    @property
+    def has_recipes(self) -> bool:
+        """Whether there is any recipe, whatever memory it takes."""
+        return next(self.space().recipes(), None) is not None
+
+    def missing(self, feature: str) -> str:
+        """Why no recipe of the model can have a feature of `why_not`; "" where one may."""
+        if feature == "expert" and not self.counted.has_experts:
+            return "the model has no experts to share out"
+        if feature == "context" and not self.counted.tokens:
+            return "the model's inputs are no tokens, of which ranks could share a sequence"
+        if feature in ("pipeline", "recompute", "offload") and not self.counted.blocks:
+            return "the model has no list of blocks, which are what stages are made of, recomputed and offloaded"
+        no_host = feature == "offload" and self.cluster.device.host_link is None
+        return "the device's data have no host link" if no_host else ""
+
+    def admits(self, recipe: Execution) -> bool:
+        """Whether a recipe fits, and keeps the constraints. Raises RecipeError for one of another number of devices."""
+        runs = not (self.runs and recipe.without_program)
+        return runs and keeps(recipe, self.pinned) and self.pricer.fits(recipe, self.memory_limit)
+
+    def best_of_all(
+        self, *, ceiling: Ceiling | None = None, known: Execution | None = None, watch: Watch | None = None
+    ) -> tuple[FoundRecipe, dict[str, FoundRecipe]]:
+        """The fastest recipe, and the baselines; the fastest of these, and of `known`, is its first incumbent.
+
+        Times are of both.
+        """
+        start = time.monotonic()
+        kinds = self.baselines(ceiling)
+        parts = list(kinds.values())
+        if known is not None:
+            parts.append(replace(NOTHING, recipe=known, objective=self.pricer.time_s(known), priced=1))
+        first = min(parts, key=lambda each: each.objective, default=NOTHING)
+        if any(each.was_interrupted for each in parts):
+            found = replace(first, lower_bound=0.0, is_complete=False, was_interrupted=True)
+        else:
+            found = self.best(known=first.recipe, ceiling=ceiling, watch=watch)
+        return replace(found, search_time_s=time.monotonic() - start), kinds
+
+    def space(self, only: Only | None = None) -> RecipeSpace:
+        """The recipes that are searched, some fields restricted."""
+        return RecipeSpace(
+            self.counted,
+            self.cluster.size,
+            self.base,
+            most_tensor=None if "tensor" in self.pinned else self.cluster.devices_per_node,
+            least_tokens=1 if "context" in self.pinned else self.least_tokens,
+            offloads=self.cluster.device.host_link is not None,
+            only=only or {},
+            pinned=self.pinned,
+            runs=self.runs,
+        )
+
+
+def _both(one: Only, other: Only) -> Only:
+    """The values that two restrictions leave to each field."""
+    common = {name: tuple(value for value in one[name] if value in other[name]) for name in one.keys() & other.keys()}
+    return {**one, **other, **common}
+
+
+def known_kinds(cluster: Cluster, *, has_experts: bool) -> dict[str, Only]:
+    """The recipes that experts know by name, as restrictions of the searched fields.
+
+    Tensor parallel ranks stay within a node, as in Megatron-LM; pipelines are those of its schedules. HSDP shards
+    within nodes, and is FSDP on a single one.
+    """
+    alone: Only = dict.fromkeys(("tensor", "context", "expert", "pipeline"), (1,))
+    node = cluster.devices_per_node
+    inside = range(2, node + 1)
+    megatron: Only = {"tensor": inside, "sequence_parallel": (True,), "context": (1,), "zero": (0, 1)}
+    schedules: Only = {
+        "pipeline": range(2, cluster.size + 1),
+        "schedule": ("1F1B", "Interleaved1F1B"),
+    }
+    kinds: dict[str, Only] = {
+        "data parallel": {**alone, "zero": (0,)},
+        "ZeRO-1": {**alone, "zero": (1,), "zero_group": (None,)},
+        "FSDP": {**alone, "zero": (3,), "zero_group": (None,)},
+        "HSDP": {**alone, "zero": (3,), "zero_group": (node if cluster.nodes > 1 else None,)},
+        "Megatron TP+SP": {**megatron, "pipeline": (1,), "expert": (1,), "zero_group": (None,)},
+        "Megatron TP+SP+PP": {**megatron, **schedules, "expert": (1,), "zero_group": (None,)},
+    }
+    if has_experts:
+        shared: Only = {"expert": range(2, cluster.size + 1), "context": (1,), "zero": (0, 1), "zero_group": (None,)}
+        kinds["expert parallel"] = {**shared, "tensor": (1,), "pipeline": (1,)}
+        kinds["expert parallel + PP"] = {**shared, **schedules, "tensor": (1,)}
+    return kinds
+
+
+def known_recipe(problem: RecipeProblem, before: Recipe, ceiling: Ceiling | None = None) -> Execution | None:
+    """A recipe of a problem: that of another plan, if it fits and keeps the constraints; else the fastest like it.
+
+    Like it are recipes that cut a micro-batch as it does (`alike`): on another number of devices these
+    have other replicas or pipeline ranks. None where there is none of these either, or the ceiling cuts first.
+    """
+    try:
+        recipe = problem.base.of(before)
+        if problem.admits(recipe):
+            return recipe
+    except (RecipeError, CostModelError):
+        pass  # it is no recipe for this cluster or batch
+    return problem.best(only=alike(before), ceiling=ceiling).recipe
+
+
+_ALIKE = (
+    "tensor", "sequence_parallel", "context", "expert", "expert_tensor", "micro_batch", "recompute", "offload", "zero",
+)  # fmt: skip
+"""The fields by which a recipe cuts a micro-batch, and keeps and shards what it makes."""
+
+
+def alike(recipe: Recipe) -> Only:
+    """The recipes that have these fields as one has."""
+    return {name: (getattr(recipe, name),) for name in _ALIKE if getattr(recipe, name) is not None}

@@ -1,0 +1,361 @@
+"""The recipes that are searched: every way to lay a model's training step out over a cluster, each once.
+
+A recipe of the space is a choice in four steps, every one of which is data here:
+
+1. a `Layout`: sizes of `tensor`, `context`, `expert`, `expert_tensor`, whether activations are split over `tensor`
+   between split regions, and the micro-batch. It decides what a section of the model takes and keeps;
+2. a `Keeping`: what is computed again (`recompute`), and whether what blocks keep lies on the host (`offload`);
+3. a `Pipe`: the number of pipeline ranks, schedule, virtual stages, and how blocks are shared out: evenly, or evenly
+   with the ends counted as blocks. What devices are left are `data`;
+4. a `Sharding`: the ZeRO stage and the ranks over which it shards.
+
+All else (runtime, precision, optimizer, batch) is that of a given execution, `base`.
+What no recipe can be is known beforehand:
+
+* sizes multiply to the devices, and each replica runs whole micro-batches;
+* an axis divides every dim of a block's values that it splits (heads, hidden units, experts, the sequence), and splits
+  some; the vocabulary may be padded. `expert_tensor` is 1 or `tensor`: experts are split like other weights, or whole;
+* tensor ranks are at most `most_tensor`, those of a node, as in all published runs; a context rank has at least
+  `least_tokens` of a sequence, a tile of attention kernels;
+* a pipeline has a stage for each block at most (ends counted where they are split off), and its schedule admits the
+  micro-batches (`cost_models.schedule_orders.admits`); every stage but the first and the last has a block.
+
+Names for the same thing are left out: a group of all replicas is `zero_group=None`, and selective recomputation of
+blocks that have nothing which it computes again is none. ZeRO shards over two replicas or more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from functools import lru_cache
+from itertools import product
+from typing import Any, NamedTuple
+
+from autoshard.errors import RecipeError
+from autoshard.ir.execution import Execution
+from autoshard.ir.recipe import RECOMPUTE, Recipe
+from cost_models.schedule_orders import SCHEDULES, admits, usual_schedule
+from passes.recipes.pipeline_stages import even_blocks
+from passes.sections.price_model import CountedModel, RecipeKind
+
+SEARCHED = (
+    "data", "tensor", "sequence_parallel", "context", "expert", "expert_tensor", "pipeline", "schedule",
+    "virtual_stages", "micro_batch", "recompute", "offload", "zero", "zero_group",
+)  # fmt: skip
+"""The fields of a recipe that the space chooses."""
+
+Only = Mapping[str, Collection[object]]
+"""Fields and the values that they may have."""
+
+
+def keeps(recipe: Recipe, only: Only) -> bool:
+    """Whether each restricted field of a recipe has one of its values."""
+    return all(getattr(recipe, name) in values for name, values in only.items())
+
+
+class Layout(NamedTuple):
+    """How a micro-batch is cut."""
+
+    tensor: int
+    sequence_parallel: bool
+    context: int
+    expert: int
+    expert_tensor: int
+    micro_batch: int
+
+    @property
+    def ranks(self) -> int:
+        """Devices that run a micro-batch together on one stage."""
+        return self.tensor * self.context
+
+
+class Keeping(NamedTuple):
+    """What becomes of a block's values behind its forward."""
+
+    recompute: str = "none"
+    offload: str = "none"
+
+
+KEEPINGS = tuple(Keeping(recompute, offload) for offload in ("none", "activations") for recompute in RECOMPUTE)
+
+
+class Pipe(NamedTuple):
+    """A pipeline; `schedule` is None for a single rank. With `split_ends` the ends count as blocks."""
+
+    pipeline: int = 1
+    schedule: str | None = None
+    virtual_stages: int = 1
+    split_ends: bool = False
+
+    @property
+    def chosen_schedule(self) -> str:
+        """Name of the schedule, the usual one for a single rank."""
+        return self.schedule or usual_schedule(self.virtual_stages)
+
+    def stage_layers(self, blocks: int) -> tuple[int, ...] | None:
+        """Blocks on each stage where the ends count as blocks; None: as even as can be."""
+        if not self.split_ends:
+            return None
+        return even_blocks(blocks, self.pipeline * self.virtual_stages, split_ends=True)
+
+    def recipe(self, blocks: int) -> Execution:
+        """A recipe of the pipeline alone."""
+        return Execution(
+            pipeline=self.pipeline,
+            schedule=self.schedule,
+            virtual_stages=self.virtual_stages,
+            stage_layers=self.stage_layers(blocks),
+        )
+
+
+@lru_cache(maxsize=4096)
+def known_pipes(ranks: int, micro_batches: int, blocks: int, *, every: bool = False) -> tuple[Pipe, ...]:
+    """Pipelines of so many ranks whose schedule admits so many micro-batches.
+
+    A rank has a power of two of stages, or one for each block; with `every` it may have any number.
+    """
+    if ranks == 1:
+        return (Pipe(),)
+    found: list[Pipe] = []
+    for split_ends in (False, True) if blocks else ():
+        most = (blocks + 2 * split_ends) // ranks
+        for item in SCHEDULES.values():
+            known = item.numbers_of_stages(most) if item.is_searched else ()
+            found += [
+                Pipe(ranks, item.name, virtual, split_ends)
+                for virtual in known
+                if (every or virtual == most or virtual.bit_count() == 1)
+                and admits(item.name, ranks, micro_batches, virtual)
+            ]
+    return tuple(found)
+
+
+class Sharding(NamedTuple):
+    """What ZeRO shards, over groups of how many replicas; 0: all of them."""
+
+    zero: int = 0
+    group: int = 0
+
+
+_GROUPS = tuple(8**power for power in range(1, 6))
+"""Replicas over which ZeRO shards, beside all of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeSpace:
+    """The recipes of a model on a cluster.
+
+    Args:
+        counted: the model.
+        devices: of the cluster.
+        base: the fields that are not searched; those that are do not count, but for `global_batch`.
+        most_tensor: tensor ranks at most; None: any number.
+        least_tokens: tokens of a sequence on each context rank at least, where inputs are tokens.
+        offloads: whether activations may go to the host.
+        only, pinned: each restricts fields to some values. A group of all replicas is `zero_group=None`; `pinned` are
+            the user's, who may name it by its size too.
+        runs: whether only recipes are searched that have a program which `compile` runs.
+
+    Raises:
+        RecipeError: a field that is restricted is not searched, or `base` has no global batch.
+    """
+
+    counted: CountedModel
+    devices: int
+    base: Execution
+    most_tensor: int | None = None
+    least_tokens: int = 1
+    offloads: bool = False
+    only: Only = field(default_factory=dict)
+    pinned: Only = field(default_factory=dict)
+    runs: bool = False
+    _by_replicas: dict[int, tuple[Sharding, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        unknown = [name for name in (*self.only, *self.pinned) if name not in SEARCHED]
+        if unknown:
+            raise RecipeError(f"{unknown[0]!r} is not searched; the searched fields are {', '.join(SEARCHED)}.")
+        if self.base.global_batch is None:
+            raise RecipeError("A search over recipes needs their global_batch: the sequences of a step.")
+
+    @property
+    def batch(self) -> int:
+        """Sequences of a step."""
+        return self.base.batch
+
+    def layouts(self) -> Iterator[tuple[Layout, ...]]:
+        """Layouts that differ in the micro-batch only, by rising micro-batch."""
+        sizes = divisors(self.devices)
+        experts = sizes if self.counted.has_experts else (1,)
+        tensors = [size for size in sizes if self.most_tensor is None or size <= self.most_tensor]
+        tokens = self.counted.tokens or math.inf
+        contexts = [size for size in sizes if size == 1 or tokens / size >= self.least_tokens]
+        for tensor, context, expert in product(tensors, contexts, experts):
+            for parallel, whole in product((False, True), (True, False)):
+                expert_tensor = 1 if whole else tensor
+                if (tensor == 1 and (parallel or not whole)) or not (self.counted.has_experts or whole):
+                    continue
+                first = Layout(tensor, parallel, context, expert, expert_tensor, 1)
+                if self._admits(first):
+                    yield tuple(first._replace(micro_batch=size) for size in self._micro_batches(first))
+
+    def _admits(self, layout: Layout) -> bool:
+        fields = ("tensor", "sequence_parallel", "context", "expert", "expert_tensor")
+        if not all(self._allows(name, getattr(layout, name)) for name in fields):
+            return False
+        whole, left = divmod(self.devices, layout.ranks)
+        if left or (whole * layout.ranks // layout.expert_tensor) % layout.expert:
+            return False
+        return _splits_evenly(self.counted, self.kind(layout), layout)
+
+    def kind(self, layout: Layout) -> RecipeKind:
+        """The kind of a layout's recipes."""
+        return RecipeKind.of(self.base)._replace(
+            tensor=layout.tensor > 1,
+            sequence_parallel=layout.sequence_parallel,
+            context=layout.context > 1,
+            expert=layout.expert > 1,
+            expert_tensor=layout.expert_tensor > 1,
+        )
+
+    def _micro_batches(self, layout: Layout) -> list[int]:
+        sizes = [size for size in divisors(self.batch) if self._allows("micro_batch", size)]
+        return [size for size in sizes if any(True for _ in self.pipelines(layout._replace(micro_batch=size)))]
+
+    def pipelines(self, layout: Layout) -> Iterator[int]:
+        """Numbers of pipeline ranks that suit a layout."""
+        for ranks in divisors(self.devices // layout.ranks):
+            data = self.devices // layout.ranks // ranks
+            stage_ranks = data * layout.ranks // layout.expert_tensor
+            allowed = self._allows("pipeline", ranks) and self._allows("data", data)
+            fits = self.batch % (layout.micro_batch * data) == 0 and stage_ranks % layout.expert == 0
+            if allowed and fits and (ranks == 1 or 0 < ranks <= len(self.counted.blocks) + 2):
+                yield ranks
+
+    def keepings(self, layout: Layout) -> list[Keeping]:
+        """What may become of blocks' values; they are kept where there are no blocks."""
+        known = KEEPINGS if self.counted.blocks else KEEPINGS[:1]
+        names_none = self._allows("recompute", "none") and not self.counted.has_core(self.kind(layout))
+        return [
+            keeping
+            for keeping in known
+            if self._allows("recompute", keeping.recompute)
+            and self._allows("offload", keeping.offload)
+            and self.admits(Recipe(recompute=keeping.recompute, offload=keeping.offload))
+            and (self.offloads or keeping.offload == "none")
+            and not (names_none and keeping.recompute == "selective")
+        ]
+
+    def pipes(self, layout: Layout, ranks: int) -> tuple[Pipe, ...]:
+        """Pipelines of so many ranks."""
+        micro_batches = self.batch * ranks * layout.ranks // (layout.micro_batch * self.devices)
+        every = "virtual_stages" in {*self.only, *self.pinned}
+        known = known_pipes(ranks, micro_batches, len(self.counted.blocks), every=every)
+        if not every and "schedule" not in {*self.only, *self.pinned}:
+            return known
+        return tuple(
+            pipe
+            for pipe in known
+            if self._allows("schedule", pipe.schedule) and self._allows("virtual_stages", pipe.virtual_stages)
+        )
+
+    @property
+    def most_zero(self) -> int:
+        """The ZeRO stage that shards most of those that recipes may have."""
+        return max((zero for zero in range(4) if self._allows("zero", zero)), default=0)
+
+    def shardings(self, layout: Layout, ranks: int) -> tuple[Sharding, ...]:
+        """What ZeRO may shard."""
+        replicas = self.devices // layout.tensor // ranks
+        if replicas not in self._by_replicas:
+            self._by_replicas[replicas] = self._allowed_shardings(replicas)
+        return self._by_replicas[replicas]
+
+    def _allowed_shardings(self, replicas: int) -> tuple[Sharding, ...]:
+        """ZeRO shards over all replicas or a power of eight of them; over any number where that is restricted."""
+        every = "zero_group" in {*self.only, *self.pinned}
+        sizes = [size for size in divisors(replicas) if 1 < size < replicas and (every or size in _GROUPS)]
+        groups = [0, *sizes] if replicas > 1 else []
+        known = [Sharding(), *(Sharding(zero, group) for zero in (1, 2, 3) for group in groups)]
+        return tuple(
+            item for item in known if self._allows("zero", item.zero) and self._allows_group(item.group, replicas)
+        )
+
+    def _allows_group(self, group: int, replicas: int) -> bool:
+        if "zero_group" in self.only and (group or None) not in self.only["zero_group"]:
+            return False
+        pinned = self.pinned.get("zero_group")
+        return pinned is None or (group or None) in pinned or (not group and replicas in pinned)
+
+    def _allows(self, name: str, value: object) -> bool:
+        if name in self.only and value not in self.only[name]:
+            return False
+        return name not in self.pinned or value in self.pinned[name]
+
+    def recipe(self, layout: Layout, keeping: Keeping, pipe: Pipe, sharding: Sharding) -> Execution:
+        """The recipe of a choice."""
+        made = {
+            **_fields_of(self.base),
+            "data": self.devices // layout.ranks // pipe.pipeline,
+            "tensor": layout.tensor,
+            "sequence_parallel": layout.sequence_parallel,
+            "context": layout.context,
+            "expert": layout.expert,
+            "expert_tensor": layout.expert_tensor,
+            "micro_batch": layout.micro_batch,
+            "recompute": keeping.recompute,
+            "offload": keeping.offload,
+            "pipeline": pipe.pipeline,
+            "schedule": pipe.schedule,
+            "virtual_stages": pipe.virtual_stages,
+            "stage_layers": pipe.stage_layers(len(self.counted.blocks)),
+            "zero": sharding.zero,
+            "zero_group": sharding.group or None,
+        }
+        return Execution(**made)
+
+    def recipes(self) -> Iterator[Execution]:
+        """Every recipe, once."""
+        for layouts in self.layouts():
+            for layout in layouts:
+                for keeping, ranks in product(self.keepings(layout), self.pipelines(layout)):
+                    for pipe, sharding in product(self.pipes(layout, ranks), self.shardings(layout, ranks)):
+                        recipe = self.recipe(layout, keeping, pipe, sharding)
+                        if self.admits(recipe):
+                            yield recipe
+
+    def admits(self, recipe: Recipe) -> bool:
+        """Whether a recipe is of those that are asked for: all, or those that `compile` runs."""
+        return not (self.runs and recipe.without_program)
+
+
+@lru_cache(maxsize=16)
+def _fields_of(recipe: Execution) -> Mapping[str, Any]:
+    """The fields of a recipe by name: of those that have them alike, `dataclasses.replace` asks for each again."""
+    return {item.name: getattr(recipe, item.name) for item in fields(recipe)}
+
+
+@lru_cache(maxsize=1024)
+def divisors(number: int) -> tuple[int, ...]:
+    """The divisors of a number, rising."""
+    small = [size for size in range(1, math.isqrt(number) + 1) if number % size == 0]
+    return (*small, *(number // size for size in reversed(small) if size * size != number))
+
+
+def _splits_evenly(counted: CountedModel, kind: RecipeKind, layout: Layout) -> bool:
+    """Whether every axis of a layout splits some value of a block, and divides what it splits."""
+    sizes = {"tensor": layout.tensor, "context": layout.context, "expert": layout.expert}
+    splits = counted.splits(kind)
+    used = {axis for _, axes in splits for axis in axes}
+    if any(size > 1 and axis not in used for axis, size in sizes.items()):
+        return False
+    return all(dim % _product(sizes, axes) == 0 for dim, axes in splits)
+
+
+def _product(sizes: Mapping[str, int], axes: Collection[str]) -> int:
+    total = 1
+    for axis in axes:
+        total *= sizes[axis]
+    return total

@@ -1,0 +1,254 @@
+"""Find a fast recipe of a space, best first, and a bound below all of them.
+
+An entry of the queue is a set of recipes with a bound below the objective of them all (`recipe_bounds`):
+
+1. a layout and what is recomputed or offloaded; what recomputes more comes once this is split, as it takes longer;
+2. with the number of pipeline ranks and the sharding;
+3. with the schedule: one recipe. It is priced (`passes.recipes.price_recipe`) if it fits.
+
+Once no set can be faster than the best recipe, that is the fastest; of equal ones it has the least memory. Stopped
+early, by its ceiling or Ctrl-C, the search gives the best recipe that it priced, and the lowest bound of what is left.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import compress, count
+
+from autoshard.ir.execution import Execution
+from passes.search.recipe_pricer import RecipePricer
+from passes.search.recipe_space import Keeping, Layout, Pipe, RecipeSpace, Sharding
+from passes.solver.one_thread import one_blas_thread
+from passes.solver.search_control import Ceiling
+
+
+@dataclass(frozen=True, slots=True)
+class FoundRecipe:
+    """What a search found.
+
+    Args:
+        recipe: the best recipe that was priced, None if none was (none fits, if the search is complete).
+        objective: its objective; infinite without.
+        lower_bound: no recipe of the space has a lower objective.
+        is_complete: whether the search came to its end: no recipe is better.
+        was_interrupted: whether Ctrl-C ended it.
+        priced, nodes: recipes that were priced, and sets of recipes that were bounded.
+        search_time_s: wall time.
+    """
+
+    recipe: Execution | None
+    objective: float
+    lower_bound: float
+    is_complete: bool
+    was_interrupted: bool
+    priced: int
+    nodes: int
+    search_time_s: float
+
+    @property
+    def was_cut(self) -> bool:
+        """Whether a ceiling ended it."""
+        return not (self.is_complete or self.was_interrupted)
+
+
+NOTHING = FoundRecipe(
+    None, math.inf, 0.0, is_complete=False, was_interrupted=False, priced=0, nodes=0, search_time_s=0.0
+)
+"""The result of a search that has not begun."""
+
+Watch = Callable[[FoundRecipe], None]
+"""Called with what is found so far, after every priced recipe and now and then."""
+
+_OFTEN = 256
+"""Sets between two looks at the clock."""
+
+
+@one_blas_thread()
+def search_recipes(
+    space: RecipeSpace,
+    pricer: RecipePricer,
+    memory_limit: float,
+    *,
+    smallest: bool = False,
+    ceiling: Ceiling | None = None,
+    known: Execution | None = None,
+    watch: Watch | None = None,
+) -> FoundRecipe:
+    """The fastest recipe of a space that fits in so many bytes.
+
+    Args:
+        space: the recipes.
+        pricer: of their times and memory.
+        memory_limit: bytes of a device.
+        smallest: the objective is the memory of the fullest rank in bytes, in place of the step in seconds.
+        ceiling: may end it; None: nothing does.
+        known: a recipe that will do: nothing worse is looked at.
+        watch: told how it goes.
+
+    Raises:
+        KeyboardInterrupt: by Ctrl-C, if no recipe was priced yet; else it ends the search.
+    """
+    search = _BestFirst(space, pricer, memory_limit, ceiling or Ceiling(), watch, smallest=smallest)
+    was_interrupted = False
+    try:
+        is_complete = search.run(known)
+    except KeyboardInterrupt:
+        if search.best is None:
+            raise
+        is_complete, was_interrupted = False, True
+    return search.found(is_complete=is_complete, was_interrupted=was_interrupted)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The recipes with a layout and a keeping; `others` take longer, and are opened when it is split."""
+
+    layout: Layout
+    keeping: Keeping
+    others: tuple[Keeping, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Sharded:
+    """The recipes with a layout, a keeping, pipeline ranks and a sharding."""
+
+    layout: Layout
+    keeping: Keeping
+    ranks: int
+    sharding: Sharding
+
+
+_Node = _Kept | _Sharded | Execution
+
+
+class _BestFirst:
+    """One search: its open sets, and the best recipe so far."""
+
+    def __init__(
+        self,
+        space: RecipeSpace,
+        pricer: RecipePricer,
+        memory_limit: float,
+        ceiling: Ceiling,
+        watch: Watch | None,
+        *,
+        smallest: bool,
+    ) -> None:
+        self.space, self.pricer, self.memory_limit, self.watch = space, pricer, memory_limit, watch
+        self.smallest = smallest
+        self.ceiling, self.start = ceiling, time.monotonic()
+        self.open: list[tuple[float, int, _Node]] = []
+        self.numbers = count()
+        self.best: Execution | None = None
+        self.objective, self.memory = math.inf, 0
+        self.bound, self.priced, self.nodes = 0.0, 0, 0
+
+    def run(self, known: Execution | None) -> bool:
+        """Search until the best recipe is found, or time is over; whether it is found."""
+        if known is not None:
+            self._price(known)
+        for layouts in self.space.layouts():
+            if self._is_over():
+                return False
+            self._open_layouts(layouts)
+        while self.open and self.open[0][0] < self.objective:
+            if self._is_over():
+                return False
+            self.bound, _, node = heapq.heappop(self.open)
+            if isinstance(node, Execution):
+                if self.pricer.fits(node, self.memory_limit):
+                    self._price(node)
+            else:
+                self._split(self.bound, node)
+        self.bound = self.objective
+        return True
+
+    def found(self, *, is_complete: bool, was_interrupted: bool = False) -> FoundRecipe:
+        """What is found so far."""
+        elapsed_s = time.monotonic() - self.start
+        return FoundRecipe(
+            self.best, self.objective, min(self.bound, self.objective), is_complete, was_interrupted, self.priced,
+            self.nodes, elapsed_s,
+        )  # fmt: skip
+
+    def _is_over(self) -> bool:
+        if self.nodes % _OFTEN == 0 and self.watch is not None:
+            self.watch(self.found(is_complete=False))
+        return self.ceiling.cuts()
+
+    def _open_layouts(self, layouts: tuple[Layout, ...]) -> None:
+        """Open layouts of rising micro-batch, until one is left out for its size."""
+        for layout in layouts:
+            first = self._recipe(layout, Keeping(), next(self.space.pipelines(layout)), Sharding())
+            if self.pricer.workspace_bytes(first) > self.memory_limit:
+                return
+            keepings = self.space.keepings(layout)
+            later = () if self.smallest else tuple(keepings[1:])
+            if keepings and not (self._open_keeping(layout, keepings[0], later) and later):
+                for keeping in keepings[1:]:
+                    self._open_keeping(layout, keeping)
+
+    def _open_keeping(self, layout: Layout, keeping: Keeping, others: tuple[Keeping, ...] = ()) -> bool:
+        """Open a layout with a keeping, if that may fit; whether it may."""
+        sizes, zero = list(self.space.pipelines(layout)), self.space.most_zero
+        ends = [self._recipe(layout, keeping, ranks, Sharding(min(1, zero))) for ranks in (sizes[0], sizes[-1])]
+        needed = self.pricer.least_memory(ends[0], sizes[-1], zero)
+        if needed > self.memory_limit:
+            return False
+        bound = needed if self.smallest else min(map(self.pricer.least_time, ends))
+        self._push(bound, _Kept(layout, keeping, others))
+        return True
+
+    def _split(self, bound: float, node: _Kept | _Sharded) -> None:
+        """Open the sets, or the recipes, of a set."""
+        if isinstance(node, _Kept):
+            self._split_keeping(bound, node)
+            return
+        space = self.space
+        pipes = space.pipes(node.layout, node.ranks)
+        if not pipes:
+            return
+        recipe = space.recipe(node.layout, node.keeping, pipes[0], node.sharding)
+        needed = self.pricer.memory_floors(recipe, pipes)
+        fits = needed <= self.memory_limit
+        pipes, bounds = tuple(compress(pipes, fits)), needed[fits]
+        if pipes and not self.smallest:
+            bounds = self.pricer.least_times(recipe, pipes)
+        for least, pipe in zip(bounds.tolist(), pipes, strict=True):
+            self._push(least, space.recipe(node.layout, node.keeping, pipe, node.sharding))
+
+    def _split_keeping(self, bound: float, node: _Kept) -> None:
+        """Open a layout's other keepings, and the first one with each number of ranks and each sharding."""
+        for keeping in node.others:
+            self._open_keeping(node.layout, keeping)
+        for ranks in self.space.pipelines(node.layout):
+            for sharding in self.space.shardings(node.layout, ranks):
+                recipe = self._recipe(node.layout, node.keeping, ranks, sharding)
+                if self.space.admits(recipe):
+                    least = bound if self.smallest else self.pricer.least_time(recipe)
+                    self._push(least, _Sharded(node.layout, node.keeping, ranks, sharding))
+
+    def _recipe(self, layout: Layout, keeping: Keeping, ranks: int, sharding: Sharding) -> Execution:
+        """A recipe of a set, in some pipeline."""
+        pipe = Pipe(ranks, "1F1B") if ranks > 1 else Pipe()
+        return self.space.recipe(layout, keeping, pipe, sharding)
+
+    def _push(self, bound: float, node: _Node) -> None:
+        """Open a set that may have a faster recipe than the best one."""
+        self.nodes += 1
+        if bound < self.objective:
+            heapq.heappush(self.open, (bound, next(self.numbers), node))
+
+    def _price(self, recipe: Execution) -> None:
+        """Price a recipe, and keep it if it is the best so far."""
+        memory = self.pricer.memory_bytes(recipe)
+        objective = float(memory) if self.smallest else self.pricer.time_s(recipe)
+        self.priced += 1
+        if (objective, memory) < (self.objective, self.memory):
+            self.objective, self.memory, self.best = objective, memory, recipe
+            if self.watch is not None:
+                self.watch(self.found(is_complete=False))

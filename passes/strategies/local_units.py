@@ -1,0 +1,70 @@
+"""The repeated blocks that the nodes of a lowered program belong to, where it leaves blocks out.
+
+A node belongs to the unit of the traced node at whose place it stands (`autoshard.ir.repeat`). The unit behind the
+blocks that are left out stands for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import fx
+
+from autoshard.ir.lowered import LoweredProgram
+from autoshard.ir.repeat import Repeat
+from passes.strategies.elided import BEHIND
+from passes.strategies.fold_blocks import module_paths
+from passes.strategies.local_tracer import EMITTED_AT
+
+
+class UnitSpot(NamedTuple):
+    """A run of alike units, by number, and which of `Repeat.units` a node belongs to."""
+
+    repeat: int
+    unit: int
+
+
+@dataclass(frozen=True, slots=True)
+class LocalUnits:
+    """The units of the nodes of a lowered program.
+
+    Args:
+        repeats: the runs of alike units.
+        paths: traced node to the path of its module.
+    """
+
+    repeats: tuple[Repeat, ...]
+    paths: Mapping[str, str]
+    _known: dict[str, UnitSpot | None] = field(default_factory=dict, repr=False)
+
+    @classmethod
+    def of(cls, lowered: LoweredProgram) -> LocalUnits:
+        """The units of a lowered program; none where it is whole."""
+        repeats = lowered.traced.repeats
+        return cls(repeats, module_paths(lowered.traced) if repeats else {})
+
+    def spot(self, node: fx.Node) -> UnitSpot | None:
+        """Where a node stands; None outside of the units."""
+        if not self.repeats:
+            return None
+        path = self.paths.get(node.meta.get(EMITTED_AT, "")) or node.meta.get("module", "")
+        if path not in self._known:
+            self._known[path] = self._find(path)
+        return self._known[path]
+
+    def count(self, node: fx.Node) -> int:
+        """How many nodes of the whole program a node stands for."""
+        return self.runs(self.spot(node))
+
+    def runs(self, spot: UnitSpot | None) -> int:
+        """How many units the unit of a spot stands for."""
+        return 1 if spot is None or spot.unit != BEHIND else 1 + self.repeats[spot.repeat].elided
+
+    def _find(self, path: str) -> UnitSpot | None:
+        for number, repeat in enumerate(self.repeats):
+            place = repeat.place(path)
+            if place is not None:
+                return UnitSpot(number, place[0])
+        return None

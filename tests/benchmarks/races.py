@@ -1,0 +1,156 @@
+"""Races of training steps on ranks of this machine: how ranks start, take turns and report.
+
+A benchmark writes an *order*, plain data; each rank, started by `torchrun` on a core and a thread of its own, serves
+it, and the first rank's findings come back. Contenders take turns, round after round, in an order that changes with
+each round. A step's time is the slowest rank's. The first losses of all contenders must agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+from tests.benchmarks.two_hosts import TwoHosts
+
+LOOPBACK, DELAYED = "loopback", "delayed"
+LATENCY_S, BANDWIDTH_BYTES_PER_S = 5e-4, 125e6
+"""Of delayed links."""
+MEMORY_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000", "MALLOC_TRIM_THRESHOLD_": "0"}
+"""Every large allocation is a mapping of its own, which is counted, and given back when it is freed."""
+_WARM_UP, _LOSSES = 3, 3
+
+
+class WorkerError(Exception):
+    """A run that ended with an error; the message is its last line."""
+
+
+def run_order(
+    worker: str, order: Mapping[str, Any], ranks: int, hosts: TwoHosts | None = None, *, memory: bool = False
+) -> dict[str, Any]:
+    """The findings of a worker's first rank; `WorkerError` where a rank failed.
+
+    Args:
+        worker: the name of a module of `tests.benchmarks` that calls `serve`.
+        order: plain data.
+        ranks: how many processes.
+        hosts: where they run; None: here.
+        memory: whether large allocations are to be counted.
+    """
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "TRANSFORMERS_VERBOSITY": "error"}
+    environment |= MEMORY_ENVIRONMENT if memory else {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "order.json"
+        path.write_text(json.dumps(order))
+        arguments = ["-m", f"tests.benchmarks.{worker}", str(path)]
+        if hosts is not None and ranks > 1:
+            hosts.torchrun(sys.executable, arguments, environment)
+        else:
+            launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+            subprocess.run([*launcher, *arguments], check=False, env=os.environ | environment)
+        found = path.with_suffix(".found")
+        if found.exists():
+            return json.loads(found.read_text())
+        errors = [item.read_text().strip().splitlines()[-1] for item in sorted(Path(folder).glob("order.error*"))]
+        raise WorkerError(errors[0][:300] if errors else "the ranks ended without a word")
+
+
+def serve(run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Run an order (a file) on this rank's core; beside it goes what the first rank found, or the error of any rank."""
+    path, rank = Path(sys.argv[1]), os.environ["RANK"]
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[int(rank) % len(cores)]})  # before torch makes threads
+    import torch
+    import torch.distributed as dist
+
+    try:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+        found = run(json.loads(path.read_text()))
+    except Exception:
+        path.with_suffix(f".error{rank}").write_text(traceback.format_exc())
+        raise
+    if dist.get_rank() == 0:
+        path.with_suffix(".found").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def take_turns(
+    steps: Mapping[str, Callable[[Any], Any]], batches: Sequence[Any], rounds: int, loss_of: Callable[[Any], float]
+) -> dict[str, Any]:
+    """Times, processor times of each rank, and first losses of contenders."""
+    found: dict[str, Any] = {name: {"times_s": [], "cpu_s": []} for name in steps}
+    for name, step in steps.items():
+        found[name]["losses"] = [loss_of(step(batch)) for batch in islice(cycle(batches), _LOSSES)]
+        for batch in islice(cycle(batches), _WARM_UP):
+            step(batch)
+    for index, batch in enumerate(islice(cycle(batches), rounds)):
+        for name in list(steps) if index % 2 else list(steps)[::-1]:
+            seconds, worked = times_of(steps[name], batch)
+            found[name]["times_s"].append(seconds)
+            found[name]["cpu_s"].append(worked)
+    return found
+
+
+def times_of(step: Callable[[Any], Any], batch: Any) -> tuple[float, list[float]]:
+    """Seconds of a step on the slowest rank, and what the processor of each rank worked."""
+    import torch
+    import torch.distributed as dist
+
+    dist.barrier()
+    start, worked = time.perf_counter(), time.process_time()
+    step(batch)
+    mine = torch.tensor([time.perf_counter() - start, time.process_time() - worked], dtype=torch.float64)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, mine)
+    return max(item[0].item() for item in every), [item[1].item() for item in every]
+
+
+def mesh_along(axis: str, *, is_delayed: bool = False) -> Any:
+    """All ranks along one axis, whose links are delayed or not."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from autoshard.testing import Link, delayed_mesh
+
+    ranks = dist.get_world_size()
+    if is_delayed:
+        return delayed_mesh({axis: ranks}, {axis: Link(LATENCY_S, BANDWIDTH_BYTES_PER_S)})
+    return init_device_mesh("cpu", (ranks,), mesh_dim_names=(axis,))
+
+
+def parser_of(description: str | None, rounds: int) -> argparse.ArgumentParser:
+    """A parser that prints the module's docstring, with the number of rounds."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    return parser
+
+
+def versions() -> str:
+    """Versions of what runs."""
+    import torch
+    import transformers
+
+    return f"torch {torch.__version__}, transformers {transformers.__version__}, Python {sys.version.split()[0]}"
+
+
+def commit() -> str:
+    """The checkout's, or "unknown"."""
+    asked = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=False, capture_output=True, text=True)
+    return asked.stdout.strip() or "unknown"
+
+
+def date() -> str:
+    """Now, in UTC."""
+    return datetime.now(UTC).strftime("%Y-%m-%d %H:%M")

@@ -1,0 +1,118 @@
+"""Bounds lie below what they bound."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoshard import Cluster, Runtime
+from autoshard.ir.execution import Execution
+from cost_models.stages import StageTimes
+from passes.recipes.pipeline_stages import cuts_backward, run_stages, share_out
+from passes.search.recipe_bounds import SectionTable, path_times, places_of
+from passes.search.recipe_pricer import RecipePricer
+from passes.search.recipe_space import KEEPINGS, Keeping, Pipe, RecipeSpace, Sharding, known_pipes
+from passes.sections.fold_program import AFTER, BEFORE
+from tests.passes.decoders import priced_dense, priced_sparse
+from tests.passes.executions import under
+from tests.passes.pipes import recipe_of
+
+NAMES = (BEFORE, "a", "b", AFTER)
+SECONDS = st.integers(0, 16).map(lambda number: number / 8)
+MODELS = {"dense": priced_dense().counted, "sparse": priced_sparse().counted}
+
+
+@st.composite
+def pipelines(draw: st.DrawFn) -> tuple[Pipe, list[str], int]:
+    """A pipeline, blocks of two kinds, micro-batches."""
+    ranks, micro_batches = draw(st.integers(2, 4)), draw(st.integers(1, 24))
+    blocks = draw(st.lists(st.sampled_from(["a", "b"]), min_size=ranks, max_size=9))
+    known = known_pipes(ranks, micro_batches, len(blocks), every=True)
+    return draw(st.sampled_from(known)), blocks, micro_batches
+
+
+@settings(max_examples=500)
+@given(pipelines(), st.lists(SECONDS, min_size=9, max_size=9))
+def test_no_pipeline_is_shorter_than_the_path_of_a_rank(
+    drawn: tuple[Pipe, list[str], int], seconds: list[float]
+) -> None:
+    """Any schedule takes at least its bound, with any times of sections and hand-overs."""
+    pipe, blocks, micro_batches = drawn
+    forward, backward, send_s = np.array(seconds[:4]), np.array(seconds[4:8]), seconds[8]
+    table = SectionTable(forward, backward, *[np.zeros(4)] * 3)
+    (found,) = path_times(table, places_of(NAMES, tuple(blocks), (pipe,)), send_s, micro_batches)
+    recipe, stages = recipe_of(pipe, len(blocks), micro_batches), []
+    for stage in share_out(blocks, recipe):
+        counts = np.array([dict(stage.sections).get(name, 0) for name in NAMES])
+        half = float(counts @ backward) / 2
+        stages.append(StageTimes(float(counts @ forward), half, half, send_s))
+    total_s, _ = run_stages(stages, recipe)
+    assert found <= total_s * (1 + 1e-9) + 1e-12
+    if len(set(stages)) == 1 and not cuts_backward(recipe) and pipe.virtual_stages == 1 and not send_s:
+        assert found == pytest.approx(total_s)
+
+
+RECIPES = st.builds(
+    Execution,
+    data=st.just(8),
+    zero=st.integers(0, 3),
+    zero_group=st.sampled_from([None, 2, 4]),
+    micro_batch=st.sampled_from([1, 16]),
+    global_batch=st.sampled_from([128, 256]),
+    recompute=st.sampled_from(["none", "selective", "full"]),
+    offload=st.sampled_from(["none", "activations"]),
+    runtime=st.builds(
+        Runtime,
+        name=st.just("mine"),
+        cuda_graph=st.booleans(),
+        gradient_dtype=st.sampled_from(["f32", "bf16"]),
+        overlap_gradients=st.booleans(),
+        overlap_parameters=st.booleans(),
+    ),
+)
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+@settings(max_examples=40)
+@given(RECIPES, st.sampled_from([1, 2, 4]), st.data())
+def test_no_step_is_shorter_than_its_floors(name: str, drawn: Execution, ranks: int, data: st.DataObject) -> None:
+    """The mean of ranks without any sharding, with the recipe's, and the path and ends of a rank."""
+    pricer = RecipePricer(MODELS[name], Cluster("h100_sxm", 2, 4))
+    group = drawn.zero_group if ranks == 1 else None
+    recipe = replace(drawn, data=8 // ranks, zero_group=group, pipeline=ranks, schedule="1F1B" if ranks > 1 else None)
+    blocks = len(pricer.counted.blocks)
+    pipe = data.draw(st.sampled_from(known_pipes(ranks, recipe.micro_batches, blocks)))
+    fields = {"schedule": pipe.schedule, "virtual_stages": pipe.virtual_stages}
+    time_s = pricer.time_s(replace(recipe, **fields, stage_layers=pipe.stage_layers(blocks)))
+    plain = pricer.least_time(replace(recipe, zero=0, zero_group=None))
+    assert plain <= pricer.least_time(recipe) * (1 + 1e-12)
+    assert max(pricer.least_time(recipe), pricer.least_times(recipe, (pipe,))[0]) <= time_s
+
+
+@pytest.mark.parametrize("name", list(MODELS))
+def test_no_recipe_takes_less_memory_than_the_floors_of_its_layout_and_pipeline(name: str) -> None:
+    """Any schedule and sharding take at least the floor of their layout; once these are known, bounds are the price."""
+    counted = MODELS[name]
+    pricer = RecipePricer(counted, Cluster("h100_sxm", 2, 2))
+    base = under(Execution(global_batch=8), master_weights=True, gradient_dtype="bf16")
+    space = RecipeSpace(counted, 4, base, offloads=True, only={"micro_batch": (1, 4)})
+    decided_by = Counter[bool]()
+    for layout in itertools.chain.from_iterable(space.layouts()):
+        ranks = list(space.pipelines(layout))
+        for keeping, size in itertools.product(KEEPINGS, ranks):
+            first = space.recipe(layout, keeping, space.pipes(layout, ranks[0])[0], Sharding())
+            floors = [pricer.least_memory(first, ranks[-1], zero) for zero in range(4)]
+            assert floors == sorted(floors, reverse=True)
+            for pipe, sharding in itertools.product(space.pipes(layout, size), space.shardings(layout, size)):
+                recipe = space.recipe(layout, keeping, pipe, sharding)
+                own, price = pricer.memory_floors(recipe, (pipe,))[0], pricer.memory_bytes(recipe)
+                assert price * (1 - 2e-9) - 17 <= own <= price
+                assert floors[sharding.zero] <= own * (1 + 1e-12)
+                decided_by[keeping == Keeping()] += 1
+    assert min(decided_by[True], decided_by[False]) > 0

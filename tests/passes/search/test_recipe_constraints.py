@@ -1,0 +1,173 @@
+"""Constraints on recipes: what is found is the best of those that keep them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import autoshard
+from autoshard import Cluster, DoesNotFitError, P, RecipeError
+from autoshard.errors import NotAvailableError
+from autoshard.ir.execution import Execution
+from autoshard.ir.recipe import RECOMPUTE
+from passes.driver.pricing import price_execution
+from passes.recipes.recipe_plan import predict_recipe
+from passes.search.recipe_constraints import pinned
+from passes.search.recipe_problem import RecipeProblem
+from tests.passes.decoders import PRICED, dense, priced_dense, tokens
+
+MODEL, CLUSTER = dense(4), Cluster("h100_sxm", 1, 4)
+COUNTED = priced_dense(4).counted
+BASE = Execution(global_batch=4)
+
+CONSTRAINTS = st.fixed_dictionaries(
+    {},
+    optional={
+        "tensor": st.sampled_from([2, (1, 2), (2, 4)]),
+        "pipeline": st.sampled_from([1, 2, (1, 2, 4)]),
+        "zero": st.sampled_from([0, (0, 1), [3]]),
+        "recompute": st.sampled_from(["none", ("selective", "full")]),
+        "offload": st.sampled_from(["none", "activations", ("none", "activations")]),
+        "micro_batch": st.sampled_from([1, {1, 2}]),
+        "sequence_parallel": st.booleans(),
+    },
+)
+
+
+@cache
+def every_recipe() -> list[tuple[float, int, Execution]]:
+    """Time and memory of all recipes that are searched without constraints."""
+    found = []
+    problem = RecipeProblem(COUNTED, CLUSTER, BASE, 80e9)
+    for recipe in (recipe for name in RECOMPUTE for recipe in problem.space({"recompute": (name,)}).recipes()):
+        prediction = predict_recipe(COUNTED, recipe, CLUSTER)
+        found.append((prediction.step_time_s, prediction.peak_memory_bytes, recipe))
+    return found
+
+
+def keeps(recipe: Execution, constraints: dict[str, object]) -> bool:
+    """Whether every constrained field has one of its values."""
+    return all(
+        getattr(recipe, name) in (given if isinstance(given, (tuple, list, set)) else (given,))
+        for name, given in constraints.items()
+    )
+
+
+@settings(max_examples=12)
+@given(CONSTRAINTS)
+def test_the_best_that_keeps_constraints_is_found(constraints: dict[str, object]) -> None:
+    """By pricing all; its price is that of `price`, and no lower than without constraints."""
+    found = RecipeProblem(COUNTED, CLUSTER, BASE, 80e9, pinned=pinned(constraints)).best()
+    known = [(time, memory) for time, memory, recipe in every_recipe() if keeps(recipe, constraints)]
+    assert (found.recipe is None) == (not known)
+    if found.recipe is None:
+        return
+    assert keeps(found.recipe, constraints)
+    assert found.objective == found.lower_bound == min(known)[0] >= min(every_recipe(), key=lambda item: item[0])[0]
+    priced = price_execution(MODEL, CLUSTER, found.recipe, tokens())
+    assert priced.predicted.step_time_s == found.objective
+
+
+@settings(max_examples=8)
+@given(st.data())
+def test_a_recipe_that_is_pinned_whole_is_the_plan(data: st.DataObject) -> None:
+    """With the price of that recipe."""
+    even = [each for each in every_recipe() if each[2].stage_layers is None]
+    time, memory, recipe = data.draw(st.sampled_from(even))
+    names = ("data", "tensor", "sequence_parallel", "context", "pipeline", "schedule", "virtual_stages",
+             "micro_batch", "recompute", "offload", "zero", "zero_group")  # fmt: skip
+    plan = autoshard.plan(
+        MODEL, CLUSTER, example_inputs=tokens(), optimizer="adamw", runtime=PRICED, global_batch=4,
+        memory_budget=memory, constraints={name: getattr(recipe, name) for name in names},
+    )  # fmt: skip
+    assert plan.recipe == recipe.recipe
+    assert (plan.objective, plan.predicted.peak_memory_bytes, plan.gap) == (time, memory, 0.0)
+
+
+def test_what_a_runtime_does_is_kept_by_questions() -> None:
+    """Nothing is fused in alternatives, as in the plan."""
+    arguments = {"example_inputs": tokens(), "optimizer": "adamw", "global_batch": 4}
+    eager = replace(PRICED, fused=False)
+    plan = autoshard.plan(MODEL, CLUSTER, constraints={"tensor": (1, 2)}, runtime=eager, **arguments)
+    assert plan.objective > autoshard.plan(MODEL, CLUSTER, runtime=PRICED, **arguments).objective
+    answer = plan.why_not("pipeline")
+    assert answer.variants
+    assert all(item.step_time_s is not None and item.step_time_s >= plan.objective for item in answer.variants)
+
+
+def test_tensor_ranks_may_span_nodes_where_they_are_pinned() -> None:
+    """Otherwise they stay within one."""
+    cluster = Cluster("h100_sxm", 2, 2)
+    plan = autoshard.plan(
+        MODEL,
+        cluster,
+        example_inputs=tokens(),
+        optimizer="adamw",
+        runtime=PRICED,
+        global_batch=4,
+        constraints={"tensor": 4},
+    )
+    assert plan.recipe is not None
+    assert plan.recipe.tensor == 4
+
+
+@pytest.mark.parametrize(
+    ("constraints", "sentence"),
+    [
+        ({"layers": 3}, "a recipe has no such field; there are data, tensor"),
+        ({"tensor": 0}, "tensor=0 must be a whole number"),
+        ({"recompute": "some"}, "recompute='some' is unknown"),
+        ({"sequence_parallel": 1}, "sequence_parallel=1 must be True or False"),
+        ({"pipeline": ()}, "leaves no value"),
+        ({"fused": (True, False)}, "it says what a runtime does: pass runtime=autoshard.Runtime"),
+        ({"global_batch": 8}, "pass global_batch="),
+        ({"stage_layers": (2, 2)}, "autoshard.price, take a recipe with others"),
+    ],
+)
+def test_mistakes_are_named(constraints: dict[str, object], sentence: str) -> None:
+    """What was asked, and the way out."""
+    with pytest.raises(RecipeError, match=sentence):
+        pinned(constraints)
+
+
+def test_specs_are_refused() -> None:
+    """Recipes do not choose them one by one."""
+    with pytest.raises(NotAvailableError, match="gives a value its spec, but with global_batch="):
+        pinned({"layers.*": P("data")})
+
+
+@pytest.mark.parametrize(
+    ("constraints", "sentence"),
+    [
+        ({"tensor": 3}, "Without the constraint on 'tensor' there is one"),
+        ({"tensor": 4, "pipeline": 2}, "Without the constraint on 'tensor' or 'pipeline' there is one"),
+        ({"tensor": 3, "pipeline": 5}, "Leave out more than one of them"),
+    ],
+)
+def test_constraints_that_no_recipe_keeps_are_named(constraints: dict[str, object], sentence: str) -> None:
+    """And which of them would have to go."""
+    with pytest.raises(DoesNotFitError, match=sentence):
+        autoshard.plan(
+            MODEL,
+            CLUSTER,
+            example_inputs=tokens(),
+            optimizer="adamw",
+            runtime=PRICED,
+            global_batch=4,
+            constraints=constraints,
+        )
+
+
+def test_constraints_that_do_not_fit_are_named() -> None:
+    """All state whole on each rank takes more than the least of all recipes."""
+    arguments = {"example_inputs": tokens(), "optimizer": "adamw", "runtime": PRICED, "global_batch": 4}
+    least = min(memory for _, memory, _ in every_recipe())
+    sentence = r"with constraints=.*'zero': \(0,\).* Without constraints .* would do"
+    with pytest.raises(DoesNotFitError, match=sentence) as raised:
+        autoshard.plan(MODEL, CLUSTER, constraints={"zero": 0, "tensor": 1}, memory_budget=least, **arguments)
+    kept = [memory for _, memory, recipe in every_recipe() if (recipe.zero, recipe.tensor) == (0, 1)]
+    assert raised.value.smallest_bytes == min(kept)

@@ -1,0 +1,112 @@
+"""Searches that begin with another plan's recipe: what is found is the same."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, cast
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+import autoshard
+from autoshard import Cluster, NotAvailableError, Plan
+from autoshard.ir.execution import Execution
+from passes.driver.recipe_search import problem_of
+from passes.search.recipe_problem import RecipeProblem, known_recipe
+from passes.search.recipe_space import Only, RecipeSpace
+from tests.passes.decoders import PRICED, dense, priced_dense, tokens
+
+MODEL, COUNTED = dense(4), priced_dense(4).counted
+FOUR, EIGHT = Cluster("h100_sxm", 1, 4), Cluster("h100_sxm", 1, 8)
+OPTIONS = {"optimizer": "adamw", "runtime": PRICED, "global_batch": 8, "constraints": {"micro_batch": (1, 2)}}
+
+
+@cache
+def plan() -> Plan:
+    """Found without any other."""
+    return autoshard.plan(MODEL, FOUR, example_inputs=tokens(), **OPTIONS)
+
+
+def problem(cluster: Cluster, *, batch: int = 8, limit: float = 80e9, pinned: Only | None = None) -> RecipeProblem:
+    """The search of `plan`, on any cluster."""
+    return problem_of(
+        COUNTED, cluster, Execution(global_batch=batch), int(limit), {"micro_batch": (1, 2), **(pinned or {})}
+    )
+
+
+def test_the_same_recipe_is_found() -> None:
+    """On the cluster that it was found for, with a proof."""
+    again = autoshard.plan(MODEL, FOUR, example_inputs=tokens(), previous=plan(), **OPTIONS)
+    assert (again.recipe, again.objective, again.gap) == (plan().recipe, plan().objective, 0.0)
+    assert again.baselines == plan().baselines
+
+
+def test_a_recipe_that_will_do_is_the_first() -> None:
+    """For another batch it has that; the fastest there is found all the same."""
+    before = plan().recipe
+    assert before is not None
+    other = problem(FOUR, batch=16)
+    known = known_recipe(other, before)
+    assert known is not None
+    assert (known.batch, known.words.partition(";")[0]) == (16, before.words.partition(";")[0])
+    warm, cold = other.best_of_all(known=known)[0], other.best_of_all()[0]
+    assert (warm.recipe, warm.objective, warm.lower_bound) == (cold.recipe, cold.objective, cold.lower_bound)
+
+
+@settings(max_examples=8)
+@given(st.data(), st.sampled_from([FOUR, EIGHT]))
+def test_a_recipe_of_eight_devices_is_where_any_search_begins(data: st.DataObject, cluster: Cluster) -> None:
+    """As it is where it will do; else with one like it, or with none; what it begins with fits."""
+    recipes = list(RecipeSpace(COUNTED, 8, Execution(global_batch=8)).recipes())
+    before, limit = data.draw(st.sampled_from(recipes)), data.draw(st.sampled_from([80e9, 3e6, 1.0]))
+    here = problem(cluster, limit=limit)
+    known = known_recipe(here, before)
+    assume(known is not None)
+    assert known is not None
+    assert here.admits(known)
+    assert known.tensor == before.tensor
+    assert known == before or cluster is not EIGHT or not here.admits(before)
+
+
+def test_a_faster_recipe_from_elsewhere_is_kept() -> None:
+    """One that the search does not look at; no bound is above it."""
+    whole = problem_of(COUNTED, FOUR, Execution(global_batch=8), int(80e9), {}).best()
+    slow = {"recompute": ("full",)}
+    found, _ = problem(FOUR, pinned=slow).best_of_all(known=whole.recipe)
+    assert (found.recipe, found.objective, found.lower_bound) == (whole.recipe, whole.objective, whole.objective)
+    assert problem(FOUR, pinned=slow).best().objective > whole.objective
+
+
+def test_known_recipes_that_time_ran_out_for_are_no_baselines() -> None:
+    """None says that nothing of a kind fits, and of these nothing is known; the plan before is what is found."""
+    before = plan()
+    again = autoshard.plan(MODEL, FOUR, example_inputs=tokens(), previous=before, time_budget_s=0.0, **OPTIONS)
+    assert again.recipe == before.recipe
+    assert None not in again.baselines.values()
+    assert len(again.baselines) < len(before.baselines)
+
+
+def test_constraints_are_kept() -> None:
+    """A recipe without a pipeline, where one is asked for."""
+    here = problem(FOUR, pinned={"pipeline": (2,)})
+    known = known_recipe(here, Execution(data=4, zero=1))
+    assert known is not None
+    assert (known.pipeline, known.zero) == (2, 1)
+
+
+def test_what_a_search_cannot_begin_with_is_refused() -> None:
+    """By name, with what to pass."""
+    specs = autoshard.plan(MODEL, FOUR.mesh({"data": 4}), example_inputs=tokens(4))
+    for wrong, message in ((specs, "has no recipe; with global_batch=, pass"), (3, "is a int; pass a plan")):
+        with pytest.raises(NotAvailableError, match=message):
+            autoshard.plan(MODEL, FOUR, example_inputs=tokens(), previous=cast("Any", wrong), **OPTIONS)
+    for other, message in (
+        ({}, "is of a recipe; pass global_batch="),
+        (
+            {"recipe": Execution(data=4), "global_batch": 8, "runtime": "megatron"},
+            "recipe= is priced as it is: leave one out",
+        ),
+    ):
+        with pytest.raises(NotAvailableError, match=message):
+            autoshard.plan(MODEL, FOUR, example_inputs=tokens(), previous=plan(), **other)

@@ -1,0 +1,143 @@
+"""The space has every recipe that the model and the cluster admit, once, and no other."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import pytest
+
+from autoshard import Cluster, RecipeError
+from autoshard.ir.execution import Execution
+from cost_models.schedule_orders import SCHEDULES, admits
+from passes.recipes.pipeline_stages import even_blocks
+from passes.recipes.recipe_plan import predict_recipe
+from passes.search.recipe_space import Pipe, RecipeSpace, divisors, known_pipes
+from tests.passes.decoders import priced_dense, priced_sparse
+
+DENSE, SPARSE = priced_dense(2).counted, priced_sparse().counted
+BASE = Execution(global_batch=4)
+CLUSTER = Cluster("h100_sxm", 1, 4)
+
+
+def _all_recipes(blocks: int) -> set[Execution]:
+    """By brute force over the fields, those that `Recipe` and `price` take, under one name each."""
+    found = set()
+    sizes = (1, 2, 4)
+    ends = [(None, 1)]
+    ends += [(item.name, two) for item in SCHEDULES.values() if item.is_searched for two in item.numbers_of_stages(2)]
+    for data, tensor, context, pipeline in itertools.product(sizes, repeat=4):
+        if data * tensor * context * pipeline != 4:
+            continue
+        for parallel, split, micro, zero, group, (schedule, virtual) in itertools.product(
+            (False, True), (False, True), (1, 2, 4), range(4), (None, 2), ends
+        ):
+            one_name = (schedule is None) == (pipeline == 1) and not (split and pipeline == 1)
+            one_name = one_name and (group is None or (zero > 0 and data * context == 4))
+            one_name = one_name and (zero == 0 or data * context > 1)
+            if not one_name or pipeline * virtual > blocks + 2 * split:
+                continue
+            layers = even_blocks(blocks, pipeline * virtual, split_ends=True) if split else None
+            try:
+                recipe = Execution(
+                    data=data, tensor=tensor, context=context, pipeline=pipeline, sequence_parallel=parallel,
+                    stage_layers=layers, micro_batch=micro, zero=zero, zero_group=group, schedule=schedule,
+                    virtual_stages=virtual, global_batch=4, recompute="none",
+                )  # fmt: skip
+                predict_recipe(DENSE, recipe, CLUSTER)
+            except RecipeError:
+                continue
+            found.add(recipe)
+    return found
+
+
+def test_it_has_all_recipes_that_can_be_priced_and_no_other() -> None:
+    """Four heads and four devices: every size divides what it splits."""
+    only = {"recompute": ("none",), "zero_group": (None, 2)}
+    found = list(RecipeSpace(DENSE, 4, BASE, only=only).recipes())
+    assert len(found) == len(set(found))
+    assert set(found) == _all_recipes(2)
+
+
+@pytest.mark.parametrize(("blocks", "ranks"), [(1, 2), (4, 2), (4, 4), (13, 2)])
+def test_pipelines_are_listed_once(blocks: int, ranks: int) -> None:
+    """Powers of two of stages, or one for each block; ends may count as blocks; schedules admit the micro-batches."""
+    found, every = known_pipes(ranks, 2 * ranks, blocks), known_pipes(ranks, 2 * ranks, blocks, every=True)
+    assert len(set(every)) == len(every)
+    assert set(found) <= set(every)
+    assert {"GPipe", "1F1B", "InterleavedZeroBubble"} <= {pipe.schedule for pipe in found}
+    for pipe in every:
+        most = (blocks + 2 * pipe.split_ends) // ranks
+        assert pipe.virtual_stages <= most
+        assert (pipe in found) == (pipe.virtual_stages in (1, 2, 4, most))
+        counts = even_blocks(blocks, ranks * pipe.virtual_stages, split_ends=pipe.split_ends)
+        assert sum(counts) == blocks
+        assert all(counts[1:-1])
+    assert {pipe for pipe in every if admits(pipe.chosen_schedule, ranks, 3, pipe.virtual_stages)} == set(
+        known_pipes(ranks, 3, blocks, every=True)
+    ) & set(every)
+    assert known_pipes(1, 8, blocks) == (Pipe(),)
+    assert not known_pipes(ranks, 8, 0)
+
+
+def test_every_recipe_of_a_model_with_experts_has_a_price() -> None:
+    """Experts are shared out, or split as other weights are."""
+    space = RecipeSpace(SPARSE, 4, BASE, only={"recompute": ("none",), "pipeline": (1,), "micro_batch": (1,)})
+    found = list(space.recipes())
+    assert {(recipe.expert, recipe.expert_tensor) for recipe in found} >= {(1, 1), (4, 1), (2, 2), (1, 4)}
+    assert all(predict_recipe(SPARSE, recipe, CLUSTER).step_time_s > 0 for recipe in found)
+
+
+def test_axes_divide_what_they_split() -> None:
+    """Four heads are not split over eight ranks, nor 32 tokens over 64; the vocabulary of 96 may be padded."""
+    layouts = [layout for family in RecipeSpace(DENSE, 64, Execution(global_batch=64)).layouts() for layout in family]
+    assert {layout.tensor for layout in layouts} == {1, 2, 4}
+    assert max(layout.context for layout in layouts) == 32
+    assert all(layout.expert == 1 for layout in layouts)
+
+
+def test_tensor_and_context_ranks_are_limited() -> None:
+    """Two of a node, and sixteen of 32 tokens on each context rank."""
+    space = RecipeSpace(DENSE, 64, Execution(global_batch=64), most_tensor=2, least_tokens=16)
+    layouts = [layout for family in space.layouts() for layout in family]
+    assert (max(layout.tensor for layout in layouts), max(layout.context for layout in layouts)) == (2, 2)
+
+
+def test_fields_are_restricted() -> None:
+    """A group of all replicas is none; users may name it by its size."""
+    only = {"zero": (3,), "zero_group": (2,), "tensor": (1,), "context": (1,), "schedule": (None, "1F1B")}
+    found = list(RecipeSpace(DENSE, 4, BASE, only=only).recipes())
+    assert {(recipe.data, recipe.zero_group) for recipe in found} == {(4, 2)}
+    found = list(RecipeSpace(DENSE, 4, BASE, pinned=only).recipes())
+    assert {(recipe.data, recipe.zero_group) for recipe in found} == {(4, 2), (2, None)}
+
+
+def test_selective_recomputation_of_nothing_is_none() -> None:
+    """Blocks with fused attention: both have one price, and one name where either would do."""
+    names = {recipe.recompute for recipe in RecipeSpace(DENSE, 4, BASE).recipes()}
+    assert names == {"none", "full"}
+    asked = RecipeSpace(DENSE, 4, BASE, only={"recompute": ("selective", "full")})
+    found = [recipe for recipe in asked.recipes() if recipe.recompute == "selective"]
+    for recipe in found[::20]:
+        kept = dataclasses.replace(recipe, recompute="none")
+        assert predict_recipe(DENSE, recipe, CLUSTER) == predict_recipe(DENSE, kept, CLUSTER)
+
+
+def test_what_is_not_searched_is_refused() -> None:
+    """The message says what is."""
+    with pytest.raises(RecipeError, match="'precision' is not searched; the searched fields are data, tensor"):
+        RecipeSpace(DENSE, 4, BASE, only={"precision": ("f8",)})
+    with pytest.raises(RecipeError, match="needs their global_batch"):
+        RecipeSpace(DENSE, 4, Execution())
+
+
+@pytest.mark.parametrize("number", [1, 2, 12, 49, 97, 360, 1_000_000_007 * 6])
+def test_divisors_of_large_numbers_take_no_longer_than_their_root(number: int) -> None:
+    """Rising, each once; a batch of tokens in place of sequences is no reason to wait."""
+    found = divisors(number)
+    assert list(found) == sorted(set(found))
+    assert all(number % size == 0 for size in found)
+    assert len(found) == sum(
+        1 + (size * size != number) for size in range(1, math.isqrt(number) + 1) if number % size == 0
+    )
