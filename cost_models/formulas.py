@@ -47,19 +47,19 @@ def product_of(sizes: Sequence[Size]) -> Size:
     return result
 
 
-def grid(axes: Sequence[Sequence[int]]) -> list[Point]:
+def grid(axes: Sequence[Sequence[Any]]) -> list[Any]:
     """All points of a grid, one of `axes` for each symbol."""
     return list(product(*axes))
 
 
-def interpolate(symbols: Sequence[sympy.Symbol], axes: Sequence[Sequence[int]], values: Mapping[Point, int]) -> Size:
+def interpolate(symbols: Sequence[sympy.Symbol], axes: Sequence[Sequence[Any]], values: Mapping[Any, Size]) -> Size:
     """The polynomial through `values` on a grid, of degree one less than the points along each symbol; exact.
 
     Lagrange's form, one symbol after the other, over the rationals.
 
     Args:
         symbols: one for each axis of the grid.
-        axes: distinct sizes along each.
+        axes: distinct sizes along each, whole or rational.
         values: at each point of the grid.
 
     Example:
@@ -75,7 +75,7 @@ def interpolate(symbols: Sequence[sympy.Symbol], axes: Sequence[Sequence[int]], 
     for size in axes[0]:
         rest = {point[1:]: value for point, value in values.items() if point[0] == size}
         others = [other for other in axes[0] if other != size]
-        basis = product_of([(symbols[0] - other) / sympy.Integer(size - other) for other in others])
+        basis = product_of([(symbols[0] - other) / sympy.sympify(size - other) for other in others])
         total += basis * interpolate(symbols[1:], axes[1:], rest)
     return sympy.expand(total)
 

@@ -153,11 +153,6 @@ def stage_ranks(schedule: str, ranks: int, virtual_stages: int = 1) -> tuple[int
     return tuple(range(ranks)) * virtual_stages
 
 
-def last_forward_stage(schedule: str, ranks: int, virtual_stages: int) -> int:
-    """The stage of rank 0 whose forwards go on as long as the steady state does: of a V the first, else its last."""
-    return 0 if SCHEDULES[schedule].is_v else ranks * (virtual_stages - 1)
-
-
 def most_in_flight(schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> tuple[int, ...]:
     """The most micro-batches between forward and backward at once, by rank; those of each stage count.
 
@@ -372,8 +367,6 @@ class Schedule:
         is_v: stages are laid out as a V; otherwise in loops over the ranks.
         in_rounds: micro-batches are taken in equal rounds of about as many as there are ranks.
         repeats: it has a steady state that repeats itself.
-        swaps: neighbours swap what they have made, both waiting, where transfers do not overlap, as torch's class and
-            Megatron-LM do.
         fills: it needs as many micro-batches as stages.
         is_searched: the search for recipes tries it.
     """
@@ -386,7 +379,6 @@ class Schedule:
     is_v: bool = False
     in_rounds: bool = False
     repeats: bool = True
-    swaps: bool = False
     fills: bool = False
     is_searched: bool = True
 
@@ -412,7 +404,7 @@ SCHEDULES: Mapping[str, Schedule] = {
     item.name: item
     for item in (
         Schedule("GPipe", _gpipe, most_stages=1, repeats=False),
-        Schedule("1F1B", _one_forward_one_backward, most_stages=1, swaps=True),
+        Schedule("1F1B", _one_forward_one_backward, most_stages=1),
         Schedule("Interleaved1F1B", _interleaved, least_stages=2, in_rounds=True),
         # It holds as much as GPipe and sends as often as Interleaved1F1B, so the search leaves it out.
         Schedule("LoopedBFS", _looped_breadth_first, repeats=False, is_searched=False),

@@ -47,12 +47,11 @@ _PASSES: dict[str, tuple[str, ...]] = {
         *(*_LOWERED, "passes.driver.plan_options"),
         *("passes.driver.plan_of_choice", "passes.driver.fastest_choice"),
     ),
-    "passes.counting": (*_LOWERED, "passes.driver.expand_plan"),
     "passes.sections": _PROVEN,
-    "passes.recipes": (*_PROGRAMS[:3], "passes.sections", "passes.counting", "passes.lowering"),
+    "passes.recipes": (*_PROGRAMS[:3], "passes.sections", "passes.lowering"),
     "passes.questions": (
         *(*_LOWERED, "passes.driver.plan_options"),
-        *("passes.driver.fastest_choice", "passes.driver.plan_and_lower"),
+        *("passes.driver.fastest_choice", "passes.driver.plan_and_lower", "passes.recipes", "passes.sections"),
     ),
     "passes.search": ("passes.solver", "passes.sections", "passes.recipes", "passes.questions"),
 }

@@ -278,7 +278,8 @@ class Plan:
     ) -> sympy.Expr:
         """A cost of this plan as an expression in sizes of the inputs, numbers of blocks, and sizes of mesh axes.
 
-        The first call traces the model at a few more sizes; specs stay those of the plan. See docs/formulas.md.
+        The first call traces and lowers the model at a few more sizes; specs stay those of the plan. See
+        docs/formulas.md.
 
         Args:
             name: "step_flops", "rank_flops", "communication_bytes" (of one axis: "communication_bytes_data"),
@@ -297,7 +298,7 @@ class Plan:
         """
         if self.formulas is None:
             raise FormulaError(
-                f"formula({name!r}) counts on the model's graph, and this plan has no model at hand: it is from a "
+                f"formula({name!r}) traces the model at more sizes, and this plan has no model at hand: it is from a "
                 "file, from `compile` or from another process. Call autoshard.plan or autoshard.price with the model."
             )
         return self.formulas.formula(self, name, dims=dims, fixed=fixed, even=even)

@@ -78,10 +78,13 @@ class StageProgram:
     Args:
         phased: its phases.
         plan: its plan.
+        is_alike: whether the phases are those of a stage like this one, under the names of this one's slots: they tell
+            time and memory, and do not run.
     """
 
     phased: PhasedProgram
     plan: Plan
+    is_alike: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,7 +55,7 @@ def elide_blocks(model: nn.Module, margin: int, least: int = LEAST_ELIDED) -> El
         least: units that a run must lose for it to be worth it.
     """
     repeats = [
-        Repeat(path, *place) for path, _, kinds in block_lists(model) for place in _inner_runs(kinds, margin, least)
+        Repeat(path, *place) for path, _, kinds in block_lists(model) for place in inner_runs(kinds, margin, least)
     ]
     return ElidedModel(without(model, repeats), tuple(repeats)) if repeats else None
 
@@ -77,8 +77,8 @@ def without(model: nn.Module, repeats: Sequence[Repeat]) -> nn.Module:
     return with_lists(model, replaced)
 
 
-def _inner_runs(kinds: Sequence[int], margin: int, least: int) -> Iterator[tuple[int, int, int]]:
-    """Period, first block ahead and first block behind of what is elided of each run."""
+def inner_runs(kinds: Sequence[int], margin: int, least: int = LEAST_ELIDED) -> Iterator[tuple[int, int, int]]:
+    """Period, first block ahead and first block behind of the elided units of each run; see `elide_blocks`."""
     start = 0
     while start < len(kinds):
         period, units = _longest_run(kinds, start)

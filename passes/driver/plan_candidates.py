@@ -119,7 +119,7 @@ def _plan_one(planner: Planner, candidate: Candidate, request: Request) -> Plann
     check_has_loss(program)
     check_stays(program)
     stage_plans = StagePlans(planner, pipeline)
-    plan, stages = stage_plans.plan(program, request, in_time=in_time)
+    plan, stages = stage_plans.plan(program, request)
     return Planned(planner, request, program, plan, stage_plans, tuple(stages))
 
 

@@ -23,7 +23,6 @@ from autoshard.ir.text import format_bytes
 from autoshard.runtime.optimizer_state import named_optimizer
 from autoshard.runtime.traced_optimizer import update_of
 from cost_models.hardware import Cluster
-from passes.counting.formulas import PlanFormulas
 from passes.driver.pipelines import check_pipeline
 from passes.driver.plan_again import PlanAgain
 from passes.driver.plan_step import outer_search, plan_step
@@ -32,6 +31,7 @@ from passes.driver.price_again import price_found
 from passes.driver.pricing import price
 from passes.driver.recipe_search import optimizer_name, products_precision
 from passes.questions.ask import Questions
+from passes.questions.formulas import CountsOfPlan, PlanFormulas
 
 
 def plan_model(call: Call) -> Plan:
@@ -59,8 +59,8 @@ def plan_model(call: Call) -> Plan:
     if stages is None:
         check_traced(planned.program, planner.constraints, optimizer)
     cut = None if stages is None else partial(stages.cut, request=request)
-    formulas = PlanFormulas(planner.trace, request, planner.cluster_for, planner.state_ratio, cut)
-    return replace(found, formulas=formulas, alternatives=Questions(again))
+    counts = CountsOfPlan(planner.trace, request, planner.cluster_for, planner.state_ratio, cut)
+    return replace(found, formulas=PlanFormulas(counts), alternatives=Questions(again))
 
 
 def _with_optimizer(call: Call) -> Call:

@@ -33,7 +33,8 @@ from autoshard.ir.program import Program
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.runtime import USUAL, Runtime, runtime_named
 from cost_models.hardware import Cluster
-from passes.recipes.recipe_formulas import RecipeFormulas
+from passes.questions.formulas import PlanFormulas
+from passes.questions.price_counts import CountsOfPrice
 from passes.recipes.recipe_plan import recipe_plan
 from passes.sections.fold_program import FoldedProgram, fold_program
 from passes.sections.one_sequence import program_of_one
@@ -95,7 +96,7 @@ def price_execution(
         return priced_model(model, inputs, loss_fn, execution.precision)
 
     found = recipe_plan(fold(args, kwargs), execution, cluster)
-    return replace(found, formulas=RecipeFormulas(fold, args, kwargs, execution))
+    return replace(found, formulas=PlanFormulas(CountsOfPrice(fold, args, kwargs, execution, cluster)))
 
 
 def priced_model(

@@ -62,7 +62,7 @@ class StagePlanner:
         if known is not None:
             return replace(known, python=program.python)
         check_stays(program)
-        plans, lowered = self._plans_for(request), list[PhasedProgram]()
+        plans, lowered = self._plans_for(request), dict[int, PhasedProgram]()
         plan = engine.share(lambda: self._plan_for(plans, program, request, lowered))
         staged = make_together(
             engine,
@@ -86,7 +86,9 @@ class StagePlanner:
         planner = replace(self.planner.begun()[0], micro_batches=1, gather_outputs=gather)
         return StagePlans(planner, replace(self.pipeline, micro_batches=1))
 
-    def _plan_for(self, plans: StagePlans, program: Program, request: Request, lowered: list[PhasedProgram]) -> Plan:
+    def _plan_for(
+        self, plans: StagePlans, program: Program, request: Request, lowered: dict[int, PhasedProgram]
+    ) -> Plan:
         """The plan of a call: that of steps which is given, or one that is made; `lowered` then gets its stages."""
         homes, fixed, made = self.homes, self.planner.fixed, self.planner.made
         if fixed is not None and request.update is not None:
@@ -97,7 +99,7 @@ class StagePlanner:
         if made is not None and request.update is not None and made.program_digest == program.digest():
             return made
         plan, stages = plans.plan(program, request, homes)
-        lowered[:] = [stage.phased for stage in stages]
+        lowered |= {number: stage.phased for number, stage in enumerate(stages) if not stage.is_alike}
         return plan
 
     def trace(self, request: Request) -> Program:

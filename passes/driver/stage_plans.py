@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
+from types import MappingProxyType
 
 from autoshard.errors import (
     DoesNotFitError,
@@ -26,7 +26,6 @@ from autoshard.ir.pipeline_order import PipelineOrder
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind, OutputKind, Program, describe
 from autoshard.ir.request import Request
-from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.staged import CutProgram, StagedProgram, StageProgram
 from autoshard.ir.text import format_bytes
 from autoshard.ir.verification_report import VerificationReport
@@ -35,10 +34,10 @@ from autoshard.tracing.update import append_update
 from cost_models.schedule_orders import most_in_flight
 from passes.driver.pipelines import Pipeline
 from passes.driver.planner import Planner
-from passes.lowering.order import Moment, run_at
+from passes.driver.stage_search import StageSearch, constraints_of, lowered_stage
 from passes.lowering.order_pipeline import order_forward, order_pipeline
 from passes.planning.build_assignment import PlanningProblem
-from passes.planning.constraints import constraints_on, split_outputs, whole_outputs
+from passes.planning.constraints import constraints_on, split_outputs
 from passes.prediction.predict_pipeline import PipelinePrediction, predict_pipeline
 from passes.preparation.split_stages import SplitStages
 from passes.strategies.price_nodes import NodePrices
@@ -47,21 +46,11 @@ from passes.verification.verify_cut_backward import verify_cut_backward
 FORWARD = "forward"
 """The name of the order of a call without gradients."""
 
-_OF_MODEL = "output:"
+NO_PROGRAMS: Mapping[int, PhasedProgram] = MappingProxyType({})
+"""No stage is lowered yet."""
 
 _TRIES = 8
 """Searches of a stage, each within a lower limit, before its pipeline does not fit."""
-
-
-@dataclass(frozen=True, slots=True)
-class _StageSearches:
-    """The searches of one plan in stages; see `StagePlans.plan` for `before` and `in_time`."""
-
-    cut: CutProgram
-    order: PipelineOrder
-    request: Request
-    before: Plan | None
-    in_time: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,12 +60,12 @@ class StagePlans:
     Args:
         planner: plans and lowers a stage.
         pipeline: what was asked for.
-        problems: planning problems of stages that were built, by number; they hold for one program and its cuts.
+        problems: see `StageSearch`.
     """
 
     planner: Planner
     pipeline: Pipeline
-    problems: dict[int, PlanningProblem] = field(default_factory=dict, repr=False)
+    problems: dict[Hashable, PlanningProblem] = field(default_factory=dict, repr=False)
 
     def plan(
         self,
@@ -86,7 +75,6 @@ class StagePlans:
         *,
         before: Plan | None = None,
         kept: Mapping[int, StageProgram] | None = None,
-        in_time: bool = False,
     ) -> tuple[Plan, list[StageProgram]]:
         """The plan of a traced step, or of a call without gradients, and its lowered stages.
 
@@ -96,18 +84,16 @@ class StagePlans:
             homes: the stage that holds each parameter already, by name.
             before: a plan of this program in as many stages, whose cuts are kept, and with which searches begin.
             kept: stages by number that stay as they are, unless a rank's memory is too little for them.
-            in_time: stages that do not fit are not searched again once the planner's ceiling is reached.
 
         Raises:
             DoesNotFitError: a rank needs more memory than there is.
-            NotAvailableError: it does in what was found by then.
         """
         start = time.perf_counter()
         cut = self._cut(program, request, cuts=before.cuts if before else (), homes=homes)
         self._check_constraints(program, cut, request)
         order = self.order(request)
-        searches = _StageSearches(cut, order, request, before, in_time)
-        stages, predicted = self._fitting(searches, program, kept or {})
+        search = StageSearch(self.planner, self.pipeline.stage_mesh, cut, order, request, before, self.problems)
+        stages, predicted = self._fitting(search, program, kept or {})
         found = self._whole(program, cut, order, stages, predicted)
         return replace(found, search_time_s=time.perf_counter() - start), stages
 
@@ -118,8 +104,9 @@ class StagePlans:
     def problem(self, program: Program, request: Request, plan: Plan, number: int) -> PlanningProblem:
         """The planning problem of a stage of a plan; built once."""
         if number not in self.problems:
-            stage = self.cut(program, plan, request).stages[number]
-            self.problems[number] = self._share(stage, None).problem(stage, self.pipeline.stage_mesh, {})
+            cut, order = self.cut(program, plan, request), self.order(request)
+            search = StageSearch(self.planner, self.pipeline.stage_mesh, cut, order, request, None, self.problems)
+            self.problems[number] = search.problem(number)
         return self.problems[number]
 
     def lower(
@@ -131,16 +118,18 @@ class StagePlans:
             program: as `plan` took it.
             plan: its plan.
             request: as `plan` took it.
-            lowered: what `plan` gave, if it was made in this process.
+            lowered: the programs that `plan` gave by the number of their stage, if it was made in this process.
         """
         assert plan.order is not None, "it is a plan of stages"
         cut = self.cut(program, plan, request)
+        made = list[tuple[PhasedProgram, VerificationReport | None]]()
         try:
-            pairs = zip(cut.stages, plan.stages, strict=True)
-            made = [(item, None) for item in lowered] or [self.planner.lower(*pair) for pair in pairs]
+            for number, (stage, own) in enumerate(zip(cut.stages, plan.stages, strict=True)):
+                made.append((lowered[number], None) if number in lowered else self.planner.lower(stage, own))
         except PlanMismatchError as error:
             raise _of_another_step(plan) from error
-        stages = [self._stage(phased, own, plan.order) for (phased, _), own in zip(made, plan.stages, strict=True)]
+        pairs = zip(made, plan.stages, strict=True)
+        stages = [lowered_stage(phased, own, plan.order) for (phased, _), own in pairs]
         if self.planner.verify:
             for stage in stages:
                 verify_cut_backward(stage.phased)
@@ -182,7 +171,7 @@ class StagePlans:
     def _check_constraints(self, program: Program, cut: CutProgram, request: Request) -> None:
         asked = constraints_on(program, self.planner.constraints, without_state=request.update is None)
         for pattern in asked:
-            if not any(pattern in _constraints_of(stage, asked) for stage in cut.stages):
+            if not any(pattern in constraints_of(stage, asked) for stage in cut.stages):
                 raise InvalidSpecError(
                     f"constraints[{pattern!r}] matches no parameter, buffer, input or state of any stage."
                 )
@@ -191,82 +180,44 @@ class StagePlans:
         """Names of the outputs that are handed out as they lie."""
         return split_outputs(program, self.planner.constraints, gather=self.planner.gather_outputs)
 
-    def _whole_outputs(self, stage: Program) -> dict[str, PartitionSpec]:
-        """The model's outputs that every rank is to have whole."""
-        found = whole_outputs(stage, self.planner.constraints, gather=self.planner.gather_outputs)
-        return {name: PartitionSpec() for name in found if name.startswith(_OF_MODEL)}
-
     def _fitting(
-        self, searches: _StageSearches, program: Program, kept: Mapping[int, StageProgram]
+        self, search: StageSearch, program: Program, kept: Mapping[int, StageProgram]
     ) -> tuple[list[StageProgram], PipelinePrediction]:
-        """Stages with which each rank has what its order has in flight within its memory."""
-        cut, order = searches.cut, searches.order
-        cluster, update = self.planner.cluster_for(self.pipeline.mesh), searches.request.update
+        """Stages with which each rank has what its order has in flight within its memory.
+
+        The limits of stages on ranks that exceed theirs are lowered; those of alike stages to the least of theirs.
+        """
+        cut, order = search.cut, search.order
+        cluster, update = self.planner.cluster_for(self.pipeline.mesh), search.request.update
         budget = self.planner.limit_bytes(self.pipeline.mesh)
         limits: list[float | None] = [budget] * len(cut.stages)
-        made = [kept.get(number) for number in range(len(cut.stages))]
+        stages, waiting = dict(kept), [number for number in range(len(cut.stages)) if number not in kept]
         clips, needed = update is not None and update.max_grad_norm is not None, math.inf
+        in_flight = self._in_flight(order)
         for _ in range(_TRIES):
-            stages = [
-                old or self._search(searches, number, limit)
-                for number, (old, limit) in enumerate(zip(made, limits, strict=True))
-            ]
-            staged = _staged(cut, order, stages, program)
+            try:
+                stages |= {number: search.stage(number, limits[number]) for number in waiting}
+            except DoesNotFitError as error:
+                raise self._does_not_fit(error.smallest_bytes, self.planner.memory_budget, order) from error
+            found = [stages[number] for number in range(len(cut.stages))]
+            staged = _staged(cut, order, found, program)
             predicted = predict_pipeline(staged, self.pipeline.mesh, cluster, clips_norm=clips)
             over = [0 if budget is None else memory.peak_bytes - budget for memory in predicted.memory]
             if max(over) <= 0:
-                return stages, predicted
+                return found, predicted
             if predicted.whole.peak_memory_bytes >= needed:
                 break
             needed = predicted.whole.peak_memory_bytes
-            if searches.in_time and self.planner.begun()[1].cuts():
-                raise NotAvailableError(
-                    f"the search for stages that fit did not end in time: those found need {format_bytes(needed)} per "
-                    "device; give it more time, or plan with recipe=plan.recipe"
-                )
+            waiting = []
             for number, rank in enumerate(order.stage_ranks):
-                made[number] = stages[number]
-                limit, has = limits[number], stages[number].plan.predicted.peak_memory_bytes
+                limit, has = limits[number], found[number].plan.predicted.peak_memory_bytes
                 is_least = limit is not None and has > limit  # a search within less finds nothing else
                 if over[rank] > 0 and not is_least:
-                    limits[number] = has - max(1, over[rank] / self._in_flight(order)[rank])
-                    made[number] = None
+                    limits[number] = has - max(1, over[rank] / in_flight[rank])
+                    waiting.append(number)
+            for number in waiting:
+                limits[number] = min(limits[other] for other in search.alike(number) if other in waiting)
         raise self._does_not_fit(needed, budget, order)
-
-    def _share(self, stage: Program, limit: float | None) -> Planner:
-        """The planner of a stage within a limit of one micro-batch's memory; None: that of the whole planner."""
-        change = self.planner.change
-        return replace(
-            self.planner,
-            fixed=None,
-            gather_outputs=False,  # what crosses stages is no output of the model
-            constraints={**_constraints_of(stage, self.planner.constraints), **self._whole_outputs(stage)},
-            recipe=self.planner.recipe and self.planner.recipe.of_stage,
-            memory_budget=self.planner.memory_budget if limit is None else int(limit),
-            change=change if limit is None else replace(change, memory=1.0),
-        )
-
-    def _search(
-        self, searches: _StageSearches, number: int, limit: float | None, *, is_least: bool = False
-    ) -> StageProgram:
-        """A stage within a limit of one micro-batch's memory; within the least known one, where that is more."""
-        stage, mesh, placed = searches.cut.stages[number], self.pipeline.stage_mesh, searches.request.placed
-        share = self._share(stage, limit)
-        if share.change.stage != number:
-            share = replace(share, change=replace(share.change, specs={}))
-        if number not in self.problems:
-            self.problems[number] = share.problem(stage, mesh, placed)
-        before = None if searches.before is None else searches.before.stages[number]
-        try:
-            found = share.search_and_lower(stage, mesh, placed, before, self.problems[number])
-        except DoesNotFitError as error:
-            if limit is None or error.smallest_bytes <= limit or is_least:  # none is known, or it is no more
-                raise self._does_not_fit(error.smallest_bytes, self.planner.memory_budget, searches.order) from error
-            return self._search(searches, number, error.smallest_bytes, is_least=True)
-        return self._stage(self.planner.lower(stage, found.plan, found.phased)[0], found.plan, searches.order)
-
-    def _stage(self, phased: PhasedProgram, plan: Plan, order: PipelineOrder) -> StageProgram:
-        return StageProgram(run_at(Moment.STAGE, phased) if order.cuts_backwards else phased, plan)
 
     def _does_not_fit(self, needed: float, budget: float | None, order: PipelineOrder) -> DoesNotFitError:
         flight = max(self._in_flight(order))
@@ -379,18 +330,6 @@ def _staged(cut: CutProgram, order: PipelineOrder, stages: Sequence[StageProgram
     staged = StagedProgram(tuple(stages), cut.crossings, order, {name: made[name] for name in results})
     _check_crossings(staged)
     return staged
-
-
-def _constraints_of(stage: Program, constraints: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:
-    """The constraints that mean something in a stage."""
-    state = {slot.name for slot in stage.inputs_of(InputKind.STATE)}
-    names = {name for slot in stage.inputs for name in (slot.name, *slot.aliases)}
-    names |= {slot.name for slot in stage.outputs_of(OutputKind.OUTPUT)}
-    return {
-        pattern: spec
-        for pattern, spec in constraints.items()
-        if any(fnmatchcase(name, pattern) and (":" in pattern or name not in state) for name in names)
-    }
 
 
 def _check_crossings(staged: StagedProgram) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from autoshard.ir.lowered import LocalSlot, LoweredProgram
 from autoshard.ir.plan import Plan
 from autoshard.ir.plan_parts import NodePlan
 from autoshard.ir.program import InputKind, InputSlot, OutputSlot, Program, tensor_values
-from autoshard.ir.reshard import StepCost, plan_reshard
+from autoshard.ir.reshard import ReshardStep, StepCost, plan_reshard
 from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.emit_local import emit_local
 from autoshard.rules.hub import hub
@@ -39,17 +39,20 @@ class Lower:
     Args:
         plan: what to lower to; made for the program that is passed.
         step_cost: price of a reshard step, by which the steps of each reshard are chosen.
+        steps: of reshards by place. Those that are there are taken, others are added: a plan that is lowered at several
+            sizes goes the ways of the first.
     """
 
     plan: Plan
     step_cost: StepCost | None = None
+    steps: dict[object, tuple[ReshardStep, ...]] | None = None
 
     def __call__(self, program: Program) -> LoweredProgram:
         """The program of one rank; `PlanMismatchError` if the plan is of another program, or contradicts itself."""
         check_digest(self.plan, program)
         _check_nodes(self.plan, program)
         _check_parameters(self.plan, program)
-        return _Lowering(program, self.plan, self.step_cost).run()
+        return _Lowering(program, self.plan, self.step_cost, {} if self.steps is None else self.steps).run()
 
 
 def check_digest(plan: Plan, program: Program) -> None:
@@ -100,6 +103,7 @@ class _Lowering:
     program: Program
     plan: Plan
     step_cost: StepCost | None
+    known_steps: dict[object, tuple[ReshardStep, ...]]
     graph: fx.Graph = field(default_factory=fx.Graph)
     tracer: LocalTracer = field(init=False)
     local: dict[tuple[str, int], tuple[fx.Proxy, PartitionSpec]] = field(default_factory=dict)
@@ -186,20 +190,25 @@ class _Lowering:
         source_node, result = resolve(node)
         proxy, source = self.local[source_node.name, result]
         value = node.meta["val"]
-        steps = plan_reshard(
-            source,
-            target,
-            tuple(value.shape),
-            self.plan.mesh,
-            itemsize=value.dtype.itemsize,
-            cost=self.step_cost,
-        )
+        steps = self._steps(source_node.name, result, source, target, value)
         if not steps:
             return proxy
         self.tracer.moving = source_node
         moved = emit_reshard(proxy, steps, tuple(value.shape), self.plan.mesh, dtype=value.dtype, on_node=_note_spec)
         self.tracer.moving = None
         return moved
+
+    def _steps(
+        self, maker: str, result: int, source: PartitionSpec, target: PartitionSpec, value: torch.Tensor
+    ) -> tuple[ReshardStep, ...]:
+        """The steps of a reshard of a value that `maker` yields."""
+        reader, mesh = self.tracer.like, self.plan.mesh
+        place = (None if reader is None else reader.name, maker, result, source, target)
+        if place in self.known_steps:
+            return tuple(replace(step, axis_size=mesh.axis_size(step.axis)) for step in self.known_steps[place])
+        size, shape = value.dtype.itemsize, tuple(value.shape)
+        self.known_steps[place] = plan_reshard(source, target, shape, mesh, itemsize=size, cost=self.step_cost)
+        return self.known_steps[place]
 
     def _emit_result(self, index: int) -> None:
         slot = self.program.outputs[index]

@@ -15,8 +15,10 @@ once is then added up as the order says:
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx
 
 from autoshard.graphs.fill_buckets import filled
 from autoshard.graphs.owned_results import owned_results
@@ -81,7 +83,14 @@ class _Needs:
 
 def pipeline_memory(staged: StagedProgram) -> tuple[RankMemory, ...]:
     """Peak memory of each rank of a pipeline, and its parts."""
-    needs = [_needs_of(stage, staged) for stage in staged.stages]
+    alike = dict[fx.GraphModule, _Needs]()
+    needs = list[_Needs]()
+    for stage in staged.stages:
+        graph = stage.phased.forward
+        if graph not in alike:
+            alike[graph] = _needs_of(stage, staged)
+        names = _sent_names(stage.phased, {item.name for item in staged.crossings})
+        needs.append(replace(alike[graph], sent=dict(zip(names, alike[graph].sent.values(), strict=True))))
     ranks = range(max(staged.order.stage_ranks) + 1)
     return tuple(_RankWalk(staged, needs, rank).run() for rank in ranks)
 
@@ -114,10 +123,9 @@ def _needs_of(stage: StageProgram, staged: StagedProgram) -> _Needs:
     forward = _restart(memory) - base - hoisted
     outputs, saved = results[: len(phased.forward_outputs)], results[len(phased.forward_outputs) :]
     kept = memory.bytes_of([*held, *once, *saved]) - base - hoisted
-    names = [lowered.outputs[index].slot.name for index in phased.forward_outputs]
     sent = {
         name: memory.bytes_of([*held, *once, *saved, value]) - base - hoisted - kept
-        for name, value in zip(names, outputs, strict=True)
+        for name, value in zip(_forward_names(phased), outputs, strict=True)
         if name in crossing
     }
     tangents = [inputs[index] for index in phased.backward_inputs]
@@ -149,6 +157,15 @@ def _needs_of(stage: StageProgram, staged: StagedProgram) -> _Needs:
         sent=sent,
         **halves,
     )
+
+
+def _forward_names(phased: PhasedProgram) -> list[str]:
+    """The names of a forward's results, in order."""
+    return [phased.lowered.outputs[index].slot.name for index in phased.forward_outputs]
+
+
+def _sent_names(phased: PhasedProgram, crossing: Collection[str]) -> list[str]:
+    return [name for name in _forward_names(phased) if name in crossing]
 
 
 def _restart(memory: Storages) -> int:

@@ -1,7 +1,7 @@
 """Prediction of a pipeline's step: its stages' lowered programs, run in the order of the step.
 
 Each phase of a stage takes what walking it says (`walk_program`), each value that crosses ranks what its bytes take
-between two neighbours. The order is run with these (`cost_models.schedule_times`); each rank's memory is walked in it
+between two neighbours. The order is run with these (`cost_models.order_times`); each rank's memory is walked in it
 (`passes.memory.pipeline_memory`). The step's parts are means over ranks; the memory is that of the fullest rank.
 """
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 import numpy as np
+from torch import fx
 
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.pipeline_order import PipelineOrder, Work
@@ -23,9 +24,8 @@ from autoshard.ir.staged import PIPELINE_AXIS, StagedProgram, StageProgram
 from cost_models.collectives import point_to_point_time
 from cost_models.hardware import Cluster
 from cost_models.intervals import KERNELS, MEASURED, step_time_uncertainty
-from cost_models.schedule_graph import Transfer
+from cost_models.order_times import RankTimes, Transfer, order_times
 from cost_models.schedule_orders import ActionKind, Rows
-from cost_models.schedule_times import RankTimes, order_times
 from cost_models.streams import Op, Segment, StreamTimes, overlap_of, simulate_streams
 from passes.memory.pipeline_memory import RankMemory, crossing_bytes, pipeline_memory
 from passes.prediction.predict import HOST, SLOWED, trace_of
@@ -76,7 +76,13 @@ def predict_pipeline(staged: StagedProgram, mesh: Mesh, cluster: Cluster, *, cli
         clips_norm: gradients are clipped to a norm over all stages.
     """
     order = staged.order
-    walked = [_walk(stage, cluster, order, number) for number, stage in enumerate(staged.stages)]
+    alike = dict[tuple[fx.GraphModule, int], _Walked]()  # by what runs, and how often
+    walked = list[_Walked]()
+    for number, stage in enumerate(staged.stages):
+        key = stage.phased.forward, _runs(order, number)["forward"]
+        if key not in alike:
+            alike[key] = _walk(stage, cluster, order, number)
+        walked.append(alike[key])
     times, timeline = order_times(
         order_rows(order),
         order.stage_ranks,

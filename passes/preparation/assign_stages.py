@@ -16,7 +16,7 @@ import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from types import MappingProxyType
 
 import torch
@@ -282,7 +282,8 @@ def cut_forward(
     for number in range(stages):
         row: dict[int, tuple[float, int, tuple[int, ...]]] = {}
         low, high = (0, len(forward)) if windows is None or number == stages - 1 else windows[number]
-        for end in [end for end in ends if low <= end <= high] if number < stages - 1 else ends[-1:]:
+        later = stages - 1 - number  # as many ends come behind this one
+        for end in [end for end in ends[: len(ends) - later] if low <= end <= high] if later else ends[-1:]:
             options = [
                 (max(longest, before[end] - before[start]), sent + crossing[end], (*found, end))
                 for start, (longest, sent, found) in best[-1].items()
@@ -327,35 +328,49 @@ def _bytes(node: fx.Node) -> int:
 
 def _candidates(forward: Sequence[fx.Node], stages: int, crossing: Sequence[int]) -> list[int]:
     """Where the forward may be cut: between blocks, or anywhere where there are too few of them."""
-    places = _between_blocks(forward, crossing)
+    before, between, behind = _around_blocks(forward, crossing)
+    places = [*before, *between, *behind]
     if len(places) >= stages - 1:
         return places
     least = sorted(range(1, len(forward)), key=lambda index: (crossing[index], index))
     return sorted(place for place in least[:_MOST] if crossing[place] < _NOT_SENT)
 
 
-def _between_blocks(forward: Sequence[fx.Node], crossing: Sequence[int]) -> list[int]:
-    """Where one block ends and another begins, with the fewest bytes across."""
+def _around_blocks(forward: Sequence[fx.Node], crossing: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
+    """Where the first block begins, where one ends and another begins, with the fewest bytes across, and the last ends.
+
+    Empty lists where there is nothing before or behind the blocks, or there are none.
+    """
     keys = [_block_of(node) for node in forward]
-    places, last = [], None
-    for index, key in enumerate(keys):
-        if key is None:
-            continue
-        if last is not None and key != keys[last]:
-            places.append(min(range(last + 1, index + 1), key=crossing.__getitem__))
-        last = index
-    return places
+    inside = [index for index, key in enumerate(keys) if key is not None]
+    if not inside:
+        return [], [], []
+    between = [
+        min(range(last + 1, index + 1), key=crossing.__getitem__)
+        for last, index in pairwise(inside)
+        if keys[index] != keys[last]
+    ]
+    ends = [inside[0], inside[-1] + 1]
+    before, behind = ([end] if 0 < end < len(forward) and crossing[end] < _NOT_SENT else [] for end in ends)
+    return before, between, behind
 
 
 def _ends_of_blocks(forward: Sequence[fx.Node], blocks: Sequence[int]) -> list[int]:
     """Where the runs of all stages but the last end if each has so many blocks."""
-    places = _between_blocks(forward, _crossing_bytes(forward))
-    if sum(blocks) != len(places) + 1 or 0 in blocks:
+    before, between, behind = _around_blocks(forward, _crossing_bytes(forward))
+    count = len(between) + 1
+    if sum(blocks) != count or 0 in blocks[1:-1]:
         raise RecipeError(
             f"stage_layers={tuple(blocks)!r} shares out {sum(blocks)} blocks, and the model's forward passes "
-            f"{len(places) + 1}; each stage takes one or more. Give numbers that add up to that, or leave it out."
+            f"{count}. Give numbers that add up to that, at least 1 but for the first and the last, or leave it out."
         )
-    return [places[end - 1] for end in accumulate(blocks[:-1])]
+    if (blocks[0] == 0 and not before) or (blocks[-1] == 0 and not behind):
+        raise RecipeError(
+            f"stage_layers={tuple(blocks)!r} leaves a stage without blocks, and the model has no calls on parameters "
+            "there. Give each stage a block, or leave it out."
+        )
+    places = [*(before or [0]), *between, *(behind or [len(forward)])]
+    return [places[end] for end in accumulate(blocks[:-1])]
 
 
 _MOST = 64

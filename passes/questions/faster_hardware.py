@@ -20,7 +20,7 @@ def _faster_products(cluster: Cluster) -> Cluster:
 
 
 def _faster_memory(cluster: Cluster) -> Cluster:
-    unit = cluster.device
+    unit = cluster.node.device
     curves = {name: tuple((size, MORE * rate) for size, rate in curve) for name, curve in unit.throughput.items()}
     bandwidth = MORE * unit.memory_bandwidth_bytes_per_s
     faster = replace(unit, memory_bandwidth_bytes_per_s=bandwidth, throughput=curves)

@@ -6,22 +6,18 @@ The first stage also has what comes before the blocks, the last what comes after
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import TypeVar
 
 from autoshard.errors import RecipeError
 from autoshard.ir.execution import Execution
 from cost_models import schedule_orders
 from cost_models.errors import CostArgumentError
+from cost_models.order_times import StageTimes, schedule_time
 from cost_models.schedule_orders import most_in_flight, stage_ranks
-from cost_models.schedule_times import pipeline_time, pipeline_times
-from cost_models.stages import Pipeline, StageTimes
 from passes.sections.fold_program import AFTER, BEFORE
-
-Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,45 +96,18 @@ def cuts_backward(recipe: Execution) -> bool:
     return recipe.pipeline > 1 and schedule_orders.cuts_backward(recipe.chosen_schedule)
 
 
-def run_stages(stages: Sequence[StageTimes], recipe: Execution) -> tuple[float, float]:
-    """Seconds of the pipeline, and of its bubble.
+def stages_time(stages: Sequence[StageTimes], recipe: Execution) -> float:
+    """Seconds of the pipeline.
 
     Raises:
         RecipeError: the schedule does not take so many micro-batches or virtual stages.
     """
     if recipe.pipeline == 1:
-        return stages_time(stages, recipe), 0.0
-    return _pipeline_of(stages, recipe, _run_pipeline)
-
-
-def stages_time(stages: Sequence[StageTimes], recipe: Execution) -> float:
-    """Seconds of the pipeline alone; see `run_stages`."""
-    if recipe.pipeline == 1:
         (only,) = stages
         return recipe.micro_batches * (only.forward_s + only.backward_s)
-    return _pipeline_of(stages, recipe, _pipeline_time)
-
-
-def _pipeline_of(stages: Sequence[StageTimes], recipe: Execution, asked: Callable[[Pipeline], Found]) -> Found:
-    """What is asked of a recipe's pipeline. Raises RecipeError, see `run_stages`."""
+    shape = (recipe.micro_batches, recipe.virtual_stages)
+    overlaps = recipe.runtime.overlap_pipeline
     try:
-        return asked(
-            Pipeline(
-                recipe.chosen_schedule,
-                tuple(stages),
-                recipe.micro_batches,
-                recipe.virtual_stages,
-                overlap_sends=recipe.runtime.overlap_pipeline,
-            )
-        )
+        return schedule_time(recipe.chosen_schedule, tuple(stages), *shape, overlap_sends=overlaps)
     except CostArgumentError as error:
         raise RecipeError(f"pipeline={recipe.pipeline}, virtual_stages={recipe.virtual_stages}: {error}") from error
-
-
-_pipeline_time = lru_cache(maxsize=4096)(pipeline_time)
-
-
-@lru_cache(maxsize=4096)
-def _run_pipeline(pipeline: Pipeline) -> tuple[float, float]:
-    times = pipeline_times(pipeline)
-    return times.total_s, times.bubble_s

@@ -21,10 +21,10 @@ from autoshard.ir.execution import Execution
 from cost_models.collectives import all_gather_time, all_reduce_time, point_to_point_time, reduce_scatter_time
 from cost_models.compute import memory_time
 from cost_models.hardware import Cluster
-from cost_models.stages import StageTimes
+from cost_models.order_times import StageTimes
 from cost_models.streams import beside, slowed
 from cost_models.topology import GroupLinks
-from passes.recipes.pipeline_stages import Stage, cuts_backward, rank_sections, run_stages, stages_time
+from passes.recipes.pipeline_stages import Stage, cuts_backward, rank_sections, stages_time
 from passes.recipes.price_ends import GRADIENT_BYTES, WEIGHT_BYTES, RankLoad, end_times
 from passes.recipes.price_memory import block_bytes
 from passes.recipes.price_phases import PhaseTime, phase_time
@@ -216,18 +216,22 @@ class Step:
     def price(self) -> StepPrice:
         """The step, and where its time goes."""
         recipe, send_s = self.recipe, self.send_s
-        pipe_s, bubble_s = run_stages(self.stage_times, recipe)
+        pipe_s = stages_time(self.stage_times, recipe)
+        busy_s = sum(stage.forward_s + stage.backward_s for stage in self.stage_times)
+        is_late = recipe.pipeline > 1 and not recipe.runtime.overlap_pipeline
+        sends_s = 2 * send_s * recipe.virtual_stages * recipe.micro_batches if is_late else 0.0
+        waited_s = 0.0 if recipe.pipeline == 1 else max(0.0, pipe_s - busy_s * recipe.micro_batches / recipe.pipeline)
+        sends_s = min(sends_s, waited_s)
         breakdown: dict[str, float] = {}
         for name, time in self.times.items():
             count = sum(counts.get(name, 0) for counts in self.ranks)
             for axis, value in time.communication.items():
                 key = f"communication over {axis}"
                 breakdown[key] = breakdown.get(key, 0.0) + value * count * recipe.micro_batches / recipe.pipeline
-        if bubble_s:
-            breakdown["pipeline bubble"] = bubble_s
-        sends = 2 * send_s * recipe.virtual_stages * recipe.micro_batches if recipe.pipeline > 1 else 0.0
-        if sends and not recipe.runtime.overlap_pipeline:
-            breakdown["communication over pipeline"] = min(sends, max(0.0, pipe_s - bubble_s))
+        if waited_s > sends_s:
+            breakdown["pipeline bubble"] = waited_s - sends_s
+        if sends_s:
+            breakdown["communication over pipeline"] = sends_s
         breakdown |= {name: value for name, value in self.end.items() if value}
         total = self._total(pipe_s)
         compute = total - sum(breakdown.values())

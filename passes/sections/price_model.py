@@ -92,11 +92,14 @@ class CountedModel:
             self._cores[kind] = any(part.is_core for part in parts)
         return self._cores[kind]
 
-    def section_prices(self, recipe: Execution, cluster: Cluster) -> Mapping[str, SectionPrice]:
-        """The price of each section under a recipe."""
-        kind, pricer, sizes = RecipeKind.of(recipe), self._pricer(recipe, cluster), _axis_sizes(recipe)
+    def section_prices(
+        self, recipe: Execution, cluster: Cluster, batch: int | None = None, sizes: Mapping[str, int] | None = None
+    ) -> Mapping[str, SectionPrice]:
+        """The price of each section under a recipe; `batch` and `sizes` in place of its micro-batch and axes' sizes."""
+        kind, pricer = RecipeKind.of(recipe), self._pricer(recipe, cluster)
+        batch, sizes = batch or recipe.micro_batch, sizes or _axis_sizes(recipe)
         return {
-            name: pricer.price((kind, name), section, recipe.micro_batch, sizes, is_block=name not in (BEFORE, AFTER))
+            name: pricer.price((kind, name), section, batch, sizes, is_block=name not in (BEFORE, AFTER))
             for name, section in self.count(kind).items()
         }
 

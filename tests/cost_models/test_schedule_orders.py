@@ -17,7 +17,7 @@ from cost_models.schedule_orders import (
     rank_orders,
     stage_ranks,
 )
-from tests.cost_models.simulated_pipelines import peak_in_flight
+from tests.cost_models.in_flight import peak_in_flight
 
 F, B, I, W = ActionKind  # noqa: E741  the letters of the literature
 

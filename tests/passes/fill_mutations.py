@@ -14,7 +14,7 @@ from torch import fx
 from autoshard.graphs.fill_buckets import INTO
 from autoshard.ir.collectives import is_collective
 from autoshard.ir.mesh import Mesh
-from tests.passes.mutations import Mutation, alike, is_tensor, pick
+from tests.passes.mutations import Mutation, NothingError, alike, choose, is_tensor, pick
 
 _aten = torch.ops.aten
 
@@ -38,58 +38,54 @@ def _splits(graph: fx.Graph) -> list[fx.Node]:
     return [node for node in found if node.target is _aten.split_with_sizes.default and len(node.users) > 1]
 
 
-def exchange_written(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def exchange_written(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """Two members that are written at each other's place."""
     splits = _splits(graph)
     if not splits:
-        return None
-    first, second = random.sample(list(random.choice(splits).users), 2)
+        raise NothingError
+    first, second = random.sample(list(choose(random, splits).users), 2)
     first.args, second.args = second.args, first.args
     return f"{first} and {second} take each other's place"
 
 
-def leave_unwritten(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def leave_unwritten(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """A member that is not written."""
     writer: Any = pick(graph, random, _is_writer)
-    if writer is None:
-        return None
     graph.erase_node(writer)
     return f"without {writer}"
 
 
-def write_too_late(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def write_too_late(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """A member that is written when its bucket is under way."""
     started = [node for node in graph.nodes if is_collective(node) and any(map(_is_buffer, node.all_input_nodes))]
     writers = [node for node in graph.nodes if _is_writer(node)]
     if not started or not writers:
-        return None
-    writer, behind = random.choice(writers), random.choice(started)
+        raise NothingError
+    writer, behind = choose(random, writers), choose(random, started)
     behind.append(writer)
     return f"{writer} behind {behind}"
 
 
-def write_again(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def write_again(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """A member that another value is written over."""
     writer: Any = pick(graph, random, _is_writer)
-    if writer is None:
-        return None
     place = _written(writer)
     before = list(graph.nodes)[: list(graph.nodes).index(writer)]
     values = [node for node in before if node is not place and is_tensor(node) and alike(node, place)]
     if not values:
-        return None
-    value = random.choice(values)
+        raise NothingError
+    value = choose(random, values)
     with graph.inserting_after(writer):
         graph.call_function(_aten.copy_.default, (place, value)).meta = dict(writer.meta)
     return f"{value} over {place}"
 
 
-def shift_parts(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def shift_parts(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """A bucket that is cut elsewhere, into as many parts."""
     splits = _splits(graph)
     if not splits:
-        return None
-    split: Any = random.choice(splits)
+        raise NothingError
+    split: Any = choose(random, splits)
     sizes = list(split.args[1])
     random.shuffle(sizes)
     if sizes == list(split.args[1]):
@@ -98,24 +94,20 @@ def shift_parts(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
     return f"{split} into {sizes}"
 
 
-def turn_place(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def turn_place(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """A product that is written in another shape."""
     writer: Any = pick(graph, random, lambda node: node.target in INTO.values())
-    if writer is None:
-        return None
     place = _written(writer)
     shape = list(place.args[1])
     if shape == shape[::-1]:
-        return None
+        raise NothingError
     place.args = (place.args[0], shape[::-1])
     return f"{place} as {shape[::-1]}"
 
 
-def send_a_part(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def send_a_part(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """Another call that reads what is in a bucket before it is sent."""
     writer: Any = pick(graph, random, _is_writer)
-    if writer is None:
-        return None
     place = _written(writer)
     behind = list(graph.nodes)[list(graph.nodes).index(writer) + 1 :]
     readers = [(node, item) for node in behind for item in node.all_input_nodes]
@@ -125,8 +117,8 @@ def send_a_part(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
         if item is not place and node.op == "call_function" and is_tensor(item) and alike(item, place)
     ]
     if not readers:
-        return None
-    reader, operand = random.choice(readers)
+        raise NothingError
+    reader, operand = choose(random, readers)
     reader.replace_input_with(operand, place)
     return f"{reader} reads {place}, not {operand}"
 

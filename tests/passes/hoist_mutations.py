@@ -11,13 +11,13 @@ from torch import fx
 from autoshard.ir.collectives import ALL_GATHER
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.program import InputKind
-from tests.passes.mutations import copy_of, is_tensor, pick
+from tests.passes.mutations import NothingError, choose, copy_of, is_tensor, pick
 
 _OF_A_CALL = (InputKind.INPUT, InputKind.SEED)
 _Found = tuple[str, PhasedProgram]
 
 
-def hoist_what_differs(phased: PhasedProgram, random: Random) -> _Found | None:
+def hoist_what_differs(phased: PhasedProgram, random: Random) -> _Found:
     """A call that reads an input or a seed, made once for all micro-batches."""
     taken = zip(phased.forward_inputs, phased.forward.graph.find_nodes(op="placeholder"), strict=False)
     places = {node: index for index, node in taken}
@@ -28,8 +28,8 @@ def hoist_what_differs(phased: PhasedProgram, random: Random) -> _Found | None:
         return is_tensor(node) and places.keys() >= operands and not own.isdisjoint(operands)
 
     picked = pick(phased.forward.graph, random, reads_own)
-    if picked is None or phased.update is None:
-        return None
+    if phased.update is None:
+        raise NothingError
     hoisted, indices = _with_call(phased, picked, places)
     forward = copy_of(phased.forward)
     same = next(node for node in forward.graph.nodes if node.name == picked.name)
@@ -61,10 +61,10 @@ def _with_call(
     return fx.GraphModule(old, graph), tuple(indices)
 
 
-def gather_before_the_update(phased: PhasedProgram, random: Random) -> _Found | None:
+def gather_before_the_update(phased: PhasedProgram, random: Random) -> _Found:
     """A gather of an updated parameter that sends what it was before."""
     if phased.update is None:
-        return None
+        raise NothingError
     update = copy_of(phased.update)
     given = update.graph.find_nodes(op="placeholder")
 
@@ -76,10 +76,8 @@ def gather_before_the_update(phased: PhasedProgram, random: Random) -> _Found | 
     gather = pick(
         update.graph, random, lambda node: node.target is ALL_GATHER and bool(before(node.all_input_nodes[0]))
     )
-    if gather is None:
-        return None
     (operand,) = gather.all_input_nodes
-    old = random.choice(before(operand))
+    old = choose(random, before(operand))
     gather.replace_input_with(operand, old)
     return f"{gather} sends {old}", replace(phased, update=update)
 

@@ -32,7 +32,7 @@ from passes.verification.verify_schedule import verify_schedule
 from tests.passes.bucket_mutations import BUCKET_MUTATIONS
 from tests.passes.hoist_mutations import HOIST_MUTATIONS, results_of
 from tests.passes.in_place import written_of
-from tests.passes.mutations import MUTATIONS, Mutation, copy_of, is_tensor, pick
+from tests.passes.mutations import MUTATIONS, Mutation, NothingError, choose, copy_of, is_tensor, pick
 from tests.passes.rewrite_mutations import REWRITE_MUTATIONS
 from tests.passes.schedule_mutations import ONE_STAGE_MUTATIONS
 from tests.passes.training_mutations import TRAINING_MUTATIONS
@@ -117,10 +117,10 @@ def draw_mutant(phased: PhasedProgram, random: Random) -> Mutant:
 
 def mutate(phased: PhasedProgram, place: Place, kind: str, random: Random, kinds: Kinds | None = None) -> Mutant | None:
     """A mutant of some kind (of `KINDS`, or of others); None where the program has no place for it."""
-    found = (kinds or KINDS)[place, kind](phased, random)
-    if found is None:
+    try:
+        what, wrong, prepared = (kinds or KINDS)[place, kind](phased, random)
+    except NothingError:
         return None
-    what, wrong, prepared = found
     return Mutant(place, kind, what, wrong, prepared, right=phased)
 
 
@@ -135,17 +135,15 @@ def mutate_order(phased: PhasedProgram, random: Random) -> Mutant | None:
 
 
 Found = tuple[str, PhasedProgram, Program]
-Mutate = Callable[[PhasedProgram, Random], Found | None]
+Mutate = Callable[[PhasedProgram, Random], Found]
 Kinds = Mapping[tuple[Place, str], Mutate]
-"""Makers of mutants, by the wrong part and the mutation."""
+"""Makers of mutants, by the wrong part and the mutation; `NothingError` where the program has no place for one."""
 
 
 def _in_program(mutation: Mutation) -> Mutate:
-    def mutate(phased: PhasedProgram, random: Random) -> Found | None:
+    def mutate(phased: PhasedProgram, random: Random) -> Found:
         module = copy_of(phased.lowered.graph_module)
         what = mutation(module.graph, random, phased.lowered.mesh)
-        if what is None:
-            return None
         lowered = replace(phased.lowered, graph_module=module)
         return what, replace(phased, lowered=lowered), phased.lowered.traced
 
@@ -153,32 +151,26 @@ def _in_program(mutation: Mutation) -> Mutate:
 
 
 def in_phase(mutation: Mutation) -> Mutate:
-    def mutate(phased: PhasedProgram, random: Random) -> Found | None:
+    def mutate(phased: PhasedProgram, random: Random) -> Found:
         name = random.choice([name for name in _PHASES if getattr(phased, name) is not None])
         module = copy_of(getattr(phased, name))
         what = mutation(module.graph, random, phased.lowered.mesh)
-        wrong = None if what is None else replace(phased, **{name: module})
-        return None if what is None or wrong is None else (f"{name}: {what}", wrong, phased.lowered.traced)
+        return f"{name}: {what}", replace(phased, **{name: module}), phased.lowered.traced
 
     return mutate
 
 
-def of_steps(mutation: Callable[[PhasedProgram, Random], tuple[str, PhasedProgram] | None]) -> Mutate:
+def of_steps(mutation: Callable[[PhasedProgram, Random], tuple[str, PhasedProgram]]) -> Mutate:
     """Mutants made by a mutation of phased programs."""
-
-    def mutate(phased: PhasedProgram, random: Random) -> Found | None:
-        found = mutation(phased, random)
-        return None if found is None else (*found, phased.lowered.traced)
-
-    return mutate
+    return lambda phased, random: (*mutation(phased, random), phased.lowered.traced)
 
 
 def _in_preparation(mutation: Mutation) -> Mutate:
-    def mutate(phased: PhasedProgram, random: Random) -> Found | None:
+    def mutate(phased: PhasedProgram, random: Random) -> Found:
         traced = phased.lowered.traced
         prepared = replace(traced, graph_module=copy_of(traced.graph_module))
         what = mutation(prepared.graph, random, phased.lowered.mesh)
-        return None if what is None else (what, phased, prepared)
+        return what, phased, prepared
 
     return mutate
 
@@ -186,13 +178,13 @@ def _in_preparation(mutation: Mutation) -> Mutate:
 _PHASES = ("hoisted", "forward", "backward", "update")
 
 
-def exchange_kept(phased: PhasedProgram, random: Random) -> Found | None:
+def exchange_kept(phased: PhasedProgram, random: Random) -> Found:
     """Two values that one phase keeps for the next, exchanged where they are given or where they are taken."""
     kept = {("forward", "backward"): len(phased.saved), ("backward", "update"): len(phased.carried)}
     kept["hoisted", "forward"] = len(results_of(phased.hoisted))
     (giver, taker), count = random.choice(list(kept.items()))
     if count < 2 or getattr(phased, taker) is None:
-        return None
+        raise NothingError
     first, second = random.sample(range(count), 2)
     if random.random() < 0.5:
         module = copy_of(getattr(phased, giver))
@@ -214,7 +206,7 @@ def exchange_kept(phased: PhasedProgram, random: Random) -> Found | None:
     return f"{taker} takes {first} for {second}", replace(phased, **{taker: module}), phased.lowered.traced
 
 
-def exchange_places(phased: PhasedProgram, random: Random) -> Found | None:
+def exchange_places(phased: PhasedProgram, random: Random) -> Found:
     """Two inputs or two results of a phase that stand for each other's slots."""
     names = [name for name in _INDICES if len(getattr(phased, name)) > 1]
     name = random.choice(names)
@@ -224,7 +216,7 @@ def exchange_places(phased: PhasedProgram, random: Random) -> Found | None:
     return f"{name}: {first} for {second}", replace(phased, **{name: tuple(indices)}), phased.lowered.traced
 
 
-def update_too_early(phased: PhasedProgram, random: Random) -> Found | None:
+def update_too_early(phased: PhasedProgram, random: Random) -> Found:
     """A call of the update that is made for each micro-batch: what is added up is made of gradients, not these."""
     module = copy_of(phased.lowered.graph_module)
 
@@ -233,8 +225,6 @@ def update_too_early(phased: PhasedProgram, random: Random) -> Found | None:
         return node.meta.get("phase") == "update" and is_tensor(node) and node.all_input_nodes == given
 
     node = pick(module.graph, random, is_first)
-    if node is None:
-        return None
     node.meta["phase"] = "backward"
     lowered = replace(phased.lowered, graph_module=fx.GraphModule(module, module.graph))
     return f"{node} before the sum", SplitPhases()(lowered), phased.lowered.traced
@@ -251,16 +241,14 @@ _INDICES = (
 )
 
 
-def promise_other_spec(phased: PhasedProgram, random: Random) -> Found | None:
+def promise_other_spec(phased: PhasedProgram, random: Random) -> Found:
     """A slot that is said to lie otherwise: a weight that is not synchronised, a gradient split for one that is not."""
     lowered = phased.lowered
     field = random.choice(("inputs", "outputs"))
     slots: list[LocalSlot] = list(getattr(lowered, field))
     index = random.randrange(len(slots))
     others = [spec for spec in _specs(lowered.mesh, len(slots[index].shape)) if spec != slots[index].spec]
-    if not others:
-        return None
-    spec = random.choice(others)
+    spec = choose(random, others)
     slots[index] = replace(slots[index], spec=spec)
     what = f"{slots[index].slot.kind} {slots[index].slot.name} of {field} as {spec!r}"
     wrong = replace(lowered, **{field: tuple(slots)})
@@ -275,12 +263,12 @@ def _specs(mesh: Mesh, ndim: int) -> Iterator[PartitionSpec]:
             yield P(*[None] * dim, axis)
 
 
-def exchange_slots(phased: PhasedProgram, random: Random) -> Found | None:
+def exchange_slots(phased: PhasedProgram, random: Random) -> Found:
     """Two slots of the program in each other's place."""
     field = random.choice(("inputs", "outputs"))
     slots = list(getattr(phased.lowered, field))
     if len(slots) < 2:
-        return None
+        raise NothingError
     first, second = random.sample(range(len(slots)), 2)
     slots[first], slots[second] = slots[second], slots[first]
     lowered = replace(phased.lowered, **{field: tuple(slots)})

@@ -1,12 +1,11 @@
 """Mutations of lowered programs: what a wrong pass could have done.
 
-Each mutation takes a graph, a seeded source of choices and the mesh, changes the graph in place, and says what it did,
-or returns None where the graph has nothing of its kind.
+Each mutation takes a graph, a seeded source of choices and the mesh, changes the graph in place, and says what it did.
+It raises `NothingError` where the graph has nothing of its kind.
 """
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from random import Random
 from typing import Any
@@ -24,7 +23,7 @@ from autoshard.runtime.simulator import simulate
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 
-Mutation = Callable[[fx.Graph, Random, Mesh], str | None]
+Mutation = Callable[[fx.Graph, Random, Mesh], str]
 
 COLLECTIVES = (
     c10d.all_reduce.default,
@@ -59,10 +58,28 @@ def copy_of(graph_module: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
-def pick(graph: fx.Graph, random: Random, wanted: Callable[[fx.Node], bool]) -> fx.Node | None:
+class NothingError(Exception):
+    """A graph has nothing of the kind that a mutation changes."""
+
+
+def choose(random: Random, items: Sequence[Any]) -> Any:
+    """One of some items; `NothingError` where there is none."""
+    if not items:
+        raise NothingError
+    return random.choice(items)
+
+
+def pick(graph: fx.Graph, random: Random, wanted: Callable[[fx.Node], bool]) -> Any:
     """Some call that is `wanted`."""
-    found = [node for node in graph.nodes if node.op == "call_function" and wanted(node)]
-    return random.choice(found) if found else None
+    return choose(random, [node for node in graph.nodes if node.op == "call_function" and wanted(node)])
+
+
+def tried(mutation: Mutation, graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+    """What a mutation did; None where the graph has nothing of its kind."""
+    try:
+        return mutation(graph, random, mesh)
+    except NothingError:
+        return None
 
 
 def local_value(node: Any) -> torch.Tensor:
@@ -91,11 +108,9 @@ def insert(graph: fx.Graph, after: fx.Node, target: Any, *args: Any) -> fx.Node:
     return inserted
 
 
-def drop_collective(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def drop_collective(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """Ranks go on with what they hold themselves, brought to the shape that is expected."""
     wait = pick(graph, random, lambda node: node.target is c10d.wait_tensor.default)
-    if wait is None:
-        return None
     collective = wait.args[0]
     operand = collective.args[0]
     if collective.target is c10d.all_gather_into_tensor.default:
@@ -110,47 +125,35 @@ def drop_collective(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
     return f"dropped {collective}"
 
 
-def double_collective(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def double_collective(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """A reduction made twice."""
     wait = pick(
         graph,
         random,
         lambda node: node.target is c10d.wait_tensor.default and node.args[0].target is c10d.all_reduce.default,
     )
-    if wait is None:
-        return None
     again = insert(graph, wait, c10d.all_reduce.default, *wait.args[0].args[1:])
     insert(graph, again, c10d.wait_tensor.default)
     return f"doubled {wait.args[0]}"
 
 
-def move_collective_to_other_axis(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def move_collective_to_other_axis(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     node = pick(graph, random, lambda node: node.target in COLLECTIVES)
-    if node is None or len(mesh.axes) < 2:
-        return None
-    other = random.choice([axis for axis in mesh.axis_names if axis not in group_axes(node.args[-1])])
+    if len(mesh.axes) < 2:
+        raise NothingError
+    other = choose(random, [axis for axis in mesh.axis_names if axis not in group_axes(node.args[-1])])
     node.args = (*node.args[:-1], other)
     return f"{node} over {other}"
 
 
-def change_reduction(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def change_reduction(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     node = pick(graph, random, lambda node: node.target in REDUCING)
-    if node is None:
-        return None
-    other = random.choice([name for name in ("sum", "max", "min", "avg", "product") if name != node.args[1]])
+    other = choose(random, [name for name in ("sum", "max", "min", "avg", "product") if name != node.args[1]])
     node.args = (node.args[0], other, *node.args[2:])
     return f"{node} by {other}"
 
 
-def change_group_size(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
-    node = pick(graph, random, lambda node: node.target in COLLECTIVES and any(isinstance(a, int) for a in node.args))
-    if node is None:
-        return None
-    node.args = tuple(2 * item if isinstance(item, int) else item for item in node.args)
-    return f"{node} in groups of twice the size"
-
-
-def swap_operands(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def swap_operands(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     def has_pair(node: fx.Node) -> bool:
         if node.target in COMMUTATIVE:
             return False
@@ -158,56 +161,41 @@ def swap_operands(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
         return len(operands) >= 2 and operands[0] is not operands[1] and alike(operands[0], operands[1])
 
     node = pick(graph, random, has_pair)
-    if node is None:
-        return None
     first, second = [item for item in node.args if is_tensor(item)][:2]
     swap = {first: second, second: first}
     node.args = tuple(swap.get(item, item) if isinstance(item, fx.Node) else item for item in node.args)
     return f"swapped {first} and {second} in {node}"
 
 
-def replace_operand(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def replace_operand(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """A stale value, or a wrong one: any earlier one of the same shape."""
     nodes = list(graph.nodes)
     node = pick(graph, random, lambda node: any(map(is_tensor, node.all_input_nodes)))
-    if node is None:
-        return None
-    operand = random.choice([item for item in node.all_input_nodes if is_tensor(item)])
+    operand = choose(random, [item for item in node.all_input_nodes if is_tensor(item)])
     earlier = nodes[: nodes.index(node)]
     others = [item for item in earlier if is_tensor(item) and item is not operand and alike(item, operand)]
     if not others:
-        return None
-    other = random.choice(others)
+        raise NothingError
+    other = choose(random, others)
     node.replace_input_with(operand, other)
     return f"{node} reads {other} for {operand}"
 
 
-def change_rank_axis(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def change_rank_axis(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     node = pick(graph, random, lambda node: node.target is axis_index)
-    if node is None or len(mesh.axes) < 2:
-        return None
+    if len(mesh.axes) < 2:
+        raise NothingError
     node.args = (next(axis for axis in mesh.axis_names if axis != node.args[0]),)
     return f"{node} along {node.args[0]}"
 
 
-def change_offset(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
-    arithmetic = (operator.mul, operator.add, operator.eq)
-    node = pick(graph, random, lambda node: node.target in arithmetic and isinstance(node.args[1], int))
-    if node is None:
-        return None
-    node.args = (node.args[0], node.args[1] - random.choice((1, -1)))
-    return f"{node} is off by one"
-
-
-def forget_offset(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def forget_offset(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """A piece is taken for the first one: the index of the rank is lost."""
 
     def reads_rank(node: fx.Node) -> bool:
         return isinstance(node.target, torch._ops.OpOverload) and any(map(_is_rank_integer, node.all_input_nodes))
 
     node = pick(graph, random, reads_rank)
-    if node is None:
-        return None
 
     def forget(operand: fx.Node) -> Any:
         return 0 if _is_rank_integer(operand) else operand
@@ -220,11 +208,9 @@ def _is_rank_integer(node: fx.Node) -> bool:
     return node.target is axis_index or (getattr(node.target, "__module__", "") == "_operator" and not is_tensor(node))
 
 
-def permute_otherwise(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def permute_otherwise(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """Pieces joined along another dim: two entries of an order are exchanged, the result keeps its shape by a view."""
     node = pick(graph, random, lambda node: node.target is aten.permute.default and len(node.args[1]) > 1)
-    if node is None:
-        return None
     order = list(node.args[1])
     first, second = random.sample(range(len(order)), 2)
     order[first], order[second] = order[second], order[first]
@@ -234,41 +220,35 @@ def permute_otherwise(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None
     return f"{node} with order={order}"
 
 
-def reverse_ranks(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def reverse_ranks(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """The pieces that a collective brings, in the opposite order of ranks."""
     moving = (c10d.all_gather_into_tensor.default, c10d.all_to_all_single.default)
     wait = pick(graph, random, lambda node: node.target is c10d.wait_tensor.default and node.args[0].target in moving)
-    if wait is None:
-        return None
     insert(graph, wait, aten.flip.default, [0])
     return f"reversed the ranks of {wait.args[0]}"
 
 
-def scale_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def scale_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     node = pick(graph, random, lambda node: is_tensor(node) and local_value(node).is_floating_point())
-    if node is None:
-        return None
-    insert(graph, node, random.choice((aten.mul.Scalar, aten.div.Scalar)), random.choice((2, 4, 0.5)))
+    insert(graph, node, choose(random, (aten.mul.Scalar, aten.div.Scalar)), choose(random, (2, 4, 0.5)))
     return f"scaled {node}"
 
 
-def change_literal(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def change_literal(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """Another number among the arguments of a call: a size, an offset, a divisor, an identity, a dim."""
 
     def numbers(node: fx.Node) -> list[int]:
         return [index for index, item in enumerate(node.args) if isinstance(item, (int, float)) and item is not None]
 
     node = pick(graph, random, lambda node: bool(numbers(node)))
-    if node is None:
-        return None
-    index = random.choice(numbers(node))
+    index = choose(random, numbers(node))
     value = node.args[index]
-    changed = not value if isinstance(value, bool) else random.choice((value + 1, value * 2 + 1, -value - 1))
+    changed = not value if isinstance(value, bool) else choose(random, (value + 1, value * 2 + 1, -value - 1))
     node.args = (*node.args[:index], changed, *node.args[index + 1 :])
     return f"{node}: argument {index} is {changed} instead of {value}"
 
 
-def skip_node(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def skip_node(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """A node is left out: its users read one of its operands of the same shape."""
 
     def candidates(node: fx.Node) -> list[fx.Node]:
@@ -277,23 +257,19 @@ def skip_node(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
         return [item for item in node.all_input_nodes if is_tensor(item) and alike(item, node)]
 
     node = pick(graph, random, lambda node: bool(candidates(node)))
-    if node is None:
-        return None
-    node.replace_all_uses_with(random.choice(candidates(node)))
+    node.replace_all_uses_with(choose(random, candidates(node)))
     graph.erase_node(node)
     return f"skipped {node}"
 
 
-def remove_wait(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def remove_wait(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     node = pick(graph, random, lambda node: node.target is c10d.wait_tensor.default)
-    if node is None:
-        return None
     node.replace_all_uses_with(node.args[0])
     graph.erase_node(node)
     return f"removed the wait for {node.args[0]}"
 
 
-def change_operator(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def change_operator(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     others = {
         aten.add.Tensor: aten.sub.Tensor,
         aten.sub.Tensor: aten.add.Tensor,
@@ -307,13 +283,11 @@ def change_operator(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
         aten.div.Scalar: aten.mul.Scalar,
     }
     node = pick(graph, random, lambda node: node.target in others)
-    if node is None:
-        return None
     node.target = others[node.target]
     return f"{node} calls {node.target}"
 
 
-def swap_results(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def swap_results(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     output = next(iter(reversed(graph.nodes)))
     results: Sequence[fx.Node] = output.args[0]
     pairs = [
@@ -323,8 +297,8 @@ def swap_results(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
         if results[left] is not results[right] and alike(results[left], results[right])
     ]
     if not pairs:
-        return None
-    left, right = random.choice(pairs)
+        raise NothingError
+    left, right = choose(random, pairs)
     swapped = list(results)
     swapped[left], swapped[right] = results[right], results[left]
     output.args = (tuple(swapped),)
@@ -332,9 +306,9 @@ def swap_results(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
 
 
 MUTATIONS: tuple[Mutation, ...] = (
-    drop_collective, double_collective, move_collective_to_other_axis, change_reduction, change_group_size,
-    swap_operands, replace_operand, change_rank_axis, change_offset, forget_offset, permute_otherwise, reverse_ranks,
-    scale_value, change_literal, skip_node, remove_wait, change_operator, swap_results,
+    drop_collective, double_collective, move_collective_to_other_axis, change_reduction, swap_operands,
+    replace_operand, change_rank_axis, forget_offset, permute_otherwise, reverse_ranks, scale_value, change_literal,
+    skip_node, remove_wait, change_operator, swap_results,
 )  # fmt: skip
 
 

@@ -39,14 +39,14 @@ from tests.passes.mutants import (
     mutate,
     of_steps,
 )
-from tests.passes.mutations import Mutation, alike, copy_of, is_tensor, pick
+from tests.passes.mutations import Mutation, NothingError, alike, choose, copy_of, is_tensor, pick
 
 _aten = torch.ops.aten
 LARGE = BucketCollectives(end_bytes=2**30, least_bytes=2**30, most_bytes=2**30)
 """Buckets without a limit."""
 
 _TRIES = 5
-_RARE, _RARELY = ("hoist_gather", "lower_wait", "gather_before_update", "hoist_what_differs"), 0.1
+_RARE, _RARELY = ("hoist_gather", "lower_wait", "gather_before_the_update", "hoist_what_differs"), 0.1
 """Kinds that few programs have, and the share of draws that are of these alone: without, there would be a handful."""
 
 
@@ -81,14 +81,14 @@ def draw_overlap_mutant(plain: PhasedProgram, phased: PhasedProgram, random: Ran
 
 
 def _in_update(mutation: Mutation) -> Mutate:
-    def mutate(phased: PhasedProgram, random: Random) -> Found | None:
+    def mutate(phased: PhasedProgram, random: Random) -> Found:
         if phased.update is None:
-            return None
+            raise NothingError
         wrong = in_place(phased)
         assert wrong.update is not None
         module = copy_of(wrong.update)
         what = mutation(module.graph, random, phased.lowered.mesh)
-        return None if what is None else (what, replace(wrong, update=module), phased.lowered.traced)
+        return what, replace(wrong, update=module), phased.lowered.traced
 
     return mutate
 
@@ -102,7 +102,7 @@ def _is_many(node: fx.Node) -> bool:
     return "_updates_" in str(node.target)
 
 
-def hoist_gather(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def hoist_gather(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """A collective, with what it is made of, ahead of a call that writes."""
     places = {node: place for place, node in enumerate(graph.nodes)}
     pairs = [
@@ -112,15 +112,15 @@ def hoist_gather(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
         if _is_writing(writer) and is_collective(node) and places[writer] < places[node]
     ]
     if not pairs:
-        return None
-    writer, gather = random.choice(pairs)
+        raise NothingError
+    writer, gather = choose(random, pairs)
     for node in sorted(ancestors(gather) | {gather}, key=places.__getitem__):
         if places[node] > places[writer]:
             writer.prepend(node)
     return f"{gather} ahead of {writer}"
 
 
-def lower_wait(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def lower_wait(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """A wait behind a call that writes, with all that reads it."""
     places = {node: place for place, node in enumerate(graph.nodes)}
     pairs = [
@@ -131,8 +131,8 @@ def lower_wait(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
     ]
     pairs = [(wait, writer) for wait, writer in pairs if wait not in ancestors(writer)]
     if not pairs:
-        return None
-    wait, writer = random.choice(pairs)
+        raise NothingError
+    wait, writer = choose(random, pairs)
     behind = writer
     for node in list(graph.nodes)[places[wait] : places[writer]]:
         if node is wait or wait in ancestors(node):
@@ -144,13 +144,11 @@ def lower_wait(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
 def _of_updates(change: Callable[[list[list[Any]], Random], bool]) -> Mutation:
     """Make a mutation of the lists of parameters, gradients and state in a call that updates many."""
 
-    def mutation(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
-        node: Any = pick(graph, random, _is_many)
-        if node is None:
-            return None
+    def mutation(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
+        node = pick(graph, random, _is_many)
         lists = [list(item) for item in node.args if isinstance(item, (list, tuple))]
         if not change(lists, random):
-            return None
+            raise NothingError
         node.args = (*lists, *node.args[len(lists) :])
         return f"{node} updates otherwise"
 
@@ -184,26 +182,22 @@ def update_twice(lists: list[list[Any]], random: Random) -> bool:
     return True
 
 
-def skip_copy(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def skip_copy(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """A copy less: of a value that is read later, or into the input whose place a result takes."""
     node: Any = pick(graph, random, lambda node: node.target in (_aten.clone.default, _aten.copy_.default))
-    if node is None:
-        return None
     node.replace_all_uses_with(node.args[0])
     graph.erase_node(node)
     return f"without {node}"
 
 
-def copy_into_other(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def copy_into_other(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """A result that takes the place of another input."""
     node: Any = pick(graph, random, lambda node: node.target is _aten.copy_.default)
-    if node is None:
-        return None
     inputs = [item for item in graph.nodes if item.op == "placeholder" and is_tensor(item)]
     others = [item for item in inputs if item is not node.args[0] and alike(item, node.args[0])]
     if not others:
-        return None
-    node.args = (random.choice(others), node.args[1])
+        raise NothingError
+    node.args = (choose(random, others), node.args[1])
     return f"{node} over {node.args[0]}"
 
 
@@ -211,12 +205,12 @@ def copy_into_other(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
 
 
 def _in_backward(mutation: Mutation) -> Mutate:
-    def mutate(phased: PhasedProgram, random: Random) -> Found | None:
+    def mutate(phased: PhasedProgram, random: Random) -> Found:
         module = copy_of(fill_buckets(phased.backward))
         if not module.graph.find_nodes(op="call_function", target=_aten.new_empty.default):
-            return None
+            raise NothingError
         what = mutation(module.graph, random, phased.lowered.mesh)
-        return None if what is None else (what, replace(phased, backward=module), phased.lowered.traced)
+        return what, replace(phased, backward=module), phased.lowered.traced
 
     return mutate
 
@@ -224,15 +218,15 @@ def _in_backward(mutation: Mutation) -> Mutate:
 # What one rank does otherwise.
 
 
-def start_earlier(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def start_earlier(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """A collective that starts ahead of another, with what it is made of."""
     places = {node: place for place, node in enumerate(graph.nodes)}
     started = [node for node in graph.nodes if is_collective(node)]
     if len(started) < 2:
-        return None
+        raise NothingError
     first, second = sorted(random.sample(started, 2), key=places.__getitem__)
     if first in ancestors(second):
-        return None
+        raise NothingError
     for node in sorted(ancestors(second) | {second}, key=places.__getitem__):
         if places[node] > places[first]:
             first.prepend(node)
@@ -244,7 +238,7 @@ def _passes_otherwise(plain: PhasedProgram) -> Mutate:
     sizes = (64, 256, 1024, 4096)
     choices = (*BESIDE, *(InFlight(buckets=_limited(size)) for size in sizes))
 
-    def mutate(phased: PhasedProgram, random: Random) -> Found | None:
+    def mutate(phased: PhasedProgram, random: Random) -> Found:
         index = random.randrange(len(choices))
         return f"passes of choice {index}", _after(_passes(choices[index]), plain), phased.lowered.traced
 
@@ -259,7 +253,7 @@ def _limited(size: int) -> BucketCollectives:
 
 _ANY = (
     mutations.drop_collective, mutations.double_collective, mutations.move_collective_to_other_axis,
-    mutations.change_reduction, mutations.change_group_size, mutations.reverse_ranks, mutations.remove_wait,
+    mutations.change_reduction, mutations.reverse_ranks, mutations.remove_wait,
     mutations.replace_operand, mutations.scale_value, mutations.change_literal, mutations.skip_node,
     training_mutations.change_nested_literal,
 )  # fmt: skip

@@ -12,7 +12,7 @@ from torch import fx
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.recompute import PHASE
 from autoshard.kernels.offload import TRANSFERS, from_host, to_host
-from tests.passes.mutations import Mutation, alike, is_tensor, local_value, pick
+from tests.passes.mutations import Mutation, NothingError, alike, choose, is_tensor, local_value, pick
 
 aten = torch.ops.aten
 
@@ -26,7 +26,7 @@ def _is_recomputed(node: fx.Node) -> bool:
     return node.meta.get("phase") == PHASE and is_tensor(node)
 
 
-def recompute_from_other_input(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def recompute_from_other_input(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """A value is computed again from another one than it was made of."""
     order = {node: index for index, node in enumerate(graph.nodes)}
 
@@ -36,18 +36,14 @@ def recompute_from_other_input(graph: fx.Graph, random: Random, mesh: Mesh) -> s
         return [(mine, other) for mine in operands for other in tensors if mine is not other and alike(mine, other)]
 
     node = pick(graph, random, lambda node: _is_recomputed(node) and bool(others(node)))
-    if node is None:
-        return None
-    mine, other = random.choice(others(node))
+    mine, other = choose(random, others(node))
     node.replace_input_with(mine, other)
     return f"{node} is recomputed from {other} for {mine}"
 
 
-def read_stale_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def read_stale_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """Make a reader of a recomputed value read an older one: of the forward, or an operand of the recomputed value."""
     node = pick(graph, random, lambda node: _is_recomputed(node) and bool(node.users))
-    if node is None:
-        return None
     stale = []
     for item in graph.nodes:
         if item is node:
@@ -55,14 +51,14 @@ def read_stale_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
         if is_tensor(item) and item.meta.get("phase") in ("forward", PHASE) and alike(item, node):
             stale.append(item)
     if not stale:
-        return None
-    other = random.choice(stale)
-    reader = random.choice(list(node.users))
+        raise NothingError
+    other = choose(random, stale)
+    reader = choose(random, list(node.users))
     reader.replace_input_with(node, other)
     return f"{reader} reads {other} for {node}, which is recomputed"
 
 
-def fetch_other_copy(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def fetch_other_copy(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """Bring back from the host another value that went there."""
 
     def others(node: fx.Node) -> list[fx.Node]:
@@ -71,14 +67,12 @@ def fetch_other_copy(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
         return [item for item in (*copies, *held) if item is not node.args[0] and alike(item, node)]
 
     node = pick(graph, random, lambda node: node.target is from_host and bool(others(node)))
-    if node is None:
-        return None
-    mine, other = node.args[0], random.choice(others(node))
+    mine, other = node.args[0], choose(random, others(node))
     node.args = (other,)
     return f"{node} fetches {other} for {mine}"
 
 
-def copy_other_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def copy_other_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """A stale value goes to the host: one that was there before what should."""
     order = {node: index for index, node in enumerate(graph.nodes)}
 
@@ -87,24 +81,20 @@ def copy_other_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
         return [item for item in order if is_tensor(item) and order[item] < order[mine] and alike(item, mine)]  # type: ignore[index]
 
     node = pick(graph, random, lambda node: node.target is to_host and bool(others(node)))
-    if node is None:
-        return None
-    mine, other = node.args[0], random.choice(others(node))
+    mine, other = node.args[0], choose(random, others(node))
     node.args = (other,)
     return f"{node} copies {other} for {mine}"
 
 
-def skip_transfer(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def skip_transfer(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """A value is read where it lies: on the host, or, with a copy back, where it never left."""
     node = pick(graph, random, lambda node: node.target in TRANSFERS)
-    if node is None:
-        return None
     node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
     graph.erase_node(node)
     return f"skipped {node}"
 
 
-def read_before_made(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def read_before_made(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """A copy to or from the host, or a clone, stands before what it reads."""
 
     def is_moved(node: fx.Node) -> bool:
@@ -112,8 +102,6 @@ def read_before_made(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
         return is_again and any(operand.op == "call_function" for operand in node.all_input_nodes[:1])
 
     node = pick(graph, random, is_moved)
-    if node is None:
-        return None
     node.all_input_nodes[0].prepend(node)
     return f"{node} stands before {node.all_input_nodes[0]}"
 
@@ -122,28 +110,24 @@ def _casts(node: fx.Node) -> bool:
     return node.target is aten._to_copy.default and local_value(node).is_floating_point()
 
 
-def drop_cast(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def drop_cast(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """A value goes on in the type that it had."""
     node = pick(graph, random, _casts)
-    if node is None:
-        return None
     (operand,) = node.all_input_nodes
     node.replace_all_uses_with(operand)
     graph.erase_node(node)
     return f"dropped the cast {node} of {operand}"
 
 
-def cast_to_other_type(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def cast_to_other_type(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """A value is converted to another type than it should be."""
     node = pick(graph, random, _casts)
-    if node is None:
-        return None
-    other = random.choice([dtype for dtype in _FLOATS if dtype is not node.kwargs.get("dtype")])
+    other = choose(random, [dtype for dtype in _FLOATS if dtype is not node.kwargs.get("dtype")])
     node.kwargs = {**node.kwargs, "dtype": other}
     return f"{node} casts to {other}"
 
 
-def drop_loss_scale(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def drop_loss_scale(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """A scalar, the loss or its gradient, that is not scaled: a mean becomes a sum, a weight of a term is lost."""
 
     def scales(node: fx.Node) -> bool:
@@ -151,8 +135,6 @@ def drop_loss_scale(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
         return node.target in _SCALES and is_tensor(operand) and alike(node, operand) and local_value(node).dim() == 0
 
     node = pick(graph, random, scales)
-    if node is None:
-        return None
     node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
     graph.erase_node(node)
     return f"{node} is left out"
@@ -162,7 +144,7 @@ def _is_kernel(node: fx.Node) -> bool:
     return str(node.target).startswith("autoshard.triton_")
 
 
-def exchange_kernel_operands(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def exchange_kernel_operands(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """Two operands of a kernel in each other's place."""
 
     def pairs(node: fx.Node) -> list[tuple[int, int]]:
@@ -173,25 +155,21 @@ def exchange_kernel_operands(graph: fx.Graph, random: Random, mesh: Mesh) -> str
         ]  # fmt: skip
 
     node = pick(graph, random, lambda node: _is_kernel(node) and bool(pairs(node)))
-    if node is None:
-        return None
-    left, right = random.choice(pairs(node))
+    left, right = choose(random, pairs(node))
     args = list(node.args)
     args[left], args[right] = args[right], args[left]
     node.args = tuple(args)
     return f"{node} with operands {left} and {right} exchanged"
 
 
-def change_kernel_constant(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def change_kernel_constant(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """Another number or word among the arguments of a kernel: an epsilon, a scale, an activation, a flag."""
 
     def constants(node: fx.Node) -> list[int]:
         return [index for index, item in enumerate(node.args) if isinstance(item, (str, bool, int, float))]
 
     node = pick(graph, random, lambda node: _is_kernel(node) and bool(constants(node)))
-    if node is None:
-        return None
-    index = random.choice(constants(node))
+    index = choose(random, constants(node))
     changed = _other(node.args[index], random)
     what = f"{node}: argument {index} is {changed!r} instead of {node.args[index]!r}"
     node.args = (*node.args[:index], changed, *node.args[index + 1 :])
@@ -204,7 +182,7 @@ def _other(item: Any, random: Random) -> Any:
     return not item if isinstance(item, bool) else item + random.choice((1, -1))
 
 
-def exchange_kernel_results(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def exchange_kernel_results(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """Another result of a kernel is read than the one that should be."""
 
     def others(node: fx.Node) -> list[int]:
@@ -216,9 +194,7 @@ def exchange_kernel_results(graph: fx.Graph, random: Random, mesh: Mesh) -> str 
         return [index for index, value in values if index != node.args[1] and getattr(value, "shape", ()) == mine.shape]
 
     node = pick(graph, random, lambda node: bool(others(node)))
-    if node is None:
-        return None
-    index = random.choice(others(node))
+    index = choose(random, others(node))
     what = f"{node} reads result {index} instead of {node.args[1]}"
     node.args = (node.args[0], index)
     return what

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoshard.ir.communicators import group_axes
 from autoshard.ir.local import axis_index
 from autoshard.ir.mesh import Mesh
-from tests.passes.mutations import REDUCING, Mutation, alike, insert, is_tensor, local_value, pick
+from tests.passes.mutations import REDUCING, Mutation, NothingError, alike, choose, insert, is_tensor, local_value, pick
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -28,11 +27,9 @@ def _ends_reduction(node: fx.Node) -> bool:
     return node.target is c10d.wait_tensor.default and getattr(node.args[0], "target", None) in REDUCING
 
 
-def drop_gradient_reduction(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def drop_gradient_reduction(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """A gradient that each rank keeps its own addend of."""
     wait = pick(graph, random, lambda node: _ends_reduction(node) and node.meta.get("phase") == "backward")
-    if wait is None:
-        return None
     reduction: Any = wait.args[0]
     operand = reduction.args[0]
     if reduction.target is c10d.reduce_scatter_tensor.default:
@@ -44,17 +41,7 @@ def drop_gradient_reduction(graph: fx.Graph, random: Random, mesh: Mesh) -> str 
     return f"gradient without its reduction, {reduction}"
 
 
-def average_instead_of_sum(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
-    """A mean over the ranks where a sum is due."""
-    wait = pick(graph, random, lambda node: _ends_reduction(node) and local_value(node).is_floating_point())
-    if wait is None:
-        return None
-    reduction: Any = wait.args[0]
-    insert(graph, wait, aten.div.Scalar, mesh.shards(group_axes(reduction.args[-1])))
-    return f"the mean of {reduction}"
-
-
-def move_collective(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def move_collective(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """A reduction behind the call that should read what it reduced."""
 
     def reads_reduced(node: fx.Node) -> bool:
@@ -62,34 +49,30 @@ def move_collective(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
         return isinstance(operand, fx.Node) and _ends_reduction(operand) and alike(operand, node)
 
     call = pick(graph, random, reads_reduced)
-    if call is None:
-        return None
     wait: Any = call.args[0]
     reduction: Any = wait.args[0]
     if reduction.target is not c10d.all_reduce.default:
-        return None
+        raise NothingError
     call.args = (reduction.args[0], *call.args[1:])
     moved = insert(graph, call, c10d.all_reduce.default, *reduction.args[1:])
     insert(graph, moved, c10d.wait_tensor.default)
     return f"{reduction} behind {call}"
 
 
-def drop_addend(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def drop_addend(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """One of two contributions lost: of a tied weight's gradient, or a residual."""
 
     def adds(node: fx.Node) -> bool:
         return node.target is aten.add.Tensor and all(is_tensor(item) and alike(item, node) for item in node.args)
 
     node = pick(graph, random, adds)
-    if node is None:
-        return None
     kept, lost = random.sample(node.args, 2)
     node.replace_all_uses_with(kept)  # type: ignore[arg-type]
     graph.erase_node(node)
     return f"{node} without {lost}"
 
 
-def return_stale_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def return_stale_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """A weight, a state or another result that is returned as it came in."""
     output = graph.output_node()
     results: Any = output.args[0]
@@ -99,30 +82,30 @@ def return_stale_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str | Non
         if is_tensor(result) and item is not result and alike(result, item)
     ]  # fmt: skip
     if not pairs:
-        return None
-    index, item = random.choice(pairs)
+        raise NothingError
+    index, item = choose(random, pairs)
     output.args = ((*results[:index], item, *results[index + 1 :]),)
     return f"result {index} is {item}, as it came in"
 
 
-def read_unreduced(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def read_unreduced(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """One of several readers goes on with what was not reduced yet: a weight that is not synchronised."""
     wait = pick(graph, random, lambda node: _ends_reduction(node) and alike(node, node.args[0].args[0]))  # type: ignore[union-attr]
-    if wait is None or not wait.users:
-        return None
+    if not wait.users:
+        raise NothingError
     reduction: Any = wait.args[0]
-    reader = random.choice(list(wait.users))
+    reader = choose(random, list(wait.users))
     reader.replace_input_with(wait, reduction.args[0])
     return f"{reader} reads {reduction.args[0]} before it is reduced"
 
 
-def seed_locally(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def seed_locally(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """Random numbers that are drawn from a seed of each rank's own."""
     seed = next((node for node in graph.nodes if node.op == "placeholder" and node.name.startswith("seed")), None)
     readers = [] if seed is None else list(seed.users)
-    if seed is None or not readers:
-        return None
-    reader, axis = random.choice(readers), random.choice(mesh.axis_names)
+    if not readers:
+        raise NothingError
+    reader, axis = choose(random, readers), choose(random, mesh.axis_names)
     with graph.inserting_before(reader):
         index = graph.call_function(axis_index, (axis,))
         own = graph.call_function(aten.add.Tensor, (seed, index))
@@ -131,7 +114,7 @@ def seed_locally(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
     return f"{reader} is seeded along {axis}"
 
 
-def gather_along_other_dim(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def gather_along_other_dim(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """Gathered pieces that are joined along another dim."""
 
     def is_gathered(node: fx.Node) -> bool:
@@ -141,8 +124,6 @@ def gather_along_other_dim(graph: fx.Graph, random: Random, mesh: Mesh) -> str |
         return gathers and local_value(node).dim() > 1
 
     node = pick(graph, random, is_gathered)
-    if node is None:
-        return None
     shape = list(local_value(node).shape)
     order = [1, 0, *range(2, len(shape))]
     turned = insert(graph, node, aten.permute.default, order)
@@ -150,7 +131,7 @@ def gather_along_other_dim(graph: fx.Graph, random: Random, mesh: Mesh) -> str |
     return f"{node} with its pieces along another dim"
 
 
-def change_nested_literal(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def change_nested_literal(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """Another number in a list of arguments, or in a keyword argument: sizes, orders, pads, strides, scales."""
 
     def places(node: fx.Node) -> list[tuple[int | str, int | None]]:
@@ -162,9 +143,7 @@ def change_nested_literal(graph: fx.Graph, random: Random, mesh: Mesh) -> str | 
         return found + [(name, None) for name, item in node.kwargs.items() if _is_number(item)]
 
     node = pick(graph, random, lambda node: bool(places(node)))
-    if node is None:
-        return None
-    position, index = random.choice(places(node))
+    position, index = choose(random, places(node))
     if isinstance(position, str):
         node.kwargs = {**node.kwargs, position: _other(node.kwargs[position], random)}
     else:
@@ -182,25 +161,23 @@ def _other(item: Any, random: Random) -> Any:
     return not item if isinstance(item, bool) else item + random.choice((1, -1))
 
 
-def change_constant(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def change_constant(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """A constant of the program with another value."""
     module = graph.owning_module
     found = [node for node in graph.nodes if node.op == "get_attr"]
     if not found or module is None:
-        return None
-    node = random.choice(found)
+        raise NothingError
+    node = choose(random, found)
     name, value = str(node.target), getattr(module, str(node.target))
     if not isinstance(value, torch.Tensor):
-        return None
+        raise NothingError
     setattr(module, name, ~value if value.dtype is torch.bool else value + 1)
     return f"constant {name} is another"
 
 
-def round_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def round_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """A value that loses digits on its way."""
     node = pick(graph, random, lambda node: is_tensor(node) and local_value(node).is_floating_point())
-    if node is None:
-        return None
     rounded = insert(graph, node, aten._to_copy.default)
     rounded.kwargs = {"dtype": torch.bfloat16}
     back = insert(graph, rounded, aten._to_copy.default)
@@ -208,7 +185,7 @@ def round_value(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
     return f"rounded {node}"
 
 
-def exchange_equal_calls(graph: fx.Graph, random: Random, mesh: Mesh) -> str | None:
+def exchange_equal_calls(graph: fx.Graph, random: Random, mesh: Mesh) -> str:
     """Two calls of one operator read each other's operands: layers, heads, micro-batches taken for one another."""
     groups: dict[tuple[Any, ...], list[fx.Node]] = {}
     for node in graph.nodes:
@@ -216,11 +193,11 @@ def exchange_equal_calls(graph: fx.Graph, random: Random, mesh: Mesh) -> str | N
             groups.setdefault((node.target, tuple(local_value(node).shape), local_value(node).dtype), []).append(node)
     pairs = [group for group in groups.values() if len(group) > 1]
     if not pairs:
-        return None
-    first, second = random.sample(random.choice(pairs), 2)
+        raise NothingError
+    first, second = random.sample(choose(random, pairs), 2)
     earlier, later = sorted((first, second), key=list(graph.nodes).index)
     if earlier.args == later.args:
-        return None
+        raise NothingError
     later.args = earlier.args
     return f"{later} computes what {earlier} does"
 
@@ -230,6 +207,6 @@ def _has_own_operands(node: fx.Node) -> bool:
 
 
 TRAINING_MUTATIONS: tuple[Mutation, ...] = (
-    drop_gradient_reduction, average_instead_of_sum, move_collective, drop_addend, return_stale_value, read_unreduced,
-    seed_locally, gather_along_other_dim, change_nested_literal, change_constant, round_value, exchange_equal_calls,
+    drop_gradient_reduction, move_collective, drop_addend, return_stale_value, read_unreduced, seed_locally,
+    gather_along_other_dim, change_nested_literal, change_constant, round_value, exchange_equal_calls,
 )  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from itertools import pairwise
 from typing import Any
@@ -13,11 +12,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
+import autoshard
+from autoshard import P
 from autoshard.errors import MeshError
-from autoshard.runtime.distributed import DistributedEngine
-from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.testing import Link, Transfer, delayed_mesh, record_transfers
-from tests.runtime.handmade import WIDTH, HandCompiler, TwoLayers
+from tests.models import Perceptron
 from tests.runtime.processes import checked_once, report
 
 _c10d = torch.ops._c10d_functional
@@ -158,14 +157,13 @@ def check_what_a_rank_works_meanwhile_is_hidden() -> None:
 
 def check_dtensors_and_compiled_models_run_on_it() -> None:
     mesh = delayed_mesh(AXES, {"model": FAST})
-    torch.manual_seed(0)
-    plain = TwoLayers()
-    sharded = ShardedModule(copy.deepcopy(plain), DistributedEngine(mesh), HandCompiler())
-    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(1))
+    constraints = {"up.weight": P("model"), "down.weight": P(None, "model"), "input:*": P("data")}
+    sharded = autoshard.compile(Perceptron(), mesh, constraints=constraints)
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
     with record_transfers(mesh) as transfers:
-        loss, _ = sharded(x)
+        loss = sharded(x)
         loss.backward()
-    torch.testing.assert_close(loss, plain(x)[0])
+    torch.testing.assert_close(loss, Perceptron()(x))
     assert {item.axes for item in transfers} >= {("data",), ("model",)}
     whole = torch.arange(8.0)
     shards = DTensor.from_local(whole.view(2, 4)[mesh.get_local_rank("model")], mesh["model"], [Shard(0)])

@@ -25,7 +25,7 @@ from passes.lowering.lowering_options import LoweringOptions
 from passes.memory.lowered_memory import peak_bytes
 from passes.verification.verify_phases import verify_phases
 from tests.end_to_end.test_experts import EXCHANGED, PAIR, built, plan_with
-from tests.passes.mutants import exchange_kept
+from tests.passes.mutants import Place, mutate
 from tests.passes.mutations import copy_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of other people's models
@@ -137,7 +137,7 @@ def test_rows_of_other_tokens_are_refused() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_values_that_are_exchanged_on_their_way_are_refused(seed: int) -> None:
     """Among all that the forward keeps."""
-    found = exchange_kept(KeepRows(1, ROOMY)(plain()), Random(seed))
+    found = mutate(KeepRows(1, ROOMY)(plain()), Place.PHASES, "exchange_kept", Random(seed))
     if found is not None:
         with pytest.raises(VerificationError):
-            verify_phases(found[1])
+            verify_phases(found.phased)

@@ -38,7 +38,7 @@ class Watch:
 
 def spoiled(phased: PhasedProgram) -> PhasedProgram:
     """The phases with one value scaled."""
-    return next(found for seed in range(9) if (found := in_phase(scale_value)(phased, Random(seed))))[1]
+    return in_phase(scale_value)(phased, Random(0))[1]
 
 
 def with_entry(monkeypatch: pytest.MonkeyPatch, watch: Watch) -> None:

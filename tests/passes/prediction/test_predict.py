@@ -20,9 +20,8 @@ from autoshard.ir.spec import P, PartitionSpec
 from autoshard.tracing import trace
 from cost_models.hardware import Cluster
 from cost_models.intervals import Uncertainty
-from cost_models.schedule_graph import neighbours
+from cost_models.order_times import neighbours, order_times
 from cost_models.schedule_orders import order_rows
-from cost_models.schedule_times import order_times
 from passes.driver.plan_and_lower import plan_program, planning_problem
 from passes.driver.plan_options import PlanOptions
 from passes.driver.planner import Planner

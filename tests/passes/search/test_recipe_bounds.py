@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from autoshard import Cluster, Runtime
 from autoshard.ir.execution import Execution
-from cost_models.stages import StageTimes
-from passes.recipes.pipeline_stages import cuts_backward, run_stages, share_out
+from cost_models.order_times import StageTimes
+from passes.recipes.pipeline_stages import cuts_backward, share_out, stages_time
 from passes.search.recipe_bounds import SectionTable, path_times, places_of
 from passes.search.recipe_pricer import RecipePricer
 from passes.search.recipe_space import KEEPINGS, Keeping, Pipe, RecipeSpace, Sharding, known_pipes
@@ -52,7 +52,7 @@ def test_no_pipeline_is_shorter_than_the_path_of_a_rank(
         counts = np.array([dict(stage.sections).get(name, 0) for name in NAMES])
         half = float(counts @ backward) / 2
         stages.append(StageTimes(float(counts @ forward), half, half, send_s))
-    total_s, _ = run_stages(stages, recipe)
+    total_s = stages_time(stages, recipe)
     assert found <= total_s * (1 + 1e-9) + 1e-12
     if len(set(stages)) == 1 and not cuts_backward(recipe) and pipe.virtual_stages == 1 and not send_s:
         assert found == pytest.approx(total_s)

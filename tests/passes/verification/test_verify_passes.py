@@ -24,7 +24,7 @@ from passes.lowering.split_phases import SplitPhases
 from passes.preparation.canonicalize import Canonicalize
 from passes.preparation.insert_hubs import InsertHubs
 from passes.verification.verify_passes import verify_pass
-from tests.passes.mutants import exchange_kept
+from tests.passes.mutants import Place, mutate
 from tests.passes.mutations import copy_of, drop_collective, scale_value
 
 MESH = Mesh({"x": 2})
@@ -63,7 +63,9 @@ def without_collective(lowered: Any) -> Any:
 
 def with_kept_exchanged(phased: Any) -> Any:
     """Two saved values come back for each other."""
-    return next(found for seed in range(9) if (found := exchange_kept(phased, Random(seed))))[1]
+    return next(
+        found.phased for seed in range(9) if (found := mutate(phased, Place.PHASES, "exchange_kept", Random(seed)))
+    )
 
 
 def with_result_scaled(fused: Any) -> Any:

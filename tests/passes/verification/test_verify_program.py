@@ -47,6 +47,7 @@ from tests.passes.mutations import (
     copy_of,
     move_collective_to_other_axis,
     swap_results,
+    tried,
 )
 
 MESH = Mesh({"data": 2, "model": 2})
@@ -202,7 +203,7 @@ def test_mutations_that_change_numbers_are_refused(mutation: Mutation) -> None:
         lowered = phased(layout).lowered
         for seed in range(SEEDS):
             module = copy_of(lowered.graph_module)
-            what = mutation(module.graph, Random(f"{layout} {seed}"), MESH)
+            what = tried(mutation, module.graph, Random(f"{layout} {seed}"), MESH)
             if what is None:
                 continue
             refused = is_refused(prepared(), dataclasses.replace(lowered, graph_module=module))
@@ -232,7 +233,7 @@ def test_any_plan_of_any_program_is_proven_and_its_mutations_are_not(data: st.Da
     for _ in range(12):
         module = copy_of(both.lowered.graph_module)
         mutation = data.draw(st.sampled_from(MUTATIONS))
-        what = mutation(module.graph, Random(data.draw(st.integers(0, 10**6))), mesh)
+        what = tried(mutation, module.graph, Random(data.draw(st.integers(0, 10**6))), mesh)
         if what is None or is_refused(known, dataclasses.replace(both.lowered, graph_module=module)):
             continue
         assert not differs(both.lowered, module), what

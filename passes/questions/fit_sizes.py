@@ -1,14 +1,12 @@
 """Sizes of a model's values as polynomials in the sizes of its inputs: traced at several, fitted exactly, and checked.
 
-1. The model is observed on a grid of input sizes, one symbol after the other: what it runs (labels), and whole numbers
-   (the sizes of its values).
-2. What it runs must be the same at every point; then each number is interpolated over the rationals, of degree one in
-   each symbol, or, where that fails, two.
-3. Points that were not used must agree, or the number is no such polynomial and there is no formula. One of them is of
-   odd sizes, where what is rounded shows; if the model does not run there, no formula need hold there.
+1. The model is observed on a grid of input sizes: the operators that it runs (labels), and the sizes of its values.
+2. The operators must be the same at every point. Each size is interpolated over the rationals, of degree one in each
+   symbol, or, where that fails, two.
+3. A point that was not used must agree. It is of odd sizes, where rounding shows, if the model runs there.
 
-What is checked holds between and beyond the points only as far as the model does not change its ways there (a window
-that is longer than every sequence that was tried). Sizes that end up rounded have no such polynomial.
+A polynomial holds beyond the points as far as the model does not change its ways there: a window that is longer than
+every sequence that was tried is not seen.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ import sympy
 import torch
 from torch.utils import _pytree as pytree
 
-from autoshard.errors import FormulaError
+from autoshard.errors import FormulaError, TraceError
 from cost_models.formulas import Point, Size, grid, interpolate, size_symbol, value_at
 
 InputDims = Mapping[str, int | Mapping[str, int]]
@@ -42,11 +40,13 @@ class InputSize:
         name: of the symbol.
         places: inputs (by index among the leaves of all arguments) and their dims that have this size.
         value: the size in the example inputs.
+        step: observe the model at multiples of it.
     """
 
     name: str
     places: tuple[tuple[int, int], ...]
     value: int
+    step: int = 1
 
     @property
     def trials(self) -> tuple[int, ...]:
@@ -55,14 +55,14 @@ class InputSize:
         Smaller ones where possible: a longer sequence may be more than the model has positions for.
         """
         value = self.value
-        if value >= 8 and value % 4 == 0:
+        if value >= 8 * self.step and value % (4 * self.step) == 0:
             return (value, value // 2, 3 * value // 4, value // 4)
         return (value, 2 * value, 3 * value, 4 * value)
 
     @property
     def odd(self) -> int:
-        """A size that shares no factor with the example's."""
-        return self.value - 1 if self.value >= 4 else 2 * self.value + 1
+        """A size that shares no factor but the step with the example's."""
+        return self.value - self.step if self.value >= 4 * self.step else 2 * self.value + self.step
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,21 +144,22 @@ def fit_numbers(sizes: Sequence[InputSize], observe: Callable[[Point], Observati
             _check_same(sizes, base, look(base), point, seen[point])
         return seen[point]
 
-    def runs(point: Point) -> bool:
-        if point != tuple(size.odd for size in sizes):
-            return True
+    def checked(degree: int) -> list[Point]:
+        """A point outside of the grid: of odd sizes, where the model runs with these."""
+        odd = tuple(size.odd for size in sizes)
         try:
-            look(point)
+            look(odd)
         except DoesNotRunError:
-            return False
-        return True
+            return [tuple(size.trials[degree + 1] for size in sizes)]
+        return [odd]
 
     symbols = [size_symbol(size.name) for size in sizes]
     wrong = ""
     for degree in range(1, _MAX_DEGREE + 1):
         axes = [size.trials[: degree + 1] for size in sizes]
         points = grid(axes)
-        checks = [point for point in _checks(sizes, degree) if runs(point)] if sizes else []
+        look(base)
+        checks = checked(degree) if sizes else []
         columns = list(zip(*(look(point).numbers for point in (*points, *checks)), strict=True))
         known: dict[tuple[int, ...], Size] = {}
         for column in columns:
@@ -174,11 +175,6 @@ def fit_numbers(sizes: Sequence[InputSize], observe: Callable[[Point], Observati
         "reaches a limit that is no size), so there is no formula in all of them. Hold some fixed: "
         f"formula(..., fixed={names!r})."
     )
-
-
-def _checks(sizes: Sequence[InputSize], degree: int) -> list[Point]:
-    """Points outside the grid: one like those of it, and one of sizes that divide by nothing, which shows rounding."""
-    return [tuple(size.trials[degree + 1] for size in sizes), tuple(size.odd for size in sizes)]
 
 
 def _agrees(fitted: Size, symbols: Sequence[sympy.Symbol], checks: Sequence[Point], values: Sequence[int]) -> bool:
@@ -199,4 +195,14 @@ def _check_same(sizes: Sequence[InputSize], base: Point, first: Observation, poi
         f"The model runs {other} for {', '.join(changed)}, so its cost there does not follow from one graph. Give "
         f"example inputs of sizes from which on it stays the same (at least 2), or hold them fixed: "
         f"formula(..., fixed={names!r})."
+    )
+
+
+def cannot_resize(sizes: Sequence[InputSize], point: Point, error: TraceError) -> FormulaError:
+    """The error of a model that does not run at other sizes."""
+    shown = ", ".join(f"{size.name}={now}" for size, now in zip(sizes, point, strict=True))
+    names = tuple(size.name for size in sizes)
+    return DoesNotRunError(
+        f"The model does not run with {shown}, so there is no formula in these sizes: {error} Say which dims of the "
+        f"inputs may change (formula(..., dims={{'batch': 0}})), or hold some fixed: formula(..., fixed={names!r})."
     )

@@ -1,9 +1,8 @@
-"""tests cost_models/schedule_times.py: an event simulation, longest paths and closed forms are the references."""
+"""tests cost_models/order_times.py: longest paths and closed forms are the references."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import fields, replace
 from itertools import combinations
 
 import networkx
@@ -12,17 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cost_models.schedule_graph import Transfer, neighbours, schedule_graph
+from cost_models.order_times import StageTimes, Transfer, neighbours, order_times, schedule_time
 from cost_models.schedule_orders import SCHEDULES, ActionKind, admits, order_rows, rank_orders, stage_ranks
-from cost_models.schedule_times import order_times, pipeline_time, pipeline_times
-from cost_models.stages import Pipeline, StageTimes
-from tests.cost_models.simulated_pipelines import simulate_pipeline
 
 F, B, I, W = ActionKind  # noqa: E741  the letters of the literature
 EIGHTHS = st.integers(0, 16).map(lambda number: number / 8)
 SECONDS = st.one_of(EIGHTHS, st.floats(0, 2))
-OVERLAPS = st.sampled_from([None, False, True])
-NAMES = [field.name for field in fields(StageTimes)]
+NAMES = StageTimes._fields
 
 
 @st.composite
@@ -50,54 +45,30 @@ def pipelines(draw):
     return schedule, stages, micro_batches, virtual
 
 
-def assert_same(pipeline, overlap_sends):
-    """Both ways to the times of a step agree to rounding."""
-    asked = Pipeline(*pipeline, overlap_sends=overlap_sends)
-    fast, reference = pipeline_times(asked), simulate_pipeline(asked)
-    close = 1e-9 * max(1.0, reference.total_s)
-    assert fast.total_s == pytest.approx(reference.total_s, rel=1e-9)
-    assert pipeline_time(asked) == fast.total_s
-    for one, two in zip(fast.ranks, reference.ranks, strict=True):
-        for part in fields(two):
-            assert getattr(one, part.name) == pytest.approx(getattr(two, part.name), abs=close), part.name
-
-
-@given(pipelines(), OVERLAPS)
-def test_the_times_are_those_of_the_simulation(pipeline, overlap_sends):
-    """For all schedules, stages and ways to overlap."""
-    assert_same(pipeline, overlap_sends)
-
-
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("overlap_sends", [False, True])
-def test_long_steps_are_those_of_the_simulation(schedule, overlap_sends):
-    """Stages as a model has them: alike but for its ends."""
+def test_a_steady_state_is_run_once(schedule):
+    """Stages as a model has them, alike but for its ends: 80 micro-batches take what the whole order takes."""
     virtual = SCHEDULES[schedule].numbers_of_stages(2)[-1]
     stages = [StageTimes(1.0, 1.25, 0.75, 0.1)] * (4 * virtual)
-    stages[0], stages[-1] = replace(stages[0], forward_s=1.05), replace(stages[0], forward_s=1.5)
-    assert_same((schedule, stages, 80, virtual), overlap_sends)
+    stages[0], stages[-1] = stages[0]._replace(forward_s=1.05), stages[0]._replace(forward_s=1.5)
+    sent = dict.fromkeys(neighbours(4 * virtual), 0.1)
+    actions_s, none = np.array([stage.actions_s for stage in stages]), np.zeros(4 * virtual)
+    orders, owners = order_rows(schedule, 4, 80, virtual), stage_ranks(schedule, 4, virtual)
+    whole, _ = order_times(orders, owners, actions_s, sent, once_s=none, update_s=none)
+    found = schedule_time(schedule, tuple(stages), 80, virtual, overlap_sends=True)
+    assert found == pytest.approx(whole.total_s, rel=5e-3)
 
 
-@pytest.mark.parametrize("schedule", [name for name, item in SCHEDULES.items() if item.repeats])
-def test_a_steady_state_is_looked_at_once(schedule):
-    """A million micro-batches cost no more nodes than a hundred."""
-    virtual = SCHEDULES[schedule].numbers_of_stages(2)[-1]
-    stages = [StageTimes(1.0, 1.0, 1.0)] * (4 * virtual)
-    few, many = (pipeline_times(Pipeline(schedule, stages, count, virtual)) for count in (100, 1_000_000))
-    assert many.nodes == few.nodes
-    work = 3.0 * virtual * 999_900
-    assert many.total_s - few.total_s == pytest.approx(work)
-    assert many.bubble_s == pytest.approx(few.bubble_s, abs=1e-3)
-
-
-def test_a_late_steady_state_is_waited_for():
-    """The last stage is a little slower: the others run ahead for many micro-batches until they wait for it."""
-    stages = [StageTimes(1.0, 1.25, 0.75, send_s=0.25)] * 8
-    stages[-1] = replace(stages[0], forward_s=1.1)
-    pipeline = ("ZBVZeroBubble", stages, 400, 2)
-    once = len(schedule_graph("ZBVZeroBubble", 4, 16, 2).first)
-    assert pipeline_times(Pipeline(*pipeline)).nodes > 2 * once
-    assert_same(pipeline, None)
+@given(pipelines())
+def test_a_step_is_no_shorter_than_the_work_of_its_fullest_rank(pipeline):
+    """And no longer than all work one after the other."""
+    schedule, stages, micro_batches, virtual = pipeline
+    work = [micro_batches * (stage.forward_s + stage.backward_s) for stage in stages]
+    owners = stage_ranks(schedule, len(stages) // virtual, virtual)
+    sent = 2 * micro_batches * sum(stage.send_s for stage in stages)
+    for overlaps in (False, True):
+        found = schedule_time(schedule, tuple(stages), micro_batches, virtual, overlap_sends=overlaps)
+        assert max(np.bincount(owners, work)) * (1 - 1e-9) <= found <= (sum(work) + sent) * (1 + 1e-9)
 
 
 @st.composite
@@ -199,70 +170,67 @@ def test_updates_wait_for_all_ranks_where_the_norm_is_that_of_all(clips_norm, en
     assert found.total_s == max(ends)
 
 
-@given(pipelines(), OVERLAPS, st.data())
-def test_slower_parts_never_shorten_the_step(pipeline, overlap_sends, data):
-    """Monotone in every time of every stage; nor does overlap lengthen it."""
-    schedule, stages, micro_batches, virtual = pipeline
-    index, name = data.draw(st.integers(0, len(stages) - 1)), data.draw(st.sampled_from(NAMES))
-    slower = list(stages)
-    slower[index] = replace(stages[index], **{name: getattr(stages[index], name) + data.draw(EIGHTHS)})
-    before, free, after = (
-        pipeline_time(Pipeline(schedule, items, micro_batches, virtual, overlap_sends=overlap))
-        for items, overlap in ((stages, overlap_sends), (stages, True), (slower, overlap_sends))
-    )
-    assert free - 1e-9 <= before <= after + 1e-9
+@given(orders(), st.data())
+def test_slower_parts_never_shorten_the_step(drawn, data):
+    """Monotone in every time of every stage."""
+    shape, owners, times, transfers, clips_norm = drawn
+    slower = times.copy()
+    slower[data.draw(st.integers(0, len(times) - 1)), data.draw(st.integers(0, 5))] += data.draw(EIGHTHS)
+    before, after = (_order_times(shape, owners, each, transfers, clips_norm)[0] for each in (times, slower))
+    assert before.total_s <= after.total_s + 1e-9
 
 
-def bubble_fraction(pipeline):
-    """The bubble as a part of the step."""
-    times = pipeline_times(pipeline)
-    return times.bubble_s / times.total_s
+def bubble(schedule, stage, ranks, micro_batches, virtual=1):
+    """Seconds in which a rank of equal stages does not work."""
+    total_s = schedule_time(schedule, (stage,) * (ranks * virtual), micro_batches, virtual, overlap_sends=True)
+    return total_s - micro_batches * virtual * (stage.forward_s + stage.backward_s)
 
 
 @given(st.sampled_from(["GPipe", "1F1B"]), st.integers(1, 8), st.integers(1, 24), EIGHTHS, EIGHTHS)
 def test_the_bubble_of_one_stage_a_rank(schedule, ranks, micro_batches, forward, backward):
-    """(p - 1) / (m + p - 1) of the step (Huang et al. 2019; Narayanan et al. 2021)."""
-    found = bubble_fraction(Pipeline(schedule, [StageTimes(forward, backward, 0.25)] * ranks, micro_batches))
-    assert found == pytest.approx((ranks - 1) / (micro_batches + ranks - 1))
+    """(p - 1) forwards and backwards (Huang et al. 2019; Narayanan et al. 2021)."""
+    stage = StageTimes(forward, backward, 0.25)
+    found = bubble(schedule, stage, ranks, micro_batches)
+    assert found == pytest.approx((ranks - 1) * (stage.forward_s + stage.backward_s))
 
 
 @given(
     st.sampled_from(["Interleaved1F1B", "LoopedBFS"]), st.integers(1, 6), st.integers(1, 4), st.integers(2, 4), EIGHTHS
 )
 def test_interleaving_divides_the_bubble(schedule, ranks, rounds, virtual, forward):
-    """(p - 1) / (m v + p - 1): a bubble of p - 1 stages' forwards and backwards (Narayanan et al. 2021, 2.2)."""
-    micro_batches = ranks * rounds
-    stages = [StageTimes(forward, forward, forward + 0.25)] * (ranks * virtual)
-    found = bubble_fraction(Pipeline(schedule, stages, micro_batches, virtual))
-    assert found == pytest.approx((ranks - 1) / (micro_batches * virtual + ranks - 1))
+    """A bubble of p - 1 stages' forwards and backwards, each a part of a rank's (Narayanan et al. 2021, 2.2)."""
+    stage = StageTimes(forward, forward, forward + 0.25)
+    found = bubble(schedule, stage, ranks, ranks * rounds, virtual)
+    assert found == pytest.approx((ranks - 1) * (stage.forward_s + stage.backward_s))
 
 
 @given(st.integers(1, 6), st.integers(2, 4), EIGHTHS)
 def test_zero_bubble_h1(ranks, rounds, extra):
     """(p - 1)(F + I - W) for one stage a rank (Qi et al. 2023, table 1): a third of 1F1B's where F = I = W."""
-    stages = [StageTimes(1.0 + extra, 1.0, 1.0)] * ranks
-    times = pipeline_times(Pipeline("InterleavedZeroBubble", stages, ranks * rounds))
-    assert times.bubble_s == pytest.approx((ranks - 1) * (1.0 + extra))
+    found = bubble("InterleavedZeroBubble", StageTimes(1.0 + extra, 1.0, 1.0), ranks, ranks * rounds)
+    assert found == pytest.approx((ranks - 1) * (1.0 + extra))
 
 
 @given(st.sampled_from(["ZBVZeroBubble", "DualPipeV"]), st.integers(1, 6), st.integers(0, 6))
 def test_the_limit_of_zero_bubble(schedule, ranks, more):
     """The ramp is all that is left where F = I = W: rank r starts r forwards late (Qi et al. 2023, section 6)."""
-    times = pipeline_times(Pipeline(schedule, [StageTimes(0.5, 0.5, 0.5)] * (2 * ranks), 2 * ranks + more, 2))
-    assert times.bubble_s == pytest.approx((ranks - 1) * 0.5)
+    found = bubble(schedule, StageTimes(0.5, 0.5, 0.5), ranks, 2 * ranks + more, 2)
+    assert found == pytest.approx((ranks - 1) * 0.5)
 
 
-def test_swaps_expose_two_transfers_per_micro_batch():
-    """Without overlap each forward and each backward of the steady state waits for one transfer."""
-    stages = [StageTimes(1, 1, 1, send_s=0.25)] * 4
-    few, many = (pipeline_time(Pipeline("1F1B", stages, micro_batches)) for micro_batches in (8, 40))
+def test_sends_expose_two_transfers_per_micro_batch():
+    """Without overlap each forward and each backward of the steady state waits for its send."""
+    stages = (StageTimes(1, 1, 1, send_s=0.25),) * 4
+    few, many = (schedule_time("1F1B", stages, count, overlap_sends=False) for count in (8, 40))
     assert many - few == pytest.approx(32 * (3 + 2 * 0.25))
-    few, many = (pipeline_time(Pipeline("1F1B", stages, count, overlap_sends=True)) for count in (8, 40))
+    few, many = (schedule_time("1F1B", stages, count, overlap_sends=True) for count in (8, 40))
     assert many - few == pytest.approx(32 * (4 * 3 + 6 * 0.25) / 4)  # rank 0 has 4 micro-batches on their round trip
 
 
 def test_waiting_for_a_transfer_is_no_bubble():
     """Two stages, one micro-batch: each rank waits for one transfer, and for the other's work and transfers besides."""
-    times = pipeline_times(Pipeline("GPipe", [StageTimes(1, 1, 1, send_s=0.25)] * 2, 1))
+    none, sent = np.zeros(2), dict.fromkeys(neighbours(2), 0.25)
+    actions_s = np.array([StageTimes(1, 1, 1).actions_s] * 2)
+    times, _ = order_times(order_rows("GPipe", 2, 1), (0, 1), actions_s, sent, once_s=none, update_s=none)
     assert times.total_s == 6.5
     assert [(rank.exposed_send_s, rank.bubble_s) for rank in times.ranks] == [(0.25, 3.25)] * 2

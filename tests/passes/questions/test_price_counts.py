@@ -1,4 +1,4 @@
-"""Formulas of recipes equal what pricing counts, at drawn sizes; see also tests of `count_plan`."""
+"""Formulas of prices equal the figures of a price made at other sizes; see also tests of `plan_counts`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from autoshard.ir.execution import Execution
 from autoshard.tracing import trace
 from passes.driver.plan_and_lower import plan_program
 from passes.driver.plan_options import PlanOptions
+from passes.driver.pricing import price_execution, priced_model
 from passes.lowering.lower_program import lower_program
 from passes.recipes.price_recipe import model_flops
 from passes.sections.price_model import PricedModel
-from tests.passes.counting import numeric_counts
 from tests.passes.decoders import Decoder, dense, sparse
 from tests.passes.executions import under
-from tests.passes.recipes.formula_values import price_of, value_of
+from tests.passes.questions import numeric_counts
 
 RECIPES = (
     under(Execution(data=2, tensor=2, sequence_parallel=True, micro_batch=2, global_batch=16), gradient_dtype="bf16"),
@@ -32,6 +32,20 @@ RECIPES = (
 )
 SIZES = ((1, 16, 3), (3, 24, 5), (2, 32, 8))
 """Micro-batch, sequence and layers."""
+
+
+def price_of(recipe: Execution, length: int, model: Decoder) -> Plan:
+    """A recipe's plan, a price alone."""
+    one = torch.zeros(1, length, dtype=torch.int64, device="meta")
+    return price_execution(model, Cluster("h100_sxm", 1, recipe.devices), recipe, (one, one))
+
+
+def value_of(plan: Plan, name: str, **sizes: int) -> sympy.Expr:
+    """A plan's formula at some sizes."""
+    formula = plan.formula(name)
+    value = formula.subs({symbol: sizes[str(symbol)] for symbol in formula.free_symbols})
+    assert not value.free_symbols
+    return value
 
 
 @pytest.mark.sample(1)
@@ -60,8 +74,6 @@ def test_substituted_equals_priced(recipe: Execution) -> None:
 
 
 def _priced(model: Decoder, length: int) -> PricedModel:
-    from passes.driver.pricing import priced_model
-
     one = torch.zeros(1, length, dtype=torch.int64, device="meta")
     return priced_model(model, (one, one), None)
 
@@ -97,6 +109,21 @@ def test_sharded_gradients_travel_for_every_micro_batch() -> None:
     sent = [value_of(plan, "communication_bytes", batch=batch, **sizes) for plan, batch in ((often, 12), (once, 4))]
     gradients = 4 * sum(item.numel() for item in model.parameters())
     assert sent[0] - sent[1] == 2 * gradients * sympy.Rational(3, 4)
+
+
+def test_stages_hand_on_parts_and_gather_those_that_are_no_whole_sequence() -> None:
+    """A stage sends 1/tensor of a hand-over, forward and backward, and gathers it unless its sequence stays split."""
+    model, length, micro_batches, tensor, stages = dense(2), 16, 3, 2, 2
+    handed_on = 2 * micro_batches * 2 * length * 64 * (stages - 1) // stages  # in bfloat16
+    sizes = {"batch": micro_batches, "micro_batch": 1, "sequence": length, "layers": 2, "data": 1, "tensor": tensor}
+    for is_split in (False, True):
+        base = Execution(tensor=tensor, sequence_parallel=is_split, global_batch=micro_batches)
+        whole = price_of(base, length, model)
+        piped = price_of(dataclasses.replace(base, pipeline=stages, schedule="1F1B"), length, model)
+        assert value_of(piped, "communication_bytes_pipeline", pipeline=stages, **sizes) == handed_on // tensor
+        name, gathered = "communication_bytes_tensor", 0 if is_split else handed_on * (tensor - 1) // tensor
+        within = value_of(whole, name, pipeline=1, **sizes) / stages
+        assert value_of(piped, name, pipeline=stages, **sizes) == within + gathered
 
 
 def test_kinds_of_blocks_have_symbols_of_their_own() -> None:

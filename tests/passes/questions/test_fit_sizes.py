@@ -9,7 +9,7 @@ import torch
 
 from autoshard import FormulaError
 from cost_models.formulas import Point, size_symbol
-from passes.counting.fit_sizes import DoesNotRunError, InputSize, Observation, fit_numbers, input_sizes, resize
+from passes.questions.fit_sizes import DoesNotRunError, InputSize, Observation, fit_numbers, input_sizes, resize
 
 BATCH, LENGTH = InputSize("batch", ((0, 0),), 4), InputSize("sequence", ((0, 1),), 16)
 B, S = size_symbol("batch"), size_symbol("sequence")
@@ -20,7 +20,7 @@ def _observed(*numbers: int) -> Observation:
 
 
 def test_numbers_are_fitted_with_as_few_observations_as_they_need() -> None:
-    """Degree one: the corners of a square and two points beside; only what is of degree two takes more."""
+    """Degree one: the corners of a square and a point beside; only a size of degree two takes more."""
     seen: list[Point] = []
 
     def linear(point: Point) -> Observation:
@@ -29,7 +29,7 @@ def test_numbers_are_fitted_with_as_few_observations_as_they_need() -> None:
         return _observed(7, batch, 3 * batch * length + 1)
 
     assert fit_numbers((BATCH, LENGTH), linear) == (7, B, 3 * B * S + 1)
-    assert len(seen) == 6
+    assert len(seen) == 5
     square = fit_numbers((LENGTH,), lambda point: _observed(2 * point[0] ** 2 + 1))
     assert square == (2 * S**2 + 1,)
 

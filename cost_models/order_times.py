@@ -1,0 +1,293 @@
+"""Time of a pipeline's step: what each rank does in order, and the values that stages make for each other.
+
+Each pipeline rank stands for all ranks at its place. An action starts when its rank is free and its inputs are there:
+
+    F(s, i)           after F(r, i) of each stage r that makes a value for it, sent here if r sits on another rank
+    B or I(s, i)      after F(s, i) and after B or I(r, i), sent here likewise
+    W(s, i)           after I(s, i)
+
+Transfers run on streams of their own, one per ordered pair of ranks, in the order in which their values are made. The
+runtime overlaps transfers with computation, or each rank waits for its sends.
+
+A rank computes, waits for a transfer that is under way, or waits for other ranks (the bubble).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cost_models.schedule_orders import (
+    Action,
+    ActionKind,
+    Rows,
+    order_rows,
+    repeating_micro_batches,
+    settled_micro_batches,
+    stage_ranks,
+)
+from cost_models.timeline import COMPUTE, Span, Timeline
+
+Floats = NDArray[np.float64]
+
+
+class Transfer(NamedTuple):
+    """A value that a stage's forward, or its backward, makes for another stage's, of each micro-batch."""
+
+    name: str
+    maker: int
+    reader: int
+    is_forward: bool
+
+
+class StageTimes(NamedTuple):
+    """What a pipeline stage takes for one micro-batch, seconds.
+
+    Args:
+        forward_s: forward, communication inside the stage that nothing hides included.
+        backward_input_s: backward to the stage's input; `backward_weight_s`: to its weights. A schedule that does not
+            cut the backward runs both, one after the other.
+        send_s: sending the output to the next stage's rank, and its gradient back (nothing where both sit on one rank).
+        recompute_s: forward work that the backward repeats, ahead of `backward_input_s`.
+    """
+
+    forward_s: float
+    backward_input_s: float
+    backward_weight_s: float
+    send_s: float = 0.0
+    recompute_s: float = 0.0
+
+    @property
+    def backward_s(self) -> float:
+        """The whole backward, recomputation included."""
+        return self.recompute_s + self.backward_input_s + self.backward_weight_s
+
+    @property
+    def actions_s(self) -> tuple[float, float, float, float]:
+        """Seconds of each kind of action, in the order of `ActionKind`."""
+        return self.forward_s, self.backward_s, self.recompute_s + self.backward_input_s, self.backward_weight_s
+
+
+@dataclass(frozen=True, slots=True)
+class RankTimes:
+    """Parts of the step on one pipeline rank, seconds; they sum to the step.
+
+    Args:
+        compute_s: forwards and backwards, work that runs once, and the update.
+        exposed_send_s: waiting for transfers under way.
+        bubble_s: the rest: waiting for other ranks.
+    """
+
+    compute_s: float
+    exposed_send_s: float
+    bubble_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PipelineTimes:
+    """The times of a step: the whole, and its parts by pipeline rank."""
+
+    total_s: float
+    ranks: tuple[RankTimes, ...]
+
+
+class _Node(NamedTuple):
+    """An action, or a transfer behind it: what is run, and the nodes that it waits for, all earlier in the list.
+
+    Args:
+        kind: of an action, len(ActionKind) * stage + its kind; the numbers of transfers come behind those.
+        rank: of an action, its rank; of a transfer, that of its maker.
+        micro_batch: of both.
+        waits: the nodes; of an action, first the rank's action before it, if there is one.
+    """
+
+    kind: int
+    rank: int
+    micro_batch: int
+    waits: tuple[int, ...]
+
+
+def neighbours(stages: int) -> tuple[Transfer, ...]:
+    """Each stage's output to the next stage, and its gradient back."""
+    pairs = tuple(pairwise(range(stages)))
+    forwards = (Transfer("", early, late, True) for early, late in pairs)
+    return (*forwards, *(Transfer("", late, early, False) for early, late in pairs))
+
+
+def _nodes(
+    orders: Sequence[Rows], owners: Sequence[int], transfers: Sequence[Transfer], *, overlap_sends: bool
+) -> list[_Node]:
+    """Actions and transfers, each behind all that it waits for: ranks go on in turn, each as far as it can."""
+    made: dict[tuple[int, bool], list[int]] = {}
+    read: dict[tuple[int, bool], list[int]] = {}
+    for number, item in enumerate(transfers):
+        if owners[item.maker] != owners[item.reader]:
+            made.setdefault((item.maker, item.is_forward), []).append(number)
+            read.setdefault((item.reader, item.is_forward), []).append(number)
+    rows = [order[:, :3].tolist() for order in orders]
+    places: list[int] = [0] * len(rows)
+    free: list[tuple[int, ...]] = [()] * len(rows)
+    nodes: list[_Node] = []
+    arrivals: dict[tuple[int, int], int] = {}
+    links: dict[tuple[int, int], int] = {}
+    sends = len(ActionKind) * len(owners)
+    while any(place < len(row) for place, row in zip(places, rows, strict=True)):
+        for rank, row in enumerate(rows):
+            while places[rank] < len(row):
+                stage, kind, index = row[places[rank]]
+                value = (stage, kind == ActionKind.FORWARD)
+                is_main = kind != ActionKind.BACKWARD_WEIGHT
+                inputs = [arrivals.get((number, index), -1) for number in read.get(value, ()) if is_main]
+                if -1 in inputs:
+                    break
+                places[rank] += 1
+                action = len(nodes)
+                nodes.append(_Node(len(ActionKind) * stage + kind, rank, index, (*free[rank], *inputs)))
+                sent: list[int] = []
+                for number in made.get(value, ()) if is_main else ():
+                    link = (rank, owners[transfers[number].reader])
+                    waits = (action, links[link]) if link in links else (action,)
+                    links[link] = arrivals[number, index] = len(nodes)
+                    sent.append(len(nodes))
+                    nodes.append(_Node(sends + number, rank, index, waits))
+                free[rank] = (action, *sent) if sent and not overlap_sends else (action,)
+    return nodes
+
+
+def _ends(nodes: Sequence[_Node], durations: Sequence[float]) -> list[float]:
+    """When nodes end."""
+    ends: list[float] = []
+    for node, seconds in zip(nodes, durations, strict=True):
+        waits = node.waits
+        start = max([ends[wait] for wait in waits]) if len(waits) > 1 else ends[waits[0]] if waits else 0.0
+        ends.append(start + seconds)
+    return ends
+
+
+def order_times(
+    orders: Sequence[Rows],
+    owners: Sequence[int],
+    actions_s: Floats,
+    transfers: Mapping[Transfer, float],
+    *,
+    once_s: Floats,
+    update_s: Floats,
+    clips_norm: bool = False,
+) -> tuple[PipelineTimes, Timeline]:
+    """The times of a step that runs an order, and its timeline; transfers overlap with computation.
+
+    Args:
+        orders: by rank, its actions; they can run to their end.
+        owners: by stage, its rank.
+        actions_s: [stages, kinds] seconds of each kind of action.
+        transfers: values that stages make for each other, with the seconds that one takes between ranks.
+        once_s: by stage, seconds that its first forward takes more.
+        update_s: by stage, seconds of its update, after the rank's last action.
+        clips_norm: updates wait for the gradients of all ranks.
+    """
+    items = tuple(transfers)
+    nodes = _nodes(orders, owners, items, overlap_sends=True)
+    durations = _durations(nodes, actions_s, tuple(transfers.values()), once_s)
+    ends = _ends(nodes, durations)
+    run = list(zip(nodes, [end - seconds for end, seconds in zip(ends, durations, strict=True)], ends, strict=True))
+    updates = np.bincount(owners, update_s, len(orders)).tolist()
+    compute, exposed, free = list(updates), [0.0] * len(orders), [0.0] * len(orders)
+    spans: list[Span] = []
+    for node, start, end in run:
+        if (action := _action(node, len(owners))) is None:
+            item = items[node.kind - len(ActionKind) * len(owners)]
+            name = f"{item.maker}{'F' if item.is_forward else 'B'}{node.micro_batch} {item.name}"
+            spans.append(Span(name, f"to rank {owners[item.reader]}", start, end, node.rank))
+            continue
+        spans.append(Span(str(action), COMPUTE, start, end, node.rank))
+        compute[node.rank] += end - start
+        sent = [run[wait] for wait in node.waits if _action(nodes[wait], len(owners)) is None]
+        exposed[node.rank] += max([0.0, *(arrival - max(free[node.rank], begin) for _, begin, arrival in sent)])
+        free[node.rank] = end
+    starts = [max(free)] * len(free) if clips_norm else free
+    total_s = max(start + update for start, update in zip(starts, updates, strict=True))
+    for rank, (start, update) in enumerate(zip(starts, updates, strict=True)):
+        if update > 0:
+            spans.append(Span("update", COMPUTE, start, start + update, rank))
+    parts = [
+        RankTimes(busy, waited, max(0.0, total_s - busy - waited))
+        for busy, waited in zip(compute, exposed, strict=True)
+    ]
+    return PipelineTimes(total_s, tuple(parts)), Timeline(
+        tuple(spans), tuple(f"pipeline rank {rank}" for rank in range(len(orders)))
+    )
+
+
+def _action(node: _Node, stages: int) -> Action | None:
+    """The action of a node; None for a transfer."""
+    stage, kind = divmod(node.kind, len(ActionKind))
+    return Action(stage, ActionKind(kind), node.micro_batch) if stage < stages else None
+
+
+def _durations(nodes: Sequence[_Node], actions_s: Floats, sends_s: Sequence[float], once_s: Floats) -> list[float]:
+    """What each node takes; the first forward of a stage takes `once_s` more."""
+    of_kinds = [*actions_s.ravel().tolist(), *sends_s]
+    durations = [of_kinds[node.kind] for node in nodes]
+    firsts: dict[int, int] = {}
+    for number, node in enumerate(nodes):
+        firsts.setdefault(node.kind, number)
+    for stage, seconds in enumerate(once_s.tolist()):
+        durations[firsts[len(ActionKind) * stage + ActionKind.FORWARD]] += seconds
+    return durations
+
+
+@lru_cache(maxsize=4096)
+def schedule_time(
+    schedule: str, stages: tuple[StageTimes, ...], micro_batches: int, virtual_stages: int = 1, *, overlap_sends: bool
+) -> float:
+    """Seconds of a step of a schedule whose stages hand on to their neighbours.
+
+    The steady state of a schedule repeats itself, so of many micro-batches only the first are run. The others take as
+    long as the last of those that were run, in the mean of as many as there are ranks.
+
+    Args:
+        schedule: a key of `schedule_orders.SCHEDULES`.
+        stages: in the order of the model.
+        micro_batches: micro-batches of a step (per data parallel replica).
+        virtual_stages: stages on each rank.
+        overlap_sends: whether transfers overlap with compute.
+
+    Raises:
+        CostArgumentError: numbers that the schedule does not admit.
+
+    Example:
+        >>> schedule_time("1F1B", (StageTimes(1.0, 1.0, 1.0),) * 4, 100_000, overlap_sends=True)
+        300009.0
+    """
+    ranks = len(stages) // virtual_stages
+    actions_s = np.array([stage.actions_s for stage in stages])
+    sends_s = [stages[min(item.maker, item.reader)].send_s for item in neighbours(len(stages))]
+
+    def total_s(count: int) -> float:
+        nodes = _schedule_nodes(schedule, ranks, count, virtual_stages, overlap_sends=overlap_sends)
+        return max(_ends(nodes, _durations(nodes, actions_s, sends_s, np.zeros(len(stages)))))
+
+    step = repeating_micro_batches(schedule, ranks, micro_batches) or micro_batches
+    period = -(-ranks // step) * step
+    few = settled_micro_batches(schedule, ranks, micro_batches, virtual_stages) + period
+    more = max(0, micro_batches - few) // step * step
+    last_s = total_s(micro_batches - more)
+    return last_s if not more else last_s + more / period * (last_s - total_s(micro_batches - more - period))
+
+
+@lru_cache(maxsize=128)
+def _schedule_nodes(
+    schedule: str, ranks: int, micro_batches: int, virtual_stages: int, *, overlap_sends: bool
+) -> list[_Node]:
+    """The nodes of a schedule whose stages hand on to their neighbours."""
+    orders, owners = (
+        order_rows(schedule, ranks, micro_batches, virtual_stages),
+        stage_ranks(schedule, ranks, virtual_stages),
+    )
+    return _nodes(orders, owners, neighbours(len(owners)), overlap_sends=overlap_sends)

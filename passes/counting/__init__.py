@@ -1,1 +1,0 @@
-"""Costs of plans as expressions in sizes."""

@@ -1,0 +1,124 @@
+"""Stages of a pipeline that are alike: the plan of one is the plan of the others, under their own names.
+
+Stages are alike where their graphs are, node by node: the same calls of the same places on values of the same shapes,
+and slots of the same kinds, of which the same is asked. The names of nodes, parameters and crossing values differ.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from torch import fx
+
+from autoshard.ir.brought_back import BroughtBack
+from autoshard.ir.lowered import LocalSlot, PhasedProgram
+from autoshard.ir.plan import Plan
+from autoshard.ir.program import InputKind, InputSlot, OutputSlot, Program, describe, tensor_values
+from autoshard.ir.staged import crosses_stages, is_of_weights
+from passes.lowering.lower_program import prepare
+from passes.recomputation.recompute import InsertRecompute
+
+Asked = Callable[[str], Hashable]
+"""By the name of a slot, what is asked of its value."""
+
+
+def form_of(stage: Program, asked: Asked) -> str:
+    """A short hash that alike stages have in common.
+
+    Args:
+        stage: as cut, with its update.
+        asked: see `Asked`.
+    """
+    return hashlib.sha256("\n".join(_lines(stage, asked)).encode()).hexdigest()
+
+
+def _lines(stage: Program, asked: Asked) -> Iterator[str]:
+    places: dict[fx.Node, int] = {}
+    for node in stage.graph.nodes:
+        if node.op == "output":
+            continue
+        target = str(node.target) if node.op == "call_function" else ""
+        arguments = fx.map_arg((node.args, node.kwargs), lambda operand: f"%{places[operand]}")
+        strides = [value if value is None else value.stride() for value in tensor_values(node)]
+        phase = node.meta.get("phase")
+        yield f"{node.op} {target} {arguments} {describe(node.meta.get('val'))} {strides} {phase}"
+        places[node] = len(places)
+    named = {node.name: place for node, place in places.items()}
+    for slot in stage.inputs:
+        yield f"{named[slot.node]} {_slot_form(slot.name, slot.kind, asked)} {[asked(name) for name in slot.aliases]}"
+    for slot in stage.outputs:
+        yield f"{named[slot.node]} {_slot_form(slot.name, slot.kind, asked)} {slot.detached}"
+
+
+def _slot_form(name: str, kind: str, asked: Asked) -> tuple[Hashable, ...]:
+    role, colon, _ = name.partition(":")
+    return kind, role if colon else "", crosses_stages(name), is_of_weights(name), asked(name)
+
+
+def rename_plan(plan: Plan, alike: Program, stage: Program) -> Plan:
+    """The plan of a stage, made for an alike one.
+
+    Args:
+        plan: of `alike`.
+        alike, stage: programs of alike stages, as cut.
+    """
+    of_alike, of_stage = prepare(alike), prepare(stage)
+    names = _same_places(of_alike, of_stage)
+    modules = {node.name: node.meta.get("module", "") for node in of_stage.graph.nodes}
+    recompute = replace(plan.recompute, nodes=tuple(_brought(item, names, modules) for item in plan.recompute.nodes))
+    offload = replace(plan.offload, nodes=tuple(_brought(item, names, modules) for item in plan.offload.nodes))
+    running = InsertRecompute(recompute.nodes, offload.nodes)(of_stage)
+    names = _same_places(InsertRecompute(plan.recompute.nodes, plan.offload.nodes)(of_alike), running)
+    taken, given = _slot_names(alike, stage)
+    return replace(
+        plan,
+        program_digest=running.digest(),
+        inputs={taken[InputKind.INPUT, name]: text for name, text in plan.inputs.items()},
+        nodes={names[name]: node for name, node in plan.nodes.items()},
+        outputs={given[name]: spec for name, spec in plan.outputs.items()},
+        parameters={taken[InputKind.PARAMETER, name]: item for name, item in plan.parameters.items()},
+        recompute=recompute,
+        offload=offload,
+    )
+
+
+def rename_slots(phased: PhasedProgram, alike: Program, stage: Program) -> PhasedProgram:
+    """The program of an alike stage, with the names of a stage's own slots; its graphs are the same objects."""
+    taken, given = _slot_names(alike, stage)
+    lowered = phased.lowered
+    inputs = tuple(_named(slot, taken[slot.slot.kind, slot.slot.name]) for slot in lowered.inputs)
+    outputs = tuple(
+        _named(slot, given[_key(slot.slot)].removeprefix(f"{slot.slot.kind.value} ")) for slot in lowered.outputs
+    )
+    return replace(phased, lowered=replace(lowered, inputs=inputs, outputs=outputs))
+
+
+def _key(slot: InputSlot | OutputSlot) -> str:
+    return f"{slot.kind.value} {slot.name}"
+
+
+def _named(slot: LocalSlot, name: str) -> LocalSlot:
+    return replace(slot, slot=replace(slot.slot, name=name))
+
+
+_Brought = TypeVar("_Brought", bound=BroughtBack)
+
+
+def _brought(item: _Brought, names: Mapping[str, str], modules: Mapping[str, str]) -> _Brought:
+    name = names[item.name]
+    return replace(item, name=name, before=names[item.before], module=modules[name])
+
+
+def _same_places(alike: Program, stage: Program) -> dict[str, str]:
+    """Node of an alike program to the node at its place."""
+    return {one.name: other.name for one, other in zip(alike.graph.nodes, stage.graph.nodes, strict=True)}
+
+
+def _slot_names(alike: Program, stage: Program) -> tuple[dict[tuple[str, str], str], dict[str, str]]:
+    """Kind and name of an input slot to the name of that at its place; a result's key to the other's key."""
+    taken = {(one.kind, one.name): other.name for one, other in zip(alike.inputs, stage.inputs, strict=True)}
+    given = {_key(one): _key(other) for one, other in zip(alike.outputs, stage.outputs, strict=True)}
+    return taken, given

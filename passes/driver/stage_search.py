@@ -1,0 +1,171 @@
+"""Searches the stages of a pipeline, each within a limit of memory; stages that are alike are searched once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+
+from autoshard.errors import DoesNotFitError
+from autoshard.ir.lowered import PhasedProgram
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.pipeline_order import PipelineOrder
+from autoshard.ir.plan import Plan
+from autoshard.ir.program import InputKind, OutputKind, Program
+from autoshard.ir.request import Request
+from autoshard.ir.spec import PartitionSpec
+from autoshard.ir.staged import CutProgram, StageProgram
+from passes.driver.alike_stages import form_of, rename_plan, rename_slots
+from passes.driver.elide_units import elide_units
+from passes.driver.expand_plan import expand_plan
+from passes.driver.planner import Planner
+from passes.lowering.lower_program import prepare
+from passes.lowering.order import Moment, run_at
+from passes.planning.build_assignment import PlanningProblem
+from passes.planning.constraints import whole_outputs
+from passes.strategies.elided import NotAlikeError
+
+_LOGGER = logging.getLogger(__name__)
+
+_OF_MODEL = "output:"
+
+_MARGIN = 1
+"""Units that stay at each end of a run of alike blocks; see `elide_units`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageSearch:
+    """Searches the stages of one cut.
+
+    Args:
+        planner: of the whole call.
+        mesh: of each stage.
+        cut: the programs of the stages.
+        order: of the step.
+        request: the call.
+        before: a plan of the call in as many stages, with which searches begin.
+        problems: planning problems by the form of their stage, or by its number; of one program and its cuts.
+        found: what was searched, by form and limit: the number of the stage, and its plan and program.
+    """
+
+    planner: Planner
+    mesh: Mesh
+    cut: CutProgram
+    order: PipelineOrder
+    request: Request
+    before: Plan | None
+    problems: dict[Hashable, PlanningProblem]
+    found: dict[tuple[Hashable, float | None], tuple[int, StageProgram]] = field(default_factory=dict)
+    forms: list[Hashable] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.forms.extend(self._form(number) for number in range(len(self.cut.stages)))
+
+    def stage(self, number: int, limit: float | None) -> StageProgram:
+        """The plan and program of a stage within a limit of one micro-batch's memory, or within the least known.
+
+        The program of a stage that is like one searched before has the graphs of that one, and its own slots.
+
+        Raises:
+            DoesNotFitError: no plan of the stage fits, and none is known that needs more than the limit.
+        """
+        key = self.forms[number], limit
+        if key not in self.found:
+            self.found[key] = number, self._search(number, limit)
+        first, made = self.found[key]
+        if first == number:
+            return made
+        alike, own = self.cut.stages[first], self.cut.stages[number]
+        return StageProgram(rename_slots(made.phased, alike, own), rename_plan(made.plan, alike, own), is_alike=True)
+
+    def alike(self, number: int) -> Sequence[int]:
+        """The numbers of the stages that are like a stage, itself among them."""
+        return [other for other, form in enumerate(self.forms) if form == self.forms[number]]
+
+    def problem(self, number: int) -> PlanningProblem:
+        """The planning problem of a stage with all its blocks."""
+        return self._share(number, None).problem(self.cut.stages[number], self.mesh, {})
+
+    def _form(self, number: int) -> Hashable:
+        """The form of a stage; the number of one of which a question asks something of its own."""
+        stage, change = self.cut.stages[number], self.planner.change
+        if change.specs and change.stage == number:
+            return number
+        constraints, placed = self._constraints(stage), self.request.placed
+
+        def asked(name: str) -> Hashable:
+            specs = [spec for pattern, spec in constraints.items() if fnmatchcase(name, pattern)]
+            return tuple(map(repr, specs)), repr(placed.get(name))
+
+        return form_of(stage, asked)
+
+    def _constraints(self, stage: Program) -> dict[str, PartitionSpec]:
+        found = whole_outputs(stage, self.planner.constraints, gather=self.planner.gather_outputs)
+        whole = {name: PartitionSpec() for name in found if name.startswith(_OF_MODEL)}
+        return {**constraints_of(stage, self.planner.constraints), **whole}
+
+    def _share(self, number: int, limit: float | None) -> Planner:
+        """The planner of a stage within a limit of one micro-batch's memory; None: that of the whole planner."""
+        change = self.planner.change
+        if change.stage != number:
+            change = replace(change, specs={})
+        return replace(
+            self.planner,
+            fixed=None,
+            gather_outputs=False,  # what crosses stages is no output of the model
+            constraints=self._constraints(self.cut.stages[number]),
+            recipe=self.planner.recipe and self.planner.recipe.of_stage,
+            memory_budget=self.planner.memory_budget if limit is None else int(limit),
+            change=change if limit is None else replace(change, memory=1.0),
+        )
+
+    def _search(self, number: int, limit: float | None) -> StageProgram:
+        """A stage within a limit; within the least known memory, where that is more."""
+        try:
+            return self._search_within(number, limit)
+        except DoesNotFitError as error:
+            if limit is None or error.smallest_bytes <= limit:  # none is known
+                raise
+            return self._search_within(number, error.smallest_bytes)
+
+    def _search_within(self, number: int, limit: float | None) -> StageProgram:
+        stage, share = self.cut.stages[number], self._share(number, limit)
+        short = None
+        if self.before is None and self.forms[number] != number:
+            short = elide_units(stage, _MARGIN)
+        if short is not None:
+            try:
+                plan = self._search_program(share, short, (self.forms[number], "elided"), None)[0]
+                plan = expand_plan(plan, prepare(short), prepare(stage))
+                return lowered_stage(self.planner.lower(stage, plan)[0], plan, self.order)
+            except NotAlikeError as error:
+                _LOGGER.debug("stage %d is planned with all its blocks: %s", number, error)
+        before = None if self.before is None else self.before.stages[number]
+        plan, phased = self._search_program(share, stage, self.forms[number], before)
+        return lowered_stage(self.planner.lower(stage, plan, phased)[0], plan, self.order)
+
+    def _search_program(
+        self, share: Planner, program: Program, key: Hashable, before: Plan | None
+    ) -> tuple[Plan, PhasedProgram | None]:
+        if key not in self.problems:
+            self.problems[key] = share.problem(program, self.mesh, self.request.placed)
+        found = share.search_and_lower(program, self.mesh, self.request.placed, before, self.problems[key])
+        return found.plan, found.phased
+
+
+def lowered_stage(phased: PhasedProgram, plan: Plan, order: PipelineOrder) -> StageProgram:
+    """A stage's program as its order runs it: with its backward cut, where the order cuts backwards."""
+    return StageProgram(run_at(Moment.STAGE, phased) if order.cuts_backwards else phased, plan)
+
+
+def constraints_of(stage: Program, constraints: Mapping[str, PartitionSpec]) -> dict[str, PartitionSpec]:
+    """The constraints that mean something in a stage."""
+    state = {slot.name for slot in stage.inputs_of(InputKind.STATE)}
+    names = {name for slot in stage.inputs for name in (slot.name, *slot.aliases)}
+    names |= {slot.name for slot in stage.outputs_of(OutputKind.OUTPUT)}
+    return {
+        pattern: spec
+        for pattern, spec in constraints.items()
+        if any(fnmatchcase(name, pattern) and (":" in pattern or name not in state) for name in names)
+    }

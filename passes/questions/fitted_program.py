@@ -1,0 +1,106 @@
+"""A prepared program whose shapes are expressions in the sizes of its inputs, and the block of each node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import fx
+
+from autoshard.ir.program import Program, tensor_values
+from autoshard.tracing import BlockList
+from cost_models.formulas import Point, Size
+from passes.questions.fit_sizes import InputSize, Observation, fit_numbers
+from passes.questions.totals import BlockPlace
+from passes.strategies.enumerate_strategies import operands_of
+
+Shape = tuple[Size, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FittedProgram:
+    """A prepared program whose shapes are expressions in the sizes of its inputs.
+
+    Args:
+        program: as it is for the example inputs.
+        shapes: for every node the global shapes of the tensors that it yields, absent ones left out.
+        places: for nodes that belong to a block, which.
+        sizes: of the inputs.
+        samples: the programs of the sizes that were traced.
+        trace: gives that of others.
+    """
+
+    program: Program
+    shapes: Mapping[str, tuple[Shape, ...]]
+    places: Mapping[str, BlockPlace]
+    sizes: tuple[InputSize, ...]
+    samples: dict[Point, Program] = field(repr=False)
+    trace: Callable[[Point], Program] = field(repr=False)
+
+    def at(self, point: Point) -> Program:
+        """The program at other sizes. Raises DoesNotRunError."""
+        if point not in self.samples:
+            self.samples[point] = self.trace(point)
+        return self.samples[point]
+
+
+def fit_program(
+    sizes: tuple[InputSize, ...], trace: Callable[[Point], Program], lists: Sequence[BlockList]
+) -> FittedProgram:
+    """The program that `trace` gives at some sizes of the inputs, with its shapes fitted. Raises as `fit_numbers`."""
+    samples: dict[Point, Program] = {}
+
+    def observe(point: Point) -> Observation:
+        samples[point] = trace(point)
+        labels, numbers, owners = [], [], []
+        for node in samples[point].graph.nodes:
+            labels.append(f"{node.target} ({node.name})")
+            found = [int(dim) for value in tensors_of(node) for dim in value.shape]
+            numbers += found
+            owners += [f"{node.name} ({node.target}, {line_of(node)})"] * len(found)
+        return Observation(tuple(labels), tuple(numbers), tuple(owners))
+
+    numbers = iter(fit_numbers(sizes, observe))
+    program = samples[tuple(size.value for size in sizes)]
+    shapes = {
+        node.name: tuple(tuple(next(numbers) for _ in value.shape) for value in tensors_of(node))
+        for node in program.graph.nodes
+    }
+    return FittedProgram(program, shapes, _places(program, lists), sizes, samples, trace)
+
+
+def _places(program: Program, lists: Sequence[BlockList]) -> dict[str, BlockPlace]:
+    """By the module that issued a call, or by a parameter's name; sums of gradients go with their last operand."""
+    names = {slot.node: slot.name.rpartition(":")[2] for slot in program.inputs}  # of state: "exp_avg:layers.0.weight"
+    found: dict[str, BlockPlace] = {}
+    for node in program.graph.nodes:
+        path = names.get(node.name) or node.meta.get("module", "")
+        place = _place_of(path, lists, program)
+        if place is None and not node.meta.get("module") and node.meta.get("phase") == "backward":
+            known = [found[item.name] for item in operands_of(node) if item.name in found]
+            place = known[-1] if known else None
+        if place is not None:
+            found[node.name] = place
+    return found
+
+
+def _place_of(path: str, lists: Sequence[BlockList], program: Program) -> BlockPlace | None:
+    """The block that a module's or parameter's path lies in."""
+    for item in lists:
+        head, _, rest = path.partition(f"{item.path}.")
+        position = rest.partition(".")[0]
+        if not head and position.isdigit() and int(position) < len(item.kinds):
+            stands_for = max((len(repeat.alike(path)) for repeat in program.repeats), default=1)
+            return BlockPlace(item.path, item.kinds[int(position)], int(position), stands_for)
+    return None
+
+
+def tensors_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
+    """The tensors that a node yields, absent ones left out."""
+    return tuple(value for value in tensor_values(node) if value is not None)
+
+
+def line_of(node: fx.Node) -> str:
+    """The user's line that a node comes from, for messages."""
+    return node.meta.get("source") or "unknown line"

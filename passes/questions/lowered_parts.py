@@ -1,0 +1,206 @@
+"""Parts of quantities, read off a lowered program: its contractions, collectives, saved values, inputs and results."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+
+from autoshard.errors import FormulaError
+from autoshard.ir.collectives import is_collective, is_wait
+from autoshard.ir.communicators import group_axes
+from autoshard.ir.lowered import LocalSlot, PhasedProgram
+from autoshard.ir.program import InputKind, OutputKind
+from cost_models.formulas import Size, product_of
+from cost_models.operators import work
+from cost_models.work import Kind, TensorInfo
+from passes.preparation.canonicalize import is_view
+from passes.questions.fitted_program import line_of
+from passes.strategies.collective_nodes import collective_of, exchanges
+from passes.strategies.enumerate_strategies import operands_of
+from passes.strategies.local_tracer import EMITTED_AT
+from passes.strategies.operator_names import operator_name
+from passes.strategies.tensor_infos import tensor_infos
+
+_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+
+
+@dataclass(frozen=True, slots=True)
+class LocalPart:
+    """A part of a quantity, of one operation of a lowered program.
+
+    Args:
+        label: of the operation.
+        dims: local sizes that it depends on.
+        count: the quantity that such sizes come to.
+    """
+
+    label: str
+    dims: tuple[int, ...]
+    count: Callable[[Sequence[Size]], Size]
+
+
+Parts = Iterator[tuple[str, LocalPart]]
+"""Sites of the traced program, and parts."""
+
+Read = Callable[[PhasedProgram, Mapping[str, Size]], Parts]
+"""Reads a quantity off a lowered program, on axes of these sizes."""
+
+
+def reader_of(name: str) -> Read:
+    """The reader of a rank's quantity; of "communication_bytes_data", of the bytes sent over an axis."""
+    _, _, axis = name.partition("communication_bytes")
+    return _READERS.get(name) or partial(_sent, axis=axis.removeprefix("_"))
+
+
+def sent_at_cuts(phased: PhasedProgram, sends: Mapping[str, int]) -> Parts:
+    """Bytes of results by name, times how often each is sent."""
+    for item in phased.lowered.outputs:
+        if item.slot.name in sends:
+            yield _slot(phased, item, times=sends[item.slot.name])
+
+
+def _contractions(phased: PhasedProgram, axes: Mapping[str, Size]) -> Parts:
+    """FLOPs of products and attention."""
+    for site, node in _calls(phased):
+        if is_collective(node) or is_wait(node) or not contracts(node):
+            continue
+        if exchanges(node):
+            raise FormulaError(
+                f"The operations of a rank at {node.target} ({line_of(node)}) depend on how blocks of keys that go "
+                "round its ranks are paired: that is no formula in sizes. formula('step_flops') is of all ranks "
+                "together; plan.predicted has the time."
+            )
+        dims = tuple(dim for infos in tensor_infos(node) for info in infos for dim in info.shape)
+        yield site, LocalPart(operator_name(node), dims, partial(flops_of, node))
+
+
+def contracts(node: fx.Node) -> bool:
+    """Whether a call is a product, or attention."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not operands_of(node):
+        return False
+    done = work(operator_name(node), *tensor_infos(node), _literals(node))
+    return bool(done.products) or done.kind is Kind.ATTENTION
+
+
+def flops_of(node: fx.Node, dims: Sequence[Size]) -> Size:
+    """The FLOPs of a call whose operands and results have these dims, one after the other.
+
+    Raises:
+        FormulaError: they depend on which of two sizes is larger.
+    """
+    given = iter(dims)
+
+    def filled(infos: Sequence[TensorInfo]) -> list[TensorInfo]:
+        shapes: list[Any] = [tuple(next(given) for _ in info.shape) for info in infos]
+        return [info._replace(shape=shape) for info, shape in zip(infos, shapes, strict=True)]
+
+    try:
+        inputs, outputs = map(filled, tensor_infos(node))
+        done = work(operator_name(node), inputs, outputs, _literals(node))
+    except TypeError as error:
+        raise FormulaError(
+            f"The FLOPs of {node.target} ({line_of(node)}) depend on whether one size is larger than another, so they "
+            "are no formula; hold the sizes of its operands fixed: formula(..., fixed=('sequence',))."
+        ) from error
+    return sympy.nsimplify(done.flops, rational=True)
+
+
+def _literals(node: fx.Node) -> tuple[Any, ...]:
+    return tuple(fx.map_arg(node.args, lambda argument: None))
+
+
+def _sent(phased: PhasedProgram, axes: Mapping[str, Size], axis: str) -> Parts:
+    """Bytes that each rank sends over an axis ("" for any), with ring algorithms."""
+    for site, node in _calls(phased):
+        if exchanges(node):
+            raise FormulaError(
+                f"The bytes that {node.target} ({line_of(node)}) exchanges between ranks depend on values: they have "
+                "no formula."
+            )
+        if is_collective(node) and axis in ("", group_axes(str(node.args[-1]))[0]):
+            sent = collective_of(node, phased.lowered.mesh)
+            ranks: Any = sympy.sympify(product_of([axes[each] for each in sent.axes]))
+            others = {"all_gather_into_tensor": ranks - 1, "all_reduce": 2 * (ranks - 1) / ranks}
+            value = operands_of(node)[0].meta["val"]
+            each = others.get(sent.kind, (ranks - 1) / ranks) * value.dtype.itemsize
+            yield site, _bytes(f"{sent.kind} over {','.join(sent.axes)}", value.shape, each)
+
+
+def _saved(phased: PhasedProgram, axes: Mapping[str, Size]) -> Parts:
+    """Bytes that the forward keeps for the backward; inputs and parameters are left out."""
+    return _owned(phased, phased.saved)
+
+
+def _gradients(phased: PhasedProgram, axes: Mapping[str, Size]) -> Parts:
+    """Bytes of gradients, as they leave the program, or as the backward carries them into the update."""
+    yield from _owned(phased, phased.carried)
+    yield from (_slot(phased, item) for item in phased.lowered.outputs if item.slot.kind is OutputKind.GRADIENT)
+
+
+def _held(phased: PhasedProgram, axes: Mapping[str, Size], kind: InputKind) -> Parts:
+    """Bytes of inputs of a kind."""
+    return (_slot(phased, item) for item in phased.lowered.inputs if item.slot.kind is kind)
+
+
+_READERS: Mapping[str, Read] = {
+    "rank_flops": _contractions,
+    "activation_bytes": _saved,
+    "gradient_bytes": _gradients,
+    "parameter_bytes": partial(_held, kind=InputKind.PARAMETER),
+    "optimizer_bytes": partial(_held, kind=InputKind.STATE),
+}
+
+
+def _slot(phased: PhasedProgram, item: LocalSlot, times: int = 1) -> tuple[str, LocalPart]:
+    shape = item.spec.local_shape(item.shape, phased.lowered.mesh)
+    return item.slot.node, _bytes(item.slot.name, shape, times * item.dtype.itemsize)
+
+
+def _owned(phased: PhasedProgram, names: Sequence[str]) -> Parts:
+    """Bytes of values that calls make, those of views once with what they view."""
+    nodes = {node.name: node for node in phased.lowered.graph_module.graph.nodes}
+    owners: dict[fx.Node, None] = {}
+    for name in names:
+        node = nodes[name]
+        while _is_alias(node):
+            node = node.all_input_nodes[0]
+        if node.op == "call_function":
+            owners[node] = None
+    for node in owners:
+        value = node.meta["val"]
+        shape = tuple(value.shape)
+        if node.target is _GATHER:  # pieces, one behind the other
+            piece = tuple(node.all_input_nodes[0].meta["val"].shape)
+            shape = (math.prod(shape) // math.prod(piece), *piece)
+        yield _site(node), _bytes(f"a value of {node.target}", shape, value.dtype.itemsize)
+
+
+def _bytes(label: str, shape: Sequence[int], each: Size) -> LocalPart:
+    """So many bytes for each element."""
+    return LocalPart(label, tuple(shape), lambda dims: product_of(dims) * each)
+
+
+def _is_alias(node: fx.Node) -> bool:
+    """Whether a node's result lies in the memory of its operand's."""
+    if node.target is operator.getitem:
+        return _is_alias(node.all_input_nodes[0])
+    return node.op == "call_function" and (is_view(node) or is_wait(node))
+
+
+def _calls(phased: PhasedProgram) -> Iterator[tuple[str, fx.Node]]:
+    for node in phased.lowered.graph_module.graph.nodes:
+        if node.op == "call_function":
+            yield _site(node), node
+
+
+def _site(node: fx.Node) -> str:
+    """The node of the traced program that a local call is emitted for."""
+    return str(node.meta[EMITTED_AT])

@@ -1,0 +1,219 @@
+"""Counts of a plan's step as expressions in sizes, read off its lowered program at a few sizes.
+
+1. The program is traced at a few sizes of the inputs, and each dim of its values is fitted (`fit_sizes`).
+2. The plan is lowered at its own sizes, with each size of the inputs and each mesh axis changed, and with all changed.
+   Reshards go the ways that they go at the plan's own sizes.
+3. The parts of a quantity are read off these programs (`lowered_parts`). Each local size is matched with the shares of
+   global ones: the share that has the right size in all programs. The parts are counted with these expressions.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from itertools import chain, combinations
+from typing import Any
+
+import sympy
+
+from autoshard.errors import FormulaError, PlanMismatchError
+from autoshard.ir.lowered import PhasedProgram
+from autoshard.ir.mesh import Mesh
+from autoshard.ir.plan import Plan
+from autoshard.ir.program import InputKind
+from autoshard.ir.reshard import ReshardStep, StepCost
+from cost_models.formulas import Point, Size, ceil_div, product_of, size_symbol, value_at
+from passes.lowering.lower import Lower
+from passes.lowering.split_phases import SplitPhases
+from passes.questions.fit_sizes import DoesNotRunError
+from passes.questions.fitted_program import FittedProgram, line_of
+from passes.questions.lowered_parts import LocalPart, Read, contracts, flops_of, sent_at_cuts
+from passes.questions.totals import Counted
+from passes.recomputation.recompute import original_of
+from passes.strategies.enumerate_strategies import operands_of, resolve
+
+_At = Mapping[sympy.Symbol, int]
+"""The value of each symbol."""
+
+
+@dataclass
+class PlanCounts:
+    """Counts of one plan without stages.
+
+    Args:
+        fitted: the prepared program that the plan is for.
+        plan: the plan.
+        axes: size of each mesh axis, a symbol or a number.
+        step_cost: the price of a reshard's step on the plan's own mesh.
+    """
+
+    fitted: FittedProgram
+    plan: Plan
+    axes: Mapping[str, Size]
+    step_cost: StepCost
+    _programs: list[tuple[_At, PhasedProgram]] = field(default_factory=list)
+    _lowered: dict[object, PhasedProgram] = field(default_factory=dict)
+    _steps: dict[object, tuple[ReshardStep, ...]] = field(default_factory=dict)
+    _dims: dict[object, Size | None] = field(default_factory=dict)
+    _shares: dict[tuple[Size, ...], list[tuple[Size, Sequence[int]]]] = field(default_factory=dict)
+
+    def step_flops(self) -> Iterator[Counted]:
+        """Of products and attention, on global shapes; a recomputed call counts once."""
+        for node in self.fitted.program.graph.nodes:
+            if node.op == "call_function" and original_of(node) is None and contracts(node):
+                dims = [dim for shape in self._shapes(node.name) for dim in shape]
+                yield self.fitted.places.get(node.name), flops_of(node, dims)
+
+    def parameters(self) -> Iterator[Counted]:
+        """Elements of the whole model's parameters."""
+        for slot in self.fitted.program.inputs_of(InputKind.PARAMETER):
+            yield self.fitted.places.get(slot.node), product_of(self.fitted.shapes[slot.node][0])
+
+    def tokens(self) -> Iterator[Counted]:
+        """Elements of the first integer input; none without such an input."""
+        nodes = self.fitted.program.nodes_by_name()
+        for slot in self.fitted.program.inputs_of(InputKind.INPUT):
+            value = nodes[slot.node].meta["val"]
+            if not value.dtype.is_floating_point and value.shape:
+                yield None, product_of(self.fitted.shapes[slot.node][0])
+                return
+
+    def crossing_bytes(self, sends: Mapping[str, int]) -> Iterator[Counted]:
+        """Bytes of values that a stage gives to other stages: name of each to how often it is sent."""
+        for _, size in self.local(lambda phased, axes: sent_at_cuts(phased, sends)):
+            yield None, size  # at a cut, however many blocks there are
+
+    def local(self, read: Read) -> Iterator[Counted]:
+        """A quantity of a rank, by the parts that are read off the lowered programs.
+
+        Raises:
+            FormulaError: a part is not the same at all sizes, or has a size that is no share of the model's.
+        """
+        found = [(at, _by_site(read(phased, self.axes))) for at, phased in self._walked()]
+        (base, first), *others = found
+        for site, parts in first.items():
+            labels = [part.label for part in parts]
+            alike = [n for n, (_, each) in enumerate(found) if [part.label for part in each.get(site, ())] == labels]
+            missed = {str(s) for at, _ in others for s in base if at[s] != base[s]}
+            missed -= {str(s) for n in alike for s in base if found[n][0][s] != base[s]}
+            if missed:
+                raise FormulaError(
+                    f"{labels[0]} ({self._line(site)}) is not the same at all sizes, so it is no formula; hold them "
+                    f"fixed: formula(..., fixed={tuple(sorted(missed))!r})."
+                )
+            for index, part in enumerate(parts):
+                columns = zip(*(found[n][1][site][index].dims for n in alike), strict=True)
+                dims = [self._dim(site, dict(zip(alike, column, strict=True)), part.label) for column in columns]
+                yield self.fitted.places.get(site), part.count(dims)
+
+    # Lowered programs.
+
+    def _walked(self) -> list[tuple[_At, PhasedProgram]]:
+        """Lowered programs with the values of all symbols: the plan's own, one for each symbol, and one for all."""
+        if not self._programs:
+            sizes, mesh = self.fitted.sizes, self.plan.mesh
+            own = tuple(size.value for size in sizes)
+            self._lower(own, mesh)  # first: the others' reshards go the same ways
+            free = [axis for axis in mesh.axis_names if isinstance(self.axes[axis], sympy.Symbol)]
+            alone = [axis for axis in free if mesh.axis_size(axis) == 1]
+            if alone:  # collectives have nodes where there are two ranks
+                _, mesh = self._first((own, each) for each in _resized(mesh, alone)) or (own, mesh)
+            changed = []
+            for place, size in enumerate(sizes):
+                values = (size.trials[1], *(factor * size.value for factor in (2, 3, 4)))
+                found = self._first(((*own[:place], value, *own[place + 1 :]), mesh) for value in values)
+                if found is None:
+                    raise FormulaError(
+                        f"The plan runs no other size {size.name} of the inputs on {mesh}, so there is no formula in "
+                        f"it; hold it fixed: formula(..., fixed=({size.name!r},))."
+                    )
+                changed.append(found)
+            every = tuple(point[place] for place, (point, _) in enumerate(changed))
+            of_axes = [
+                self._first((point, each) for point in (own, every) for each in _resized(mesh, [axis])) for axis in free
+            ]
+            of_all = self._first((every, each) for each in _resized(mesh, free))
+            for point, each in filter(None, ((own, mesh), *changed, *of_axes, of_all)):
+                at: Any = {size_symbol(size.name): value for size, value in zip(sizes, point, strict=True)}
+                at |= {self.axes[axis]: each.axis_size(axis) for axis in free}
+                self._programs.append((at, self._lower(point, each)))
+        return self._programs
+
+    def _first(self, tried: Iterator[tuple[Point, Mesh]]) -> tuple[Point, Mesh] | None:
+        """The first sizes of inputs and mesh that the plan can run."""
+        for point, mesh in tried:
+            try:
+                self._lower(point, mesh)
+            except (PlanMismatchError, DoesNotRunError):
+                continue
+            return point, mesh
+        return None
+
+    def _lower(self, point: Point, mesh: Mesh) -> PhasedProgram:
+        if (point, mesh) not in self._lowered:
+            program = self.fitted.at(point)
+            moved = replace(self.plan, mesh=mesh, program_digest=program.digest())
+            self._lowered[point, mesh] = SplitPhases()(Lower(moved, self.step_cost, self._steps)(program))
+        return self._lowered[point, mesh]
+
+    # Local sizes.
+
+    def _dim(self, site: str, sizes: Mapping[int, int], label: str) -> Size:
+        """The expression that is `sizes` in the programs of these numbers: a share of the site's own dims if possible.
+
+        Raises:
+            FormulaError: there is none.
+        """
+        own = tuple(dict.fromkeys(dim for shape in self._shapes(site) for dim in shape))
+        key = (own, tuple(sizes.items()))
+        if key not in self._dims:
+            all_dims = (dim for shapes in self.fitted.shapes.values() for shape in shapes for dim in shape)
+            number = next(iter(sizes.values()))
+            constant: tuple[Size, Sequence[int]] = (number, [number] * len(self._programs))
+            shares = chain(self._shares_of(own), [constant], self._shares_of(tuple(dict.fromkeys(all_dims))))
+            fitting = (share for share, values in shares if all(values[n] == size for n, size in sizes.items()))
+            self._dims[key] = next(fitting, None)
+        found = self._dims[key]
+        if found is None:
+            names = tuple(sorted(str(symbol) for symbol in self._programs[0][0]))
+            raise FormulaError(
+                f"{label} ({self._line(site)}) has a size that is no share of one of the model's, so it is no formula "
+                f"in all sizes. Hold some fixed: formula(..., fixed={names!r})."
+            )
+        return found
+
+    def _shares_of(self, dims: tuple[Size, ...]) -> list[tuple[Size, Sequence[int]]]:
+        """The shares of dims over mesh axes, and the axes' own sizes, with their values in the lowered programs."""
+        if dims not in self._shares:
+            subsets = [each for count in range(len(self.axes) + 1) for each in combinations(self.axes.values(), count)]
+            pieces = [product_of(each) for each in subsets]
+            shares = dict.fromkeys(dim if each == 1 else ceil_div(dim, each) for dim in dims for each in pieces)
+            shares |= dict.fromkeys(self.axes.values())
+            points = [at for at, _ in self._programs]
+            self._shares[dims] = [(share, [int(value_at(share, at)) for at in points]) for share in shares]
+        return self._shares[dims]
+
+    def _shapes(self, site: str) -> list[tuple[Size, ...]]:
+        """Global shapes of the operands and results of a node."""
+        tails = map(resolve, operands_of(self.fitted.program.nodes_by_name()[site]))
+        return [*(self.fitted.shapes[tail.name][index] for tail, index in tails), *self.fitted.shapes[site]]
+
+    def _line(self, site: str) -> str:
+        return line_of(self.fitted.program.nodes_by_name()[site])
+
+
+def _by_site(parts: Iterator[tuple[str, LocalPart]]) -> dict[str, list[LocalPart]]:
+    found = defaultdict[str, list[LocalPart]](list)
+    for site, part in parts:
+        found[site].append(part)
+    return found
+
+
+def _resized(mesh: Mesh, axes: Sequence[str]) -> Iterator[Mesh]:
+    """The mesh with other sizes of some axes, larger ones first."""
+    for factor in (Fraction(2), Fraction(3), Fraction(4), Fraction(1, 2)):
+        sizes = {axis: size * (factor if axis in axes else 1) for axis, size in mesh.axes}
+        if all(size.denominator == 1 and (axis not in axes or size > 1) for axis, size in sizes.items()):
+            yield Mesh({axis: int(size) for axis, size in sizes.items()})

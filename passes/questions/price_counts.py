@@ -1,0 +1,275 @@
+"""Counts of the price of a recipe under another runtime, as expressions in sizes.
+
+1. The model is folded at a few lengths of its inputs, and its sections are priced there with the recipe's micro-batch
+   and with twice as many sequences, on the recipe's axes and on axes of one rank. The FLOPs and bytes of each section
+   are fitted: as polynomials in sizes of inputs (`fit_sizes`), as linear in the micro-batch and in one over each axis.
+2. The quantities of a rank are arithmetic on its sections, as in `price_recipe`: the collectives of each section, again
+   where blocks are recomputed; ZeRO's gathering and reduction; hand-overs of stages.
+
+There is one section for each kind of block. Where the stages of a pipeline differ, a rank's share is the mean over
+them. Splits count as even.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import sympy
+
+from autoshard.errors import FormulaError, TraceError
+from autoshard.ir.execution import Execution
+from autoshard.ir.plan import Plan
+from autoshard.tracing import BlockList
+from cost_models.formulas import Size, grid, interpolate, size_symbol
+from cost_models.hardware import Cluster
+from passes.questions.fit_sizes import (
+    InputDims,
+    InputSize,
+    Observation,
+    cannot_resize,
+    fit_numbers,
+    input_sizes,
+    resize,
+)
+from passes.questions.totals import COMMUNICATION, BlockPlace, Counted
+from passes.recipes.price_ends import GRADIENT_BYTES, WEIGHT_BYTES
+from passes.recipes.price_memory import kept_bytes, state_bytes
+from passes.sections.fold_program import AFTER, BEFORE
+from passes.sections.price_model import PricedModel
+from passes.sections.price_sections import SectionPrice, SectionSizes
+from passes.sections.propagate_axis import MoveKind
+
+_AXES = ("data", "context", "tensor", "expert", "pipeline")
+_SPLIT_BY = ("tensor", "context", "expert")
+"""Axes that split what sections do."""
+
+_BATCH, _MICRO_BATCH = "batch", "micro_batch"
+_ENDS = (BEFORE, AFTER)
+_HELD = ("saved_bytes", "core_bytes", "entering_bytes", "parameters", "expert_parameters")
+_STATE = {"parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "optimizer state"}
+
+Tally = Mapping[str, Any]
+"""FLOPs and bytes of a section for one micro-batch on one rank, by name."""
+
+
+@dataclass
+class CountsOfPrice:
+    """Counts of a plan that `autoshard.price` gives; see `formulas.Counts`.
+
+    Args:
+        fold: example inputs (arguments by position, and by name) to the folded model.
+        args, kwargs: the example inputs.
+        recipe: the recipe.
+        cluster: the hardware.
+    """
+
+    fold: Callable[[tuple[Any, ...], Mapping[str, Any]], PricedModel]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    recipe: Execution
+    cluster: Cluster
+    _fitted: dict[object, Mapping[str, Tally]] = field(default_factory=dict, repr=False)
+
+    def sizes(self, dims: InputDims | None) -> tuple[InputSize, ...]:
+        if dims is not None and dims.get(_BATCH, 0) != 0:
+            raise FormulaError(f"dims={dict(dims)!r}: a recipe's batch is the first dim of every input, 0.")
+        batches = ((_BATCH, self.recipe.batch), (_MICRO_BATCH, self.recipe.micro_batch))
+        others = (size for size in input_sizes(self.args, self.kwargs, dims) if size.name != _BATCH)
+        pieces = self.recipe.tensor * self.recipe.context
+        even = (replace(size, step=pieces) if size.value % pieces == 0 else size for size in others)
+        return (*(InputSize(name, (), value) for name, value in batches), *even)
+
+    def lists(self) -> Sequence[BlockList]:
+        return self.fold(self.args, self.kwargs).folded.lists
+
+    def axes(self, plan: Plan) -> Mapping[str, int]:
+        return {axis: getattr(self.recipe, axis) for axis in _AXES if getattr(self.recipe, axis) > 1}
+
+    def of(self, plan: Plan, name: str, sizes: tuple[InputSize, ...], axes: Mapping[str, Size]) -> Iterator[Counted]:
+        free = {size.name: size_symbol(size.name) for size in sizes}
+        batch, micro_batch = free.get(_BATCH, self.recipe.batch), free.get(_MICRO_BATCH, self.recipe.micro_batch)
+        ranks = {axis: sympy.sympify(axes.get(axis, getattr(self.recipe, axis))) for axis in _AXES}
+        tallies = self._tallies(tuple(size for size in sizes if size.places))
+        if name == "tokens":
+            yield None, tallies[""]["tokens"] * batch
+            return
+        counts = _RecipeCounts(self.recipe, sympy.sympify(batch), micro_batch, ranks)
+        blocks = self.fold(self.args, self.kwargs).folded.blocks
+        for section in (BEFORE, *dict.fromkeys(blocks), AFTER):
+            path, _, kind = section.rpartition(":")
+            place = None if section in _ENDS else BlockPlace(path, int(kind), stands_for=blocks.count(section))
+            yield place, counts.of(name, section, tallies[section])
+        if self.recipe.pipeline > 1 and name.startswith(COMMUNICATION):
+            yield None, _over(name, counts.handed_on([tallies[section] for section in dict.fromkeys(blocks)]))
+
+    def _tallies(self, sizes: tuple[InputSize, ...]) -> Mapping[str, Tally]:
+        """Tallies of the sections in sizes of inputs, the micro-batch and axes; under "", tokens of a sequence."""
+        if sizes not in self._fitted:
+            keys: list[tuple[str, str]] = []
+
+            def observe(point: tuple[int, ...]) -> Observation:
+                try:
+                    priced = self.fold(*resize(self.args, self.kwargs, sizes, point))
+                except TraceError as error:
+                    raise cannot_resize(sizes, point, error) from error
+                measured = self._measured(priced)
+                keys[:] = measured
+                labels = tuple(f"{name} of {section or 'the model'}" for section, name in keys)
+                owners = (label for label, each in zip(labels, measured.values(), strict=True) for _ in each)
+                return Observation(labels, tuple(size for each in measured.values() for size in each), tuple(owners))
+
+            numbers = iter(fit_numbers(sizes, observe))
+            micro_batches, *axes = self._trials()
+            trials = [micro_batches, *([sympy.Rational(1, ranks) for ranks in trial] for trial in axes)]
+            symbols = [size_symbol(_MICRO_BATCH), *map(_inverse, self._split)]
+            tallies = defaultdict[str, dict[str, Any]](dict)
+            for section, name in keys:
+                values = {point: next(numbers) for point in grid(trials)}
+                tallies[section][name] = interpolate(symbols, trials, values)
+            self._fitted[sizes] = tallies
+        return self._fitted[sizes]
+
+    @property
+    def _split(self) -> tuple[str, ...]:
+        return tuple(axis for axis in _SPLIT_BY if getattr(self.recipe, axis) > 1)
+
+    def _trials(self) -> list[tuple[int, int]]:
+        """Sizes to price at: of the micro-batch, and of each axis that splits sections."""
+        own = self.recipe.micro_batch
+        return [(own, 2 * own), *((1, getattr(self.recipe, axis)) for axis in self._split)]
+
+    def _measured(self, priced: PricedModel) -> dict[tuple[str, str], list[Any]]:
+        """Section and name to the numbers at each point of the trials."""
+        found = defaultdict[tuple[str, str], list[Any]](list)
+        for batch, *ranks in grid(self._trials()):
+            sizes = {**dict.fromkeys(_SPLIT_BY, 1), **dict(zip(self._split, ranks, strict=True))}
+            for section, price in priced.counted.section_prices(self.recipe, self.cluster, batch, sizes).items():
+                for name, size in _numbers_of(price).items():
+                    found[section, name].append(sympy.Rational(size))
+            found["", "tokens"].append(priced.tokens)
+        return found
+
+
+def _numbers_of(price: SectionPrice) -> dict[str, float]:
+    """FLOPs and bytes of a section; of the collectives over an axis, bytes with one end ("forward tensor")."""
+    found = {name: getattr(price, name) for name in _HELD}
+    found["flops"] = price.forward.busy.flops + price.backward.busy.flops
+    for phase, name in ((price.forward, "forward"), (price.backward, "backward")):
+        for axis in _SPLIT_BY:
+            sent = [item for item in phase.traffic if item.axis == axis]
+            found[f"{name} {axis}"] = sum(item.bytes * (2 if item.kind is MoveKind.REDUCE else 1) for item in sent)
+    return found
+
+
+def _inverse(axis: str) -> sympy.Symbol:
+    """One over the size of an axis."""
+    return size_symbol(f"1/{axis}")
+
+
+def _over(name: str, sent: Mapping[str, Any]) -> Any:
+    """The bytes that a quantity asks for, of those that are sent by axis."""
+    return sum(size for axis, size in sent.items() if name in (COMMUNICATION, f"{COMMUNICATION}_{axis}"))
+
+
+@dataclass(frozen=True, slots=True)
+class _RecipeCounts:
+    """Arithmetic of a recipe on the tallies of its sections.
+
+    Args:
+        recipe: whose flags, dtypes and schedule hold.
+        batch: sequences of a step; `micro_batch`: of one forward of a replica.
+        axes: sizes of "data", "context", "tensor", "expert", "pipeline".
+    """
+
+    recipe: Execution
+    batch: Any
+    micro_batch: Any
+    axes: Mapping[str, Any]
+
+    def of(self, name: str, section: str, tally: Tally) -> Any:
+        """A section's part of a quantity; of a rank, the mean over pipeline ranks."""
+        recipe, pipeline = self.recipe, self.axes["pipeline"]
+        whole, tally = self._at(tally, dict.fromkeys(_SPLIT_BY, 1)), self._at(tally, self.axes)
+        if name.startswith(COMMUNICATION):
+            return _over(name, self._sent(section, tally)) / pipeline
+        if name in _STATE:
+            shared = ((tally["parameters"], self._shards), (tally["expert_parameters"], self._expert_replicas))
+            return sum(state_bytes(size, ranks, recipe)[_STATE[name]] for size, ranks in shared) / pipeline
+        match name:
+            case "step_flops":
+                return whole["flops"] * self.batch / self.micro_batch
+            case "rank_flops":
+                return tally["flops"] * self._micro_batches / pipeline
+            case "activation_bytes":
+                held = SectionSizes(**{key: tally[key] for key in _HELD}, workspace_bytes=0, tensors=0, matrices=0)
+                return kept_bytes(held, section, recipe) / pipeline
+        return whole["parameters"] + whole["expert_parameters"]
+
+    def handed_on(self, blocks: Sequence[Tally]) -> dict[str, Any]:
+        """Bytes between stages, forward and backward, and of gathering over the tensor axis pieces of sequences."""
+        recipe, pipeline, tensor = self.recipe, self.axes["pipeline"], self.axes["tensor"]
+        entering = list(dict.fromkeys(self._at(block, self.axes)["entering_bytes"] for block in blocks))
+        whole: Any = entering[0] if len(entering) == 1 else sympy.Max(*entering)
+        times = 2 * self._micro_batches * (pipeline * recipe.virtual_stages - 1) / pipeline
+        if recipe.sequence_parallel:
+            return {"pipeline": times * whole}
+        return {"pipeline": times * whole / tensor, "tensor": times * _gather(whole, tensor)}
+
+    def _at(self, tally: Tally, axes: Mapping[str, Any]) -> Tally:
+        """A tally for this micro-batch on axes of these sizes."""
+        at = {size_symbol(_MICRO_BATCH): self.micro_batch, **{_inverse(axis): 1 / axes[axis] for axis in _SPLIT_BY}}
+        return {name: sympy.sympify(size).subs(at) for name, size in tally.items()}
+
+    @property
+    def _micro_batches(self) -> Any:
+        return self.batch / (self.micro_batch * self.axes["data"])
+
+    def _sent(self, section: str, tally: Tally) -> dict[str, Any]:
+        """Bytes that each rank sends, by axis; "data" where several share a group."""
+        if self.recipe.runtime.merged_dispatch and self.recipe.expert > 1:
+            raise FormulaError(
+                "What a merged dispatch sends depends on where the experts of a token lie, so it is no formula; for "
+                "what the all-to-alls of experts send set merged_dispatch=False."
+            )
+        forwards = 2 if self.recipe.recompute == "full" and section not in _ENDS else 1
+        sent = {"data": self._exchanged(tally["parameters"], tally["expert_parameters"])}
+        for axis in _SPLIT_BY:
+            whole = forwards * tally[f"forward {axis}"] + tally[f"backward {axis}"]
+            sent[axis] = self._micro_batches * _gather(whole, self.axes[axis])
+        return sent
+
+    def _exchanged(self, dense: Any, expert: Any) -> Any:
+        """Gradients reduced, parameters gathered: see `price_ends.exchange_times` and `price_recipe.sharded_time`."""
+        recipe = self.recipe
+        gradient, weight = GRADIENT_BYTES[recipe.runtime.gradient_dtype], WEIGHT_BYTES[recipe.precision]
+        replicas, shards, owners = self._replicas, self._shards, self._expert_replicas
+        gathered = _gather(weight * dense, shards) + _gather(weight * expert, owners)
+        scattered = _gather(gradient * expert, owners)
+        in_groups = _gather(gradient * dense, shards) + 2 * _gather(gradient * dense / shards, replicas / shards)
+        if recipe.reduces_each:
+            both = scattered + in_groups + (2 * gathered if recipe.zero == 3 else 0)
+            return self._micro_batches * both + (gathered if recipe.zero == 2 else 0)
+        if not recipe.zero:
+            return 2 * _gather(gradient * dense, replicas) + 2 * scattered
+        is_whole = recipe.zero_group in (None, recipe.replicas)
+        return (in_groups if is_whole else 2 * _gather(gradient * dense, replicas)) + scattered + gathered
+
+    @property
+    def _replicas(self) -> Any:
+        return self.axes["data"] * self.axes["context"]
+
+    @property
+    def _shards(self) -> Any:
+        return self._replicas if self.recipe.zero_group is None else sympy.Integer(self.recipe.zero_group)
+
+    @property
+    def _expert_replicas(self) -> Any:
+        return self._replicas * self.axes["tensor"] / (self.recipe.expert_tensor * self.axes["expert"])
+
+
+def _gather(whole: Any, ranks: Any) -> Any:
+    """Of a gathering to, or a reduction and scattering from, `whole` bytes."""
+    return whole * (ranks - 1) / ranks
