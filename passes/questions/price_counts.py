@@ -204,7 +204,7 @@ class _RecipeCounts:
             case "rank_flops":
                 return tally["flops"] * self._micro_batches / pipeline
             case "activation_bytes":
-                held = SectionSizes(**{key: tally[key] for key in _HELD}, workspace_bytes=0, tensors=0, matrices=0)
+                held = SectionSizes(**{key: tally[key] for key in _HELD}, workspace_bytes=0, matrices=0)
                 return kept_bytes(held, section, recipe) / pipeline
         return whole["parameters"] + whole["expert_parameters"]
 
