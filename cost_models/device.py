@@ -86,8 +86,9 @@ class Device:
         matmul: see `MatmulCurve`.
         attention_efficiency: fraction of peak that attention reaches where no kernel's curve is known (a CPU).
         attention: fused attention kernels that the device has, by name; the first is the one that is used.
-        dispatch_s: host's time to issue one operator, by how it is issued: "eager" (PyTorch's dispatcher), "compiled"
-            (a generated wrapper), "graph" (a captured CUDA graph). Empty where operators are not issued ahead (a CPU).
+        dispatch_s: host's time to issue one operator, by how it is issued: "eager" (PyTorch's dispatcher), "graph" (a
+            captured CUDA graph), "blocking" (the host waits for each). Empty where operators are not issued ahead (a
+            CPU).
         throughput: measured curves of kernels by the operator's name, and of all others as "memory": see
             `cost_models.throughput`. Empty where bandwidth and the curves above say it (a GPU).
         host_link: the way to the host's memory; None where the device's memory is the host's (a CPU), or it is unknown.

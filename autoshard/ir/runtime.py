@@ -42,7 +42,7 @@ class Runtime:
             under ZeRO-3.
         listed_collectives: gathers and scatters go through lists of a tensor for each rank, which the host copies one
             by one (torch.distributed.all_gather before torch 1.10).
-        fused: chains of memory-bound operators run as one kernel each, and so does the optimizer.
+        fused: chains of memory-bound operators run as one kernel each. The optimizer always does.
         cuda_graph: kernels are launched from a captured graph.
         blocking_launches: the host waits for each kernel before it issues the next (CUDA_LAUNCH_BLOCKING=1).
 

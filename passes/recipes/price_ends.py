@@ -41,7 +41,7 @@ class EndWork:
 
 def end_work(dense: float, expert: float, recipe: Execution, groups: Groups, cluster: Cluster) -> EndWork:
     """Reducing gradients, gathering parameters, and updating them, of a rank with so many; see `RankLoad`."""
-    reduce_s, gather_s = exchange_times(dense, expert, recipe, groups, cluster)
+    reduce_s, gather_s = exchange_times(dense, expert, recipe, groups)
     shards = groups.zero.size if recipe.zero else 1
     elements = dense / shards + expert / (groups.expert_replicas.size if recipe.zero else 1)
     update_s = memory_time(elements * update_bytes(recipe), cluster.device)
@@ -59,9 +59,7 @@ def end_times(load: RankLoad, recipe: Execution, groups: Groups, cluster: Cluste
     return {"gradient reduction": reduce_s, "parameter gathering": gather_s, "optimizer": work.update_s}
 
 
-def exchange_times(
-    dense: float, expert: float, recipe: Execution, groups: Groups, cluster: Cluster
-) -> tuple[float, float]:
+def exchange_times(dense: float, expert: float, recipe: Execution, groups: Groups) -> tuple[float, float]:
     """Seconds of reducing gradients, and of gathering updated parameters, of `dense` and `expert` elements.
 
     What each micro-batch did (`price_recipe.sharded_time`) is not done again.
@@ -70,18 +68,18 @@ def exchange_times(
     reduce_s = gather_s = 0.0
     if recipe.zero in (1, 2):
         weight = WEIGHT_BYTES[recipe.precision]
-        gather_s = in_pieces(all_gather_time, dense * weight, groups.zero, recipe, cluster)
+        gather_s = in_pieces(all_gather_time, dense * weight, groups.zero, recipe)
         if expert:
-            gather_s += in_pieces(all_gather_time, expert * weight, groups.expert_replicas, recipe, cluster)
+            gather_s += in_pieces(all_gather_time, expert * weight, groups.expert_replicas, recipe)
     if recipe.reduces_each:
         return reduce_s, gather_s
     if recipe.zero and groups.zero.size == groups.replicas.size:
-        reduce_s = in_pieces(reduce_scatter_time, dense * gradient, groups.zero, recipe, cluster)
+        reduce_s = in_pieces(reduce_scatter_time, dense * gradient, groups.zero, recipe)
     else:
-        reduce_s = in_pieces(all_reduce_time, dense * gradient, groups.replicas, recipe, cluster)
+        reduce_s = in_pieces(all_reduce_time, dense * gradient, groups.replicas, recipe)
     if expert:
         exchange = reduce_scatter_time if recipe.zero else all_reduce_time
-        reduce_s += in_pieces(exchange, expert * gradient, groups.expert_replicas, recipe, cluster)
+        reduce_s += in_pieces(exchange, expert * gradient, groups.expert_replicas, recipe)
     return reduce_s, gather_s
 
 
@@ -94,10 +92,4 @@ def update_bytes(recipe: Execution) -> float:
     state = 8 * _STATE_PASSES[recipe.optimizer]
     master = 8 if recipe.runtime.master_weights else 2
     clipping = GRADIENT_BYTES[recipe.runtime.gradient_dtype]
-    once = state + master + GRADIENT_BYTES[recipe.runtime.gradient_dtype] + 2
-    return (once if recipe.runtime.fused else UNFUSED_UPDATE * once) + clipping
-
-
-UNFUSED_UPDATE = 3
-"""How often an optimizer that runs operator by operator moves what a fused one moves once: AdamW's decay, two moments,
-denominator and update are about 90 bytes an element in place of 30 (torch.optim, for-each implementation)."""
+    return state + master + GRADIENT_BYTES[recipe.runtime.gradient_dtype] + 2 + clipping

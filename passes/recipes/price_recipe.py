@@ -76,7 +76,7 @@ def section_passes(price: SectionPrice, recipe: Execution, groups: Groups, clust
     forward = phase_time(price.forward, recipe, groups, cluster)
     adding_s = adding_time(price, recipe, cluster)
     backward = phase_time(price.backward, recipe, groups, cluster)
-    gathers = sharded_time(price, recipe, groups, cluster)
+    gathers = sharded_time(price, recipe, groups)
     return SectionPasses(forward, backward, gathers, adding_s)
 
 
@@ -152,7 +152,7 @@ def copies_time(price: SectionPrice, recipe: Execution, cluster: Cluster, *, is_
     return (cluster.device.to_host_time(kept), cluster.device.from_host_time(kept)) if kept else (0.0, 0.0)
 
 
-def sharded_time(price: SectionPrice, recipe: Execution, groups: Groups, cluster: Cluster) -> tuple[float, float]:
+def sharded_time(price: SectionPrice, recipe: Execution, groups: Groups) -> tuple[float, float]:
     """Seconds of gathering a section's parameters in the forward, and again with reducing their gradients after.
 
     ZeRO-3 gathers; ZeRO-2 reduces too, where there are several micro-batches (`Execution.reduces_each`). Experts are
@@ -165,7 +165,7 @@ def sharded_time(price: SectionPrice, recipe: Execution, groups: Groups, cluster
     dense, expert = price.parameters, price.expert_parameters
 
     def exchange_s(exchange: Exchange, moved_bytes: float, group: GroupLinks, count: int | None = None) -> float:
-        return in_pieces(exchange, moved_bytes, group, recipe, cluster, count=count)
+        return in_pieces(exchange, moved_bytes, group, recipe, count=count)
 
     reduce_s = exchange_s(reduce_scatter_time, dense * gradient, groups.zero)
     reduce_s += exchange_s(all_reduce_time, dense * gradient / groups.zero.size, groups.outer)

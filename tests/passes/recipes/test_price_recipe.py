@@ -144,7 +144,7 @@ def test_listing_costs_host_time_for_every_rank_and_matrix() -> None:
             recipe = under(Execution(data=data, zero=3), listed_collectives=listed)
             cluster = _cluster(recipe)
             price = PRICED.counted.section_prices(recipe, cluster)["layers:0"]
-            times.append(sharded_time(price, recipe, recipe_groups(recipe, cluster), cluster)[0])
+            times.append(sharded_time(price, recipe, recipe_groups(recipe, cluster))[0])
         return times[1] - times[0]
 
     assert 0 < extra(8) < extra(64)
@@ -157,7 +157,7 @@ def test_ranks_that_keep_shards_of_gradients_reduce_those_of_each_micro_batch() 
         cluster = _cluster(one)
         groups = recipe_groups(two, cluster)
         prices = PRICED.counted.section_prices(two, cluster).values()
-        reduced_s = sum(sharded_time(price, two, groups, cluster)[1] for price in prices)
+        reduced_s = sum(sharded_time(price, two, groups)[1] for price in prices)
         assert (reduced_s > 0) == (batch > 8) == (_seconds(two) > _seconds(one))
 
 
@@ -166,5 +166,5 @@ def test_a_step_waits_for_gradients_once_or_for_each_micro_batch() -> None:
     for zero, is_reduced in ((1, True), (2, False), (3, False)):
         recipe = Execution(data=8, zero=zero, global_batch=64)
         cluster = _cluster(recipe)
-        reduce_s, _ = exchange_times(1e9, 1e9, recipe, recipe_groups(recipe, cluster), cluster)
+        reduce_s, _ = exchange_times(1e9, 1e9, recipe, recipe_groups(recipe, cluster))
         assert (reduce_s > 0) == is_reduced

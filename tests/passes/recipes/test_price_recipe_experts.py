@@ -63,12 +63,12 @@ def test_experts_that_are_sharded_are_gathered() -> None:
     prices = PRICED.counted.section_prices(recipe, CLUSTER)
     moe = max(prices.values(), key=lambda price: price.expert_parameters)
     dense = dataclasses.replace(moe, expert_parameters=0)
-    with_experts, without = (sharded_time(price, recipe, groups, CLUSTER) for price in (moe, dense))
+    with_experts, without = (sharded_time(price, recipe, groups) for price in (moe, dense))
     assert with_experts[0] > without[0]
     assert with_experts[1] - with_experts[0] > without[1] - without[0]
     alone = dataclasses.replace(recipe, expert=4)
-    assert sharded_time(moe, alone, recipe_groups(alone, CLUSTER), CLUSTER) == pytest.approx(
-        sharded_time(dense, alone, recipe_groups(alone, CLUSTER), CLUSTER)
+    assert sharded_time(moe, alone, recipe_groups(alone, CLUSTER)) == pytest.approx(
+        sharded_time(dense, alone, recipe_groups(alone, CLUSTER))
     )
     sized = {name: dataclasses.replace(each, parameters=100, expert_parameters=1000) for name, each in prices.items()}
     memory = memory_price(sized, share_out(PRICED.folded.blocks, recipe), recipe, groups, [1.0])
@@ -109,7 +109,7 @@ def test_one_micro_batch_has_no_other_to_hide_its_exchanges() -> None:
     """Exchanges of one run beside computation of another."""
     hidden = under(RECIPE, overlap_expert=True)
     assert _seconds(hidden) == _seconds(RECIPE)
-    several = {"micro_batch": 1024, "global_batch": 4 * 4096}
+    several = {"micro_batch": 8192, "global_batch": 4 * 8 * 4096}
     assert _seconds(dataclasses.replace(hidden, **several)) < _seconds(dataclasses.replace(RECIPE, **several))
 
 
