@@ -92,7 +92,7 @@ _MEMORY, _PLAINLY = "memory", LoweringOptions(with_overlap=False)
 
 def _memory(planning: PlanningProblem, choice: Sequence[int], phased: PhasedProgram) -> StepMemory:
     """Memory of a lowered program, and of optimizer state that is not in the program."""
-    parts = step_memory(phased, planning.liveness.micro_batches).parts
+    parts = step_memory(phased, planning.liveness.micro_batches, planning.liveness.load).parts
     return StepMemory({**parts, STATE: parts[STATE] + _state_beside(planning, choice)})
 
 

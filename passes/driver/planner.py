@@ -54,6 +54,7 @@ from passes.driver.planning_time import planning_s
 from passes.driver.progress import interruptible, search_bar
 from passes.lowering.lower_program import lower_program, prepare, prepare_for
 from passes.lowering.lowering_options import LoweringOptions
+from passes.memory.rank_load import ONE_STAGE, RankLoad
 from passes.planning.baselines import least_baselines
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import constraints_on, split_outputs, whole_outputs
@@ -88,6 +89,7 @@ class Planner:
         state_ratio: bytes of optimizer state per byte of parameters, for programs that do not hold it.
         has_update: whether the update of an optimizer is traced: constraints may then name its state.
         micro_batches: how many a training step has.
+        load: of the planner of a stage, what its rank holds beside it.
         with_kernels: let Triton kernels stand in for operators, and predict that.
         for_compiler: lower for one that fuses, without Triton kernels, which are predicted as what it writes.
         with_native: let torch's fused kernels run semantic operators, rather than their definitions.
@@ -114,6 +116,7 @@ class Planner:
     state_ratio: float = 0.0
     has_update: bool = False
     micro_batches: int = 1
+    load: RankLoad = ONE_STAGE
     strict: bool = False
     verify: bool = True
     time_budget_s: float = 60.0
@@ -325,6 +328,7 @@ class Planner:
             state_bytes_per_parameter_byte=0.0 if updates(program) else self.state_ratio,
             strict=self.strict,
             micro_batches=self.micro_batches,
+            load=self.load,
             dispatch="graph" if self.cuda_graph else "eager",
             with_kernels=self.with_kernels,
             reduce_dtype=self.reduce_dtype,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -36,8 +35,7 @@ from cost_models.hardware import Cluster
 from passes.questions.formulas import PlanFormulas
 from passes.questions.price_counts import CountsOfPrice
 from passes.recipes.recipe_plan import recipe_plan
-from passes.sections.fold_program import FoldedProgram, fold_program
-from passes.sections.one_sequence import program_of_one
+from passes.sections.fold_program import fold_program
 from passes.sections.price_model import PricedModel
 
 _TRACED: weakref.WeakKeyDictionary[nn.Module, dict[object, PricedModel]] = weakref.WeakKeyDictionary()
@@ -149,7 +147,6 @@ def _fold(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable[...
     check_trains(model, optimizer="of the recipe")
     short = tracing.shorten(model)
 
-    @cache
     def traced(batch: int) -> Program:
         resized = pytree.tree_map(lambda leaf: _resized(leaf, batch), example_inputs)
         args, kwargs = split_inputs(resized)
@@ -157,27 +154,9 @@ def _fold(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable[...
             # a recipe shares out experts by the products that they are made of
             return tracing.trace(short.model, args, kwargs, loss_fn=loss_fn, whole_experts=False)
 
-    folded = _folded(traced, short.lists)
+    folded = fold_program(traced(2), traced(3), short.lists)
     check_has_loss(folded.single)
     return PricedModel(folded)
-
-
-def _folded(traced: Callable[[int], Program], lists: Sequence[tracing.BlockList]) -> FoldedProgram:
-    """A model's folded form from its traces with one and two sequences, or, where these differ, with two and three.
-
-    Raises:
-        TraceError: the model does other things for each number of sequences.
-    """
-    try:
-        return fold_program(traced(1), traced(2), lists)
-    except TraceError as error:
-        refused = error
-    try:
-        return fold_program(program_of_one(traced(2), traced(3)), traced(2), lists)
-    except TraceError as error:
-        if str(error) == str(refused):
-            raise
-        raise TraceError(f"{refused} Nor can it be told from more sequences: {error}") from error
 
 
 def _resized(leaf: Any, batch: int) -> Any:

@@ -253,8 +253,8 @@ def _tokens_per_s(staged: StagedProgram, total_s: float) -> float | None:
 
 
 def _share(shares: Sequence[float | None], staged: StagedProgram, total_s: float, ranks: int) -> float | None:
-    """The utilisation of all ranks, from that of each stage in its own plan's step."""
-    if total_s <= 0 or any(share is None for share in shares):
+    """The utilisation of all ranks, from that of each stage in its own plan's step; one may have no products."""
+    if total_s <= 0 or all(share is None for share in shares):
         return None
     plans = [stage.plan.predicted.step_time_s for stage in staged.stages]
     return sum((share or 0.0) * seconds for share, seconds in zip(shares, plans, strict=True)) / (ranks * total_s)

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind
 from autoshard.ir.reshard import ReshardStep, StepCost
-from cost_models.formulas import Point, Size, ceil_div, product_of, size_symbol, value_at
+from cost_models.formulas import Point, Size, ceil_div, size_symbol, value_at
 from passes.lowering.lower import Lower
 from passes.lowering.split_phases import SplitPhases
 from passes.questions.fit_sizes import DoesNotRunError
@@ -69,7 +70,7 @@ class PlanCounts:
     def parameters(self) -> Iterator[Counted]:
         """Elements of the whole model's parameters."""
         for slot in self.fitted.program.inputs_of(InputKind.PARAMETER):
-            yield self.fitted.places.get(slot.node), product_of(self.fitted.shapes[slot.node][0])
+            yield self.fitted.places.get(slot.node), math.prod(self.fitted.shapes[slot.node][0])
 
     def tokens(self) -> Iterator[Counted]:
         """Elements of the first integer input; none without such an input."""
@@ -77,7 +78,7 @@ class PlanCounts:
         for slot in self.fitted.program.inputs_of(InputKind.INPUT):
             value = nodes[slot.node].meta["val"]
             if not value.dtype.is_floating_point and value.shape:
-                yield None, product_of(self.fitted.shapes[slot.node][0])
+                yield None, math.prod(self.fitted.shapes[slot.node][0])
                 return
 
     def crossing_bytes(self, sends: Mapping[str, int]) -> Iterator[Counted]:
@@ -188,7 +189,7 @@ class PlanCounts:
         """The shares of dims over mesh axes, and the axes' own sizes, with their values in the lowered programs."""
         if dims not in self._shares:
             subsets = [each for count in range(len(self.axes) + 1) for each in combinations(self.axes.values(), count)]
-            pieces = [product_of(each) for each in subsets]
+            pieces = [math.prod(each) for each in subsets]
             shares = dict.fromkeys(dim if each == 1 else ceil_div(dim, each) for dim in dims for each in pieces)
             shares |= dict.fromkeys(self.axes.values())
             points = [at for at, _ in self._programs]

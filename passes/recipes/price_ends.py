@@ -16,7 +16,7 @@ WEIGHT_BYTES = {"bf16": 2, "f16": 2, "f8": 2, "f32": 4}
 
 
 @dataclass(frozen=True, slots=True)
-class RankLoad:
+class EndLoad:
     """Parameters of a pipeline rank, and its time for each micro-batch.
 
     Args:
@@ -40,7 +40,7 @@ class EndWork:
 
 
 def end_work(dense: float, expert: float, recipe: Execution, groups: Groups, cluster: Cluster) -> EndWork:
-    """Reducing gradients, gathering parameters, and updating them, of a rank with so many; see `RankLoad`."""
+    """Reducing gradients, gathering parameters, and updating them, of a rank with so many; see `EndLoad`."""
     reduce_s, gather_s = exchange_times(dense, expert, recipe, groups)
     shards = groups.zero.size if recipe.zero else 1
     elements = dense / shards + expert / (groups.expert_replicas.size if recipe.zero else 1)
@@ -48,7 +48,7 @@ def end_work(dense: float, expert: float, recipe: Execution, groups: Groups, clu
     return EndWork(reduce_s, gather_s, update_s)
 
 
-def end_times(load: RankLoad, recipe: Execution, groups: Groups, cluster: Cluster) -> dict[str, float]:
+def end_times(load: EndLoad, recipe: Execution, groups: Groups, cluster: Cluster) -> dict[str, float]:
     """Seconds that a pipeline rank waits once per step: its ends, beside its last backward and its first forward."""
     work = end_work(load.dense, load.expert, recipe, groups, cluster)
     reduce_s, gather_s = work.reduce_s, work.gather_s

@@ -25,7 +25,7 @@ from cost_models.order_times import StageTimes
 from cost_models.streams import beside, slowed
 from cost_models.topology import GroupLinks
 from passes.recipes.pipeline_stages import Stage, cuts_backward, rank_sections, stages_time
-from passes.recipes.price_ends import GRADIENT_BYTES, WEIGHT_BYTES, RankLoad, end_times
+from passes.recipes.price_ends import GRADIENT_BYTES, WEIGHT_BYTES, EndLoad, end_times
 from passes.recipes.price_memory import block_bytes
 from passes.recipes.price_phases import PhaseTime, phase_time
 from passes.recipes.recipe_groups import Exchange, Groups, in_pieces
@@ -181,7 +181,7 @@ def sharded_time(price: SectionPrice, recipe: Execution, groups: Groups) -> tupl
 
 
 @dataclass(frozen=True, slots=True)
-class StepPrice:
+class RecipeTime:
     """The time of a step and where it goes, seconds."""
 
     time_s: float
@@ -194,7 +194,7 @@ def step_price(
     recipe: Execution,
     groups: Groups,
     cluster: Cluster,
-) -> StepPrice:
+) -> RecipeTime:
     """The time of a step."""
     return Step(sections, stages, recipe, groups, cluster).price()
 
@@ -213,7 +213,7 @@ class Step:
         """Seconds of the step: those of its price, without where they go."""
         return self._total(stages_time(self.stage_times, self.recipe))
 
-    def price(self) -> StepPrice:
+    def price(self) -> RecipeTime:
         """The step, and where its time goes."""
         recipe, send_s = self.recipe, self.send_s
         pipe_s = stages_time(self.stage_times, recipe)
@@ -235,7 +235,7 @@ class Step:
         breakdown |= {name: value for name, value in self.end.items() if value}
         total = self._total(pipe_s)
         compute = total - sum(breakdown.values())
-        return StepPrice(total, {"compute": compute, **breakdown})
+        return RecipeTime(total, {"compute": compute, **breakdown})
 
     def _total(self, pipe_s: float) -> float:
         return pipe_s + sum(self.end.values())
@@ -305,10 +305,10 @@ def send_time(sections: Mapping[str, SectionPrice], recipe: Execution, groups: G
 
 def load_of(
     counts: Mapping[str, int], sections: Mapping[str, SectionPrice], times: Mapping[str, SectionTime]
-) -> RankLoad:
+) -> EndLoad:
     """The load of a rank that has each section so often."""
     mine = [(sections[name], times[name], count) for name, count in counts.items()]
-    return RankLoad(
+    return EndLoad(
         dense=sum(price.parameters * count for price, _, count in mine),
         expert=sum(price.expert_parameters * count for price, _, count in mine),
         forward_s=sum(time.forward_s * count for _, time, count in mine),

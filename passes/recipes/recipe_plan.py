@@ -20,7 +20,7 @@ from cost_models.intervals import EIGHT_BITS, RECIPES, step_time_uncertainty
 from passes.recipes.pipeline_stages import in_flight, share_out
 from passes.recipes.price_ends import WEIGHT_BYTES
 from passes.recipes.price_memory import MemoryPrice, host_bytes, memory_price
-from passes.recipes.price_recipe import HOST, StepPrice, model_flops, step_price
+from passes.recipes.price_recipe import HOST, RecipeTime, model_flops, step_price
 from passes.recipes.recipe_groups import recipe_groups
 from passes.sections.combine_layouts import combined
 from passes.sections.price_model import CountedModel, PricedModel, RecipeKind
@@ -109,7 +109,7 @@ def _held_by_host(recipe: Execution, cluster: Cluster, size: int) -> int:
     return size
 
 
-def _step_of(priced: CountedModel, recipe: Execution, cluster: Cluster) -> tuple[StepPrice, MemoryPrice, float]:
+def _step_of(priced: CountedModel, recipe: Execution, cluster: Cluster) -> tuple[RecipeTime, MemoryPrice, float]:
     """The step, its memory, and the seconds that its FLOPs take at the peak."""
     groups = recipe_groups(recipe, cluster)
     stages = share_out(priced.blocks, recipe)

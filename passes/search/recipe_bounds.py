@@ -56,7 +56,7 @@ class SectionTable(NamedTuple):
     Args:
         forward, backward: seconds; backward with what is recomputed.
         first: the part of `backward` that stages before wait for.
-        dense, expert: parameters, see `price_ends.RankLoad`.
+        dense, expert: parameters, see `price_ends.EndLoad`.
     """
 
     forward: Floats

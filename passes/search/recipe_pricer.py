@@ -10,7 +10,7 @@ import numpy as np
 from autoshard.ir.execution import Execution
 from cost_models.hardware import Cluster
 from passes.recipes.pipeline_stages import Stage, in_flight, share_out
-from passes.recipes.price_ends import RankLoad, end_times
+from passes.recipes.price_ends import EndLoad, end_times
 from passes.recipes.price_memory import host_bytes, memory_price
 from passes.recipes.price_recipe import Step, send_time
 from passes.recipes.recipe_groups import Groups, recipe_groups
@@ -134,7 +134,7 @@ class RecipePricer:
     def _end_s(self, counts: tuple[float, ...], table: SectionTable, recipe: Execution, groups: Groups) -> float:
         """Seconds of the ends of a rank that has sections so often."""
         forward, backward, _, dense, expert = (float(np.dot(counts, values)) for values in table)
-        load = RankLoad(dense, expert, forward, backward)
+        load = EndLoad(dense, expert, forward, backward)
         key = (load, recipe.zero, recipe.zero_group, recipe.pipeline, *_layout_of(recipe))
         if key not in self._ends:
             self._ends[key] = sum(end_times(load, recipe, groups, self.cluster).values())

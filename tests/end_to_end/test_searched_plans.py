@@ -14,7 +14,7 @@ from torch import nn
 import autoshard
 from autoshard import Cluster, Plan, PlanMismatchError
 from cost_models.hardware import node_type
-from tests.end_to_end.test_chosen_plans import decoder
+from tests.end_to_end.decoders import decoder
 from tests.end_to_end.test_recipe_plans import ADAMW, BATCH, EXAMPLES, SHAPE, check_runs
 from tests.end_to_end.training import assert_close, whole
 from tests.zoo.table import ARCHITECTURES

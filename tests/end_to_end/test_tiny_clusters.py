@@ -14,7 +14,7 @@ from torch import nn
 import autoshard
 from autoshard import Cluster, Plan
 from cost_models.hardware import Link, node_type
-from tests.end_to_end.test_chosen_plans import LLAMA, decoder
+from tests.end_to_end.decoders import LLAMA, decoder
 from tests.end_to_end.test_recipe_plans import ADAMW
 from tests.end_to_end.training import assert_close, whole
 from tests.zoo.table import ARCHITECTURES
