@@ -48,6 +48,7 @@ class Runtime:
         schedules: of pipelines that it has, by the names of `Recipe.schedule`; (): all. A search proposes no other.
         zero_stages: ZeRO stages that it has; `zero_in_pipelines`: of these, the stages that it has with a pipeline.
         blocking_launches: the host waits for each kernel before it issues the next (CUDA_LAUNCH_BLOCKING=1).
+        offloads_in_pipelines: whether activations may go to the host with a pipeline.
 
     Raises:
         RecipeError: a field has no such value; names it.
@@ -78,6 +79,7 @@ class Runtime:
     schedules: tuple[str, ...] = ()
     zero_stages: tuple[int, ...] = (0, 1, 2, 3)
     zero_in_pipelines: tuple[int, ...] = (0, 1, 2, 3)
+    offloads_in_pipelines: bool = True
 
     def __post_init__(self) -> None:
         check_count("bucket_bytes", self.bucket_bytes)
@@ -102,8 +104,8 @@ RUNTIMES: Mapping[str, Runtime] = {
     for runtime in (
         # Megatron Core 0.15: p2p overlap, a product of cuBLAS for each expert. Experts' exchanges overlap another
         # micro-batch (overlap_moe_expert_parallel_comm) and go by DeepEP (moe_token_dispatcher_type "flex"). Schedules:
-        # pipeline_parallel/schedules.py. The distributed optimizer is ZeRO-1; Megatron-FSDP's ZeRO-2 and -3 have no
-        # pipeline.
+        # pipeline_parallel/schedules.py. The distributed optimizer is ZeRO-1; Megatron-FSDP's ZeRO-2 and -3, and
+        # offloaded activations (cpu_offloading_num_layers), have no pipeline.
         Runtime(
             name=MEGATRON,
             overlap_pipeline=True,
@@ -112,6 +114,7 @@ RUNTIMES: Mapping[str, Runtime] = {
             separate_experts=True,
             schedules=("1F1B", "Interleaved1F1B"),
             zero_in_pipelines=(0, 1),
+            offloads_in_pipelines=False,
         ),
         # torch 2.13, torch/distributed/fsdp: a block's parameters at a time, checkpoints that are not reentrant, eager;
         # DistributedDataParallel, and fully_shard that frees parameters after the forward or keeps them

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -89,9 +88,7 @@ def is_on_host(site: Site) -> bool:
 def _workspace_bytes(site: Site, strategy: Strategy, mesh: Mesh) -> float:
     assert site.node is not None, "calls have nodes"
     pairs = zip(operand_infos(site.node), strategy.inputs, strict=True)
-    return workspace_of(
-        site.node, [dataclasses.replace(info, shape=spec.local_shape(info.shape, mesh)) for info, spec in pairs]
-    )
+    return workspace_of(site.node, [info._replace(shape=spec.local_shape(info.shape, mesh)) for info, spec in pairs])
 
 
 def differs(sources: Sequence[PartitionSpec], targets: Sequence[PartitionSpec], mesh: Mesh) -> np.ndarray:

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 from autoshard.errors import RecipeError
 from autoshard.ir.execution import Execution
-from autoshard.ir.recipe import RECOMPUTE, Recipe
+from autoshard.ir.recipe import RECOMPUTE, Recipe, is_several
 from cost_models.schedule_orders import SCHEDULES, admits, usual_schedule
 from passes.recipes.pipeline_stages import even_blocks
 from passes.sections.price_model import CountedModel, RecipeKind
@@ -336,7 +336,9 @@ class RecipeSpace:
                             yield recipe
 
     def admits(self, recipe: Recipe) -> bool:
-        """Whether a recipe is of those that are asked for: all, or those that `compile` runs."""
+        """Whether a recipe is of those that are asked for: all of the runtime's, or those that `compile` runs."""
+        if recipe.offload == "activations" and is_several(recipe.pipeline):
+            return self.base.runtime.offloads_in_pipelines and not (self.runs and recipe.without_program)
         return not (self.runs and recipe.without_program)
 
 
