@@ -13,12 +13,13 @@ from autoshard.call import Call
 from autoshard.errors import DoesNotFitError, NotAvailableError
 from autoshard.ir.execution import OPTIMIZERS, Execution
 from autoshard.ir.recipe import Recipe
+from autoshard.ir.runtime import OURS, Runtime
 from autoshard.ir.text import format_bytes
 from cost_models.hardware import Cluster
 from cost_models.memory import room_bytes
+from cost_models.streams import overlap_of
 from passes.driver.pricing import narrow_dtype, priced_model
 from passes.driver.progress import Show, search_bar
-from passes.recipes.own_runtime import own_runtime
 from passes.recipes.recipe_plan import predict_recipe
 from passes.search.recipe_constraints import pinned
 from passes.search.recipe_problem import RecipeProblem, known_recipe
@@ -107,13 +108,26 @@ def recipe_search(call: Call, global_batch: int) -> RecipeSearch:
         )
     if runtime is None:
         has_masters = narrow_dtype(model, base.precision) is not None
-        runtime = replace(own_runtime(cluster), master_weights=has_masters)
+        runtime = own_runtime(cluster, base.precision, has_masters=has_masters)
     base = replace(base, runtime=runtime)
     counted = priced_model(model, call.example_inputs, call.loss_fn, base.precision).counted
     problem = problem_of(counted, cluster, base, call.memory_budget, only)
     problem = replace(problem, runs=call.runtime is None)
     before = None if call.previous is None else call.previous.recipe
     return RecipeSearch(call, problem, before)
+
+
+def own_runtime(cluster: Cluster, precision: str, *, has_masters: bool) -> Runtime:
+    """The profile by which recipes are ranked that `compile` shall run; plans are priced by their lowered programs."""
+    overlaps = overlap_of(cluster) is not None
+    return replace(
+        OURS,
+        master_weights=has_masters,
+        gradient_dtype="f32" if has_masters else precision,
+        overlap_gradients=overlaps,
+        overlap_parameters=overlaps,
+        overlap_tensor=overlaps,
+    )
 
 
 def _given(recipe: Recipe) -> Only:
@@ -193,7 +207,7 @@ def _shortage(problem: RecipeProblem, ceiling: Ceiling) -> DoesNotFitError:
             f"{problem.cluster.size} devices{kept}. {advice}",
             smallest_bytes=0,
         )
-    parts = predict_recipe(problem.counted, least.recipe, problem.cluster, problem.model).memory_breakdown
+    parts = predict_recipe(problem.counted, least.recipe, problem.cluster).memory_breakdown
     largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
     return DoesNotFitError(
         f"No recipe{kept} fits in {format_bytes(problem.memory_limit)} per device: the smallest needs "
