@@ -113,7 +113,7 @@ class PlanAgain:
             raise none_with(search, found[0], change.fields)
         planner = replace(self.planned.planner, ceiling=None, progress=False, before=None)
         request, batch, fixed = self.planned.request, problem.base.batch, {**problem.pinned, **change.fields}
-        candidates = candidates_found(found, fixed, self.call.model, problem.cluster, batch, planner.time_budget_s)
+        candidates = candidates_found(found, fixed, problem.cluster, batch)
         made = plan_candidates(
             planner, candidates, lambda parts: with_batch(request, batch // parts), self.check_stages
         )

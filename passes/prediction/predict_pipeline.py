@@ -176,7 +176,7 @@ def _transfers(staged: StagedProgram, mesh: Mesh, cluster: Cluster) -> dict[Tran
     is_near = cache(lambda *places: _share_a_node(mesh, places, cluster))
     for item in staged.crossings:
         ends = (staged.order.stage_ranks[item.maker], staged.order.stage_ranks[item.reader])
-        link = cluster.node.intra if is_near(*ends) else cluster.node.inter
+        link = cluster.intra if is_near(*ends) else cluster.inter
         assert link is not None, "two stages have a link"
         size = crossing_bytes(staged, item.name, item.maker, is_forward=item.is_forward)
         found[Transfer(item.name, item.maker, item.reader, item.is_forward)] = point_to_point_time(size, link)

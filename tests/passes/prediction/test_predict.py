@@ -210,7 +210,7 @@ def test_deep_models_are_predicted_as_they_run(weight: PartitionSpec, monkeypatc
     short = predicted()
     monkeypatch.setattr(Planner, "trace_elided", lambda *_: None)
     whole = predicted()
-    assert short.step_time_s == pytest.approx(whole.step_time_s, rel=0.08)
+    assert short.step_time_s == pytest.approx(whole.step_time_s, rel=0.1)
     hidden_s = [item.communication["data"].hidden_s for item in (short, whole)]
     assert hidden_s[0] == pytest.approx(hidden_s[1], rel=0.25)
     assert min(hidden_s) > 0.05 * whole.step_time_s
