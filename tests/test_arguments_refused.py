@@ -1,7 +1,12 @@
-"""Every entry of the public face refuses what it cannot mean by one error of ours, which names it and the way out."""
+"""Every entry of the public face refuses what it cannot mean by one error of ours, which names it and the way out.
+
+Arguments are refused before anything is traced or searched.
+"""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +19,17 @@ import autoshard
 from autoshard import (
     AutoshardError,
     Cluster,
+    InvalidSpecError,
     Mesh,
+    MeshError,
+    NoShardingRuleError,
+    NotAvailableError,
     P,
     PartitionSpec,
     Plan,
+    PlanMismatchError,
     Recipe,
+    TraceError,
 )
 from autoshard.rules import infer_rule, sharding_rule, strategies
 from autoshard.testing import check_plan
@@ -31,6 +42,249 @@ MESH, CLUSTER, RECIPE = Mesh({"data": 2}), Cluster("h100_sxm", 1, 2), Recipe(dat
 
 def total(y: Tensor) -> Tensor:
     return y.sum()
+
+
+SGD = torch.optim.SGD
+LAPTOP = Cluster("cpu_laptop", 1, 4)
+
+
+def small() -> nn.Module:
+    return nn.Linear(6, 2)
+
+
+def planned(**options: Any) -> Plan:
+    return autoshard.plan(small(), MESH, **{"example_inputs": (X,), **options})
+
+
+def compiled(mesh: Any = MESH, **options: Any) -> Any:
+    return autoshard.compile(small(), mesh, **options)
+
+
+def stepping(make: Callable[..., Any] = SGD, **options: Any) -> Any:
+    model = small()
+    return autoshard.compile(model, MESH, optimizer=make(model.parameters(), lr=0.1), **options)
+
+
+@torch.library.custom_op("autoshard_tests::mystery", mutates_args=())
+def mystery(x: Tensor) -> Tensor:
+    return x.flip(0)
+
+
+mystery.register_fake(torch.empty_like)
+
+
+class Mysterious(nn.Module):
+    """Calls an operator without a rule."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return mystery(x) + 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"memory_budget": -1}, NotAvailableError, r"memory_budget=-1 must be a number of bytes above 0"),
+        ({"memory_budget": 0}, NotAvailableError, r"memory_budget=0 must be a number of bytes above 0"),
+        ({"memory_budget": "80GB"}, NotAvailableError, r"memory_budget='80GB' must be a number of bytes"),
+        ({"memory_budget": math.nan}, NotAvailableError, r"memory_budget=nan must be a number of bytes"),
+        ({"memory_budget": 1.5}, NotAvailableError, r"memory_budget=1.5 is no whole number of bytes. Of 80 GB write"),
+        ({"memory_budget": 0.8}, NotAvailableError, r"0.8 is no whole number of bytes.*int\(0.8 \* cluster.device"),
+        ({"memory_budget": True}, NotAvailableError, r"memory_budget=True must be a number of bytes"),
+        (
+            {"example_inputs": (torch.ones(0, 6),)},
+            TraceError,
+            r"input:0 has shape=\(0, 6\), no elements: there is nothing",
+        ),
+        (
+            {"example_inputs": (X.to_sparse(),)},
+            TraceError,
+            r"input:0 is of layout=torch.sparse_coo; pass a dense tensor",
+        ),
+        (
+            {"example_inputs": {"inputs": X}},
+            TraceError,
+            r"does not fit Linear.forward\(input: .*\) -> .*: missing .* 'input'\. P",
+        ),
+        (
+            {"example_inputs": (X, X)},
+            TraceError,
+            r"The call does not fit Linear.forward.*: too many positional arguments",
+        ),
+        ({"loss_fn": torch.nn.functional.mse_loss}, TraceError, r"missing .* 'input' \(loss_fn= takes the last 1\)"),
+        ({"strict": "no"}, NotAvailableError, r"strict='no' is a str; pass True or False"),
+        ({"precision": ["bf16"]}, NotAvailableError, r"precision=\['bf16'\] is unknown; use 'bf16', 'f16', 'f32'"),
+        (
+            {"constraints": {"weight": P("data"), "w*": P()}},
+            InvalidSpecError,
+            r"\['w\*'\] asks 'weight' to be P\(\), and const",
+        ),
+        ({"example_inputs": {"input": torch.ones(4, 0)}}, TraceError, r"input:0 has shape=\(4, 0\), no elements"),
+        ({"time_budget_s": -1}, NotAvailableError, r"time_budget_s=-1 must be a number of seconds, at least 0"),
+        ({"time_budget_s": "10"}, NotAvailableError, r"time_budget_s='10' must be a number of seconds"),
+        ({"time_budget_s": math.nan}, NotAvailableError, r"time_budget_s=nan must be a number of seconds"),
+        ({"constraints": [("weight", P())]}, InvalidSpecError, r"constraints=\[.*\] is a list; pass a dict"),
+        ({"loss_fn": "mse"}, TraceError, r"loss_fn='mse' is a str; pass a function"),
+        ({"optimizer": 3}, TraceError, r"optimizer=3 is a int; pass a torch.optim optimizer"),
+        ({"max_grad_norm": 1.0}, NotAvailableError, r"max_grad_norm=1.0 belongs to a training step"),
+    ],
+)
+def test_arguments_of_plan_and_compile(arguments: dict[str, Any], error: type[AutoshardError], message: str) -> None:
+    """Both refuse them, in the same words."""
+    arguments = {"example_inputs": (X,), **arguments}
+    with pytest.raises(error, match=message):
+        autoshard.plan(small(), MESH, **arguments)
+    with pytest.raises(error, match=message):
+        autoshard.compile(small(), MESH, **arguments)
+
+
+ARGUMENTS: list[tuple[type[AutoshardError], str, Callable[[], Any]]] = [
+    (NotAvailableError, "max_programs=0 must be a whole number, at least 1", lambda: autoshard.Options(max_programs=0)),
+    (NotAvailableError, "=True must say for each argument", lambda: autoshard.Options(dynamic_lengths=True)),
+    (NotAvailableError, "={} must say for each argument", lambda: autoshard.Options(dynamic_lengths={})),
+    (NotAvailableError, "must say for each argument that is padded what its padding holds",
+     lambda: autoshard.Options(dynamic_lengths={"input": "0"})),
+    (NotAvailableError, "is a dict; pass autoshard.Options(timeout_s=30)",
+     lambda: compiled(options={"timeout_s": 30})),
+    (TraceError, "model is a ShardedModule, compiled already; pass the module it was made of",
+     lambda: autoshard.plan(compiled(), MESH, example_inputs=(X,))),
+    (TraceError, "model.0 is a ShardedModule, compiled already, and a program cannot call another one. Compile the",
+     lambda: autoshard.plan(nn.Sequential(compiled()), MESH, example_inputs=(X,))),
+    (TraceError, "input:0 has shape=(0, 6), no elements: there is nothing", lambda: compiled()(X[:0])),
+    (TraceError, "input:0 has shape=(0, 6), no elements",
+     lambda: autoshard.price(small(), LAPTOP, Recipe(data=4), example_inputs=(X[:0],), loss_fn=total)),
+    (TraceError, "input:0 has shape=(0, 6)", lambda: autoshard.prove(small(), MESH, example_inputs=(X[:0],))),
+    (TraceError, "returns no floating scalar; it returns tensors of shapes=[(4, 2)]",
+     lambda: planned(optimizer="adamw")),
+    (TraceError, "returns no floating scalar; it returns tensors of shapes=[(1, 2)]",
+     lambda: autoshard.plan(small(), LAPTOP, example_inputs=(X,), optimizer="adamw", global_batch=8)),
+    (TraceError, "returns no floating scalar; it returns tensors of shapes=[(1, 2)]",
+     lambda: autoshard.price(small(), LAPTOP, Recipe(data=4), example_inputs=(X,))),
+    (TraceError, "returns no floating scalar; it returns tensors of shapes=[(4, 2)]",
+     lambda: autoshard.prove(small(), MESH, example_inputs=(X,), optimizer="adamw")),
+    (TraceError, "returns no floating scalar; it returns tensors of shapes=[(4, 2)]", lambda: stepping()(X)),
+    (NotAvailableError, "micro_batches=0 must be a whole number, at least 1", lambda: stepping(micro_batches=0)),
+    (NotAvailableError, "micro_batches=1.5 must be a whole number", lambda: stepping(micro_batches=1.5)),
+    (NotAvailableError, "micro_batches='2' must be a whole number", lambda: stepping(micro_batches="2")),
+    (NotAvailableError, "max_grad_norm=0 must be a positive number", lambda: stepping(max_grad_norm=0)),
+    (NotAvailableError, "max_grad_norm=nan must be a positive number", lambda: stepping(max_grad_norm=math.nan)),
+    (NotAvailableError, "max_grad_norm='1' must be a positive number", lambda: stepping(max_grad_norm="1")),
+    (NotAvailableError, "optimizer=LBFGS calls the model itself, by the closure", lambda: stepping(torch.optim.LBFGS)),
+    (NotAvailableError, "optimizer=LBFGS calls the model itself", lambda: planned(optimizer="lbfgs")),
+    (NotAvailableError, "optimizer=SparseAdam takes sparse gradients only", lambda: planned(optimizer="sparseadam")),
+    (TraceError, "optimizer='muon' cannot be made over all of the model's par", lambda: planned(optimizer="muon")),
+    (TraceError, "optimizer=SGD holds 2 parameters in group 0 that are not the model's",
+     lambda: compiled(optimizer=SGD(small().parameters(), lr=0.1))),
+    *(
+        (MeshError, message, lambda target=target, call=call: call(small(), target, example_inputs=(X,)))
+        for call in (autoshard.plan, autoshard.prove)
+        for target, message in (
+            ("h100_sxm:1x8", "target='h100_sxm:1x8' is a str; pass an autoshard.Cluster"),
+            ({"data": 2}, "target={'data': 2} is a dict"),
+            (None, "target=None is a NoneType"),
+        )
+    ),
+    (MeshError, "mesh=4 is a int", lambda: compiled(4)),
+    (MeshError, "pass example_inputs=", lambda: compiled(LAPTOP)),
+    (MeshError, "Mesh(data=3) has 3 ranks, and the cluster cpu_laptop:1x4 has 4", lambda: LAPTOP.mesh({"data": 3})),
+    (MeshError, "Mesh(data=8) has 8 ranks, and the cluster", lambda: LAPTOP.mesh(Mesh({"data": 8}))),
+    (MeshError, "Mesh(4): a int names no axes", lambda: LAPTOP.mesh(4)),
+    (MeshError, "cluster=cpu_laptop:1x4 goes with a mesh, and mesh=",
+     lambda: compiled(LAPTOP.mesh({"data": 4}), cluster=LAPTOP)),
+    (MeshError, "cluster='h100_sxm' is a str; pass a Cluster", lambda: compiled(cluster="h100_sxm")),
+    (MeshError, "Mesh(data=2) has 2 ranks, and cluster=cpu_laptop:1x4 has 4 devices",
+     lambda: compiled(cluster=LAPTOP)),
+    (MeshError, "cluster=cpu_laptop:1x4 goes with a mesh", lambda: compiled(LAPTOP, cluster=LAPTOP)),
+    *(
+        (
+            TraceError,
+            "is a function; pass a torch.nn.Module",
+            lambda call=call: call(lambda x: x, MESH, example_inputs=(X,)),
+        )
+        for call in (autoshard.plan, autoshard.prove, autoshard.compile)
+    ),
+    *(
+        (
+            TraceError,
+            "wrap it: lambda outputs: loss",
+            lambda call=call: call(small(), MESH, example_inputs=(X,), loss_fn=torch.sum),
+        )
+        for call in (autoshard.plan, autoshard.compile)
+    ),
+    *(
+        (
+            NotAvailableError,
+            f"global_batch={batch!r} must be a whole number of sequences, at least 1",
+            lambda batch=batch: autoshard.plan(
+                small().bfloat16(), LAPTOP, example_inputs=(X,), optimizer="adamw", global_batch=batch
+            ),
+        )
+        for batch in (0, -4, 1.5, "8")
+    ),
+    (NotAvailableError, "precision='bf17' is unknown; use 'bf16', 'f16', 'f8' or 'f32'",
+     lambda: autoshard.plan(small(), LAPTOP, example_inputs=(X,), optimizer="adamw", global_batch=8,
+     precision="bf17")),
+    (NotAvailableError, "precision='int8' is unknown; use 'bf16', 'f16', 'f32'", lambda: compiled(precision="int8")),
+    (NotAvailableError, "needs a process per rank", lambda: compiled(backend="inductor")),
+    (NotAvailableError, "backend='nonsense' is unknown", lambda: compiled(backend="nonsense")),
+    (NotAvailableError, "micro_batches=2 belongs to a training step", lambda: compiled(micro_batches=2)),
+    (TraceError, "example_inputs is a Tensor; pass a tuple", lambda: compiled(example_inputs=X)),
+    (TraceError, "a Linear is not compiled; pass what autoshard.compile gave", lambda: autoshard.verify(small())),
+    (InvalidSpecError, "uses mesh axis 'data' twice", lambda: P("data", "data")),
+    (InvalidSpecError, "names mesh axis 'tensor', which Mesh(data=2) does not have",
+     lambda: planned(constraints={"weight": P("tensor")})),
+    (InvalidSpecError, "constraints['nothing.*'] matches no parameter",
+     lambda: planned(constraints={"nothing.*": P("data")})),
+    (InvalidSpecError, "constraints['output:3'] matches no output; there are: output:0",
+     lambda: planned(constraints={"output:3": P("data")})),
+    (InvalidSpecError, "constraints['weight']=('data',) is a tuple",
+     lambda: compiled(constraints={"weight": ("data",)})),
+    (PlanMismatchError, "inputs {'input:0': 'f32[4, 6]'}, the call has",
+     lambda: compiled(plan=planned())(torch.ones(8, 6))),
+    (PlanMismatchError, "parameter 'weight' has shape=(2, 6) in the plan and shape=(3, 6)",
+     lambda: autoshard.compile(nn.Linear(6, 3), MESH, plan=planned())(X)),
+    (PlanMismatchError, "parameter 'weight' has shape=(2, 6) in the plan",
+     lambda: autoshard.compile(nn.Linear(6, 3), Mesh({"data": 4}), plan=planned(), example_inputs=(X,))(X)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "words", "call"), ARGUMENTS, ids=[row[1][:40] for row in ARGUMENTS])
+def test_arguments(error: type[AutoshardError], words: str, call: Callable[[], Any]) -> None:
+    """Each mistake has one error, which says what was asked and what was found."""
+    with pytest.raises(error, match=re.escape(words)):
+        call()
+
+
+def test_a_plan_of_a_model_with_the_same_parameters() -> None:
+    """It has another program."""
+    plan = autoshard.plan(nn.Sequential(small()), MESH, example_inputs=(X,))
+    with pytest.raises(PlanMismatchError, match=r"another model or other inputs"):
+        autoshard.compile(nn.Sequential(small(), nn.ReLU()), MESH, plan=plan)(X)
+
+
+def test_an_operator_without_a_rule_is_named_with_its_line() -> None:
+    """With the user's file."""
+    with pytest.raises(NoShardingRuleError, match=r"(?s)mystery.*test_arguments_refused\.py:\d+"):
+        autoshard.compile(Mysterious(), MESH, example_inputs=(X,), strict=True)
+
+
+def test_a_mesh_larger_than_the_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run has as many processes as ranks."""
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(MeshError, match=r"Mesh\(data=4\) has 4 ranks, but this run has 2 processes"):
+        compiled(Mesh({"data": 4}))
+
+
+@pytest.mark.parametrize("arguments", [{}, {"global_batch": 8}])
+def test_a_step_that_trains_nothing(arguments: dict[str, Any]) -> None:
+    """Planned as a step of no time before; a loss that is a number, is none, is detached, and a frozen model."""
+    options: dict[str, Any] = {"example_inputs": (X,), "optimizer": "adamw", **arguments}
+    for loss in (lambda y: 1.0, lambda y: None, lambda y: y.detach().sum()):
+        with pytest.raises(TraceError, match=r"needs a loss, but nothing that the model|returns no floating scalar"):
+            autoshard.plan(small(), LAPTOP, loss_fn=loss, **options)
+    for model in (small().requires_grad_(False), nn.ReLU()):
+        model = nn.Sequential(model, nn.Dropout()) if arguments == {} else model
+        with pytest.raises(TraceError, match=r"needs something to train, but no parameter of the model requires grad"):
+            autoshard.plan(model, LAPTOP, loss_fn=lambda y: y.sum(), **options)
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +443,6 @@ def test_a_file_that_holds_no_plan(tmp_path: Path) -> None:
         ({"cluster": "h100"}, "were given 'h100': pass a Cluster"),
         ({"cluster": MESH}, "pass a Cluster"),
         ({"model": "gpt"}, "model='gpt' is a str; pass a torch.nn.Module"),
-        ({"step_model": 3}, "step_model=3 is a int; pass a cost_models.step.StepModel"),
     ],
 )
 def test_price(model: nn.Module, options: dict[str, Any], words: str) -> None:

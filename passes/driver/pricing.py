@@ -32,7 +32,6 @@ from autoshard.ir.program import Program
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.runtime import USUAL, Runtime, runtime_named
 from cost_models.hardware import Cluster
-from cost_models.step import StepModel
 from passes.questions.formulas import PlanFormulas
 from passes.questions.price_counts import CountsOfPrice
 from passes.recipes.recipe_plan import recipe_plan
@@ -50,7 +49,6 @@ def price(
     *,
     example_inputs: ExampleInputs,
     loss_fn: Callable[..., torch.Tensor] | None = None,
-    step_model: StepModel | None = None,
     runtime: str | Runtime | None = None,
     optimizer: str = "adamw",
     precision: str = "bf16",
@@ -61,10 +59,6 @@ def price(
     check_loss(loss_fn)
     split_inputs(example_inputs)
     checked_cluster(cluster)
-    if step_model is not None and not isinstance(step_model, StepModel):
-        raise NotAvailableError(
-            f"step_model={step_model!r} is a {type(step_model).__name__}; pass a cost_models.step.StepModel."
-        )
     check_recipe(recipe)
     profile = runtime_named(runtime)
     if runtime is not None and profile is None:
@@ -77,7 +71,7 @@ def price(
     )
     if recipe.data is None:
         recipe = replace(recipe, data=max(1, cluster.size // recipe.devices))
-    return price_execution(model, cluster, trained.of(recipe), example_inputs, loss_fn, step_model)
+    return price_execution(model, cluster, trained.of(recipe), example_inputs, loss_fn)
 
 
 def price_execution(
@@ -86,7 +80,6 @@ def price_execution(
     execution: Execution,
     example_inputs: ExampleInputs,
     loss_fn: Callable[..., torch.Tensor] | None = None,
-    step_model: StepModel | None = None,
 ) -> Plan:
     """Price a training step of an execution. Raises as `price`."""
     if execution.offload in ("optimizer", "parameters"):
@@ -100,7 +93,7 @@ def price_execution(
         inputs = kwargs if isinstance(example_inputs, Mapping) else args
         return priced_model(model, inputs, loss_fn, execution.precision)
 
-    found = recipe_plan(fold(args, kwargs), execution, cluster, step_model)
+    found = recipe_plan(fold(args, kwargs), execution, cluster)
     return replace(found, formulas=PlanFormulas(CountsOfPrice(fold, args, kwargs, execution, cluster)))
 
 

@@ -63,7 +63,6 @@ class _SectionValues:
     values: tuple[Sized, ...]
     kept: NDArray[np.int64]
     parameters: NDArray[np.int64]
-    tensors: int
     matrices: int
 
 
@@ -202,7 +201,7 @@ def _held(section: Section, *, is_narrow: bool) -> _SectionValues:
         return np.array([[count[value] for value in values] for count in counts], dtype=np.int64)
 
     matrices = sum(len(value.first) > 1 for value in dense)
-    return _SectionValues(values, table(kept), table([dense, expert]), len(dense), matrices)
+    return _SectionValues(values, table(kept), table([dense, expert]), matrices)
 
 
 def _held_sizes(held: _SectionValues, batch: int, sizes: Sizes) -> dict[str, int]:
@@ -213,7 +212,7 @@ def _held_sizes(held: _SectionValues, batch: int, sizes: Sizes) -> dict[str, int
     dense, expert = (held.parameters @ elements).tolist()
     return {
         "saved_bytes": saved, "core_bytes": core, "entering_bytes": entering,
-        "workspace_bytes": max(workspaces, default=0), "parameters": dense, "tensors": held.tensors,
+        "workspace_bytes": max(workspaces, default=0), "parameters": dense,
         "matrices": held.matrices, "expert_parameters": expert,
     }  # fmt: skip
 

@@ -1,14 +1,14 @@
 """Wrong programs beside the verifier: none that computes another number may be accepted, no right one refused.
 
 Run: python -m tests.benchmarks.mutation_campaign --count 5000 --seed 0 [--jobs 2] [--family gpt] [--layout tensor ...]
-     [--folder FOLDER] [--kept] [--out PAGE]
+     [--folder FOLDER] [--out PAGE]
 
 Programs are `tests.passes.families` under `tests.passes.layouts`; mutants are drawn as `tests.passes.mutants` says. The
 verifier is asked first. An accepted mutant is run on the simulator beside the right program, in float64 on
 generic inputs with NaN in all padding, two micro-batches for mutants of phases. One in ten refused mutants is run,
 to count how many of them change a number. Programs with kernels or a precision run in float32 and bfloat16, and every
 rounding counts as a change. A part is one program; its results are kept in FOLDER, and a part that is there already is
-not drawn again. With --out a page is written.
+not drawn again. The page is printed, and written with --out.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -32,7 +32,7 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # read where a kernel is decorat
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.markdown import Markdown
 
 import autoshard.rules  # noqa: F401  (fills the registry)
 from autoshard.ir.lowered import PhasedProgram
@@ -68,7 +68,6 @@ class Campaign:
         families, layouts: each family under each layout is a program.
         prove: makes such a program, which is proven.
         draw: a mutant of a family under a layout, and its number.
-        elsewhere: mistakes that the verifier is asked to find and that none of the programs can contain, and why.
     """
 
     name: str
@@ -79,7 +78,6 @@ class Campaign:
     layouts: Sequence[str]
     prove: Callable[[str, str], Proven]
     draw: Callable[[str, str, int, Random], Mutant]
-    elsewhere: Mapping[str, str]
 
 
 @dataclass(slots=True)
@@ -177,10 +175,6 @@ OF_COMPILING = Campaign(
     layouts=tuple(LAYOUTS),
     prove=prove,
     draw=_draw,
-    elsewhere={
-        "buckets, late waits and writes in place": "few of these programs have any (tests.benchmarks.overlap_campaign)",
-        "sends and receives out of order": "no program has pipeline stages yet (tests.benchmarks.schedule_campaign)",
-    },
 )
 
 
@@ -192,15 +186,13 @@ def main(arguments: list[str], campaign: Campaign = OF_COMPILING) -> int:
     counts = [options.count // len(parts) + (index < options.count % len(parts)) for index in range(len(parts))]
     options.folder.mkdir(parents=True, exist_ok=True)
     work = partial(_attack_or_read, seed=options.seed, folder=options.folder, campaign=campaign)
-    if options.kept:
-        found = [_read(path) for path in sorted(options.folder.glob("*.json"))]
-    else:
-        tasks = zip(*((*part, count) for part, count in zip(parts, counts, strict=True)), strict=True)
-        with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-            found = list(pool.map(work, *tasks))
-    Console(width=120).print(_by_kind(found), *(hole for part in found for hole in part.holes), sep="\n")
+    tasks = zip(*((*part, count) for part, count in zip(parts, counts, strict=True)), strict=True)
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        found = list(pool.map(work, *tasks))
+    page = report(found, options.seed, campaign)
+    Console(width=120).print(Markdown(page))
     if options.out is not None:
-        options.out.write_text(report(found, options.seed, campaign))
+        options.out.write_text(page)
     return int(any(part.holes for part in found))
 
 
@@ -213,33 +205,23 @@ def _parser(campaign: Campaign) -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=int, default=1, help="processes")
     parser.add_argument("--family", default="", choices=("", *campaign.families), help="only this one")
     parser.add_argument("--layout", nargs="*", choices=campaign.layouts, help="only these")
-    parser.add_argument("--kept", action="store_true", help="of all that is in the folder: draw no more")
     parser.add_argument("--out", type=Path, help=f"write a page, e.g. {page}")
     parser.add_argument("--folder", type=Path, default=folder, help="where parts are kept")
     return parser
-
-
-def _path(folder: Path, family: str, layout: str, count: int, seed: int) -> Path:
-    return folder / f"{family}, {layout}, {count}, {seed}.json"
 
 
 def _attack_or_read(
     family: str, layout: str, count: int, *, seed: int, folder: Path, campaign: Campaign = OF_COMPILING
 ) -> Part:
     torch.set_num_threads(1)
-    path = _path(folder, family, layout, count, seed)
+    path = folder / f"{family}, {layout}, {count}, {seed}.json"
     if not path.exists():
         part = attack(family, layout, count, seed, campaign=campaign)
         path.write_text(json.dumps({item.name: getattr(part, item.name) for item in fields(Part)}, indent=1))
-    found = _read(path)
-    Console().print(f"{family}, {layout}: {count} in {found.seconds:.0f} s, {len(found.holes)} holes")
-    return found
-
-
-def _read(path: Path) -> Part:
     found = Part(**json.loads(path.read_text()))
     for name in _COUNTED:
         setattr(found, name, Counter(getattr(found, name)))
+    Console().print(f"{family}, {layout}: {count} in {found.seconds:.0f} s, {len(found.holes)} holes")
     return found
 
 
@@ -283,20 +265,8 @@ def report(parts: list[Part], seed: int, campaign: Campaign) -> str:
             for part in parts
         ),
         "",
-        "Drawn elsewhere, because none of these programs can have it:",
-        "",
-        *(f"* {name}: {why}" for name, why in campaign.elsewhere.items()),
-        "",
     ]
     return "\n".join(lines)
-
-
-def _by_kind(parts: list[Part]) -> Table:
-    total = {name: sum((getattr(part, name) for part in parts), Counter()) for name in _COUNTED}
-    table = Table("mutation", *_COUNTED)
-    for kind in sorted(total["drawn"]):
-        table.add_row(kind, *(str(total[name][kind]) for name in _COUNTED))
-    return table
 
 
 if __name__ == "__main__":

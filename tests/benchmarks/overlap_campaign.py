@@ -1,7 +1,7 @@
 """Wrong programs of the passes of overlap beside the verifier: none that computes another number, or hangs, may pass.
 
 Run: python -m tests.benchmarks.overlap_campaign --count 2000 --seed 0 [--jobs 2] [--family gpt] [--layout ZeRO-1 ...]
-     [--folder FOLDER] [--kept] [--out PAGE]
+     [--folder FOLDER] [--out PAGE]
 
 This is `tests.benchmarks.mutation_campaign` for programs whose collectives lie in the fewest buckets and are
 waited for as late as they may. Mutants (`tests.passes.overlap_mutants`) are wrong in their phases, in the update as it
@@ -80,7 +80,6 @@ OF_OVERLAP = Campaign(
     layouts=tuple(PLANS),
     prove=prove_in_buckets,
     draw=_draw,
-    elsewhere={"sends and receives out of order": "pipelines do not run yet (tests.benchmarks.schedule_campaign)"},
 )
 
 

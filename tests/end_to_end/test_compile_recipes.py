@@ -10,7 +10,7 @@ import torch
 
 import autoshard
 from autoshard import Cluster, Mesh, NotAvailableError, PlanMismatchError, Recipe, RecipeError
-from tests.end_to_end.test_chosen_plans import LLAMA, decoder
+from tests.end_to_end.decoders import LLAMA, decoder
 from tests.end_to_end.test_recipe_plans import ADAMW, SHAPE, trained_alone
 from tests.end_to_end.training import assert_close, whole
 

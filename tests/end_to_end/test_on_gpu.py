@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import autoshard
 from autoshard import Mesh, Recipe
+from tests.end_to_end.decoders import LLAMA, decoder
 from tests.end_to_end.layouts import layouts
-from tests.end_to_end.test_chosen_plans import LLAMA, decoder
 from tests.end_to_end.test_pipelines_mixed import EXPERTS
 from tests.end_to_end.training import assert_equal, train
 from tests.models import MODELS, gpt2, t5, vit

@@ -31,7 +31,7 @@ from passes.prediction.walk_program import walk_program
 from passes.questions.ask import Questions
 from passes.recomputation.plan_before import solution_of
 from passes.strategies.price_nodes import NodePrices
-from tests.end_to_end.test_chosen_plans import LLAMA, decoder
+from tests.end_to_end.decoders import LLAMA, decoder
 from tests.end_to_end.training import assert_close, whole
 from tests.runtime.processes import checked_once, report
 from tests.zoo.table import ARCHITECTURES
