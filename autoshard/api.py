@@ -170,7 +170,7 @@ def plan(
         max_grad_norm: with an optimizer: clip gradients to this norm.
         global_batch: sequences of a step, cut into micro-batches as the plan says. The batch of `example_inputs` may
             then be of any size; None: it is that batch. On a cluster meshes, stages and micro-batches are searched for
-            the step, see docs/plans.md. Where `compile` cannot run the plan, `forecast` says why.
+            the step, see docs/plans.md.
         recipe: plan within this `Recipe`; fields that are None are searched. The fields that are given restrict the
             axes of the mesh: "data", "context", "model" (tensor), "pipeline", "replica" (with `zero_group`), "expert".
             `compile(plan=)` runs the plan.

@@ -10,7 +10,7 @@ import torch
 from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
-from passes.memory.rank_load import ONE_STAGE, RankLoad
+from passes.memory.stage_load import ONE_STAGE, StageLoad
 from passes.planning.restrictions import Roles
 from passes.solver.search_control import SearchControl
 
@@ -51,7 +51,7 @@ class PlanOptions:
     with_baselines: bool = True
     before: Plan | None = None
     micro_batches: int = 1
-    load: RankLoad = ONE_STAGE
+    load: StageLoad = ONE_STAGE
     dispatch: str = "eager"
     recompute: bool = True
     offload: bool = True

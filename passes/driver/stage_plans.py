@@ -1,7 +1,7 @@
 """Plans steps, and calls without gradients, for a pipeline: cuts into stages, searches their specs, predicts the order.
 
 A stage is searched with the memory of its rank: as if all stages there were like it, with as many micro-batches in
-flight as the order has at most (`RankLoad`). Where a rank then exceeds its memory all the same, the limits of its
+flight as the order has at most (`StageLoad`). Where a rank then exceeds its memory all the same, the limits of its
 stages are lowered until it does not.
 """
 
@@ -109,7 +109,7 @@ class StagePlans:
         return self.problems[number]
 
     def lower(
-        self, program: Program, plan: Plan, request: Request, lowered: Sequence[PhasedProgram] = ()
+        self, program: Program, plan: Plan, request: Request, lowered: Mapping[int, PhasedProgram] = NO_PROGRAMS
     ) -> tuple[StagedProgram, list[VerificationReport]]:
         """The stages of a plan, lowered and proven, and the proofs made now; their order is proven before it runs.
 
@@ -210,15 +210,16 @@ class StagePlans:
             if predicted.whole.peak_memory_bytes >= needed:
                 break
             needed = predicted.whole.peak_memory_bytes
-            waiting = []
+            waiting, least = [], dict[Hashable, float]()
             for number, rank in enumerate(order.stage_ranks):
                 limit, has = limits[number], found[number].plan.predicted.peak_memory_bytes
                 is_least = limit is not None and has > limit  # a search within less finds nothing else
                 if over[rank] > 0 and not is_least:
-                    limits[number] = min(has, limit or has) - max(1, over[rank])
+                    form, less = search.forms[number], min(has, limit or has) - max(1, over[rank])
+                    least[form] = min(less, least.get(form, less))
                     waiting.append(number)
             for number in waiting:
-                limits[number] = min(limits[other] for other in search.alike(number) if other in waiting)
+                limits[number] = least[search.forms[number]]
         raise self._does_not_fit(needed, budget, order)
 
     def _does_not_fit(self, needed: float, budget: float | None, order: PipelineOrder) -> DoesNotFitError:

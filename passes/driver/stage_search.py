@@ -22,7 +22,7 @@ from passes.driver.expand_plan import expand_plan
 from passes.driver.planner import Planner
 from passes.lowering.lower_program import prepare
 from passes.lowering.order import Moment, run_at
-from passes.memory.rank_load import RankLoad
+from passes.memory.stage_load import StageLoad
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import whole_outputs
 from passes.strategies.elided import NotAlikeError
@@ -124,11 +124,11 @@ class StageSearch:
             load=self._load(number),
         )
 
-    def _load(self, number: int) -> RankLoad:
+    def _load(self, number: int) -> StageLoad:
         """The most that a rank holds which has a stage like this one."""
         ranks = {self.order.stage_ranks[other] for other in self.alike(number)}
         stages = max(self.order.stage_ranks.count(rank) for rank in ranks)
-        return RankLoad(stages, max(self.in_flight[rank] for rank in ranks))
+        return StageLoad(stages, max(self.in_flight[rank] for rank in ranks))
 
     def _search(self, number: int, limit: float | None) -> StageProgram:
         """A stage within a limit; within the least known memory, where that is more."""

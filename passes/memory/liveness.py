@@ -30,7 +30,7 @@ from enum import StrEnum
 from autoshard.ir.program import InputKind, OutputKind
 from autoshard.ir.staged import crosses_stages
 from autoshard.kernels.optimizers import IN_PLACE
-from passes.memory.rank_load import ONE_STAGE, RankLoad
+from passes.memory.stage_load import ONE_STAGE, StageLoad
 from passes.preparation.insert_hubs import is_gradient_hub
 from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, leaves_program
 
@@ -109,7 +109,7 @@ class Liveness:
     of_micro_batch: Mapping[str, bool] = field(default_factory=dict)
     elided: ElidedLifetimes = ElidedLifetimes()
     micro_batches: int = 1
-    load: RankLoad = ONE_STAGE
+    load: StageLoad = ONE_STAGE
 
     def of(self, space: SearchSpace) -> Liveness:
         """The lifetimes of another search space, of the same step."""
@@ -144,7 +144,7 @@ def find_lifetimes(
     space: SearchSpace,
     state_bytes_per_parameter_byte: float,
     micro_batches: int = 1,
-    load: RankLoad = ONE_STAGE,
+    load: StageLoad = ONE_STAGE,
 ) -> Liveness:
     """The lifetimes of all values and copies of a search space.
 

@@ -20,7 +20,7 @@ from autoshard.graphs.write_in_place import written_in_place
 from autoshard.ir.lowered import LocalSlot, PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import OWNERS, InputKind, OutputKind
-from passes.memory.rank_load import ONE_STAGE, RankLoad
+from passes.memory.stage_load import ONE_STAGE, StageLoad
 from passes.memory.storages import ACTIVATIONS, GRADIENTS, INPUTS, PARAMETERS, PARTS, STATE, Storages, Value
 from passes.strategies.local_units import LocalUnits
 
@@ -49,7 +49,7 @@ def peak_bytes(phased: PhasedProgram, micro_batches: int = 1) -> int:
     return step_memory(phased, micro_batches).peak_bytes
 
 
-def step_memory(phased: PhasedProgram, micro_batches: int = 1, load: RankLoad = ONE_STAGE) -> StepMemory:
+def step_memory(phased: PhasedProgram, micro_batches: int = 1, load: StageLoad = ONE_STAGE) -> StepMemory:
     """Memory in use on each rank at the peak of one call, or of one training step.
 
     Args:

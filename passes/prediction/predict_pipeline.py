@@ -29,8 +29,7 @@ from cost_models.schedule_orders import ActionKind, Rows
 from cost_models.streams import Op, Segment, StreamTimes, overlap_of, simulate_streams
 from passes.memory.pipeline_memory import RankMemory, crossing_bytes, pipeline_memory
 from passes.prediction.predict import HOST, SLOWED, trace_of
-from passes.prediction.segment_step import COPIES
-from passes.prediction.walk_program import ACCUMULATION, walk_program
+from passes.prediction.walk_program import ACCUMULATION, COPIES, walk_program
 from passes.strategies.price_nodes import NodePrices
 
 BUBBLE = "bubble"

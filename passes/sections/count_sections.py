@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -88,17 +88,12 @@ class SectionKernel:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A collective of an axis. `value` is split as before the collective, but for that axis itself.
-
-    `moved` and `reader` name the calls that make the value and that wait for it; no price depends on them.
-    """
+    """A collective of an axis. `value` is split as before the collective, but for that axis itself."""
 
     axis: str
     kind: MoveKind
     value: Sized
     has_weight: bool
-    moved: str = field(default="", compare=False)
-    reader: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +351,7 @@ class _SectionMaker:
                 value = self._base_value(move.value)
                 others = tuple(tuple(name for name in axes if name != axis) for axes in value.splits)
                 value = Sized(value.first, value.step, value.itemsize, value.dtype, others)
-                sent.append(Sent(axis, move.kind, value, self._reads_weight(reader), owner.name, reader.name))
+                sent.append(Sent(axis, move.kind, value, self._reads_weight(reader)))
         return sent
 
     def _base_value(self, key: _Key) -> Sized:

@@ -36,7 +36,7 @@ _WHERE = ("all", "core", "tail")
 
 
 @dataclass(frozen=True, slots=True)
-class _Group:
+class _KernelGroup:
     """Kernels of a phase, without their names, whose price depends on the same axes.
 
     Args:
@@ -51,7 +51,7 @@ class _Group:
 
 
 @dataclass(frozen=True, slots=True)
-class _Held:
+class _SectionValues:
     """The values of a section by shape.
 
     Args:
@@ -72,7 +72,7 @@ class _Parts:
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
-    held: _Held
+    held: _SectionValues
     axes: tuple[str, ...]
 
 
@@ -88,8 +88,8 @@ class SectionPricer:
     precision: str
     separate_experts: bool
     _parts: dict[object, _Parts] = field(default_factory=dict)
-    _groups: dict[_Group, int] = field(default_factory=dict)
-    _by_number: list[_Group] = field(default_factory=list)
+    _groups: dict[_KernelGroup, int] = field(default_factory=dict)
+    _by_number: list[_KernelGroup] = field(default_factory=list)
     _busy: dict[tuple[object, ...], tuple[Busy, ...]] = field(default_factory=dict)
     _sizes: dict[tuple[object, ...], SectionSizes] = field(default_factory=dict)
     _prices: dict[tuple[object, ...], SectionPrice] = field(default_factory=dict)
@@ -159,7 +159,7 @@ class SectionPricer:
             found.setdefault(alike, []).append((replace(kernel, name=""), parts))
         numbers = []
         for (axes, varies), kernels in found.items():
-            group = _Group(tuple(kernels), axes, varies)
+            group = _KernelGroup(tuple(kernels), axes, varies)
             if group not in self._groups:
                 self._groups[group] = len(self._by_number)
                 self._by_number.append(group)
@@ -170,7 +170,7 @@ class SectionPricer:
 _ALONE = {"tensor": 1, "context": 1, EXPERT: 1}
 
 
-def _group_price(group: _Group, setting: Setting, sizes: Sizes, precision: str) -> tuple[Busy, ...]:
+def _group_price(group: _KernelGroup, setting: Setting, sizes: Sizes, precision: str) -> tuple[Busy, ...]:
     """What a group takes in each part of the phase."""
     total = [Busy() for _ in _WHERE]
     for kernel, parts in group.kernels:
@@ -184,7 +184,7 @@ def _axes_in(items: Iterable[Sized]) -> set[str]:
     return {axis for item in items for axes in item.splits for axis in axes}
 
 
-def _held(section: Section, *, is_narrow: bool) -> _Held:
+def _held(section: Section, *, is_narrow: bool) -> _SectionValues:
     saved = [_whole(replace(item.value, itemsize=1) if is_narrow and item.is_operand else item.value)
              for item in section.saved]  # fmt: skip
     core = [value for value, item in zip(saved, section.saved, strict=True) if item.is_core]
@@ -201,10 +201,10 @@ def _held(section: Section, *, is_narrow: bool) -> _Held:
         return np.array([[count[value] for value in values] for count in counts], dtype=np.int64)
 
     matrices = sum(len(value.first) > 1 for value in dense)
-    return _Held(values, table(kept), table([dense, expert]), matrices)
+    return _SectionValues(values, table(kept), table([dense, expert]), matrices)
 
 
-def _held_sizes(held: _Held, batch: int, sizes: Sizes) -> dict[str, int]:
+def _held_sizes(held: _SectionValues, batch: int, sizes: Sizes) -> dict[str, int]:
     """The fields of `SectionSizes`."""
     shapes = [value.local_bytes(batch, sizes) for value in held.values]
     saved, core, entering, *workspaces = (held.kept @ np.array(shapes, dtype=np.int64)).tolist()

@@ -11,7 +11,7 @@ from passes.driver.plan_of_choice import memory_of_choice
 from passes.driver.plan_options import PlanOptions
 from passes.memory.storages import ACTIVATIONS, GRADIENTS, PARAMETERS, PARTS, STATE
 from tests.passes.blocks import blocks_program, peak_of, perceptron_program, problem_of
-from tests.passes.prediction.test_segment_step import drawn_choice
+from tests.passes.drawn_choices import drawn_choice
 
 LINE, SQUARE, THREE = Mesh({"x": 2}), Mesh({"x": 2, "y": 2}), Mesh({"x": 3})
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class RankLoad:
+class StageLoad:
     """The load of a rank.
 
     Args:
@@ -22,5 +22,5 @@ class RankLoad:
     in_flight: int = 1
 
 
-ONE_STAGE = RankLoad()
+ONE_STAGE = StageLoad()
 """One stage, and one micro-batch at a time: any program without stages."""
