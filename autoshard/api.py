@@ -35,7 +35,6 @@ from autoshard.ir.verification_report import VerificationReport
 from autoshard.runtime.sharded_module import ShardedModule
 from autoshard.runtime.train_step import TrainStep
 from cost_models.hardware import Cluster
-from cost_models.step import StepModel
 
 
 @seldom_collecting
@@ -171,7 +170,7 @@ def plan(
         max_grad_norm: with an optimizer: clip gradients to this norm.
         global_batch: sequences of a step, cut into micro-batches as the plan says. The batch of `example_inputs` may
             then be of any size; None: it is that batch. On a cluster meshes, stages and micro-batches are searched for
-            the step, see docs/plans.md. Where `compile` cannot run the plan, `forecast` says why.
+            the step, see docs/plans.md.
         recipe: plan within this `Recipe`; fields that are None are searched. The fields that are given restrict the
             axes of the mesh: "data", "context", "model" (tensor), "pipeline", "replica" (with `zero_group`), "expert".
             `compile(plan=)` runs the plan.
@@ -226,7 +225,6 @@ def price(
     *,
     example_inputs: ExampleInputs,
     loss_fn: LossFunction | None = None,
-    step_model: StepModel | None = None,
     runtime: str | Runtime | None = None,
     optimizer: str = "adamw",
     precision: str = "bf16",
@@ -251,7 +249,6 @@ def price(
         optimizer: "sgd", "sgd_momentum", "adam" or "adamw": whose state takes memory and bandwidth.
         precision: of matrix products inside blocks: "bf16", "f16", "f8" or "f32".
         global_batch: sequences of a step, over all replicas; None: one micro-batch for each.
-        step_model: how kernels and collectives do in a step, beside how they do alone; default: as in published runs.
 
     Returns:
         A plan on the recipe's mesh, with `predicted` filled in. It says where the program's values lie, for one block
@@ -278,7 +275,6 @@ def price(
         recipe,
         example_inputs=example_inputs,
         loss_fn=loss_fn,
-        step_model=step_model,
         runtime=runtime,
         optimizer=optimizer,
         precision=precision,

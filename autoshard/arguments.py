@@ -110,9 +110,8 @@ def checked_plan(plan: Any) -> Plan | None:
     if found.runs:
         return found
     words = "" if found.recipe is None else f" ({found.recipe.words})"
-    why = f" ({found.forecast})" if found.forecast else ""
     raise PlanMismatchError(
-        f"The plan prices a recipe{words} under runtime={found.runtime!r}, and is for reading and comparing{why}. "
+        f"The plan prices a recipe{words} under runtime={found.runtime!r}, and is for reading and comparing. "
         "Plan with autoshard.plan(model, cluster, recipe=...): that plan runs. Or leave plan= out: compile then "
         "searches the specs itself."
     )

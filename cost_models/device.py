@@ -57,6 +57,11 @@ class AttentionKernel:
     forward: AttentionCurve
     backward: AttentionCurve
 
+    def slowed(self, factor: float) -> AttentionKernel:
+        """The same kernel where it takes `factor` times as long."""
+        both = (replace(each, efficiency=each.efficiency / factor) for each in (self.forward, self.backward))
+        return AttentionKernel(*both)
+
 
 @dataclass(frozen=True, slots=True)
 class HostLink:
@@ -81,8 +86,9 @@ class Device:
         matmul: see `MatmulCurve`.
         attention_efficiency: fraction of peak that attention reaches where no kernel's curve is known (a CPU).
         attention: fused attention kernels that the device has, by name; the first is the one that is used.
-        dispatch_s: host's time to issue one operator, by how it is issued: "eager" (PyTorch's dispatcher), "compiled"
-            (a generated wrapper), "graph" (a captured CUDA graph). Empty where operators are not issued ahead (a CPU).
+        dispatch_s: host's time to issue one operator, by how it is issued: "eager" (PyTorch's dispatcher), "graph" (a
+            captured CUDA graph), "blocking" (the host waits for each). Empty where operators are not issued ahead (a
+            CPU).
         throughput: measured curves of kernels by the operator's name, and of all others as "memory": see
             `cost_models.throughput`. Empty where bandwidth and the curves above say it (a GPU).
         host_link: the way to the host's memory; None where the device's memory is the host's (a CPU), or it is unknown.
@@ -145,6 +151,19 @@ class Device:
                 f"Add [attention.{kernel}.forward.*] and [attention.{kernel}.backward.*] to its architecture's file."
             )
         return replace(self, attention={kernel: self.attention[kernel]} | dict(self.attention))
+
+    def slowed(self, factor: float) -> Device:
+        """The same device whose kernels take `factor` times as long; its peak is the same."""
+        if factor == 1:
+            return self
+        products = {name: share / factor for name, share in self.matmul.efficiency.items()}
+        return replace(
+            self,
+            memory_efficiency=self.memory_efficiency / factor,
+            matmul=replace(self.matmul, efficiency=products),
+            attention_efficiency=self.attention_efficiency / factor,
+            attention={name: kernel.slowed(factor) for name, kernel in self.attention.items()},
+        )
 
     def dispatch(self, how: str) -> float:
         """Seconds of host time per operator issued; 0 where the device is its own host. Raises UnknownHardwareError."""

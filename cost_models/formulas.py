@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import product
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -39,14 +40,6 @@ def ceil_div(size: Size, pieces: Size) -> Size:
     return sympy.ceiling(size / pieces)
 
 
-def product_of(sizes: Sequence[Size]) -> Size:
-    """Their product."""
-    result: Any = 1
-    for size in sizes:
-        result *= size
-    return result
-
-
 def grid(axes: Sequence[Sequence[Any]]) -> list[Any]:
     """All points of a grid, one of `axes` for each symbol."""
     return list(product(*axes))
@@ -75,7 +68,7 @@ def interpolate(symbols: Sequence[sympy.Symbol], axes: Sequence[Sequence[Any]], 
     for size in axes[0]:
         rest = {point[1:]: value for point, value in values.items() if point[0] == size}
         others = [other for other in axes[0] if other != size]
-        basis = product_of([(symbols[0] - other) / sympy.sympify(size - other) for other in others])
+        basis = prod([(symbols[0] - other) / sympy.sympify(size - other) for other in others])
         total += basis * interpolate(symbols[1:], axes[1:], rest)
     return sympy.expand(total)
 
@@ -95,21 +88,9 @@ def published(formula: Size, *, even: bool = False) -> sympy.Expr:
     """
     exact: Any = sympy.nsimplify(sympy.sympify(formula), rational=True)
     if even:
-        exact = _without_rounding(exact)
+        exact = exact.replace(sympy.ceiling, lambda inner: inner)
     plain = {symbol: sympy.Symbol(symbol.name) for symbol in exact.free_symbols if isinstance(symbol, sympy.Symbol)}
     return sympy.expand(exact).xreplace(plain)
-
-
-def _without_rounding(formula: sympy.Expr) -> sympy.Expr:
-    bare: Any = formula.replace(sympy.ceiling, lambda inner: inner)
-    bare = bare.replace(sympy.floor, lambda inner: inner)
-    return bare.replace(sympy.Max, lambda *items: _larger(items))
-
-
-def _larger(items: Sequence[sympy.Expr]) -> sympy.Expr:
-    """Max(1, x) is x where all is even."""
-    rest = [item for item in items if item != 1]
-    return rest[0] if len(rest) == 1 else sympy.Max(*rest)
 
 
 def vectorise(formula: sympy.Expr) -> Callable[..., NDArray[np.float64]]:

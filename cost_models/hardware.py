@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Required, Self, TypedDict, Unpack
 
@@ -20,13 +20,14 @@ from cost_models import constants
 from cost_models.constants import Constant, HardwareFile
 from cost_models.device import Device, MatmulCurve, device, device_numbers, read_device
 from cost_models.errors import HardwareFileError, TopologyError, UnknownHardwareError
+from cost_models.link_files import link_numbers, read_link
+from cost_models.step import ALONE, InStep
+from cost_models.step import in_step as fitted
 from cost_models.topology import (
     SWITCHED,
     GroupLinks,
     Link,
-    MeasuredCollective,
     NodeWiring,
-    Protocol,
     Wiring,
     group_links,
 )
@@ -189,6 +190,7 @@ class Cluster:
         node: a node type's name ("h100_sxm") or a `NodeType`.
         nodes: number of nodes.
         devices_per_node: devices used in each; the node type's own number if None.
+        in_step: how kernels and collectives do in a step; default: of several GPUs the fitted factors, else `ALONE`.
 
     Raises:
         UnknownHardwareError: no such node type, or several nodes of a type without a network.
@@ -202,8 +204,21 @@ class Cluster:
     node: NodeType
     nodes: int
     devices_per_node: int
+    in_step: InStep = field(init=False)
+    device: Device = field(init=False, repr=False, compare=False)
+    """The device that every rank has, as fast as it is in a step."""
+    intra: Link = field(init=False, repr=False, compare=False)
+    """The fabric in a node, as collectives of a step use it."""
+    inter: Link | None = field(init=False, repr=False, compare=False)
+    """The network, likewise."""
 
-    def __init__(self, node: str | NodeType, nodes: int = 1, devices_per_node: int | None = None) -> None:
+    def __init__(
+        self,
+        node: str | NodeType,
+        nodes: int = 1,
+        devices_per_node: int | None = None,
+        in_step: InStep | None = None,
+    ) -> None:
         if not isinstance(node, str | NodeType):
             raise UnknownHardwareError(f"node={node!r} is a {type(node).__name__}; pass the name of a node type.")
         kind = node_type(node) if isinstance(node, str) else node
@@ -212,6 +227,12 @@ class Cluster:
         object.__setattr__(self, "node", kind)
         object.__setattr__(self, "nodes", nodes)
         object.__setattr__(self, "devices_per_node", per_node)
+        is_group = nodes * per_node > 1 and bool(kind.device.dispatch_s)
+        factors = in_step or (fitted() if is_group else ALONE)
+        object.__setattr__(self, "in_step", factors)
+        object.__setattr__(self, "device", kind.device.slowed(factors.kernels))
+        object.__setattr__(self, "intra", replace(kind.intra, ramp_bytes=factors.ramp * kind.intra.ramp_bytes))
+        object.__setattr__(self, "inter", kind.inter and kind.inter.slowed(factors.network))
 
     @classmethod
     def of(cls, unit: str | Device, devices: int, **parts: Unpack[NodeParts]) -> Self:
@@ -246,11 +267,6 @@ class Cluster:
         return cls(node, devices // per_node)
 
     @property
-    def device(self) -> Device:
-        """The device that every rank has."""
-        return self.node.device
-
-    @property
     def name(self) -> str:
         """As the command line reads it, "h100_sxm:8x8"."""
         return f"{self.node.name}:{self.nodes}x{self.devices_per_node}"
@@ -269,7 +285,7 @@ class Cluster:
     def group_links(self, mesh_axes: Mapping[str, int], axes: tuple[str, ...]) -> GroupLinks:
         """The links that a group over several axes jointly uses (a reshard over ("data", "model"))."""
         shape, node = tuple(mesh_axes.items()), self.node
-        places = (self.nodes, self.devices_per_node, node.intra, node.inter, node.wiring, node.devices_per_node)
+        places = (self.nodes, self.devices_per_node, self.intra, self.inter, node.wiring, node.devices_per_node)
         return group_links(shape, axes, *places)
 
     @classmethod
@@ -288,9 +304,9 @@ class Cluster:
     def to_file(self, source: str, date: str) -> HardwareFile:
         """What `of_file` reads back; `source` and `date` (ISO) say where its numbers come from."""
         items = {key: Constant(value, unit, source, date) for key, (value, unit) in _cluster_numbers(self).items()}
-        texts = {"name": self.node.name, "device": self.device.name, "layout": self.node.wiring.layout.value}
-        if self.device.attention:
-            texts["attention_kernel"] = next(iter(self.device.attention))
+        texts = {"name": self.node.name, "device": self.node.device.name, "layout": self.node.wiring.layout.value}
+        if self.node.device.attention:
+            texts["attention_kernel"] = next(iter(self.node.device.attention))
         return HardwareFile(texts, items, self.name)
 
     def save(self, path: str | Path, *, source: str, date: str) -> None:
@@ -394,52 +410,6 @@ def _check_network(link: Link, wiring: Wiring) -> None:
         )
 
 
-_LINK_FIELDS = {  # key in a file: (field of Link, unit)
-    "bandwidth": ("bandwidth_bytes_per_s", "B/s"),
-    "efficiency": ("efficiency", "1"),
-    "in_network_efficiency": ("in_network_efficiency", "1"),
-    "latency": ("latency_s", "s"),
-    "start": ("start_s", "s"),
-    "ramp": ("ramp_bytes", "B"),
-    "reduce_scatter_phases": ("reduce_scatter_phases", "1"),
-}
-_PROTOCOL_FIELDS = {  # key in a file: (field of Protocol, unit)
-    "bandwidth_share": ("bandwidth_share", "1"),
-    "latency": ("latency_s", "s"),
-    "start": ("start_s", "s"),
-}
-
-_MEASURED_FIELDS = {  # key in a file: (field of MeasuredCollective, unit)
-    "start": ("start_s", "s"),
-    "latency": ("latency_s", "s"),
-    "bandwidth": ("bandwidth_bytes_per_s", "B/s"),
-}
-
-
-def read_link(file: HardwareFile, prefix: str = "") -> Link:
-    """The link of a file whose keys begin so. Raises HardwareFileError."""
-    numbers = {name: file.number(f"{prefix}{key}", unit) for key, (name, unit) in _LINK_FIELDS.items()}
-    below = f"{prefix}protocol."
-    names = dict.fromkeys(path[len(below) :].split(".")[0] for path in file.constants if path.startswith(below))
-    measured = f"{prefix}measured."
-    known = dict.fromkeys(path[len(measured) :].split(".")[0] for path in file.constants if path.startswith(measured))
-    return Link(
-        **numbers,
-        protocols=tuple(_protocol(file, below, name) for name in names),
-        measured=tuple(_measured(file, measured, name) for name in known),
-    )
-
-
-def _measured(file: HardwareFile, below: str, name: str) -> MeasuredCollective:
-    fields = {field: file.number(f"{below}{name}.{key}", unit) for key, (field, unit) in _MEASURED_FIELDS.items()}
-    return MeasuredCollective(name, **fields)
-
-
-def _protocol(file: HardwareFile, below: str, name: str) -> Protocol:
-    fields = {field: file.number(f"{below}{name}.{key}", unit) for key, (field, unit) in _PROTOCOL_FIELDS.items()}
-    return Protocol(name, **fields)
-
-
 def _wiring(file: HardwareFile, prefix: str = "") -> Wiring:
     text = file.texts.get("layout", NodeWiring.SWITCH.value)
     if text not in {layout.value for layout in NodeWiring}:
@@ -466,25 +436,13 @@ def _network_wiring(file: HardwareFile, wiring: Wiring, prefix: str = "") -> Wir
     )
 
 
-def link_numbers(prefix: str, link: Link) -> dict[str, tuple[float, str]]:
-    """What `read_link` reads: values with their units."""
-    numbers = {f"{prefix}{key}": (getattr(link, name), unit) for key, (name, unit) in _LINK_FIELDS.items()}
-    for protocol in link.protocols:
-        for key, (name, unit) in _PROTOCOL_FIELDS.items():
-            numbers[f"{prefix}protocol.{protocol.name}.{key}"] = (getattr(protocol, name), unit)
-    for measured in link.measured:
-        for key, (name, unit) in _MEASURED_FIELDS.items():
-            numbers[f"{prefix}measured.{measured.name}.{key}"] = (getattr(measured, name), unit)
-    return numbers
-
-
 def _cluster_numbers(cluster: Cluster) -> dict[str, tuple[float, str]]:
     node, wiring = cluster.node, cluster.node.wiring
     numbers: dict[str, tuple[float, str]] = {
         "nodes": (cluster.nodes, "nodes"),
         "devices_per_node": (node.devices_per_node, "devices"),
         "used_devices_per_node": (cluster.devices_per_node, "devices"),
-        **device_numbers(cluster.device),
+        **device_numbers(node.device),
         **link_numbers("intra.", node.intra),
         "intra.cards_per_collective": (wiring.cards_per_collective, "devices"),
         "inter.devices_per_nic": (wiring.devices_per_nic, "devices"),

@@ -87,6 +87,19 @@ def overlap_of(cluster: Cluster) -> Overlap | None:
     return Overlap(slowdown=_number("network_slowdown")) if cluster.nodes > 1 else None
 
 
+def beside(computation_s: float, communication_s: float) -> float:
+    """Seconds of computation and communication that run side by side.
+
+    max(communication, computation + slowdown * min(computation, communication))
+    """
+    return max(communication_s, computation_s + slowed(computation_s, communication_s))
+
+
+def slowed(computation_s: float, communication_s: float) -> float:
+    """Seconds that computation takes longer for the communication beside it."""
+    return measured_slowdown() * min(computation_s, communication_s)
+
+
 @lru_cache(maxsize=1)
 def measured_slowdown() -> float:
     """The published mean, from `data/runtime/overlap.toml`."""

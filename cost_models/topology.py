@@ -59,6 +59,14 @@ class Link:
         speeds = (self.bandwidth_bytes_per_s, self.efficiency, self.in_network_efficiency, self.ramp_bytes)
         return (*speeds, self.start_s, self.latency_s, *short)
 
+    def slowed(self, factor: float) -> Link:
+        """The same link where collectives take `factor` times as long."""
+        short = tuple(
+            replace(each, latency_s=each.latency_s * factor, start_s=each.start_s * factor) for each in self.protocols
+        )
+        latency_s, start_s = self.latency_s * factor, self.start_s * factor
+        return replace(self.scaled(1 / factor), latency_s=latency_s, start_s=start_s, protocols=short)
+
     def scaled(self, factor: float) -> Link:
         """The same link with `factor` times its bandwidth."""
         return replace(self, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s * factor)

@@ -16,7 +16,7 @@ from tests.samples import spread
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("autoshard", "cost_models", "passes")
 MAX_LINES = 500
-MAX_SHARED_NAMES = 13
+MAX_SHARED_NAMES = 11
 """Class names that may still stand for two or more things; each rename lowers the number."""
 
 _IR = ("autoshard.errors", "autoshard.ir")

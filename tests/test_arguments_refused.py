@@ -443,7 +443,6 @@ def test_a_file_that_holds_no_plan(tmp_path: Path) -> None:
         ({"cluster": "h100"}, "were given 'h100': pass a Cluster"),
         ({"cluster": MESH}, "pass a Cluster"),
         ({"model": "gpt"}, "model='gpt' is a str; pass a torch.nn.Module"),
-        ({"step_model": 3}, "step_model=3 is a int; pass a cost_models.step.StepModel"),
     ],
 )
 def test_price(model: nn.Module, options: dict[str, Any], words: str) -> None:

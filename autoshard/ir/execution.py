@@ -114,16 +114,6 @@ class Execution(Recipe):
         """Whether each micro-batch's gradients are reduced at once, as a rank keeps its shard of the sum only."""
         return self.zero == 3 or (self.zero == 2 and self.micro_batches > 1)
 
-    @property
-    def gathers_once(self) -> bool:
-        """Whether a micro-batch's backward reads what ZeRO-3 gathered for its forward."""
-        return self.runtime.compiled and self.recompute != "full"
-
-    @property
-    def reduces_late(self) -> bool:
-        """Whether gradients are summed over micro-batches, and the sum is reduced beside the update."""
-        return self.runtime.compiled and self.micro_batches > 1 and not self.reduces_each
-
     def _batch_words(self) -> str:
         return f"{self.micro_batches} micro-batch{'es' * (self.micro_batches > 1)} of {self.micro_batch}"
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 """The version that files have; a file of another version is refused."""
 
 _Specs = tuple[PartitionSpec, ...]
@@ -115,7 +115,6 @@ class Plan:
             ones behind them; all else is of the whole model. The plan's program is the one without these blocks.
         recipe: the recipe within which it was searched, or that it prices; None: all specs were searched.
         runtime: what runs it: "autoshard", that is `compile`; otherwise the plan is a price, see `autoshard.Runtime`.
-        forecast: why it is a price alone, where `autoshard.plan` was asked for a plan that `compile` runs; else "".
         micro_batches: how many a step has; `inputs` and `nodes` are of one.
         was_interrupted: whether Ctrl-C ended the search: it is the best until then.
         was_cut: whether time_budget_s did: with more time, or on a faster machine, it may be another.
@@ -149,7 +148,6 @@ class Plan:
     repeats: tuple[Repeat, ...] = ()
     recipe: Recipe | None = None
     runtime: str = AUTOSHARD
-    forecast: str = ""
     micro_batches: int = 1
     was_interrupted: bool = False
     was_cut: bool = False
@@ -396,7 +394,6 @@ class Plan:
             "baselines": dict(self.baselines),
             "recipe": None if self.recipe is None else asdict(self.recipe),
             "runtime": self.runtime,
-            "forecast": self.forecast,
             "micro_batches": self.micro_batches,
             "was_interrupted": self.was_interrupted,
             "was_cut": self.was_cut,

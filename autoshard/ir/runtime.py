@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 from autoshard.errors import NotAvailableError
 from autoshard.ir.recipe import check_choice, check_count, check_flag
+from cost_models.schedule_orders import SCHEDULES
 
 AUTOSHARD = "autoshard"
 """The runtime of `autoshard.compile`: what it does is read off the lowered program, not said by a profile."""
@@ -42,12 +43,12 @@ class Runtime:
             under ZeRO-3.
         listed_collectives: gathers and scatters go through lists of a tensor for each rank, which the host copies one
             by one (torch.distributed.all_gather before torch 1.10).
-        fused: chains of memory-bound operators run as one kernel each, and so does the optimizer.
-        compiled: the step is one program, as `autoshard.compile` runs it. Parameters lie in the optimizer's own type.
-            ZeRO-1 and -2 gather them in that type, beside the update. Gradients of several micro-batches are reduced
-            beside the update too, but for ZeRO-2 and -3. ZeRO-3 gathers again only for what is computed again.
+        fused: chains of memory-bound operators run as one kernel each. The optimizer always does.
         cuda_graph: kernels are launched from a captured graph.
+        schedules: of pipelines that it has, by the names of `Recipe.schedule`; (): all. A search proposes no other.
+        zero_stages: ZeRO stages that it has; `zero_in_pipelines`: of these, the stages that it has with a pipeline.
         blocking_launches: the host waits for each kernel before it issues the next (CUDA_LAUNCH_BLOCKING=1).
+        offloads_in_pipelines: whether activations may go to the host with a pipeline.
 
     Raises:
         RecipeError: a field has no such value; names it.
@@ -73,17 +74,27 @@ class Runtime:
     bucket_bytes: int = 200_000_000
     listed_collectives: bool = False
     fused: bool = True
-    compiled: bool = False
     cuda_graph: bool = False
     blocking_launches: bool = False
+    schedules: tuple[str, ...] = ()
+    zero_stages: tuple[int, ...] = (0, 1, 2, 3)
+    zero_in_pipelines: tuple[int, ...] = (0, 1, 2, 3)
+    offloads_in_pipelines: bool = True
 
     def __post_init__(self) -> None:
         check_count("bucket_bytes", self.bucket_bytes)
         check_choice("gradient_dtype", self.gradient_dtype, GRADIENT_DTYPES)
+        for name in self.schedules:
+            check_choice("schedules", name, tuple(SCHEDULES))
+        for stage in (*self.zero_stages, *self.zero_in_pipelines):
+            check_choice("zero", stage, (0, 1, 2, 3))
         for item in fields(self):
             if item.type == "bool":
                 check_flag(item.name, getattr(self, item.name))
 
+
+OURS = Runtime(name=AUTOSHARD, early_stop=True, bucket_bytes=10**12, fused=False)
+"""Our own runtime where recipes are ranked before their programs are there; their prices are read off those."""
 
 USUAL = Runtime(name=MEGATRON)
 """The choices of most frameworks; its prices are named after Megatron-LM."""
@@ -91,12 +102,34 @@ USUAL = Runtime(name=MEGATRON)
 RUNTIMES: Mapping[str, Runtime] = {
     runtime.name: runtime
     for runtime in (
-        # Megatron Core 0.15: p2p overlap, a product of cuBLAS for each expert
-        Runtime(name=MEGATRON, overlap_pipeline=True, separate_experts=True),
-        # torch 2.13, torch/distributed/fsdp: a block's parameters at a time, checkpoints that are not reentrant, eager
-        Runtime(name="fsdp2", early_stop=True, bucket_bytes=10**12, fused=False),
-        # DeepSpeed 0.17, runtime/bf16_optimizer.py and runtime/zero/config.py: gradients beside their sum, 5e8 elements
-        Runtime(name="deepspeed", separate_sum=True, overlap_tensor=False, bucket_bytes=10**9, fused=False),
+        # Megatron Core 0.15: p2p overlap, a product of cuBLAS for each expert. Experts' exchanges overlap another
+        # micro-batch (overlap_moe_expert_parallel_comm) and go by DeepEP (moe_token_dispatcher_type "flex"). Schedules:
+        # pipeline_parallel/schedules.py. The distributed optimizer is ZeRO-1; Megatron-FSDP's ZeRO-2 and -3, and
+        # offloaded activations (cpu_offloading_num_layers), have no pipeline.
+        Runtime(
+            name=MEGATRON,
+            overlap_pipeline=True,
+            overlap_expert=True,
+            merged_dispatch=True,
+            separate_experts=True,
+            schedules=("1F1B", "Interleaved1F1B"),
+            zero_in_pipelines=(0, 1),
+            offloads_in_pipelines=False,
+        ),
+        # torch 2.13, torch/distributed/fsdp: a block's parameters at a time, checkpoints that are not reentrant, eager;
+        # DistributedDataParallel, and fully_shard that frees parameters after the forward or keeps them
+        Runtime(name="fsdp2", early_stop=True, bucket_bytes=10**12, fused=False, zero_stages=(0, 2, 3)),
+        # DeepSpeed 0.17, runtime/bf16_optimizer.py, zero/config.py: gradients beside their sum, pieces of 5e8 elements;
+        # runtime/pipe/engine.py: "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism", one schedule
+        Runtime(
+            name="deepspeed",
+            separate_sum=True,
+            overlap_tensor=False,
+            bucket_bytes=10**9,
+            fused=False,
+            schedules=("1F1B",),
+            zero_in_pipelines=(0, 1),
+        ),
     )
 }
 """Runtimes by name, as their defaults are; sources beside each."""

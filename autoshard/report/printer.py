@@ -134,9 +134,9 @@ def running_lines(plan: Plan) -> list[str]:
     if plan.offload.host_bytes:
         size, time = format_bytes(plan.offload.host_bytes), format_time(plan.offload.time_s)
         lines.append(f"Offload: {size} on the host for each device, at most; {time} of a step's copies are waited for.")
-    why = plan.forecast or ("" if plan.recipe is None else plan.recipe.without_program)
-    if why:
-        return [*lines, f"A forecast, which compile does not run: {why}."]
+    if plan.recipe is not None and plan.recipe.without_program:
+        lacking = plan.recipe.without_program
+        return [*lines, f"The price of a run under runtime={plan.runtime!r}. compile has no program for {lacking}."]
     return [
         *lines,
         f"The price of a run under runtime={plan.runtime!r}. For compile, plan with recipe=plan.recipe.",

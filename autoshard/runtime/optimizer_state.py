@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -114,6 +115,8 @@ def _held_bytes(state: Mapping[str, Any]) -> int:
 def named_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     """The torch optimizer of that name ("adamw", "SGD") with its default options, over `parameters` if there are any.
 
+    "sgd_momentum" is SGD with a momentum of 0.9.
+
     Raises:
         TraceError: torch.optim has no optimizer of this name, or it refuses these parameters.
     """
@@ -122,6 +125,7 @@ def named_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.opti
         for key, kind in vars(torch.optim).items()
         if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and key != "Optimizer"
     }
+    known["sgd_momentum"] = partial(torch.optim.SGD, momentum=0.9)
     if name.lower() not in known:
         raise TraceError(f"optimizer={name!r} is not in torch.optim; use one of {', '.join(sorted(known))}.")
     try:

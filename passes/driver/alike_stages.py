@@ -89,7 +89,7 @@ def rename_slots(phased: PhasedProgram, alike: Program, stage: Program) -> Phase
     """The program of an alike stage, with the names of a stage's own slots; its graphs are the same objects."""
     taken, given = _slot_names(alike, stage)
     lowered = phased.lowered
-    inputs = tuple(_named(slot, taken[slot.slot.kind, slot.slot.name]) for slot in lowered.inputs)
+    inputs = tuple(_named(slot, taken[slot.slot.kind.value, slot.slot.name]) for slot in lowered.inputs)
     outputs = tuple(
         _named(slot, given[_key(slot.slot)].removeprefix(f"{slot.slot.kind.value} ")) for slot in lowered.outputs
     )
@@ -119,6 +119,6 @@ def _same_places(alike: Program, stage: Program) -> dict[str, str]:
 
 def _slot_names(alike: Program, stage: Program) -> tuple[dict[tuple[str, str], str], dict[str, str]]:
     """Kind and name of an input slot to the name of that at its place; a result's key to the other's key."""
-    taken = {(one.kind, one.name): other.name for one, other in zip(alike.inputs, stage.inputs, strict=True)}
+    taken = {(one.kind.value, one.name): other.name for one, other in zip(alike.inputs, stage.inputs, strict=True)}
     given = {_key(one): _key(other) for one, other in zip(alike.outputs, stage.outputs, strict=True)}
     return taken, given

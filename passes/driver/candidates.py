@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils import _pytree as pytree
 
@@ -20,7 +19,6 @@ from autoshard.runtime.micro_batches import batch_size
 from cost_models.hardware import Cluster
 from cost_models.schedule_orders import admits
 from passes.driver.pipelines import whole_mesh
-from passes.driver.planning_time import planning_s
 from passes.planning.recipe_meshes import (
     DATA,
     EXPERT,
@@ -44,8 +42,9 @@ class Candidate:
         proposal: the recipe whose mesh it has.
         is_spare: planned only where no candidate before it has a plan.
         is_for_memory: planned only where each plan before it recomputes or offloads.
-        needed_s: seconds that planning its stages takes, about; it is not planned where that is more than there is.
-        slowest_s: the longest step of a plan whose search the time budget has cut.
+        exact: the whole recipe, within which it is planned where the time budget cuts its search and the step is longer
+            than `slowest_s`.
+        slowest_s: see `exact`.
     """
 
     meshes: Sequence[Mesh]
@@ -54,7 +53,7 @@ class Candidate:
     proposal: Recipe | None = None
     is_spare: bool = False
     is_for_memory: bool = False
-    needed_s: float = 0.0
+    exact: Recipe | None = None
     slowest_s: float = float("inf")
 
     @property
@@ -97,9 +96,8 @@ def candidates_of(
 _FREE = ("zero", "sequence_parallel", "recompute", "offload")
 """Fields that the search over specs decides, at its own prices, where no constraint does."""
 
-_MOST_SHAPES, _NEAR, _SHARE_OF_OTHERS = 3, 1.5, 0.5
-"""Most recipes that are planned; how much slower than the fastest one a recipe may be; the part of the time budget that
-all of them may take."""
+_MOST_SHAPES, _NEAR = 3, 1.5
+"""Most recipes that are planned, and how much slower than the fastest one a recipe may be."""
 
 _AXES_IN_TIME = 2
 """Axes of a mesh on which all specs are searched in time; on more axes the recipe restricts them."""
@@ -112,30 +110,27 @@ def shape_of(recipe: Recipe, fixed: Mapping[str, object]) -> Recipe:
 
 
 def candidates_found(
-    found: Sequence[FoundRecipe],
-    fixed: Mapping[str, object],
-    model: nn.Module,
-    cluster: Cluster,
-    global_batch: int,
-    time_budget_s: float,
+    found: Sequence[FoundRecipe], fixed: Mapping[str, object], cluster: Cluster, global_batch: int
 ) -> Iterator[Candidate]:
     """The candidates of the recipes that the outer search found, the fastest first.
+
+    Stages of one recipe alone are planned, unless it has no plan.
 
     Args:
         found: recipes, each with its price.
         fixed: fields that constraints decide.
-        model, cluster, global_batch, time_budget_s: of the call.
+        cluster, global_batch: of the call.
     """
-    shapes: dict[Recipe, float] = {}
+    shapes: dict[Recipe, tuple[Recipe, float]] = {}
     for each in sorted(found, key=lambda each: each.objective):
         if each.recipe is not None:
-            shapes.setdefault(shape_of(each.recipe.recipe, fixed), each.objective)
-    least_s, all_s = min(shapes.values(), default=0.0), 0.0
-    for number, (shape, step_s) in enumerate(shapes.items()):
-        needed_s = planning_s(model, in_stages=is_several(shape.pipeline))
-        all_s += needed_s
-        is_late = all_s > _SHARE_OF_OTHERS * time_budget_s
-        is_spare = number > 0 and (is_late or step_s > _NEAR * least_s or number >= _MOST_SHAPES)
+            recipe = each.recipe.recipe
+            shapes.setdefault(shape_of(recipe, fixed), (recipe, each.objective))
+    least_s, has_stages = min((step_s for _, step_s in shapes.values()), default=0.0), False
+    for number, (shape, (recipe, step_s)) in enumerate(shapes.items()):
+        is_second = has_stages and is_several(shape.pipeline)
+        is_spare = number > 0 and (is_second or step_s > _NEAR * least_s or number >= _MOST_SHAPES)
+        has_stages |= is_several(shape.pipeline)
         for candidate in candidates_of(shape, meshes_for(shape, cluster), global_batch):
             is_free = not fixed and not candidate.has_stages and len(candidate.meshes[0].axes) <= _AXES_IN_TIME
             yield replace(
@@ -143,7 +138,7 @@ def candidates_found(
                 recipe=None if is_free else shape,
                 proposal=shape,
                 is_spare=is_spare,
-                needed_s=needed_s if candidate.has_stages else 0.0,
+                exact=recipe,
                 slowest_s=_NEAR * step_s,
             )
 

@@ -1,6 +1,6 @@
 """Leave out the inner blocks of a traced stage, as `autoshard.tracing.elide` leaves out those of a model.
 
-Before → after: a stage has blocks 8 to 27, which run the same operators; 8, 9, 26 and 27 stay, and a `Repeat` counts the
+Before → after: of blocks 8 to 27, which run the same operators, 8, 9, 26 and 27 stay, and a `Repeat` counts the
 others. Block 26 then reads the values of block 9 that it read of block 25, and so does the backward of block 9 those of
 block 26.
 """

@@ -20,9 +20,11 @@ from autoshard.ir.offload import Offload
 from autoshard.ir.recompute import Recompute
 from cost_models.hardware import Cluster
 from cost_models.streams import overlap_of
-from passes.driver.plan_of_choice import LoweredPlan, lowered_plan, peak_under, rough_step_s
+from passes.driver.plan_of_choice import LoweredPlan, lowered_plan, peak_under
 from passes.driver.plan_options import PlanOptions
+from passes.lowering.bucket_collectives import BucketCollectives
 from passes.planning.baselines import BaselineSteps
+from passes.planning.bucket_prices import rough_step_s
 from passes.planning.build_assignment import PlanningProblem
 from passes.recomputation.fitting import JointSolution
 from passes.recomputation.savings import savings_of
@@ -152,7 +154,7 @@ class _ChoiceLowering:
 
     def rough_step_s(self, found: Solution, planning: PlanningProblem | None = None) -> float:
         """The step of a choice, about."""
-        return rough_step_s(planning or self.planning, found.choice, self.cluster, self.options)
+        return rough_step_s(planning or self.planning, found.choice, BucketCollectives().least_bytes)
 
 
 def _rough_steps(

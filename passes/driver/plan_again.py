@@ -83,8 +83,7 @@ class PlanAgain:
         if known.uses or plan.stages:
             return known
         if not self._kernels or self._kernels[0][0] is not plan:
-            (planning,), program = self.problems(), prepare_for(self.planned.program, plan)
-            self._kernels[:] = [(plan, kernels_of(plan, program, self.cluster, planning.elided.site_counts()))]
+            self._kernels[:] = [(plan, kernels_of(plan, prepare_for(self.planned.program, plan), self.cluster))]
         return self._kernels[0][1]
 
     def __call__(self, plan: Plan, change: Change) -> Plan:
@@ -114,7 +113,7 @@ class PlanAgain:
             raise none_with(search, found[0], change.fields)
         planner = replace(self.planned.planner, ceiling=None, progress=False, before=None)
         request, batch, fixed = self.planned.request, problem.base.batch, {**problem.pinned, **change.fields}
-        candidates = candidates_found(found, fixed, self.call.model, problem.cluster, batch, planner.time_budget_s)
+        candidates = candidates_found(found, fixed, problem.cluster, batch)
         made = plan_candidates(
             planner, candidates, lambda parts: with_batch(request, batch // parts), self.check_stages
         )

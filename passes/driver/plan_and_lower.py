@@ -175,7 +175,7 @@ def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: Pl
     space = space_in_time(strategies, prepare(program), levels, options.time_budget_s)
     elided, prices = find_elided(space), Prices(cluster, mesh)
     ratio = options.state_bytes_per_parameter_byte
-    liveness = with_elided(find_lifetimes(space, ratio, options.micro_batches), elided, space)
+    liveness = with_elided(find_lifetimes(space, ratio, options.micro_batches, options.load), elided, space)
     planning = build_problem(space, prices, liveness, fold_blocks(space), elided)
     logger.debug("enumeration took %.3f s", time.monotonic() - start)
     return planning if options.recipe is None else with_whole_blocks(planning, options.recipe)

@@ -14,7 +14,6 @@ from autoshard.ir.program import Program
 from autoshard.ir.recipe import Recipe, least_stages
 from autoshard.ir.request import Request
 from autoshard.ir.staged import StageProgram
-from autoshard.ir.text import format_time
 from passes.driver.candidates import Candidate
 from passes.driver.pipelines import pipeline_of
 from passes.driver.planner import Planner
@@ -87,11 +86,9 @@ def plan_candidates(
             break
         each = replace(planner, recipe=candidate.recipe, micro_batches=candidate.micro_batches)
         try:
-            _check_time(candidate, planner.time_budget_s)
             if candidate.has_stages:
                 check_stages()
-            made = _plan_one(each, candidate, request_of(candidate.micro_batches))
-            _check_step(candidate, made, ceiling)
+            made = _plan_in_time(each, candidate, request_of(candidate.micro_batches), ceiling)
         except (DoesNotFitError, RecipeError, NotAvailableError) as error:
             _LOGGER.debug("%s: %s", candidate, error)
             failures.append(_with_advice(error, candidate))
@@ -107,11 +104,32 @@ def plan_candidates(
     return replace(best, plan=replace(best.plan, baselines=baselines, was_cut=was_cut))
 
 
+def _plan_in_time(planner: Planner, candidate: Candidate, request: Request, ceiling: Ceiling) -> Planned:
+    """The fastest plan of a candidate; one within its whole recipe, where time cut a search that found less."""
+    made, failure = None, None
+    try:
+        made = _plan_one(planner, candidate, request)
+    except DoesNotFitError as error:
+        failure = error
+    is_good = made is not None and made.step_time_s <= candidate.slowest_s
+    if candidate.exact is not None and ceiling.has_cut and not is_good:
+        exact = replace(candidate, recipe=candidate.exact)
+        try:
+            other = _plan_one(replace(planner, recipe=candidate.exact), exact, request)
+        except (DoesNotFitError, RecipeError) as error:
+            _LOGGER.debug("%s: %s", exact, error)
+        else:
+            made = other if made is None else min(made, other, key=attrgetter("step_time_s"))
+    if made is None:
+        assert failure is not None, "there is a plan, or an error"
+        raise failure
+    return made
+
+
 def _plan_one(planner: Planner, candidate: Candidate, request: Request) -> Planned:
     """The fastest plan of a candidate."""
-    in_time = candidate.slowest_s < float("inf")
     if not candidate.has_stages:
-        return Planned(planner, request, *planner.plan_call(request, candidate.meshes, in_time=in_time))
+        return Planned(planner, request, *planner.plan_call(request, candidate.meshes))
     recipe = candidate.recipe or Recipe()
     pipeline = pipeline_of(candidate.meshes[0], recipe.schedule, least_stages(recipe), candidate.micro_batches)
     assert pipeline is not None, "an axis carries stages"
@@ -121,24 +139,6 @@ def _plan_one(planner: Planner, candidate: Candidate, request: Request) -> Plann
     stage_plans = StagePlans(planner, pipeline)
     plan, stages = stage_plans.plan(program, request)
     return Planned(planner, request, program, plan, stage_plans, tuple(stages))
-
-
-def _check_time(candidate: Candidate, time_budget_s: float) -> None:
-    """Refuse stages whose specs are not searched in time; without stages a search ends with what it has."""
-    if candidate.needed_s > time_budget_s:
-        raise NotAvailableError(
-            f"the search for the specs of its stages would take some {candidate.needed_s:.0f} s, and "
-            f"time_budget_s={time_budget_s:g}; give it more time, or plan with recipe=plan.recipe"
-        )
-
-
-def _check_step(candidate: Candidate, made: Planned, ceiling: Ceiling) -> None:
-    """Refuse a plan that is far slower than its recipe, as time cut its search."""
-    if ceiling.has_cut and made.step_time_s > candidate.slowest_s:
-        raise NotAvailableError(
-            f"the best specs found by then take {format_time(made.step_time_s)} a step; give it more time, or plan "
-            "with recipe=plan.recipe"
-        )
 
 
 def _with_advice(error: AutoshardError, candidate: Candidate) -> AutoshardError:

@@ -43,8 +43,8 @@ def plan_model(call: Call) -> Plan:
         checked_cluster(call.target)
     search = outer_search(call)
     if search is not None and call.global_batch is not None:
-        if call.runtime is not None or search.forecast:
-            return price_found(*search.run())
+        if call.runtime is not None:
+            return price_found(search, *search.run())
         call = replace(call, constraints=None, previous=None)
     call = _with_optimizer(call)
     optimizer = call.optimizer
@@ -52,8 +52,6 @@ def plan_model(call: Call) -> Plan:
     update = update_of(optimizer, call.model, call.max_grad_norm, strict=call.strict)
     planner = planner_for(call, update, device_of_plans(call.cluster or call.target), progress=call.progress)
     planned = plan_step(call, planner, update, search)
-    if isinstance(planned, Plan):
-        return planned
     found, again = planned.plan, PlanAgain(call, planned, partial(check_pipeline, update, call), search)
     stages, request = planned.stage_plans, planned.request
     if stages is None:

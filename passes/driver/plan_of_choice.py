@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from autoshard.ir.kernels import Kernels
+from autoshard.ir.kernels import NO_KERNELS, Kernels
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.plan import Plan
-from autoshard.ir.plan_parts import UNKNOWN, NodePlan
+from autoshard.ir.plan_parts import UNKNOWN, NodePlan, Prediction
 from autoshard.ir.program import OWNERS, InputKind, OutputSlot, Program, describe
 from autoshard.ir.repeat import names_alike
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
-from cost_models.streams import overlap_of, simulate_streams
 from passes.driver.plan_options import PlanOptions
-from passes.lowering.in_flight import buckets_of
-from passes.lowering.lower import Lower, result_key
+from passes.lowering.lower import result_key
 from passes.lowering.lower_program import lower_prepared
 from passes.lowering.lowering_options import LoweringOptions
 from passes.memory.lowered_memory import StepMemory, step_memory
@@ -25,9 +23,8 @@ from passes.planning.build_assignment import PlanningProblem
 from passes.planning.cover import cover
 from passes.prediction.name_layouts import plan_of_parameter
 from passes.prediction.predict import predict
-from passes.prediction.segment_step import folded_step, repeated_step
 from passes.prediction.walk_program import WalkedStep, walk_program
-from passes.strategies.price import StepPrice, local_bytes
+from passes.strategies.price import local_bytes
 from passes.strategies.price_nodes import NodePrices
 
 
@@ -57,18 +54,27 @@ def lowered_plan(
     `objective` is in seconds.
     """
     plan = _plan_of_operators(planning, choice, objective, lower_bound, cluster, options)
+    plan = replace(plan, predicted=replace(UNKNOWN, memory_breakdown={STATE: _state_beside(planning, choice)}))
+    lowering = LoweringOptions(reduce_dtype=options.reduce_dtype, micro_batches=planning.liveness.micro_batches)
+
+    walked, phased, _ = _walked(planning.space.program, plan, cluster, lowering)
+    memory = _memory(planning, choice, phased)
+
+    def predicted(walked: WalkedStep, kernels: Kernels = NO_KERNELS) -> Prediction:
+        return predict(planning, choice, walked, memory, kernels, dispatch=options.dispatch)
+
+    without = predicted(walked)
     if not options.with_kernels:
-        plan = replace(plan, predicted=replace(UNKNOWN, memory_breakdown={STATE: _state_beside(planning, choice)}))
-        walked, phased = _walked(planning, plan, choice, cluster, options)
-        memory = _memory(planning, choice, phased)
-        predicted = predict(planning, choice, dispatch=options.dispatch, memory=memory, walked=walked, record=True)
-        return LoweredPlan(replace(plan, predicted=predicted), None if planning.elided.sites else phased)
-    memory = memory_of_choice(planning, choice, options)
-    plan = replace(plan, predicted=predict(planning, choice, dispatch=options.dispatch, memory=memory, record=True))
-    kernels = kernels_of(plan, planning.space.program, cluster, planning.elided.site_counts())
-    predicted = predict(planning, choice, kernels, dispatch=options.dispatch, memory=memory, record=True)
-    kernels = replace(kernels, breakdown_without=plan.predicted.breakdown)
-    return LoweredPlan(replace(plan, predicted=replace(predicted, kernels=kernels)))
+        is_whole = not planning.elided.sites
+        return LoweredPlan(replace(plan, predicted=without), phased if is_whole else None)
+    with_kernels, _, marked = _walked(planning.space.program, plan, cluster, _with_priced_kernels(lowering))
+    kernels = replace(marked, breakdown_without=without.breakdown)
+    return LoweredPlan(replace(plan, predicted=predicted(with_kernels, kernels)))
+
+
+def _with_priced_kernels(lowering: LoweringOptions) -> LoweringOptions:
+    """Options with kernels that are priced, and not written."""
+    return replace(lowering, with_kernels=True, prices_kernels=True, with_native=False)
 
 
 def memory_of_choice(planning: PlanningProblem, choice: Sequence[int], options: PlanOptions) -> StepMemory:
@@ -92,7 +98,7 @@ _MEMORY, _PLAINLY = "memory", LoweringOptions(with_overlap=False)
 
 def _memory(planning: PlanningProblem, choice: Sequence[int], phased: PhasedProgram) -> StepMemory:
     """Memory of a lowered program, and of optimizer state that is not in the program."""
-    parts = step_memory(phased, planning.liveness.micro_batches).parts
+    parts = step_memory(phased, planning.liveness.micro_batches, planning.liveness.load).parts
     return StepMemory({**parts, STATE: parts[STATE] + _state_beside(planning, choice)})
 
 
@@ -106,50 +112,32 @@ def _state_beside(planning: PlanningProblem, choice: Sequence[int]) -> int:
     return round(planning.liveness.state_bytes_per_parameter_byte * total)
 
 
-def kernels_of(plan: Plan, prepared: Program, cluster: Cluster, counts: Mapping[str, int]) -> Kernels:
-    """The Triton kernels that a plan runs with; nothing is written for them.
+def kernels_of(plan: Plan, prepared: Program, cluster: Cluster) -> Kernels:
+    """The Triton kernels that a plan runs with; none are written.
 
     Args:
         plan: the plan.
         prepared: its program, as `prepare_for` gives it.
         cluster: what it is priced for.
-        counts: node to how often it runs, where that is not once (`Elided.site_counts`).
     """
-    from passes.lowering.price_kernels import price_kernels  # imports triton
-
-    return price_kernels(Lower(plan, StepPrice(cluster, plan.mesh))(prepared), cluster.device, counts)
-
-
-def rough_step_s(planning: PlanningProblem, choice: Sequence[int], cluster: Cluster, options: PlanOptions) -> float:
-    """Seconds of a choice's step, about: what `lowered_plan` predicts, without lowering it."""
-    is_lowered = not options.with_kernels
-    largest_bytes = buckets_of(cluster).largest_bytes if is_lowered else None
-    segments = repeated_step(planning, choice, planning.liveness.micro_batches, largest_bytes=largest_bytes)
-    overlap, dispatch_s = overlap_of(cluster) if is_lowered else None, cluster.device.dispatch(options.dispatch)
-    return simulate_streams(segments, overlap, dispatch_s=dispatch_s).total_s
+    return _walked(prepared, plan, cluster, _with_priced_kernels(LoweringOptions(with_overlap=False)))[2]
 
 
 def _walked(
-    planning: PlanningProblem, plan: Plan, choice: Sequence[int], cluster: Cluster, options: PlanOptions
-) -> tuple[WalkedStep, PhasedProgram]:
-    """The step of a plan as its lowered program says; and that program.
+    prepared: Program, plan: Plan, cluster: Cluster, lowering: LoweringOptions
+) -> tuple[WalkedStep, PhasedProgram, Kernels]:
+    """The step of a plan as its lowered program says; that program; and the kernels that are priced."""
+    made: dict[str, PhasedProgram] = {}
+    if lowering.prices_kernels:
+        lowering = replace(lowering, on_pass=lambda one, _, result: made.update({type(one).__name__: result}))
+    phased = lower_prepared(prepared, plan, cluster, lowering)
+    walked = walk_program(phased, NodePrices(cluster, plan.mesh), lowering.micro_batches)
+    kernels = NO_KERNELS
+    if lowering.prices_kernels:
+        from passes.lowering.price_kernels import marked_kernels  # imports triton
 
-    A program without its inner blocks is lowered without overlap, and nothing hoisted: what fits is not that of the
-    whole. Its step is that of the planning problem, as `folded_step` writes it down, with what travels in buckets.
-    """
-    micro_batches, is_whole = planning.liveness.micro_batches, not planning.elided.sites
-    lowering = LoweringOptions(
-        with_overlap=is_whole,
-        reduce_dtype=options.reduce_dtype,
-        micro_batches=micro_batches if is_whole else 1,
-    )
-    phased = lower_prepared(planning.space.program, plan, cluster, lowering)
-    prices = NodePrices(cluster, plan.mesh)
-    if is_whole:
-        walked = walk_program(phased, prices, micro_batches)
-    else:
-        walked = folded_step(planning, choice, phased, prices, micro_batches, buckets_of(cluster).largest_bytes)
-    return walked, phased
+        kernels = marked_kernels(made["PriceKernels"])
+    return walked, phased, kernels
 
 
 def _plan_of_operators(

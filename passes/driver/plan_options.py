@@ -10,6 +10,7 @@ import torch
 from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.spec import PartitionSpec
+from passes.memory.stage_load import ONE_STAGE, StageLoad
 from passes.planning.restrictions import Roles
 from passes.solver.search_control import SearchControl
 
@@ -28,6 +29,7 @@ class PlanOptions:
         before: a plan of the program, on this mesh or another, to start from; the result is not worse than it is here,
             if it fits (on another mesh: without what it recomputes and offloads).
         micro_batches: how many of them a training step has; the program is that of one.
+        load: of a stage of a pipeline, what its rank holds beside it.
         dispatch: how the host issues operators, see `cost_models.device.Device.dispatch`.
         recompute: whether values of the forward may be computed again in the backward where memory is short.
         offload: whether, then, they may also lie in the host's memory until the backward.
@@ -49,6 +51,7 @@ class PlanOptions:
     with_baselines: bool = True
     before: Plan | None = None
     micro_batches: int = 1
+    load: StageLoad = ONE_STAGE
     dispatch: str = "eager"
     recompute: bool = True
     offload: bool = True

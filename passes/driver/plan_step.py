@@ -15,7 +15,6 @@ from functools import partial
 
 from autoshard.call import Call
 from autoshard.errors import AutoshardError, DoesNotFitError, NotAvailableError, RecipeError
-from autoshard.ir.plan import Plan
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.request import Request
 from autoshard.ir.staged import PIPELINE_AXIS
@@ -33,14 +32,13 @@ from passes.driver.candidates import (
 from passes.driver.pipelines import check_pipeline
 from passes.driver.plan_candidates import Planned, plan_candidates
 from passes.driver.planner import Planner
-from passes.driver.price_again import price_found
 from passes.driver.recipe_search import RecipeSearch, recipe_search
 
 _LOGGER = logging.getLogger(__name__)
 
 
-def plan_step(call: Call, planner: Planner, update: Update | None, search: RecipeSearch | None) -> Planned | Plan:
-    """The fastest plan of a call; the price of the fastest recipe, where `global_batch` is given and none has a plan.
+def plan_step(call: Call, planner: Planner, update: Update | None, search: RecipeSearch | None) -> Planned:
+    """The fastest plan of a call.
 
     Args:
         call: checked, with an optimizer in place of its name.
@@ -76,11 +74,10 @@ def outer_search(call: Call) -> RecipeSearch | None:
     if call.recipe is not None and not _leaves_a_mesh_open(call.recipe, call.target):
         return None
     try:
-        search = recipe_search(call, batch)
+        return recipe_search(call, batch)
     except AutoshardError as error:
         _LOGGER.debug("meshes are tried without a search over recipes: %s", error)
         return None
-    return None if search.forecast else search
 
 
 def _leaves_a_mesh_open(recipe: Recipe, cluster: Cluster) -> bool:
@@ -124,36 +121,47 @@ def _spares(call: Call) -> Sequence[Candidate]:
         return ()
 
 
+_LESS = (1.0, 0.9, 0.8)
+"""Shares of the memory limit within which recipes are found, in turn, until one has a plan that fits in all of it."""
+
+
 def _plan_proposed(
     call: Call,
     planner: Planner,
     search: RecipeSearch,
     request_of: Callable[[int], Request],
     check_stages: Callable[[], None],
-) -> Planned | Plan:
+) -> Planned:
     """The fastest plan on the meshes of the fastest recipes; see `plan_step` and `outer_search`."""
     start, is_asked = time.monotonic(), call.global_batch is not None and call.recipe is None
-    planner, ceiling = planner.begun()
-    try:
-        search, found, kinds = search.run()
-    except (DoesNotFitError, NotAvailableError):
-        if is_asked:
-            raise
-        return plan_candidates(planner, _candidates(call), request_of, check_stages)
-    if is_asked and (search.forecast or found.was_interrupted):
-        return price_found(search, found, kinds, "Ctrl-C ended the search before specs were planned")
-    problem, batch = search.problem, search.problem.base.batch
-    candidates: Iterable[Candidate] = candidates_found(
-        [found, *kinds.values()], problem.pinned, call.model, problem.cluster, batch, planner.time_budget_s
-    )
-    if not is_asked:
-        candidates = [*candidates, *_spares(call)]
-    try:
-        planned = plan_candidates(planner, candidates, request_of, check_stages)
-    except (DoesNotFitError, RecipeError, NotAvailableError) as error:
+    planner = planner.begun()[0]
+    failure: AutoshardError | None = None
+    for share in _LESS if is_asked else _LESS[:1]:
+        problem = search.problem.within(share * search.problem.memory_limit)
+        try:
+            found, kinds = replace(search, problem=problem).run()
+        except (DoesNotFitError, NotAvailableError):
+            if failure is not None:
+                break
+            if is_asked:
+                raise
+            return plan_candidates(planner, _candidates(call), request_of, check_stages)
+        proposed = [found] if found.was_interrupted else [found, *kinds.values()]
+        candidates: Iterable[Candidate] = candidates_found(
+            proposed, problem.pinned, problem.cluster, problem.base.batch
+        )
         if not is_asked:
-            raise
-        why = f"time_budget_s={planner.time_budget_s:g} was up: {error}" if ceiling.has_cut else str(error)
-        return replace(price_found(search, found, kinds, why), was_cut=found.was_cut or ceiling.has_cut)
-    was_cut = found.was_cut or planned.plan.was_cut
-    return replace(planned, plan=replace(planned.plan, search_time_s=time.monotonic() - start, was_cut=was_cut))
+            candidates = [*candidates, *_spares(call)]
+        try:
+            planned = plan_candidates(planner, candidates, request_of, check_stages)
+        except DoesNotFitError as error:
+            failure = failure or error
+            continue
+        plan = planned.plan
+        ended = {
+            "was_cut": found.was_cut or plan.was_cut,
+            "was_interrupted": found.was_interrupted or plan.was_interrupted,
+        }
+        return replace(planned, plan=replace(plan, search_time_s=time.monotonic() - start, **ended))
+    assert failure is not None, "nothing fits"
+    raise failure

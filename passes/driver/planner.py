@@ -21,7 +21,7 @@ from autoshard import tracing
 from autoshard.arguments import check_has_loss, check_tensors
 from autoshard.call import LossFunction
 from autoshard.cluster import distinct_meshes, local_cluster
-from autoshard.errors import AutoshardError, DoesNotFitError, NotAvailableError, PlanMismatchError, TraceError
+from autoshard.errors import AutoshardError, DoesNotFitError, PlanMismatchError, TraceError
 from autoshard.ir.fingerprint import fingerprint
 from autoshard.ir.initialisation import Initialisation
 from autoshard.ir.lowered import PhasedProgram
@@ -50,10 +50,10 @@ from passes.driver.plan_and_lower import (
 )
 from passes.driver.plan_of_choice import LoweredPlan
 from passes.driver.plan_options import PlanOptions
-from passes.driver.planning_time import planning_s
 from passes.driver.progress import interruptible, search_bar
 from passes.lowering.lower_program import lower_program, prepare, prepare_for
 from passes.lowering.lowering_options import LoweringOptions
+from passes.memory.stage_load import ONE_STAGE, StageLoad
 from passes.planning.baselines import least_baselines
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import constraints_on, split_outputs, whole_outputs
@@ -88,6 +88,7 @@ class Planner:
         state_ratio: bytes of optimizer state per byte of parameters, for programs that do not hold it.
         has_update: whether the update of an optimizer is traced: constraints may then name its state.
         micro_batches: how many a training step has.
+        load: of the planner of a stage, what its rank holds beside it.
         with_kernels: let Triton kernels stand in for operators, and predict that.
         for_compiler: lower for one that fuses, without Triton kernels, which are predicted as what it writes.
         with_native: let torch's fused kernels run semantic operators, rather than their definitions.
@@ -114,6 +115,7 @@ class Planner:
     state_ratio: float = 0.0
     has_update: bool = False
     micro_batches: int = 1
+    load: StageLoad = ONE_STAGE
     strict: bool = False
     verify: bool = True
     time_budget_s: float = 60.0
@@ -225,14 +227,11 @@ class Planner:
             return None
         return replace(program, repeats=elided.repeats)
 
-    def plan_call(self, request: Request, meshes: Sequence[Mesh], *, in_time: bool = False) -> tuple[Program, Plan]:
+    def plan_call(self, request: Request, meshes: Sequence[Mesh]) -> tuple[Program, Plan]:
         """The fastest plan of a call on any of some meshes, and the program that it is of.
 
         A deep model is planned without its inner blocks where those beside them are alike. If it is then slower than
         the plan before, it is planned with all of them.
-
-        Raises:
-            NotAvailableError: that takes longer than there is time, and it is to be planned `in_time`.
         """
         planner = self.begun()[0]
         for margin in tuple(self.margins):
@@ -247,13 +246,6 @@ class Planner:
             except NotAlikeError as error:
                 _LOGGER.debug("the model is not planned without its inner blocks: %s", error)
                 self.margins.remove(margin)
-        are_alike = len(self.margins) == len(_MARGINS)
-        needed_s = planning_s(request.model, are_alike=are_alike)
-        if in_time and not are_alike and needed_s > self.time_budget_s:
-            raise NotAvailableError(
-                f"the search for the specs of all blocks, which are not alike, would take some {needed_s:.0f} s or "
-                f"more, and time_budget_s={self.time_budget_s:g}; give it more time, or plan with recipe=plan.recipe"
-            )
         program = self.trace(request)
         return program, planner.search_meshes(program, meshes)
 
@@ -325,6 +317,7 @@ class Planner:
             state_bytes_per_parameter_byte=0.0 if updates(program) else self.state_ratio,
             strict=self.strict,
             micro_batches=self.micro_batches,
+            load=self.load,
             dispatch="graph" if self.cuda_graph else "eager",
             with_kernels=self.with_kernels,
             reduce_dtype=self.reduce_dtype,

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from autoshard.errors import AutoshardError, DoesNotFitError, NotAvailableError, RecipeError
 from autoshard.ir.kernels import Kernels
 from autoshard.ir.plan import Plan
-from autoshard.ir.runtime import MEGATRON
 from autoshard.ir.text import format_bytes
 from cost_models.hardware import Cluster
 from passes.driver.pricing import price_execution
@@ -21,21 +20,21 @@ from passes.search.search_recipes import FoundRecipe
 from passes.solver.search_control import Ceiling
 
 
-def price_found(search: RecipeSearch, found: FoundRecipe, kinds: Mapping[str, FoundRecipe], forecast: str = "") -> Plan:
+def price_found(search: RecipeSearch, found: FoundRecipe, kinds: Mapping[str, FoundRecipe]) -> Plan:
     """The plan that is the price of the recipe found.
 
     Args:
         found, kinds: of `RecipeSearch.run`.
-        forecast: why it is a price, where that of the search is not.
     """
     assert found.recipe is not None, "a recipe was found"
     problem = search.problem
     call, runtime = search.call, search.call.runtime
     assert call.example_inputs is not None, "plan takes example inputs"
+    assert runtime is not None, "compile runs plans, and not prices"
     chosen = price_execution(call.model, problem.cluster, found.recipe, call.example_inputs, call.loss_fn)
     return replace(
         chosen,
-        runtime=MEGATRON if runtime is None else runtime.name,
+        runtime=runtime.name,
         objective=found.objective,
         lower_bound=found.lower_bound,
         search_time_s=found.search_time_s,
@@ -48,7 +47,6 @@ def price_found(search: RecipeSearch, found: FoundRecipe, kinds: Mapping[str, Fo
             if each.recipe or each.is_complete
         },
         alternatives=Questions(PriceAgain(search)),
-        forecast=search.forecast or forecast,
     )
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
 from itertools import chain
 from typing import Any
 
@@ -33,12 +32,10 @@ from autoshard.ir.program import Program
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.runtime import USUAL, Runtime, runtime_named
 from cost_models.hardware import Cluster
-from cost_models.step import StepModel
 from passes.questions.formulas import PlanFormulas
 from passes.questions.price_counts import CountsOfPrice
 from passes.recipes.recipe_plan import recipe_plan
-from passes.sections.fold_program import FoldedProgram, fold_program
-from passes.sections.one_sequence import program_of_one
+from passes.sections.fold_program import fold_program
 from passes.sections.price_model import PricedModel
 
 _TRACED: weakref.WeakKeyDictionary[nn.Module, dict[object, PricedModel]] = weakref.WeakKeyDictionary()
@@ -52,7 +49,6 @@ def price(
     *,
     example_inputs: ExampleInputs,
     loss_fn: Callable[..., torch.Tensor] | None = None,
-    step_model: StepModel | None = None,
     runtime: str | Runtime | None = None,
     optimizer: str = "adamw",
     precision: str = "bf16",
@@ -63,10 +59,6 @@ def price(
     check_loss(loss_fn)
     split_inputs(example_inputs)
     checked_cluster(cluster)
-    if step_model is not None and not isinstance(step_model, StepModel):
-        raise NotAvailableError(
-            f"step_model={step_model!r} is a {type(step_model).__name__}; pass a cost_models.step.StepModel."
-        )
     check_recipe(recipe)
     profile = runtime_named(runtime)
     if runtime is not None and profile is None:
@@ -79,7 +71,7 @@ def price(
     )
     if recipe.data is None:
         recipe = replace(recipe, data=max(1, cluster.size // recipe.devices))
-    return price_execution(model, cluster, trained.of(recipe), example_inputs, loss_fn, step_model)
+    return price_execution(model, cluster, trained.of(recipe), example_inputs, loss_fn)
 
 
 def price_execution(
@@ -88,7 +80,6 @@ def price_execution(
     execution: Execution,
     example_inputs: ExampleInputs,
     loss_fn: Callable[..., torch.Tensor] | None = None,
-    step_model: StepModel | None = None,
 ) -> Plan:
     """Price a training step of an execution. Raises as `price`."""
     if execution.offload in ("optimizer", "parameters"):
@@ -102,7 +93,7 @@ def price_execution(
         inputs = kwargs if isinstance(example_inputs, Mapping) else args
         return priced_model(model, inputs, loss_fn, execution.precision)
 
-    found = recipe_plan(fold(args, kwargs), execution, cluster, step_model)
+    found = recipe_plan(fold(args, kwargs), execution, cluster)
     return replace(found, formulas=PlanFormulas(CountsOfPrice(fold, args, kwargs, execution, cluster)))
 
 
@@ -156,7 +147,6 @@ def _fold(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable[...
     check_trains(model, optimizer="of the recipe")
     short = tracing.shorten(model)
 
-    @cache
     def traced(batch: int) -> Program:
         resized = pytree.tree_map(lambda leaf: _resized(leaf, batch), example_inputs)
         args, kwargs = split_inputs(resized)
@@ -164,27 +154,9 @@ def _fold(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable[...
             # a recipe shares out experts by the products that they are made of
             return tracing.trace(short.model, args, kwargs, loss_fn=loss_fn, whole_experts=False)
 
-    folded = _folded(traced, short.lists)
+    folded = fold_program(traced(2), traced(3), short.lists)
     check_has_loss(folded.single)
     return PricedModel(folded)
-
-
-def _folded(traced: Callable[[int], Program], lists: Sequence[tracing.BlockList]) -> FoldedProgram:
-    """A model's folded form from its traces with one and two sequences, or, where these differ, with two and three.
-
-    Raises:
-        TraceError: the model does other things for each number of sequences.
-    """
-    try:
-        return fold_program(traced(1), traced(2), lists)
-    except TraceError as error:
-        refused = error
-    try:
-        return fold_program(program_of_one(traced(2), traced(3)), traced(2), lists)
-    except TraceError as error:
-        if str(error) == str(refused):
-            raise
-        raise TraceError(f"{refused} Nor can it be told from more sequences: {error}") from error
 
 
 def _resized(leaf: Any, batch: int) -> Any:

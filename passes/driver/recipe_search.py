@@ -13,13 +13,13 @@ from autoshard.call import Call
 from autoshard.errors import DoesNotFitError, NotAvailableError
 from autoshard.ir.execution import OPTIMIZERS, Execution
 from autoshard.ir.recipe import Recipe
-from autoshard.ir.runtime import USUAL
+from autoshard.ir.runtime import OURS, Runtime
 from autoshard.ir.text import format_bytes
 from cost_models.hardware import Cluster
 from cost_models.memory import room_bytes
+from cost_models.streams import overlap_of
 from passes.driver.pricing import narrow_dtype, priced_model
 from passes.driver.progress import Show, search_bar
-from passes.recipes.own_runtime import own_runtime
 from passes.recipes.recipe_plan import predict_recipe
 from passes.search.recipe_constraints import pinned
 from passes.search.recipe_problem import RecipeProblem, known_recipe
@@ -39,13 +39,11 @@ class RecipeSearch:
     Args:
         call: the arguments of `autoshard.plan`.
         problem: the recipes that are searched.
-        forecast: why the plan of any recipe of the problem would be a price alone; "": `compile` runs it.
         before: the recipe where the search begins, if any.
     """
 
     call: Call
     problem: RecipeProblem
-    forecast: str
     before: Recipe | None
 
     @property
@@ -53,14 +51,12 @@ class RecipeSearch:
         """Seconds that a search may take."""
         return self.call.time_budget_s
 
-    def run(self) -> tuple[RecipeSearch, FoundRecipe, Mapping[str, FoundRecipe]]:
-        """The fastest recipe that fits, those of the known kinds, and the search that found them.
-
-        That is one among all recipes, where none fits of those that `compile` runs.
+    def run(self) -> tuple[FoundRecipe, Mapping[str, FoundRecipe]]:
+        """The fastest recipe that fits, and those of the known kinds.
 
         Raises:
             DoesNotFitError: no recipe fits; carries the least memory that one takes.
-            NotAvailableError: time ran out before any was priced.
+            NotAvailableError: time ran out before any was priced, or `compile` runs none that fits.
         """
         ceiling = Ceiling.within(self.time_budget_s)
         with search_bar(self.time_budget_s, self.call.progress) as show:
@@ -68,15 +64,24 @@ class RecipeSearch:
             known = None if self.before is None else known_recipe(self.problem, self.before, ceiling)
             found, kinds = self.problem.best_of_all(ceiling=ceiling, known=known, watch=watch)
         if found.recipe is not None:
-            return self, found, kinds
+            return found, kinds
         if not found.is_complete:
             raise NotAvailableError(
                 f"time_budget_s={self.time_budget_s:g} ended before any recipe was priced; give the search more time."
             )
-        if self.problem.runs:
-            why = "of the recipes that fit and keep the constraints, none has a program yet that compile runs"
-            return replace(self, problem=replace(self.problem, runs=False), forecast=why).run()
+        if self.problem.runs and self._is_priced_elsewhere():
+            kept = f" and keep constraints={dict(self.problem.pinned)!r}" if self.problem.pinned else ""
+            raise NotAvailableError(
+                f"Of the recipes that fit{kept}, none has a program that compile runs. Other constraints may have one; "
+                "runtime='megatron' prices these recipes."
+            )
         raise _shortage(self.problem, Ceiling.within(self.time_budget_s))
+
+    def _is_priced_elsewhere(self) -> bool:
+        """Whether a recipe fits that has no program of ours."""
+        free = replace(self.problem, runs=False)
+        least = free.smallest(ceiling=Ceiling.within(self.time_budget_s))
+        return least.recipe is not None and least.objective <= free.memory_limit
 
 
 def recipe_search(call: Call, global_batch: int) -> RecipeSearch:
@@ -88,39 +93,47 @@ def recipe_search(call: Call, global_batch: int) -> RecipeSearch:
 
     Raises:
         RecipeError: a constraint that names no field of recipes, or no value of one.
-        NotAvailableError: an optimizer or precision that recipes do not have, or a constraint on a value's spec.
+        NotAvailableError: an optimizer or precision that recipes, or compile, do not have, or a constraint on a value's
+            spec.
     """
     model, runtime, cluster = call.model, call.runtime, checked_cluster(call.target)
     assert call.example_inputs is not None, "plan takes example inputs"
     check_trains(model, call.optimizer)
     base = base_recipe(model, call.optimizer, call.precision, global_batch)
     only = pinned(call.constraints or {}) if call.recipe is None else _given(call.recipe)
-    forecast = "" if runtime is not None else _only_priced(call.optimizer, base)
-    if runtime is None and not forecast:
+    if runtime is None and base.precision == "f8":
+        raise NotAvailableError(
+            "precision='f8' has no program that compile runs. Plan with precision='bf16' or 'f16', the model's own; "
+            "runtime='megatron' prices f8."
+        )
+    if runtime is None:
         has_masters = narrow_dtype(model, base.precision) is not None
-        base = replace(base, runtime=replace(own_runtime(cluster), master_weights=has_masters))
-    else:
-        base = replace(base, runtime=runtime or replace(USUAL, master_weights=base.precision != "f32"))
+        runtime = own_runtime(cluster, base.precision, has_masters=has_masters)
+    base = replace(base, runtime=runtime)
     counted = priced_model(model, call.example_inputs, call.loss_fn, base.precision).counted
     problem = problem_of(counted, cluster, base, call.memory_budget, only)
-    problem = replace(problem, runs=runtime is None and not forecast)
+    problem = replace(problem, runs=call.runtime is None)
     before = None if call.previous is None else call.previous.recipe
-    return RecipeSearch(call, problem, forecast, before)
+    return RecipeSearch(call, problem, before)
+
+
+def own_runtime(cluster: Cluster, precision: str, *, has_masters: bool) -> Runtime:
+    """The profile by which recipes are ranked that `compile` shall run; plans are priced by their lowered programs."""
+    overlaps = overlap_of(cluster) is not None
+    return replace(
+        OURS,
+        master_weights=has_masters,
+        gradient_dtype="f32" if has_masters else precision,
+        overlap_gradients=overlaps,
+        overlap_parameters=overlaps,
+        overlap_tensor=overlaps,
+    )
 
 
 def _given(recipe: Recipe) -> Only:
     """The searched fields that a recipe decides."""
     values = {name: getattr(recipe, name) for name in SEARCHED}
     return {name: (value,) for name, value in values.items() if value is not None}
-
-
-def _only_priced(optimizer: str | torch.optim.Optimizer | None, base: Execution) -> str:
-    """Why no recipe of a search could have a plan that `compile` runs; "" where recipes may."""
-    if base.precision == "f8":
-        return "precision='f8' has no program yet that compile runs"
-    if optimizer == "sgd_momentum":
-        return "optimizer='sgd_momentum' has no learning rate to plan with; pass torch.optim.SGD(..., momentum=0.9)"
-    return ""
 
 
 def problem_of(
@@ -194,7 +207,7 @@ def _shortage(problem: RecipeProblem, ceiling: Ceiling) -> DoesNotFitError:
             f"{problem.cluster.size} devices{kept}. {advice}",
             smallest_bytes=0,
         )
-    parts = predict_recipe(problem.counted, least.recipe, problem.cluster, problem.model).memory_breakdown
+    parts = predict_recipe(problem.counted, least.recipe, problem.cluster).memory_breakdown
     largest = sorted(parts.items(), key=lambda item: -item[1])[:3]
     return DoesNotFitError(
         f"No recipe{kept} fits in {format_bytes(problem.memory_limit)} per device: the smallest needs "

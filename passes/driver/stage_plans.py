@@ -1,8 +1,8 @@
 """Plans steps, and calls without gradients, for a pipeline: cuts into stages, searches their specs, predicts the order.
 
-A stage is searched with what one of its micro-batches takes. Where a rank then exceeds its memory, as its order has
-several micro-batches in flight, the limits of its stages are lowered until it does not: each byte that a stage saves
-of a micro-batch is saved so often.
+A stage is searched with the memory of its rank: as if all stages there were like it, with as many micro-batches in
+flight as the order has at most (`StageLoad`). Where a rank then exceeds its memory all the same, the limits of its
+stages are lowered until it does not.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class StagePlans:
         cut = self._cut(program, request, cuts=before.cuts if before else (), homes=homes)
         self._check_constraints(program, cut, request)
         order = self.order(request)
-        search = StageSearch(self.planner, self.pipeline.stage_mesh, cut, order, request, before, self.problems)
+        search = self._search(cut, order, request, before)
         stages, predicted = self._fitting(search, program, kept or {})
         found = self._whole(program, cut, order, stages, predicted)
         return replace(found, search_time_s=time.perf_counter() - start), stages
@@ -105,12 +105,11 @@ class StagePlans:
         """The planning problem of a stage of a plan; built once."""
         if number not in self.problems:
             cut, order = self.cut(program, plan, request), self.order(request)
-            search = StageSearch(self.planner, self.pipeline.stage_mesh, cut, order, request, None, self.problems)
-            self.problems[number] = search.problem(number)
+            self.problems[number] = self._search(cut, order, request, None).problem(number)
         return self.problems[number]
 
     def lower(
-        self, program: Program, plan: Plan, request: Request, lowered: Sequence[PhasedProgram] = ()
+        self, program: Program, plan: Plan, request: Request, lowered: Mapping[int, PhasedProgram] = NO_PROGRAMS
     ) -> tuple[StagedProgram, list[VerificationReport]]:
         """The stages of a plan, lowered and proven, and the proofs made now; their order is proven before it runs.
 
@@ -142,6 +141,10 @@ class StagePlans:
         if request.update is None:
             return order_forward(pipeline.schedule, pipeline.ranks, pipeline.virtual_stages)
         return order_pipeline(pipeline.schedule, pipeline.ranks, pipeline.micro_batches, pipeline.virtual_stages)
+
+    def _search(self, cut: CutProgram, order: PipelineOrder, request: Request, before: Plan | None) -> StageSearch:
+        mesh, in_flight = self.pipeline.stage_mesh, self._in_flight(order)
+        return StageSearch(self.planner, mesh, cut, order, in_flight, request, before, self.problems)
 
     def _in_flight(self, order: PipelineOrder) -> tuple[int, ...]:
         """Micro-batches that each rank holds at most; a call without gradients has one."""
@@ -193,7 +196,6 @@ class StagePlans:
         limits: list[float | None] = [budget] * len(cut.stages)
         stages, waiting = dict(kept), [number for number in range(len(cut.stages)) if number not in kept]
         clips, needed = update is not None and update.max_grad_norm is not None, math.inf
-        in_flight = self._in_flight(order)
         for _ in range(_TRIES):
             try:
                 stages |= {number: search.stage(number, limits[number]) for number in waiting}
@@ -208,15 +210,16 @@ class StagePlans:
             if predicted.whole.peak_memory_bytes >= needed:
                 break
             needed = predicted.whole.peak_memory_bytes
-            waiting = []
+            waiting, least = [], dict[Hashable, float]()
             for number, rank in enumerate(order.stage_ranks):
                 limit, has = limits[number], found[number].plan.predicted.peak_memory_bytes
                 is_least = limit is not None and has > limit  # a search within less finds nothing else
                 if over[rank] > 0 and not is_least:
-                    limits[number] = has - max(1, over[rank] / in_flight[rank])
+                    form, less = search.forms[number], min(has, limit or has) - max(1, over[rank])
+                    least[form] = min(less, least.get(form, less))
                     waiting.append(number)
             for number in waiting:
-                limits[number] = min(limits[other] for other in search.alike(number) if other in waiting)
+                limits[number] = least[search.forms[number]]
         raise self._does_not_fit(needed, budget, order)
 
     def _does_not_fit(self, needed: float, budget: float | None, order: PipelineOrder) -> DoesNotFitError:

@@ -22,6 +22,7 @@ from passes.driver.expand_plan import expand_plan
 from passes.driver.planner import Planner
 from passes.lowering.lower_program import prepare
 from passes.lowering.order import Moment, run_at
+from passes.memory.stage_load import StageLoad
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import whole_outputs
 from passes.strategies.elided import NotAlikeError
@@ -43,6 +44,7 @@ class StageSearch:
         mesh: of each stage.
         cut: the programs of the stages.
         order: of the step.
+        in_flight: micro-batches that each rank holds at most.
         request: the call.
         before: a plan of the call in as many stages, with which searches begin.
         problems: planning problems by the form of their stage, or by its number; of one program and its cuts.
@@ -53,6 +55,7 @@ class StageSearch:
     mesh: Mesh
     cut: CutProgram
     order: PipelineOrder
+    in_flight: Sequence[int]
     request: Request
     before: Plan | None
     problems: dict[Hashable, PlanningProblem]
@@ -63,7 +66,7 @@ class StageSearch:
         self.forms.extend(self._form(number) for number in range(len(self.cut.stages)))
 
     def stage(self, number: int, limit: float | None) -> StageProgram:
-        """The plan and program of a stage within a limit of one micro-batch's memory, or within the least known.
+        """The plan and program of a stage within a limit of its rank's memory, or within the least known.
 
         The program of a stage that is like one searched before has the graphs of that one, and its own slots.
 
@@ -106,7 +109,7 @@ class StageSearch:
         return {**constraints_of(stage, self.planner.constraints), **whole}
 
     def _share(self, number: int, limit: float | None) -> Planner:
-        """The planner of a stage within a limit of one micro-batch's memory; None: that of the whole planner."""
+        """The planner of a stage within a limit of its rank's memory; None: that of the whole planner."""
         change = self.planner.change
         if change.stage != number:
             change = replace(change, specs={})
@@ -118,7 +121,14 @@ class StageSearch:
             recipe=self.planner.recipe and self.planner.recipe.of_stage,
             memory_budget=self.planner.memory_budget if limit is None else int(limit),
             change=change if limit is None else replace(change, memory=1.0),
+            load=self._load(number),
         )
+
+    def _load(self, number: int) -> StageLoad:
+        """The most that a rank holds which has a stage like this one."""
+        ranks = {self.order.stage_ranks[other] for other in self.alike(number)}
+        stages = max(self.order.stage_ranks.count(rank) for rank in ranks)
+        return StageLoad(stages, max(self.in_flight[rank] for rank in ranks))
 
     def _search(self, number: int, limit: float | None) -> StageProgram:
         """A stage within a limit; within the least known memory, where that is more."""

@@ -16,7 +16,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, groupby
 from typing import Any
 
 import torch
@@ -29,7 +29,8 @@ from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.tracing.copy_node import copy_node
 from passes.lowering.rewrite_phases import rewrite_phases
-from passes.strategies.local_tracer import LocalTracer
+from passes.strategies.local_tracer import TIMES_AS_LARGE, LocalTracer
+from passes.strategies.local_units import LocalUnits
 
 _aten = torch.ops.aten
 MIB = 2**20
@@ -58,49 +59,95 @@ class BucketCollectives:
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
         """The phases with their collectives in buckets."""
-        return rewrite_phases(phased, lambda graph_module: self._rewrite(graph_module, phased.lowered.mesh))
+        mesh, units = phased.lowered.mesh, LocalUnits.of(phased.lowered)
+        return rewrite_phases(phased, lambda graph_module: self._rewrite(graph_module, mesh, units))
 
-    def _rewrite(self, graph_module: fx.GraphModule, mesh: Mesh) -> fx.GraphModule:
-        buckets = [bucket for bucket in self._buckets(graph_module.graph, mesh) if len(bucket) > 1]
+    def _rewrite(self, graph_module: fx.GraphModule, mesh: Mesh, units: LocalUnits) -> fx.GraphModule:
+        buckets = [bucket for bucket in self._buckets(graph_module.graph, mesh, units) if bucket.is_written]
         return _rewritten(graph_module, buckets) if buckets else graph_module
 
-    def _buckets(self, graph: fx.Graph, mesh: Mesh) -> Iterator[tuple[_BucketMember, ...]]:
+    def _buckets(self, graph: fx.Graph, mesh: Mesh, units: LocalUnits) -> Iterator[_Bucket]:
         by_key: defaultdict[tuple[Any, ...], list[_BucketMember]] = defaultdict(list)
-        for member in _members(graph, mesh):
+        for member in _members(graph, mesh, units):
             by_key[member.key].append(member)
         for members in by_key.values():
-            yield from self._fill(members, self.largest_bytes(sum(member.size for member in members)))
+            total_bytes = sum(member.count * member.size for member in members)
+            yield from self._fill(members, self.largest_bytes(total_bytes))
 
     def largest_bytes(self, total_bytes: int) -> int:
         """The size of the largest bucket of collectives of one kind that have so many bytes together."""
         return min(self.most_bytes, max(self.least_bytes, total_bytes // 8))
 
-    def _fill(self, members: Sequence[_BucketMember], most_bytes: int) -> Iterator[tuple[_BucketMember, ...]]:
+    def _fill(self, members: Sequence[_BucketMember], most_bytes: int) -> Iterator[_Bucket]:
         end_bytes = most_bytes if self.end_bytes is None else min(self.end_bytes, most_bytes // 4)
-        before = list(accumulate((member.size for member in members), initial=0))
-        bucket: list[_BucketMember] = []
-        start = cap = 0
-        for place, member in enumerate(members):
-            is_too_late = any(other.waited_at < member.started_at for other in bucket)
-            if not bucket or is_too_late or before[place + 1] - before[start] > cap:
-                if bucket:
-                    yield tuple(bucket)
-                bucket, start = [], place
-                cap = max(end_bytes, min(most_bytes, before[place], (before[-1] - before[place]) // 2))
-            bucket.append(member)
+        before, total = 0, sum(member.count * member.size for member in members)
+        bucket, held, cap = list[_BucketMember](), 0, 0
+        for _, group in groupby(members, lambda member: member.count):
+            alike = list(group)
+            for part in [alike] if alike[0].count > 1 else [[member] for member in alike]:
+                size = sum(member.count * member.size for member in part)
+                if bucket and (any(_is_too_late(bucket, member) for member in part) or held + size > cap):
+                    yield _Bucket.of_all(bucket)
+                    bucket = []
+                if not bucket:
+                    cap, held = max(end_bytes, min(most_bytes, before, (total - before) // 2)), 0
+                before += size
+                joins = part[0].count == 1 or _wait_for_all(part, members)
+                if part[0].count > 1 and (size > cap or not joins):
+                    yield from _even_buckets(part, most_bytes, joins)
+                else:
+                    bucket += part
+                    held += size
         if bucket:
-            yield tuple(bucket)
+            yield _Bucket.of_all(bucket)
+
+
+def _even_buckets(members: Sequence[_BucketMember], most_bytes: int, joins: bool) -> Iterator[_Bucket]:
+    """Buckets of the members of a unit that stands for others, as nearly as large as they are in the whole program.
+
+    There a bucket may hold members of several units, if it `joins` them.
+    """
+    total = sum(member.size for member in members)
+    ends = list(accumulate(member.size for member in members))
+    count = max(1, math.ceil(total / most_bytes))
+    whole_bytes = min(most_bytes, members[0].count * total) if joins else 0
+    bucket: list[_BucketMember] = []
+    number = 0
+    for member, end in zip(members, ends, strict=True):
+        place = int(count * (end - member.size / 2) / total) if total else 0
+        if bucket and (place != number or _is_too_late(bucket, member)):
+            yield _Bucket(tuple(bucket), whole_bytes)
+            bucket = []
+        bucket.append(member)
+        number = place
+    yield _Bucket(tuple(bucket), whole_bytes)
+
+
+def _is_too_late(bucket: Sequence[_BucketMember], member: _BucketMember) -> bool:
+    """Whether one of a bucket is waited for before another member starts."""
+    return any(other.waited_at < member.started_at for other in bucket)
+
+
+def _wait_for_all(unit: Sequence[_BucketMember], members: Sequence[_BucketMember]) -> bool:
+    """Whether the members of a unit are waited for behind the start of those of the unit behind it."""
+    place = members.index(unit[-1]) + 1
+    return place < len(members) and not _is_too_late(unit, members[place])
 
 
 @dataclass(frozen=True, slots=True)
 class _BucketMember:
-    """A collective that may come into a bucket, and its wait, with their places in the graph."""
+    """A collective that may come into a bucket, and its wait, with their places in the graph.
+
+    Args:
+        count: how many collectives of the whole program it stands for.
+    """
 
     start: fx.Node
     wait: fx.Node
     started_at: int
     waited_at: int
     ranks: int
+    count: int = 1
 
     @property
     def operand(self) -> fx.Node:
@@ -126,14 +173,48 @@ class _BucketMember:
         return (self.start.target, *self.start.args[1:], value.dtype, value.device)
 
 
-def _members(graph: fx.Graph, mesh: Mesh) -> Iterator[_BucketMember]:
+@dataclass(frozen=True, slots=True)
+class _Bucket:
+    """Collectives that travel together.
+
+    Args:
+        members: in order.
+        whole_bytes: one rank's piece of the bucket in the whole program, where members of other units join it.
+    """
+
+    members: tuple[_BucketMember, ...]
+    whole_bytes: float
+
+    @classmethod
+    def of_all(cls, members: Sequence[_BucketMember]) -> _Bucket:
+        """A bucket that holds, in the whole program, all members that the given ones stand for."""
+        return cls(tuple(members), sum(member.count * member.size for member in members))
+
+    @property
+    def like(self) -> _BucketMember:
+        """The member that belongs where the bucket does: one that is there once, if there is one."""
+        return min(self.members, key=lambda member: member.count)
+
+    @property
+    def times_as_large(self) -> float:
+        """How many times as large the bucket is in the whole program."""
+        size = sum(member.size for member in self.members)
+        return max(1.0, self.whole_bytes / size) if size else 1.0
+
+    @property
+    def is_written(self) -> bool:
+        """Whether there is anything to rewrite."""
+        return len(self.members) > 1 or self.times_as_large > 1
+
+
+def _members(graph: fx.Graph, mesh: Mesh, units: LocalUnits) -> Iterator[_BucketMember]:
     """Reductions and gathers, in order."""
     places = {node: place for place, node in enumerate(graph.nodes)}
     for node, place in places.items():
         waits = [user for user in node.users if is_wait(user)]
         if _may_be_packed(node) and len(waits) == len(node.users) == 1:
             ranks = mesh.shards(group_axes(str(node.args[-1])))
-            yield _BucketMember(node, waits[0], place, places[waits[0]], ranks)
+            yield _BucketMember(node, waits[0], place, places[waits[0]], ranks, units.count(node))
 
 
 def _may_be_packed(node: fx.Node) -> bool:
@@ -146,17 +227,17 @@ def _may_be_packed(node: fx.Node) -> bool:
     return node.target is REDUCE_SCATTER and value.shape[:1] == (node.args[2],)
 
 
-def _rewritten(graph_module: fx.GraphModule, buckets: Sequence[Sequence[_BucketMember]]) -> fx.GraphModule:
+def _rewritten(graph_module: fx.GraphModule, buckets: Sequence[_Bucket]) -> fx.GraphModule:
     """A copy of a graph with these collectives in buckets."""
     made = _BucketRewrite(graph_module.graph)
-    starts = {member.start: bucket for bucket in buckets for member in bucket}
-    waits = {member.wait: (member, bucket) for bucket in buckets for member in bucket}
+    starts = {member.start: bucket for bucket in buckets for member in bucket.members}
+    waits = {member.wait: (member, bucket) for bucket in buckets for member in bucket.members}
     for node in graph_module.graph.nodes:
         if node in waits:
             made.wait(*waits[node])
         elif node not in starts:
             made.copy(node)
-        elif starts[node][-1].start is node:
+        elif starts[node].members[-1].start is node:
             made.start(starts[node])
     return lazy_module(graph_module, made.made)
 
@@ -188,29 +269,38 @@ class _BucketRewrite:
         """A node that is in no bucket."""
         self.copies[node] = copy_node(self.made, node, self.copies.__getitem__)
 
-    def start(self, bucket: Sequence[_BucketMember]) -> None:
+    def start(self, bucket: _Bucket) -> None:
         """Pack what the members send, and send it."""
-        last: Any = bucket[-1].start
+        last: Any = bucket.members[-1].start
+        if len(bucket.members) == 1:
+            self.copy(last)
+            self.copies[last].meta[TIMES_AS_LARGE] = bucket.times_as_large
+            return
         sent = [self.copies[member.operand] for member in self._packed(bucket)]
         rows, dims = ([last.args[2]], (1,)) if last.target is REDUCE_SCATTER else ([], ())
         flat = [self._call(_aten.view.default, (value, [*rows, -1]), last) for value in sent]
-        packed = self._call(_aten.cat.default, (flat, *dims), last)
-        self.started[bucket[0].start] = self._call(last.target, (packed, *last.args[1:]), last)
+        packed = self._call(_aten.cat.default, (flat, *dims), bucket.like.start, bucket)
+        args = (packed, *last.args[1:])
+        self.started[bucket.members[0].start] = self._call(last.target, args, bucket.like.start, bucket)
 
-    def wait(self, member: _BucketMember, bucket: Sequence[_BucketMember]) -> None:
+    def wait(self, member: _BucketMember, bucket: _Bucket) -> None:
         """Give a member its part of what its bucket received."""
-        first, packed = bucket[0].start, self._packed(bucket)
+        if len(bucket.members) == 1:
+            self.copy(member.wait)
+            return
+        first, packed = bucket.members[0].start, self._packed(bucket)
         if first not in self.parts:
-            self.parts[first] = self._parts(bucket, member.wait)
+            self.parts[first] = self._parts(bucket)
         part = self._call(operator.getitem, (self.parts[first], packed.index(member)), member.wait)
         result = self._call(_aten.view.default, (part, member.shape), member.wait)
         result.meta |= {key: item for key, item in member.wait.meta.items() if key != "val"}
         self.copies[member.wait] = result
 
-    def _parts(self, bucket: Sequence[_BucketMember], like: fx.Node) -> fx.Node:
+    def _parts(self, bucket: _Bucket) -> fx.Node:
         """What each member received: views, or, of what lies in rows for each rank, copies."""
-        first: Any = bucket[0].start
-        received = self._call(WAIT, (self.started[first],), like)
+        first: Any = bucket.members[0].start
+        like = bucket.like.wait
+        received = self._call(WAIT, (self.started[first],), like, bucket)
         sizes = [math.prod(item.shape) for item in self._packed(bucket)]
         if first.target is not ALL_GATHER:
             dims = (1,) if first.target is REDUCE_SCATTER else ()
@@ -218,15 +308,17 @@ class _BucketRewrite:
         ranks = first.args[1]
         rows = self._call(_aten.view.default, (received, [ranks, -1]), like)
         pieces = [size // ranks for size in sizes]
-        return self._call(_aten.split_with_sizes_copy.default, (rows, pieces, 1), like)
+        return self._call(_aten.split_with_sizes_copy.default, (rows, pieces, 1), like, bucket)
 
-    def _packed(self, bucket: Sequence[_BucketMember]) -> list[_BucketMember]:
+    def _packed(self, bucket: _Bucket) -> list[_BucketMember]:
         """The members of a bucket in the order in which they lie in it."""
-        return sorted(bucket, key=lambda member: self.ranks[member.wait])
+        return sorted(bucket.members, key=lambda member: self.ranks[member.wait])
 
-    def _call(self, target: Any, args: tuple[Any, ...], like: fx.Node) -> fx.Node:
+    def _call(self, target: Any, args: tuple[Any, ...], like: fx.Node, bucket: _Bucket | None = None) -> fx.Node:
         made = self.tracer.create_node("call_function", target, args, {})
         made.meta |= {key: like.meta[key] for key in ("phase", "module", "source") if key in like.meta}
+        if bucket is not None and bucket.times_as_large > 1:
+            made.meta[TIMES_AS_LARGE] = bucket.times_as_large
         return made
 
 

@@ -27,6 +27,7 @@ class LoweringOptions:
         with_kernels: let Triton kernels stand in for operators of the phases; the lowered program as a whole stays
             without, for verification.
         with_generated: generated kernels too, for the groups that hand-written kernels leave.
+        prices_kernels: price the generated kernels, and do not write them; the program is not to be run.
         with_native: let torch's fused kernels run semantic operators, rather than their definitions.
         with_overlap: let collectives run beside computation, gradients' in buckets, and let experts keep their rows.
         reduce_dtype: in which gradients of float32 travel between ranks; None: in their own.
@@ -41,6 +42,7 @@ class LoweringOptions:
 
     with_kernels: bool = False
     with_generated: bool = True
+    prices_kernels: bool = False
     with_native: bool = True
     with_overlap: bool = True
     reduce_dtype: torch.dtype | None = None

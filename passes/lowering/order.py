@@ -58,6 +58,11 @@ def _fuse_kernels(options: LoweringOptions) -> Pass | None:
 def _generate_kernels(options: LoweringOptions) -> Pass | None:
     if not (options.with_kernels and options.with_generated):
         return None
+    if options.prices_kernels:
+        from passes.lowering.price_kernels import PriceKernels
+
+        assert options.device is not None, "kernels are priced for a device"
+        return PriceKernels(options.device)
     from passes.lowering.generate_kernels import GenerateKernels
 
     return GenerateKernels(options.device)

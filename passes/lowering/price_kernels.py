@@ -1,61 +1,91 @@
-"""Price the kernels that would stand in for calls of a lowered program, without writing them.
+"""Price the kernels that would stand in for calls of a lowered program, without writing those that are generated.
 
-The program is fused as `lower_program` fuses it, and counted on both sides (`count_launches`). A kernel takes
+Before → after: nodes of the phases are marked. The last call of a group carries its `KernelUse`, the others of the
+group take no time of their own; so do copies of reshards that a kernel does on its way. A kernel takes
 
     launches * launch latency + max(products, bytes / bandwidth)
 
-with the products of matrices that the calls of its form have; one that stands in for a single operator takes what that
-does. Of a traced call whose local form is several calls, the part that goes is weighed by launches and bytes.
+with the products of matrices that the calls of its form have. A kernel in place of a single operator takes the
+operator's time. Traced calls have several local calls; the part that a kernel does is weighed by launches and bytes.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, fx
 
 from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.kernels import Kernels, KernelUse
-from autoshard.ir.lowered import LoweredProgram, PhasedProgram
-from autoshard.kernels.registry import FUSED
+from autoshard.ir.lowered import PhasedProgram
 from autoshard.tracing.copy_node import copy_node
 from cost_models.compute import memory_time, work_time
 from cost_models.device import Device
 from cost_models.operators import work
 from passes.lowering.choose_groups import ChosenGroup, choose_groups
 from passes.lowering.count_launches import Traffic, is_launch, traffic_of
-from passes.lowering.fuse_kernels import FuseKernels
-from passes.lowering.split_phases import SplitPhases
-from passes.strategies.local_tracer import EMITTED_AT, IS_RESHARD
+from passes.strategies.local_tracer import EMITTED_AT, IS_RESHARD, KERNEL, PART_LEFT
+from passes.strategies.local_units import LocalUnits
 from passes.strategies.operator_names import operator_name
 from passes.strategies.tensor_infos import tensor_infos
 from passes.verification.expand_kernels import STANDS_FOR, expand_kernels, is_kernel
 
 _Source = tuple[str, str | None]
-"""What a local call is part of: a traced node's call; or the reshard of its value for a reader."""
+"""A local call's source: a traced node's call; or the reshard of a value for a reader."""
 
 
-def price_kernels(lowered: LoweredProgram, device: Device, counts: Mapping[str, int] | None = None) -> Kernels:
-    """The kernels of a program, in the order of its phases; the times without them are left to who predicts.
+@dataclass(frozen=True, slots=True)
+class PriceKernels:
+    """See the module's docstring.
 
     Args:
-        lowered: the lowered program, without kernels.
-        device: what it runs on.
-        counts: node of the traced program to how often it runs, where that is not once.
+        device: the device that the program runs on.
     """
-    phased = SplitPhases()(FuseKernels(FUSED)(lowered))
-    return _Pricing(lowered.graph_module, device, counts or {}).run(phased)
+
+    device: Device
+
+    def __call__(self, phased: PhasedProgram) -> PhasedProgram:
+        """The phases with their kernels marked."""
+        pricing = _Pricing(phased.lowered.graph_module, self.device, LocalUnits.of(phased.lowered))
+        copied: dict[str, Any] = {name: _copied(phase) for name, phase in phased.phases.items()}
+        for phase in copied.values():
+            pricing.mark(phase.graph)
+        return replace(phased, **copied)
+
+
+def marked_kernels(phased: PhasedProgram) -> Kernels:
+    """The kernels of a program that is marked, in the order of its phases; `breakdown_without` is left empty."""
+    units = LocalUnits.of(phased.lowered)
+    nodes = [node for phase in phased.phases.values() for node in phase.graph.nodes]
+    uses = tuple(node.meta[KERNEL] for node in nodes if KERNEL in node.meta)
+    total = _counted((node for node in nodes if KERNEL not in node.meta and node.meta.get(PART_LEFT) != 0), units)
+    for use in uses:
+        total += Traffic(use.launches, use.memory_bytes) * use.times
+    without = _counted(phased.lowered.graph_module.graph.nodes, units)
+    return Kernels(uses, total.launches, total.memory_bytes, without.launches, without.memory_bytes)
+
+
+def _counted(nodes: Iterable[fx.Node], units: LocalUnits) -> Traffic:
+    """The launches and bytes of some nodes, as often as each runs."""
+    return sum((traffic_of(node) * units.count(node) for node in nodes if is_launch(node)), Traffic())
+
+
+def _copied(graph_module: fx.GraphModule) -> fx.GraphModule:
+    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in graph_module.graph.nodes:
+        copies[node] = copy_node(graph, node, copies.__getitem__)
+    return lazy_module(graph_module, graph)
 
 
 @dataclass(slots=True)
 class _Pricing:
     program: fx.GraphModule
     device: Device
-    counts: Mapping[str, int]
+    units: LocalUnits
     nodes: dict[str, fx.Node] = field(init=False)
     places: dict[str, int] = field(init=False)
     calls: dict[_Source, float] = field(init=False)
@@ -70,34 +100,21 @@ class _Pricing:
             calls[_source(node)] += self._weight(node)
         self.calls = dict(calls)
 
-    def run(self, phased: PhasedProgram) -> Kernels:
-        without = self._sum(self.program.graph.nodes)
-        uses: list[KernelUse] = []
-        total = Traffic()
-        for phase in (phased.forward, phased.backward, phased.update):
-            if phase is not None:
-                found, others = self.phase(phase.graph)
-                uses += found
-                total += others
-        for use in uses:
-            total += Traffic(use.times * use.launches, use.times * use.memory_bytes)
-        return Kernels(tuple(uses), total.launches, total.memory_bytes, without.launches, without.memory_bytes)
-
-    def phase(self, graph: fx.Graph) -> tuple[list[KernelUse], Traffic]:
-        """The kernels of a phase, and what its other calls ask for."""
-        groups = choose_groups(graph, self.device)
-        owners = {node: chosen for chosen in groups for node in chosen.members}
-        uses, others = [], []
+    def mark(self, graph: fx.Graph) -> None:
+        """Mark the nodes of a phase."""
+        gone = defaultdict[_Source, float](float)
+        for chosen in choose_groups(graph, self.device):
+            for node in chosen.members:
+                node.meta[PART_LEFT] = 0.0
+            chosen.members[-1].meta[KERNEL] = self._generated(chosen)
         for node in graph.nodes:
-            if node in owners:
-                chosen = owners[node]
-                if node is chosen.members[-1]:
-                    uses.append(self._generated(chosen))
-            elif is_kernel(node):
-                uses.append(self._written(node))
-            else:
-                others.append(node)
-        return uses, self._sum(others)
+            if is_kernel(node):
+                node.meta |= {PART_LEFT: 0.0, KERNEL: self._written(node)}
+            for value, reader, share in node.meta[KERNEL].copies if KERNEL in node.meta else ():
+                gone[value, reader] += share
+        for node in graph.nodes:
+            if IS_RESHARD in node.meta and PART_LEFT not in node.meta and _source(node) in gone:
+                node.meta[PART_LEFT] = max(0.0, 1.0 - gone[_source(node)])
 
     def _generated(self, chosen: ChosenGroup) -> KernelUse:
         traffic = chosen.traffic
@@ -145,19 +162,8 @@ class _Pricing:
             memory_bytes=traffic.memory_bytes,
             saved_launches=gone.launches - traffic.launches,
             saved_bytes=gone.memory_bytes - traffic.memory_bytes,
-            times=self._times(last),
+            times=self.units.count(last),
         )
-
-    def _sum(self, nodes: Iterable[fx.Node]) -> Traffic:
-        total = Traffic()
-        for node in nodes:
-            if is_launch(node):
-                once, times = traffic_of(node), self._times(node)
-                total += Traffic(times * once.launches, times * once.memory_bytes)
-        return total
-
-    def _times(self, node: fx.Node) -> int:
-        return self.counts.get(node.meta.get(EMITTED_AT, ""), 1)
 
     def _weight(self, node: fx.Node) -> float:
         """How much of its traced call's time a local call is taken to be."""

@@ -1,16 +1,19 @@
-"""When what a program computes is in memory, as a function of the plan.
+"""When the values of a program are in memory, as a function of the plan: a guide for searches.
 
-Program points are those at which lowering does something: it reshards each operand of a call, one after the other, then
-the call runs, then what leaves the program is resharded; behind the forward, outputs are handed out. Each owned value
-takes memory from its call to its last use, uses through views included, and what a reshard makes of it, from then on:
+The lowered program decides whether a plan fits (`passes.memory.lowered_memory`); a search is repeated within less until
+its choice does. So the guide leaves out what is there for a moment only, but for the copies that reshards make.
 
-* A value whose last use is to be resharded goes while that is done; else it stays until the call that reads it is over.
-* What is last used through a view, or a hub, is either the value or the copy that was made on the way there: the same
-  bytes under each plan of the view. So these are counted by the view's spec alone (`EITHER`).
+Program points are those at which lowering does something. It reshards each operand of a call, one after the other; the
+call runs; results that leave the program are resharded. Behind the forward, outputs are handed out. Each owned value
+takes memory from its call to its last use, uses through views included; a copy that a reshard makes, from the reshard:
+
+* A value goes after a last use that reshards it; else it stays until the call that reads it is over.
+* The memory behind a view or a hub is either the value or the copy that was made on the way there: the same bytes under
+  each plan of the view. So it is counted by the view's spec alone (`EITHER`).
 * Parameters, buffers and inputs stay from the start; parameters also carry optimizer state. An update is written over
-  what it updates, so that nothing stays of it.
-* What leaves the program stays to the end. Outputs are handed out whole; until then they lie as the plan says. A whole
-  training step hands out none.
+  its operands, so that nothing stays of it.
+* Results stay to the end. Outputs are handed out whole; until then they lie as the plan says. A whole training step
+  hands out none.
 
 Every size depends on the options of two variables at most. Where the truth depends on three (is a copy of an input in
 use by a view of it, or by a copy of the view?), both are counted.
@@ -19,13 +22,15 @@ use by a view of it, or by a copy of the view?), both are counted.
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from autoshard.ir.program import InputKind, OutputKind
+from autoshard.ir.staged import crosses_stages
 from autoshard.kernels.optimizers import IN_PLACE
+from passes.memory.stage_load import ONE_STAGE, StageLoad
 from passes.preparation.insert_hubs import is_gradient_hub
 from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, leaves_program
 
@@ -53,9 +58,6 @@ class Held(StrEnum):
     COPY = "the copy that a reshard on the link makes"
     VALUE = "the value itself, if there is no reshard on the link"
     EITHER = "the value or its copy"
-    RETURNED = "the value itself for a result that may be it, although there is a reshard on the link"
-    RESHARD = "what the reshard needs for a moment, beside the value"
-    LAST_RESHARD = "what the reshard needs for a moment beside the value, which goes meanwhile"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +89,12 @@ class Liveness:
         reshards: index of a link to the point of a reshard on it.
         forward_end: the point behind the forward, when outputs are handed out as they lie.
         adding: hub of a gradient to the point at which it is added to the sum over micro-batches.
-        added_anew: the hubs of gradients that may lie where something else does, so that their sum is a new value.
         state_bytes_per_parameter_byte: optimizer state, as a multiple of a parameter's bytes.
         parameters: the placeholders that are parameters.
+        of_micro_batch: the placeholders of one micro-batch, and whether other stages send them and the backward may
+            read them.
         elided: what blocks hold that the program leaves out.
-        micro_batches: what it was found for, see `find_lifetimes`.
+        micro_batches, load: what it was found for, see `find_lifetimes`.
     """
 
     points: int
@@ -101,15 +104,28 @@ class Liveness:
     reshards: Mapping[int, int]
     forward_end: int
     adding: Mapping[str, int]
-    added_anew: frozenset[str]
     state_bytes_per_parameter_byte: float
     parameters: frozenset[str]
+    of_micro_batch: Mapping[str, bool] = field(default_factory=dict)
     elided: ElidedLifetimes = ElidedLifetimes()
     micro_batches: int = 1
+    load: StageLoad = ONE_STAGE
 
     def of(self, space: SearchSpace) -> Liveness:
         """The lifetimes of another search space, of the same step."""
-        return find_lifetimes(space, self.state_bytes_per_parameter_byte, self.micro_batches)
+        return find_lifetimes(space, self.state_bytes_per_parameter_byte, self.micro_batches, self.load)
+
+    def standing(self, interval: Interval, name: str = "") -> int:
+        """How many values like one of a lifetime a rank holds at all times, for its other stages and micro-batches.
+
+        `name`: the site of the value, if it is not what a link keeps.
+        """
+        if name in self.of_micro_batch:
+            return self.load.in_flight - 1 if self.of_micro_batch[name] else 0
+        if interval.birth == 0:
+            return self.load.stages - 1
+        is_saved = interval.birth <= self.forward_end < interval.death
+        return self.load.in_flight - 1 if is_saved else 0
 
     def held_values(self) -> Iterator[tuple[str, int, Interval, int]]:
         """Site, result, lifetime and number of all values that own memory."""
@@ -128,6 +144,7 @@ def find_lifetimes(
     space: SearchSpace,
     state_bytes_per_parameter_byte: float,
     micro_batches: int = 1,
+    load: StageLoad = ONE_STAGE,
 ) -> Liveness:
     """The lifetimes of all values and copies of a search space.
 
@@ -135,11 +152,13 @@ def find_lifetimes(
         space: the sites and links; of a whole training step on several micro-batches, those of one.
         state_bytes_per_parameter_byte: see `Liveness`.
         micro_batches: how many a step has: from the second on, the sums of the gradients so far are there as well.
+        load: what the rank holds beside the program.
     """
     times = _Times.of(space)
     lifetimes = _Lifetimes(space, times, micro_batches > 1)
     values, on_links = lifetimes.find()
     parameters = frozenset(slot.node for slot in space.program.inputs_of(InputKind.PARAMETER))
+    micro_batch = (slot for slot in space.program.inputs if slot.kind in (InputKind.INPUT, InputKind.TANGENT))
     calls = {name: times.calls[name] for name, site in space.sites.items() if not site.is_input and name in times.calls}
     return Liveness(
         times.end + 1,
@@ -149,10 +168,11 @@ def find_lifetimes(
         times.reshards,
         times.forward_end,
         times.adding,
-        lifetimes.added_anew(),
         state_bytes_per_parameter_byte,
         parameters,
+        {slot.node: slot.kind is InputKind.INPUT and crosses_stages(slot.name) for slot in micro_batch},
         micro_batches=micro_batches,
+        load=load,
     )
 
 
@@ -215,7 +235,6 @@ class _Lifetimes:
     viewed: dict[str, int] = field(init=False)
     deaths: dict[tuple[str, int], int] = field(init=False)
     is_step: bool = field(init=False)
-    prolonged: set[tuple[str, int]] = field(default_factory=set)
     values: dict[tuple[str, int], Interval] = field(default_factory=dict)
     on_links: list[OnLink] = field(default_factory=list)
 
@@ -235,32 +254,9 @@ class _Lifetimes:
         for name, site in self.space.sites.items():
             for result in range(len(site.results)):
                 self._place(name, result, owned)
-        anew = self.added_anew()
         for hub, point in self.times.adding.items() if self.sums_gradients else ():
             self._keep(self.viewed[hub], Held.EITHER, 0, point)  # the sum so far
-            if hub in anew:
-                self._keep(self.viewed[hub], Held.EITHER, point, point)  # the new one, beside both addends
         return self.values, tuple(self.on_links)
-
-    def added_anew(self) -> frozenset[str]:
-        """See `Liveness`: an input, a value of the forward, one that two gradients are, or a part of a value."""
-        places = {hub: list(self._viewed_by(hub)) for hub in self.times.adding}
-        shared = Counter(chain[-1] for chain in places.values())
-        return frozenset(
-            hub
-            for hub, chain in places.items()
-            if shared[chain[-1]] > 1
-            or self.space.sites[chain[-1][0]].is_input
-            or self.space.sites[chain[-1][0]].phase != "backward"
-            or not all(self._is_plain(name) for name, _ in [(hub, 0), *chain])
-        )
-
-    def _viewed_by(self, name: str) -> Iterator[tuple[str, int]]:
-        """What a view reads, and what that does, up to what owns memory."""
-        while name in self.viewed:
-            link = self.space.links[self.viewed[name]]
-            yield link.tail, link.result
-            name = link.tail
 
     def _place(self, name: str, result: int, owned: dict[str, int]) -> None:
         """What is kept from the birth of a value on: itself as far as that is sure, then what its last reader makes."""
@@ -276,7 +272,7 @@ class _Lifetimes:
             self._keep(self.viewed[name], Held.EITHER, start, sure)
         for index in self.readers[place]:
             until = sure if index == last and self._is_view(self.space.links[index]) else None
-            self._reader(index, death, until, goes=index == last and sure == self.times.reshards[index])
+            self._reader(index, death, until)
         if last is None or sure == death:
             return
         link = self.space.links[last]
@@ -288,38 +284,34 @@ class _Lifetimes:
             self._keep(last, Held.EITHER, sure + 1, death)
         else:
             owned[link.head] = sure + 1
-        if any(self._returns(index) for index in self.readers[place]):
-            self._keep(last, Held.RETURNED, sure + 1, death)
 
     def _last_reader(self, place: tuple[str, int]) -> tuple[int | None, int]:
         """The link that reads a value last, and the point up to which the value is there whatever is resharded."""
         readers, death = self.readers[place], self.deaths[place]
-        if not readers or place in self.prolonged or not self._is_plain(place[0]):
+        if not readers or not self._is_plain(place[0]):
             return None, death
         ends = {index: (self._use(index), self.times.reshards[index]) for index in readers}
         last = max(readers, key=ends.__getitem__)
         others = [ends[index][0] for index in readers if index != last]
         return last, max([self.times.reshards[last], *others])
 
-    def _reader(self, index: int, death: int, until: int | None, *, goes: bool) -> None:
-        """What resharding a value for one reader takes, and how long the copy is there."""
+    def _reader(self, index: int, death: int, until: int | None) -> None:
+        """How long the copy for one reader is there, from its reshard on; `until`: its last point."""
         point = self.times.reshards[index]
         link = self.space.links[index]
-        goes = goes and not any(
-            self._returns(other) for other in self.readers[link.tail, link.result] if other != index
-        )
-        self._keep(index, Held.LAST_RESHARD if goes else Held.RESHARD, point, point)
         if not leaves_program(self.space.sites[link.head], link):
-            self._keep(index, Held.COPY, point + 1, self._use(index) if until is None else until)
+            self._keep(index, Held.COPY, point, self._use(index) if until is None else until)
         elif self.space.sites[link.tail].phase != UPDATE:
             self._result(index, death)
+        else:
+            self._keep(index, Held.COPY, point, point)
 
     def _result(self, index: int, death: int) -> None:
         """What stays of a result: to the end, but for what a step returns and what buffers take over."""
         head, point = self.space.sites[self.space.links[index].head], self.times.reshards[index]
         goes = self.is_step if head.node is None else head.name in self._buffers()
         until = self.times.forward_end if goes else self.times.end
-        self._keep(index, Held.COPY, point + 1, until)
+        self._keep(index, Held.COPY, point, until)
         self._keep(index, Held.VALUE, death + 1, until)
 
     def _buffers(self) -> Collection[str]:
@@ -337,20 +329,6 @@ class _Lifetimes:
                 uses = map(self._use, self.readers[name, result])
                 born = self.times.calls[name]
                 self.deaths[name, result] = self.times.end if site.is_input else max(uses, default=born)
-        self._prolong_views_that_leave()
-
-    def _prolong_views_that_leave(self) -> None:
-        """A view that leaves the program stays after the last use of its memory, by other views too."""
-        for link in self.space.links:
-            if leaves_program(self.space.sites[link.head], link) and link.tail in self.viewed:
-                chain = [(link.tail, link.result)]
-                while chain[-1][0] in self.viewed:
-                    above = self.space.links[self.viewed[chain[-1][0]]]
-                    chain.append((above.tail, above.result))
-                end = max(self.deaths[value] for value in chain)
-                if any(self.deaths[value] != end for value in chain):
-                    self.prolonged.update(chain)
-                self.deaths.update(dict.fromkeys(chain[:-1], end))
 
     def _use(self, index: int) -> int:
         """The last point at which a link needs its value, if it is not resharded."""
@@ -369,11 +347,6 @@ class _Lifetimes:
         """Whether an update writes over what a link carries."""
         node = self.space.sites[link.head].node
         return node is not None and node.target in IN_PLACE and link.operand not in (-1, GRADIENT)
-
-    def _returns(self, index: int) -> bool:
-        """Whether a link carries a result that stays."""
-        link = self.space.links[index]
-        return leaves_program(self.space.sites[link.head], link) and self.space.sites[link.tail].phase != UPDATE
 
     def _is_plain(self, name: str) -> bool:
         """Whether the memory of a site's results has the size of what they hold: no view of a part of something."""

@@ -20,9 +20,11 @@ from autoshard.graphs.write_in_place import written_in_place
 from autoshard.ir.lowered import LocalSlot, PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import OWNERS, InputKind, OutputKind
-from passes.memory.storages import GRADIENTS, INPUTS, PARAMETERS, PARTS, STATE, Storages, Value
+from passes.memory.stage_load import ONE_STAGE, StageLoad
+from passes.memory.storages import ACTIVATIONS, GRADIENTS, INPUTS, PARAMETERS, PARTS, STATE, Storages, Value
 from passes.strategies.local_units import LocalUnits
 
+_OF_MICRO_BATCH = (InputKind.INPUT, InputKind.TANGENT)
 _PART_OF: Mapping[InputKind, str] = {InputKind.PARAMETER: PARAMETERS, InputKind.STATE: STATE}
 
 
@@ -47,12 +49,13 @@ def peak_bytes(phased: PhasedProgram, micro_batches: int = 1) -> int:
     return step_memory(phased, micro_batches).peak_bytes
 
 
-def step_memory(phased: PhasedProgram, micro_batches: int = 1) -> StepMemory:
+def step_memory(phased: PhasedProgram, micro_batches: int = 1, load: StageLoad = ONE_STAGE) -> StepMemory:
     """Memory in use on each rank at the peak of one call, or of one training step.
 
     Args:
         phased: the program.
         micro_batches: how many a step has; the last micro-batch is counted.
+        load: what the rank holds beside the program.
     """
     memory = Storages(LocalUnits.of(phased.lowered))
     inputs = _inputs(memory, phased)
@@ -76,7 +79,14 @@ def step_memory(phased: PhasedProgram, micro_batches: int = 1) -> StepMemory:
             carried = _add(memory, sums, carried, owned, [*inputs, *once])
         read = [*carried, *(inputs[index] for index in phased.update_inputs)]
         memory.run(update_in_place(phased.update, written_by_update(phased)), read, inputs)
-    return StepMemory(memory.parts or dict.fromkeys(PARTS, 0))
+    parts = memory.parts or dict.fromkeys(PARTS, 0)
+    if load == ONE_STAGE:
+        return StepMemory(parts)
+    pairs = zip(phased.lowered.inputs, inputs, strict=True)
+    own = [value for slot, value in pairs if slot.slot.kind not in _OF_MICRO_BATCH] + [*sums, *once]
+    beside = (load.stages - 1) * memory.bytes_of(own)
+    beside += (load.in_flight - 1) * (memory.bytes_of([*own, *saved]) - memory.bytes_of(own))
+    return StepMemory({**parts, ACTIVATIONS: parts[ACTIVATIONS] + beside})
 
 
 def _inputs(memory: Storages, phased: PhasedProgram) -> list[Value]:

@@ -6,13 +6,14 @@ of other ranks. Other operators are counted by their operands and results alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
 from torch import fx
 
 from cost_models.operators import WORKSPACE_BYTES
+from cost_models.work import TensorInfo
 from passes.strategies.tensor_infos import operand_infos
 
 
@@ -23,11 +24,15 @@ def has_workspace(node: fx.Node) -> bool:
 
 def workspace_bytes(node: fx.Node) -> int:
     """The most bytes beside operands and results while a call runs, whose operands are local values."""
+    return workspace_of(node, operand_infos(node)) if has_workspace(node) else 0
+
+
+def workspace_of(node: fx.Node, operands: Sequence[TensorInfo]) -> int:
+    """The same of a call that has a workspace, with operands of other sizes."""
     count = _count_of(node.target)
-    if count is None:
-        return 0
+    assert count is not None, "the call has a workspace"
     arguments = tuple(fx.map_arg(node.args, lambda argument: None))
-    return round(count(operand_infos(node), arguments))
+    return round(count(list(operands), arguments))
 
 
 @cache

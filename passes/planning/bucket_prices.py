@@ -4,8 +4,7 @@ The search adds up collectives one by one, each with its latency. What runs gath
 in buckets (`passes/lowering/bucket_collectives.py`), whose members share a latency, and on GPUs most of that beside
 computation, which activations mostly wait for. A layout that gathers many parameters, where another sends few
 activations, costs less than the search takes it to. A choice at these prices is one more plan of which the lowered
-program says how fast it is. A program that leaves out blocks is not lowered into buckets, as what it holds would not
-fill them; its step is predicted at prices of buckets (`passes.prediction.segment_step.folded_step`).
+program says how fast it is.
 
 A collective of a link whose tail is computed from parameters alone, or whose head only updates or leaves the program,
 takes its part, by bytes, of what the smallest bucket takes.
@@ -114,6 +113,47 @@ def hidden_part(planning: PlanningProblem, choice: Sequence[int]) -> float:
         tail, head = planning.classes[link.tail], planning.classes[link.head]
         sent_s += runs[index] * float(_alone(planning, link)[choice[tail], choice[head]])
     return min(_MOST_HIDDEN, max(0.0, planning.assignment.cost_of(choice) - sent_s) / sent_s) if sent_s else 0.0
+
+
+def rough_step_s(planning: PlanningProblem, choice: Sequence[int], piece_bytes: int) -> float:
+    """Seconds of a choice's step, about: parameters and gradients travel in buckets, and are hidden where they may be.
+
+    Args:
+        planning, choice: the choice, one option per variable.
+        piece_bytes: one rank's piece of a bucket, where parameters have as many bytes.
+    """
+    price = BucketPrice(planning.prices.step_price, min(piece_bytes, _parameter_bytes(planning)))
+    runs, alone_s, sent_s, last_s = planning.link_runs(), 0.0, 0.0, 0.0
+    for index in bucketed_links(planning):
+        link = planning.space.links[index]
+        tail, head = choice[planning.classes[link.tail]], choice[planning.classes[link.head]]
+        alone_s += runs[index] * float(_alone(planning, link)[tail, head])
+        seconds = runs[index] * _chosen_s(planning, link, tail, head, price)
+        is_last = planning.space.sites[link.tail].phase == "update"  # behind it nothing is left to compute
+        sent_s, last_s = (sent_s, last_s + seconds) if is_last else (sent_s + seconds, last_s)
+    others_s = max(0.0, planning.assignment.cost_of(choice) - alone_s)
+    hidden_s = min(_MOST_HIDDEN * sent_s, others_s) if planning.prices.cluster.device.dispatch_s else 0.0
+    return others_s + sent_s + last_s - hidden_s
+
+
+def _parameter_bytes(planning: PlanningProblem) -> int:
+    """Bytes of a rank's piece of all parameters, split over the mesh."""
+    counts, found = planning.counts(), 0
+    for slot in planning.space.program.inputs_of(InputKind.PARAMETER):
+        (value,) = planning.space.sites[slot.node].results
+        found += counts.get(slot.node, 1) * math.prod(value.shape) * value.itemsize
+    return found // planning.space.mesh.size
+
+
+def _chosen_s(planning: PlanningProblem, link: Link, tail: int, head: int, price: BucketPrice) -> float:
+    """Seconds of the reshard that two options leave on a link."""
+    value, sources, targets = _ends(planning, link)
+    key = (_chosen_s, price.piece_bytes, value.shape, value.itemsize, sources[tail], targets[head])
+    if key not in planning.prices.derived:
+        ends = (sources[tail : tail + 1], targets[head : head + 1])
+        costs = reshard_costs(*ends, value.shape, planning.space.mesh, value.itemsize, price)
+        planning.prices.derived[key] = float(costs[0, 0])
+    return planning.prices.derived[key]
 
 
 def in_buckets(planning: PlanningProblem, piece_bytes: int, hidden: float = 0.0) -> Assignment:

@@ -19,8 +19,7 @@ from autoshard.rules.enumeration import Strategy
 from passes.memory.liveness import Interval, Liveness, OnLink
 from passes.memory.memory_rows import row_at
 from passes.memory.memory_tables import MemoryTables
-from passes.memory.memory_usage import MemoryUsage, Table, UsedBytes
-from passes.memory.transients import Transients
+from passes.memory.memory_usage import MemoryUsage, UsedBytes, with_standing
 from passes.planning.runs import link_runs, site_runs
 from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
 from passes.strategies.elided import NOTHING_ELIDED, Elided, tie
@@ -101,29 +100,31 @@ class PlanningProblem:
 
     def _memory_usage(self) -> MemoryUsage:
         if not self._usage:
-            self._usage.append(MemoryUsage.of(self.liveness.points, list(self._items())))
+            self._usage.append(MemoryUsage.of(self.liveness.points, list(with_standing(self._items(), self.liveness))))
         return self._usage[0]
 
-    def _items(self) -> Iterator[UsedBytes]:
-        """What lies in memory: values, what links keep, and what calls need while they run."""
+    def _items(self) -> Iterator[tuple[str, UsedBytes]]:
+        """What lies in memory: values, behind their site, what links keep, and what calls need while they run."""
         for name, result, interval, number in self.liveness.held_values():
             table = self.memory.of_value(name, result, self._copies(name))
-            yield UsedBytes(interval, table, (self.classes[name],), number)
+            yield name, UsedBytes(interval, table, (self.classes[name],), number)
         for kept, number in self.liveness.held_on_links():
             table = self.memory.on_link(kept)
-            yield UsedBytes(kept.interval, table, self._variables(kept, table), number)
+            yield "", UsedBytes(kept.interval, table, self._variables(kept, table), number)
         for name, now in self.liveness.calls.items():
-            yield UsedBytes(Interval(now, now), self.memory.of_call(name), (self.classes[name],))
+            workspace = self.memory.of_call(name)
+            if workspace is not None:
+                yield "", UsedBytes(Interval(now, now), workspace, (self.classes[name],))
 
     def _copies(self, name: str) -> float:
         """How many times a value takes its bytes: a parameter carries optimizer state."""
         return 1 + self.liveness.state_bytes_per_parameter_byte if name in self.liveness.parameters else 1.0
 
-    def _variables(self, kept: OnLink, table: Table) -> tuple[int, ...]:
+    def _variables(self, kept: OnLink, table: Floats) -> tuple[int, ...]:
         """The variables that decide how much a link keeps: of both its ends, or of its head."""
         link = self.space.links[kept.link]
         head = self.classes[link.head]
-        return (head,) if table.is_of_one else (self.classes[link.tail], head)
+        return (head,) if table.ndim == 1 else (self.classes[link.tail], head)
 
     def memory_row(self, point: int) -> MemoryRow:
         """Bytes in use at one program point, as a function of the choice."""
@@ -168,9 +169,10 @@ def build_problem(
             edge_between[tail, head] = len(edges)
             edges.append(Edge(tail, head, tables[places]))
     assignment = Assignment(tuple(costs), tuple(edges))
-    memory = MemoryTables(space, Transients(space.mesh, prices.step_price))
     groups = tuple(map(tuple, members))
-    return PlanningProblem(space, prices, liveness, classes, groups, edge_between, assignment, memory, elided)
+    return PlanningProblem(
+        space, prices, liveness, classes, groups, edge_between, assignment, MemoryTables(space), elided
+    )
 
 
 def _call_times(group: Sequence[str], sites: Mapping[str, Site], runs: Mapping[str, int], prices: Prices) -> Floats:

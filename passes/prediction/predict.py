@@ -1,11 +1,9 @@
 """What the cost models say of one choice: where the time goes, and what fills the memory at its peak.
 
 The time is that of a simulated step of one rank (all ranks do the same at the same time), which
-`cost_models.streams` runs. A decided plan's step is read off its lowered program (`walk_program`); where there is none,
-`segment_step` writes it down from the planning problem: the prices are the same. Of a program that leaves out blocks
-`folded_step` does, with what travels in buckets. Computation runs beside what the lowered program begins early and
-waits for late, as far as the cluster's communication leaves it room (`overlap_of`); a step that is not lowered has no
-communication beside computation.
+`cost_models.streams` runs. The step is read off the lowered program (`walk_program`), which may leave out blocks, and
+may have kernels. Computation runs beside collectives that the program begins early and waits for late, as far as the
+cluster's communication leaves it room (`overlap_of`).
 """
 
 from __future__ import annotations
@@ -20,52 +18,43 @@ from autoshard.ir.program import InputKind
 from autoshard.ir.recompute import PHASE
 from autoshard.ir.trace import Trace
 from cost_models.intervals import KERNELS, MEASURED, step_time_uncertainty
-from cost_models.streams import Segment, StreamTimes, overlap_of, simulate_streams
+from cost_models.streams import StreamTimes, overlap_of, simulate_streams
 from cost_models.timeline import Timeline
 from passes.memory.lowered_memory import StepMemory
 from passes.planning.build_assignment import PlanningProblem
 from passes.prediction.expert_load import expert_load
-from passes.prediction.segment_step import COPIES, repeated_step, segment_step
 from passes.prediction.utilisation import utilisation
-from passes.prediction.walk_program import WalkedStep
+from passes.prediction.walk_program import COPIES, WalkedStep
 
 HOST = "waiting for the host"
 SLOWED = "slowed by communication"
-_NOT_COUNTED = StepMemory({})
 
 
 def predict(
     planning: PlanningProblem,
     choice: Sequence[int],
+    walked: WalkedStep,
+    memory: StepMemory,
     kernels: Kernels = NO_KERNELS,
     *,
     dispatch: str = "eager",
-    memory: StepMemory = _NOT_COUNTED,
-    walked: WalkedStep | None = None,
-    record: bool = False,
 ) -> Prediction:
     """Predicted step time, peak memory and their parts, per rank.
 
     Args:
         planning: the problem.
         choice: one option per variable.
-        kernels: what runs in place of calls.
+        walked: the step, as the lowered program of the choice says.
+        memory: the memory of the choice.
+        kernels: the kernels in the step; memory is that of the program without.
         dispatch: how the host issues operators, see `cost_models.device.Device.dispatch`.
-        memory: of the choice's lowered program.
-        walked: the step as the lowered program of the choice says; None: as the problem says.
-        record: keep the timeline, for `Plan.trace`, and price all micro-batches where the problem says the step, not
-            one of them; takes longer.
     """
-    device = planning.prices.cluster.device
-    micro_batches = planning.liveness.micro_batches if record or walked is not None else 1
-    if walked is None:
-        segments, overlap = _segments(planning, choice, kernels, micro_batches, shares=not record), None
-    else:
-        segments, overlap = walked.segments, overlap_of(planning.prices.cluster)
-    times = simulate_streams(segments, overlap, dispatch_s=device.dispatch(dispatch), record=record)
+    cluster, micro_batches = planning.prices.cluster, planning.liveness.micro_batches
+    dispatch_s = cluster.device.dispatch(dispatch)
+    times = simulate_streams(walked.segments, overlap_of(cluster), dispatch_s=dispatch_s, record=True)
     tokens = micro_batches * _tokens(planning)
     mfu, hfu = utilisation(planning, choice).shares(times.total_s / micro_batches)
-    uncertainty = step_time_uncertainty(KERNELS if device.dispatch_s else MEASURED)
+    uncertainty = step_time_uncertainty(KERNELS if cluster.device.dispatch_s else MEASURED)
     return Prediction(
         step_time_s=times.total_s,
         peak_memory_bytes=memory.peak_bytes,
@@ -75,22 +64,14 @@ def predict(
         mfu=mfu,
         hfu=hfu,
         overlapped={axis: seconds for axis, seconds in times.overlapped_s.items() if seconds > 0},
-        launches=sum(op.launches for segment in segments for op in segment.ops),
-        sent_bytes={} if walked is None else walked.sent_bytes,
+        launches=sum(op.launches for segment in walked.segments for op in segment.ops),
+        sent_bytes=walked.sent_bytes,
         expert_load=expert_load(planning, choice),
         step_time_interval_s=None if uncertainty is None else uncertainty.interval(times.total_s),
         interval_coverage=None if uncertainty is None else uncertainty.coverage,
         kernels=kernels,
         timeline=None if times.timeline is None else trace_of(times.timeline),
     )
-
-
-def _segments(
-    planning: PlanningProblem, choice: Sequence[int], kernels: Kernels, micro_batches: int, *, shares: bool
-) -> Sequence[Segment]:
-    if micro_batches > 1:
-        return repeated_step(planning, choice, micro_batches, kernels)
-    return segment_step(planning, choice, kernels, shares=shares)
 
 
 def _breakdown(planning: PlanningProblem, times: StreamTimes) -> dict[str, float]:

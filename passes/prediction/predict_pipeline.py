@@ -29,8 +29,7 @@ from cost_models.schedule_orders import ActionKind, Rows
 from cost_models.streams import Op, Segment, StreamTimes, overlap_of, simulate_streams
 from passes.memory.pipeline_memory import RankMemory, crossing_bytes, pipeline_memory
 from passes.prediction.predict import HOST, SLOWED, trace_of
-from passes.prediction.segment_step import COPIES
-from passes.prediction.walk_program import ACCUMULATION, walk_program
+from passes.prediction.walk_program import ACCUMULATION, COPIES, walk_program
 from passes.strategies.price_nodes import NodePrices
 
 BUBBLE = "bubble"
@@ -177,7 +176,7 @@ def _transfers(staged: StagedProgram, mesh: Mesh, cluster: Cluster) -> dict[Tran
     is_near = cache(lambda *places: _share_a_node(mesh, places, cluster))
     for item in staged.crossings:
         ends = (staged.order.stage_ranks[item.maker], staged.order.stage_ranks[item.reader])
-        link = cluster.node.intra if is_near(*ends) else cluster.node.inter
+        link = cluster.intra if is_near(*ends) else cluster.inter
         assert link is not None, "two stages have a link"
         size = crossing_bytes(staged, item.name, item.maker, is_forward=item.is_forward)
         found[Transfer(item.name, item.maker, item.reader, item.is_forward)] = point_to_point_time(size, link)
@@ -253,8 +252,8 @@ def _tokens_per_s(staged: StagedProgram, total_s: float) -> float | None:
 
 
 def _share(shares: Sequence[float | None], staged: StagedProgram, total_s: float, ranks: int) -> float | None:
-    """The utilisation of all ranks, from that of each stage in its own plan's step."""
-    if total_s <= 0 or any(share is None for share in shares):
+    """The utilisation of all ranks, from that of each stage in its own plan's step; one may have no products."""
+    if total_s <= 0 or all(share is None for share in shares):
         return None
     plans = [stage.plan.predicted.step_time_s for stage in staged.stages]
     return sum((share or 0.0) * seconds for share, seconds in zip(shares, plans, strict=True)) / (ranks * total_s)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from typing import NamedTuple
 
 from torch import fx
 
@@ -22,6 +22,7 @@ from autoshard.ir.collectives import is_collective, is_wait
 from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.offload import LABEL
+from autoshard.ir.recompute import PHASE
 from autoshard.kernels.offload import TRANSFERS
 from cost_models.compute import accumulation_time
 from cost_models.device import Device
@@ -29,16 +30,15 @@ from cost_models.hardware import Cluster
 from cost_models.streams import Op, Segment
 from cost_models.timeline import COMPUTE
 from passes.memory.lowered_memory import carried_bytes, carried_nodes
-from passes.strategies.collective_nodes import collective_of, communicates, exchanges
-from passes.strategies.enumerate_strategies import resolve
-from passes.strategies.local_tracer import EMITTED_AT, IS_RESHARD
+from passes.prediction.unfold_units import unfolded
+from passes.strategies.collective_nodes import collective_of, communicates, exchanges, whole_size
+from passes.strategies.local_tracer import EMITTED_AT, IS_RESHARD, KERNEL, PART_LEFT
+from passes.strategies.local_units import LocalUnits, UnitSpot
 from passes.strategies.price_nodes import NodePrices
 
 COPIES = "reshard copies"
 ACCUMULATION = "accumulation"
 NETWORK, NODE = "network", "node"
-NO_COUNTS: Mapping[str, int] = MappingProxyType({})
-"""Counts of a program that leaves out no blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,56 +60,29 @@ def walk_program(phased: PhasedProgram, prices: NodePrices, micro_batches: int =
     """The step of a lowered program.
 
     Args:
-        phased: the program, which leaves out no blocks.
+        phased: the program. Units of blocks that it leaves out run as the unit does that stands for them.
         prices: of its nodes.
         micro_batches: how many a step has; the program is that of one.
     """
-    written = {name: _PhaseWalk(name, prices).segment(phase.graph) for name, phase in phased.phases.items()}
+    units = LocalUnits.of(phased.lowered)
+    written = {name: _PhaseWalk(name, prices, units).segment(phase.graph) for name, phase in phased.phases.items()}
     first, last = ([written[name]] if name in written else [] for name in ("hoisted", "update"))
-    adding_s = seconds_of_adding(phased, prices.cluster.device)
+    adding_s = _seconds_of_adding(phased, prices.cluster.device, units)
     each = [written["forward"], written["backward"]]
     segments = (*first, *each * micro_batches, *adding_up(adding_s, micro_batches), *last)
-    return WalkedStep(segments, sent_by_axis(phased, prices.mesh, micro_batches), adding_s=adding_s)
+    return WalkedStep(segments, _sent_by_axis(phased, prices.mesh, units, micro_batches), adding_s=adding_s)
 
 
-def sent_by_axis(
-    phased: PhasedProgram, mesh: Mesh, micro_batches: int = 1, counts: Mapping[str, int] = NO_COUNTS
-) -> dict[str, float]:
-    """Bytes that a rank sends over each mesh axis in a step.
-
-    Args:
-        phased: the program of one micro-batch.
-        mesh: its mesh.
-        micro_batches: how many a step has.
-        counts: site of the traced program to how many of a whole one it stands for, where that is not 1.
-    """
+def _sent_by_axis(phased: PhasedProgram, mesh: Mesh, units: LocalUnits, micro_batches: int) -> dict[str, float]:
+    """Bytes that a rank sends over each mesh axis in a step."""
     found = defaultdict[str, float](float)
     for name, phase in phased.phases.items():
         times = micro_batches if name in ("forward", "backward") else 1
-        for site, node in _calls_by_site(phased, phase):
-            if communicates(node):
-                sent = collective_of(node, mesh)
-                found[sent.axes[0]] += times * counts.get(site, 1) * sent.sent_bytes
+        for node in filter(communicates, phase.graph.nodes):
+            sent = collective_of(node, mesh)
+            count = units.count(node)
+            found[sent.axes[0]] += times * (count if count > 1 else whole_size(node, 1.0)) * sent.sent_bytes
     return dict(found)
-
-
-def computed_by_site(phased: PhasedProgram, prices: NodePrices) -> dict[str, float]:
-    """Seconds of what runs for each site of the traced program, without its reshards and what is sent."""
-    found = defaultdict[str, float](float)
-    for phase in phased.phases.values():
-        for site, node in _calls_by_site(phased, phase):
-            if IS_RESHARD not in node.meta:
-                found[site] += prices.computed_s(node)
-    return dict(found)
-
-
-def _calls_by_site(phased: PhasedProgram, phase: fx.GraphModule) -> Iterator[tuple[str, fx.Node]]:
-    """Calls of a phase, each with the site of the traced program that it was emitted for; "" for none."""
-    sites = {node.name: resolve(node)[0].name for node in phased.lowered.traced.graph.nodes if node.op != "output"}
-    for node in phase.graph.nodes:
-        if node.op == "call_function":
-            name = str(node.meta.get(EMITTED_AT, ""))
-            yield sites.get(name, name), node
 
 
 def adding_up(adding_s: float, micro_batches: int) -> list[Segment]:
@@ -120,11 +93,10 @@ def adding_up(adding_s: float, micro_batches: int) -> list[Segment]:
     return [Segment(ACCUMULATION, (Op("add gradients", ACCUMULATION, more * adding_s, launches=more),))]
 
 
-def seconds_of_adding(phased: PhasedProgram, device: Device, counts: Mapping[str, int] = NO_COUNTS) -> float:
-    """Seconds to add what one backward carries into the update to sums; `counts` is as of `sent_by_axis`."""
-    sites = (node.meta.get(EMITTED_AT, "") for node in carried_nodes(phased))
-    times = (accumulation_time(size, device) for size in carried_bytes(phased))
-    return sum(counts.get(site, 1) * seconds for site, seconds in zip(sites, times, strict=True))
+def _seconds_of_adding(phased: PhasedProgram, device: Device, units: LocalUnits) -> float:
+    """Seconds to add the gradients that one backward carries into the update to sums."""
+    sizes = zip(carried_nodes(phased), carried_bytes(phased), strict=True)
+    return sum(units.count(node) * accumulation_time(size, device) for node, size in sizes)
 
 
 def stream_of(axes: tuple[str, ...], cluster: Cluster, mesh_axes: Mapping[str, int]) -> str:
@@ -132,47 +104,97 @@ def stream_of(axes: tuple[str, ...], cluster: Cluster, mesh_axes: Mapping[str, i
     return NETWORK if cluster.group_links(mesh_axes, axes).nodes > 1 else NODE
 
 
+class _Walked(NamedTuple):
+    """A thing that a node does.
+
+    Args:
+        node: the node.
+        spot: the unit of repeated blocks that it belongs to.
+        seconds: of computation.
+        begins: it begins a collective, or an exchange of rows.
+        awaited: the collective that it waits for.
+        is_anchor: see `passes.prediction.unfold_units`.
+    """
+
+    node: fx.Node
+    spot: UnitSpot | None
+    seconds: float = 0.0
+    begins: bool = False
+    awaited: fx.Node | None = None
+    is_anchor: bool = False
+
+
 @dataclass(slots=True)
 class _PhaseWalk:
-    """One phase in the making; `begun` says which operation is the collective that a node began."""
+    """One phase in the making; `begun` says which operation each copy of the collective of a node is."""
 
     name: str
     prices: NodePrices
+    units: LocalUnits
     ops: list[Op] = field(default_factory=list)
-    begun: dict[fx.Node, int] = field(default_factory=dict)
+    begun: dict[fx.Node, dict[int, int]] = field(default_factory=dict)
 
     def segment(self, graph: fx.Graph) -> Segment:
-        for node in graph.nodes:
-            if node.op == "call_function":
-                self._write(node)
+        events = [event for node in graph.nodes if node.op == "call_function" for event in self._events(node)]
+        for event, copy in unfolded(events, [repeat.elided for repeat in self.units.repeats]):
+            if event.begins:
+                self._begin(event.node, copy)
+            elif event.awaited is not None:
+                self._wait(event.node, event.awaited, copy)
+            else:
+                seconds = event.seconds if copy else self._whole_s(event.node, event.seconds)
+                kernel = event.node.meta.get(KERNEL)
+                launches = kernel.launches if kernel else 1
+                self.ops.append(Op(event.node.name, _label(event.node), seconds, launches=launches))
         return Segment(self.name, tuple(self.ops))
 
-    def _write(self, node: fx.Node) -> None:
-        seconds = self.prices.computed_s(node)
+    def _events(self, node: fx.Node) -> Iterator[_Walked]:
+        kernel, spot = node.meta.get(KERNEL), self.units.spot(node)
+        seconds = node.meta.get(PART_LEFT, 1.0) * self.prices.computed_s(node) + (kernel.time_s if kernel else 0.0)
         if seconds > 0:
-            self.ops.append(Op(node.name, _label(node), seconds))
+            yield _Walked(node, spot, seconds, is_anchor=_is_call(node))
         if communicates(node):
-            self._begin(node)
+            yield _Walked(node, spot, begins=True)
         if exchanges(node):
-            self._wait(node, node)
-        elif is_wait(node) and _collective_behind(node) in self.begun:
-            self._wait(node, _collective_behind(node))
+            yield _Walked(node, spot, awaited=node)
+        elif is_wait(node):
+            yield _Walked(node, spot, awaited=_collective_behind(node))
 
-    def _wait(self, node: fx.Node, behind: fx.Node) -> None:
-        self.ops.append(Op(node.name, _label(node), 0.0, needs=(self.begun[behind],), launches=0))
+    def _whole_s(self, node: fx.Node, seconds: float) -> float:
+        """Seconds of a call on a bucket as large as in the whole program."""
+        latency_s = min(seconds, self.prices.cluster.device.launch_latency_s)
+        return latency_s + whole_size(node, seconds - latency_s)
 
-    def _begin(self, node: fx.Node) -> None:
+    def _wait(self, node: fx.Node, behind: fx.Node, copy: int) -> None:
+        begun = self.begun.get(behind)
+        if begun and self._is_waited_for(behind, copy):
+            last = next(reversed(begun.values()))
+            self.ops.append(Op(node.name, _label(node), 0.0, needs=(begun.get(copy, last),), launches=0))
+
+    def _is_waited_for(self, behind: fx.Node, copy: int) -> bool:
+        """Whether a copy of a wait is there: a bucket with members of several units is waited for once."""
+        share = 1 / whole_size(behind, 1.0)
+        is_last = copy == self.units.count(behind)
+        return copy == 0 or is_last or int(copy * share) > int((copy - 1) * share)
+
+    def _begin(self, node: fx.Node, copy: int) -> None:
         prices = self.prices
         sent = collective_of(node, prices.mesh)
         axis, stream = sent.axes[0], stream_of(sent.axes, prices.cluster, dict(prices.mesh.axes))
         behind = (len(self.ops) - 1,) if self.ops else ()
-        self.begun[node] = len(self.ops)
-        self.ops.append(Op(f"{node.name} over {','.join(sent.axes)}", axis, prices.sent_s(node), stream, behind))
+        self.begun.setdefault(node, {})[copy] = len(self.ops)
+        seconds = prices.sent_s(node) / (whole_size(node, 1.0) if copy else 1.0)
+        self.ops.append(Op(f"{node.name} over {','.join(sent.axes)}", axis, seconds, stream, behind))
+
+
+def _is_call(node: fx.Node) -> bool:
+    """Whether a node computes for a call of the traced program, at the call's place."""
+    return EMITTED_AT in node.meta and IS_RESHARD not in node.meta and node.meta.get("phase") != PHASE
 
 
 def _label(node: fx.Node) -> str:
     """What the time of a node counts as."""
-    if IS_RESHARD in node.meta:
+    if IS_RESHARD in node.meta and KERNEL not in node.meta:
         return COPIES
     return LABEL if node.target in TRANSFERS else node.meta.get("phase", COMPUTE)
 

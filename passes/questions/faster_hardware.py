@@ -16,11 +16,11 @@ SHARE = f"{MORE - 1:.0%}".replace("%", " %")
 
 def _faster_products(cluster: Cluster) -> Cluster:
     peaks = {dtype: MORE * peak for dtype, peak in cluster.device.peak_flops.items()}
-    return _with_node(cluster, cluster.node.with_device(replace(cluster.device, peak_flops=peaks)))
+    return _with_node(cluster, cluster.node.with_device(replace(cluster.node.device, peak_flops=peaks)))
 
 
 def _faster_memory(cluster: Cluster) -> Cluster:
-    unit = cluster.device
+    unit = cluster.node.device
     curves = {name: tuple((size, MORE * rate) for size, rate in curve) for name, curve in unit.throughput.items()}
     bandwidth = MORE * unit.memory_bandwidth_bytes_per_s
     faster = replace(unit, memory_bandwidth_bytes_per_s=bandwidth, throughput=curves)

@@ -34,23 +34,14 @@ from passes.questions.plan_counts import PlanCounts
 from passes.questions.totals import COMMUNICATION, Counted, block_symbols, total
 from passes.strategies.price import StepPrice
 
-QUANTITIES: Mapping[str, str] = {
-    "step_flops": "FLOPs of the products and attention of a step, on all ranks together, nothing computed twice",
-    "rank_flops": "FLOPs of products and attention that each rank runs in a step",
-    "communication_bytes": "bytes that each rank sends for one micro-batch and for the update, with ring algorithms; "
-    "of one mesh axis: communication_bytes_<axis>",
-    "parameters": "elements of the whole model's parameters",
-    "parameter_bytes": "bytes of parameters on each rank",
-    "gradient_bytes": "bytes of gradients on each rank",
-    "optimizer_bytes": "bytes of optimizer state on each rank",
-    "activation_bytes": "bytes that each rank's forward keeps for its backward (of one micro-batch, where a recipe has "
-    "several)",
-    "tokens": "elements of the first integer input of a step, on all ranks together",
-}
-"""Name to meaning. Where the stages of a pipeline differ, each rank's share is the mean over them."""
+QUANTITIES = (
+    *("step_flops", "rank_flops", COMMUNICATION, "parameters", "parameter_bytes", "gradient_bytes", "optimizer_bytes"),
+    *("activation_bytes", "tokens"),
+)
+"""Names of formulas; docs/formulas.md says what each is."""
 
-OF_MODEL = ("step_flops", "parameters", "tokens")
-"""Quantities of the whole model; all others are of a rank."""
+_OF_MODEL = ("step_flops", "parameters", "tokens")
+"""Quantities of the whole model; all others are of a rank, the mean over stages where these differ."""
 
 _OF_STEP = ("step_flops", "rank_flops", "tokens")
 """Quantities of a step, which each micro-batch adds to."""
@@ -156,7 +147,7 @@ class CountsOfPlan:
         return {axis: size for axis, size in plan.mesh.axes if axis != PIPELINE_AXIS}
 
     def of(self, plan: Plan, name: str, sizes: tuple[InputSize, ...], axes: Mapping[str, Size]) -> Iterator[Counted]:
-        ranks = 1 if name in OF_MODEL or not plan.stages else plan.mesh.axis_size(PIPELINE_AXIS)
+        ranks = 1 if name in _OF_MODEL or not plan.stages else plan.mesh.axis_size(PIPELINE_AXIS)
         share = sympy.Rational(plan.micro_batches if name in _OF_STEP else 1, ranks)
         for place, size in self._of_stages(plan, name, sizes, axes):
             yield place, share * size

@@ -18,7 +18,7 @@ from autoshard.ir.collectives import is_collective, is_wait
 from autoshard.ir.communicators import group_axes
 from autoshard.ir.lowered import LocalSlot, PhasedProgram
 from autoshard.ir.program import InputKind, OutputKind
-from cost_models.formulas import Size, product_of
+from cost_models.formulas import Size
 from cost_models.operators import work
 from cost_models.work import Kind, TensorInfo
 from passes.preparation.canonicalize import is_view
@@ -127,7 +127,7 @@ def _sent(phased: PhasedProgram, axes: Mapping[str, Size], axis: str) -> Parts:
             )
         if is_collective(node) and axis in ("", group_axes(str(node.args[-1]))[0]):
             sent = collective_of(node, phased.lowered.mesh)
-            ranks: Any = sympy.sympify(product_of([axes[each] for each in sent.axes]))
+            ranks: Any = sympy.sympify(math.prod([axes[each] for each in sent.axes]))
             others = {"all_gather_into_tensor": ranks - 1, "all_reduce": 2 * (ranks - 1) / ranks}
             value = operands_of(node)[0].meta["val"]
             each = others.get(sent.kind, (ranks - 1) / ranks) * value.dtype.itemsize
@@ -185,7 +185,7 @@ def _owned(phased: PhasedProgram, names: Sequence[str]) -> Parts:
 
 def _bytes(label: str, shape: Sequence[int], each: Size) -> LocalPart:
     """So many bytes for each element."""
-    return LocalPart(label, tuple(shape), lambda dims: product_of(dims) * each)
+    return LocalPart(label, tuple(shape), lambda dims: math.prod(dims) * each)
 
 
 def _is_alias(node: fx.Node) -> bool:

@@ -3,16 +3,19 @@
 1. The program is traced at a few sizes of the inputs, and each dim of its values is fitted (`fit_sizes`).
 2. The plan is lowered at its own sizes, with each size of the inputs and each mesh axis changed, and with all changed.
    Reshards go the ways that they go at the plan's own sizes.
-3. The parts of a quantity are read off these programs (`lowered_parts`). Each local size is matched with the shares of
-   global ones: the share that has the right size in all programs. The parts are counted with these expressions.
+3. The parts of a quantity are read off these programs (`lowered_parts`). Their local shapes are those of values as the
+   plan splits them, if these are right in all programs; else each local size is matched with the shares of global
+   ones. The parts are counted with these expressions.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import cached_property
 from itertools import chain, combinations
 from typing import Any
 
@@ -24,11 +27,12 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind
 from autoshard.ir.reshard import ReshardStep, StepCost
-from cost_models.formulas import Point, Size, ceil_div, product_of, size_symbol, value_at
+from autoshard.ir.spec import PartitionSpec
+from cost_models.formulas import Point, Size, ceil_div, size_symbol, value_at
 from passes.lowering.lower import Lower
 from passes.lowering.split_phases import SplitPhases
 from passes.questions.fit_sizes import DoesNotRunError
-from passes.questions.fitted_program import FittedProgram, line_of
+from passes.questions.fitted_program import FittedProgram, Shape, line_of
 from passes.questions.lowered_parts import LocalPart, Read, contracts, flops_of, sent_at_cuts
 from passes.questions.totals import Counted
 from passes.recomputation.recompute import original_of
@@ -55,9 +59,11 @@ class PlanCounts:
     step_cost: StepCost
     _programs: list[tuple[_At, PhasedProgram]] = field(default_factory=list)
     _lowered: dict[object, PhasedProgram] = field(default_factory=dict)
-    _steps: dict[object, tuple[ReshardStep, ...]] = field(default_factory=dict)
+    _steps: dict[Any, tuple[ReshardStep, ...]] = field(default_factory=dict)
     _dims: dict[object, Size | None] = field(default_factory=dict)
-    _shares: dict[tuple[Size, ...], list[tuple[Size, Sequence[int]]]] = field(default_factory=dict)
+    _shares: dict[Shape, list[Size]] = field(default_factory=dict)
+    _shapes_of: dict[str, list[tuple[str, Shape]]] = field(default_factory=dict)
+    _evaluated: dict[Size, Sequence[int]] = field(default_factory=dict)
 
     def step_flops(self) -> Iterator[Counted]:
         """Of products and attention, on global shapes; a recomputed call counts once."""
@@ -69,7 +75,7 @@ class PlanCounts:
     def parameters(self) -> Iterator[Counted]:
         """Elements of the whole model's parameters."""
         for slot in self.fitted.program.inputs_of(InputKind.PARAMETER):
-            yield self.fitted.places.get(slot.node), product_of(self.fitted.shapes[slot.node][0])
+            yield self.fitted.places.get(slot.node), math.prod(self.fitted.shapes[slot.node][0])
 
     def tokens(self) -> Iterator[Counted]:
         """Elements of the first integer input; none without such an input."""
@@ -77,7 +83,7 @@ class PlanCounts:
         for slot in self.fitted.program.inputs_of(InputKind.INPUT):
             value = nodes[slot.node].meta["val"]
             if not value.dtype.is_floating_point and value.shape:
-                yield None, product_of(self.fitted.shapes[slot.node][0])
+                yield None, math.prod(self.fitted.shapes[slot.node][0])
                 return
 
     def crossing_bytes(self, sends: Mapping[str, int]) -> Iterator[Counted]:
@@ -104,9 +110,8 @@ class PlanCounts:
                     f"fixed: formula(..., fixed={tuple(sorted(missed))!r})."
                 )
             for index, part in enumerate(parts):
-                columns = zip(*(found[n][1][site][index].dims for n in alike), strict=True)
-                dims = [self._dim(site, dict(zip(alike, column, strict=True)), part.label) for column in columns]
-                yield self.fitted.places.get(site), part.count(dims)
+                seen = {n: found[n][1][site][index].dims for n in alike}
+                yield self.fitted.places.get(site), part.count(self._dims_of(site, seen, part.label))
 
     # Lowered programs.
 
@@ -160,6 +165,65 @@ class PlanCounts:
 
     # Local sizes.
 
+    def _dims_of(self, site: str, seen: Mapping[int, tuple[int, ...]], label: str) -> Sequence[Size]:
+        """The expressions that are `seen` in the programs of these numbers, of what is emitted for a site.
+
+        They are the shape of one of its values as the plan splits it, or each a share of some dim of the model.
+        """
+        shapes = sorted(self._local_shapes(site), key=lambda pair: not label.endswith(f"over {pair[0]}"))
+        for _, shape in shapes:
+            if all([self._values(dim)[n] for dim in shape] == list(dims) for n, dims in seen.items()):
+                return shape
+        columns = zip(*seen.values(), strict=True)
+        return [self._dim(site, dict(zip(seen, column, strict=True)), label) for column in columns]
+
+    def _local_shapes(self, site: str) -> list[tuple[str, Shape]]:
+        """The shapes on a rank of a node's operands and results, of all together, and of its reshards by axis."""
+        if site not in self._shapes_of:
+            node, found = self.fitted.program.nodes_by_name()[site], list[tuple[str, Shape]]()
+            makers = [(tail.name, index) for tail, index in map(resolve, operands_of(node))]
+            read, made = [self.fitted.shapes[maker][index] for maker, index in makers], self.fitted.shapes[site]
+            split = self.plan.nodes.get(site)
+            if split is not None and len(split.inputs) == len(read):
+                inputs = [self._local(shape, spec) for shape, spec in zip(read, split.inputs, strict=True)]
+                outputs = [self._local(shape, spec) for shape, spec in zip(made, split.outputs, strict=True)]
+                found += [("", shape) for shape in (tuple(chain(*inputs, *outputs)), *outputs, *inputs)]
+            own, own_index = resolve(node)
+            for maker, index in dict.fromkeys([*makers, (own.name, own_index)]):
+                for step in self._steps_at.get((site, maker, index), ()):
+                    found += [(step.axis, shape) for shape in self._sent(self.fitted.shapes[maker][index], step)]
+            self._shapes_of[site] = found
+        return self._shapes_of[site]
+
+    @cached_property
+    def _steps_at(self) -> Mapping[tuple[object, ...], Sequence[ReshardStep]]:
+        """The steps of reshards by reader, maker and which of its results."""
+        found = defaultdict[tuple[object, ...], list[ReshardStep]](list)
+        for place, steps in self._steps.items():
+            found[place[:3]] += steps
+        return found
+
+    def _sent(self, shape: Shape, step: ReshardStep) -> list[Shape]:
+        """The shapes of a value before and after a step, and in the pieces that it sends or gathers."""
+        before, after, ranks = self._local(shape, step.source), self._local(shape, step.target), self.axes[step.axis]
+        if step.to_dim is None:
+            return [before, (ranks, *before), after]
+        return [(ranks, *before[: step.to_dim], after[step.to_dim], *before[step.to_dim + 1 :]), before, after]
+
+    def _local(self, shape: Shape, spec: PartitionSpec) -> Shape:
+        """The padded shape on each rank."""
+        return tuple(self._share(dim, [self.axes[axis] for axis in spec.axes_of(n)]) for n, dim in enumerate(shape))
+
+    def _share(self, dim: Size, axes: Sequence[Size]) -> Size:
+        pieces = math.prod(axes)
+        return dim if pieces == 1 else ceil_div(dim, pieces)
+
+    def _values(self, size: Size) -> Sequence[int]:
+        """The values of an expression in the lowered programs."""
+        if size not in self._evaluated:
+            self._evaluated[size] = [int(value_at(size, at)) for at, _ in self._programs]
+        return self._evaluated[size]
+
     def _dim(self, site: str, sizes: Mapping[int, int], label: str) -> Size:
         """The expression that is `sizes` in the programs of these numbers: a share of the site's own dims if possible.
 
@@ -169,11 +233,10 @@ class PlanCounts:
         own = tuple(dict.fromkeys(dim for shape in self._shapes(site) for dim in shape))
         key = (own, tuple(sizes.items()))
         if key not in self._dims:
-            all_dims = (dim for shapes in self.fitted.shapes.values() for shape in shapes for dim in shape)
+            all_dims = dict.fromkeys(dim for shapes in self.fitted.shapes.values() for shape in shapes for dim in shape)
             number = next(iter(sizes.values()))
-            constant: tuple[Size, Sequence[int]] = (number, [number] * len(self._programs))
-            shares = chain(self._shares_of(own), [constant], self._shares_of(tuple(dict.fromkeys(all_dims))))
-            fitting = (share for share, values in shares if all(values[n] == size for n, size in sizes.items()))
+            shares = chain(self._shares_of(own), [sympy.Integer(number)], self._shares_of(tuple(all_dims)))
+            fitting = (share for share in shares if all(self._values(share)[n] == size for n, size in sizes.items()))
             self._dims[key] = next(fitting, None)
         found = self._dims[key]
         if found is None:
@@ -184,15 +247,14 @@ class PlanCounts:
             )
         return found
 
-    def _shares_of(self, dims: tuple[Size, ...]) -> list[tuple[Size, Sequence[int]]]:
-        """The shares of dims over mesh axes, and the axes' own sizes, with their values in the lowered programs."""
+    def _shares_of(self, dims: tuple[Size, ...]) -> list[Size]:
+        """The shares of dims over mesh axes, and the axes' own sizes."""
         if dims not in self._shares:
-            subsets = [each for count in range(len(self.axes) + 1) for each in combinations(self.axes.values(), count)]
-            pieces = [product_of(each) for each in subsets]
-            shares = dict.fromkeys(dim if each == 1 else ceil_div(dim, each) for dim in dims for each in pieces)
-            shares |= dict.fromkeys(self.axes.values())
-            points = [at for at, _ in self._programs]
-            self._shares[dims] = [(share, [int(value_at(share, at)) for at in points]) for share in shares]
+            axes = list(self.axes.values())
+            subsets = [each for count in range(len(axes) + 1) for each in combinations(axes, count)]
+            self._shares[dims] = list(
+                dict.fromkeys([*(self._share(dim, each) for dim in dims for each in subsets), *axes])
+            )
         return self._shares[dims]
 
     def _shapes(self, site: str) -> list[tuple[Size, ...]]:

@@ -35,7 +35,7 @@ from passes.questions.fit_sizes import (
     resize,
 )
 from passes.questions.totals import COMMUNICATION, BlockPlace, Counted
-from passes.recipes.price_ends import exchanged_bytes, gradient_bytes
+from passes.recipes.price_ends import GRADIENT_BYTES, WEIGHT_BYTES
 from passes.recipes.price_memory import kept_bytes, state_bytes
 from passes.sections.fold_program import AFTER, BEFORE
 from passes.sections.price_model import PricedModel
@@ -204,7 +204,7 @@ class _RecipeCounts:
             case "rank_flops":
                 return tally["flops"] * self._micro_batches / pipeline
             case "activation_bytes":
-                held = SectionSizes(**{key: tally[key] for key in _HELD}, workspace_bytes=0, tensors=0, matrices=0)
+                held = SectionSizes(**{key: tally[key] for key in _HELD}, workspace_bytes=0, matrices=0)
                 return kept_bytes(held, section, recipe) / pipeline
         return whole["parameters"] + whole["expert_parameters"]
 
@@ -243,17 +243,18 @@ class _RecipeCounts:
 
     def _exchanged(self, dense: Any, expert: Any) -> Any:
         """Gradients reduced, parameters gathered: see `price_ends.exchange_times` and `price_recipe.sharded_time`."""
-        recipe, gradient, weight = self.recipe, gradient_bytes(self.recipe), exchanged_bytes(self.recipe)
+        recipe = self.recipe
+        gradient, weight = GRADIENT_BYTES[recipe.runtime.gradient_dtype], WEIGHT_BYTES[recipe.precision]
         replicas, shards, owners = self._replicas, self._shards, self._expert_replicas
         gathered = _gather(weight * dense, shards) + _gather(weight * expert, owners)
         scattered = _gather(gradient * expert, owners)
         in_groups = _gather(gradient * dense, shards) + 2 * _gather(gradient * dense / shards, replicas / shards)
         if recipe.reduces_each:
-            both = scattered + in_groups + ((2 - recipe.gathers_once) * gathered if recipe.zero == 3 else 0)
+            both = scattered + in_groups + (2 * gathered if recipe.zero == 3 else 0)
             return self._micro_batches * both + (gathered if recipe.zero == 2 else 0)
         if not recipe.zero:
             return 2 * _gather(gradient * dense, replicas) + 2 * scattered
-        is_whole = recipe.runtime.compiled or recipe.zero_group in (None, recipe.replicas)
+        is_whole = recipe.zero_group in (None, recipe.replicas)
         return (in_groups if is_whole else 2 * _gather(gradient * dense, replicas)) + scattered + gathered
 
     @property

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 from autoshard.ir.execution import Execution
 from cost_models.memory import MOMENTS
-from passes.recipes import own_runtime
 from passes.recipes.pipeline_stages import Stage, rank_sections
 from passes.recipes.price_ends import GRADIENT_BYTES, WEIGHT_BYTES
 from passes.recipes.recipe_groups import Groups
@@ -99,13 +98,12 @@ def rank_memory(
 
 def state_bytes(elements: float, shards: float, recipe: Execution) -> dict[str, float]:
     """Bytes of parameters, gradients and optimizer state of `elements` parameters on one rank."""
-    if recipe.runtime.compiled:
-        return own_runtime.state_bytes(elements, shards, recipe)
     weight, gradient = WEIGHT_BYTES[recipe.precision], GRADIENT_BYTES[recipe.runtime.gradient_dtype]
     extra = 2 if recipe.runtime.separate_sum and gradient > 2 else 0
-    state = 4 * MOMENTS[recipe.optimizer] + (4 if recipe.runtime.master_weights and recipe.zero < 3 else 0)
+    has_masters = recipe.runtime.master_weights
+    state = (4 if has_masters else weight) * MOMENTS[recipe.optimizer] + (4 if has_masters and recipe.zero < 3 else 0)
     if recipe.zero == 3:
-        weight = 4 if recipe.runtime.master_weights else weight
+        weight = 4 if has_masters else weight
     on_device = 0.0 if recipe.offload in ("optimizer", "parameters") else 1.0
     return {
         "parameters": elements * weight / (shards if recipe.zero == 3 else 1),
@@ -116,14 +114,11 @@ def state_bytes(elements: float, shards: float, recipe: Execution) -> dict[str, 
 
 def gathered_bytes(block: SectionSizes, recipe: Execution) -> float:
     """Bytes of what ZeRO-3 gathers of a block: its weights, and its neighbour's."""
-    weight = (own_runtime.cast_bytes(recipe) or own_runtime.at_rest_bytes(recipe)) if recipe.runtime.compiled else None
-    return 2.0 * (weight or WEIGHT_BYTES[recipe.precision]) * (block.parameters + block.expert_parameters)
+    return 2.0 * WEIGHT_BYTES[recipe.precision] * (block.parameters + block.expert_parameters)
 
 
 def update_bytes(elements: float, shards: float, recipe: Execution) -> float:
     """Bytes of the float32 copy of gradients that master weights are updated with."""
-    if recipe.runtime.compiled:
-        return own_runtime.gradients_beside(elements, shards, recipe)
     if not recipe.runtime.master_weights or recipe.runtime.gradient_dtype == "f32":
         return 0.0
     return 4.0 * elements / (shards if recipe.zero >= 1 else 1)

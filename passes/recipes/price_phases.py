@@ -1,9 +1,9 @@
 """What a phase of a section takes for one micro-batch: on the device, with its collectives, and on the host.
 
-Collectives run beside computation of their own: those of the tensor axis beside products of weight gradients (in our
-own runtime beside casting and adding these up too), those of the context axis beside attention, experts' beside what is
-left of all computation, of another micro-batch. The host issues kernels ahead of the device, which waits for it where
-it is slower; it issues on while the device waits for a collective. So a phase takes the longer of the two:
+Collectives run beside computation of their own: those of the tensor axis beside products of weight gradients, those of
+the context axis beside attention, experts' beside what is left of all computation, of another micro-batch. The host
+issues kernels ahead of the device, which waits for it where it is slower; it issues on while the device waits for a
+collective. So a phase takes the longer of the two:
 
     max(computation + exposed, kernels * dispatch),     exposed = sent - (1 - interference) * hidden
 
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from autoshard.ir.execution import Execution
 from cost_models.hardware import Cluster
-from cost_models.step import StepModel
-from passes.recipes.recipe_groups import Groups, copying_time, sorting_time, traffic_time
+from cost_models.streams import measured_slowdown
+from passes.recipes.recipe_groups import Groups, sorting_time, traffic_time
 from passes.sections.price_sections import EXPERT, Busy, PhasePrice
 
 _IDLE = Busy()
@@ -76,25 +76,19 @@ def phase_time(
     recipe: Execution,
     groups: Groups,
     cluster: Cluster,
-    model: StepModel,
     *,
     done: Busy = _IDLE,
-    adding_s: float = 0.0,
 ) -> PhaseTime:
     """Times of a phase for one micro-batch.
 
     Args:
         phase: the phase of a section.
-        recipe, groups, cluster, model: as it runs.
+        recipe, groups, cluster: as it runs.
         done: computation that is done already, and is left out.
-        adding_s: seconds of adding gradients up, which are counted elsewhere: in our own runtime tensor-parallel
-            traffic is hidden beside them.
     """
     kernels = phase.busy.kernels - done.kernels
-    compute_s = max(0.0, _device_time(phase.busy, model) - _device_time(done, model))
-    compute_s += sum(sorting_time(item, recipe, cluster, model) for item in phase.traffic)
-    if recipe.runtime.compiled:
-        compute_s += sum(copying_time(item, groups, cluster, model) for item in phase.traffic)
+    compute_s = max(0.0, _device_time(phase.busy) - _device_time(done))
+    compute_s += sum(sorting_time(item, recipe, cluster) for item in phase.traffic)
     dispatch_s = 0.0
     if recipe.runtime.blocking_launches:
         compute_s += (kernels + len(phase.traffic)) * cluster.device.dispatch("blocking")
@@ -102,12 +96,11 @@ def phase_time(
         dispatch_s = cluster.device.dispatch("graph" if recipe.runtime.cuda_graph else "eager")
     sent: dict[str, float] = {}
     for item in phase.traffic:
-        sent[item.axis] = sent.get(item.axis, 0.0) + traffic_time(item, recipe, groups, model)
-    late_s = phase.busy.weight_gradient_s * model.matmul_slowdown
-    beside_s = late_s + adding_s if recipe.runtime.compiled else late_s
+        sent[item.axis] = sent.get(item.axis, 0.0) + traffic_time(item, recipe, groups)
+    late_s = phase.busy.weight_gradient_s
     hidden = {
-        "tensor": min(sent.get("tensor", 0.0), recipe.runtime.overlap_tensor * beside_s),
-        "context": min(sent.get("context", 0.0), phase.busy.attention_s * model.attention_slowdown),
+        "tensor": min(sent.get("tensor", 0.0), recipe.runtime.overlap_tensor * late_s),
+        "context": min(sent.get("context", 0.0), phase.busy.attention_s),
     }
     beside_late = hidden["tensor"]
     if recipe.runtime.overlap_expert:
@@ -117,16 +110,12 @@ def phase_time(
         late = min(to_hide - rest, late_s - beside_late)
         hidden[EXPERT] = turns * (rest + late)
         beside_late += turns * late
-    saved = 1 - model.interference
+    saved = 1 - measured_slowdown()
     exposed = {axis: value - saved * hidden.get(axis, 0.0) for axis, value in sent.items()}
     late_issue_s = phase.busy.weight_gradient_kernels * dispatch_s
     return PhaseTime(compute_s, exposed, late_s, saved * beside_late, kernels * dispatch_s, late_issue_s)
 
 
-def _device_time(busy: Busy, model: StepModel) -> float:
+def _device_time(busy: Busy) -> float:
     """Seconds of computation on the device."""
-    return (
-        busy.matmul_s * model.matmul_slowdown
-        + busy.attention_s * model.attention_slowdown
-        + busy.memory_s * model.memory_slowdown
-    )
+    return busy.matmul_s + busy.attention_s + busy.memory_s

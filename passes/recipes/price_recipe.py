@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
@@ -22,15 +22,13 @@ from cost_models.collectives import all_gather_time, all_reduce_time, point_to_p
 from cost_models.compute import memory_time
 from cost_models.hardware import Cluster
 from cost_models.order_times import StageTimes
-from cost_models.power import power_limit
-from cost_models.step import StepModel
+from cost_models.streams import beside, slowed
 from cost_models.topology import GroupLinks
-from passes.recipes import own_runtime
 from passes.recipes.pipeline_stages import Stage, cuts_backward, rank_sections, stages_time
-from passes.recipes.price_ends import GRADIENT_BYTES, RankLoad, end_times, exchanged_bytes, gradient_bytes
+from passes.recipes.price_ends import GRADIENT_BYTES, WEIGHT_BYTES, EndLoad, end_times
 from passes.recipes.price_memory import block_bytes
 from passes.recipes.price_phases import PhaseTime, phase_time
-from passes.recipes.recipe_groups import Exchange, Groups, in_pieces, slowdown
+from passes.recipes.recipe_groups import Exchange, Groups, in_pieces
 from passes.sections.fold_program import AFTER, BEFORE
 from passes.sections.price_sections import Busy, PhasePrice, SectionPrice
 
@@ -40,7 +38,7 @@ HOST = "the host"
 
 @dataclass(frozen=True, slots=True)
 class SectionTime:
-    """Seconds of a section, once, under a step model, with what is hidden taken off.
+    """Seconds of a section, once, with what is hidden taken off.
 
     Args:
         forward_s, backward_s: of the passes, the backward without what it recomputes.
@@ -73,14 +71,12 @@ class SectionPasses:
     adding_s: float
 
 
-def section_passes(
-    price: SectionPrice, recipe: Execution, groups: Groups, cluster: Cluster, model: StepModel
-) -> SectionPasses:
+def section_passes(price: SectionPrice, recipe: Execution, groups: Groups, cluster: Cluster) -> SectionPasses:
     """What a section's passes take before anything is computed again or copied."""
-    forward = phase_time(price.forward, recipe, groups, cluster, model)
-    adding_s = adding_time(price, recipe, cluster, model)
-    backward = phase_time(price.backward, recipe, groups, cluster, model, adding_s=adding_s)
-    gathers = sharded_time(price, recipe, groups, cluster, model)
+    forward = phase_time(price.forward, recipe, groups, cluster)
+    adding_s = adding_time(price, recipe, cluster)
+    backward = phase_time(price.backward, recipe, groups, cluster)
+    gathers = sharded_time(price, recipe, groups)
     return SectionPasses(forward, backward, gathers, adding_s)
 
 
@@ -89,19 +85,18 @@ def section_time(
     recipe: Execution,
     groups: Groups,
     cluster: Cluster,
-    model: StepModel,
     *,
     is_block: bool,
     passes: SectionPasses | None = None,
 ) -> SectionTime:
     """What a section takes for one micro-batch; `passes`: its `section_passes`, where they are known."""
-    passes = section_passes(price, recipe, groups, cluster, model) if passes is None else passes
+    passes = section_passes(price, recipe, groups, cluster) if passes is None else passes
     forward, backward, gathers = passes.forward, passes.backward, passes.gathers
-    again = _recomputed(price, recipe, groups, cluster, model, is_block=is_block)
+    again = _recomputed(price, recipe, groups, cluster, is_block=is_block)
     copies = copies_time(price, recipe, cluster, is_block=is_block)
-    there = _passing(forward.total_s, forward.total_s, gathers[0], copies[0], recipe, model)
+    there = _passing(forward.total_s, forward.total_s, gathers[0], copies[0], recipe)
     first_s = backward.input_gradient_s + again.total_s
-    back = _passing(backward.total_s + again.total_s, first_s, gathers[1], copies[1], recipe, model)
+    back = _passing(backward.total_s + again.total_s, first_s, gathers[1], copies[1], recipe)
     communication: dict[str, float] = {}
     for part in (forward.communication, there.exposed, backward.communication, again.communication, back.exposed):
         for name, value in part.items():
@@ -113,16 +108,15 @@ def section_time(
 
 
 def _recomputed(
-    price: SectionPrice, recipe: Execution, groups: Groups, cluster: Cluster, model: StepModel, *, is_block: bool
+    price: SectionPrice, recipe: Execution, groups: Groups, cluster: Cluster, *, is_block: bool
 ) -> PhaseTime:
     """What a section's backward computes again."""
     if not is_block or recipe.recompute == "none":
         return _NOTHING
     if recipe.recompute == "selective":
-        return phase_time(PhasePrice(price.forward.core, Busy(), Busy(), ()), recipe, groups, cluster, model)
+        return phase_time(PhasePrice(price.forward.core, Busy(), Busy(), ()), recipe, groups, cluster)
     done = price.forward.tail if recipe.runtime.early_stop else Busy()
-    traffic = own_runtime.sent_again(price.forward.traffic) if recipe.runtime.compiled else price.forward.traffic
-    return phase_time(replace(price.forward, traffic=traffic), recipe, groups, cluster, model, done=done)
+    return phase_time(price.forward, recipe, groups, cluster, done=done)
 
 
 _NOTHING = PhaseTime(0.0, {}, 0.0, 0.0, 0.0, 0.0)
@@ -136,20 +130,16 @@ class _PassTimes(NamedTuple):
     exposed: Mapping[str, float]
 
 
-def _passing(
-    busy_s: float, first_s: float, gather_s: float, copy_s: float, recipe: Execution, model: StepModel
-) -> _PassTimes:
+def _passing(busy_s: float, first_s: float, gather_s: float, copy_s: float, recipe: Execution) -> _PassTimes:
     """A pass that is busy for so long, its first part alone for `first_s`, beside gathering and copying.
 
     Where the pass is cut, all exchange is in its first part.
     """
     overlaps = recipe.runtime.overlap_parameters if recipe.zero == 3 else recipe.runtime.overlap_gradients
     before_s, beside_s = (0.0, gather_s) if overlaps else (gather_s, 0.0)
-    if recipe.runtime.compiled:
-        before_s, copy_s = before_s + copy_s, 0.0
     longest_s = max(beside_s, copy_s)
-    total_s, gathered_s = (model.beside(before_s + busy_s, seconds) for seconds in (longest_s, beside_s))
-    first_s = max(longest_s, before_s + first_s + model.slowed(before_s + busy_s, longest_s))
+    total_s, gathered_s = (beside(before_s + busy_s, seconds) for seconds in (longest_s, beside_s))
+    first_s = max(longest_s, before_s + first_s + slowed(before_s + busy_s, longest_s))
     copied = {HOST: total_s - gathered_s} if copy_s else {}
     return _PassTimes(total_s, first_s, {"data": gathered_s - busy_s, **copied})
 
@@ -162,9 +152,7 @@ def copies_time(price: SectionPrice, recipe: Execution, cluster: Cluster, *, is_
     return (cluster.device.to_host_time(kept), cluster.device.from_host_time(kept)) if kept else (0.0, 0.0)
 
 
-def sharded_time(
-    price: SectionPrice, recipe: Execution, groups: Groups, cluster: Cluster, model: StepModel
-) -> tuple[float, float]:
+def sharded_time(price: SectionPrice, recipe: Execution, groups: Groups) -> tuple[float, float]:
     """Seconds of gathering a section's parameters in the forward, and again with reducing their gradients after.
 
     ZeRO-3 gathers; ZeRO-2 reduces too, where there are several micro-batches (`Execution.reduces_each`). Experts are
@@ -173,13 +161,11 @@ def sharded_time(
     """
     if not recipe.reduces_each:
         return 0.0, 0.0
-    gradient, weight = gradient_bytes(recipe), exchanged_bytes(recipe)
+    gradient, weight = GRADIENT_BYTES[recipe.runtime.gradient_dtype], WEIGHT_BYTES[recipe.precision]
     dense, expert = price.parameters, price.expert_parameters
 
     def exchange_s(exchange: Exchange, moved_bytes: float, group: GroupLinks, count: int | None = None) -> float:
-        if recipe.runtime.compiled:
-            count = own_runtime.section_bucket_count(moved_bytes, group.size)
-        return in_pieces(exchange, moved_bytes, group, recipe, cluster, model, count=count)
+        return in_pieces(exchange, moved_bytes, group, recipe, count=count)
 
     reduce_s = exchange_s(reduce_scatter_time, dense * gradient, groups.zero)
     reduce_s += exchange_s(all_reduce_time, dense * gradient / groups.zero.size, groups.outer)
@@ -191,20 +177,15 @@ def sharded_time(
     gather_s = exchange_s(all_gather_time, dense * weight, groups.zero, each)
     if expert:
         gather_s += exchange_s(all_gather_time, expert * weight, groups.expert_replicas)
-    return gather_s, reduce_s if recipe.gathers_once else gather_s + reduce_s
+    return gather_s, gather_s + reduce_s
 
 
 @dataclass(frozen=True, slots=True)
-class StepPrice:
+class RecipeTime:
     """The time of a step and where it goes, seconds."""
 
     time_s: float
     breakdown: Mapping[str, float]
-
-
-def follows_power(cluster: Cluster, model: StepModel) -> bool:
-    """Whether the clock of products depends on what else a step does."""
-    return model.follows_power and cluster.device.matmul.units > 1
 
 
 def step_price(
@@ -213,59 +194,26 @@ def step_price(
     recipe: Execution,
     groups: Groups,
     cluster: Cluster,
-    model: StepModel,
-) -> StepPrice:
-    """The time of a step; on a device with a power limit, at the clock that the step leaves products."""
-    return Step(sections, stages, recipe, groups, cluster, model).at_its_clock().price()
-
-
-def products_time(
-    sections: Mapping[str, SectionPrice], stages: Sequence[Stage], recipe: Execution, model: StepModel
-) -> float:
-    """Seconds of matrix products and attention in a step, mean over pipeline ranks, recomputed ones included."""
-    total = 0.0
-    for name, count in (item for stage in stages for item in stage.sections):
-        total += count * sum(section_products(sections[name], recipe, model, is_block=name not in (BEFORE, AFTER)))
-    return total * recipe.micro_batches / recipe.pipeline
-
-
-def section_products(
-    price: SectionPrice, recipe: Execution, model: StepModel, *, is_block: bool
-) -> tuple[float, float]:
-    """Seconds of matrix products and attention in a section's forward, and in its backward with what is recomputed."""
-
-    def seconds(busy: Busy) -> float:
-        return busy.matmul_s * model.matmul_slowdown + busy.attention_s * model.attention_slowdown
-
-    again = {"none": Busy(), "selective": price.forward.core, "full": price.forward.busy}
-    recomputed = seconds(again[recipe.recompute]) if is_block else 0.0
-    return seconds(price.forward.busy), seconds(price.backward.busy) + recomputed
+) -> RecipeTime:
+    """The time of a step."""
+    return Step(sections, stages, recipe, groups, cluster).price()
 
 
 @dataclass(frozen=True)
 class Step:
-    """A step at the clock of a model, found as far as it is asked for; arguments as of `step_price`."""
+    """A step, found as far as it is asked for; arguments as of `step_price`."""
 
     sections: Mapping[str, SectionPrice]
     stages: Sequence[Stage]
     recipe: Execution
     groups: Groups
     cluster: Cluster
-    model: StepModel
-
-    def at_its_clock(self) -> Step:
-        """The same at the clock that it leaves products, on a device with a power limit."""
-        if not follows_power(self.cluster, self.model):
-            return self
-        products_s = products_time(self.sections, self.stages, self.recipe, self.model)
-        speed = power_limit().speed(min(1.0, products_s / self.time_s()))
-        return replace(self, model=self.model.at_speed(speed))
 
     def time_s(self) -> float:
         """Seconds of the step: those of its price, without where they go."""
         return self._total(stages_time(self.stage_times, self.recipe))
 
-    def price(self) -> StepPrice:
+    def price(self) -> RecipeTime:
         """The step, and where its time goes."""
         recipe, send_s = self.recipe, self.send_s
         pipe_s = stages_time(self.stage_times, recipe)
@@ -285,19 +233,17 @@ class Step:
         if sends_s:
             breakdown["communication over pipeline"] = sends_s
         breakdown |= {name: value for name, value in self.end.items() if value}
-        if self.model.step_overhead_s:
-            breakdown["overhead"] = self.model.step_overhead_s
         total = self._total(pipe_s)
         compute = total - sum(breakdown.values())
-        return StepPrice(total, {"compute": compute, **breakdown})
+        return RecipeTime(total, {"compute": compute, **breakdown})
 
     def _total(self, pipe_s: float) -> float:
-        return pipe_s + sum(self.end.values()) + self.model.step_overhead_s
+        return pipe_s + sum(self.end.values())
 
     @cached_property
     def times(self) -> Mapping[str, SectionTime]:
         """What sections take."""
-        parts = (self.recipe, self.groups, self.cluster, self.model)
+        parts = (self.recipe, self.groups, self.cluster)
         return {
             name: section_time(price, *parts, is_block=name not in (BEFORE, AFTER))
             for name, price in self.sections.items()
@@ -306,7 +252,7 @@ class Step:
     @cached_property
     def send_s(self) -> float:
         """Seconds of a hand-over."""
-        return send_time(self.sections, self.recipe, self.groups, self.model)
+        return send_time(self.sections, self.recipe, self.groups)
 
     @cached_property
     def stage_times(self) -> Sequence[StageTimes]:
@@ -325,7 +271,7 @@ class Step:
         """What the rank that takes longest does once per step."""
         kinds = [dict(kind) for kind in dict.fromkeys(tuple(counts.items()) for counts in self.ranks)]
         loads = [load_of(counts, self.sections, self.times) for counts in kinds]
-        ends = [end_times(load, self.recipe, self.groups, self.cluster, self.model) for load in loads]
+        ends = [end_times(load, self.recipe, self.groups, self.cluster) for load in loads]
         return max(ends, key=lambda parts: sum(parts.values()))
 
 
@@ -342,7 +288,7 @@ def stage_times(stage: Stage, times: Mapping[str, SectionTime], recipe: Executio
     return StageTimes(forward_s, first_s, late_s, send_s, again_s)
 
 
-def send_time(sections: Mapping[str, SectionPrice], recipe: Execution, groups: Groups, model: StepModel) -> float:
+def send_time(sections: Mapping[str, SectionPrice], recipe: Execution, groups: Groups) -> float:
     """Seconds of handing a block's input to the next stage; each tensor rank sends its part (Narayanan et al. 2021)."""
     if recipe.pipeline == 1:
         return 0.0
@@ -351,33 +297,28 @@ def send_time(sections: Mapping[str, SectionPrice], recipe: Execution, groups: G
     group = groups.neighbours
     link = group.inter if group.inter is not None else group.intra
     assert link is not None, "two stages have a link"
-    sent = point_to_point_time(part, link) * slowdown(group, model)
+    sent = point_to_point_time(part, link)
     if recipe.tensor > 1 and not recipe.sequence_parallel:
-        sent += all_gather_time(whole, groups.tensor) * model.fabric_slowdown
+        sent += all_gather_time(whole, groups.tensor)
     return sent
 
 
 def load_of(
     counts: Mapping[str, int], sections: Mapping[str, SectionPrice], times: Mapping[str, SectionTime]
-) -> RankLoad:
+) -> EndLoad:
     """The load of a rank that has each section so often."""
     mine = [(sections[name], times[name], count) for name, count in counts.items()]
-    return RankLoad(
+    return EndLoad(
         dense=sum(price.parameters * count for price, _, count in mine),
         expert=sum(price.expert_parameters * count for price, _, count in mine),
-        tensors=sum(price.tensors * count for price, _, count in mine),
-        last=sections[next(iter(counts))].parameters,
         forward_s=sum(time.forward_s * count for _, time, count in mine),
         backward_s=sum((time.backward_s + time.recompute_s) * count for _, time, count in mine),
     )
 
 
-def adding_time(price: SectionPrice, recipe: Execution, cluster: Cluster, model: StepModel) -> float:
-    """Seconds of adding a micro-batch's gradients to those before it, and of what our own runtime casts."""
-    adding_s = memory_time(accumulation_bytes(price, recipe), cluster.device) * model.memory_slowdown
-    if recipe.runtime.compiled:
-        adding_s += price.tensors * own_runtime.casts(recipe) * cluster.device.launch_latency_s
-    return adding_s
+def adding_time(price: SectionPrice, recipe: Execution, cluster: Cluster) -> float:
+    """Seconds of adding a micro-batch's gradients to those before it."""
+    return memory_time(accumulation_bytes(price, recipe), cluster.device)
 
 
 def accumulation_bytes(price: SectionPrice, recipe: Execution) -> float:
@@ -388,8 +329,6 @@ def accumulation_bytes(price: SectionPrice, recipe: Execution) -> float:
     """
     gradient = GRADIENT_BYTES[recipe.runtime.gradient_dtype]
     elements = price.parameters + price.expert_parameters
-    if recipe.runtime.compiled:
-        return elements * own_runtime.pass_bytes(recipe)
     if recipe.reduces_each:
         return elements * (4 + (2 + gradient if gradient > 2 else 0))
     return elements * (2 + 2 * gradient) if recipe.micro_batches > 1 else 0.0

@@ -17,9 +17,7 @@ from cost_models.collectives import (
 )
 from cost_models.compute import memory_time
 from cost_models.hardware import Cluster
-from cost_models.step import StepModel
 from cost_models.topology import GroupLinks
-from passes.recipes.own_runtime import bucket_count
 from passes.sections.price_sections import EXPERT, AxisTraffic
 from passes.sections.propagate_axis import MoveKind
 
@@ -83,7 +81,7 @@ def shard_ranks(recipe: Execution) -> tuple[int, int]:
     return recipe.zero_group or recipe.replicas, recipe.expert_ranks // recipe.expert
 
 
-def traffic_time(item: AxisTraffic, recipe: Execution, groups: Groups, model: StepModel) -> float:
+def traffic_time(item: AxisTraffic, recipe: Execution, groups: Groups) -> float:
     """Seconds of a collective."""
     group = groups.of(item.axis)
     is_merged = recipe.runtime.merged_dispatch and (item.axis, item.kind) == (EXPERT, MoveKind.EXCHANGE)
@@ -91,7 +89,7 @@ def traffic_time(item: AxisTraffic, recipe: Execution, groups: Groups, model: St
         alone_s = _merged_s(item.bytes, item.copies, group)
     else:
         alone_s = _alone_s(_MOVES[item.kind], item.bytes, group)
-    return alone_s * slowdown(group, model)
+    return alone_s
 
 
 _MOVES = {
@@ -110,34 +108,20 @@ _merged_s = lru_cache(maxsize=2**16)(dispatch_time)
 """The same of an exchange of tokens that are sent once to each place."""
 
 
-def sorting_time(item: AxisTraffic, recipe: Execution, cluster: Cluster, model: StepModel) -> float:
+def sorting_time(item: AxisTraffic, recipe: Execution, cluster: Cluster) -> float:
     """Seconds in which tokens that came by rank are sorted by expert, or back; a merged dispatch does that itself."""
     if item.axis != EXPERT or recipe.runtime.merged_dispatch:
         return 0.0
-    return memory_time(2 * item.bytes, cluster.device) * model.memory_slowdown
+    return memory_time(2 * item.bytes, cluster.device)
 
 
-def copying_time(item: AxisTraffic, groups: Groups, cluster: Cluster, model: StepModel) -> float:
-    """Seconds in which a reshard over the tensor axis copies what it sends and what it receives."""
-    if item.axis != "tensor":
-        return 0.0
-    part = 1.0 if item.kind == MoveKind.REDUCE else 1.0 / groups.tensor.size
-    return memory_time((1.0 + part) * item.bytes, cluster.device) * model.memory_slowdown
+_LISTED_S = 2e-5
+"""Seconds in which the host issues a view and a copy for each rank of a collective that takes a list of tensors, from
+C++, without Python between them (jiahuanglin.xyz, all_lessons/gpu_kernel_serving/18_pytorch_to_kernel: 5 to 25 us)."""
 
 
-def slowdown(group: GroupLinks, model: StepModel) -> float:
-    """The step model's factor on collectives of a group."""
-    return model.network_slowdown if group.inter is not None else model.fabric_slowdown
-
-
-_LISTING_OPERATORS = 2
-"""What the host issues for each rank of a collective that takes a list of tensors: a view, and a copy."""
-
-
-def pieces(total_bytes: float, recipe: Execution, ranks: int) -> int:
+def pieces(total_bytes: float, recipe: Execution) -> int:
     """In how many collectives so many bytes are exchanged."""
-    if recipe.runtime.compiled:
-        return bucket_count(total_bytes, ranks)
     return max(1, round(total_bytes / recipe.runtime.bucket_bytes))
 
 
@@ -146,14 +130,12 @@ def in_pieces(
     total_bytes: float,
     group: GroupLinks,
     recipe: Execution,
-    cluster: Cluster,
-    model: StepModel,
     *,
     count: int | None = None,
 ) -> float:
     """Seconds of exchanging bytes in `count` pieces (default: of the recipe's size), each listed by rank if it does."""
-    count = pieces(total_bytes, recipe, group.size) if count is None else count
+    count = pieces(total_bytes, recipe) if count is None else count
     listing_s = 0.0
     if recipe.runtime.listed_collectives and group.size > 1:
-        listing_s = group.size * _LISTING_OPERATORS * cluster.device.dispatch("eager")
-    return count * (_alone_s(exchange, total_bytes / count, group) * slowdown(group, model) + listing_s)
+        listing_s = group.size * _LISTED_S
+    return count * (_alone_s(exchange, total_bytes / count, group) + listing_s)

@@ -17,12 +17,10 @@ from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.text import format_bytes
 from cost_models.hardware import Cluster
 from cost_models.intervals import EIGHT_BITS, RECIPES, step_time_uncertainty
-from cost_models.step import StepModel
-from passes.recipes.own_runtime import step_model
 from passes.recipes.pipeline_stages import in_flight, share_out
 from passes.recipes.price_ends import WEIGHT_BYTES
 from passes.recipes.price_memory import MemoryPrice, host_bytes, memory_price
-from passes.recipes.price_recipe import HOST, StepPrice, model_flops, step_price
+from passes.recipes.price_recipe import HOST, RecipeTime, model_flops, step_price
 from passes.recipes.recipe_groups import recipe_groups
 from passes.sections.combine_layouts import combined
 from passes.sections.price_model import CountedModel, PricedModel, RecipeKind
@@ -33,7 +31,6 @@ def recipe_plan(
     priced: PricedModel,
     recipe: Execution,
     cluster: Cluster,
-    model: StepModel | None = None,
 ) -> Plan:
     """The plan of a recipe.
 
@@ -41,13 +38,12 @@ def recipe_plan(
         priced: the traced model.
         recipe: the recipe.
         cluster: as large as the recipe needs.
-        model: of the step; default: that of the recipe's runtime.
 
     Raises:
         RecipeError: see `autoshard.price`.
     """
     start = time.monotonic()
-    prediction = predict_recipe(priced.counted, recipe, cluster, model)
+    prediction = predict_recipe(priced.counted, recipe, cluster)
     kind = RecipeKind.of(recipe)
     mesh = recipe_mesh(recipe)
     layouts = priced.layouts(kind)
@@ -75,12 +71,9 @@ def recipe_plan(
     )
 
 
-def predict_recipe(
-    priced: CountedModel, recipe: Execution, cluster: Cluster, model: StepModel | None = None
-) -> Prediction:
+def predict_recipe(priced: CountedModel, recipe: Execution, cluster: Cluster) -> Prediction:
     """What a step takes under a recipe, on the fullest rank. See `recipe_plan`."""
-    model = step_model(recipe, cluster) if model is None else model
-    step, memory, least_s = _step_of(priced, recipe, cluster, model)
+    step, memory, least_s = _step_of(priced, recipe, cluster)
     uncertainty = step_time_uncertainty(EIGHT_BITS if recipe.precision == "f8" else RECIPES)
     return Prediction(
         step_time_s=step.time_s,
@@ -116,14 +109,12 @@ def _held_by_host(recipe: Execution, cluster: Cluster, size: int) -> int:
     return size
 
 
-def _step_of(
-    priced: CountedModel, recipe: Execution, cluster: Cluster, model: StepModel
-) -> tuple[StepPrice, MemoryPrice, float]:
+def _step_of(priced: CountedModel, recipe: Execution, cluster: Cluster) -> tuple[RecipeTime, MemoryPrice, float]:
     """The step, its memory, and the seconds that its FLOPs take at the peak."""
     groups = recipe_groups(recipe, cluster)
     stages = share_out(priced.blocks, recipe)
     sections = priced.section_prices(recipe, cluster)
-    step = step_price(sections, stages, recipe, groups, cluster, model)
+    step = step_price(sections, stages, recipe, groups, cluster)
     memory = memory_price(sections, stages, recipe, groups, in_flight(recipe))
     _host_bytes(priced, recipe, cluster)
     return step, memory, model_flops(sections, priced.blocks, recipe) / _peak(recipe, cluster)

@@ -1,8 +1,8 @@
 """Search until a choice is found that fits by the count of its lowered program.
 
-A search counts memory by tables, mostly more than there is. So where it finds nothing, what is smallest as it counts
-may still fit, and others that it counts as large; and where it counts less than there is (of recomputation, before it
-is clear where clones stand), it is repeated with as many bytes less to spend.
+A search counts memory by tables, about. Where the tables count too little, the search is repeated with as many bytes
+less to spend. Where they count too much, the search may find nothing: the choice that is smallest by their count may
+still fit.
 """
 
 from __future__ import annotations

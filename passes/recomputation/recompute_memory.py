@@ -19,7 +19,7 @@ import numpy as np
 from passes.memory.elided_lifetimes import Key, elided_intervals, numbered
 from passes.memory.liveness import Held, Interval, Liveness, OnLink
 from passes.memory.memory_tables import MemoryTables, differs
-from passes.memory.memory_usage import Table, UsedBytes
+from passes.memory.memory_usage import UsedBytes
 from passes.planning.build_assignment import PlanningProblem
 from passes.recomputation.recompute_options import AGAIN, OFFLOADED, RECOMPUTED, Keeping, RecomputeOptions
 from passes.recomputation.recompute_split import SplitSpace, split_space
@@ -41,7 +41,7 @@ class RecomputeMemory:
 
     planning: PlanningProblem
     options: RecomputeOptions
-    spread: dict[tuple[object, ...], Table] = field(default_factory=dict)
+    spread: dict[tuple[object, ...], Floats] = field(default_factory=dict)
     wholes: dict[str, Floats] = field(default_factory=dict)
 
     def keepings_of(self, name: str) -> tuple[Keeping, ...]:
@@ -57,7 +57,7 @@ class RecomputeMemory:
 
     @cached_property
     def memory(self) -> MemoryTables:
-        return MemoryTables(self.split.space, self.planning.memory.transients)
+        return MemoryTables(self.split.space)
 
     @cached_property
     def elided(self) -> Elided:
@@ -67,22 +67,24 @@ class RecomputeMemory:
         again = set(self.split.again.values())
         return find_elided(self.split.space, paths_where_run(self.split.space, paths, again))
 
-    def items(self) -> Iterator[UsedBytes]:
-        """Values in memory, with the options under which they lie there.
+    def items(self) -> Iterator[tuple[str, UsedBytes]]:
+        """Values in memory behind their site, "" for others, with the options under which they lie there.
 
         Raises:
             NotAlikeError: the program leaves blocks out, and those beside them do not hold alike values alike.
         """
         for name, point in self.liveness.calls.items():
             if name not in self.split.late.values() and self.split.origin(name)[1] not in OFFLOADED:
-                yield self._item(Interval(point, point), self.memory.of_call(name), (name,))
+                workspace = self.memory.of_call(name)
+                if workspace is not None:
+                    yield "", self._item(Interval(point, point), workspace, (name,))
         held: dict[Key, UsedBytes] = {}
         for key, item in self._held():
             held[key] = item
-            yield item
+            yield _site(key), item
         intervals = {key: item.interval for key, item in held.items()}
         for key, there in elided_intervals(self.liveness, self.elided, self.split.space, intervals).items():
-            yield dataclasses.replace(held[key], interval=there[0], number=there[1])
+            yield _site(key), dataclasses.replace(held[key], interval=there[0], number=there[1])
 
     def _held(self) -> Iterator[tuple[Key, UsedBytes]]:
         """Values that stay in memory behind their call, by the value or link that keeps them there."""
@@ -121,13 +123,10 @@ class RecomputeMemory:
 
     def _on_link(self, kept: OnLink) -> UsedBytes:
         link, held = self.split.space.links[kept.link], kept.held
-        if held is Held.LAST_RESHARD and (link.tail in self.split.sources or link.tail in self._may_stay):
-            held = Held.RESHARD
-        kept = dataclasses.replace(kept, held=held)
         if held is Held.VALUE and link.tail in self.split.late:
             return self._value_behind(kept, link, is_held=False)
         table = self.memory.on_link(kept)
-        return self._item(kept.interval, table, (link.head,) if table.is_of_one else (link.tail, link.head))
+        return self._item(kept.interval, table, (link.head,) if table.ndim == 1 else (link.tail, link.head))
 
     def _value_behind(self, kept: OnLink, link: Link, *, is_held: bool) -> UsedBytes:
         """A value of the forward from its last use there on, under the keepings that hold it or, else, that free it.
@@ -274,9 +273,8 @@ class RecomputeMemory:
     def reshard_points(self) -> dict[str, list[int]]:
         """When the forward reads the values of a site."""
         found: dict[str, list[int]] = defaultdict(list)
-        for kept in self.liveness.on_links:
-            if kept.held in (Held.RESHARD, Held.LAST_RESHARD):
-                found[self.split.space.links[kept.link].tail].append(kept.interval.birth)
+        for index, point in self.liveness.reshards.items():
+            found[self.split.space.links[index].tail].append(point)
         return found
 
     def _end_of_viewed(self, link: Link) -> int:
@@ -301,7 +299,7 @@ class RecomputeMemory:
             rows.append(np.where(moved, self._copy_bytes(name), 0.0 if is_covered and is_of_it else whole[:, None]))
         there = [other is keeping for other in self.keepings_of(name)]
         sizes = np.concatenate([np.concatenate([row * now for now in there], axis=1) for row in rows])
-        return UsedBytes(interval, Table(sizes), (self.planning.classes[link.tail], self.planning.classes[name]))
+        return UsedBytes(interval, sizes, (self.planning.classes[link.tail], self.planning.classes[name]))
 
     def _copy_bytes(self, name: str) -> Floats:
         """Bytes of what a view is of as the view needs it, by its option."""
@@ -329,14 +327,14 @@ class RecomputeMemory:
             self.wholes[link.tail] = np.maximum(self._copy_bytes(link.tail), whole.max(axis=0))
         return self.wholes[link.tail]
 
-    def _item(self, interval: Interval, table: Table, names: tuple[str, ...]) -> UsedBytes:
+    def _item(self, interval: Interval, table: Floats, names: tuple[str, ...]) -> UsedBytes:
         """An item of sites of the split space; what belongs to a recomputation is there if that happens."""
         origins = [self.split.origin(name) for name in names]
         there = tuple(tuple(kept is want or want is None for kept in self.keepings_of(name)) for name, want in origins)
         return self._item_under(interval, table, tuple(self.planning.classes[name] for name, _ in origins), there)
 
     def _item_under(
-        self, interval: Interval, table: Table, variables: tuple[int, ...], there: tuple[tuple[bool, ...], ...]
+        self, interval: Interval, table: Floats, variables: tuple[int, ...], there: tuple[tuple[bool, ...], ...]
     ) -> UsedBytes:
         """An item that is there under some keepings of its variables."""
         key = (id(table), there)
@@ -345,17 +343,16 @@ class RecomputeMemory:
         return UsedBytes(interval, self.spread[key], variables)
 
 
-def _spread(table: Table, there: tuple[tuple[bool, ...], ...]) -> Table:
+def _site(key: Key) -> str:
+    """The site of a value; "" for what a link keeps."""
+    return key[0] if isinstance(key[0], str) else ""
+
+
+def _spread(table: Floats, there: tuple[tuple[bool, ...], ...]) -> Floats:
     """A table for each combination of keepings: as it is where it is there under all of them, and else nothing."""
     if there == ((True,),) * len(there):
         return table
-    counts = table.sizes.shape
     present = np.ones((), dtype=bool)
-    for flags, count in zip(there, counts, strict=True):
+    for flags, count in zip(there, table.shape, strict=True):
         present = np.logical_and.outer(present, np.repeat(flags, count))
-    tiled = np.tile(table.sizes, [len(flags) for flags in there])
-
-    def find(*options: int) -> float:
-        return table.at(*(option % count for option, count in zip(options, counts, strict=True)))
-
-    return Table(np.where(present, tiled, 0.0), find)
+    return np.where(present, np.tile(table, [len(flags) for flags in there]), 0.0)

@@ -9,8 +9,7 @@ Beside what the problem without recomputation has (`recompute_options` says what
 * memory: what lies in it depends on keepings as well (`recompute_memory`).
 
 So there still is one option per variable, costs join two of them, and memory is linear in items. A last use counts
-every recomputation that might read the value, chosen or not. So the memory is never less than that of the program which
-is lowered, and more only where a value is held for nothing but a recomputation, or views overlap.
+every recomputation that might read the value, chosen or not.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from autoshard.ir.offload import OffloadedNode
 from autoshard.ir.recompute import RecomputedNode
 from passes.memory.liveness import Liveness
 from passes.memory.memory_rows import row_at
-from passes.memory.memory_usage import MemoryUsage
+from passes.memory.memory_usage import MemoryUsage, with_standing
 from passes.planning.build_assignment import PlanningProblem
 from passes.recomputation.recompute_memory import RecomputeMemory
 from passes.recomputation.recompute_options import AGAIN, OFFLOADED, RECOMPUTED, Keeping, RecomputeOptions
@@ -167,7 +166,8 @@ def build_recompute_problem(
     memory = RecomputeMemory(planning, options)
     building = _Building(planning, options, memory)
     assignment = Assignment(tuple(_in_time(control, building.costs())), tuple(_in_time(control, building.edges())))
-    usage = MemoryUsage.of(memory.liveness.points, list(_in_time(control, memory.items())) if with_memory else [])
+    items = with_standing(_in_time(control, memory.items()), memory.liveness) if with_memory else ()
+    usage = MemoryUsage.of(memory.liveness.points, list(items))
     return RecomputeProblem(planning, options, assignment, usage)
 
 

@@ -5,8 +5,8 @@ twice, and copies to and from the host. So a choice of strategies that is optima
 fits as it is, is optimal with them too; only where it does not fit is the larger problem built (`solve_jointly`). That
 a choice be optimal among those that fit would not be enough: one of cheaper strategies may fit with recomputation.
 
-What fits is decided by the count of lowered programs: tables are searched until what is found fits
-(`fitting`). They count no less than there is, so the bound where memory binds is of the plans that fit as they count.
+The lowered program decides whether a choice fits: tables are searched until a choice is found that does (`fitting`).
+Where memory binds, the bound is of the plans that fit as tables count.
 
 With offload the problem is larger still, and contains that without. Where its solution may be far from the best, or
 holds more in the host's memory than there is, the search is repeated without offload, and the cheaper of what fits is
@@ -52,7 +52,7 @@ def solve_jointly(
         planning: the problem without recomputation.
         search: with the memory limit.
         allowed: variable to a mask of its options; absent variables are free.
-        start: solutions without recomputation that fit, than which the result is not worse.
+        start: solutions without recomputation; the result is not worse than those that fit.
         peak_of: counts lowered programs.
         recompute: whether values may be computed again; if not, nothing is offloaded either.
         offload: whether values may go to the host, if the device has a link to one.
@@ -93,6 +93,7 @@ def _solve_jointly(
     free = JointSolution(planning, unlimited(planning, allowed, start))
     if search.memory_limit_bytes is None or free.peak_bytes(peak_of) <= search.memory_limit_bytes:
         return free
+    start = [each for each in start if peak_of(planning, each.choice) <= search.memory_limit_bytes]
     coarse, bound = dataclasses.replace(search, tolerance=_TOLERANCE), free.solution.lower_bound
     found = _where_memory_binds(planning, coarse, allowed, start, peak_of, offload=offload)
     # neither strategies nor keepings cost less where memory is short

@@ -11,9 +11,7 @@ step has m micro-batches. Pipeline rank r has section counts c(r); h(r) counts t
        T >= h(r) f + r s + m c(r) (f + b) [ + h(r) b + r s ]
 
    The ends of the rank with most parameters follow (`price_ends.end_times`). With equal stages this is the price.
-3. *Clock.* A step is priced at the clock of sustained products, T(1), then with products faster by v(X / T(1)), X their
-   seconds. No step is shorter than T(1) / v, which rises with T(1).
-4. *Memory.* Each rank holds what a micro-batch keeps on its stages and the state of their parameters: in the mean.
+3. *Memory.* Each rank holds what a micro-batch keeps on its stages and the state of their parameters: in the mean.
 
 Every bound is less by one part in 10^9, for rounding.
 """
@@ -32,9 +30,7 @@ from numpy.typing import NDArray
 from autoshard.ir.execution import Execution
 from autoshard.ir.runtime import Runtime
 from cost_models.hardware import Cluster
-from cost_models.power import power_limit
 from cost_models.schedule_orders import most_in_flight
-from cost_models.step import StepModel
 from passes.recipes.pipeline_stages import cuts_backward, rank_sections, share_out
 from passes.recipes.price_memory import (
     again_bytes,
@@ -44,7 +40,7 @@ from passes.recipes.price_memory import (
     state_bytes,
     update_bytes,
 )
-from passes.recipes.price_recipe import follows_power, section_products, section_time
+from passes.recipes.price_recipe import section_time
 from passes.recipes.recipe_groups import Groups
 from passes.search.recipe_space import Pipe
 from passes.sections.fold_program import AFTER, BEFORE
@@ -58,46 +54,30 @@ class SectionTable(NamedTuple):
     """Sections under a recipe, for one micro-batch, in the order of their names, [sections].
 
     Args:
-        forward, backward: seconds at the clock of sustained products; backward with what is recomputed.
+        forward, backward: seconds; backward with what is recomputed.
         first: the part of `backward` that stages before wait for.
-        products: seconds of products and attention in both passes.
-        dense, expert, tensors: parameters, see `price_ends.RankLoad`.
+        dense, expert: parameters, see `price_ends.EndLoad`.
     """
 
     forward: Floats
     backward: Floats
     first: Floats
-    products: Floats
     dense: Floats
     expert: Floats
-    tensors: Floats
 
 
 def section_table(
-    sections: Mapping[str, SectionPrice], recipe: Execution, groups: Groups, cluster: Cluster, model: StepModel
+    sections: Mapping[str, SectionPrice], recipe: Execution, groups: Groups, cluster: Cluster
 ) -> SectionTable:
     """The table of a recipe's sections."""
     rows = []
     for name, price in sections.items():
         is_block = name not in (BEFORE, AFTER)
-        time = section_time(price, recipe, groups, cluster, model, is_block=is_block)
+        time = section_time(price, recipe, groups, cluster, is_block=is_block)
         backward = time.backward_s + time.recompute_s
         first = min(backward, time.input_gradient_s + time.recompute_s)
-        products = sum(section_products(price, recipe, model, is_block=is_block))
-        parameters = (price.parameters, price.expert_parameters, price.tensors)
-        rows.append((time.forward_s, backward, first, products, *parameters))
+        rows.append((time.forward_s, backward, first, price.parameters, price.expert_parameters))
     return SectionTable(*np.array(rows, dtype=float).T)
-
-
-def at_its_clock(seconds: Floats, products_s: float, cluster: Cluster, model: StepModel) -> Floats:
-    """Bounds on the prices of steps that take so long at the clock of sustained products, or longer.
-
-    `products_s`: seconds of products in each of them, as `price_recipe.products_time`; `cluster`, `model`: whose
-    devices may have a power limit, which steps may follow.
-    """
-    if not follows_power(cluster, model):
-        return ROUNDING * seconds
-    return ROUNDING * seconds / power_limit().speeds(np.minimum(products_s / seconds, 1.0))
 
 
 @dataclass(frozen=True, slots=True)

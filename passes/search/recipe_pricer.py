@@ -9,17 +9,16 @@ import numpy as np
 
 from autoshard.ir.execution import Execution
 from cost_models.hardware import Cluster
-from cost_models.step import StepModel, fitted
 from passes.recipes.pipeline_stages import Stage, in_flight, share_out
-from passes.recipes.price_ends import RankLoad, end_times
+from passes.recipes.price_ends import EndLoad, end_times
 from passes.recipes.price_memory import host_bytes, memory_price
 from passes.recipes.price_recipe import Step, send_time
 from passes.recipes.recipe_groups import Groups, recipe_groups
 from passes.search.recipe_bounds import (
+    ROUNDING,
     Floats,
     Places,
     SectionTable,
-    at_its_clock,
     held_by,
     mean_memory,
     memory_floors,
@@ -40,12 +39,10 @@ class RecipePricer:
     Args:
         counted: the model.
         cluster: the cluster.
-        model: of the step; default: the fitted one.
     """
 
     counted: CountedModel
     cluster: Cluster
-    model: StepModel = field(default_factory=fitted)
     _groups: dict[tuple[object, ...], Groups] = field(default_factory=dict)
     _tables: dict[tuple[object, ...], SectionTable] = field(default_factory=dict)
     _sections: dict[tuple[object, ...], Mapping[str, SectionPrice]] = field(default_factory=dict)
@@ -81,8 +78,8 @@ class RecipePricer:
 
     def time_s(self, recipe: Execution) -> float:
         """The step of a recipe, as `recipe_plan.predict_recipe` has it."""
-        parts = (self.sections(recipe), self.stages(recipe), recipe, self.groups(recipe), self.cluster, self.model)
-        return Step(*parts).at_its_clock().time_s()
+        parts = (self.sections(recipe), self.stages(recipe), recipe, self.groups(recipe), self.cluster)
+        return Step(*parts).time_s()
 
     def memory_bytes(self, recipe: Execution) -> int:
         """The memory of a recipe's fullest rank, likewise."""
@@ -117,42 +114,40 @@ class RecipePricer:
         table = self._table(recipe)
         counts = self._counts_of(tuple(self.sections(recipe)))
         share = recipe.micro_batches / recipe.pipeline
-        forward, backward, first, products = (float(counts @ values) for values in table[:4])
-        seconds = max(share * (forward + backward), forward + first) + self.model.step_overhead_s
-        return float(at_its_clock(np.array([seconds]), share * products, self.cluster, self.model)[0])
+        forward, backward, first = (float(counts @ values) for values in table[:3])
+        return ROUNDING * max(share * (forward + backward), forward + first)
 
     def least_times(self, recipe: Execution, pipes: tuple[Pipe, ...]) -> Floats:
         """Bounds on the step of a recipe in each of some pipelines of as many ranks: paths of ranks, with ends."""
         table, sections, groups = self._table(recipe), self.sections(recipe), self.groups(recipe)
         places = self._places(recipe, pipes)
-        send_s = send_time(sections, recipe, groups, self.model)
+        send_s = send_time(sections, recipe, groups)
         seconds = path_times(table, places, send_s, recipe.micro_batches)
         heaviest = (places.counts @ (table.dense + table.expert)).argmax(axis=1)
         counts = places.counts[np.arange(len(pipes)), heaviest]
         seconds = seconds + [self._end_s(tuple(each), table, recipe, groups) for each in counts.tolist()]
-        products_s = float(places.counts[0].sum(axis=0) @ table.products) * recipe.micro_batches / recipe.pipeline
-        return at_its_clock(seconds + self.model.step_overhead_s, products_s, self.cluster, self.model)
+        return ROUNDING * seconds
 
     def _places(self, recipe: Execution, pipes: tuple[Pipe, ...]) -> Places:
         return places_of(tuple(self.sizes(recipe)), self.counted.blocks, pipes)
 
     def _end_s(self, counts: tuple[float, ...], table: SectionTable, recipe: Execution, groups: Groups) -> float:
         """Seconds of the ends of a rank that has sections so often."""
-        forward, backward, _, _, dense, expert, tensors = (float(np.dot(counts, values)) for values in table)
-        load = RankLoad(dense, expert, int(tensors), forward, backward, last=0.0)
+        forward, backward, _, dense, expert = (float(np.dot(counts, values)) for values in table)
+        load = EndLoad(dense, expert, forward, backward)
         key = (load, recipe.zero, recipe.zero_group, recipe.pipeline, *_layout_of(recipe))
         if key not in self._ends:
-            self._ends[key] = sum(end_times(load, recipe, groups, self.cluster, self.model).values())
+            self._ends[key] = sum(end_times(load, recipe, groups, self.cluster).values())
         return self._ends[key]
 
     def _table(self, recipe: Execution) -> SectionTable:
         """The same whatever the pipeline and, unless each micro-batch exchanges, the sharding."""
         shards = (recipe.zero, recipe.replicas, recipe.zero_group) if recipe.reduces_each else ()
-        counts = recipe.runtime.compiled or (recipe.runtime.overlap_expert and recipe.expert > 1)
+        counts = recipe.runtime.overlap_expert and recipe.expert > 1
         turns = recipe.micro_batches if counts else recipe.micro_batches > 1
         key = (*_layout_of(recipe), recipe.recompute, recipe.offload, turns, shards)
         if key not in self._tables:
-            parts = (recipe, self.groups(recipe), self.cluster, self.model)
+            parts = (recipe, self.groups(recipe), self.cluster)
             self._tables[key] = section_table(self.sections(recipe), *parts)
         return self._tables[key]
 

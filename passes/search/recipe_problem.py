@@ -12,8 +12,6 @@ from autoshard.ir.execution import Execution
 from autoshard.ir.recipe import Recipe
 from cost_models.errors import CostModelError
 from cost_models.hardware import Cluster
-from cost_models.step import StepModel
-from passes.recipes.own_runtime import step_model
 from passes.search.recipe_pricer import RecipePricer
 from passes.search.recipe_space import Only, RecipeSpace, keeps
 from passes.search.search_recipes import NOTHING, FoundRecipe, Watch, search_recipes
@@ -31,7 +29,6 @@ class RecipeProblem:
         base: the global batch, and the fields that are not searched (`recipe_space.SEARCHED` are).
         memory_limit: bytes of a device that recipes may take.
         least_tokens: see `RecipeSpace`.
-        step: how kernels do in the step; default: that of the runtime of `base`.
         pinned: searched fields to the values that they may have in every search, see `recipe_constraints`. Where the
             tensor or context ranks are pinned, neither the node nor `least_tokens` limits them.
         runs: see `RecipeSpace`.
@@ -42,19 +39,13 @@ class RecipeProblem:
     base: Execution
     memory_limit: float
     least_tokens: int = 128
-    step: StepModel | None = None
     pinned: Only = field(default_factory=dict)
     runs: bool = False
 
     @cached_property
-    def model(self) -> StepModel:
-        """How kernels and collectives do in the step."""
-        return step_model(self.base, self.cluster) if self.step is None else self.step
-
-    @cached_property
     def pricer(self) -> RecipePricer:
         """What prices its recipes."""
-        return RecipePricer(self.counted, self.cluster, self.model)
+        return RecipePricer(self.counted, self.cluster)
 
     @cached_property
     def kinds(self) -> dict[str, Only]:

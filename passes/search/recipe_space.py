@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 
 from autoshard.errors import RecipeError
 from autoshard.ir.execution import Execution
-from autoshard.ir.recipe import RECOMPUTE, Recipe
+from autoshard.ir.recipe import RECOMPUTE, Recipe, is_several
 from cost_models.schedule_orders import SCHEDULES, admits, usual_schedule
 from passes.recipes.pipeline_stages import even_blocks
 from passes.sections.price_model import CountedModel, RecipeKind
@@ -171,7 +171,9 @@ class RecipeSpace:
     only: Only = field(default_factory=dict)
     pinned: Only = field(default_factory=dict)
     runs: bool = False
-    _by_replicas: dict[int, tuple[Sharding, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _shardings: dict[tuple[int, bool], tuple[Sharding, ...]] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def __post_init__(self) -> None:
         unknown = [name for name in (*self.only, *self.pinned) if name not in SEARCHED]
@@ -253,6 +255,9 @@ class RecipeSpace:
         micro_batches = self.batch * ranks * layout.ranks // (layout.micro_batch * self.devices)
         every = "virtual_stages" in {*self.only, *self.pinned}
         known = known_pipes(ranks, micro_batches, len(self.counted.blocks), every=every)
+        offered = self.base.runtime.schedules
+        if offered:
+            known = tuple(pipe for pipe in known if pipe.schedule in (None, *offered))
         if not every and "schedule" not in {*self.only, *self.pinned}:
             return known
         return tuple(
@@ -269,9 +274,13 @@ class RecipeSpace:
     def shardings(self, layout: Layout, ranks: int) -> tuple[Sharding, ...]:
         """What ZeRO may shard."""
         replicas = self.devices // layout.tensor // ranks
-        if replicas not in self._by_replicas:
-            self._by_replicas[replicas] = self._allowed_shardings(replicas)
-        return self._by_replicas[replicas]
+        key = (replicas, ranks > 1)
+        if key not in self._shardings:
+            runtime = self.base.runtime
+            offered = runtime.zero_in_pipelines if ranks > 1 else runtime.zero_stages
+            known = self._allowed_shardings(replicas)
+            self._shardings[key] = tuple(item for item in known if item.zero in offered)
+        return self._shardings[key]
 
     def _allowed_shardings(self, replicas: int) -> tuple[Sharding, ...]:
         """ZeRO shards over all replicas or a power of eight of them; over any number where that is restricted."""
@@ -327,7 +336,9 @@ class RecipeSpace:
                             yield recipe
 
     def admits(self, recipe: Recipe) -> bool:
-        """Whether a recipe is of those that are asked for: all, or those that `compile` runs."""
+        """Whether a recipe is of those that are asked for: all of the runtime's, or those that `compile` runs."""
+        if recipe.offload == "activations" and is_several(recipe.pipeline):
+            return self.base.runtime.offloads_in_pipelines and not (self.runs and recipe.without_program)
         return not (self.runs and recipe.without_program)
 
 

@@ -104,7 +104,7 @@ def search_recipes(
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _LayoutSet:
     """The recipes with a layout and a keeping; `others` take longer, and are opened when it is split."""
 
     layout: Layout
@@ -113,7 +113,7 @@ class _Kept:
 
 
 @dataclass(frozen=True, slots=True)
-class _Sharded:
+class _ShardedSet:
     """The recipes with a layout, a keeping, pipeline ranks and a sharding."""
 
     layout: Layout
@@ -122,7 +122,7 @@ class _Sharded:
     sharding: Sharding
 
 
-_Node = _Kept | _Sharded | Execution
+_Node = _LayoutSet | _ShardedSet | Execution
 
 
 class _BestFirst:
@@ -200,12 +200,12 @@ class _BestFirst:
         if needed > self.memory_limit:
             return False
         bound = needed if self.smallest else min(map(self.pricer.least_time, ends))
-        self._push(bound, _Kept(layout, keeping, others))
+        self._push(bound, _LayoutSet(layout, keeping, others))
         return True
 
-    def _split(self, bound: float, node: _Kept | _Sharded) -> None:
+    def _split(self, bound: float, node: _LayoutSet | _ShardedSet) -> None:
         """Open the sets, or the recipes, of a set."""
-        if isinstance(node, _Kept):
+        if isinstance(node, _LayoutSet):
             self._split_keeping(bound, node)
             return
         space = self.space
@@ -221,7 +221,7 @@ class _BestFirst:
         for least, pipe in zip(bounds.tolist(), pipes, strict=True):
             self._push(least, space.recipe(node.layout, node.keeping, pipe, node.sharding))
 
-    def _split_keeping(self, bound: float, node: _Kept) -> None:
+    def _split_keeping(self, bound: float, node: _LayoutSet) -> None:
         """Open a layout's other keepings, and the first one with each number of ranks and each sharding."""
         for keeping in node.others:
             self._open_keeping(node.layout, keeping)
@@ -230,7 +230,7 @@ class _BestFirst:
                 recipe = self._recipe(node.layout, node.keeping, ranks, sharding)
                 if self.space.admits(recipe):
                     least = bound if self.smallest else self.pricer.least_time(recipe)
-                    self._push(least, _Sharded(node.layout, node.keeping, ranks, sharding))
+                    self._push(least, _ShardedSet(node.layout, node.keeping, ranks, sharding))
 
     def _recipe(self, layout: Layout, keeping: Keeping, ranks: int, sharding: Sharding) -> Execution:
         """A recipe of a set, in some pipeline."""

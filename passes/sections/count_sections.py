@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 
 import torch
 from torch import fx
@@ -88,17 +88,12 @@ class SectionKernel:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A collective of an axis. `value` is split as before the collective, but for that axis itself.
-
-    `moved` and `reader` name the calls that make the value and that wait for it; no price depends on them.
-    """
+    """A collective of an axis. `value` is split as before the collective, but for that axis itself."""
 
     axis: str
     kind: MoveKind
     value: Sized
     has_weight: bool
-    moved: str = field(default="", compare=False)
-    reader: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +214,7 @@ class _SectionMaker:
 
     def _phase(self, section: str, phase: str) -> Phase:
         kernels = [self._kernel(chain) for chain in self._chains_in(section, phase)]
-        return Phase((*kernels, *self._sums(section, phase)), tuple(self._sent(section, phase)))
+        return Phase(tuple(kernels), tuple(self._sent(section, phase)))
 
     def _chains_in(self, section: str, phase: str) -> list[list[fx.Node]]:
         """The calls of a section that do work, by chain."""
@@ -227,20 +222,6 @@ class _SectionMaker:
         for node in self._calls(section, phase):
             chains.setdefault(self.chains.chain_of(node), []).append(node)
         return list(chains.values())
-
-    def _sums(self, section: str, phase: str) -> Iterator[SectionKernel]:
-        """The sums over sequences that the program of one lacks, of values that a section makes."""
-        names = {two: one for one, two in self.folded.twin.items()}
-        for node in self.folded.sums:
-            source, index = source_of(operands_of(node)[0])
-            name = names.get(source, "")
-            if self.folded.section_of.get(name) == section and self.nodes[name].meta["phase"] == phase:
-                summed = self._sized(self.nodes[name], index)
-                made = replace(summed, step=(0,) * len(summed.step))
-                yield SectionKernel(
-                    f"{name}_sum", operator_name(node), (summed,), (made,), (),
-                    has_weight=False, makes_gradient=False, is_core=False,
-                )  # fmt: skip
 
     def _calls(self, section: str, phase: str) -> list[fx.Node]:
         """The calls of a section that do work, in order."""
@@ -289,8 +270,7 @@ class _SectionMaker:
     def _operand(self, node: fx.Node, index: int) -> Sized:
         """Operand `index` of a call, split as the call wants it."""
         one = operands_of(node)[index].meta["val"]
-        twin = self.folded.twin.get(node.name)
-        two = one if twin is None else operands_of(twin)[index].meta["val"]
+        two = operands_of(self.folded.twin[node.name])[index].meta["val"]
         specs = {axis: layout.operands[node.name][index] for axis, layout in self.layouts.items()}
         return _sized(one, two, specs)
 
@@ -299,21 +279,11 @@ class _SectionMaker:
         values = tensor_values(node)
         one = values[index]
         assert one is not None
-        twin = self.folded.twin.get(node.name)
-        two = one if twin is None else tensor_values(twin)[index]
+        two = tensor_values(self.folded.twin[node.name])[index]
         assert two is not None
         position = sum(value is not None for value in values[:index])
         specs = {axis: layout.results[node.name][position] for axis, layout in self.layouts.items()}
-        if twin is None and node.op == "call_function" and self._is_batched(node):
-            return _scaled(one, specs)
         return _sized(one, two, specs)
-
-    def _is_batched(self, node: fx.Node) -> bool:
-        """Whether a view, or a copy of layout, is of a value that grows with the batch."""
-        owner, index = source_of(node)
-        if owner is node:
-            owner, index = source_of(node.all_input_nodes[0])
-        return owner.op == "call_function" and any(self._sized(owner, index).step)
 
     # Memory.
 
@@ -344,7 +314,6 @@ class _SectionMaker:
                 values = dict.fromkeys((*read, *self._written(chain)))
                 passing = (self._sized(*value) for value in values if self._passes(*value, phase))
                 found[tuple(passing)] = None
-            found |= {(*kernel.inputs, *kernel.outputs): None for kernel in self._sums(section, phase)}
         return tuple(found)
 
     def _sums_gradients(self, chain: list[fx.Node]) -> bool:
@@ -382,7 +351,7 @@ class _SectionMaker:
                 value = self._base_value(move.value)
                 others = tuple(tuple(name for name in axes if name != axis) for axes in value.splits)
                 value = Sized(value.first, value.step, value.itemsize, value.dtype, others)
-                sent.append(Sent(axis, move.kind, value, self._reads_weight(reader), owner.name, reader.name))
+                sent.append(Sent(axis, move.kind, value, self._reads_weight(reader)))
         return sent
 
     def _base_value(self, key: _Key) -> Sized:
@@ -417,13 +386,6 @@ def _sized(one: torch.Tensor, two: torch.Tensor, specs: Mapping[str, object]) ->
     first = tuple(int(dim) for dim in one.shape)
     step = tuple(int(b) - int(a) for a, b in zip(one.shape, two.shape, strict=True))
     return Sized(first, step, one.dtype.itemsize, dtype_name(one.dtype), _splits(len(first), specs))
-
-
-def _scaled(one: torch.Tensor, specs: Mapping[str, object]) -> Sized:
-    """A copy of layout that only one of the traces has: its first dim stands for the batch."""
-    first = tuple(int(dim) for dim in one.shape)
-    return Sized(first, (first[:1] or ()) + (0,) * (len(first) - 1), one.dtype.itemsize, dtype_name(one.dtype),
-                 _splits(len(first), specs))  # fmt: skip
 
 
 def _splits(ndim: int, specs: Mapping[str, object]) -> tuple[tuple[str, ...], ...]:

@@ -1,9 +1,6 @@
 """The program of one sequence, from those of two and of three.
 
-Some models do other things for a single sequence than for more: autograd multiplies the other way round where a dim of
-one makes a transposed value contiguous (`nn.Transformer`, Mamba), or a layer refuses it (`nn.BatchNorm1d` of vectors).
-What is priced is a sequence of a batch. So its program is that of two sequences, in which every size is as much less as
-two sequences have less than three.
+It is the program of two sequences, in which every size is as much less as two sequences have less than three.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ class SectionSizes:
         entering_bytes: of what comes in.
         workspace_bytes: the most that a kernel reads and writes of what is not kept.
         parameters: elements on each rank before ZeRO, of those that all replicas hold.
-        tensors: how many tensors these are; `matrices` of them with two dims or more.
+        matrices: how many tensors of two dims or more these are.
         expert_parameters: elements on each rank of those that the expert axis splits.
     """
 
@@ -92,7 +92,6 @@ class SectionSizes:
     entering_bytes: int
     workspace_bytes: int
     parameters: int
-    tensors: int
     matrices: int
     expert_parameters: int
 

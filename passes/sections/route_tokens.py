@@ -15,7 +15,7 @@ and its exchange spans these ranks too.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
@@ -39,10 +39,9 @@ def routed_calls(folded: FoldedProgram, axis: str) -> dict[str, Strategy]:
         folded: the program; its two traces tell which dims grow with the number of sequences.
         axis: whose ranks each have some of the tokens.
     """
-    twins = _twins_of_values(folded)
     found: dict[str, Strategy] = {}
     for node in _in_experts_order(folded):
-        strategy = _strategy(node, twins, axis)
+        strategy = _strategy(node, folded.twin, axis)
         if any(spec.dims for spec in strategy.inputs):
             found[node.name] = strategy
     return found
@@ -75,18 +74,7 @@ def _in_experts_order(folded: FoldedProgram) -> list[fx.Node]:
     return found
 
 
-def _twins_of_values(folded: FoldedProgram) -> dict[str, fx.Node]:
-    """Node of the first trace to its like in the second; views are found from their readers."""
-    twins = dict(folded.twin)
-    for node in reversed(folded.single.graph.nodes):
-        twin = twins.get(node.name)
-        if twin is not None and twin.target is node.target:
-            for one, two in zip(node.all_input_nodes, twin.all_input_nodes, strict=False):
-                twins.setdefault(one.name, two)
-    return twins
-
-
-def _strategy(node: fx.Node, twins: dict[str, fx.Node], axis: str) -> Strategy:
+def _strategy(node: fx.Node, twins: Mapping[str, fx.Node], axis: str) -> Strategy:
     operands = operands_of(node)
     inputs = tuple(_along_tokens(item, twins, axis)[0] for item in operands)
     outputs = _along_tokens(node, twins, axis)
@@ -95,9 +83,9 @@ def _strategy(node: fx.Node, twins: dict[str, fx.Node], axis: str) -> Strategy:
     return Strategy(inputs, outputs, (None,))
 
 
-def _along_tokens(node: fx.Node, twins: dict[str, fx.Node], axis: str) -> tuple[PartitionSpec, ...]:
+def _along_tokens(node: fx.Node, twins: Mapping[str, fx.Node], axis: str) -> tuple[PartitionSpec, ...]:
     """For each of a node's tensors, the spec that splits its dim that grows with the number of sequences."""
-    values = zip(tensor_values(node), tensor_values(twins.get(node.name, node)), strict=True)
+    values = zip(tensor_values(node), tensor_values(twins[node.name]), strict=True)
     return tuple(_growing(one.shape, two.shape, axis) for one, two in values if one is not None and two is not None)
 
 

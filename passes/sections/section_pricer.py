@@ -1,18 +1,19 @@
 """Price a model's sections under many layouts; what layouts share is priced once.
 
-A kernel takes as long whatever the sizes of axes that split none of its tensors, and so does a run of kernels. The axis
-that shares out experts splits few kernels, so that of a thousand layouts most have almost all runs in common. Likewise
-bytes: a section has hundreds of values, but few shapes. Kernels are priced by `price_sections`.
+A kernel takes as long whatever the sizes of axes that split none of its tensors. The axis that shares out experts
+splits few kernels, so most of a thousand layouts have most kernels in common. A section has hundreds of values, but few
+shapes. Kernels are priced by `price_sections`.
 """
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from itertools import groupby
-from typing import Generic, TypeVar
+from dataclasses import dataclass, field, replace
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cost_models.device import Device
 from passes.sections.count_sections import Phase, Section, SectionKernel, Sized
@@ -30,98 +31,48 @@ from passes.sections.price_sections import (
 Sizes = Mapping[str, int]
 """Sizes of axes."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Priced:
-    """A kernel without its name; the axes on which its price depends, and whether on the micro-batch."""
-
-    kernel: SectionKernel
-    axes: tuple[str, ...]
-    varies: bool
+_WHERE = ("all", "core", "tail")
+"""Parts of a phase: every kernel, attention's core, and the last product with a weight with what follows."""
 
 
 @dataclass(frozen=True, slots=True)
-class _KernelRun:
-    """Kernels that follow each other, by number; `axes`, `varies`: as of kernels, of any of them."""
-
-    kernels: tuple[int, ...]
-    axes: tuple[str, ...]
-    varies: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _RunTimes:
-    """What a run takes: all of it; attention's core; what is behind the last product with a weight, and that.
-
-    `restarts`: whether there is such a product.
-    """
-
-    busy: Busy
-    core: Busy
-    tail: Busy
-    restarts: bool
-
-    def then(self, other: _RunTimes) -> _RunTimes:
-        """This run and the next one."""
-        tail = other.tail if other.restarts else self.tail + other.busy
-        return _RunTimes(self.busy + other.busy, self.core + other.core, tail, self.restarts or other.restarts)
-
-
-_IDLE = Busy()
-_NOTHING = _RunTimes(_IDLE, _IDLE, _IDLE, restarts=False)
-
-_T = TypeVar("_T")
-
-
-@dataclass
-class _Numbered(Generic[_T]):
-    """Things by number; equal ones have one."""
-
-    items: list[_T] = field(default_factory=list)
-    numbers: dict[_T, int] = field(default_factory=dict)
-
-    def number(self, item: _T) -> int:
-        """Its number."""
-        if item not in self.numbers:
-            self.numbers[item] = len(self.items)
-            self.items.append(item)
-        return self.numbers[item]
-
-
-@dataclass(frozen=True, slots=True)
-class _Shapes:
-    """A section's values by shape, with their number.
+class _KernelGroup:
+    """Kernels of a phase, without their names, whose price depends on the same axes.
 
     Args:
-        values: the shapes that follow as numbers, from 0.
-        saved, core: kept for the backward; of these in attention's core.
-        entering: from other sections.
-        workspaces: what kernels read and write of what is not kept.
-        parameters: those that all replicas hold, and `expert` ones; `tensors`, `matrices`: number of the former.
+        kernels: each with the parts of the phase that it is in, an index of `_WHERE`.
+        axes: the axes.
+        varies: whether the price depends on the micro-batch.
+    """
+
+    kernels: tuple[tuple[SectionKernel, tuple[int, ...]], ...]
+    axes: tuple[str, ...]
+    varies: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _SectionValues:
+    """The values of a section by shape.
+
+    Args:
+        values: the shapes.
+        kept: how often each is saved, in attention's core, entering, and in each workspace, [3 + workspaces, shapes].
+        parameters: how often it is the shape of a parameter that all replicas hold, and of an expert, [2, shapes].
     """
 
     values: tuple[Sized, ...]
-    saved: Counter[int]
-    core: Counter[int]
-    entering: Counter[int]
-    workspaces: tuple[Counter[int], ...]
-    parameters: Counter[Sized]
-    expert: Counter[Sized]
-    tensors: int
+    kept: NDArray[np.int64]
+    parameters: NDArray[np.int64]
     matrices: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """A section in parts: its number among those that differ, runs of phases by number, shapes.
+    """A section in parts: groups of its phases by number, its values, and the axes on whose sizes its price depends."""
 
-    `axes`: on whose sizes its price depends.
-    """
-
-    number: int
     forward: tuple[int, ...]
     backward: tuple[int, ...]
-    shapes: _Shapes
+    held: _SectionValues
     axes: tuple[str, ...]
 
 
@@ -137,11 +88,9 @@ class SectionPricer:
     precision: str
     separate_experts: bool
     _parts: dict[object, _Parts] = field(default_factory=dict)
-    _alike: _Numbered[object] = field(default_factory=lambda: _Numbered())
-    _kernels: _Numbered[_Priced] = field(default_factory=lambda: _Numbered())
-    _runs: _Numbered[_KernelRun] = field(default_factory=lambda: _Numbered())
-    _busy: dict[tuple[object, ...], Busy] = field(default_factory=dict)
-    _spans: dict[tuple[object, ...], _RunTimes] = field(default_factory=dict)
+    _groups: dict[_KernelGroup, int] = field(default_factory=dict)
+    _by_number: list[_KernelGroup] = field(default_factory=list)
+    _busy: dict[tuple[object, ...], tuple[Busy, ...]] = field(default_factory=dict)
     _sizes: dict[tuple[object, ...], SectionSizes] = field(default_factory=dict)
     _prices: dict[tuple[object, ...], SectionPrice] = field(default_factory=dict)
 
@@ -150,132 +99,122 @@ class SectionPricer:
 
         Operands of products that run in 8 bits are kept so (Transformer Engine, module/linear.py: `saved_inputmat`).
         """
-        parts = self._parts_of(key, section, is_narrow=is_block and self.precision == "f8")
-        known = (parts.number, batch, *(sizes[axis] for axis in parts.axes))
+        parts = self._parts_of(key, section, is_block=is_block)
+        known = (key, batch, *(sizes[axis] for axis in parts.axes))
         if known not in self._sizes:
-            self._sizes[known] = _section_sizes(parts.shapes, batch, sizes)
+            self._sizes[known] = SectionSizes(**_held_sizes(parts.held, batch, sizes))
         return self._sizes[known]
 
     def price(self, key: object, section: Section, batch: int, sizes: Sizes, *, is_block: bool) -> SectionPrice:
         """The price of a section; products run in the precision inside blocks only, if it is narrower."""
-        parts = self._parts_of(key, section, is_narrow=is_block and self.precision == "f8")
-        known = (parts.number, is_block, batch, *(sizes[axis] for axis in parts.axes))
+        parts = self._parts_of(key, section, is_block=is_block)
+        known = (key, batch, *(sizes[axis] for axis in parts.axes))
         if known not in self._prices:
-            held = self.sizes(key, section, batch, sizes, is_block=is_block)
+            held = _held_sizes(parts.held, batch, sizes)
             setting = Setting(batch, tuple(sizes.items()), self.device, self.precision, self.separate_experts)
             precision = self.precision if is_block else ""
-            forward = self._phase(section.forward, parts.forward, setting, precision, held)
-            backward = self._phase(section.backward, parts.backward, setting, precision, held)
-            known_sizes = {name: getattr(held, name) for name in _HELD}
-            self._prices[known] = SectionPrice(**known_sizes, forward=forward, backward=backward)
+            forward, backward = (
+                self._phase(phase, groups, setting, precision, held["entering_bytes"])
+                for phase, groups in ((section.forward, parts.forward), (section.backward, parts.backward))
+            )
+            self._prices[known] = SectionPrice(**held, forward=forward, backward=backward)
         return self._prices[known]
 
     def _phase(
-        self, phase: Phase, runs: tuple[int, ...], setting: Setting, precision: str, held: SectionSizes
+        self, phase: Phase, groups: Sequence[int], setting: Setting, precision: str, entering_bytes: int
     ) -> PhasePrice:
         """The price of a phase."""
-        sizes, span = dict(setting.sizes), _NOTHING
-        for number in runs:
-            run = self._runs.items[number]
-            known = (number, precision, setting.batch * run.varies, *(sizes[axis] for axis in run.axes))
-            if known not in self._spans:
-                self._spans[known] = self._span(run, setting, sizes, precision)
-            span = span.then(self._spans[known])
-        sent = tuple(traffic_of(item, setting.batch, sizes, held.entering_bytes) for item in phase.sent)
-        return PhasePrice(span.busy, span.core, span.tail, sent)
+        sizes = dict(setting.sizes)
+        busy, core, tail = Busy(), Busy(), Busy()
+        for number in groups:
+            group = self._by_number[number]
+            known = (number, precision, setting.batch * group.varies, *(sizes[axis] for axis in group.axes))
+            if known not in self._busy:
+                self._busy[known] = _group_price(group, setting, sizes, precision)
+            found = self._busy[known]
+            busy, core, tail = busy + found[0], core + found[1], tail + found[2]
+        sent = tuple(traffic_of(item, setting.batch, sizes, entering_bytes) for item in phase.sent)
+        return PhasePrice(busy, core, tail, sent)
 
-    def _parts_of(self, key: object, section: Section, *, is_narrow: bool) -> _Parts:
-        """The parts of a section; sections that differ in no price have one number."""
+    def _parts_of(self, key: object, section: Section, *, is_block: bool) -> _Parts:
         if key not in self._parts:
-            forward, backward = self._runs_in(section.forward), self._runs_in(section.backward)
-            parameters = (tuple(section.parameters.items()), section.expert_parameters)
-            sent = (section.forward.sent, section.backward.sent)
-            alike = (
-                forward,
-                backward,
-                *sent,
-                section.saved,
-                section.entering,
-                *parameters,
-                section.workspaces,
-                is_narrow,
-            )
-            shapes = _shapes_of(section, is_narrow=is_narrow)
-            self._parts[key] = _Parts(self._alike.number(alike), forward, backward, shapes, _axes_of(section))
+            forward, backward = self._groups_in(section.forward), self._groups_in(section.backward)
+            held = _held(section, is_narrow=is_block and self.precision == "f8")
+            sent = [item.value for phase in (section.forward, section.backward) for item in phase.sent]
+            axes = {axis for number in (*forward, *backward) for axis in self._by_number[number].axes}
+            self._parts[key] = _Parts(forward, backward, held, tuple(sorted(axes | _axes_in([*held.values, *sent]))))
         return self._parts[key]
 
-    def _span(self, run: _KernelRun, setting: Setting, sizes: Sizes, precision: str) -> _RunTimes:
-        span = _NOTHING
-        for number in run.kernels:
-            item = self._kernels.items[number]
-            known = (number, precision, setting.batch * item.varies, *(sizes[axis] for axis in item.axes))
-            if known not in self._busy:
-                self._busy[known] = price_kernel(item.kernel, setting, sizes, precision)
-            taken = self._busy[known]
-            core = taken if item.kernel.is_core else _IDLE
-            span = span.then(_RunTimes(taken, core, taken, bool(taken.matmul_s) and item.kernel.has_weight))
-        return span
-
-    def _runs_in(self, phase: Phase) -> tuple[int, ...]:
-        """The runs of a phase by number: its kernels, split where experts' begin and end."""
+    def _groups_in(self, phase: Phase) -> tuple[int, ...]:
+        """The groups of a phase, by number: equal ones of other sections have the same."""
+        alone = Setting(1, (), self.device, self.precision)
+        products = [bool(price_kernel(kernel, alone, _ALONE, "").matmul_s) for kernel in phase.kernels]
+        lasts = [place for place, kernel in enumerate(phase.kernels) if products[place] and kernel.has_weight]
+        found: dict[tuple[tuple[str, ...], bool], list[tuple[SectionKernel, tuple[int, ...]]]] = {}
+        for place, kernel in enumerate(phase.kernels):
+            tensors = (*kernel.inputs, *kernel.outputs)
+            alike = (tuple(sorted(_axes_in(tensors))), any(any(item.step) for item in tensors))
+            is_in = (True, kernel.is_core, place >= max(lasts, default=0))
+            parts = tuple(part for part, is_there in enumerate(is_in) if is_there)
+            found.setdefault(alike, []).append((replace(kernel, name=""), parts))
         numbers = []
-        for _, kernels in groupby(map(_priced, phase.kernels), lambda item: EXPERT in item.axes):
-            run = tuple(kernels)
-            axes = tuple(sorted({axis for item in run for axis in item.axes}))
-            places = tuple(self._kernels.number(item) for item in run)
-            numbers.append(self._runs.number(_KernelRun(places, axes, any(item.varies for item in run))))
+        for (axes, varies), kernels in found.items():
+            group = _KernelGroup(tuple(kernels), axes, varies)
+            if group not in self._groups:
+                self._groups[group] = len(self._by_number)
+                self._by_number.append(group)
+            numbers.append(self._groups[group])
         return tuple(numbers)
 
 
-_HELD = tuple(item.name for item in fields(SectionSizes))
+_ALONE = {"tensor": 1, "context": 1, EXPERT: 1}
 
 
-def _priced(kernel: SectionKernel) -> _Priced:
-    tensors = _tensors(kernel)
-    return _Priced(replace(kernel, name=""), _axes_in(tensors), any(any(item.step) for item in tensors))
+def _group_price(group: _KernelGroup, setting: Setting, sizes: Sizes, precision: str) -> tuple[Busy, ...]:
+    """What a group takes in each part of the phase."""
+    total = [Busy() for _ in _WHERE]
+    for kernel, parts in group.kernels:
+        taken = price_kernel(kernel, setting, sizes, precision)
+        for part in parts:
+            total[part] += taken
+    return tuple(total)
 
 
-def _tensors(kernel: SectionKernel) -> tuple[Sized, ...]:
-    return (*kernel.inputs, *kernel.outputs)
+def _axes_in(items: Iterable[Sized]) -> set[str]:
+    return {axis for item in items for axes in item.splits for axis in axes}
 
 
-def _axes_in(items: Iterable[Sized]) -> tuple[str, ...]:
-    return tuple(sorted({axis for item in items for axes in item.splits for axis in axes}))
-
-
-def _axes_of(section: Section) -> tuple[str, ...]:
-    """The axes on whose sizes a section's price depends."""
-    phases = (section.forward, section.backward)
-    tensors = [item for phase in phases for kernel in phase.kernels for item in _tensors(kernel)]
-    held = [*(item.value for item in section.saved), *section.entering, *section.parameters.values()]
-    held += [item for workspace in section.workspaces for item in workspace]
-    return _axes_in([*tensors, *held, *(item.value for phase in phases for item in phase.sent)])
-
-
-def _shapes_of(section: Section, *, is_narrow: bool) -> _Shapes:
-    shapes = _Numbered[Sized]()
-
-    def counted(items: Iterable[Sized]) -> Counter[int]:
-        return Counter(map(shapes.number, items))
-
-    saved = [(_whole(replace(item.value, itemsize=1) if is_narrow and item.is_operand else item.value), item.is_core)
+def _held(section: Section, *, is_narrow: bool) -> _SectionValues:
+    saved = [_whole(replace(item.value, itemsize=1) if is_narrow and item.is_operand else item.value)
              for item in section.saved]  # fmt: skip
-    dense, expert = Counter[Sized](), Counter[Sized]()
-    for name, value in section.parameters.items():
-        (expert if name in section.expert_parameters else dense)[value] += 1
-    return _Shapes(
-        saved=counted(value for value, _ in saved),
-        core=counted(value for value, is_core in saved if is_core),
-        entering=counted(map(_whole, section.entering)),
-        workspaces=tuple(
-            counted(map(_stored, items.elements())) for items in _not_within(list(map(Counter, section.workspaces)))
-        ),
-        values=tuple(shapes.items),
-        parameters=dense,
-        expert=expert,
-        tensors=dense.total(),
-        matrices=sum(count for value, count in dense.items() if len(value.first) > 1),
+    core = [value for value, item in zip(saved, section.saved, strict=True) if item.is_core]
+    workspaces = [list(map(_stored, items)) for items in section.workspaces]
+    kept = [saved, core, list(map(_whole, section.entering)), *workspaces]
+    dense, expert = (
+        [value for name, value in section.parameters.items() if (name in section.expert_parameters) == is_expert]
+        for is_expert in (False, True)
     )
+    values = tuple(dict.fromkeys(value for items in (*kept, dense, expert) for value in items))
+
+    def table(rows: Sequence[Sequence[Sized]]) -> NDArray[np.int64]:
+        counts = [Counter(items) for items in rows]
+        return np.array([[count[value] for value in values] for count in counts], dtype=np.int64)
+
+    matrices = sum(len(value.first) > 1 for value in dense)
+    return _SectionValues(values, table(kept), table([dense, expert]), matrices)
+
+
+def _held_sizes(held: _SectionValues, batch: int, sizes: Sizes) -> dict[str, int]:
+    """The fields of `SectionSizes`."""
+    shapes = [value.local_bytes(batch, sizes) for value in held.values]
+    saved, core, entering, *workspaces = (held.kept @ np.array(shapes, dtype=np.int64)).tolist()
+    elements = np.array([prod(value.shape(1, sizes)) for value in held.values], dtype=np.int64)
+    dense, expert = (held.parameters @ elements).tolist()
+    return {
+        "saved_bytes": saved, "core_bytes": core, "entering_bytes": entering,
+        "workspace_bytes": max(workspaces, default=0), "parameters": dense,
+        "matrices": held.matrices, "expert_parameters": expert,
+    }  # fmt: skip
 
 
 def _whole(item: Sized) -> Sized:
@@ -286,33 +225,3 @@ def _whole(item: Sized) -> Sized:
 def _stored(item: Sized) -> Sized:
     """The same of what kernels read and write; of experts' weights and gradients a rank has those of its experts."""
     return _whole(item) if any(item.step) else item
-
-
-def _not_within(workspaces: Sequence[Counter[Sized]]) -> list[Counter[Sized]]:
-    """Those that are no part of another one; of equal ones the first."""
-    found: list[Counter[Sized]] = []
-    for each in sorted(workspaces, key=Counter.total, reverse=True):
-        if not any(each <= other for other in found):
-            found.append(each)
-    return found
-
-
-def _section_sizes(shapes: _Shapes, batch: int, sizes: Sizes) -> SectionSizes:
-    each = [item.local_bytes(batch, sizes) for item in shapes.values]
-
-    def total(items: Counter[int]) -> int:
-        return sum(each[number] * count for number, count in items.items())
-
-    def elements(items: Counter[Sized]) -> int:
-        return sum(math.prod(item.shape(1, sizes)) * count for item, count in items.items())
-
-    return SectionSizes(
-        saved_bytes=total(shapes.saved),
-        core_bytes=total(shapes.core),
-        entering_bytes=total(shapes.entering),
-        workspace_bytes=max(map(total, shapes.workspaces), default=0),
-        parameters=elements(shapes.parameters),
-        tensors=shapes.tensors,
-        matrices=shapes.matrices,
-        expert_parameters=elements(shapes.expert),
-    )

@@ -12,8 +12,8 @@ boolean quadratic problem (Scholz and Eckstein, 2002).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,26 +38,11 @@ class MemoryRow:
         constant: bytes in use whatever is chosen.
         variables: variable to bytes per option.
         edges: index of an edge to bytes per pair.
-        so_far: the row without those of its bytes that are slow to find, and that no choice needed yet; None: itself.
-            It changes as choices need them.
-        find: finds those of options that masks leave, by variable, so that the row so far has them.
     """
 
     constant: float
     variables: Mapping[int, Floats]
     edges: Mapping[int, Floats]
-    so_far: MemoryRow | None = None
-    find: Callable[[Sequence[NDArray[np.bool_]]], None] | None = field(default=None, compare=False)
-
-    def known(self) -> MemoryRow:
-        """The row so far: no choice has less, and those that were counted have as much."""
-        return self.so_far or self
-
-    def among(self, masks: Sequence[NDArray[np.bool_]]) -> MemoryRow:
-        """The row of choices of options that masks leave, by variable; of others it may have less than there is."""
-        if self.find is not None:
-            self.find(masks)
-        return self.known()
 
     def bytes_of(self, choice: Sequence[int], edges: Sequence[Edge]) -> float:
         """Bytes in use under `choice`."""

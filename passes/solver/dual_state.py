@@ -126,11 +126,8 @@ class DualState:
         self.weigh()
 
     def weigh(self) -> None:
-        """Let the messages pass under the multipliers as they are, and the bytes that are known so far.
-
-        Fewer bytes cost less, so what bounds the cheapest choice under these does so under all of them.
-        """
-        self.messages.weigh({point: (self.rows[point].known(), weight) for point, weight in self.multipliers.items()})
+        """Let the messages pass under the multipliers as they are."""
+        self.messages.weigh({point: (self.rows[point], weight) for point, weight in self.multipliers.items()})
 
     def press(self) -> None:
         """Weigh memory as many times more as it takes for what messages round to to fit: by bisection of how many."""
@@ -171,7 +168,7 @@ class DualState:
         while used.max() > self.problem.limit:
             peak = int(np.argmax(used))
             row = self.row(peak)
-            for variable, option in self._savings(row.known(), choice, float(used[peak] - self.problem.limit)):
+            for variable, option in self._savings(row, choice, float(used[peak] - self.problem.limit)):
                 changed = (*choice[:variable], option, *choice[variable + 1 :])
                 after = self.usage(changed)
                 if after[peak] < used[peak] and after.max() <= used.max():

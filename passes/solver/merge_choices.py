@@ -48,7 +48,7 @@ def merge(state: DualState, tolerance: float) -> None:
         return
     masks, refused = _seen(state), set[tuple[int, ...]]()
     costs = tuple(np.where(mask, cost, np.inf) for mask, cost in zip(masks, state.problem.costs, strict=True))
-    rows = [row.among(masks) for row in state.rows.values()]
+    rows = list(state.rows.values())
     below, effort = state.best_cost * (1 - _ROUNDING), Effort(0.5 * tolerance, _COLUMNS)
     with state.control.unseen(), suppress(TimeoutError):
         for _ in range(_SOLVED):
@@ -65,7 +65,7 @@ def merge(state: DualState, tolerance: float) -> None:
             if found.choice in refused:
                 rows.append(row_against(found.choice, costs, state.problem.limit))
             else:
-                rows += [state.row(point).among(masks) for point in over]
+                rows += [state.row(point) for point in over]
             refused.add(found.choice)
 
 

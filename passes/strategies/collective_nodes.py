@@ -19,6 +19,7 @@ from cost_models.hardware import Cluster
 from cost_models.operators import EXCHANGES
 from cost_models.topology import GroupLinks
 from passes.strategies.enumerate_strategies import operands_of
+from passes.strategies.local_tracer import TIMES_AS_LARGE
 from passes.strategies.tensor_infos import operand_infos
 
 _TIMES: Mapping[str, Callable[[float, GroupLinks], float]] = MappingProxyType(
@@ -84,6 +85,11 @@ def communicates(node: fx.Node) -> bool:
 
 
 def collective_time(node: fx.Node, mesh: Mesh, cluster: Cluster) -> float:
-    """Seconds that a node's collective takes; see `collective_of`."""
-    sent = collective_of(node, mesh)
-    return _TIMES[sent.kind](sent.whole_bytes, cluster.group_links(dict(mesh.axes), sent.axes))
+    """Seconds that a node's collective takes; see `collective_of`. Buckets take as long as in the whole program."""
+    sent, links = collective_of(node, mesh), group_axes(str(node.args[-1]))
+    return _TIMES[sent.kind](whole_size(node, sent.whole_bytes), cluster.group_links(dict(mesh.axes), links))
+
+
+def whole_size(node: fx.Node, size: float) -> float:
+    """A number of a node as it is in the whole program: see `TIMES_AS_LARGE`."""
+    return size * node.meta.get(TIMES_AS_LARGE, 1.0)

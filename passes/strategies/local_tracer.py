@@ -18,6 +18,18 @@ EMITTED_AT = "emitted_at"
 IS_RESHARD = "is_reshard"
 """Name of the metadata that local nodes have which bring a value into another spec."""
 
+TIMES_AS_LARGE = "times_as_large"
+"""Name of the metadata of a bucket's nodes: how many times as large the bucket is in the whole program.
+
+There a bucket has members of blocks that the program leaves out.
+"""
+
+KERNEL, PART_LEFT = "kernel", "part_left"
+"""Names of the metadata of nodes that kernels do, where these are priced without being written.
+
+`KERNEL` is the `KernelUse` of the last of them; `PART_LEFT` is the part of a node's own time that is left.
+"""
+
 
 class LocalTracer(GraphAppendingTracer):
     """Appends nodes with the metadata of the traced node that they stand for, and with local fake values.

@@ -31,6 +31,7 @@ from cost_models.collectives import (
     reduce_scatter_time,
 )
 from cost_models.hardware import Cluster, NodeType, node_type
+from cost_models.step import ALONE
 from cost_models.topology import GroupLinks, Link
 from cost_models.units import MIB
 
@@ -98,7 +99,7 @@ def _row(row: Mapping) -> Row:
 def predict_s(row: Row, links: Links | None = None) -> float:
     """Predicted seconds of one row, with the constants of the data files or with fitted ones."""
     kind = row.node if links is None else _with_links(row, links)
-    cluster = Cluster(kind, nodes=row.nodes, devices_per_node=row.devices_per_node)
+    cluster = Cluster(kind, row.nodes, row.devices_per_node, ALONE)
     if row.collective == "sendrecv":
         return point_to_point_time(row.size_bytes, kind.intra)
     group: GroupLinks = cluster.group_links({"all": cluster.size}, ("all",))

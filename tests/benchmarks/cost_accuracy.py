@@ -32,6 +32,7 @@ from autoshard.ir.recipe import Recipe
 from cost_models import constants
 from cost_models.constants import Constant
 from cost_models.errors import CostModelError
+from cost_models.hardware import Cluster
 from cost_models.intervals import (
     EIGHT_BITS,
     KERNELS,
@@ -39,7 +40,7 @@ from cost_models.intervals import (
     Uncertainty,
 )
 from cost_models.memory import communicator_bytes, context_bytes
-from cost_models.step import StepModel, fitted
+from cost_models.step import ALONE, InStep, in_step
 from passes.recipes.pipeline_stages import Stage
 from passes.recipes.price_recipe import step_price
 from passes.recipes.recipe_groups import recipe_groups
@@ -54,6 +55,8 @@ from tests.benchmarks.uncertainty import conformal, keep_step_time_uncertainty
 RUNTIME = Path(constants.__file__).parent / "data" / "runtime"
 GIB = 2**30
 LEAST_GROUP = 5
+START = InStep(ramp=0.0)
+"""Where fits begin; the ramp is not fitted."""
 
 
 @dataclass
@@ -62,22 +65,28 @@ class Pricer:
 
     table: SectionTable
 
-    def predict(self, row: Row, step: StepModel | None) -> Prediction:
+    def predict(self, row: Row, step: InStep | None) -> Prediction:
         """Predict a row's recipe."""
         recipe = recipe_of(row)
         model = self.table.model(model_shape(row), RecipeKind.of(recipe))
-        return predict_recipe(model, recipe, cluster_of(row), step)
+        return predict_recipe(model, recipe, _cluster(row, step))
 
-    def seconds(self, row: Row, step: StepModel | None) -> float:
+    def seconds(self, row: Row, step: InStep | None) -> float:
         """Predict a row's step, or the forward and backward of one block where that was timed, in seconds."""
         if row["kind"] != "layer":
             return self.predict(row, step).step_time_s
-        recipe, cluster = recipe_of(row), cluster_of(row)
+        recipe, cluster = recipe_of(row), _cluster(row, step)
         model = self.table.model(model_shape(row), RecipeKind.of(recipe))
         stage = Stage(((model.blocks[0], 1),))
         prices, groups = model.section_prices(recipe, cluster), recipe_groups(recipe, cluster)
-        price = step_price(prices, [stage], recipe, groups, cluster, fitted() if step is None else step)
+        price = step_price(prices, [stage], recipe, groups, cluster)
         return price.time_s - price.breakdown.get("optimizer", 0.0)
+
+
+def _cluster(row: Row, step: InStep | None) -> Cluster:
+    """A row's machines, with other factors than those of the data file."""
+    found = cluster_of(row)
+    return found if step is None else Cluster(found.node, found.nodes, found.devices_per_node, step)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +127,7 @@ def timed_rows(rows: Sequence[Row]) -> list[Row]:
             and (row["kind"] == "layer" or row["derived"]["step_time_s"] is not None)]  # fmt: skip
 
 
-Evaluation = tuple[list[Result], list[Result], StepModel]
+Evaluation = tuple[list[Result], list[Result], InStep]
 
 
 def why_refused(pricer: Pricer, row: Row) -> str:
@@ -133,7 +142,7 @@ def why_refused(pricer: Pricer, row: Row) -> str:
 def left_out_results(pricer: Pricer, rows: Sequence[Row], extra: Sequence[Row]) -> Evaluation:
     """Results of `rows`, each source by a fit to the others; of `extra`, by the fit to all; and that fit."""
     sources = [row["source"]["key"] for row in rows]
-    start = StepModel()
+    start = START
     runs = Runs(sources, [measured_s(row) for row in rows], lambda index, model: _time(pricer, rows[index], model))
     whole = fit_all(runs, start)
     fits = leave_one_out(runs, start, whole)
@@ -144,11 +153,11 @@ def left_out_results(pricer: Pricer, rows: Sequence[Row], extra: Sequence[Row]) 
 
 def quick_results(pricer: Pricer, rows: Sequence[Row], extra: Sequence[Row]) -> Evaluation:
     """Results of the numbers in the data file, which were fitted to these rows."""
-    known, more = (_with_uncertainty(some, [_time(pricer, row, fitted()) for row in some]) for some in (rows, extra))
-    return known, more, fitted()
+    known, more = (_with_uncertainty(some, [_time(pricer, row, in_step()) for row in some]) for some in (rows, extra))
+    return known, more, in_step()
 
 
-def _time(pricer: Pricer, row: Row, model: StepModel) -> float:
+def _time(pricer: Pricer, row: Row, model: InStep) -> float:
     return pricer.seconds(row, model)
 
 
@@ -298,18 +307,15 @@ def memory_report(pricer: Pricer, rows: Sequence[Row]) -> list[str]:
     return [*lines, ""]
 
 
-def write_fit(
-    model: StepModel, results: Sequence[Result], eight: Sequence[Result], unweighed: Sequence[Result]
-) -> None:
+def write_fit(model: InStep, results: Sequence[Result], eight: Sequence[Result], unweighed: Sequence[Result]) -> None:
     """Write the data files of the step model and of intervals: with it, in 8 bits, of parts alone (`unweighed`)."""
     sources = [item.source for item in results]
     source = f"fit to 16-bit rows of tests/data/published_runs.jsonl: {', '.join(dict.fromkeys(sources))}"
     date = time.strftime("%Y-%m-%d")
     items = {}
-    for item in fields(StepModel):
-        key, unit = (item.name.removesuffix("_s"), "s") if item.name.endswith("_s") else (item.name, "1")
+    for item in fields(InStep):
         note = source if item.name in FITTED else "not fitted"
-        items[key] = Constant(round(getattr(model, item.name), 4), unit, note, date)
+        items[item.name] = Constant(round(getattr(model, item.name), 3), "1", note, date)
     (RUNTIME / "step.toml").write_text(constants.dump({"name": "step"}, items), encoding="utf-8")
     kinds = (
         (RECIPES, results, "sources left out of the fit"),
@@ -332,7 +338,7 @@ def main(arguments: Sequence[str]) -> str:
     evaluate = quick_results if "--quick" in arguments else left_out_results
     results, eight, model = evaluate(pricer, wide, narrow)
     if "--write" in arguments:
-        alone = [_time(pricer, row, StepModel()) for row in wide]
+        alone = [_time(pricer, row, ALONE) for row in wide]
         write_fit(model, results, eight, _with_uncertainty(wide, alone))
     how = "numbers of the data file" if "--quick" in arguments else "each source by a fit to the others"
     numbers: Mapping[str, float] = {name: round(getattr(model, name), 3) for name in FITTED}

@@ -153,7 +153,7 @@ def compare(task: Task, source: str, rows: Sequence[Row], seconds: float) -> Ite
 
 def priced(search: RecipeProblem, recipe: Execution) -> Priced:
     """A recipe of a search with its price."""
-    prediction = predict_recipe(search.counted, recipe, search.cluster, search.model)
+    prediction = predict_recipe(search.counted, recipe, search.cluster)
     return Priced(recipe.words, prediction.step_time_s, prediction.memory_breakdown)
 
 

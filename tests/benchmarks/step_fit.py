@@ -1,4 +1,4 @@
-"""Fit the few numbers of `cost_models.step.StepModel` to published runs, and report on runs that took no part.
+"""Fit the numbers of `cost_models.step.InStep` to published runs, and report on runs that took no part.
 
 Robust least squares in logarithms: every source has the same weight, errors beyond `_HUBER` count linearly, and each
 number is held to its prior (1 for factors) as strongly as `_PRIOR` says. One linearisation at the optimum for all
@@ -15,19 +15,16 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from cost_models.step import StepModel
+from cost_models.step import InStep
 
 Floats = NDArray[np.float64]
-FITTED = (
-    *("matmul_slowdown", "attention_slowdown", "memory_slowdown"),
-    *("fabric_slowdown", "network_slowdown", "interference"),
-)
+FITTED = ("kernels", "network")
 _HUBER = 0.08
 _PRIOR = 0.004
 _STEP = 0.05
 _LARGEST_MOVE = 0.4
 
-Predict = Callable[[int, StepModel], float]
+Predict = Callable[[int, InStep], float]
 """Seconds of run `index` under a step model."""
 
 
@@ -39,13 +36,13 @@ class Runs:
     measured_s: Sequence[float]
     predict: Predict
 
-    def log_errors(self, model: StepModel) -> Floats:
+    def log_errors(self, model: InStep) -> Floats:
         """log(predicted / measured) of every run."""
         times = enumerate(self.measured_s)
         return np.array([math.log(self.predict(index, model) / measured) for index, measured in times])
 
 
-def fit_all(runs: Runs, start: StepModel, rounds: int = 3) -> tuple[StepModel, Floats, Floats]:
+def fit_all(runs: Runs, start: InStep, rounds: int = 3) -> tuple[InStep, Floats, Floats]:
     """The model fitted to all runs, with the errors and their derivatives in the logarithms of the numbers there."""
     x = _logarithms(start)
     for _ in range(rounds):
@@ -56,7 +53,7 @@ def fit_all(runs: Runs, start: StepModel, rounds: int = 3) -> tuple[StepModel, F
     return model, errors, slopes
 
 
-def leave_one_out(runs: Runs, start: StepModel, whole: tuple[StepModel, Floats, Floats]) -> dict[str, StepModel]:
+def leave_one_out(runs: Runs, start: InStep, whole: tuple[InStep, Floats, Floats]) -> dict[str, InStep]:
     """For each source the model fitted to all others."""
     model, errors, slopes = whole
     at, prior = _logarithms(model), _logarithms(start)
@@ -72,7 +69,7 @@ def leave_one_out(runs: Runs, start: StepModel, whole: tuple[StepModel, Floats, 
     return result
 
 
-def _linearise(runs: Runs, model: StepModel) -> tuple[Floats, Floats]:
+def _linearise(runs: Runs, model: InStep) -> tuple[Floats, Floats]:
     errors = runs.log_errors(model)
     slopes = np.zeros((len(errors), len(FITTED)))
     for column, name in enumerate(FITTED):
@@ -95,9 +92,9 @@ def _weights(sources: Sequence[str]) -> Floats:
     return np.array([1 / counts[source] for source in sources])
 
 
-def _logarithms(model: StepModel) -> Floats:
+def _logarithms(model: InStep) -> Floats:
     return np.array([math.log(getattr(model, name)) for name in FITTED])
 
 
-def _model(start: StepModel, x: Floats) -> StepModel:
+def _model(start: InStep, x: Floats) -> InStep:
     return replace(start, **{name: math.exp(value) for name, value in zip(FITTED, x, strict=True)})

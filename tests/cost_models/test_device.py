@@ -63,7 +63,7 @@ def test_another_attention_kernel_can_be_used():
 def test_dispatch_is_named():
     """Eager, compiled, graph; a CPU is its own host."""
     h100 = device("h100_sxm")
-    assert h100.dispatch("eager") > h100.dispatch("compiled") > h100.dispatch("graph") > 0
+    assert h100.dispatch("blocking") > h100.dispatch("eager") > h100.dispatch("graph") > 0
     assert device("cpu_laptop").dispatch("eager") == 0
     with pytest.raises(UnknownHardwareError, match=r"dispatch\.lazy"):
         h100.dispatch("lazy")

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cost_models.collectives import all_gather_time, all_reduce_time, all_to_all_time
 from cost_models.errors import TopologyError, UnknownHardwareError
 from cost_models.hardware import Cluster, node_type
+from cost_models.step import ALONE
 from cost_models.topology import NodeWiring, direct_links, wired_share
 from tests.cost_models.cluster_graph import axis_links, cluster_graph, ring_bandwidth
 
@@ -70,7 +71,7 @@ def test_bandwidth_equals_what_routing_every_ring_gives(sizes, per_node, devices
     kind = node_type("h100_sxm").with_network(
         devices_per_nic=devices_per_nic, nodes_per_pod=nodes_per_pod, oversubscription=oversubscription
     )
-    machine = Cluster(kind, nodes=nodes, devices_per_node=per_node)
+    machine = Cluster(kind, nodes, per_node, ALONE)
     mesh = {f"axis{index}": size for index, size in enumerate(sizes)}
     assume(per_node % devices_per_nic == 0)
     links_of = {axis: links for axis, links in axis_links(machine, mesh).items() if links.size > 1}
@@ -97,8 +98,8 @@ def test_an_axis_of_stride_eight_crosses_nodes():
 def test_a_lone_device_has_the_whole_card():
     """Two devices share a card of 400 Gbit/s; one that is alone on its node has all of it."""
     kind = node_type("h100_sxm").with_network(bytes_per_s_per_device=25e9, devices_per_nic=2)
-    pairs = Cluster(kind, nodes=2, devices_per_node=2).group_links({"a": 2, "b": 2}, ("a",))
-    alone = Cluster(kind, nodes=2, devices_per_node=1).group_links({"a": 2}, ("a",))
+    pairs = Cluster(kind, 2, 2, ALONE).group_links({"a": 2, "b": 2}, ("a",))
+    alone = Cluster(kind, 2, 1, ALONE).group_links({"a": 2}, ("a",))
     assert (pairs.inter.bandwidth_bytes_per_s, alone.inter.bandwidth_bytes_per_s) == (25e9, 50e9)
 
 

@@ -15,7 +15,6 @@ from autoshard import Cluster, Mesh, Plan, Recipe
 from autoshard.ir.cluster_mesh import ClusterMesh
 from cost_models.hardware import Cluster as PricedCluster
 from cost_models.hardware import node_type
-from passes.recipes.own_runtime import own_runtime
 from tests.passes.decoders import PRICED
 from tests.zoo.table import ARCHITECTURES
 
@@ -114,14 +113,10 @@ def plan_of_recipe(name: str, place: str, share: float | None = None) -> Plan:
     )
 
 
-def price(name: str, cluster: PricedCluster, recipe: Recipe, *, as_compiled: bool = False) -> Plan:
-    """Price a recipe that is stated, as a user would; `as_compiled`: under the runtime of `compile`."""
+def price(name: str, cluster: PricedCluster, recipe: Recipe) -> Plan:
+    """Price a recipe that is stated, as a user would."""
     model, inputs = built(name)
-    runtime = PRICED
-    if as_compiled:
-        is_wide = {item.dtype for item in model.parameters()} == {torch.float32}
-        runtime = replace(own_runtime(cluster), name="compile", master_weights=is_wide)
-    return autoshard.price(model, cluster, recipe, example_inputs=inputs, runtime=runtime, global_batch=8)
+    return autoshard.price(model, cluster, recipe, example_inputs=inputs, runtime=PRICED, global_batch=8)
 
 
 def plan_of_specs(name: str, cluster: PricedCluster, mesh: str, **options: Any) -> Plan:

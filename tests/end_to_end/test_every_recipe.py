@@ -63,7 +63,6 @@ RUNTIMES = st.builds(
     overlap_parameters=st.booleans(),
     overlap_gradients=st.booleans(),
     cuda_graph=st.booleans(),
-    compiled=st.booleans(),
     gradient_dtype=st.sampled_from(["f32", "bf16"]),
 )
 BASES = st.builds(Execution, global_batch=st.sampled_from([2, 4]), runtime=RUNTIMES)
@@ -75,7 +74,7 @@ def check(counted: CountedModel, cluster: Cluster, base: Execution, share: float
     sizes = sorted({each.memory_bytes for each in prices})
     limit = sizes[round(share * (len(sizes) - 1))]
     best = min(each.time_s for each in prices if each.memory_bytes <= limit)
-    device = replace(cluster.device, memory_bytes=limit)
+    device = replace(cluster.node.device, memory_bytes=limit)
     small = Cluster(cluster.node.with_device(device), cluster.nodes, cluster.devices_per_node)
     groups = {"zero_group": (None, *range(2, cluster.size))}  # otherwise the search thins them out
     problem = RecipeProblem(counted, small, base, limit, LEAST_TOKENS, pinned=groups)

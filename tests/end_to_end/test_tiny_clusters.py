@@ -95,7 +95,7 @@ def planned(name: str) -> Plan:
 def test_what_is_found_trains_as_one_device(name: str) -> None:
     """Losses of three steps of AdamW."""
     plan, tiny = planned(name), TINY[name]
-    assert (plan.runs, plan.forecast) == (True, "")
+    assert plan.runs
     model, inputs = tiny.build()
     inputs = {key: torch.cat([value] * tiny.batch)[: tiny.batch] for key, value in inputs.items()}
     alone, _ = tiny.build()

@@ -24,6 +24,8 @@ def test_a_runtime_of_ones_own_is_a_usual_one() -> None:
         ({"fused": 1}, "fused=1 must be True or False"),
         ({"bucket_bytes": 0}, "bucket_bytes=0 must be a whole number"),
         ({"gradient_dtype": "f8"}, "gradient_dtype='f8' is unknown"),
+        ({"schedules": ("2F2B",)}, "schedules='2F2B' is unknown"),
+        ({"zero_in_pipelines": (4,)}, "zero=4 is unknown"),
     ],
 )
 def test_what_no_runtime_does_is_named(fields: dict[str, Any], message: str) -> None:

@@ -113,8 +113,8 @@ def numbers(batch: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
 def folded(model: nn.Module, inputs: Callable[[int], tuple[torch.Tensor, ...]] = tokens) -> FoldedProgram:
     """The folded program of a model."""
     short = tracing.shorten(model)
-    single, double = (tracing.trace(short.model, inputs(batch), {}) for batch in (1, 2))
-    return fold_program(single, double, short.lists)
+    double, triple = (tracing.trace(short.model, inputs(batch), {}) for batch in (2, 3))
+    return fold_program(double, triple, short.lists)
 
 
 @cache

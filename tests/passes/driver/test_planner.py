@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import autoshard
-from autoshard import DoesNotFitError, NotAvailableError, P
+from autoshard import DoesNotFitError, P
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
@@ -26,7 +26,6 @@ from passes.driver.planner import Planner
 from passes.planning.baselines import HSDP, MEGATRON
 from passes.planning.build_assignment import PlanningProblem
 from passes.recomputation.fitting import JointSolution
-from tests.passes.deep import batch, summed
 
 
 def test_the_log_says_how_long_a_compile_took(caplog: pytest.LogCaptureFixture) -> None:
@@ -91,15 +90,6 @@ def test_a_plan_that_is_given_is_kept() -> None:
     alike = autoshard.plan(model, mesh, example_inputs=inputs, constraints={"*": P()})
     assert alike.nodes != autoshard.plan(model, mesh, example_inputs=inputs).nodes
     assert autoshard.compile(model, mesh, plan=alike, example_inputs=inputs).plan.nodes == alike.nodes
-
-
-def test_a_deep_model_of_unlike_blocks_is_planned_in_time_or_not_at_all() -> None:
-    """All of its blocks are traced, and their specs searched, only where there is time, if that is asked for."""
-    request = Request(summed(8), batch(), {}, grad=True)
-    planner = Planner(time_budget_s=1.0)
-    with pytest.raises(NotAvailableError, match=r"all blocks, which are not alike, would take some 2 s"):
-        planner.plan_call(request, [Mesh({"data": 2})], in_time=True)
-    assert not planner.plan_call(request, [Mesh({"data": 2})])[1].repeats
 
 
 @pytest.mark.parametrize(

@@ -147,7 +147,7 @@ def test_limits_are_those_of_planning_with_more(name: str) -> None:
     )
     steps = [plan.objective, *(stated[key] for key in ("10 % more memory", "twice the memory", "memory without limit"))]
     assert steps == sorted(steps, reverse=True)
-    unit = CLUSTER.device
+    unit = CLUSTER.node.device
     faster = replace(unit, peak_flops={dtype: 1.1 * peak for dtype, peak in unit.peak_flops.items()})
     cluster = PricedCluster(CLUSTER.node.with_device(faster), 1, 4)
     again = autoshard.plan(

@@ -76,7 +76,7 @@ def test_print_says_in_words_what_it_is() -> None:
     assert "Batch: 16 sequences, in 4 micro-batches." in str(piped)
     assert f"price of a run under runtime={PRICED.name!r}. For compile, plan with recipe=plan.recipe." in str(piped)
     again = _plan(recipe=Recipe(data=4, recompute="selective"))
-    assert "A forecast, which compile does not run: recompute='selective'." in str(again)
+    assert "compile has no program for recompute='selective'." in " ".join(str(again).split())
     flat = _plan(recipe=Recipe(tensor=2, data=2))
     assert "until then" in str(dataclasses.replace(flat, was_interrupted=True))
 

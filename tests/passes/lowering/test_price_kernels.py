@@ -12,20 +12,18 @@ from torch import nn
 
 import autoshard
 from autoshard import Cluster, Mesh, Plan
-from autoshard.ir.kernels import NO_KERNELS, Kernels
+from autoshard.ir.recipe import Recipe
+from autoshard.kernels.registry import FUSED
 from cost_models.compute import matmul_time
 from cost_models.device import device
-from cost_models.streams import simulate_streams
-from cost_models.timeline import COMPUTE
-from passes.driver.plan_and_lower import planning_problem, solve
-from passes.driver.plan_of_choice import lowered_plan
+from passes.driver.plan_and_lower import plan_program
 from passes.driver.plan_options import PlanOptions
 from passes.lowering.count_launches import Traffic
-from passes.lowering.price_kernels import price_kernels
-from passes.planning.build_assignment import PlanningProblem
-from passes.prediction.segment_step import segment_step
+from passes.lowering.fuse_kernels import FuseKernels
+from passes.lowering.price_kernels import PriceKernels, marked_kernels
+from passes.lowering.split_phases import SplitPhases
 from tests.benchmarks.fused_counts import count_both, count_generated, llama_block, llama_block_program
-from tests.passes.blocks import h100s
+from tests.passes.blocks import blocks_program, h100s
 from tests.passes.deep import alike, batch
 from tests.passes.launches import count_launches
 from tests.passes.questions.test_ask import make_plan
@@ -67,50 +65,41 @@ class PostNorm(nn.Module):
         return self.LayerNorm(self.dense(x) + x).square().mean()
 
 
-def _launches(planning: PlanningProblem, choice: Any, kernels: Kernels = NO_KERNELS) -> int:
-    """Count the launches of computation in the prediction."""
-    ops = [op for segment in segment_step(planning, choice, kernels, shares=False) for op in segment.ops]
-    return sum(op.launches for op in ops if op.stream == COMPUTE)
-
-
-def _compute_time(planning: PlanningProblem, choice: Any, kernels: Kernels) -> float:
-    return sum(simulate_streams(segment_step(planning, choice, kernels)).compute_s.values())
-
-
 @pytest.fixture(scope="module")
-def block() -> tuple[PlanningProblem, Any, Plan]:
-    """A Llama block on one device: its problem, a choice, and the plan with kernels."""
+def block() -> Plan:
+    """The plan with kernels of a Llama block on one device."""
     mesh = Mesh({"x": 1})
     options = PlanOptions(with_baselines=False, with_kernels=True)
-    planning = planning_problem(llama_block_program(hidden=512, length=256), mesh, h100s(mesh), options)
-    solution = solve(planning, options, {}).solution
-    return planning, solution.choice, lowered_plan(planning, solution.choice, 0.0, None, h100s(mesh), options).plan
+    return plan_program(llama_block_program(hidden=512, length=256), mesh, h100s(mesh), options)
 
 
-def test_a_llama_block_is_priced_with_what_runs(block: tuple[PlanningProblem, Any, Plan]) -> None:
-    """Launches and bytes are those counted on the programs, the simulated step's too; at most half, and 70 %, are left.
+def test_a_llama_block_is_priced_with_its_kernels(block: Plan) -> None:
+    """Launches and bytes are those counted on the programs; at most half, and 70 %, are left, and the step is faster.
 
-    The step is faster by what the calls that went took, less what the kernels take.
+    The step takes the kernels' time, and is without the time of the calls that they stand for.
     """
-    planning, choice, plan = block
-    lowered, kernels = llama_block(hidden=512, length=256), plan.predicted.kernels
+    lowered, kernels = llama_block(hidden=512, length=256), block.predicted.kernels
     assert Traffic(kernels.launches_without, kernels.memory_bytes_without) == count_both(lowered)[0]
     assert Traffic(kernels.launches, kernels.memory_bytes) == count_generated(lowered)
-    assert _launches(planning, choice) == kernels.launches_without
-    assert _launches(planning, choice, kernels) == kernels.launches
     assert kernels.launches <= kernels.launches_without / 2
     assert kernels.memory_bytes <= 0.7 * kernels.memory_bytes_without
-    site = planning.space.sites
-    gone = sum(
-        share * planning.prices.call_time(site[name], planning.strategy(name, choice))
-        for use in kernels.uses
-        for name, share in use.stands_for.items()
+    assert block.predicted.launches <= kernels.launches
+    assert sum(use.time_s for use in kernels.uses) < block.predicted.step_time_s < kernels.step_time_without_s
+
+
+def test_plans_with_kernels_hide_collectives() -> None:
+    """Buckets of gradients run beside kernels, and each rank sends the same bytes as without kernels."""
+    mesh = Mesh({"data": 4})
+    program = blocks_program(batch=256, length=512, hidden=1024, count=3)
+    plain, fused = (
+        plan_program(
+            program, mesh, h100s(mesh), PlanOptions(recipe=Recipe(data=4), with_kernels=with_kernels)
+        ).predicted
+        for with_kernels in (False, True)
     )
-    saved = gone - sum(use.time_s for use in kernels.uses)
-    before, after = (_compute_time(planning, choice, item) for item in (NO_KERNELS, kernels))
-    assert saved > 0
-    assert before - after == pytest.approx(saved)
-    assert plan.predicted.step_time_s < kernels.step_time_without_s
+    assert plain.sent_bytes == fused.sent_bytes
+    assert fused.overlapped["data"] > 0.5 * plain.overlapped["data"] > 0
+    assert fused.step_time_s < plain.step_time_s
 
 
 def test_kernels_of_split_programs_stand_for_whole_calls() -> None:
@@ -136,7 +125,8 @@ def test_elided_blocks_have_their_kernels(tmp_path: Path) -> None:
     sharded = autoshard.compile(model, Mesh({"x": 2}), plan=plan)
     sharded(*batch())
     whole = sharded.programs[0]
-    counted = price_kernels(whole.phased.lowered, H100)
+    fused = SplitPhases()(FuseKernels(FUSED)(whole.phased.lowered))
+    counted = marked_kernels(PriceKernels(H100)(fused))
     assert kernels.launches == counted.launches
     assert kernels.memory_bytes == counted.memory_bytes
     assert kernels.launches_without == count_launches(whole.phased.lowered.graph_module).launches

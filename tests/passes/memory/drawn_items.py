@@ -1,4 +1,4 @@
-"""Drawn items that lie in memory, whose tables may lack their sizes."""
+"""Drawn items that lie in memory."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import numpy as np
 from hypothesis import strategies as st
 
 from passes.memory.liveness import Interval
-from passes.memory.memory_usage import Table, UsedBytes
+from passes.memory.memory_usage import UsedBytes
 
 OPTIONS = (3, 1, 4)
 """Options of each variable."""
 
 
 @st.composite
-def items(draw: st.DrawFn, points: int) -> tuple[UsedBytes, np.ndarray]:
-    """A value or a copy, with bytes of its own or shared ones, and all sizes, of which its table may lack some."""
+def items(draw: st.DrawFn, points: int) -> UsedBytes:
+    """A value or a copy."""
     birth = draw(st.integers(0, points - 1))
     interval = Interval(birth, draw(st.integers(birth, points - 1)))
     variables = tuple(draw(st.lists(st.sampled_from(range(len(OPTIONS))), min_size=1, max_size=2)))
     shape = tuple(OPTIONS[variable] for variable in variables)
     sizes = draw(st.lists(st.integers(0, 1000), min_size=16, max_size=16))
-    whole = np.array(sizes[: int(np.prod(shape))], dtype=np.float64).reshape(shape)
-    known = np.where(draw(st.booleans()), whole, np.nan)
-    return UsedBytes(interval, Table(known, lambda *options: float(whole[options])), variables), whole
+    return UsedBytes(interval, np.array(sizes[: int(np.prod(shape))], dtype=np.float64).reshape(shape), variables)

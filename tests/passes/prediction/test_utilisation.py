@@ -7,7 +7,7 @@ import pytest
 from autoshard.ir.mesh import Mesh
 from passes.prediction.utilisation import Utilisation, utilisation
 from tests.passes.blocks import blocks_program, problem_of
-from tests.passes.prediction.test_segment_step import drawn_choice
+from tests.passes.drawn_choices import drawn_choice
 
 
 @pytest.mark.parametrize("seed", range(4))

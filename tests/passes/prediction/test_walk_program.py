@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import pairwise
@@ -32,13 +31,12 @@ from passes.memory.lowered_memory import peak_bytes
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import allowed_options
 from passes.planning.search import Search
-from passes.prediction.segment_step import folded_step, is_of_update, segment_step
 from passes.prediction.walk_program import ACCUMULATION, COPIES, WalkedStep, adding_up, walk_program
 from passes.strategies.price_nodes import NodePrices
 from passes.verification.expand_biases import expand_biases
 from tests.passes.blocks import blocks_program, h100s, problem_of, two_nodes
 from tests.passes.deep import adamw, alike, short_step, step
-from tests.passes.prediction.test_segment_step import drawn_choice, program_of
+from tests.passes.drawn_choices import drawn_choice, program_of
 
 PAIR, LINE, SQUARE = Mesh({"x": 2}), Mesh({"x": 4}), Mesh({"x": 2, "y": 2})
 FREE = Overlap(prefetch=0, slowdown=0.0)
@@ -51,29 +49,21 @@ def phased_of(planning: PlanningProblem, choice: list[int]) -> PhasedProgram:
     return lower_prepared(planning.space.program, plan, cluster, LoweringOptions(with_overlap=False))
 
 
-def walk(
-    planning: PlanningProblem, phased: PhasedProgram, choice: Sequence[int] = (), micro_batches: int = 1
-) -> WalkedStep:
-    """The step of a lowered program of a problem; of one that leaves out blocks, that of its choice."""
-    prices = NodePrices(planning.prices.cluster, phased.lowered.mesh)
-    if planning.elided.sites:
-        return folded_step(planning, choice, phased, prices, micro_batches)
-    return walk_program(phased, prices, micro_batches)
+def walk(planning: PlanningProblem, phased: PhasedProgram, micro_batches: int = 1) -> WalkedStep:
+    """The step of a lowered program of a problem."""
+    return walk_program(phased, NodePrices(planning.prices.cluster, phased.lowered.mesh), micro_batches)
 
 
 @pytest.mark.sample(4)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("name", ["perceptron", "classifier", "blocks"])
 def test_the_walk_takes_what_the_objective_says(name: str, seed: int) -> None:
-    """And what the segments of the problem do, label by label; also where axes lie between nodes."""
+    """Also where axes lie between nodes."""
     for cluster in (h100s(SQUARE), two_nodes(SQUARE)):
         planning = problem_of(program_of(name), SQUARE, cluster)
         choice = drawn_choice(planning, seed)
         times = simulate_streams(walk(planning, phased_of(planning, choice)).segments)
         assert times.total_s == pytest.approx(planning.assignment.cost_of(choice), rel=1e-6)
-        written = simulate_streams(segment_step(planning, choice))
-        assert times.exposed_s == pytest.approx(written.exposed_s, rel=1e-6)
-        assert times.compute_s == pytest.approx(written.compute_s, abs=1e-9)
 
 
 @settings(max_examples=6)
@@ -100,7 +90,7 @@ def test_elided_blocks_are_walked_as_often_as_they_run() -> None:
     model = alike(6)
     planning = problem_of(short_step(model, adamw(model, 1.0), 1), SQUARE)
     choice = drawn_choice(planning, 1)
-    times = simulate_streams(walk(planning, phased_of(planning, choice), choice).segments)
+    times = simulate_streams(walk(planning, phased_of(planning, choice)).segments)
     assert times.total_s == pytest.approx(planning.assignment.cost_of(choice), rel=1e-6)
 
 
@@ -179,7 +169,7 @@ def test_gradients_of_micro_batches_are_added_up() -> None:
     for program in (step(model, optimizer), short_step(model, optimizer, 1)):
         planning = problem_of(program, PAIR)
         choice = data_parallel_choice(planning)
-        walked = walk(planning, phased_of(planning, choice), choice, micro_batches=3)
+        walked = walk(planning, phased_of(planning, choice), micro_batches=3)
         found.append(simulate_streams(walked.segments).compute_s[ACCUMULATION])
         sent.append(walked.sent_bytes)
     size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
@@ -196,8 +186,8 @@ def test_gradients_add_up_as_the_objective_says(seed: int) -> None:
     program = short_step(model, adamw(model, 1.0), 1)
     one, two, three = (problem_of(program, SQUARE, micro_batches=count) for count in (1, 2, 3))
     choice = drawn_choice(one, seed)
-    walked = walk(one, phased_of(one, choice), choice)
-    each = [segment for segment in walked.segments if not is_of_update(segment.name)]
+    walked = walk(one, phased_of(one, choice))
+    each = [segment for segment in walked.segments if segment.name != "update"]
     once = sum(op.seconds for segment in each for op in segment.ops)
     costs = [problem.assignment.cost_of(choice) for problem in (one, two, three)]
     more = [after - before - once for before, after in pairwise(costs)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import lru_cache
 from random import Random
@@ -10,6 +11,7 @@ import pytest
 import sympy
 import torch
 
+import autoshard
 from autoshard import FormulaError, P, PlanMismatchError
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.plan import Plan
@@ -162,6 +164,22 @@ def test_the_predicted_step_uses_these_flops_and_bytes() -> None:
     ratio = _value(plan, "rank_flops", sizes) * MESH.size / _value(plan, "step_flops", sizes)
     assert float(ratio) == pytest.approx(plan.predicted.hfu / plan.predicted.mfu)
     assert _value(plan, "parameter_bytes", sizes) == plan.predicted.memory_breakdown["parameters"]
+
+
+def test_axes_that_no_larger_mesh_has_are_told_apart() -> None:
+    """A bias of two elements is split over no more than two ranks; bytes on other meshes are still those of specs."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 2))
+    constraints = {
+        "0.weight": P("model", "data"),
+        "0.bias": P("data"),
+        "1.weight": P("data", "model"),
+        "1.bias": P("model"),
+    }
+    given = {"example_inputs": (torch.zeros(8, 64),), "loss_fn": lambda x: x.sum(), "precision": None}
+    plan = autoshard.plan(model, MESH, constraints=constraints, **given)
+    mesh = Mesh({"data": 8, "model": 4})
+    found = sum(4 * math.prod(item.spec.local_shape(item.shape, mesh)) for item in plan.parameters.values())
+    assert _at_sizes(plan.formula("parameter_bytes"), dict(mesh.axes)) == found
 
 
 def test_layers_are_a_symbol_where_blocks_are_alike() -> None:

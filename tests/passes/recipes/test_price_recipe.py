@@ -9,13 +9,15 @@ import pytest
 from autoshard import Cluster
 from autoshard.ir.execution import Execution
 from cost_models.collectives import all_gather_time
-from cost_models.step import StepModel
+from cost_models.hardware import Cluster as PricedCluster
+from cost_models.hardware import node_type
+from cost_models.step import InStep
+from cost_models.streams import beside
 from passes.recipes.pipeline_stages import share_out
 from passes.recipes.price_ends import exchange_times
 from passes.recipes.price_recipe import (
     accumulation_bytes,
     copies_time,
-    products_time,
     section_time,
     send_time,
     sharded_time,
@@ -25,7 +27,6 @@ from passes.recipes.recipe_groups import recipe_groups
 from tests.passes.decoders import HIDDEN, SEQUENCE, priced_dense
 from tests.passes.executions import under
 
-MODEL = StepModel()
 PRICED = priced_dense(8)
 BLOCKS = PRICED.folded.blocks
 
@@ -34,11 +35,11 @@ def _cluster(recipe: Execution) -> Cluster:
     return Cluster("h100_sxm", max(1, recipe.devices // 8), min(8, recipe.devices))
 
 
-def _seconds(recipe: Execution, model: StepModel = MODEL) -> float:
-    cluster = _cluster(recipe)
+def _seconds(recipe: Execution, cluster: PricedCluster | None = None) -> float:
+    cluster = cluster or _cluster(recipe)
     prices = PRICED.counted.section_prices(recipe, cluster)
     groups = recipe_groups(recipe, cluster)
-    return step_price(prices, share_out(BLOCKS, recipe), recipe, groups, cluster, model).time_s
+    return step_price(prices, share_out(BLOCKS, recipe), recipe, groups, cluster).time_s
 
 
 def test_a_micro_batch_more_takes_its_own_time() -> None:
@@ -47,11 +48,15 @@ def test_a_micro_batch_more_takes_its_own_time() -> None:
     assert two - one == pytest.approx(three - two)
 
 
-@pytest.mark.parametrize("name", ["matmul_slowdown", "attention_slowdown", "memory_slowdown", "fabric_slowdown"])
-def test_slower_parts_make_slower_steps(name: str) -> None:
-    """Each factor of the step model is felt where its part is."""
-    recipe = Execution(tensor=4, micro_batch=8192)
-    assert _seconds(recipe, StepModel(**{name: 3.0})) > _seconds(recipe)
+def test_slower_kernels_make_slower_steps() -> None:
+    """And so does a slower network, where there is one."""
+    recipe = Execution(data=16, micro_batch=8192)
+    node = node_type("h100_sxm")
+    plain, kernels, network = (
+        _seconds(recipe, PricedCluster(node, 2, 8, InStep(**factors)))
+        for factors in ({}, {"kernels": 3.0}, {"network": 3.0})
+    )
+    assert kernels > plain < network
 
 
 def test_the_host_bounds_small_kernels_unless_a_graph_is_captured() -> None:
@@ -65,8 +70,8 @@ def test_a_part_that_is_handed_on_is_gathered_unless_the_next_stage_reads_parts(
     split = dataclasses.replace(whole, sequence_parallel=True)
     cluster = _cluster(whole)
     groups = recipe_groups(whole, cluster)
-    sent_s = [send_time(PRICED.counted.section_prices(each, cluster), each, groups, MODEL) for each in (split, whole)]
-    gathered_s = all_gather_time(64 * SEQUENCE * HIDDEN * 2, groups.tensor) * MODEL.fabric_slowdown
+    sent_s = [send_time(PRICED.counted.section_prices(each, cluster), each, groups) for each in (split, whole)]
+    gathered_s = all_gather_time(64 * SEQUENCE * HIDDEN * 2, groups.tensor)
     assert sent_s[1] - sent_s[0] == pytest.approx(gathered_s)
 
 
@@ -90,13 +95,11 @@ def test_copies_to_the_host_run_beside_a_blocks_own_work(recompute: str) -> None
     prices = PRICED.counted.section_prices(recipe, cluster)
     groups = recipe_groups(recipe, cluster)
     for name in dict.fromkeys(BLOCKS):
-        here, there = (
-            section_time(prices[name], each, groups, cluster, MODEL, is_block=True) for each in (recipe, away)
-        )
+        here, there = (section_time(prices[name], each, groups, cluster, is_block=True) for each in (recipe, away))
         out_s, back_s = copies_time(prices[name], away, cluster, is_block=True)
         assert out_s > 0
-        assert there.forward_s == MODEL.beside(here.forward_s, out_s)
-        backward_s = MODEL.beside(here.backward_s + here.recompute_s, back_s)
+        assert there.forward_s == beside(here.forward_s, out_s)
+        backward_s = beside(here.backward_s + here.recompute_s, back_s)
         assert there.backward_s + there.recompute_s == pytest.approx(backward_s)
     assert _seconds(away) > _seconds(recipe)
 
@@ -121,7 +124,7 @@ def test_selective_recomputation_repeats_attentions_core_only() -> None:
     recipe = Execution(recompute="selective")
     cluster = _cluster(recipe)
     price = PRICED.counted.section_prices(recipe, cluster)["layers:0"]
-    times = section_time(price, recipe, recipe_groups(recipe, cluster), cluster, MODEL, is_block=True)
+    times = section_time(price, recipe, recipe_groups(recipe, cluster), cluster, is_block=True)
     assert times.recompute_s == 0
 
 
@@ -141,7 +144,7 @@ def test_listing_costs_host_time_for_every_rank_and_matrix() -> None:
             recipe = under(Execution(data=data, zero=3), listed_collectives=listed)
             cluster = _cluster(recipe)
             price = PRICED.counted.section_prices(recipe, cluster)["layers:0"]
-            times.append(sharded_time(price, recipe, recipe_groups(recipe, cluster), cluster, MODEL)[0])
+            times.append(sharded_time(price, recipe, recipe_groups(recipe, cluster))[0])
         return times[1] - times[0]
 
     assert 0 < extra(8) < extra(64)
@@ -154,7 +157,7 @@ def test_ranks_that_keep_shards_of_gradients_reduce_those_of_each_micro_batch() 
         cluster = _cluster(one)
         groups = recipe_groups(two, cluster)
         prices = PRICED.counted.section_prices(two, cluster).values()
-        reduced_s = sum(sharded_time(price, two, groups, cluster, MODEL)[1] for price in prices)
+        reduced_s = sum(sharded_time(price, two, groups)[1] for price in prices)
         assert (reduced_s > 0) == (batch > 8) == (_seconds(two) > _seconds(one))
 
 
@@ -163,15 +166,5 @@ def test_a_step_waits_for_gradients_once_or_for_each_micro_batch() -> None:
     for zero, is_reduced in ((1, True), (2, False), (3, False)):
         recipe = Execution(data=8, zero=zero, global_batch=64)
         cluster = _cluster(recipe)
-        reduce_s, _ = exchange_times(1e9, 1e9, recipe, recipe_groups(recipe, cluster), cluster, MODEL)
+        reduce_s, _ = exchange_times(1e9, 1e9, recipe, recipe_groups(recipe, cluster))
         assert (reduce_s > 0) == is_reduced
-
-
-def test_recomputed_products_count_as_products() -> None:
-    """They draw power as the first ones do."""
-    price = PRICED.counted.section_prices(Execution(), _cluster(Execution()))
-    plain, again = (
-        products_time(price, share_out(BLOCKS, recipe), recipe, MODEL)
-        for recipe in (Execution(), Execution(recompute="full"))
-    )
-    assert plain < again < 2 * plain

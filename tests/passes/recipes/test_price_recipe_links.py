@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from autoshard.ir.execution import Execution
 from cost_models.hardware import Cluster, node_type
-from cost_models.step import StepModel
 from passes.recipes.recipe_plan import predict_recipe
 from tests.passes.decoders import priced_dense
 from tests.passes.executions import under
@@ -44,7 +43,7 @@ def _recipes(draw: Any) -> Execution:
 def _seconds(recipe: Execution, kind: Any) -> float:
     per_node = min(4, recipe.devices)
     cluster = Cluster(kind, nodes=recipe.devices // per_node, devices_per_node=per_node)
-    return predict_recipe(PRICED.counted, recipe, cluster, StepModel()).step_time_s
+    return predict_recipe(PRICED.counted, recipe, cluster).step_time_s
 
 
 @settings(deadline=None)

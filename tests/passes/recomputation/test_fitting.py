@@ -26,8 +26,8 @@ from passes.recomputation.recompute_search import solve_jointly
 from passes.solver.assignment import Solution
 from passes.solver.search_control import SearchControl
 from tests.passes.blocks import h100s, peak_of, perceptron_program, problem_of, problem_of_drawn, two_nodes
+from tests.passes.drawn_choices import drawn_choice
 from tests.passes.planning.test_search import Chain, chains
-from tests.passes.prediction.test_segment_step import drawn_choice
 from tests.passes.recomputation.cheap_choices import cheapest_first
 
 LINE, SQUARE = Mesh({"x": 2}), Mesh({"x": 2, "y": 2})

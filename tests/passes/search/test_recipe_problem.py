@@ -12,7 +12,6 @@ from autoshard.ir.execution import Execution
 from passes.search.recipe_problem import RecipeProblem, known_kinds
 from passes.search.search_recipes import FoundRecipe
 from tests.passes.decoders import priced_sparse
-from tests.passes.executions import under
 
 SPARSE = priced_sparse().counted
 CLUSTER = Cluster("h100_sxm", 2, 2)
@@ -54,7 +53,7 @@ def test_a_kind_that_no_recipe_is_is_left_out() -> None:
 def test_experts_can_be_fixed(expert: int, runs: bool) -> None:
     """Also where `compile` runs no recipe of some layout."""
     cluster = Cluster("h100_sxm", 1, 4)
-    problem = RecipeProblem(SPARSE, cluster, under(Execution(global_batch=4), compiled=runs), math.inf, 8, runs=runs)
+    problem = RecipeProblem(SPARSE, cluster, Execution(global_batch=4), math.inf, 8, runs=runs)
     found, _ = dataclasses.replace(problem, pinned={"expert": (expert,)}).best_of_all()
     assert found.recipe is not None
     assert found.recipe.expert == expert

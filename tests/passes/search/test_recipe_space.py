@@ -10,6 +10,7 @@ import pytest
 
 from autoshard import Cluster, RecipeError
 from autoshard.ir.execution import Execution
+from autoshard.ir.runtime import RUNTIMES
 from cost_models.schedule_orders import SCHEDULES, admits
 from passes.recipes.pipeline_stages import even_blocks
 from passes.recipes.recipe_plan import predict_recipe
@@ -141,3 +142,14 @@ def test_divisors_of_large_numbers_take_no_longer_than_their_root(number: int) -
     assert len(found) == sum(
         1 + (size * size != number) for size in range(1, math.isqrt(number) + 1) if number % size == 0
     )
+
+
+def test_a_profile_restricts_the_space() -> None:
+    """Megatron-Core has two schedules, and shards no more than the optimizer's state with a pipeline."""
+    runtime = RUNTIMES["megatron"]
+    found = list(RecipeSpace(DENSE, 8, Execution(global_batch=16, runtime=runtime), offloads=True).recipes())
+    staged = [each for each in found if each.pipeline > 1]
+    assert {each.schedule for each in staged} == {"1F1B", "Interleaved1F1B"}
+    assert {each.zero for each in staged} == {0, 1}
+    assert {each.zero for each in found} == {0, 1, 2, 3}
+    assert {each.offload for each in staged} == {"none"}

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
-from autoshard import TraceError, tracing
+from autoshard import tracing
 from passes.sections.count_sections import count_sections
-from passes.sections.fold_program import FoldedProgram, fold_program
+from passes.sections.fold_program import fold_program
 from tests.passes.decoders import dense, folded, sparse, tokens
 
 
@@ -43,51 +42,6 @@ def test_a_parameter_stands_for_those_of_all_alike_blocks() -> None:
     assert program.names_of("last.weight") == ("last.weight",)
 
 
-class Fickle(nn.Module):
-    """Does something else for more than one sequence."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.linear(x)
-        return (y.relu() if x.shape[0] > 1 else y.sigmoid()).sum()
-
-
-def test_a_model_that_depends_on_the_batch_is_refused() -> None:
-    """The message names both operators."""
-    single, double = (tracing.trace(Fickle(), (torch.ones(batch, 4),), {}) for batch in (1, 2))
-    with pytest.raises(TraceError, match="runs other operators for two sequences than for one"):
-        fold_program(single, double, ())
-
-
-class Mixing(nn.Module):
-    """A linear layer over tokens, as of MLP-Mixer; autograd multiplies the other way round for one sequence."""
-
-    def __init__(self, *, is_contiguous: bool) -> None:
-        super().__init__()
-        self.is_contiguous = is_contiguous
-        self.over_tokens, self.over_features = nn.Linear(49, 96), nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.over_features(x).transpose(1, 2)
-        return self.over_tokens(y.contiguous() if self.is_contiguous else y).sum()
-
-
-def test_a_product_whose_operands_change_places_is_refused() -> None:
-    """It would be priced with dims that shrink as sequences come; the message says what would do, and it does."""
-
-    def fold(*, is_contiguous: bool) -> FoldedProgram:
-        model = Mixing(is_contiguous=is_contiguous)
-        single, double = (tracing.trace(model, (torch.ones(batch, 49, 64),), {}) for batch in (1, 2))
-        return fold_program(single, double, ())
-
-    with pytest.raises(TraceError, match=r"aten.mm.default .* for one sequence, and of .* make its input contiguous"):
-        fold(is_contiguous=False)
-    assert fold(is_contiguous=True).twin
-
-
 def test_inputs_of_any_batch_give_the_same_fold() -> None:
     """What is traced does not depend on the example's batch."""
     assert tokens(3)[0].shape[0] == 3
@@ -106,11 +60,9 @@ class Shared(nn.Module):
 
 
 def test_gradients_summed_over_sequences_are_counted() -> None:
-    """One sequence needs no such sum, two do; the sum of the bias, which both have, is told from it."""
-    single, double = (tracing.trace(Shared(), (torch.ones(batch, 6, 4),), {}) for batch in (1, 2))
-    program = fold_program(single, double, ())
-    assert [node.args[1] for node in program.sums] == [[0]]
-    section = count_sections(program, {}, fused=False)["after"]
+    """One sequence needs no such sum, two do; so does the bias."""
+    double, triple = (tracing.trace(Shared(), (torch.ones(batch, 6, 4),), {}) for batch in (2, 3))
+    section = count_sections(fold_program(double, triple, ()), {}, fused=False)["after"]
     sums = [kernel for kernel in section.backward.kernels if kernel.operator == "aten.sum.dim_IntList"]
     sizes = {(item.inputs[0].shape(5, {}), item.outputs[0].shape(5, {})) for item in sums}
     assert sizes == {((5 * 6, 8), (1, 8)), ((5, 6, 8), (1, 6, 8))}

@@ -18,32 +18,9 @@ from autoshard.ir.program import Program, tensor_values
 from passes.driver.pricing import price_execution
 from passes.sections.fold_program import fold_program, is_layout
 from passes.sections.one_sequence import program_of_one
-from passes.sections.price_model import PricedModel, RecipeKind
-from tests.passes.decoders import PRICED, dense, sparse, tokens
+from tests.passes.decoders import PRICED
 from tests.passes.executions import under
 from tests.zoo.table import ARCHITECTURES
-
-RECIPES = {
-    "whole": Execution(),
-    "tensor": Execution(tensor=2),
-    "sequence": Execution(tensor=2, sequence_parallel=True),
-    "context": Execution(context=2),
-}
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("model", [dense(), sparse()], ids=["dense", "sparse"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_what_is_counted_is_what_one_sequence_shows(model: nn.Module, recipe: str) -> None:
-    """Where the program of one sequence can be traced, sections are the same by either."""
-    short = tracing.shorten(model)
-    one, two, three = (tracing.trace(short.model, tokens(batch), {}) for batch in (1, 2, 3))
-    traced, found = (
-        PricedModel(fold_program(single, two, short.lists)) for single in (one, program_of_one(two, three))
-    )
-    kind = RecipeKind.of(RECIPES[recipe])
-    assert found.sections(kind) == traced.sections(kind)
-    assert found.tokens == traced.tokens
 
 
 class Mixer(nn.Module):
@@ -117,13 +94,11 @@ _CASES = [pytest.param(name, marks=pytest.mark.slow) if name == "mamba" else nam
 @pytest.mark.filterwarnings("ignore")  # of other people's models
 @pytest.mark.parametrize("name", _CASES)
 def test_sizes_follow_from_two_and_three_sequences(name: str) -> None:
-    """What is found for five is what a trace of five has, in every call; one sequence alone is refused."""
+    """What is found for five is what a trace of five has, in every call."""
     case = CASES[name]()
     two, three, five = (_traced(case, batch) for batch in (2, 3, 5))
     single = program_of_one(two, three)
-    fold_program(single, two, ())
-    with pytest.raises(TraceError):
-        fold_program(_traced(case, 1), two, ())
+    fold_program(two, three, ())
     for (target, one), (_, twin), (same, many) in zip(_shapes(single), _shapes(two), _shapes(five), strict=True):
         assert target == same
         for first, second, fifth in zip(one, twin, many, strict=True):
@@ -162,10 +137,9 @@ class Fickle(nn.Module):
 
 
 def test_a_model_that_does_other_things_for_three_is_refused() -> None:
-    """The message names the operators of both attempts."""
-    with pytest.raises(TraceError, match=r"two sequences than for one: .*sigmoid.* Nor .* for three .*relu") as refused:
+    """The message names both operators."""
+    with pytest.raises(TraceError, match=r"other operators for three sequences than for two: .*relu.* of .*tanh"):
         price_execution(Fickle(), Cluster("h100_sxm", 1, 2), Execution(data=2), (torch.ones(1, 4),))
-    assert "tanh" in str(refused.value)
 
 
 class Pairs(nn.Module):

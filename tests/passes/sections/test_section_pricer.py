@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import asdict
 from typing import Any
 
@@ -17,7 +16,7 @@ from passes.sections.count_sections import SectionKernel
 from passes.sections.fold_program import AFTER, BEFORE
 from passes.sections.price_model import RecipeKind
 from passes.sections.price_sections import Busy, Setting, price_kernel
-from passes.sections.section_pricer import SectionPricer, _RunTimes
+from passes.sections.section_pricer import SectionPricer
 from tests.passes.decoders import HIDDEN, SEQUENCE, priced_sparse
 
 MODEL = priced_sparse().counted
@@ -103,13 +102,3 @@ def test_operands_of_products_in_8_bits_are_kept_so() -> None:
         less = operands // 2 if name not in (BEFORE, AFTER) else 0
         assert wide[name].saved_bytes - narrow[name].saved_bytes == less
         assert operands > 0 or name in (BEFORE, AFTER)
-
-
-def test_spans_may_be_joined_in_any_order() -> None:
-    """A span is its time, and what comes behind its last product: (a b) c is a (b c)."""
-    product, rest = (
-        _RunTimes(Busy(matmul_s=4.0), Busy(), Busy(), True),
-        _RunTimes(Busy(memory_s=1.0), Busy(), Busy(), False),
-    )
-    for first, second, third in itertools.product([product, rest], repeat=3):
-        assert first.then(second).then(third) == first.then(second.then(third))

@@ -30,34 +30,6 @@ def test_the_bound_holds_and_what_is_found_fits(problem: Assignment) -> None:
     check_search(problem, usage_of(problem), problem.rows)
 
 
-@given(assignments())
-def test_bytes_that_no_choice_needed_yet_raise_no_bound(problem: Assignment) -> None:
-    """The same where rows know bytes of choices only whose usage was asked for."""
-    so_far = [_nothing_of(row) for row in problem.rows]
-
-    def usage(choice: Sequence[int]) -> np.ndarray:
-        for row, known in zip(problem.rows, so_far, strict=True):
-            _find(choice, problem.edges, row, known)
-        return usage_of(problem)(choice)
-
-    rows = [dataclasses.replace(row, so_far=known) for row, known in zip(problem.rows, so_far, strict=True)]
-    check_search(problem, usage, rows)
-
-
-def _nothing_of(row: MemoryRow) -> MemoryRow:
-    variables, edges = ({key: np.zeros_like(sizes) for key, sizes in of.items()} for of in (row.variables, row.edges))
-    return MemoryRow(row.constant, variables, edges)
-
-
-def _find(choice: Sequence[int], edges: Sequence[Edge], row: MemoryRow, known: MemoryRow) -> None:
-    """Have a row know the bytes of a choice."""
-    for variable, sizes in row.variables.items():
-        known.variables[variable][choice[variable]] = sizes[choice[variable]]
-    for number, sizes in row.edges.items():
-        pair = choice[edges[number].tail], choice[edges[number].head]
-        known.edges[number][pair] = sizes[pair]
-
-
 def check_search(problem: Assignment, usage: Usage, rows: Sequence[MemoryRow]) -> None:
     """A search of a problem brackets its optimum, and what it finds fits."""
     best = solve_exhaustive(problem)
