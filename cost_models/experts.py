@@ -38,7 +38,8 @@ def _forward(inputs: Tensors, outputs: Tensors, rows: float) -> Work:
 def _backward(inputs: Tensors, outputs: Tensors, rows: float) -> Work:
     """inputs: the gradient of the result, then those of the forward. The first product is made again."""
     first, second = _products(inputs[1:], rows)
-    return _work(inputs, outputs, (first, *_gradients(first, second)), rows, 2)
+    found = _work(inputs, outputs, (first, *_gradients(first, second)), rows, 2)
+    return found._replace(again_flops=first.flops)
 
 
 def _gradients(first: MatmulShape, second: MatmulShape) -> tuple[MatmulShape, ...]:

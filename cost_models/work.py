@@ -66,6 +66,7 @@ class Work(NamedTuple):
 
     `products` lists its matrix products, if it is made of them; `attention` is the shape of a fused attention;
     `steps` counts parts that must wait for each other (the panels of a factorisation), each with its own launch.
+    `again_flops` of `flops` make a result of the forward again, which the model's FLOPs have once.
     """
 
     flops: float
@@ -76,3 +77,4 @@ class Work(NamedTuple):
     products: tuple[MatmulShape, ...] = ()
     attention: AttentionShape | None = None
     steps: int = 1
+    again_flops: float = 0.0

@@ -45,9 +45,9 @@ class Runtime:
             by one (torch.distributed.all_gather before torch 1.10).
         fused: chains of memory-bound operators run as one kernel each. The optimizer always does.
         cuda_graph: kernels are launched from a captured graph.
+        blocking_launches: the host waits for each kernel before it issues the next (CUDA_LAUNCH_BLOCKING=1).
         schedules: of pipelines that it has, by the names of `Recipe.schedule`; (): all. A search proposes no other.
         zero_stages: ZeRO stages that it has; `zero_in_pipelines`: of these, the stages that it has with a pipeline.
-        blocking_launches: the host waits for each kernel before it issues the next (CUDA_LAUNCH_BLOCKING=1).
         offloads_in_pipelines: whether activations may go to the host with a pipeline.
 
     Raises:

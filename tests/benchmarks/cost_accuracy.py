@@ -47,7 +47,7 @@ from passes.recipes.recipe_groups import recipe_groups
 from passes.recipes.recipe_plan import predict_recipe
 from passes.sections.price_model import RecipeKind
 from tests.benchmarks.accuracy_metrics import attainable, bias, mape, regret, repeatability, spearman
-from tests.benchmarks.published_runs import Row, cluster_of, is_16_bit, model_shape, read_rows, recipe_of
+from tests.benchmarks.published_runs import Row, cluster_of, is_16_bit, model_shape, more_rows, read_rows, recipe_of
 from tests.benchmarks.section_table import SectionTable
 from tests.benchmarks.step_fit import FITTED, Runs, fit_all, leave_one_out
 from tests.benchmarks.uncertainty import conformal, keep_step_time_uncertainty
@@ -155,6 +155,17 @@ def quick_results(pricer: Pricer, rows: Sequence[Row], extra: Sequence[Row]) -> 
     """Results of the numbers in the data file, which were fitted to these rows."""
     known, more = (_with_uncertainty(some, [_time(pricer, row, in_step()) for row in some]) for some in (rows, extra))
     return known, more, in_step()
+
+
+def further_results(pricer: Pricer, model: InStep, refused: dict[str, str]) -> Mapping[bool, list[Result]]:
+    """Results of `more_rows` by a fit, by whether they are in 16 bits; rows that have no price go to `refused`."""
+    rows = sorted(timed_rows(more_rows()), key=lambda row: str(model_shape(row)))
+    refused |= {row["id"]: reason for row in rows if (reason := why_refused(pricer, row))}
+    priced = [row for row in rows if row["id"] not in refused]
+    both = {narrow: [row for row in priced if is_16_bit(row) is narrow] for narrow in (True, False)}
+    return {
+        narrow: _with_uncertainty(some, [_time(pricer, row, model) for row in some]) for narrow, some in both.items()
+    }
 
 
 def _time(pricer: Pricer, row: Row, model: InStep) -> float:
@@ -340,6 +351,7 @@ def main(arguments: Sequence[str]) -> str:
     if "--write" in arguments:
         alone = [_time(pricer, row, ALONE) for row in wide]
         write_fit(model, results, eight, _with_uncertainty(wide, alone))
+    further = further_results(pricer, model, refused)
     how = "numbers of the data file" if "--quick" in arguments else "each source by a fit to the others"
     numbers: Mapping[str, float] = {name: round(getattr(model, name), 3) for name in FITTED}
     lines = [
@@ -350,6 +362,9 @@ def main(arguments: Sequence[str]) -> str:
         *report(f"16 bits, {how}", results),
         *rank_report(results),
         *report("8 bits, fit to all 16-bit sources", eight),
+        *report("Further sources, of which the fit saw none: 16 bits", further[True]),
+        *rank_report(further[True]),
+        *report("Further sources: 8 bits", further[False]),
         "Rows that could not be priced:",
         "",
         *(f"* {name}: {reason}" for name, reason in refused.items()),

@@ -5,8 +5,9 @@ Each default below is a fact about the source's framework at the time, not a fit
 
 from __future__ import annotations
 
+import csv
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,12 @@ from passes.recipes.pipeline_stages import even_blocks
 from tests.benchmarks.decoder import DecoderShape, Experts, Latent
 
 Row = Mapping[str, Any]
-ROWS = Path(__file__).parents[1] / "data" / "published_runs.jsonl"
+DATA = Path(__file__).parents[1] / "data"
+ROWS = DATA / "published_runs.jsonl"
+MORE = DATA / "published_runs_more.jsonl"
+"""Rows of further sources, in no part of the fit."""
+VTRAIN = (DATA / "vtrain_single.csv", DATA / "vtrain_multi.csv")
+"""Iterations of Megatron-DeepSpeed on A100 nodes, likewise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +73,7 @@ _MEGATRON_2020 = Framework(
 )
 _MEGATRON_2022 = Framework(dropout=0.1, overlap_gradients=False, overlap_parameters=False, gradient_dtype=None)
 _MEGATRON_CORE = Framework(overlap_pipeline=True, separate_experts=True)
+_FSDP2 = Framework(fused=False, bias=False, bucket_bytes=10**12, early_stop=True)
 FRAMEWORKS: Mapping[str, Framework] = {
     "mosaicml": Framework(
         fused=False, bias=False, bucket_bytes=10**12, early_stop=True, attention="triton", wide_logits=False
@@ -81,13 +88,25 @@ FRAMEWORKS: Mapping[str, Framework] = {
     "nemo-24.07": _MEGATRON_CORE,
     "mlm-llama-readme": _MEGATRON_CORE,
     "megatron-bridge": replace(_MEGATRON_CORE, gradient_dtype="bf16", wide_logits=False),
+    "torchtitan": _FSDP2,
+    "aws-torchtitan": _FSDP2,
+    "ibm-fms-fsdp": replace(_FSDP2, gradient_dtype="bf16"),
+    "nemo-automodel": replace(_FSDP2, fused=True),
+    "nanotron": Framework(fused=False, bias=False),
+    "paddlenlp": Framework(bias=False, overlap_tensor=False),
+    "llama3-herd": Framework(bias=False, overlap_pipeline=True),
+    "mt-nlg": _MEGATRON_2020,
+    "alpa": Framework(overlap_tensor=False, gradient_dtype=None),
+    "vtrain": _MEGATRON_2020,
 }
 _DEVICES = {
     "A100-80GB": "a100_sxm_80gb", "A100-40GB": "a100_sxm_40gb", "A800-80GB": "a100_sxm_80gb",
     "H100-80GB": "h100_sxm", "V100-32GB": "v100_sxm2_32gb", "B200-180GB": "b200", "B300-288GB": "b300",
-    "GB200-186GB": "gb200", "GB300-288GB": "gb300",
+    "GB200-186GB": "gb200", "GB300-288GB": "gb300", "H100-96GB-HBM2e": "h100_sxm_96gb", "H200-141GB": "h200",
+    "V100-16GB": "v100_sxm2_16gb",
 }  # fmt: skip
 _FABRICS = {"A800-80GB": "nvlink3_nvswitch_a800", "V100-32GB": "nvlink2_nvswitch",
+            "V100-16GB": "nvlink2_hybrid_cube_mesh",
             "GB200-186GB": "nvlink5_nvl72", "GB300-288GB": "nvlink5_nvl72"}  # fmt: skip
 _SPLIT_ENDS = frozenset(
     f"bigscience-tr11-12288x106-h{heads}-n384-dp8tp4pp12-mb2-gb2048-L{line}" for heads, line in ((96, 891), (64, 892))
@@ -101,6 +120,35 @@ def read_rows(path: Path = ROWS) -> list[Row]:
     """Rows of quality A and B, the latest of each configuration."""
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     return [row for row in rows if row["quality"] in "AB" and row["latest_in_group"] is not False]
+
+
+def more_rows() -> list[Row]:
+    """Rows of further sources whose micro-batch is said."""
+    known = [row for row in read_rows(MORE) if row["micro_batch"] is not None and row["source"]["key"] in FRAMEWORKS]
+    return [*known, *(row for path in VTRAIN for row in _vtrain_rows(path))]
+
+
+def _vtrain_rows(path: Path) -> Iterator[Row]:
+    """The file has no word on recomputation: blocks are taken to be computed again, which fits times twice as well."""
+    for number, cells in enumerate(csv.reader(path.read_text().splitlines())):
+        if number == 0:
+            continue
+        *sizes, time_ms = cells[-11:]
+        gpus, batch, micro_batch, hidden, heads, layers, sequence, tensor, data, pipeline = map(int, sizes)
+        model = {
+            "name": f"{hidden}x{layers}", "arch": "gpt", "layers": layers, "hidden": hidden, "heads": heads,
+            "kv_heads": heads, "head_dim": hidden // heads, "ffn": 4 * hidden, "ffn_gated": False, "vocab": 50304,
+            "seq_len": sequence, "tied_embeddings": True, "learned_pos_emb": True,
+        }  # fmt: skip
+        hardware = {"gpu": "A100-80GB", "n_gpus": gpus, "gpus_per_node": 8, "inter_gbps_per_gpu": 200}
+        plan = {"tp": tensor, "dp": data, "pp": pipeline, "zero_stage": 0, "sp": False}
+        plan |= dict.fromkeys(("cp", "ep", "vpp"), 1)
+        yield {
+            "id": f"{path.stem}-{number}", "source": {"key": "vtrain"}, "kind": "train_step", "task": "pretrain",
+            "model": model, "hardware": {**hardware, "inter_link": None}, "plan": plan, "micro_batch": micro_batch,
+            "global_batch": batch, "recompute": "full", "dtype": "fp16", "attention": None, "compile": False,
+            "measured": {}, "derived": {"step_time_s": float(time_ms) / 1e3}, "noise_rel": 0.02,
+        }  # fmt: skip
 
 
 def framework_of(row: Row) -> Framework:
@@ -162,7 +210,7 @@ def recipe_of(row: Row) -> Execution:
     splits_ends = "embedding" in layout or layout.startswith("Et") or row["id"] in _SPLIT_ENDS
     return Execution(
         data=plan["dp"],
-        zero=plan["zero_stage"] or 0,
+        zero=_zero(row),
         zero_group=plan.get("zero_group"),
         tensor=plan["tp"] or 1,
         sequence_parallel=bool(plan["sp"]) and (plan["tp"] or 1) > 1,
@@ -177,6 +225,17 @@ def recipe_of(row: Row) -> Execution:
         precision=_precision(row),
         runtime=_runtime(row, framework),
     )
+
+
+def _zero(row: Row) -> int:
+    """With a pipeline, Llama 3's FSDP and NeMo Automodel's keep parameters gathered and reduce gradients once a step.
+
+    Automodel: components/distributed, defer_fsdp_grad_sync. Llama 3: its step has no time to reduce gradients of
+    float32 for each micro-batch.
+    """
+    plan = row["plan"]
+    once = row["source"]["key"] in ("llama3-herd", "nemo-automodel") and (plan["pp"] or 1) > 1
+    return 1 if once else plan["zero_stage"] or 0
 
 
 def _runtime(row: Row, framework: Framework) -> Runtime:
@@ -195,9 +254,9 @@ def _runtime(row: Row, framework: Framework) -> Runtime:
         early_stop=framework.early_stop,
         attention=framework.attention,
         overlap_expert=bool(plan.get("moe_a2a_overlap")),
-        merged_dispatch=plan.get("moe_dispatcher") in ("deepep", "hybridep"),
+        merged_dispatch=plan.get("moe_dispatcher") in ("deepep", "hybridep") or "DeepEP" in (plan.get("kernels") or ""),
         separate_experts=framework.separate_experts and plan.get("cuda_graph") != "full_iteration",
-        fused=framework.fused,
+        fused=framework.fused or bool(row["compile"]),
         blocking_launches=framework.blocking_launches,
         cuda_graph=(plan.get("cuda_graph") or "none") != "none",
     )
@@ -227,7 +286,8 @@ def _gradient_dtype(row: Row, framework: Framework) -> str:
 
 _HOSTS = {
     "A100-80GB": "a100_sxm_80gb", "A100-40GB": "a100_sxm_40gb", "A800-80GB": "a100_sxm_80gb", "H100-80GB": "h100_sxm",
-    "V100-32GB": "aws_p3_16xlarge", "B200-180GB": "b200", "B300-288GB": "b200", "GB200-186GB": "gb200_nvl72",
+    "V100-32GB": "aws_p3_16xlarge", "V100-16GB": "aws_p3_16xlarge", "H100-96GB-HBM2e": "h100_sxm",
+    "H200-141GB": "h100_sxm", "B200-180GB": "b200", "B300-288GB": "b200", "GB200-186GB": "gb200_nvl72",
     "GB300-288GB": "gb200_nvl72",
 }  # fmt: skip
 """The node type whose host memory for each device a row's nodes are taken to have: a reference design's."""

@@ -84,7 +84,7 @@ def test_a_pipeline_has_a_bubble_that_micro_batches_shrink() -> None:
 
 def test_experts_are_shared_out_and_tokens_exchanged() -> None:
     """Each rank keeps its experts, and pays for sending tokens."""
-    recipe = Execution(data=4, expert=4, micro_batch=4)
+    recipe = Execution(data=4, expert=4, micro_batch=4096)
     plan = _price(recipe, SPARSE)
     assert plan.parameters["layers.1.up"].spec == P("expert")
     assert plan.predicted.breakdown["communication over expert"] > 0
