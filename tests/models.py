@@ -36,7 +36,7 @@ _DROPOUT = {
 }
 _HEADS = {
     "bert": "AutoModelForMaskedLM", "t5": "AutoModelForSeq2SeqLM", "vit": "AutoModelForImageClassification",
-    "resnet": "AutoModelForImageClassification",
+    "resnet": "AutoModelForImageClassification", "whisper": "AutoModelForSpeechSeq2Seq",
 }  # fmt: skip
 _NO_CACHE = ("gpt2", "llama", "mixtral", "t5")
 

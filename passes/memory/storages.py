@@ -24,6 +24,7 @@ from torch import fx
 from autoshard.ir.collectives import holds_operand, is_wait, reduces_in_place
 from autoshard.kernels.offload import to_host
 from passes.memory.workspaces import workspace_bytes
+from passes.strategies.collective_nodes import whole_size
 from passes.strategies.elided import AHEAD, BEHIND
 from passes.strategies.local_units import LocalUnits
 
@@ -79,7 +80,7 @@ class Storages:
         """A storage of so many bytes, for a value of a node."""
         spot = None if node is None else self.units.spot(node)
         if spot is None or spot.unit != BEHIND:
-            return (Storage(size, part),)
+            return (Storage(size if node is None else round(whole_size(node, size)), part),)
         return (Storage(size, part, float(size * self.units.repeats[spot.repeat].elided), spot.repeat),)
 
     def bytes_of(self, values: Iterable[Value]) -> int:

@@ -33,7 +33,7 @@ _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 
 
 @dataclass(frozen=True, slots=True)
-class LocalPart:
+class CountedPart:
     """A part of a quantity, of one operation of a lowered program.
 
     Args:
@@ -47,7 +47,7 @@ class LocalPart:
     count: Callable[[Sequence[Size]], Size]
 
 
-Parts = Iterator[tuple[str, LocalPart]]
+Parts = Iterator[tuple[str, CountedPart]]
 """Sites of the traced program, and parts."""
 
 Read = Callable[[PhasedProgram, Mapping[str, Size]], Parts]
@@ -79,7 +79,7 @@ def _contractions(phased: PhasedProgram, axes: Mapping[str, Size]) -> Parts:
                 "together; plan.predicted has the time."
             )
         dims = tuple(dim for infos in tensor_infos(node) for info in infos for dim in info.shape)
-        yield site, LocalPart(operator_name(node), dims, partial(flops_of, node))
+        yield site, CountedPart(operator_name(node), dims, partial(flops_of, node))
 
 
 def contracts(node: fx.Node) -> bool:
@@ -159,7 +159,7 @@ _READERS: Mapping[str, Read] = {
 }
 
 
-def _slot(phased: PhasedProgram, item: LocalSlot, times: int = 1) -> tuple[str, LocalPart]:
+def _slot(phased: PhasedProgram, item: LocalSlot, times: int = 1) -> tuple[str, CountedPart]:
     shape = item.spec.local_shape(item.shape, phased.lowered.mesh)
     return item.slot.node, _bytes(item.slot.name, shape, times * item.dtype.itemsize)
 
@@ -183,9 +183,9 @@ def _owned(phased: PhasedProgram, names: Sequence[str]) -> Parts:
         yield _site(node), _bytes(f"a value of {node.target}", shape, value.dtype.itemsize)
 
 
-def _bytes(label: str, shape: Sequence[int], each: Size) -> LocalPart:
+def _bytes(label: str, shape: Sequence[int], each: Size) -> CountedPart:
     """So many bytes for each element."""
-    return LocalPart(label, tuple(shape), lambda dims: math.prod(dims) * each)
+    return CountedPart(label, tuple(shape), lambda dims: math.prod(dims) * each)
 
 
 def _is_alias(node: fx.Node) -> bool:

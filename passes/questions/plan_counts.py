@@ -33,7 +33,7 @@ from passes.lowering.lower import Lower
 from passes.lowering.split_phases import SplitPhases
 from passes.questions.fit_sizes import DoesNotRunError
 from passes.questions.fitted_program import FittedProgram, Shape, line_of
-from passes.questions.lowered_parts import LocalPart, Read, contracts, flops_of, sent_at_cuts
+from passes.questions.lowered_parts import CountedPart, Read, contracts, flops_of, sent_at_cuts
 from passes.questions.totals import Counted
 from passes.recomputation.recompute import original_of
 from passes.strategies.enumerate_strategies import operands_of, resolve
@@ -266,8 +266,8 @@ class PlanCounts:
         return line_of(self.fitted.program.nodes_by_name()[site])
 
 
-def _by_site(parts: Iterator[tuple[str, LocalPart]]) -> dict[str, list[LocalPart]]:
-    found = defaultdict[str, list[LocalPart]](list)
+def _by_site(parts: Iterator[tuple[str, CountedPart]]) -> dict[str, list[CountedPart]]:
+    found = defaultdict[str, list[CountedPart]](list)
     for site, part in parts:
         found[site].append(part)
     return found

@@ -63,6 +63,9 @@ NOTHING = FoundRecipe(
 Watch = Callable[[FoundRecipe], None]
 """Called with what is found so far, after every priced recipe and now and then."""
 
+_AHEAD = 4
+"""Sets that are split for each family of layouts, before all are open: a recipe is found soon."""
+
 _OFTEN = 256
 """Sets between two looks at the clock."""
 
@@ -155,17 +158,25 @@ class _BestFirst:
             if self._is_over():
                 return False
             self._open_layouts(layouts)
+            for _ in range(_AHEAD):
+                self._take_first()
         while self.open and self.open[0][0] < self.objective:
             if self._is_over():
                 return False
-            self.bound, _, node = heapq.heappop(self.open)
-            if isinstance(node, Execution):
-                if self.pricer.fits(node, self.memory_limit):
-                    self._price(node)
-            else:
-                self._split(self.bound, node)
+            self.bound = self.open[0][0]
+            self._take_first()
         self.bound = self.objective
         return True
+
+    def _take_first(self) -> None:
+        """Price the recipe, or split the set, with the lowest bound, if it may be better than the best recipe."""
+        if not self.open or self.open[0][0] >= self.objective:
+            return
+        bound, _, node = heapq.heappop(self.open)
+        if not isinstance(node, Execution):
+            self._split(bound, node)
+        elif self.pricer.fits(node, self.memory_limit):
+            self._price(node)
 
     def found(self, *, is_complete: bool, was_interrupted: bool = False) -> FoundRecipe:
         """What is found so far."""

@@ -28,9 +28,9 @@ import transformers
 import triton
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 import autoshard
+from tests.models import build
 
 _RESULTS = Path(__file__).with_name("results")
 _STEPS, _BATCHES = 4, 4
@@ -75,50 +75,23 @@ class Found:
     error: str = ""
 
 
-def _gpt2(layers: int = 12, hidden: int = 768, heads: int = 12, words: int = 50304) -> nn.Module:
-    dropout: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    config = GPT2Config(n_layer=layers, n_embd=hidden, n_head=heads, vocab_size=words, use_cache=False, **dropout)
-    return GPT2LMHeadModel(config)
-
-
-def _llama(layers: int = 8, hidden: int = 2048, heads: int = 16, words: int = 32000) -> nn.Module:
-    config = LlamaConfig(
-        num_hidden_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        num_key_value_heads=heads // 2,
-        intermediate_size=11 * hidden // 4,
-        vocab_size=words,
-        use_cache=False,
-    )
-    return LlamaForCausalLM(config)
-
-
-def _bert(layers: int = 12, hidden: int = 768, heads: int = 12, words: int = 30528) -> nn.Module:
-    dropout: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    config = BertConfig(
-        num_hidden_layers=layers,
-        hidden_size=hidden,
-        num_attention_heads=heads,
-        intermediate_size=4 * hidden,
-        vocab_size=words,
-        **dropout,
-    )
-    return BertForMaskedLM(config)
+def _training(kind: str, layers: int, width: int, heads: int, words: int, batch: int, tokens: int) -> Training:
+    sizes: dict[str, Any] = {"layers": layers, "width": width, "heads": heads, "words": words}
+    if kind == "llama":
+        sizes |= {"key_heads": heads // 2, "inner": 11 * width // 4}
+    else:
+        sizes |= {"inner": 4 * width, "dropout": 0.0}
+    return Training(lambda: build(kind, **sizes), words, batch, tokens)
 
 
 TRAININGS: Mapping[str, Training] = {
-    "gpt2": Training(_gpt2, 50304, 16, 1024),
-    "llama": Training(_llama, 32000, 4, 2048),
-    "bert": Training(_bert, 30528, 8, 128),
+    "gpt2": _training("gpt2", 12, 768, 12, 50304, 16, 1024),
+    "llama": _training("llama", 8, 2048, 16, 32000, 4, 2048),
+    "bert": _training("bert", 12, 768, 12, 30528, 8, 128),
 }
 """GPT-2 of 124 million parameters, eight layers of a Llama of 1B's width, and BERT on a batch that launches bound."""
 
-TINY: Mapping[str, Training] = {
-    "gpt2": Training(lambda: _gpt2(2, 64, 4, 128), 128, 2, 16),
-    "llama": Training(lambda: _llama(2, 64, 4, 128), 128, 2, 16),
-    "bert": Training(lambda: _bert(2, 64, 4, 128), 128, 2, 16),
-}
+TINY: Mapping[str, Training] = {kind: _training(kind, 2, 64, 4, 128, 2, 16) for kind in TRAININGS}
 
 
 def _adamw(model: nn.Module) -> torch.optim.AdamW:

@@ -13,6 +13,7 @@ from autoshard import Cluster, Mesh, P, PartitionSpec
 from autoshard.runtime.train_step import TrainStep
 from cost_models.hardware import node_type
 from tests.benchmarks.step_tensor_parallel import tensor_specs
+from tests.models import build
 
 AXIS = "model"
 WORDS = 256
@@ -23,12 +24,7 @@ LINKED = Cluster(node_type("cpu_laptop").with_network("ethernet_1g"), nodes=2, d
 
 def llama(layers: int, hidden: int) -> nn.Module:
     """A Llama with a head of its own, and the same random weights at each call."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"num_hidden_layers": layers, "hidden_size": hidden, "intermediate_size": 2 * hidden}
-    config = LlamaConfig(**sizes, num_attention_heads=4, vocab_size=WORDS, use_cache=False)
-    return LlamaForCausalLM(config).train()
+    return build("llama", layers=layers, width=hidden, inner=2 * hidden, heads=4, words=WORDS)
 
 
 def batch(rows: int, length: int, seed: int = 0) -> dict[str, Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,7 @@ from passes.solver.assignment import Floats
 from passes.solver.search_control import SearchControl
 from passes.strategies.fold_blocks import fold_blocks
 from passes.strategies.price import Prices
+from tests.models import build, words
 
 Constraints = Mapping[str, PartitionSpec]
 Model = Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]]
@@ -55,33 +57,17 @@ class Layout:
     drawn: int = 0
 
 
+_SIZES: dict[str, Any] = {"words": 1024, "length": 128, "width": 256, "heads": 4}
+
+
 def gpt() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """GPT-2 of 3 layers, width 256."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=1024, n_positions=128, n_embd=256, n_layer=3, n_head=4, use_cache=False, resid_pdrop=0.0,
-        embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(config), _tokens(1024)
+    return build("gpt2", layers=3, dropout=0.0, **_SIZES), words(16, 128, 1024)
 
 
 def llama() -> tuple[nn.Module, dict[str, torch.Tensor]]:
     """Llama of 3 layers, width 256, with grouped queries."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=1024, hidden_size=256, intermediate_size=640, num_hidden_layers=3, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, use_cache=False,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config), _tokens(1024)
-
-
-def _tokens(vocabulary: int) -> dict[str, torch.Tensor]:
-    tokens = torch.randint(0, vocabulary, (16, 128), generator=torch.Generator().manual_seed(1))
-    return {"input_ids": tokens, "labels": tokens}
+    return build("llama", layers=3, inner=640, key_heads=2, **_SIZES), words(16, 128, 1024)
 
 
 MODELS: dict[str, Model] = {"gpt": gpt, "llama": llama}

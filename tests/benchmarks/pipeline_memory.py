@@ -36,6 +36,7 @@ from autoshard.runtime.agreement.digests import table_on
 from autoshard.runtime.program_run import ProgramRun
 from passes.memory.pipeline_memory import pipeline_memory
 from tests.benchmarks.live_memory import LiveMemory
+from tests.models import build, words
 from tests.runtime.processes import report, run_checks
 
 TOLERANCE = 0.05
@@ -135,15 +136,8 @@ def measure(step: Any, model: nn.Module, inputs: Mapping[str, Tensor]) -> Memory
 
 
 def _llama() -> tuple[nn.Module, dict[str, Tensor]]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=256, num_hidden_layers=8, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=TOKENS, use_cache=False,
-    )  # fmt: skip
-    tokens = torch.randint(0, VOCABULARY, (SEQUENCES, TOKENS), generator=torch.Generator().manual_seed(1))
-    return LlamaForCausalLM(config), {"input_ids": tokens, "labels": tokens}
+    sizes = {"words": VOCABULARY, "width": 128, "inner": 256, "layers": 8, "heads": 4, "key_heads": 2, "length": TOKENS}
+    return build("llama", **sizes), words(SEQUENCES, TOKENS, VOCABULARY)
 
 
 def _of_llama(name: str, folder: Path) -> None:

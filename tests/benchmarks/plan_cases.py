@@ -19,11 +19,11 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from rich.console import Console
 from rich.table import Table
 from torch import nn
@@ -33,7 +33,9 @@ from autoshard import AutoshardError, Cluster, Mesh
 from tests.benchmarks.decoder import Decoder
 from tests.benchmarks.deep_models import CASES, DEEPSEEK_V3, LLAMA_8B
 from tests.benchmarks.experts import Experts
+from tests.models import build
 
+Built = tuple[nn.Module, dict[str, Any]]
 _TIMEOUT_S = 900.0
 _LLAMA_13B = replace(LLAMA_8B, layers=40, hidden=5120, heads=40, kv_heads=40, ffn=13824, vocab=32000, sequence=4096)
 _MIXTRAL = replace(
@@ -54,60 +56,39 @@ _DECODERS = {
 }
 
 
-def _t5() -> tuple[nn.Module, dict[str, Any]]:
-    config = transformers.T5Config(
-        d_model=1024, d_ff=16384, d_kv=128, num_heads=32, num_layers=24, num_decoder_layers=24, vocab_size=32128,
-        dropout_rate=0.0, use_cache=False, pad_token_id=0, decoder_start_token_id=0,
-    )  # fmt: skip
-    tokens = torch.zeros(1, 512, dtype=torch.int64, device="meta")
-    inputs = {"input_ids": tokens, "labels": tokens}
-    return transformers.T5ForConditionalGeneration(config), inputs
+def _on_meta(*shape: int, words: bool = True) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int64 if words else torch.float32, device="meta")
 
 
-def _whisper() -> tuple[nn.Module, dict[str, Any]]:
-    config = transformers.WhisperConfig(
+def _labelled(name: str, inputs: torch.Tensor, labels: torch.Tensor, kind: str, **sizes: Any) -> Built:
+    return build(kind, **sizes), {name: inputs, "labels": labels}
+
+
+def _language(kind: str, length: int, **sizes: Any) -> Callable[[], Built]:
+    words = _on_meta(1, length)
+    return partial(_labelled, "input_ids", words, words, kind, **sizes)
+
+
+_LARGE = {"width": 1024, "layers": 24, "heads": 16, "inner": 4096}
+_OTHERS: Mapping[str, Callable[[], Built]] = {
+    "t5-3b": _language(
+        "t5", 512, width=1024, inner=16384, d_kv=128, heads=32, layers=24, num_decoder_layers=24, words=32128,
+        dropout=0.0, pad_token_id=0, decoder_start_token_id=0,
+    ),
+    "whisper-large": partial(
+        _labelled, "input_features", _on_meta(1, 128, 3000, words=False), _on_meta(1, 448), "whisper",
         d_model=1280, encoder_layers=32, decoder_layers=32, encoder_attention_heads=20, decoder_attention_heads=20,
         encoder_ffn_dim=5120, decoder_ffn_dim=5120, num_mel_bins=128, use_cache=False,
-    )  # fmt: skip
-    labels = torch.zeros(1, 448, dtype=torch.int64, device="meta")
-    inputs = {"input_features": torch.zeros(1, 128, 3000, device="meta"), "labels": labels}
-    return transformers.WhisperForConditionalGeneration(config), inputs
-
-
-def _vit() -> tuple[nn.Module, dict[str, Any]]:
-    config = transformers.ViTConfig(
-        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096, num_labels=1000
-    )
-    labels = torch.zeros(1, dtype=torch.int64, device="meta")
-    inputs = {"pixel_values": torch.zeros(1, 3, 224, 224, device="meta"), "labels": labels}
-    return transformers.ViTForImageClassification(config), inputs
-
-
-def _bert() -> tuple[nn.Module, dict[str, Any]]:
-    config = transformers.BertConfig(
-        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096,
-        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    tokens = torch.zeros(1, 512, dtype=torch.int64, device="meta")
-    return transformers.BertForMaskedLM(config), {"input_ids": tokens, "labels": tokens}
-
-
-def _mamba() -> tuple[nn.Module, dict[str, Any]]:
-    config = transformers.Mamba2Config(
-        hidden_size=2560, num_hidden_layers=64, num_heads=80, head_dim=64, n_groups=1, state_size=128, vocab_size=50288,
+    ),
+    "vit-l": partial(
+        _labelled, "pixel_values", _on_meta(1, 3, 224, 224, words=False), _on_meta(1), "vit", num_labels=1000, **_LARGE
+    ),
+    "bert-large": _language("bert", 512, dropout=0.0, **_LARGE),
+    "mamba2-2.7b": _language(
+        "mamba2", 2048, width=2560, layers=64, num_heads=80, head_dim=64, n_groups=1, state_size=128, words=50288,
         use_cache=False,
-    )  # fmt: skip
-    tokens = torch.zeros(1, 2048, dtype=torch.int64, device="meta")
-    return transformers.Mamba2ForCausalLM(config), {"input_ids": tokens, "labels": tokens}
-
-
-_OTHERS: Mapping[str, Callable[[], tuple[nn.Module, dict[str, Any]]]] = {
-    "t5-3b": _t5,
-    "whisper-large": _whisper,
-    "vit-l": _vit,
-    "bert-large": _bert,
-    "mamba2-2.7b": _mamba,
-}
+    ),
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ import resource
 import sys
 
 import torch
-import transformers
 from rich.console import Console
 from rich.table import Table
 
@@ -38,6 +37,7 @@ from passes.verification.verify_phases import verify_phases
 from passes.verification.verify_preparation import verify_preparation
 from passes.verification.verify_program import verify_program
 from tests.benchmarks.planning_time import Times
+from tests.models import build
 from tests.passes.layouts import LAYOUTS, plan_under
 from tests.zoo.processes import quiet
 from tests.zoo.table import ARCHITECTURES
@@ -74,12 +74,9 @@ def time_proofs(times: Times, program: Program, phased: PhasedProgram) -> None:
 
 def trace_405b(layers: int) -> Program:
     """The joint program of Llama-3 405B, or of its first layers, on meta."""
-    config = transformers.LlamaConfig(
-        vocab_size=128256, hidden_size=16384, intermediate_size=53248, num_hidden_layers=layers,
-        num_attention_heads=128, num_key_value_heads=8, max_position_embeddings=8192,
-    )  # fmt: skip
+    sizes = {"words": 128256, "width": 16384, "inner": 53248, "heads": 128, "key_heads": 8, "length": 8192}
     with torch.device("meta"):
-        model = transformers.LlamaForCausalLM(config).bfloat16()
+        model = build("llama", layers=layers, **sizes).bfloat16()
         tokens = torch.zeros(2048, 8192, dtype=torch.int64)
     return trace(model, (), {"input_ids": tokens, "labels": tokens, "use_cache": False})
 

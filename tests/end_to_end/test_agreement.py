@@ -25,6 +25,7 @@ from passes.lowering import lower_program
 from passes.lowering.lower import Lower
 from passes.verification.verify_phases import verify_phases
 from tests.end_to_end.training import assert_equal, train
+from tests.models import Perceptron
 from tests.passes.greedy_plans import most_recomputed_plan, most_split_plan
 from tests.passes.mutations import copy_of, scale_value
 from tests.passes.overlap_mutants import start_earlier
@@ -32,18 +33,7 @@ from tests.runtime.processes import report, run_checks
 
 PAIR = Mesh({"data": 2})
 NAMES = ("recomputed in bf16", "bf16", "f32")
-
-
-class Small(nn.Module):
-    """Two layers and a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"loss": self.down(nn.functional.gelu(self.up(x))).square().mean()}
+small = partial(Perceptron, activation=nn.functional.gelu)
 
 
 INPUTS = {"x": torch.linspace(-1, 1, 32).view(4, 8)}
@@ -51,10 +41,14 @@ INPUTS = {"x": torch.linspace(-1, 1, 32).view(4, 8)}
 
 def make_plans(folder: Path) -> None:
     """A plan in bfloat16 that recomputes, one in it that does not, and one in float32."""
-    narrow = trace(Small(), (), INPUTS, compute_dtype=torch.bfloat16)
+    narrow = trace(small(), (), INPUTS, compute_dtype=torch.bfloat16)
     tight = most_recomputed_plan(narrow, PAIR)
     assert tight.recompute.nodes
-    plans = (tight, most_split_plan(narrow, PAIR), most_split_plan(trace(Small(), (), INPUTS), PAIR))
+    plans = (
+        tight,
+        most_split_plan(narrow, PAIR),
+        most_split_plan(trace(small(), (), INPUTS), PAIR),
+    )
     for name, plan, precision in zip(NAMES, plans, ("bf16", "bf16", None), strict=True):
         replace(plan, precision=precision).save(folder / name)
 
@@ -62,14 +56,14 @@ def make_plans(folder: Path) -> None:
 def compile_with(folder: Path, *names: str, verify: bool = True) -> Any:
     """The model, each rank with the plan of its name."""
     name = names[dist.get_rank() % len(names)]
-    return autoshard.compile(Small(), PAIR, plan=folder / name, example_inputs=INPUTS, verify=verify)
+    return autoshard.compile(small(), PAIR, plan=folder / name, example_inputs=INPUTS, verify=verify)
 
 
 def check_training(folder: Path) -> None:
     """Ranks that recompute in bfloat16 by a plan compute the simulator's numbers by the same plan."""
     found = train(compile_with(folder, NAMES[0]), INPUTS)
     planner = Planner(fixed=autoshard.Plan.load(folder / NAMES[0]), precision="bf16")
-    simulated = autoshard.ShardedModule(Small(), SimulatorEngine(PAIR), planner)
+    simulated = autoshard.ShardedModule(small(), SimulatorEngine(PAIR), planner)
     assert_equal(found, train(simulated, INPUTS))
 
 

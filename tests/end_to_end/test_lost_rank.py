@@ -18,6 +18,7 @@ import autoshard
 from autoshard import LostRankError, Mesh, P
 from autoshard.runtime.agreement.control_group import ControlGroup
 from autoshard.runtime.distributed import DistributedEngine
+from tests.models import Chain
 from tests.runtime.one_layer import OneLayer
 from tests.runtime.processes import PRELOADED, held_store, join_ranks
 
@@ -65,24 +66,10 @@ def work(rank: int, folder: str, port: int) -> None:
     os._exit(0)
 
 
-class Deep(nn.Module):
-    """A block for each stage, and a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(RANKS))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
-
-
 def work_in_stages(rank: int, folder: str, port: int) -> None:
     """Train in stages; the last one dies amid the second step, and the others wait for it in a row."""
     join_ranks(port, rank, RANKS)
-    model, batch = Deep(), torch.linspace(-1, 1, 108).view(18, 6)
+    model, batch = Chain(6, RANKS), torch.linspace(-1, 1, 108).view(18, 6)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = autoshard.compile(
         model, Mesh({"pipeline": RANKS}), optimizer=optimizer, micro_batches=3, options=autoshard.Options(check="off")
@@ -119,7 +106,7 @@ def work_on_two_axes(rank: int, folder: str, port: int) -> None:
     model, batch = cast(nn.Module, OneLayer()), torch.linspace(-1, 1, 72).view(12, 6)
     names = Path(folder).name.split()
     if "pipeline" in names:
-        model = Deep()
+        model = Chain(6, RANKS)
     optimizer, mesh = torch.optim.SGD(model.parameters(), lr=0.1), Mesh(dict.fromkeys(names, 2))
     asked: dict[str, Any] = {"optimizer": optimizer, "micro_batches": 2}
     asked["options"] = autoshard.Options(check="off", timeout_s=5.0)

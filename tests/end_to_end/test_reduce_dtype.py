@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,25 +15,15 @@ from torch.nn import functional as F
 import autoshard
 from autoshard import Mesh, NotAvailableError, P
 from tests.end_to_end.training import whole
+from tests.models import Perceptron
 from tests.runtime.processes import report, run_checks
 
 MESH = Mesh({"data": 4})
+network = partial(Perceptron, 64, 256, activation=F.gelu)
 LAYOUTS = {
     "data": {"*.weight": P(), "*.bias": P(), "input:*": P("data")},
     "ZeRO-3": {"*.weight": P("data"), "*.bias": P(), "input:*": P("data")},
 }
-
-
-class Network(nn.Module):
-    """Two layers and a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.second = nn.Linear(64, 256), nn.Linear(256, 64)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return F.mse_loss(self.second(F.gelu(self.first(x))), y)
 
 
 def batch() -> tuple[Tensor, Tensor]:
@@ -49,7 +40,11 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 def narrow(mesh: Any, layout: str, **options: Any) -> Any:
     constraints = LAYOUTS[layout]
     return autoshard.compile(
-        Network(), mesh, constraints=constraints, options=autoshard.Options(reduce_dtype="bf16"), **options
+        network(),
+        mesh,
+        constraints=constraints,
+        options=autoshard.Options(reduce_dtype="bf16"),
+        **options,
     )
 
 
@@ -64,7 +59,7 @@ def compare(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_those_of_one_device_to_their_rounding(layout: str) -> None:
     """Data parallel and ZeRO-3, on the simulator."""
-    compare(gradients(narrow(MESH, layout)), gradients(Network()))
+    compare(gradients(narrow(MESH, layout)), gradients(network()))
 
 
 def train(step: Callable[..., Tensor]) -> list[float]:
@@ -74,7 +69,7 @@ def train(step: Callable[..., Tensor]) -> list[float]:
 
 def test_training_follows_one_device() -> None:
     """Five steps of a whole traced step with micro-batches, whose gradients are reduced once."""
-    model = Network()
+    model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     x, y = batch()
     wanted = []
@@ -84,7 +79,7 @@ def test_training_follows_one_device() -> None:
         loss.backward()
         optimizer.step()
         wanted.append(loss.item())
-    other = Network()
+    other = network()
     options: dict[str, Any] = {"micro_batches": 2, "options": autoshard.Options(reduce_dtype="bf16")}
     step = autoshard.compile(
         other, MESH, optimizer=torch.optim.SGD(other.parameters(), lr=0.5), constraints=LAYOUTS["data"], **options
@@ -111,11 +106,11 @@ def test_processes_compute_what_the_simulator_does() -> None:
 def test_other_types_are_refused(given: Any) -> None:
     """The message says why not float16."""
     with pytest.raises(NotAvailableError, match="In 'f16' small ones would vanish"):
-        autoshard.compile(Network(), MESH, options=autoshard.Options(reduce_dtype=given))
+        autoshard.compile(network(), MESH, options=autoshard.Options(reduce_dtype=given))
 
 
 @pytest.mark.parametrize("prepare", [nn.Module.bfloat16, nn.Module.double, lambda model: model.requires_grad_(False)])
 def test_a_model_without_gradients_of_float32_is_refused(prepare: Callable[[nn.Module], nn.Module]) -> None:
     """There is nothing to round."""
     with pytest.raises(NotAvailableError, match="is for gradients of float32 parameters, and this model trains"):
-        autoshard.compile(prepare(Network()), MESH, options=autoshard.Options(reduce_dtype="bf16"))
+        autoshard.compile(prepare(network()), MESH, options=autoshard.Options(reduce_dtype="bf16"))

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 import autoshard
 from autoshard import Mesh, P
+from tests.models import Tied
 from tests.runtime.processes import checked_once, report
 
 PAIR = Mesh({"data": 2})
@@ -34,26 +35,9 @@ TOKENS = torch.arange(16) % 13
 TRACED, OWN = torch.optim.AdamW, torch.optim.RMSprop
 
 
-class Tied(nn.Module):
-    """An odd number of words, so that rows are cut unevenly; a tie, buffers, and random numbers."""
-
-    def __init__(self, dropout: float = 0.1) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(13, 8)
-        self.linear = nn.Linear(8, 8)
-        self.norm = nn.BatchNorm1d(8)
-        self.dropout = nn.Dropout(dropout)
-        self.head = nn.Linear(8, 13, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.dropout(self.norm(self.linear(self.embed(tokens))))
-        return nn.functional.cross_entropy(self.head(hidden), tokens)
-
-
 def compiled(kind: Callable[..., Any], constraints: dict[str, Any] = ROWS, model: nn.Module | None = None) -> Any:
     torch.manual_seed(0)
-    model = Tied() if model is None else model
+    model = Tied(dropout=0.1) if model is None else model
     optimizer = kind(model.parameters(), lr=1e-2)
     step = autoshard.compile(model, PAIR, optimizer=optimizer, example_inputs=(TOKENS,), constraints=constraints)
     assert step.is_traced is (kind is TRACED)
@@ -153,7 +137,7 @@ def check_parts_and_wholes() -> None:
     weight = step.sharded.get_parameter("embed.weight")
     assert state["embed.weight"].to_local().data_ptr() == weight.to_local().data_ptr()
     assert state["embed.weight"].to_local().shape[0] == (7, 6)[dist.get_rank()]
-    plain = Tied()
+    plain = Tied(dropout=0.1)
     assert plain.state_dict().keys() == state.keys() - {"_extra_state"}
     state.pop("_extra_state")
     plain.load_state_dict(wholes(state))
@@ -165,7 +149,7 @@ def check_parts_and_wholes() -> None:
 
 def check_frozen_and_strict() -> None:
     """Options of torch's functions: without frozen parameters; what is missing is an error unless it may be."""
-    model = Tied()
+    model = Tied(dropout=0.1)
     model.linear.requires_grad_(False)
     sharded = autoshard.compile(model, PAIR, example_inputs=(TOKENS,), constraints=ROWS)
     found = get_model_state_dict(sharded, options=StateDictOptions(ignore_frozen_params=True))

@@ -11,29 +11,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 import autoshard
 from autoshard import Mesh, P
 from autoshard.runtime.train_step import TrainStep
 from tests.end_to_end.training import whole
+from tests.models import Perceptron
 from tests.runtime.processes import report, run_checks
 
 MESH = Mesh({"data": 2})
 X = torch.linspace(-1, 1, 48).view(8, 6)
 ZERO_1 = {"up.*": P(), "down.*": P(), "*:*weight": P("data"), "input:*": P("data")}
-
-
-class Net(nn.Module):
-    """Two layers and a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.mse_loss(self.down(self.up(x).tanh()), x[:, :4])
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
@@ -82,7 +70,7 @@ def plain_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tens
 
 def check_step(mesh: Mesh, change: Change, make: Callable[..., torch.optim.Optimizer], **options: Any) -> None:
     """Two steps, two with the change, two without it, and one on gradients that were there before."""
-    model = Net()
+    model = Perceptron(6, 8, 4)
     reference = copy.deepcopy(model)
     optimizer, plain = make(model), make(reference)
     step = autoshard.compile(model, mesh, optimizer=optimizer, **options)
@@ -118,7 +106,7 @@ def test_hooks_run_and_gradients_are_added(name: str, make: str) -> None:
 
 def test_the_reason_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     """By the name of the parameter."""
-    model = Net()
+    model = Perceptron(6, 8, 4)
     step = autoshard.compile(model, MESH, optimizer=adamw(model))
     model.up.weight.register_hook(lambda grad: grad)
     with caplog.at_level(logging.WARNING, logger="autoshard"):
@@ -131,7 +119,7 @@ def test_the_reason_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_parameters_may_come_later() -> None:
     """A layer that is added with a group of its own is trained; a frozen one is not."""
-    model = Net()
+    model = Perceptron(6, 8, 4)
     reference = copy.deepcopy(model)
     optimizer, plain = adamw(model), adamw(reference)
     step = autoshard.compile(model, MESH, optimizer=optimizer)
@@ -149,7 +137,7 @@ def test_parameters_may_come_later() -> None:
 
 def test_parameters_that_the_optimizer_lost_are_named() -> None:
     """A parameter that was replaced is no longer the optimizer's."""
-    model = Net()
+    model = Perceptron(6, 8, 4)
     step = autoshard.compile(model, MESH, optimizer=adamw(model))
     step(X)
     model.up.weight = nn.Parameter(torch.zeros(8, 6))

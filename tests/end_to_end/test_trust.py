@@ -4,33 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
 import autoshard
 from autoshard import Mesh
-
-
-class Small(nn.Module):
-    """A norm and two layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.up = nn.Linear(8, 16)
-        self.down = nn.Linear(16, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.relu(self.up(self.norm(x)))).square().mean()
+from tests.models import Perceptron
 
 
 def test_a_compiled_model_verifies() -> None:
     """The report counts nodes and names the rules it rests on; a training step verifies too."""
-    sharded = autoshard.compile(Small(), Mesh({"x": 2}), example_inputs=(torch.randn(4, 8),))
+    sharded = autoshard.compile(Perceptron(), Mesh({"x": 2}), example_inputs=(torch.randn(4, 8),))
     report = autoshard.verify(sharded)
     assert report.nodes > 10
     assert "aten.mm.default" in report.rules
     assert not report.assumptions
-    model = Small()
+    model = Perceptron()
     step = autoshard.compile(model, Mesh({"x": 2}), optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     step(torch.randn(4, 8))
     assert autoshard.verify(step).nodes > 10
@@ -39,4 +26,4 @@ def test_a_compiled_model_verifies() -> None:
 def test_nothing_compiled_cannot_be_verified() -> None:
     """The message says to call the model first."""
     with pytest.raises(autoshard.TraceError, match="nothing has been compiled yet; call the model once"):
-        autoshard.verify(autoshard.compile(Small(), Mesh({"x": 2})))
+        autoshard.verify(autoshard.compile(Perceptron(), Mesh({"x": 2})))

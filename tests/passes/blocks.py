@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
 
@@ -15,35 +17,13 @@ from passes.driver.plan_and_lower import planning_problem
 from passes.driver.plan_of_choice import peak_under
 from passes.driver.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
+from tests import models
 
 peak_of = peak_under(PlanOptions())
 """Counts the peak of a choice by its lowered program."""
 
 
-class Block(nn.Module):
-    """x + down(gelu(up(norm(x))))."""
-
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(hidden)
-        self.up = nn.Linear(hidden, 4 * hidden, bias=False)
-        self.down = nn.Linear(4 * hidden, hidden, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
-
-
-class Blocks(nn.Module):
-    """A stack of blocks with a scalar loss."""
-
-    def __init__(self, hidden: int, count: int) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block(hidden) for _ in range(count))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x.square().mean()
+Block, Blocks = partial(models.Residual, bias=False), partial(models.Blocks, bias=False)
 
 
 class Perceptron(nn.Module):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
+
+from tests import models
 
 WORDS, WIDTH, INNER = 47, 16, 24
 """A prime number of words, so that no mesh divides the embedding."""
@@ -28,33 +30,7 @@ def _image() -> dict[str, torch.Tensor]:
 
 
 def _of_words(kind: str, **options: Any) -> Callable[[], nn.Module]:
-    def build() -> nn.Module:
-        config = transformers.AutoConfig.for_model(kind, **{**_SMALL, **options})
-        return transformers.AutoModelForCausalLM.from_config(config)
-
-    return build
-
-
-def _t5() -> nn.Module:
-    config = transformers.T5Config(
-        vocab_size=WORDS, d_model=WIDTH, d_kv=4, d_ff=INNER, num_layers=2, num_heads=4, decoder_start_token_id=0
-    )
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def _bert() -> nn.Module:
-    return transformers.BertForMaskedLM(transformers.BertConfig(**_SMALL))
-
-
-def _vit() -> nn.Module:
-    sizes = {key: _SMALL[key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers")}
-    config = transformers.ViTConfig(**sizes, num_attention_heads=4, image_size=16, patch_size=4, num_labels=5)
-    return transformers.ViTForImageClassification(config)
-
-
-def _resnet() -> nn.Module:
-    config = transformers.ResNetConfig(embedding_size=6, hidden_sizes=[8, 10], depths=[1, 1], num_labels=5)
-    return transformers.ResNetForImageClassification(config)
+    return partial(models.build, kind, **{**_SMALL, **options})
 
 
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 12, "num_local_experts": 3, "num_experts": 3}
@@ -68,17 +44,23 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "opt, tied": _of_words("opt", ffn_dim=INNER, word_embed_proj_dim=WIDTH),
     "mixtral, experts apart in files": _of_words("mixtral", **_MOE),
     "qwen3_moe, experts apart in files": _of_words("qwen3_moe", **_MOE),
-    "bert, tied": _bert,
-    "t5, tied thrice": _t5,
-    "vit": _vit,
-    "resnet, buffers": _resnet,
+    "bert, tied": _of_words("bert"),
+    "t5, tied thrice": partial(
+        models.build, "t5", words=WORDS, width=WIDTH, d_kv=4, inner=INNER, layers=2, heads=4, decoder_start_token_id=0
+    ),
+    "vit": partial(
+        models.build, "vit", width=WIDTH, inner=INNER, layers=2, heads=4, image_size=16, patch_size=4, num_labels=5
+    ),
+    "resnet, buffers": partial(
+        models.build, "resnet", embedding_size=6, hidden_sizes=[8, 10], depths=[1, 1], num_labels=5
+    ),
 }
 
 
 def build(name: str, seed: int = 0) -> nn.Module:
     """A model in evaluation, whose every parameter and buffer is drawn, biases and norms too."""
-    torch.manual_seed(seed)
     model = BUILDERS[name]().eval()
+    torch.manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)

@@ -12,23 +12,12 @@ import torch.distributed as dist
 from torch import nn
 
 import autoshard
+from tests.models import Chain
 
 WIDTH, LAYERS, ROWS = 256, 6, 2048
 """Activations of 2 MiB, 12 of them kept for the backward."""
 SETTLING, STEPS = 10, 6
 """Steps in which the heap still grows, by 2 MiB in any of the first nine; and steps that are counted."""
-
-
-class Chain(nn.Module):
-    """Layers and their loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(*(item for _ in range(LAYERS) for item in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Mean of the squares."""
-        return self.body(x).square().mean()
 
 
 def main() -> None:
@@ -37,7 +26,7 @@ def main() -> None:
     store = Path(tempfile.mkdtemp()) / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     mesh = dist.device_mesh.init_device_mesh("cpu", (1,), mesh_dim_names=("data",))
-    model, x = Chain(), torch.randn(ROWS, WIDTH)
+    model, x = Chain(WIDTH, LAYERS, nn.functional.gelu), torch.randn(ROWS, WIDTH)
     step = autoshard.compile(model, mesh, optimizer=torch.optim.AdamW(model.parameters()))
     for _ in range(SETTLING):
         step(x)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import autoshard
 from autoshard import Mesh
@@ -18,6 +18,7 @@ from autoshard.ir.program import InputKind
 from autoshard.runtime.known_programs import KnownPrograms
 from autoshard.runtime.per_program import PerProgram
 from autoshard.runtime.sharded_module import ShardedModule
+from tests.models import Chain
 
 
 def test_the_program_used_least_recently_is_forgotten_and_freed() -> None:
@@ -37,23 +38,10 @@ def test_the_program_used_least_recently_is_forgotten_and_freed() -> None:
     torch.testing.assert_close(sharded(torch.ones(4, 4)), sharded._original[0](torch.ones(4, 4)))
 
 
-class _Layers(nn.Module):
-    """Two layers, which a pipeline may cut apart."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.square().mean()
-
-
 def check_freed(axes: dict[str, int]) -> None:
     """Steps and evaluations of three lengths equal one device, and free all of their six programs but the last."""
     torch.manual_seed(0)
-    model, reference = _Layers(), _Layers()
+    model, reference = Chain(4, 2), Chain(4, 2)
     reference.load_state_dict(model.state_dict())
     optimizers = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in (model, reference)]
     step: Any = autoshard.compile(

@@ -14,27 +14,16 @@ from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 
 from autoshard import TraceError
 from autoshard.tracing import trace
+from tests.models import Perceptron
 
 X = torch.linspace(-1, 1, 8).view(2, 4)
 
 
-class Net(nn.Module):
-    """Two layers and a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.down = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x)).square().mean()
-
-
-class Collecting(Net):
+class Collecting(Perceptron):
     """Collects an activation by a hook of its own, and computes with it."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(4, 4)
         self.found: list[torch.Tensor] = []
         self.up.register_forward_hook(self.collect)
 
@@ -80,7 +69,7 @@ def fill_weight(module: nn.Module, _: Any) -> None:
 @pytest.mark.parametrize("name", IDLE)
 def test_hooks_that_only_look_are_refused(name: str) -> None:
     """By the names of hook and module."""
-    model = Net()
+    model = Perceptron(4, 4)
     IDLE[name](model.down)
     before = [dict(module._forward_hooks) for module in model.modules()]
     with pytest.raises(TraceError, match=rf"hook '{name}' on module 'down', without which it computes the same"):
@@ -102,15 +91,15 @@ def test_a_hook_on_every_module_is_refused() -> None:
     handle = register_module_forward_hook(partial(look, []))
     try:
         with pytest.raises(TraceError, match="hook 'look' on every module"):
-            trace(Net(), (X,))
+            trace(Perceptron(4, 4), (X,))
     finally:
         handle.remove()
 
 
 def test_hooks_that_act_are_traced() -> None:
     """In place, by an attribute; a sentence says what is not done."""
-    model = Net()
-    plain = trace(Net(), (X,)).digest()
+    model = Perceptron(4, 4)
+    plain = trace(Perceptron(4, 4), (X,)).digest()
     model.up.register_forward_hook(scale_in_place)
     model.down.register_forward_pre_hook(fill_weight)
     program = trace(model, (X,))
@@ -123,7 +112,7 @@ def test_hooks_that_act_are_traced() -> None:
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_hooks_of_torch_are_traced_without_a_word(apply: Callable[..., Any]) -> None:
     """Norms and pruning, by hooks and by parametrizations."""
-    model = Net()
+    model = Perceptron(4, 4)
     options = {"amount": 0.5} if apply is prune.random_unstructured else {}
     apply(model.up, "weight", **options)
     program = trace(model, (X,))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from random import Random
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import autoshard
 from autoshard import Mesh, NotAvailableError, VerificationError
@@ -24,27 +24,18 @@ from passes.lowering.split_phases import SplitPhases
 from passes.preparation.canonicalize import Canonicalize
 from passes.preparation.insert_hubs import InsertHubs
 from passes.verification.verify_passes import verify_pass
+from tests.models import Perceptron
 from tests.passes.mutants import Place, mutate
 from tests.passes.mutations import copy_of, drop_collective, scale_value
 
 MESH = Mesh({"x": 2})
-
-
-class Layers(nn.Module):
-    """Two layers and a loss."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x).relu()).square().mean()
+layers = partial(Perceptron, activation=torch.relu)
 
 
 def compile_layers() -> Any:
     """A compiled model, whose plan has collectives."""
     constraints = {"*weight": autoshard.P("x"), "input:0": autoshard.P("x")}
-    return autoshard.compile(Layers(), MESH, example_inputs=(torch.ones(4, 8),), constraints=constraints)
+    return autoshard.compile(layers(), MESH, example_inputs=(torch.ones(4, 8),), constraints=constraints)
 
 
 def scaled(program: Any) -> Any:
@@ -100,7 +91,7 @@ def test_the_pass_that_goes_wrong_is_named(name: str, monkeypatch: pytest.Monkey
 
 def test_kernels_that_go_wrong_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """With Triton's kernels, right ones are accepted too."""
-    program = trace(Layers(), (torch.ones(4, 8),), {})
+    program = trace(layers(), (torch.ones(4, 8),), {})
     plan = plan_program(program, MESH, local_cluster(MESH), PlanOptions())
     lower_program(program, plan, options=LoweringOptions(with_kernels=True, on_pass=verify_pass))
     right = FuseKernels.__call__
@@ -117,7 +108,7 @@ def test_passes_that_are_right_are_accepted(monkeypatch: pytest.MonkeyPatch) -> 
         seen.append(type(rewrite).__name__)
         verify_pass(rewrite, before, after)
 
-    program = trace(Layers(), (torch.ones(4, 8),), {})
+    program = trace(layers(), (torch.ones(4, 8),), {})
     plan = plan_program(program, MESH, local_cluster(MESH), PlanOptions())
     lower_program(program, plan, options=LoweringOptions(on_pass=watched))
     assert seen == [
