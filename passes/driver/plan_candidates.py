@@ -82,7 +82,7 @@ def plan_candidates(
             or found[-1].plan.was_interrupted
         ):
             continue
-        if (found or failures) and ceiling.cuts():
+        if found and ceiling.cuts():
             break
         each = replace(planner, recipe=candidate.recipe, micro_batches=candidate.micro_batches)
         try:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -136,6 +136,7 @@ def _plan_proposed(
     start, is_asked = time.monotonic(), call.global_batch is not None and call.recipe is None
     planner = planner.begun()[0]
     failure: AutoshardError | None = None
+    tried: set[Recipe | None] = set()
     for share in _LESS if is_asked else _LESS[:1]:
         problem = search.problem.within(share * search.problem.memory_limit)
         try:
@@ -147,11 +148,13 @@ def _plan_proposed(
                 raise
             return plan_candidates(planner, _candidates(call), request_of, check_stages)
         proposed = [found] if found.was_interrupted else [found, *kinds.values()]
-        candidates: Iterable[Candidate] = candidates_found(
-            proposed, problem.pinned, problem.cluster, problem.base.batch
-        )
+        shapes = candidates_found(proposed, problem.pinned, problem.cluster, problem.base.batch)
+        candidates = [each for each in shapes if each.proposal not in tried]
+        tried |= {each.proposal for each in candidates}
         if not is_asked:
-            candidates = [*candidates, *_spares(call)]
+            candidates += _spares(call)
+        if not candidates:
+            continue
         try:
             planned = plan_candidates(planner, candidates, request_of, check_stages)
         except DoesNotFitError as error:

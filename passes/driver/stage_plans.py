@@ -220,6 +220,8 @@ class StagePlans:
                     waiting.append(number)
             for number in waiting:
                 limits[number] = least[search.forms[number]]
+            if not waiting:
+                break
         raise self._does_not_fit(needed, budget, order)
 
     def _does_not_fit(self, needed: float, budget: float | None, order: PipelineOrder) -> DoesNotFitError:

@@ -119,7 +119,7 @@ def test_stages_of_one_node_hand_on_inside_it() -> None:
         for nodes in (1, 2, 4)
     )
     times_s = [plan.predicted.step_time_s for plan in (inside, both, outside)]
-    assert times_s[0] < 0.1 * times_s[1]
+    assert times_s[0] < 0.3 * times_s[1]
     assert times_s[1] < 0.8 * times_s[2]
 
 

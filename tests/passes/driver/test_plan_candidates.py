@@ -111,13 +111,21 @@ def candidates(*parts: int, **options: Any) -> list[Candidate]:
 
 @pytest.mark.parametrize(("cut_at", "tried"), [(1, 1), (2, 2), (9, 3)])
 def test_others_are_planned_until_the_time_is_up(cut_at: int, tried: int) -> None:
-    """All candidates share one ceiling; the error is that of the least memory."""
+    """All candidates share one ceiling."""
+    planner = PlannerOf({count: (count, set(), set()) for count in (1, 2, 4)}, cut_at=cut_at)
+    planned(planner, candidates(1, 2, 4))
+    assert len(planner.asked) == tried
+
+
+@pytest.mark.parametrize("cut_at", [1, 9])
+def test_all_are_tried_until_one_has_a_plan(cut_at: int) -> None:
+    """Although the time is up; where none has one, the error is that of the least memory."""
     failures = {count: DoesNotFitError("no.", smallest_bytes=10 - count) for count in (1, 2, 4)}
     planner = PlannerOf(failures, cut_at=cut_at)
     with pytest.raises(DoesNotFitError) as raised:
         planned(planner, candidates(1, 2, 4))
-    assert len(planner.asked) == tried
-    assert raised.value.smallest_bytes == 10 - planner.asked[-1][0]
+    assert len(planner.asked) == 3
+    assert raised.value.smallest_bytes == 6
 
 
 def test_a_spare_candidate_is_planned_where_no_other_has_a_plan() -> None:
