@@ -58,6 +58,7 @@ class Held(StrEnum):
     COPY = "the copy that a reshard on the link makes"
     VALUE = "the value itself, if there is no reshard on the link"
     EITHER = "the value or its copy"
+    PACKED = "the pieces in order that a reshard of inner dims makes beside the copy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,6 +300,7 @@ class _Lifetimes:
         """How long the copy for one reader is there, from its reshard on; `until`: its last point."""
         point = self.times.reshards[index]
         link = self.space.links[index]
+        self._keep(index, Held.PACKED, point, point)
         if not leaves_program(self.space.sites[link.head], link):
             self._keep(index, Held.COPY, point, self._use(index) if until is None else until)
         elif self.space.sites[link.tail].phase != UPDATE:

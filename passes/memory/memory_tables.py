@@ -76,6 +76,8 @@ class MemoryTables:
             return np.broadcast_to(after, (len(sources), len(targets))) * (held is Held.VALUE)
         if held is Held.EITHER:
             return after
+        if held is Held.PACKED:
+            return np.where(_is_packed(sources, targets, mesh), after, 0.0)
         is_there = differs(sources, targets, mesh) == (held is Held.COPY)
         return np.where(is_there, after, 0.0)
 
@@ -89,6 +91,22 @@ def _workspace_bytes(site: Site, strategy: Strategy, mesh: Mesh) -> float:
     assert site.node is not None, "calls have nodes"
     pairs = zip(operand_infos(site.node), strategy.inputs, strict=True)
     return workspace_of(site.node, [info._replace(shape=spec.local_shape(info.shape, mesh)) for info, spec in pairs])
+
+
+def _is_packed(sources: Sequence[PartitionSpec], targets: Sequence[PartitionSpec], mesh: Mesh) -> np.ndarray:
+    """Whether a reshard puts pieces in order: it gathers an inner dim, or moves an axis to another dim."""
+    found = np.zeros((len(sources), len(targets)), dtype=bool)
+    for axis, size in mesh.axes:
+        if size > 1:
+            before, after = (np.array([_dim_of(spec, axis) for spec in specs]) for specs in (sources, targets))
+            is_moved = (before[:, None] >= 0) & (before[:, None] != after)
+            found |= is_moved & ((before[:, None] > 0) | (after >= 0))
+    return found
+
+
+def _dim_of(spec: PartitionSpec, axis: str) -> int:
+    dim = spec.dim_of(axis)
+    return -1 if dim is None else dim
 
 
 def differs(sources: Sequence[PartitionSpec], targets: Sequence[PartitionSpec], mesh: Mesh) -> np.ndarray:

@@ -101,7 +101,7 @@ def check_alike(kind: str, mesh: Mesh, options: PlanOptions, share: float, clust
         within = replace(options, memory_budget=share * plan.predicted.peak_memory_bytes)
         plan = plan_program(short, mesh, cluster, within)
     expanded = expand_plan(plan, prepare(short), prepare(whole))
-    lowering = LoweringOptions(with_overlap=False, micro_batches=options.micro_batches)
+    lowering = LoweringOptions(micro_batches=options.micro_batches)
     folded, unfolded = (
         step_memory(lower_prepared(prepare_for(*pair), pair[1], cluster, lowering), options.micro_batches)
         for pair in ((short, plan), (whole, expanded))

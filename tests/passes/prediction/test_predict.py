@@ -197,7 +197,7 @@ class Wide(nn.Module):
 
 @pytest.mark.parametrize("weight", [P(), P("data")], ids=["data parallel", "ZeRO-3"])
 def test_deep_models_are_predicted_as_they_run(weight: PartitionSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program without its inner blocks hides about as much as the whole program, and memory is the same."""
+    """A program without its inner blocks hides about as much as the whole program; memory is the same but for buckets."""
     with torch.device("meta"):
         model, x = Wide(10), torch.zeros(32768, 2048)
     cluster, mesh = autoshard.Cluster("h100_sxm", 1, 4), Mesh({"data": 4})
@@ -215,4 +215,4 @@ def test_deep_models_are_predicted_as_they_run(weight: PartitionSpec, monkeypatc
     assert hidden_s[0] == pytest.approx(hidden_s[1], rel=0.25)
     assert min(hidden_s) > 0.05 * whole.step_time_s
     assert sum(short.breakdown.values()) == pytest.approx(short.step_time_s)
-    assert short.peak_memory_bytes == pytest.approx(whole.peak_memory_bytes, rel=0.02)
+    assert short.peak_memory_bytes == pytest.approx(whole.peak_memory_bytes, rel=0.04)

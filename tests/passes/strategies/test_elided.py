@@ -11,7 +11,7 @@ from torch import nn
 from autoshard.ir.mesh import Mesh
 from passes.driver.expand_plan import match_nodes
 from passes.planning.build_assignment import PlanningProblem
-from passes.prediction.predict import predict
+from passes.prediction.utilisation import utilisation
 from passes.strategies.elided import NotAlikeError
 from tests.passes.blocks import peak_of, problem_of
 from tests.passes.deep import adamw, alike, in_turn, short_step, step, summed
@@ -56,10 +56,9 @@ def test_the_short_program_costs_what_the_whole_one_does(
         assert short.assignment.cost_of(choice) == pytest.approx(whole.assignment.cost_of(same), rel=1e-9)
         used, peak = short.usage(choice), whole.usage(same).max()
         assert used.max() == peak == short.memory_row(int(used.argmax())).bytes_of(choice, short.assignment.edges)
-        one, two = predict(short, choice), predict(whole, same)
-        assert one.step_time_s == pytest.approx(two.step_time_s, rel=1e-9)
+        one, two = utilisation(short, choice), utilisation(whole, same)
         assert peak_of(short, choice) == pytest.approx(peak_of(whole, same), rel=0.01)
-        assert (one.mfu, one.hfu) == (pytest.approx(two.mfu), pytest.approx(two.hfu))
+        assert (one.model_s, one.local_s) == (pytest.approx(two.model_s), pytest.approx(two.local_s))
 
 
 def test_depth_adds_nothing_to_the_problem() -> None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from autoshard.ir.mesh import Mesh
 from autoshard.tracing import trace
-from passes.prediction.predict import HOST, predict
+from passes.planning.build_assignment import build_problem
 from tests.passes.blocks import blocks_program, problem_of
 
 
@@ -23,14 +23,14 @@ def test_depth_adds_no_variables() -> None:
 
 
 def test_folding_does_not_change_what_a_plan_costs() -> None:
-    """A choice costs, by classes, what its calls and reshards cost one by one."""
+    """A choice costs the same by classes and with a variable for each call."""
     folded = problem_of(blocks_program(count=3), Mesh({"x": 2}))
     sites = folded.space.sites
     first = [min(1, len(sites[group[0]].strategies) - 1) for group in folded.members]
     assert max(map(len, folded.members)) == 3
-    predicted = predict(folded, first)
-    device_s = predicted.step_time_s - predicted.breakdown.get(HOST, 0.0)
-    assert folded.assignment.cost_of(first) == pytest.approx(device_s, rel=1e-9)
+    alone = build_problem(folded.space, folded.prices, folded.liveness, {name: name for name in sites})
+    choice = [first[folded.classes[name]] for (name,) in alone.members]
+    assert folded.assignment.cost_of(first) == pytest.approx(alone.assignment.cost_of(choice), rel=1e-9)
 
 
 def test_layers_of_a_single_product_are_not_folded() -> None:
