@@ -96,8 +96,9 @@ def candidates_of(
 _FREE = ("zero", "sequence_parallel", "recompute", "offload")
 """Fields that the search over specs decides, at its own prices, where no constraint does."""
 
-_MOST_SHAPES, _NEAR = 3, 1.5
-"""Most recipes that are planned, and how much slower than the fastest one a recipe may be."""
+_MOST_SHAPES, _NEAR, _SLOW = 3, 1.05, 1.5
+"""Most recipes that are planned; how much slower than the fastest one they may be; how much slower than its recipe a
+plan may be whose search time has cut."""
 
 _AXES_IN_TIME = 2
 """Axes of a mesh on which all specs are searched in time; on more axes the recipe restricts them."""
@@ -139,7 +140,7 @@ def candidates_found(
                 proposal=shape,
                 is_spare=is_spare,
                 exact=recipe,
-                slowest_s=_NEAR * step_s,
+                slowest_s=_SLOW * step_s,
             )
 
 
