@@ -197,7 +197,7 @@ class Wide(nn.Module):
 
 @pytest.mark.parametrize("weight", [P(), P("data")], ids=["data parallel", "ZeRO-3"])
 def test_deep_models_are_predicted_as_they_run(weight: PartitionSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A program without its inner blocks hides about as much as the whole one; memory is the same but for buckets."""
+    """A program without its inner blocks hides about as much as the whole, and has the same memory but for buckets."""
     with torch.device("meta"):
         model, x = Wide(10), torch.zeros(32768, 2048)
     cluster, mesh = autoshard.Cluster("h100_sxm", 1, 4), Mesh({"data": 4})
