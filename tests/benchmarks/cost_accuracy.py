@@ -27,8 +27,8 @@ from pathlib import Path
 import torch
 
 import autoshard
+from autoshard.ir.execution import Execution
 from autoshard.ir.plan_parts import Prediction
-from autoshard.ir.recipe import Recipe
 from cost_models import constants
 from cost_models.constants import Constant
 from cost_models.errors import CostModelError
@@ -279,7 +279,7 @@ def _limits(items: Sequence[Result]) -> str:
     return f"{attainable(said, measured):.2f} | {repeatability(measured, noise):.2f} | {spread:.0%} | {close:.0%}"
 
 
-def beside_tensors(recipe: Recipe) -> dict[str, int]:
+def beside_tensors(recipe: Execution) -> dict[str, int]:
     """Bytes that a device holds beside PyTorch's tensors, as the driver counts them (nvidia-smi).
 
     NCCL's buffers, of one communicator for all ranks and one for each group that the recipe has; the CUDA context.
