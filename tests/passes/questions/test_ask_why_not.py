@@ -70,7 +70,7 @@ def test_the_figures_are_those_of_plans_that_do_it(free: Plan, feature: str) -> 
         assert has_role(
             [(planning, lambda node, plan=found: (plan.nodes[node].inputs, plan.nodes[node].outputs))], axis, feature
         )
-        assert found.predicted.step_time_s >= 0.99 * free.predicted.step_time_s
+        assert found.predicted.step_time_s >= 0.98 * free.predicted.step_time_s
 
 
 def test_hsdp_takes_two_axes(free: Plan) -> None:
