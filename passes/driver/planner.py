@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -69,6 +69,8 @@ from passes.verification.weigh_loss import weigh_step
 
 _LOGGER = logging.getLogger(__name__)
 _FOLDER = f"measured block sizes ({VARIABLE} names one folder that all ranks see, or none on any)"
+
+_Made = TypeVar("_Made")
 
 _MARGINS = (1, 2)
 """Units that stay at each end of a run of alike blocks, in the order tried: the first and last ones may be special."""
@@ -234,20 +236,30 @@ class Planner:
         the plan before, it is planned with all of them.
         """
         planner = self.begun()[0]
+
+        def planned(program: Program) -> tuple[Program, Plan]:
+            return program, planner.search_meshes(program, meshes)
+
+        found = self._without_inner_blocks(request, planned)
+        if found is not None and (self.before is None or found[1].objective <= self.before.objective):
+            return found
+        return planned(self.trace(request))
+
+    def _without_inner_blocks(self, request: Request, made: Callable[[Program], _Made]) -> _Made | None:
+        """Make something of the program without the inner blocks of its lists; None where it does not tell of all.
+
+        Margins at which blocks are not alike are taken out of `margins`.
+        """
         for margin in tuple(self.margins):
             program = self.trace_elided(request, margin)
             if program is None:
-                break
+                return None
             try:
-                found = planner.search_meshes(program, meshes)
-                if self.before is None or found.objective <= self.before.objective:
-                    return program, found
-                break
+                return made(program)
             except NotAlikeError as error:
                 _LOGGER.debug("the model is not planned without its inner blocks: %s", error)
                 self.margins.remove(margin)
-        program = self.trace(request)
-        return program, planner.search_meshes(program, meshes)
+        return None
 
     def begun(self) -> tuple[Planner, Ceiling]:
         """The planner for several searches, and their one ceiling; it counts from now, if it did not before."""
@@ -409,16 +421,12 @@ class Planner:
 
     def _search_for(self, program: Program, request: Request, mesh: Mesh) -> Plan:
         """The plan of a call whose program is `program`; of a deep model, found without its inner blocks."""
-        for margin in () if request.placed else tuple(self.margins):
-            short = self.trace_elided(request, margin)
-            if short is None:
-                break
-            try:
-                return expand_plan(self.search(short, mesh, {}), prepare(short), prepare(program))
-            except NotAlikeError as error:
-                _LOGGER.debug("the model is not planned without its inner blocks: %s", error)
-                self.margins.remove(margin)
-        return self.search(program, mesh, request.placed)
+
+        def expanded(short: Program) -> Plan:
+            return expand_plan(self.search(short, mesh, {}), prepare(short), prepare(program))
+
+        found = None if request.placed else self._without_inner_blocks(request, expanded)
+        return found or self.search(program, mesh, request.placed)
 
     def _made_for(self, program: Program, request: Request, mesh: Mesh) -> Plan | None:
         if self.made is None or self.made.mesh != mesh or request.placed:

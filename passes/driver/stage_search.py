@@ -49,6 +49,7 @@ class StageSearch:
         before: a plan of the call in as many stages, with which searches begin.
         problems: planning problems by the form of their stage, or by its number; of one program and its cuts.
         found: what was searched, by form and limit: the number of the stage, and its plan and program.
+        forms: of the stages, by number; see `form_of`.
     """
 
     planner: Planner
@@ -60,7 +61,7 @@ class StageSearch:
     before: Plan | None
     problems: dict[Hashable, PlanningProblem]
     found: dict[tuple[Hashable, float | None], tuple[int, StageProgram]] = field(default_factory=dict)
-    forms: list[Hashable] = field(default_factory=list)
+    forms: list[Hashable] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
         self.forms.extend(self._form(number) for number in range(len(self.cut.stages)))

@@ -65,10 +65,3 @@ def limits_on(cluster: Cluster | None) -> tuple[Sequence[InFlight], float]:
     """The limits to try, and the share of the peak that buckets may add; communication overlaps on no cluster."""
     runs_alone = cluster is not None and overlap_of(cluster) is None
     return (ALONE, SHARE_ALONE) if runs_alone else (BESIDE, SHARE_BESIDE)
-
-
-def buckets_of(cluster: Cluster) -> BucketCollectives:
-    """The buckets that phases have on a cluster, where memory has room for them."""
-    buckets = limits_on(cluster)[0][0].buckets
-    assert buckets is not None, "the first limits have buckets"
-    return buckets

@@ -14,7 +14,7 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx
@@ -28,6 +28,8 @@ from cost_models.device import Device
 from cost_models.operators import work
 from passes.lowering.choose_groups import ChosenGroup, choose_groups
 from passes.lowering.count_launches import Traffic, is_launch, traffic_of
+from passes.lowering.rewrite_phases import rewrite_phases
+from passes.preparation.rewriting import copied
 from passes.strategies.local_tracer import EMITTED_AT, IS_RESHARD, KERNEL, PART_LEFT
 from passes.strategies.local_units import LocalUnits
 from passes.strategies.operator_names import operator_name
@@ -40,7 +42,7 @@ _Source = tuple[str, str | None]
 
 @dataclass(frozen=True, slots=True)
 class PriceKernels:
-    """See the module's docstring.
+    """Marks the calls of each phase that kernels would stand in for, with what these take.
 
     Args:
         device: the device that the program runs on.
@@ -51,10 +53,7 @@ class PriceKernels:
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
         """The phases with their kernels marked."""
         pricing = _Pricing(phased.lowered.graph_module, self.device, LocalUnits.of(phased.lowered))
-        copied: dict[str, Any] = {name: _copied(phase) for name, phase in phased.phases.items()}
-        for phase in copied.values():
-            pricing.mark(phase.graph)
-        return replace(phased, **copied)
+        return rewrite_phases(phased, pricing.marked)
 
 
 def marked_kernels(phased: PhasedProgram) -> Kernels:
@@ -72,13 +71,6 @@ def marked_kernels(phased: PhasedProgram) -> Kernels:
 def _counted(nodes: Iterable[fx.Node], units: LocalUnits) -> Traffic:
     """The launches and bytes of some nodes, as often as each runs."""
     return sum((traffic_of(node) * units.count(node) for node in nodes if is_launch(node)), Traffic())
-
-
-def _copied(graph_module: fx.GraphModule) -> fx.GraphModule:
-    graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
-    for node in graph_module.graph.nodes:
-        copies[node] = copy_node(graph, node, copies.__getitem__)
-    return lazy_module(graph_module, graph)
 
 
 @dataclass(slots=True)
@@ -100,8 +92,9 @@ class _Pricing:
             calls[_source(node)] += self._weight(node)
         self.calls = dict(calls)
 
-    def mark(self, graph: fx.Graph) -> None:
-        """Mark the nodes of a phase."""
+    def marked(self, phase: fx.GraphModule) -> fx.GraphModule:
+        """A copy of a phase with its nodes marked."""
+        graph, _ = copied(phase.graph.nodes)
         gone = defaultdict[_Source, float](float)
         for chosen in choose_groups(graph, self.device):
             for node in chosen.members:
@@ -115,6 +108,7 @@ class _Pricing:
         for node in graph.nodes:
             if IS_RESHARD in node.meta and PART_LEFT not in node.meta and _source(node) in gone:
                 node.meta[PART_LEFT] = max(0.0, 1.0 - gone[_source(node)])
+        return lazy_module(phase, graph)
 
     def _generated(self, chosen: ChosenGroup) -> KernelUse:
         traffic = chosen.traffic

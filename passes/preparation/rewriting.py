@@ -17,16 +17,21 @@ from autoshard.tracing.copy_node import copy_node
 _INHERITED = ("phase", "module", "source")
 
 
+def copied(nodes: Iterable[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
+    """A graph of copies of some nodes, operands before what reads them; and the copy of each node."""
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in nodes:
+        copies[node] = copy_node(graph, node, copies.__getitem__)
+    return graph, copies
+
+
 def copy_program(program: Program) -> Program:
     """The same program over a copy of its graph, which a pass may change; node names stay."""
-    graph = fx.Graph()
-    environment: dict[fx.Node, fx.Node] = {}
-    for node in program.graph.nodes:
-        copied = copy_node(graph, node, environment.__getitem__)
-        environment[node] = copied
-    names = {node.name: copied.name for node, copied in environment.items()}
+    graph, copies = copied(program.graph.nodes)
+    names = {node.name: copy.name for node, copy in copies.items()}
     if any(old != new for old, new in names.items()):
-        _restore_names(environment)
+        _restore_names(copies)
     return dataclasses.replace(program, graph_module=lazy_module(program.graph_module, graph))
 
 
@@ -34,12 +39,10 @@ def with_targets(graph_module: fx.GraphModule, targets: Mapping[Any, Any]) -> fx
     """The same graph with other operators in the place of some, which take the same arguments; itself without these."""
     if not any(node.op == "call_function" and node.target in targets for node in graph_module.graph.nodes):
         return graph_module
-    graph = fx.Graph()
-    environment: dict[fx.Node, fx.Node] = {}
-    for node in graph_module.graph.nodes:
-        copied = environment[node] = copy_node(graph, node, environment.__getitem__)
+    graph, copies = copied(graph_module.graph.nodes)
+    for node, copy in copies.items():
         if node.op == "call_function":
-            copied.target = targets.get(node.target, node.target)
+            copy.target = targets.get(node.target, node.target)
     return lazy_module(graph_module, graph)
 
 
@@ -48,12 +51,9 @@ def with_groups(graph_module: fx.GraphModule, name: Callable[[fx.Node], str]) ->
     names = {node: name(node) for node in graph_module.graph.nodes if is_collective(node)}
     if all(node.args[-1] == given for node, given in names.items()):
         return graph_module
-    graph = fx.Graph()
-    environment: dict[fx.Node, fx.Node] = {}
-    for node in graph_module.graph.nodes:
-        copied = environment[node] = copy_node(graph, node, environment.__getitem__)
-        if node in names:
-            copied.args = (*copied.args[:-1], names[node])
+    graph, copies = copied(graph_module.graph.nodes)
+    for node, given in names.items():
+        copies[node].args = (*copies[node].args[:-1], given)
     return lazy_module(graph_module, graph)
 
 
@@ -62,18 +62,14 @@ def in_order(graph_module: fx.GraphModule, order: Iterable[fx.Node]) -> fx.Graph
     nodes = list(order)
     if nodes == list(graph_module.graph.nodes):
         return graph_module
-    graph = fx.Graph()
-    environment: dict[fx.Node, fx.Node] = {}
-    for node in nodes:
-        environment[node] = copy_node(graph, node, environment.__getitem__)
-    return lazy_module(graph_module, graph)
+    return lazy_module(graph_module, copied(nodes)[0])
 
 
-def _restore_names(environment: dict[fx.Node, fx.Node]) -> None:
-    for node, copied in environment.items():
-        copied._rename(f"renamed_{node.name}")
-    for node, copied in environment.items():
-        copied._rename(node.name)
+def _restore_names(copies: Mapping[fx.Node, fx.Node]) -> None:
+    for node, copy in copies.items():
+        copy._rename(f"renamed_{node.name}")
+    for node, copy in copies.items():
+        copy._rename(node.name)
 
 
 def insert_call(

@@ -32,7 +32,7 @@ from passes.solver.assignment import Floats
 from passes.strategies.enumerate_strategies import Site, ValueInfo, is_view, operands_of, specs_of
 from passes.strategies.operator_names import dtype_name, operator_name
 from passes.strategies.price_nodes import STRIDED_COPY
-from passes.strategies.price_rewrites import rewrite_collectives, rewritten_time
+from passes.strategies.price_rewrites import rewritten_time
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +158,6 @@ class Prices:
     def runs_as_it_is(self, site: Site, strategy: Strategy) -> bool:
         """Whether each rank calls the operator on its pieces, with no communication, and no padding filled, within."""
         return not _may_communicate(site, strategy) and not _fill_counts(site, strategy, self.mesh)
-
-    def collectives_inside(self, site: Site, strategy: Strategy) -> tuple[tuple[str, float], ...]:
-        """Mesh axis and seconds of each collective inside a call's rewrite; `call_time` includes them."""
-        if not _may_communicate(site, strategy):
-            return ()
-        return rewrite_collectives(site, strategy, self.mesh, self.cluster)
 
     def _fill_time(self, filled: tuple[tuple[int, int], ...], inputs: tuple[TensorInfo, ...]) -> float:
         """Seconds of filling padding: for each padded factor of an operand its local piece is read and written once."""

@@ -33,13 +33,3 @@ def emitted_call(site: Site, strategy: Strategy, mesh: Mesh) -> fx.Graph:
     results = result if isinstance(result, tuple) else (result,)
     graph.output(tuple(item.node for item in results if isinstance(item, fx.Proxy)))
     return graph
-
-
-def unread_operands(site: Site, strategy: Strategy, mesh: Mesh) -> frozenset[int]:
-    """The operands that nothing in the results of a call's local rewrite is made of: a split layer norm's bias."""
-    if site.rule is None or site.rule.local is None or not strategy.splits(mesh):
-        return frozenset()
-    graph = emitted_call(site, strategy, mesh)
-    graph.eliminate_dead_code()
-    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    return frozenset(index for index, node in enumerate(placeholders) if not node.users)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoshard import Cluster, Runtime
+from autoshard import Cluster
 from autoshard.ir.execution import Execution
 from cost_models.device import HostLink
 from cost_models.hardware import node_type
@@ -22,7 +22,7 @@ from passes.search.recipe_problem import RecipeProblem
 from passes.sections.price_model import CountedModel
 from tests.passes.decoders import dense, priced_sparse, tokens
 from tests.passes.every_recipe import every_price
-from tests.passes.search.problems import recipe_problem
+from tests.passes.search.problems import RUNTIMES, recipe_problem
 
 LEAST_TOKENS = 16
 SPARSE = priced_sparse().counted
@@ -56,15 +56,6 @@ def clusters(draw: st.DrawFn, most: int) -> Cluster:
     return Cluster(node, nodes, each)
 
 
-RUNTIMES = st.builds(
-    Runtime,
-    name=st.just("mine"),
-    overlap_pipeline=st.booleans(),
-    overlap_parameters=st.booleans(),
-    overlap_gradients=st.booleans(),
-    cuda_graph=st.booleans(),
-    gradient_dtype=st.sampled_from(["f32", "bf16"]),
-)
 BASES = st.builds(Execution, global_batch=st.sampled_from([2, 4]), runtime=RUNTIMES)
 
 

@@ -22,8 +22,6 @@ from passes.sections.price_model import CountedModel
 HEADS = EXPERTS = 4
 """Heads and experts of the models of `tests.passes.decoders`; every other size that axes split is a multiple."""
 
-"""Schedules with which a rank may have one stage, of any number of blocks."""
-
 
 @dataclass(frozen=True, slots=True)
 class Priced:

@@ -5,14 +5,32 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from hypothesis import strategies as st
 from torch import nn
 
 from autoshard.arguments import ExampleInputs
 from autoshard.ir.execution import Execution
+from autoshard.ir.runtime import Runtime
 from cost_models.hardware import Cluster
 from passes.driver.pricing import priced_model
 from passes.search.recipe_problem import RecipeProblem
 from passes.search.recipe_space import Only
+
+RUNTIMES = st.builds(
+    Runtime,
+    name=st.just("mine"),
+    overlap_pipeline=st.booleans(),
+    overlap_parameters=st.booleans(),
+    overlap_gradients=st.booleans(),
+    overlap_tensor=st.booleans(),
+    overlap_expert=st.booleans(),
+    early_stop=st.booleans(),
+    fused=st.just(True),
+    gradient_dtype=st.sampled_from(["f32", "bf16"]),
+    cuda_graph=st.booleans(),
+    bucket_bytes=st.sampled_from([10_000, 200_000_000]),
+)
+"""Runtimes that differ in all that a search bounds."""
 
 
 def recipe_problem(

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from autoshard import Cluster
 from autoshard.ir.execution import Execution
-from autoshard.ir.runtime import Runtime
 from passes.recipes.recipe_plan import predict_recipe
 from passes.search.recipe_problem import RecipeProblem
 from passes.search.recipe_space import RecipeSpace
@@ -18,6 +17,7 @@ from passes.search.search_recipes import FoundRecipe
 from passes.sections.price_model import CountedModel
 from passes.solver.search_control import Ceiling
 from tests.passes.decoders import priced_dense, priced_sparse
+from tests.passes.search.problems import RUNTIMES
 
 
 def counted(name: str) -> CountedModel:
@@ -39,20 +39,6 @@ def priced(found: RecipeProblem) -> list[tuple[float, int, Execution]]:
     return [(each.step_time_s, each.peak_memory_bytes, recipe) for each, recipe in predictions]
 
 
-RUNTIMES = st.builds(
-    Runtime,
-    name=st.just("mine"),
-    overlap_pipeline=st.booleans(),
-    overlap_parameters=st.booleans(),
-    overlap_gradients=st.booleans(),
-    overlap_tensor=st.booleans(),
-    overlap_expert=st.booleans(),
-    early_stop=st.booleans(),
-    fused=st.just(True),
-    gradient_dtype=st.sampled_from(["f32", "bf16"]),
-    cuda_graph=st.booleans(),
-    bucket_bytes=st.sampled_from([10_000, 200_000_000]),
-)
 BASES = st.builds(Execution, global_batch=st.sampled_from([2, 4, 6]), runtime=RUNTIMES)
 
 

@@ -19,8 +19,8 @@ def test_an_unknown_collective_inside_a_rewrite_is_named(monkeypatch: pytest.Mon
     graph = fx.Graph()
     value = graph.placeholder("value")
     value.meta["val"] = torch.zeros(4, device="meta")
-    node = graph.call_function(torch.ops._c10d_functional.broadcast.default, (value, 0, "data"))
-    monkeypatch.setattr(price_rewrites, "emitted_collectives", lambda *_: [node])
+    graph.call_function(torch.ops._c10d_functional.broadcast.default, (value, 0, "data"))
+    monkeypatch.setattr(price_rewrites, "emitted_call", lambda *_: graph)
     site: Any = None
     with pytest.raises(UnknownOperatorError, match=r"_c10d_functional\.broadcast.*no cost formula; add one"):
-        price_rewrites.rewrite_collectives(site, site, Mesh({"data": 2}), Cluster("h100_sxm", devices_per_node=2))
+        price_rewrites.rewritten_time(site, site, Mesh({"data": 2}), Cluster("h100_sxm", devices_per_node=2))
