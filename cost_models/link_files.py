@@ -52,7 +52,7 @@ def _protocol(file: HardwareFile, below: str, name: str) -> Protocol:
 
 
 def link_numbers(prefix: str, link: Link) -> dict[str, tuple[float, str]]:
-    """What `read_link` reads: values with their units."""
+    """Values of a link, with their units, as `read_link` takes them."""
     numbers = {f"{prefix}{key}": (getattr(link, name), unit) for key, (name, unit) in _LINK_FIELDS.items()}
     for protocol in link.protocols:
         for key, (name, unit) in _PROTOCOL_FIELDS.items():

@@ -47,7 +47,7 @@ class Transfer(NamedTuple):
 
 
 class StageTimes(NamedTuple):
-    """What a pipeline stage takes for one micro-batch, seconds.
+    """Seconds that a pipeline stage takes for one micro-batch.
 
     Args:
         forward_s: forward, communication inside the stage that nothing hides included.
@@ -231,7 +231,7 @@ def _action(node: _Node, stages: int) -> Action | None:
 
 
 def _durations(nodes: Sequence[_Node], actions_s: Floats, sends_s: Sequence[float], once_s: Floats) -> list[float]:
-    """What each node takes; the first forward of a stage takes `once_s` more."""
+    """Seconds of each node; the first forward of a stage takes `once_s` more."""
     of_kinds = [*actions_s.ravel().tolist(), *sends_s]
     durations = [of_kinds[node.kind] for node in nodes]
     firsts: dict[int, int] = {}

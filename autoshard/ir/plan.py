@@ -67,7 +67,7 @@ class Formulas(Protocol):
         fixed: Collection[str],
         even: bool,
     ) -> sympy.Expr:
-        """See `Plan.formula`."""
+        """Find a formula; see `Plan.formula`."""
         ...
 
 

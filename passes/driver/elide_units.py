@@ -111,7 +111,7 @@ class _Eliding:
         return spot is not None and 2 <= spot[1] < 2 + self.repeats[spot[0]].elided
 
     def _read(self, reader: fx.Node, operand: fx.Node) -> fx.Node:
-        """What a node that stays reads in place of an operand: that at the same distance, the gap left out."""
+        """The node that is read in place of an operand: the one at the same distance, the gap left out."""
         here, there = self.spots.get(reader), self.spots.get(operand)
         if there is None or here is None or here[0] != there[0]:
             if self._is_elided(operand):

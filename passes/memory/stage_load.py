@@ -1,4 +1,4 @@
-"""What a rank of a pipeline holds beside the stage and the micro-batch that a program is of.
+"""The load of a pipeline rank beside the stage and the micro-batch that a program is of.
 
 A stage is planned as if its rank had some stages like it. Parameters, optimizer state and sums of gradients are there
 for each of them; the values that a forward saves, for each micro-batch between its forward and its backward.

@@ -59,7 +59,7 @@ Value = tuple[Storage, ...]
 """The storages of one value: several for an operator with several results."""
 
 _ALL_THERE = LocalUnits((), {})
-"""Of a graph that leaves nothing out."""
+"""The units of a graph that leaves nothing out."""
 
 
 @dataclass(slots=True)

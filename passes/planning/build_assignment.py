@@ -104,7 +104,7 @@ class PlanningProblem:
         return self._usage[0]
 
     def _items(self) -> Iterator[tuple[str, UsedBytes]]:
-        """What lies in memory: values, behind their site, what links keep, and what calls need while they run."""
+        """Items in memory, each behind its site or "": values, copies on links, and workspaces of calls."""
         for name, result, interval, number in self.liveness.held_values():
             table = self.memory.of_value(name, result, self._copies(name))
             yield name, UsedBytes(interval, table, (self.classes[name],), number)
@@ -129,10 +129,6 @@ class PlanningProblem:
     def memory_row(self, point: int) -> MemoryRow:
         """Bytes in use at one program point, as a function of the choice."""
         return row_at(self._memory_usage(), point, self.edge_between)
-
-    def link_key(self, link: Link) -> _EdgeKey:
-        """The variables and places that a link joins."""
-        return self.classes[link.tail], link.result, self.classes[link.head], link.operand
 
 
 def build_problem(

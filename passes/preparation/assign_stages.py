@@ -337,7 +337,7 @@ def _candidates(forward: Sequence[fx.Node], stages: int, crossing: Sequence[int]
 
 
 def _around_blocks(forward: Sequence[fx.Node], crossing: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
-    """Where the first block begins, where one ends and another begins, with the fewest bytes across, and the last ends.
+    """Places before the first block, between blocks, with the fewest bytes across, and behind the last one.
 
     Empty lists where there is nothing before or behind the blocks, or there are none.
     """

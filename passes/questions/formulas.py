@@ -79,7 +79,7 @@ class PlanFormulas:
     def formula(
         self, plan: Plan, name: str, *, dims: InputDims | None, fixed: Collection[str], even: bool
     ) -> sympy.Expr:
-        """See `Plan.formula`."""
+        """Find a formula; see `Plan.formula`."""
         of_axes = self.counts.axes(plan)
         _check_name(name, [*of_axes, *([PIPELINE_AXIS] if plan.stages else ())])
         sizes, blocks = self.counts.sizes(dims), block_symbols(self.counts.lists())

@@ -66,7 +66,7 @@ class PlanCounts:
     _evaluated: dict[Size, Sequence[int]] = field(default_factory=dict)
 
     def step_flops(self) -> Iterator[Counted]:
-        """Of products and attention, on global shapes; a recomputed call counts once."""
+        """FLOPs of products and attention, on global shapes; a recomputed call counts once."""
         for node in self.fitted.program.graph.nodes:
             if node.op == "call_function" and original_of(node) is None and contracts(node):
                 dims = [dim for shape in self._shapes(node.name) for dim in shape]

@@ -271,5 +271,5 @@ class _RecipeCounts:
 
 
 def _gather(whole: Any, ranks: Any) -> Any:
-    """Of a gathering to, or a reduction and scattering from, `whole` bytes."""
+    """Bytes that a rank sends to gather `whole` bytes, or to reduce and scatter them."""
     return whole * (ranks - 1) / ranks

@@ -82,7 +82,7 @@ def section_table(
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where sections lie in pipelines of as many ranks.
+    """Places of sections in pipelines of as many ranks.
 
     Args:
         counts: how often each rank has each section, [pipes, ranks, sections].

@@ -34,7 +34,7 @@ from passes.sections.price_sections import SectionPrice, SectionSizes
 
 @dataclass
 class RecipePricer:
-    """What recipes of a model take on a cluster. All fields that a search does not choose are alike in them.
+    """Times and memory of recipes of a model on a cluster. All fields that a search does not choose are alike in them.
 
     Args:
         counted: the model.
@@ -66,7 +66,7 @@ class RecipePricer:
         return self._sections[key]
 
     def sizes(self, recipe: Execution) -> Mapping[str, SectionSizes]:
-        """What a recipe's sections keep and hold; found without their prices."""
+        """Bytes that a recipe's sections keep and hold; found without their prices."""
         key = _layout_of(recipe)
         if key not in self._sizes:
             self._sizes[key] = self.counted.section_sizes(recipe, self.cluster)
@@ -160,6 +160,6 @@ class RecipePricer:
 
 
 def _layout_of(recipe: Execution) -> tuple[object, ...]:
-    """What of a recipe decides what its sections do, but for recomputation; all else is alike in a search."""
+    """The fields that decide the work of sections, but for recomputation; all others are alike in a search."""
     ranks = (recipe.tensor, recipe.sequence_parallel, recipe.context, recipe.expert, recipe.expert_tensor)
     return (*ranks, recipe.micro_batch)

@@ -28,7 +28,7 @@ from passes.solver.search_control import Ceiling
 
 @dataclass(frozen=True, slots=True)
 class FoundRecipe:
-    """What a search found.
+    """The result of a search.
 
     Args:
         recipe: the best recipe that was priced, None if none was (none fits, if the search is complete).
@@ -179,7 +179,7 @@ class _BestFirst:
             self._price(node)
 
     def found(self, *, is_complete: bool, was_interrupted: bool = False) -> FoundRecipe:
-        """What is found so far."""
+        """The result so far."""
         elapsed_s = time.monotonic() - self.start
         return FoundRecipe(
             self.best, self.objective, min(self.bound, self.objective), is_complete, was_interrupted, self.priced,

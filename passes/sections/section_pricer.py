@@ -171,7 +171,7 @@ _ALONE = {"tensor": 1, "context": 1, EXPERT: 1}
 
 
 def _group_price(group: _KernelGroup, setting: Setting, sizes: Sizes, precision: str) -> tuple[Busy, ...]:
-    """What a group takes in each part of the phase."""
+    """Seconds of a group in each part of the phase."""
     total = [Busy() for _ in _WHERE]
     for kernel, parts in group.kernels:
         taken = price_kernel(kernel, setting, sizes, precision)

@@ -46,7 +46,7 @@ class LocalUnits:
         return cls(repeats, module_paths(lowered.traced) if repeats else {})
 
     def spot(self, node: fx.Node) -> UnitSpot | None:
-        """Where a node stands; None outside of the units."""
+        """The spot of a node; None outside of the units."""
         if not self.repeats:
             return None
         path = self.paths.get(node.meta.get(EMITTED_AT, "")) or node.meta.get("module", "")

@@ -56,7 +56,7 @@ RUNTIME = Path(constants.__file__).parent / "data" / "runtime"
 GIB = 2**30
 LEAST_GROUP = 5
 START = InStep(ramp=0.0)
-"""Where fits begin; the ramp is not fitted."""
+"""The factors with which fits begin; the ramp is not fitted."""
 
 
 @dataclass

@@ -25,7 +25,7 @@ from tests.benchmarks.two_hosts import TwoHosts
 
 LOOPBACK, DELAYED = "loopback", "delayed"
 LATENCY_S, BANDWIDTH_BYTES_PER_S = 5e-4, 125e6
-"""Of delayed links."""
+"""Latency and bandwidth of delayed links."""
 MEMORY_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_MMAP_MAX_": "1000000", "MALLOC_TRIM_THRESHOLD_": "0"}
 """Every large allocation is a mapping of its own, which is counted, and given back when it is freed."""
 _WARM_UP, _LOSSES = 3, 3

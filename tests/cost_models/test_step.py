@@ -48,7 +48,7 @@ def test_kernels_of_groups_take_longer(unit: str) -> None:
 
 
 def test_collectives_between_nodes_take_longer() -> None:
-    """Those within a node take no longer than alone."""
+    """Collectives within a node take no longer than alone."""
     alone, group = (Cluster("h100_sxm", 2, 8, factors) for factors in (ALONE, InStep(network=1.5, ramp=0.0)))
 
     def seconds(cluster: Cluster, axis: str) -> float:

@@ -155,7 +155,7 @@ def _check(case: _Case) -> None:
 @settings(max_examples=12)
 @given(_cases())
 def test_blocks_left_out_are_predicted_as_the_whole(case: _Case) -> None:
-    """Of any model, layout and number of micro-batches, with buckets, overlap and hoisted gathers."""
+    """Folded and whole programs agree for any model, layout and number of micro-batches."""
     _check(case)
 
 

@@ -108,7 +108,7 @@ def test_norm_over_several_dims(count: int) -> None:
 
 
 def test_without_eps_an_rms_norm_takes_float32s() -> None:
-    """As ATen does."""
+    """Results are those of ATen."""
     x, weight = _draw(2, 3, 5), _draw(3, 5)
     torch.testing.assert_close(rms_norm(x, [3, 5], weight, None)[0], F.rms_norm(x, [3, 5], weight))
 
