@@ -98,7 +98,7 @@ def count_sentence(text: str) -> Counts:
 
 def pronouns(text: str) -> Iterator[str]:
     """Return the pronouns without a noun, each with the next word."""
-    tokens = [token.lower() for token in _TOKEN.findall(text)]
+    tokens = ["`code`" if token == "None" else token.lower() for token in _TOKEN.findall(text)]
     for word, behind in pairwise([*tokens, "."]):
         if word in _ALWAYS or (word in _DETERMINERS and _stands_alone(word, behind)):
             yield f"{word} {behind}"

@@ -1,7 +1,8 @@
 """Collect the sentences that a file says to its reader: docstrings, comments, error messages and pages.
 
-Python files give docstrings, comments of two lines and more, and the text of errors. Markdown files
-give paragraphs and list items, without code blocks, headings and tables' rules. Code in backquotes counts as one noun.
+Python files give docstrings, comments of two lines and more, and the text of errors. Markdown files give paragraphs,
+list items and cells of tables, without code blocks and headings. Code in backquotes counts as one noun, and so does a
+literal in braces.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ CODE = "`code`"
 _SECTION = re.compile(r"(Args|Arguments|Attributes|Example|Examples|Fields|Note|Raises|Returns|Yields|Parameters):$")
 _BULLET = re.compile(r"([*+-]|\d+[.)]|\([a-z0-9]\)|:param \w+:|:returns?:)\s+")
 _ITEM = re.compile(r"[\w*`\[\].]+(, [\w*`\[\].]+)*( \([^)]*\))?:\s+")
+_VALUE = re.compile(r"((\"[^\"]*\"|None|Default)(, | or )?)+( \([^)]*\))?:\s+")
 _RULE = re.compile(r"[-=~^#+|:\s]+$")
-_ENDS = re.compile(r"(?<=[.?!])[\"')*]*\s+(?=[\"'(*]*[A-Z0-9`])")
+_ENDS = re.compile(r"(?<=[.?!])[\"')*]*\s+(?=[\"'(*]*[A-Z0-9`]|[\"'][a-z])")
 _ABBREVIATION = re.compile(r"(e\.g|i\.e|cf|vs|etc|al|Fig|Sec|Eq|No|resp|approx)\.$")
 
 
@@ -119,17 +121,17 @@ def _skipped(line: str) -> bool:
 
 def _cleaned(text: str) -> str:
     text = re.sub(r"!?\[([^\]]*)\]\([^)]*\)", r"\1", text)
-    text = re.sub(r":\w+:`[^`]*`|``[^`]*``|`[^`]*`|https?://\S+|\$[^$]*\$", CODE, text)
+    text = re.sub(r":\w+:`[^`]*`|``[^`]*``|`[^`]*`|\{[^{}]*:[^{}]*\}|https?://\S+|\$[^$]*\$", CODE, text)
     return re.sub(r"\s+", " ", text).strip()
 
 
 def _split(text: str) -> Iterator[str]:
-    """Cut a paragraph behind full stops, but not behind abbreviations."""
+    """Cut a paragraph behind full stops, but not behind abbreviations; '"auto": the default' loses its value."""
     pieces: list[str] = []
     for piece in _ENDS.split(text):
         pieces.append(piece)
         if not _ABBREVIATION.search(piece):
-            yield " ".join(pieces)
+            yield _VALUE.sub("", " ".join(pieces))
             pieces = []
     if pieces:
-        yield " ".join(pieces)
+        yield _VALUE.sub("", " ".join(pieces))
