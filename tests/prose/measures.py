@@ -44,7 +44,7 @@ _LINKS = _words(
 )
 _NOUN_PHRASES = _words("the a an it they we you i that this which who what")
 _PUNCTUATION = frozenset(".,;:?!()")
-_TOKEN = re.compile(r"`code`|[A-Za-z][A-Za-z'’-]*|[.,;:?!()](?!\w)|\(|\)|\S+?(?=[.,;:?!()]*(?:\s|$))")
+_TOKEN = re.compile(r"`code`|[A-Za-z][A-Za-z'’-]*|[.,;:?!()](?![\w`])|\(|\)|\S+?(?=[.,;:?!()]*(?:\s|$))")
 _FORMULA = re.compile(r"[=≤≥<>∑×→·²√∂]|\s[*/+^]\s")
 
 

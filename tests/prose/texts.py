@@ -19,7 +19,7 @@ CODE = "`code`"
 _SECTION = re.compile(r"(Args|Arguments|Attributes|Example|Examples|Fields|Note|Raises|Returns|Yields|Parameters):$")
 _BULLET = re.compile(r"([*+-]|\d+[.)]|\([a-z0-9]\)|:param \w+:|:returns?:)\s+")
 _ITEM = re.compile(r"[\w*`\[\].]+(, [\w*`\[\].]+)*( \([^)]*\))?:\s+")
-_VALUE = re.compile(r"((\"[^\"]*\"|None|Default)(, | or )?)+( \([^)]*\))?:\s+")
+_VALUE = re.compile(r"((\"[^\"]*\"|None|Default|\w+\(\.\.\.\))(, | or )?)+( \([^)]*\))?:\s+")
 _RULE = re.compile(r"[-=~^#+|:\s]+$")
 _ENDS = re.compile(r"(?<=[.?!])[\"')*]*\s+(?=[\"'(*]*[A-Z0-9`]|[\"'][a-z])")
 _ABBREVIATION = re.compile(r"(e\.g|i\.e|cf|vs|etc|al|Fig|Sec|Eq|No|resp|approx)\.$")
