@@ -1,7 +1,6 @@
-"""The errors a user can meet: one class per kind of mistake, all derived from `AutoshardError`.
+"""Errors that a user can meet: one class per kind of mistake, all derived from `AutoshardError`.
 
-A message says what was asked, what was found (`name=repr`), where (node and the user's source line) and
-what to do about it.
+A message names the user's value (`name=repr`), the place (node and source line), and the way out.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from typing import Any
 
 
 class AutoshardError(Exception):
-    """Base of every error that autoshard raises on purpose."""
+    """Base class of every error that autoshard raises on purpose."""
 
 
 class MeshError(AutoshardError):
-    """A mesh is malformed, or does not match the processes that run."""
+    """A mesh is malformed, or does not match the running processes."""
 
 
 class InvalidSpecError(AutoshardError):
@@ -23,30 +22,30 @@ class InvalidSpecError(AutoshardError):
 
 
 class TraceError(AutoshardError):
-    """A model cannot be captured as a graph, or is called in a way that its graph does not cover."""
+    """A model cannot be captured as a graph, or the graph does not cover the call."""
 
 
 class ChangedInPlaceError(AutoshardError, RuntimeError):
-    """A tensor that a backward needs was changed in place since its forward."""
+    """A tensor needed by a backward was changed in place after its forward."""
 
 
 class NoShardingRuleError(AutoshardError):
-    """An operator has no sharding rule, and `strict=True` forbids running it replicated."""
+    """An operator has no sharding rule, and `strict=True` forbids replicating it."""
 
 
 class OperatorError(AutoshardError, ValueError):
-    """What is named as an operator is none, or several; it has a sharding rule already; or it refuses the call."""
+    """The argument names no operator or several, the operator already has a sharding rule, or it refuses the call."""
 
 
 class RuleInferenceError(AutoshardError):
-    """No sharding rule can be found by running an operator: it is random, in-place, or refuses what is drawn."""
+    """Running an operator reveals no sharding rule: it is random, in-place, or refuses the sampled operands."""
 
 
 class DoesNotFitError(AutoshardError):
     """No plan fits in the memory limit.
 
     Args:
-        smallest_bytes: the smallest limit that is known to do; 0 where none is.
+        smallest_bytes: the smallest limit known to suffice; 0 if none is known.
     """
 
     def __init__(self, message: str, *, smallest_bytes: int) -> None:
@@ -54,12 +53,12 @@ class DoesNotFitError(AutoshardError):
         self.smallest_bytes = smallest_bytes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """How to send it to another process."""
+        """How to pickle the error for another process."""
         return partial(DoesNotFitError, smallest_bytes=self.smallest_bytes), self.args
 
 
 class RecipeError(AutoshardError):
-    """A recipe contradicts itself, or does not fit the model or the cluster that it is priced for."""
+    """A recipe contradicts itself, or does not fit the model or the cluster."""
 
 
 class PlanMismatchError(AutoshardError):
@@ -67,19 +66,19 @@ class PlanMismatchError(AutoshardError):
 
 
 class VerificationError(AutoshardError):
-    """The lowered program could not be shown equal to the traced one."""
+    """The lowered program could not be proven equal to the traced program."""
 
 
 class RankMismatchError(AutoshardError):
-    """Ranks of one run disagree about the plan, the program or the versions they run."""
+    """Ranks of one run disagree about the plan, the program or package versions."""
 
 
 class LostRankError(AutoshardError):
-    """Another rank of the run stopped, or did not answer in time, while this one communicated with it."""
+    """Another rank of the run stopped, or did not answer in time, during communication with this rank."""
 
 
 class UnknownHardwareError(AutoshardError):
-    """A device, link or cluster name that no hardware file describes."""
+    """No hardware file describes a device, link or cluster of this name."""
 
 
 class CheckpointError(AutoshardError):
@@ -87,16 +86,16 @@ class CheckpointError(AutoshardError):
 
 
 class FormulaError(AutoshardError):
-    """A plan has no such formula, or a cost is no expression in the sizes that were asked for."""
+    """A plan has no formula of this name, or a cost is no expression in the requested sizes."""
 
 
 class KernelError(AutoshardError):
-    """A Triton kernel was asked for inputs that it does not cover, or on a device that cannot run it."""
+    """A Triton kernel does not cover the inputs, or cannot run on the device."""
 
 
 class WeightsError(AutoshardError):
-    """Files of weights are damaged, or do not hold what the model does."""
+    """Files of weights are damaged, or do not match the model."""
 
 
 class NotAvailableError(AutoshardError):
-    """An argument asks for what this release cannot do yet, or not here."""
+    """This release cannot do this yet, or not in this situation."""

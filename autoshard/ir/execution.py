@@ -24,7 +24,7 @@ class Execution(Recipe):
         global_batch: sequences of a step, over all replicas; None: one micro-batch for each replica.
 
     Raises:
-        RecipeError: as in `Recipe`; or replicas cannot run whole micro-batches.
+        RecipeError: a reason of `Recipe`'s, or replicas cannot run whole micro-batches.
 
     Example:
         >>> Execution(data=8, tensor=8, pipeline=2, micro_batch=1, global_batch=64).micro_batches

@@ -120,8 +120,9 @@ RUNTIMES: Mapping[str, Runtime] = {
         # torch 2.13, torch/distributed/fsdp: a bucket for each block, checkpoints that are not reentrant, eager mode.
         # DistributedDataParallel is stage 0; fully_shard is 2 or 3, by reshard_after_forward.
         Runtime(name="fsdp2", early_stop=True, bucket_bytes=10**12, fused=False, zero_stages=(0, 2, 3)),
-        # DeepSpeed 0.17, runtime/bf16_optimizer.py, zero/config.py: gradients beside their sum, pieces of 5e8 elements.
-        # runtime/pipe/engine.py: "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism", one schedule.
+        # DeepSpeed 0.17. Its bf16_optimizer.py and zero/config.py have gradients beside their sum, in pieces of 5e8
+        # elements. Its pipe/engine.py has one schedule and says "ZeRO-2 and ZeRO-3 are incompatible with pipeline
+        # parallelism".
         Runtime(
             name="deepspeed",
             separate_sum=True,

@@ -4,8 +4,8 @@ Several axes on one dim form a stack, major to minor. Only the minor-most axis c
 the minor-most, since ranks hold contiguous pieces only then. So an axis may
 
 * leave a dim (all-gather), or move to another dim (all-to-all), if it is the minor-most of its dim;
-* where it holds copies: split a dim (slice), or become partial (one rank keeps the value);
-* where it is partial: be reduced (all-reduce), or be reduced and split a dim (reduce-scatter).
+* if it holds copies, split a dim (slice), or become partial (one rank keeps the value);
+* if it is partial, be reduced (all-reduce), or be reduced and split a dim (reduce-scatter).
 
 All partial axes of a spec have one reduction. Two reductions do not commute, so a spec that mixed them would have no
 defined value. A partial value changes its reduction only by being reduced.

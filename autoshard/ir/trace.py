@@ -1,4 +1,4 @@
-"""Timelines of steps: data of a plan, and files for chrome://tracing and ui.perfetto.dev.
+"""Timelines of steps, as data of a plan and as files for chrome://tracing and ui.perfetto.dev.
 
 The file is the JSON object form of Chrome's trace event format. Ranks with equal timelines share one process, and each
 stream is a thread. Each span is one complete event ("ph": "X", times in microseconds); metadata names processes and
@@ -92,8 +92,8 @@ def _span(line: str, processes: int) -> TraceSpan:
     found = _SPAN.fullmatch(line)
     if found is None or int(found[1]) >= processes:
         raise PlanMismatchError(
-            f"{line!r} is no span of the timeline's {processes} processes; one reads 'process | start_ns | duration_ns "
-            "| stream | name', its process counted from 0."
+            f"{line!r} is no span of the timeline's {processes} processes. A span reads "
+            "'process | start_ns | duration_ns | stream | name', with processes counted from 0."
         )
     process, start, duration, stream, name = found.groups()
     return TraceSpan(int(process), stream, name, int(start), int(duration))
