@@ -66,8 +66,8 @@ def strategies(
         axis_size: the number of ranks along the axis.
 
     Returns:
-        Pairs of placements for the tensor operands and for the tensor results, in order; the replicated strategy first,
-        and alone where the operator has no rule.
+        Pairs of placements for the tensor operands and for the tensor results, in order. The replicated strategy is
+        first, and the only one for an operator without a rule.
 
     Raises:
         OperatorError: `op` is no operator, or refuses the call; or the result's shape depends on an operand's missing
