@@ -104,7 +104,8 @@ class Plan:
         baselines: predicted step of known recipes, seconds, each on the mesh where it is fastest; None where it fits on
             none. Recipes that are far slower than the plan are lowered when their step is first read.
         hardware: name of the cluster that priced the plan.
-        memory_budget: bytes per device that the plan had to fit in, or None.
+        memory_budget: bytes per device that the plan had to fit in, or None; of a stage, without what its rank holds
+            beside the stage's program.
         precision: "bf16", "f16" or "f32" where the program casts wider parameters; None where it computes in the
             model's own types.
         recompute: what of the forward is computed again in the backward; such nodes are in `nodes` twice.

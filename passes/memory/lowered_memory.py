@@ -34,9 +34,11 @@ class StepMemory:
 
     Args:
         parts: bytes at that moment, by part (`PARTS`).
+        beside_bytes: of them, what a pipeline's rank holds beside the program; see `StageLoad`.
     """
 
     parts: Mapping[str, int]
+    beside_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -86,7 +88,7 @@ def step_memory(phased: PhasedProgram, micro_batches: int = 1, load: StageLoad =
     own = [value for slot, value in pairs if slot.slot.kind not in _OF_MICRO_BATCH] + [*sums, *once]
     beside = (load.stages - 1) * memory.bytes_of(own)
     beside += (load.in_flight - 1) * (memory.bytes_of([*own, *saved]) - memory.bytes_of(own))
-    return StepMemory({**parts, ACTIVATIONS: parts[ACTIVATIONS] + beside})
+    return StepMemory({**parts, ACTIVATIONS: parts[ACTIVATIONS] + beside}, beside)
 
 
 def _inputs(memory: Storages, phased: PhasedProgram) -> list[Value]:
