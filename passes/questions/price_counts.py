@@ -35,12 +35,12 @@ from passes.questions.fit_sizes import (
     resize,
 )
 from passes.questions.totals import COMMUNICATION, BlockPlace, Counted
-from passes.recipes.price_ends import GRADIENT_BYTES, WEIGHT_BYTES
-from passes.recipes.price_memory import kept_bytes, state_bytes
-from passes.sections.fold_program import AFTER, BEFORE
-from passes.sections.price_model import PricedModel
-from passes.sections.price_sections import SectionPrice, SectionSizes
-from passes.sections.propagate_axis import MoveKind
+from passes.search.layers.fold_program import AFTER, BEFORE
+from passes.search.layers.price_layers import SectionPrice, SectionSizes
+from passes.search.layers.price_model import PricedModel
+from passes.search.layers.propagate_axis import MoveKind
+from passes.search.price_ends import GRADIENT_BYTES, WEIGHT_BYTES
+from passes.search.price_memory import kept_bytes, state_bytes
 
 _AXES = ("data", "context", "tensor", "expert", "pipeline")
 _SPLIT_BY = ("tensor", "context", "expert")

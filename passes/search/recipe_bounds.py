@@ -31,8 +31,10 @@ from autoshard.ir.execution import Execution
 from autoshard.ir.runtime import Runtime
 from cost_models.hardware import Cluster
 from cost_models.schedule_orders import most_in_flight
-from passes.recipes.pipeline_stages import cuts_backward, rank_sections, share_out
-from passes.recipes.price_memory import (
+from passes.search.layers.fold_program import AFTER, BEFORE
+from passes.search.layers.price_layers import SectionPrice, SectionSizes
+from passes.search.pipeline_stages import cuts_backward, rank_sections, share_out
+from passes.search.price_memory import (
     again_bytes,
     gathered_bytes,
     is_offloaded,
@@ -40,11 +42,9 @@ from passes.recipes.price_memory import (
     state_bytes,
     update_bytes,
 )
-from passes.recipes.price_recipe import section_time
-from passes.recipes.recipe_groups import Groups
+from passes.search.price_recipe import section_time
+from passes.search.recipe_groups import Groups
 from passes.search.recipe_space import Pipe
-from passes.sections.fold_program import AFTER, BEFORE
-from passes.sections.price_sections import SectionPrice, SectionSizes
 
 Floats = NDArray[np.float64]
 ROUNDING = 1.0 - 1e-9
@@ -214,4 +214,4 @@ def _each_bytes(
 
 
 _PARTS = 8
-"""Parts of memory at most, each cut to whole bytes, see `passes.recipes.price_memory`."""
+"""Parts of memory at most, each cut to whole bytes, see `passes.search.price_memory`."""

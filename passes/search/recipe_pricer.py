@@ -9,11 +9,13 @@ import numpy as np
 
 from autoshard.ir.execution import Execution
 from cost_models.hardware import Cluster
-from passes.recipes.pipeline_stages import Stage, in_flight, share_out
-from passes.recipes.price_ends import EndLoad, end_times
-from passes.recipes.price_memory import host_bytes, memory_price
-from passes.recipes.price_recipe import Step, send_time
-from passes.recipes.recipe_groups import Groups, recipe_groups
+from passes.search.layers.fold_program import AFTER, BEFORE
+from passes.search.layers.price_layers import SectionPrice, SectionSizes
+from passes.search.layers.price_model import CountedModel
+from passes.search.pipeline_stages import Stage, in_flight, share_out
+from passes.search.price_ends import EndLoad, end_times
+from passes.search.price_memory import host_bytes, memory_price
+from passes.search.price_recipe import Step, send_time
 from passes.search.recipe_bounds import (
     ROUNDING,
     Floats,
@@ -26,10 +28,8 @@ from passes.search.recipe_bounds import (
     places_of,
     section_table,
 )
+from passes.search.recipe_groups import Groups, recipe_groups
 from passes.search.recipe_space import Pipe
-from passes.sections.fold_program import AFTER, BEFORE
-from passes.sections.price_model import CountedModel
-from passes.sections.price_sections import SectionPrice, SectionSizes
 
 
 @dataclass

@@ -12,10 +12,10 @@ from autoshard.ir.execution import Execution
 from autoshard.ir.recipe import Recipe
 from cost_models.errors import CostModelError
 from cost_models.hardware import Cluster
+from passes.search.layers.price_model import CountedModel
 from passes.search.recipe_pricer import RecipePricer
 from passes.search.recipe_space import Only, RecipeSpace, keeps
 from passes.search.search_recipes import NOTHING, FoundRecipe, Watch, search_recipes
-from passes.sections.price_model import CountedModel
 from passes.solver.search_control import Ceiling
 
 

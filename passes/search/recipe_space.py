@@ -37,8 +37,8 @@ from autoshard.errors import RecipeError
 from autoshard.ir.execution import Execution
 from autoshard.ir.recipe import RECOMPUTE, Recipe, is_several
 from cost_models.schedule_orders import SCHEDULES, admits, usual_schedule
-from passes.recipes.pipeline_stages import even_blocks
-from passes.sections.price_model import CountedModel, RecipeKind
+from passes.search.layers.price_model import CountedModel, RecipeKind
+from passes.search.pipeline_stages import even_blocks
 
 SEARCHED = (
     "data", "tensor", "sequence_parallel", "context", "expert", "expert_tensor", "pipeline", "schedule",

@@ -4,7 +4,7 @@ An entry of the queue is a set of recipes with a bound below the objective of th
 
 1. a layout and what is recomputed or offloaded; what recomputes more comes once this is split, as it takes longer;
 2. with the number of pipeline ranks and the sharding;
-3. with the schedule: one recipe. It is priced (`passes.recipes.price_recipe`) if it fits.
+3. with the schedule: one recipe. It is priced (`passes.search.price_recipe`) if it fits.
 
 Once no set can be faster than the best recipe, that is the fastest; of equal ones it has the least memory. Stopped
 early, by its ceiling or Ctrl-C, the search gives the best recipe that it priced, and the lowest bound of what is left.

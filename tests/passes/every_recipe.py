@@ -15,9 +15,9 @@ from autoshard.ir.execution import Execution
 from autoshard.ir.recipe import RECOMPUTE
 from cost_models.hardware import Cluster
 from cost_models.schedule_orders import SCHEDULES
-from passes.recipes.pipeline_stages import even_blocks
-from passes.recipes.recipe_plan import predict_recipe
-from passes.sections.price_model import CountedModel
+from passes.search.layers.price_model import CountedModel
+from passes.search.pipeline_stages import even_blocks
+from passes.search.recipe_plan import predict_recipe
 
 HEADS = EXPERTS = 4
 """Heads and experts of the models of `tests.passes.decoders`; every other size that axes split is a multiple."""

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from autoshard import Cluster, Runtime
 from autoshard.ir.execution import Execution
 from cost_models.order_times import StageTimes
-from passes.recipes.pipeline_stages import cuts_backward, share_out, stages_time
+from passes.search.layers.fold_program import AFTER, BEFORE
+from passes.search.pipeline_stages import cuts_backward, share_out, stages_time
 from passes.search.recipe_bounds import SectionTable, path_times, places_of
 from passes.search.recipe_pricer import RecipePricer
 from passes.search.recipe_space import KEEPINGS, Keeping, Pipe, RecipeSpace, Sharding, known_pipes
-from passes.sections.fold_program import AFTER, BEFORE
 from tests.passes.decoders import priced_dense, priced_sparse
 from tests.passes.executions import under
 from tests.passes.pipes import recipe_of

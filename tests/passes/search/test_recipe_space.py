@@ -12,8 +12,8 @@ from autoshard import Cluster, RecipeError
 from autoshard.ir.execution import Execution
 from autoshard.ir.runtime import RUNTIMES
 from cost_models.schedule_orders import SCHEDULES, admits
-from passes.recipes.pipeline_stages import even_blocks
-from passes.recipes.recipe_plan import predict_recipe
+from passes.search.pipeline_stages import even_blocks
+from passes.search.recipe_plan import predict_recipe
 from passes.search.recipe_space import Pipe, RecipeSpace, divisors, known_pipes
 from tests.passes.decoders import priced_dense, priced_sparse
 
