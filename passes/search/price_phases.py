@@ -87,7 +87,7 @@ def phase_time(
         done: computation that is done already, and is left out.
     """
     kernels = phase.busy.kernels - done.kernels
-    compute_s = max(0.0, _device_time(phase.busy) - _device_time(done))
+    compute_s = max(0.0, phase.busy.total_s - done.total_s)
     compute_s += sum(sorting_time(item, recipe, cluster) for item in phase.traffic)
     dispatch_s = 0.0
     if recipe.runtime.blocking_launches:
@@ -114,8 +114,3 @@ def phase_time(
     exposed = {axis: value - saved * hidden.get(axis, 0.0) for axis, value in sent.items()}
     late_issue_s = phase.busy.weight_gradient_kernels * dispatch_s
     return PhaseTime(compute_s, exposed, late_s, saved * beside_late, kernels * dispatch_s, late_issue_s)
-
-
-def _device_time(busy: Busy) -> float:
-    """Seconds of computation on the device."""
-    return busy.matmul_s + busy.attention_s + busy.memory_s

@@ -1,24 +1,36 @@
-"""Price the sections of a folded program: seconds of computation by kind, bytes of every collective, bytes of memory.
+"""Price layer classes: seconds of computation by kind, bytes of every collective, bytes of memory.
 
-Computation is priced kernel by kernel with `cost_models`, as in planning; here it is kept apart by what bounds it, so
-that the step's model (`cost_models.step`) can weigh the parts, and let communication run beside them.
+Computation is priced kernel by kernel with `cost_models`, as in planning. It is kept apart by what bounds it, so that
+the step's model (`cost_models.step`) can weigh the parts, and let communication run beside them.
+
+A search prices a model under thousands of layouts, and most of them have most kernels in common: a kernel takes as long
+whatever the sizes of axes that split none of its tensors. So kernels are priced in groups that depend on the same axes.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cost_models.compute import memory_time, work_time
 from cost_models.counting import size_bytes
 from cost_models.hardware import Device
 from cost_models.operators import work
-from cost_models.work import Kind, MatmulShape, TensorInfo, Work
-from passes.search.layers.count_layers import FUSED, SectionKernel, Sent, Sized
+from cost_models.work import Kind, TensorInfo, Work
+from passes.search.layers.count_layers import FUSED, Phase, Section, SectionKernel, Sent, Sized
+from passes.search.layers.fold_program import AFTER, BEFORE
 from passes.search.layers.propagate_axis import MoveKind
 
 EXPERT = "expert"
+
+Sizes = Mapping[str, int]
+"""Sizes of axes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +50,12 @@ class Busy:
     flops: float = 0.0
 
     def __add__(self, other: Busy) -> Busy:
-        return Busy(
-            self.matmul_s + other.matmul_s,
-            self.attention_s + other.attention_s,
-            self.memory_s + other.memory_s,
-            self.kernels + other.kernels,
-            self.weight_gradient_s + other.weight_gradient_s,
-            self.weight_gradient_kernels + other.weight_gradient_kernels,
-            self.flops + other.flops,
-        )
+        return Busy(*(getattr(self, name) + getattr(other, name) for name in self.__slots__))
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of computation."""
+        return self.matmul_s + self.attention_s + self.memory_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +68,12 @@ class AxisTraffic:
     axis: str
     kind: MoveKind
     bytes: int
-    has_weight: bool
     copies: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class PhasePrice:
-    """A phase of a section, once: work, the part of it in attention's core, that in its last product and what follows,
+    """A phase of a layer, once: work, the part of it in attention's core, that in its last product and what follows,
     and collectives."""
 
     busy: Busy
@@ -105,96 +113,230 @@ class SectionPrice(SectionSizes):
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
-    """What sections are priced for.
+class Products:
+    """Hardware and software that run the kernels.
 
     Args:
-        batch: sequences per micro-batch.
-        sizes: of axes.
-        device: that runs them.
-        precision: of products.
-        separate_experts: each expert's product is a kernel of its own.
+        device: the hardware.
+        precision: of products in blocks; elsewhere in 16 bits where it is "f8".
+        separate_experts: whether each expert's product is a kernel of its own.
     """
 
-    batch: int
-    sizes: tuple[tuple[str, int], ...]
     device: Device
     precision: str
     separate_experts: bool = False
 
+    def price(self, kernel: SectionKernel, batch: int, sizes: Sizes, *, is_block: bool) -> Busy:
+        """Price a kernel for `batch` sequences on axes of these sizes."""
+        inputs, outputs = (
+            tuple(TensorInfo(item.shape(batch, _cutting(item, sizes)), item.itemsize, item.dtype) for item in items)
+            for items in (kernel.inputs, kernel.outputs)
+        )
+        if kernel.operator == FUSED:
+            moved_s = memory_time(size_bytes((*inputs, *outputs)), self.device)
+            return Busy(memory_s=self.device.launch_latency_s + moved_s, kernels=1)
+        done = work(kernel.operator, inputs, outputs, kernel.arguments)
+        kernels = 1
+        if sizes.get(EXPERT, 1) > 1 and any(EXPERT in axes for item in kernel.inputs for axes in item.splits):
+            done = _shared_out(done, kernel, sizes[EXPERT])
+            if self.separate_experts:  # the last wave of each leaves processors idle
+                each = tuple(item._replace(batch=1) for item in done.products for _ in range(item.batch))
+                kernels = len(each)
+                done = done._replace(products=each, steps=max(1, kernels))
+        quantising_s = 0.0
+        if done.dtype in ("bf16", "f16"):
+            done = done._replace(dtype=self.precision if self.precision != "f8" else "bf16")
+        is_narrow = is_block and self.precision == "f8"
+        if is_narrow and done.products and (kernel.has_weight or kernel.makes_gradient):
+            # operands are read once, and written in eight bits as they are and transposed
+            quantising_s = sum(
+                memory_time(math.prod(item.shape) * (item.itemsize + 2), self.device) for item in inputs[:1]
+            )
+            done = done._replace(dtype="f8", bytes_read=done.bytes_read / 2)
+        time_s = work_time(done, self.device)
+        if done.products:
+            flops, kernels = sum(shape.flops for shape in done.products), max(1, kernels)
+            late = (time_s, kernels) if kernel.makes_gradient else (0.0, 0)
+            return Busy(time_s, 0.0, quantising_s, kernels, *late, flops)
+        if done.kind is Kind.ATTENTION:
+            return Busy(attention_s=time_s, kernels=1, flops=done.flops)
+        return Busy(memory_s=time_s, kernels=int(done.kind is not Kind.VIEW))
 
-def price_kernel(kernel: SectionKernel, setting: Setting, sizes: Mapping[str, int], precision: str) -> Busy:
-    """What a kernel takes; `precision` is that of products with weights."""
-    inputs = tuple(_info(item, setting.batch, _sizes_of(item, sizes)) for item in kernel.inputs)
-    outputs = tuple(_info(item, setting.batch, _sizes_of(item, sizes)) for item in kernel.outputs)
-    if kernel.operator == FUSED:
-        moved_s = memory_time(size_bytes((*inputs, *outputs)), setting.device)
-        return Busy(memory_s=setting.device.launch_latency_s + moved_s, kernels=1)
-    done = work(kernel.operator, inputs, outputs, kernel.arguments)
-    kernels = 1
-    if sizes.get(EXPERT, 1) > 1 and any(EXPERT in axes for item in kernel.inputs for axes in item.splits):
-        done = _shared_out(done, kernel, sizes[EXPERT])
-        if setting.separate_experts:
-            kernels = sum(product.batch for product in done.products)
-            done = done._replace(products=tuple(_each_expert(done.products)), steps=max(1, kernels))
-    extra = 0.0
-    if done.dtype in ("bf16", "f16"):
-        done = done._replace(dtype=setting.precision if setting.precision != "f8" else "bf16")
-    if precision == "f8" and done.products and (kernel.has_weight or kernel.makes_gradient):
-        extra = _quantising_time(inputs, setting.device)
-        done = replace_work(done, dtype="f8")
-    time = work_time(done, setting.device)
-    if done.products:
-        flops = sum(shape.flops for shape in done.products)
-        product = Busy(matmul_s=time, memory_s=extra, kernels=max(1, kernels), flops=flops)
-        if not kernel.makes_gradient:
-            return product
-        return replace(product, weight_gradient_s=time, weight_gradient_kernels=product.kernels)
-    if done.kind is Kind.ATTENTION:
-        return Busy(attention_s=time, kernels=1, flops=done.flops)
-    return Busy(memory_s=time, kernels=int(done.kind is not Kind.VIEW))
 
-
-def replace_work(done: Work, dtype: str) -> Work:
-    """The same work in another dtype, whose operands are narrower."""
-    return done._replace(dtype=dtype, bytes_read=done.bytes_read / 2)
-
-
-def _sizes_of(item: Sized, sizes: Mapping[str, int]) -> Mapping[str, int]:
+def _cutting(item: Sized, sizes: Sizes) -> Sizes:
     """The sizes by which a tensor is cut: tokens that are exchanged for other ranks' stay as many, weights do not."""
     return {**sizes, EXPERT: 1} if any(item.step) else sizes
 
 
 def _shared_out(done: Work, kernel: SectionKernel, ranks: int) -> Work:
     """Products of a share of the experts, with the tokens of all ranks."""
-
-    def share(product: MatmulShape) -> MatmulShape:
-        whole = max(item.first[0] for item in kernel.inputs)
-        batch = max(1, whole // ranks)
-        if kernel.makes_gradient:
-            return product._replace(batch=batch, k=product.k * ranks)
-        return product._replace(batch=batch, m=product.m * ranks)
-
-    return done._replace(products=tuple(share(product) for product in done.products))
+    batch = max(1, max(item.first[0] for item in kernel.inputs) // ranks)
+    dim = "k" if kernel.makes_gradient else "m"
+    shared = (item._replace(**{"batch": batch, dim: getattr(item, dim) * ranks}) for item in done.products)
+    return done._replace(products=tuple(shared))
 
 
-def _each_expert(products: Sequence[MatmulShape]) -> Iterator[MatmulShape]:
-    """Batches of products one by one: the last wave of each leaves processors idle."""
-    for product in products:
-        yield from (product._replace(batch=1),) * product.batch
+@dataclass(slots=True)
+class _KernelGroup:
+    """Kernels of a phase whose price depends on the same axes.
+
+    Args:
+        axes: the axes.
+        varies: whether the price depends on the micro-batch.
+        kernels: each with the places, among (busy, core, tail) of the phase, that it counts in.
+        prices: by micro-batch and sizes of the axes, of each of these.
+    """
+
+    axes: tuple[str, ...]
+    varies: bool
+    kernels: list[tuple[SectionKernel, tuple[bool, bool, bool]]] = field(default_factory=list)
+    prices: dict[tuple[int, ...], tuple[Busy, ...]] = field(default_factory=dict)
 
 
-def _quantising_time(inputs: tuple[TensorInfo, ...], device: Device) -> float:
-    """Operands are read once, and written in eight bits as they are and transposed."""
-    return sum(memory_time(math.prod(item.shape) * (item.itemsize + 2), device) for item in inputs[:1])
+class _Held(NamedTuple):
+    """The values of a section by shape.
+
+    Args:
+        values: the shapes.
+        kept: how often each is saved, in attention's core, entering, and in each workspace, [3 + workspaces, shapes].
+        parameters: how often it is the shape of a parameter that all replicas hold, and of an expert, [2, shapes].
+        matrices: parameters of two dims or more that all replicas hold.
+    """
+
+    values: tuple[Sized, ...]
+    kept: NDArray[np.int64]
+    parameters: NDArray[np.int64]
+    matrices: int
 
 
-def traffic_of(sent: Sent, batch: int, sizes: Mapping[str, int], entering: int) -> AxisTraffic:
+class _Parts(NamedTuple):
+    """A section in parts: groups of its two phases, its values, and the axes on whose sizes its price depends."""
+
+    forward: list[_KernelGroup]
+    backward: list[_KernelGroup]
+    held: _Held
+    axes: tuple[str, ...]
+    is_block: bool
+
+
+_NOTHING = (Busy(), Busy(), Busy())
+
+Key = tuple[object, str]
+"""A kind of recipe, and the name of a section."""
+
+
+@dataclass
+class LayerPricer:
+    """Prices the sections of a model; what was priced is kept.
+
+    Operands of products that run in 8 bits are kept so (Transformer Engine, module/linear.py: `saved_inputmat`).
+    """
+
+    products: Products
+    _parts: dict[object, _Parts] = field(default_factory=dict)
+    _sizes: dict[tuple[object, ...], SectionSizes] = field(default_factory=dict)
+    _prices: dict[tuple[object, ...], SectionPrice] = field(default_factory=dict)
+
+    def sizes(self, key: Key, section: Section, batch: int, sizes: Sizes) -> SectionSizes:
+        """Bytes of a section, which `key` names, for `batch` sequences on axes of these sizes; sooner than `price`."""
+        parts = self._parts_of(key, section)
+        known = (key, batch, *(sizes[axis] for axis in parts.axes))
+        if known not in self._sizes:
+            self._sizes[known] = SectionSizes(**_held_sizes(parts.held, batch, sizes))
+        return self._sizes[known]
+
+    def price(self, key: Key, section: Section, batch: int, sizes: Sizes) -> SectionPrice:
+        """The price of a section; see `sizes`."""
+        parts = self._parts_of(key, section)
+        known = (key, batch, *(sizes[axis] for axis in parts.axes))
+        if known not in self._prices:
+            held = _held_sizes(parts.held, batch, sizes)
+            phases = []
+            for phase, groups in ((section.forward, parts.forward), (section.backward, parts.backward)):
+                found = [self._group_price(group, batch, sizes, is_block=parts.is_block) for group in groups]
+                busy = (sum(each, Busy()) for each in zip(_NOTHING, *found, strict=True))
+                sent = (_traffic(item, batch, sizes, held["entering_bytes"]) for item in phase.sent)
+                phases.append(PhasePrice(*busy, tuple(sent)))
+            self._prices[known] = SectionPrice(**held, forward=phases[0], backward=phases[1])
+        return self._prices[known]
+
+    def _group_price(self, group: _KernelGroup, batch: int, sizes: Sizes, *, is_block: bool) -> tuple[Busy, ...]:
+        known = (batch * group.varies, *(sizes[axis] for axis in group.axes))
+        if known not in group.prices:
+            total = list(_NOTHING)
+            for kernel, places in group.kernels:
+                taken = self.products.price(kernel, batch, sizes, is_block=is_block)
+                total = [each + taken if is_in else each for each, is_in in zip(total, places, strict=True)]
+            group.prices[known] = tuple(total)
+        return group.prices[known]
+
+    def _parts_of(self, key: Key, section: Section) -> _Parts:
+        if key not in self._parts:
+            is_block = key[1] not in (BEFORE, AFTER)
+            forward, backward = self._groups_in(section.forward), self._groups_in(section.backward)
+            held = _held(section, is_narrow=is_block and self.products.precision == "f8")
+            sent = [item.value for phase in (section.forward, section.backward) for item in phase.sent]
+            axes = {axis for group in (*forward, *backward) for axis in group.axes} | _axes_in([*held.values, *sent])
+            self._parts[key] = _Parts(forward, backward, held, tuple(sorted(axes)), is_block)
+        return self._parts[key]
+
+    def _groups_in(self, phase: Phase) -> list[_KernelGroup]:
+        alone = {"tensor": 1, "context": 1, EXPERT: 1}
+        products = [self.products.price(kernel, 1, alone, is_block=False).matmul_s > 0 for kernel in phase.kernels]
+        lasts = [place for place, kernel in enumerate(phase.kernels) if products[place] and kernel.has_weight]
+        found: dict[tuple[tuple[str, ...], bool], _KernelGroup] = {}
+        for place, kernel in enumerate(phase.kernels):
+            tensors = (*kernel.inputs, *kernel.outputs)
+            alike = (tuple(sorted(_axes_in(tensors))), any(any(item.step) for item in tensors))
+            group = found.setdefault(alike, _KernelGroup(*alike))
+            group.kernels.append((kernel, (True, kernel.is_core, place >= max(lasts, default=0))))
+        return list(found.values())
+
+
+def _traffic(sent: Sent, batch: int, sizes: Sizes, entering: int) -> AxisTraffic:
     """A collective of a section that so many bytes enter."""
     size = sent.value.local_bytes(batch, {**sizes, EXPERT: 1})
     copies = max(1.0, size / entering) if sent.axis == EXPERT and entering else 1.0
-    return AxisTraffic(sent.axis, sent.kind, size, sent.has_weight, copies)
+    return AxisTraffic(sent.axis, sent.kind, size, copies)
 
 
-def _info(item: Sized, batch: int, sizes: Mapping[str, int]) -> TensorInfo:
-    return TensorInfo(item.shape(batch, sizes), item.itemsize, item.dtype)
+def _axes_in(items: Iterable[Sized]) -> set[str]:
+    return {axis for item in items for axes in item.splits for axis in axes}
+
+
+def _held(section: Section, *, is_narrow: bool) -> _Held:
+    saved = [_whole(replace(item.value, itemsize=1) if is_narrow and item.is_operand else item.value)
+             for item in section.saved]  # fmt: skip
+    core = [value for value, item in zip(saved, section.saved, strict=True) if item.is_core]
+    # rows that experts' ranks exchange stay as many; of experts' weights and gradients a rank has its share
+    workspaces = [[_whole(item) if any(item.step) else item for item in items] for items in section.workspaces]
+    kept = [saved, core, list(map(_whole, section.entering)), *workspaces]
+    dense, expert = (
+        [value for name, value in section.parameters.items() if (name in section.expert_parameters) == is_expert]
+        for is_expert in (False, True)
+    )
+    values = tuple(dict.fromkeys(value for items in (*kept, dense, expert) for value in items))
+
+    def table(rows: Sequence[Sequence[Sized]]) -> NDArray[np.int64]:
+        counts = [Counter(items) for items in rows]
+        return np.array([[count[value] for value in values] for count in counts], dtype=np.int64)
+
+    return _Held(values, table(kept), table([dense, expert]), sum(len(value.first) > 1 for value in dense))
+
+
+def _whole(item: Sized) -> Sized:
+    """A value as it is stored: rows that experts' ranks exchange stay as many."""
+    return replace(item, splits=tuple(tuple(axis for axis in axes if axis != EXPERT) for axes in item.splits))
+
+
+def _held_sizes(held: _Held, batch: int, sizes: Sizes) -> dict[str, int]:
+    """The fields of `SectionSizes`."""
+    shapes = np.array([value.local_bytes(batch, sizes) for value in held.values], dtype=np.int64)
+    saved, core, entering, *workspaces = (held.kept @ shapes).tolist()
+    elements = np.array([math.prod(value.shape(1, sizes)) for value in held.values], dtype=np.int64)
+    dense, expert = (held.parameters @ elements).tolist()
+    return {
+        "saved_bytes": saved, "core_bytes": core, "entering_bytes": entering,
+        "workspace_bytes": max(workspaces, default=0), "parameters": dense,
+        "matrices": held.matrices, "expert_parameters": expert,
+    }  # fmt: skip

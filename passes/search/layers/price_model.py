@@ -23,9 +23,8 @@ from autoshard.rules.enumeration import Strategy
 from cost_models.hardware import Cluster
 from passes.search.layers.combine_layouts import combine_layouts
 from passes.search.layers.count_layers import Section, count_sections, splits_of
-from passes.search.layers.fold_program import AFTER, BEFORE, FoldedProgram
-from passes.search.layers.layer_pricer import SectionPricer
-from passes.search.layers.price_layers import SectionPrice, SectionSizes
+from passes.search.layers.fold_program import FoldedProgram
+from passes.search.layers.price_layers import LayerPricer, Products, SectionPrice, SectionSizes
 from passes.search.layers.propagate_axis import AXIS, WHOLE, AxisLayout, Policy, axis_space, propagate_axis
 from passes.search.layers.route_tokens import routed_calls
 from passes.strategies.enumerate_strategies import SearchSpace
@@ -70,7 +69,7 @@ class CountedModel:
     tokens: int
     count: Callable[[RecipeKind], Mapping[str, Section]] = field(repr=False)
     has_experts: bool = False
-    _pricers: dict[tuple[object, ...], SectionPricer] = field(default_factory=dict, init=False, repr=False)
+    _pricers: dict[tuple[object, ...], LayerPricer] = field(default_factory=dict, init=False, repr=False)
     _splits: dict[RecipeKind, frozenset[tuple[int, tuple[str, ...]]]] = field(
         default_factory=dict, init=False, repr=False
     )
@@ -98,25 +97,22 @@ class CountedModel:
         """The price of each section under a recipe; `batch` and `sizes` in place of its micro-batch and axes' sizes."""
         kind, pricer = RecipeKind.of(recipe), self._pricer(recipe, cluster)
         batch, sizes = batch or recipe.micro_batch, sizes or _axis_sizes(recipe)
-        return {
-            name: pricer.price((kind, name), section, batch, sizes, is_block=name not in (BEFORE, AFTER))
-            for name, section in self.count(kind).items()
-        }
+        return {name: pricer.price((kind, name), section, batch, sizes) for name, section in self.count(kind).items()}
 
     def section_sizes(self, recipe: Execution, cluster: Cluster) -> Mapping[str, SectionSizes]:
         """What each section keeps and holds under a recipe: a part of its price that is found sooner."""
         kind, pricer, sizes = RecipeKind.of(recipe), self._pricer(recipe, cluster), _axis_sizes(recipe)
         return {
-            name: pricer.sizes((kind, name), section, recipe.micro_batch, sizes, is_block=name not in (BEFORE, AFTER))
+            name: pricer.sizes((kind, name), section, recipe.micro_batch, sizes)
             for name, section in self.count(kind).items()
         }
 
-    def _pricer(self, recipe: Execution, cluster: Cluster) -> SectionPricer:
+    def _pricer(self, recipe: Execution, cluster: Cluster) -> LayerPricer:
         key = (cluster.device, recipe.runtime.attention, recipe.precision, recipe.runtime.separate_experts)
         if key not in self._pricers:
             attention = recipe.runtime.attention
             device = cluster.device if attention is None else cluster.device.with_attention(attention)
-            self._pricers[key] = SectionPricer(device, recipe.precision, recipe.runtime.separate_experts)
+            self._pricers[key] = LayerPricer(Products(device, recipe.precision, recipe.runtime.separate_experts))
         return self._pricers[key]
 
 

@@ -37,7 +37,7 @@ def phases(draw: st.DrawFn, *, is_backward: bool) -> PhasePrice:
         late = draw(SECONDS)
         rest += Busy(matmul_s=late, kernels=2, weight_gradient_s=late, weight_gradient_kernels=2)
     traffic = tuple(
-        AxisTraffic(axis, draw(st.sampled_from([MoveKind.GATHER, MoveKind.REDUCE])), size, has_weight=True)
+        AxisTraffic(axis, draw(st.sampled_from([MoveKind.GATHER, MoveKind.REDUCE])), size)
         for axis in ("tensor", "context", "expert")
         if (size := draw(st.sampled_from([10**7, 10**5, 0])))
     )
@@ -113,7 +113,7 @@ def _small() -> SectionPrice:
     """A section whose host issues slower than its device computes, with a collective over `tensor` in the backward."""
     sizes = dict.fromkeys(("saved_bytes", "core_bytes", "entering_bytes", "workspace_bytes", "expert_parameters"), 0)
     late = Busy(matmul_s=1e-5, kernels=1, weight_gradient_s=1e-5, weight_gradient_kernels=1)
-    busy, traffic = Busy(matmul_s=1e-5, kernels=40), AxisTraffic("tensor", MoveKind.REDUCE, 10**7, has_weight=True)
+    busy, traffic = Busy(matmul_s=1e-5, kernels=40), AxisTraffic("tensor", MoveKind.REDUCE, 10**7)
     forward, backward = PhasePrice(busy, Busy(), Busy(), ()), PhasePrice(busy + late, Busy(), Busy(), (traffic,))
     return SectionPrice(**sizes, parameters=0, matrices=2, forward=forward, backward=backward)
 

@@ -87,7 +87,7 @@ def test_a_merged_dispatch_sends_less_and_sorts_nothing() -> None:
 
 def test_other_traffic_is_not_sorted() -> None:
     """Only tokens that were sent to experts are."""
-    item = AxisTraffic("tensor", MoveKind.REDUCE, 2**20, has_weight=False)
+    item = AxisTraffic("tensor", MoveKind.REDUCE, 2**20)
     assert sorting_time(item, RECIPE, CLUSTER) == 0.0
 
 

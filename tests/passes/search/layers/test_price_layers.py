@@ -11,17 +11,15 @@ from hypothesis import strategies as st
 
 from autoshard.ir.execution import Execution
 from cost_models.hardware import Cluster
-from passes.search.layers import layer_pricer
 from passes.search.layers.count_layers import SectionKernel
 from passes.search.layers.fold_program import AFTER, BEFORE
-from passes.search.layers.layer_pricer import SectionPricer
-from passes.search.layers.price_layers import Busy, Setting, price_kernel
+from passes.search.layers.price_layers import Busy, LayerPricer, Products
 from passes.search.layers.price_model import RecipeKind
 from tests.passes.decoders import HIDDEN, SEQUENCE, priced_sparse
 
 MODEL = priced_sparse().counted
 DEVICE = Cluster("h100_sxm", 1, 8).device
-USED = SectionPricer(DEVICE, "bf16", separate_experts=False)
+USED = LayerPricer(Products(DEVICE, "bf16"))
 SIZES = st.sampled_from([1, 2, 4])
 
 
@@ -32,17 +30,16 @@ def test_a_pricer_that_was_used_gives_the_prices_of_a_new_one(
     """To the last digit; and the sum over all kernels is what they take one by one."""
     kind = RecipeKind(tensor > 1, parallel and tensor > 1, context > 1, expert > 1, split and tensor > 1, fused=True)
     sizes = {"tensor": tensor, "context": context, "expert": expert}
-    setting = Setting(batch, tuple(sizes.items()), DEVICE, "bf16")
-    new = SectionPricer(DEVICE, "bf16", separate_experts=False)
+    new = LayerPricer(Products(DEVICE, "bf16"))
     for name, section in MODEL.count(kind).items():
         is_block = name not in (BEFORE, AFTER)
-        price = USED.price((kind, name), section, batch, sizes, is_block=is_block)
-        assert asdict(price) == asdict(new.price(name, section, batch, sizes, is_block=is_block))
-        assert price is USED.price((kind, name), section, batch, sizes, is_block=is_block)
+        price = USED.price((kind, name), section, batch, sizes)
+        assert asdict(price) == asdict(new.price((kind, name), section, batch, sizes))
+        assert price is USED.price((kind, name), section, batch, sizes)
         for phase, found in ((section.forward, price.forward), (section.backward, price.backward)):
             total = Busy()
             for kernel in phase.kernels:
-                total += price_kernel(kernel, setting, sizes, "bf16" if is_block else "")
+                total += new.products.price(kernel, batch, sizes, is_block=is_block)
             assert asdict(found.busy) == pytest.approx(asdict(total))
             assert len(found.traffic) == len(phase.sent)
 
@@ -51,28 +48,32 @@ def test_what_a_batch_does_not_change_is_priced_once(monkeypatch: pytest.MonkeyP
     """Of another batch only kernels that have its sequences are priced anew; of one that was met, none."""
     priced: list[str] = []
 
-    def counted(kernel: SectionKernel, *others: Any) -> Busy:
-        priced.append(kernel.name)
-        return price_kernel(kernel, *others)
+    price = Products.price
 
-    monkeypatch.setattr(layer_pricer, "price_kernel", counted)
-    pricer, sizes = SectionPricer(DEVICE, "bf16", separate_experts=False), {"tensor": 1, "context": 1, "expert": 1}
+    def counted(products: Products, kernel: SectionKernel, *others: Any, **named: Any) -> Busy:
+        priced.append(kernel.name)
+        return price(products, kernel, *others, **named)
+
+    monkeypatch.setattr(Products, "price", counted)
+    pricer, sizes = LayerPricer(Products(DEVICE, "bf16")), {"tensor": 1, "context": 1, "expert": 1}
     section = MODEL.count(RecipeKind(False, False, False, False, False, fused=True))[BEFORE]
     counts = []
     for batch in (1, 2, 1):
         priced.clear()
-        pricer.price(BEFORE, section, batch, sizes, is_block=False)
+        pricer.price(("", BEFORE), section, batch, sizes)
         counts.append(len(priced))
     assert counts[0] > counts[1] > counts[2] == 0
 
 
 def test_products_with_weights_are_faster_in_8_bits_and_those_of_attention_are_not() -> None:
     """Forward, where a weight is read, and in both gradients."""
-    setting = Setting(4096, (("tensor", 1),), DEVICE, "bf16")
     section = MODEL.count(RecipeKind(False, False, False, False, False, fused=True))["layers:0"]
     narrow, wide = (
         [
-            [price_kernel(kernel, setting, {"tensor": 1}, precision).matmul_s for kernel in phase.kernels]
+            [
+                Products(DEVICE, precision).price(kernel, 4096, {"tensor": 1}, is_block=True).matmul_s
+                for kernel in phase.kernels
+            ]
             for phase in (section.forward, section.backward)
         ]
         for precision in ("f8", "bf16")
