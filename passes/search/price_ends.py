@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from autoshard.ir.execution import Execution
 from cost_models.collectives import all_gather_time, all_reduce_time, reduce_scatter_time
@@ -15,8 +15,7 @@ GRADIENT_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
 WEIGHT_BYTES = {"bf16": 2, "f16": 2, "f8": 2, "f32": 4}
 
 
-@dataclass(frozen=True, slots=True)
-class EndLoad:
+class EndLoad(NamedTuple):
     """Parameters of a pipeline rank, and its time for each micro-batch.
 
     Args:
@@ -30,33 +29,17 @@ class EndLoad:
     backward_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class EndWork:
-    """Seconds of what a pipeline rank does once per step, each alone."""
-
-    reduce_s: float
-    gather_s: float
-    update_s: float
-
-
-def end_work(dense: float, expert: float, recipe: Execution, groups: Groups, cluster: Cluster) -> EndWork:
-    """Reducing gradients, gathering parameters, and updating them, of a rank with so many; see `EndLoad`."""
-    reduce_s, gather_s = exchange_times(dense, expert, recipe, groups)
-    shards = groups.zero.size if recipe.zero else 1
-    elements = dense / shards + expert / (groups.expert_replicas.size if recipe.zero else 1)
-    update_s = memory_time(elements * update_bytes(recipe), cluster.device)
-    return EndWork(reduce_s, gather_s, update_s)
-
-
 def end_times(load: EndLoad, recipe: Execution, groups: Groups, cluster: Cluster) -> dict[str, float]:
     """Seconds that a pipeline rank waits once per step: its ends, beside its last backward and its first forward."""
-    work = end_work(load.dense, load.expert, recipe, groups, cluster)
-    reduce_s, gather_s = work.reduce_s, work.gather_s
+    reduce_s, gather_s = exchange_times(load.dense, load.expert, recipe, groups)
     if recipe.runtime.overlap_gradients:
         reduce_s = beside(load.backward_s, reduce_s) - load.backward_s
     if recipe.runtime.overlap_parameters:
         gather_s = beside(load.forward_s, gather_s) - load.forward_s
-    return {"gradient reduction": reduce_s, "parameter gathering": gather_s, "optimizer": work.update_s}
+    elements = load.dense / groups.zero.size + load.expert / groups.expert_replicas.size
+    elements = elements if recipe.zero else load.dense + load.expert
+    update_s = memory_time(elements * update_bytes(recipe), cluster.device)
+    return {"gradient reduction": reduce_s, "parameter gathering": gather_s, "optimizer": update_s}
 
 
 def exchange_times(dense: float, expert: float, recipe: Execution, groups: Groups) -> tuple[float, float]:

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -55,45 +55,14 @@ class SectionTime:
     communication: Mapping[str, float]
 
 
-@dataclass(frozen=True, slots=True)
-class SectionPasses:
-    """Of a section, for one micro-batch, what is the same whatever blocks keep, seconds.
-
-    Args:
-        forward, backward: its phases.
-        gathers: of parameters in the forward, and again with reducing their gradients after, see `sharded_time`.
-        adding_s: of its gradients to those before.
-    """
-
-    forward: PhaseTime
-    backward: PhaseTime
-    gathers: tuple[float, float]
-    adding_s: float
-
-
-def section_passes(price: SectionPrice, recipe: Execution, groups: Groups, cluster: Cluster) -> SectionPasses:
-    """What a section's passes take before anything is computed again or copied."""
-    forward = phase_time(price.forward, recipe, groups, cluster)
-    adding_s = adding_time(price, recipe, cluster)
-    backward = phase_time(price.backward, recipe, groups, cluster)
-    gathers = sharded_time(price, recipe, groups)
-    return SectionPasses(forward, backward, gathers, adding_s)
-
-
 def section_time(
-    price: SectionPrice,
-    recipe: Execution,
-    groups: Groups,
-    cluster: Cluster,
-    *,
-    is_block: bool,
-    passes: SectionPasses | None = None,
+    price: SectionPrice, recipe: Execution, groups: Groups, cluster: Cluster, *, is_block: bool
 ) -> SectionTime:
-    """What a section takes for one micro-batch; `passes`: its `section_passes`, where they are known."""
-    passes = section_passes(price, recipe, groups, cluster) if passes is None else passes
-    forward, backward, gathers = passes.forward, passes.backward, passes.gathers
+    """The time of a section for one micro-batch."""
+    forward, backward = (phase_time(phase, recipe, groups, cluster) for phase in (price.forward, price.backward))
+    gathers, copies = sharded_time(price, recipe, groups), copies_time(price, recipe, cluster, is_block=is_block)
+    adding_s = memory_time(accumulation_bytes(price, recipe), cluster.device)
     again = _recomputed(price, recipe, groups, cluster, is_block=is_block)
-    copies = copies_time(price, recipe, cluster, is_block=is_block)
     there = _passing(forward.total_s, forward.total_s, gathers[0], copies[0], recipe)
     first_s = backward.input_gradient_s + again.total_s
     back = _passing(backward.total_s + again.total_s, first_s, gathers[1], copies[1], recipe)
@@ -102,8 +71,8 @@ def section_time(
         for name, value in part.items():
             communication[name] = communication.get(name, 0.0) + value
     return SectionTime(
-        there.total_s, back.total_s + passes.adding_s - again.total_s, again.total_s,
-        back.first_s - again.total_s, backward.weight_gradient_s + passes.adding_s, communication,
+        there.total_s, back.total_s + adding_s - again.total_s, again.total_s,
+        back.first_s - again.total_s, backward.weight_gradient_s + adding_s, communication,
     )  # fmt: skip
 
 
@@ -180,28 +149,15 @@ def sharded_time(price: SectionPrice, recipe: Execution, groups: Groups) -> tupl
     return gather_s, gather_s + reduce_s
 
 
-@dataclass(frozen=True, slots=True)
-class RecipeTime:
-    """The time of a step and where it goes, seconds."""
-
-    time_s: float
-    breakdown: Mapping[str, float]
-
-
-def step_price(
-    sections: Mapping[str, SectionPrice],
-    stages: Sequence[Stage],
-    recipe: Execution,
-    groups: Groups,
-    cluster: Cluster,
-) -> RecipeTime:
-    """The time of a step."""
-    return Step(sections, stages, recipe, groups, cluster).price()
-
-
 @dataclass(frozen=True)
 class Step:
-    """A step, found as far as it is asked for; arguments as of `step_price`."""
+    """A step: its time, and where the time goes; each is found when it is read first.
+
+    Args:
+        sections: the price of each section.
+        stages: how often each stage has each section.
+        recipe, groups, cluster: as it runs.
+    """
 
     sections: Mapping[str, SectionPrice]
     stages: Sequence[Stage]
@@ -209,40 +165,40 @@ class Step:
     groups: Groups
     cluster: Cluster
 
+    @cached_property
     def time_s(self) -> float:
-        """Seconds of the step: those of its price, without where they go."""
-        return self._total(stages_time(self.stage_times, self.recipe))
+        """Seconds of the step."""
+        return self._pipe_s + sum(self.end.values())
 
-    def price(self) -> RecipeTime:
-        """The step, and where its time goes."""
-        recipe, send_s = self.recipe, self.send_s
-        pipe_s = stages_time(self.stage_times, recipe)
-        busy_s = sum(stage.forward_s + stage.backward_s for stage in self.stage_times)
+    @cached_property
+    def breakdown(self) -> Mapping[str, float]:
+        """Seconds by where they go; `time_s` is their sum."""
+        recipe, found = self.recipe, dict[str, float]()
         is_late = recipe.pipeline > 1 and not recipe.runtime.overlap_pipeline
-        sends_s = 2 * send_s * recipe.virtual_stages * recipe.micro_batches if is_late else 0.0
-        waited_s = 0.0 if recipe.pipeline == 1 else max(0.0, pipe_s - busy_s * recipe.micro_batches / recipe.pipeline)
+        sends_s = 2 * self.send_s * recipe.virtual_stages * recipe.micro_batches if is_late else 0.0
+        busy_s = sum(stage.forward_s + stage.backward_s for stage in self.stage_times)
+        busy_s *= recipe.micro_batches / recipe.pipeline
+        waited_s = 0.0 if recipe.pipeline == 1 else max(0.0, self._pipe_s - busy_s)
         sends_s = min(sends_s, waited_s)
-        breakdown: dict[str, float] = {}
         for name, time in self.times.items():
-            count = sum(counts.get(name, 0) for counts in self.ranks)
+            share = sum(counts.get(name, 0) for counts in self.ranks) * recipe.micro_batches / recipe.pipeline
             for axis, value in time.communication.items():
                 key = f"communication over {axis}"
-                breakdown[key] = breakdown.get(key, 0.0) + value * count * recipe.micro_batches / recipe.pipeline
+                found[key] = found.get(key, 0.0) + value * share
         if waited_s > sends_s:
-            breakdown["pipeline bubble"] = waited_s - sends_s
+            found["pipeline bubble"] = waited_s - sends_s
         if sends_s:
-            breakdown["communication over pipeline"] = sends_s
-        breakdown |= {name: value for name, value in self.end.items() if value}
-        total = self._total(pipe_s)
-        compute = total - sum(breakdown.values())
-        return RecipeTime(total, {"compute": compute, **breakdown})
+            found["communication over pipeline"] = sends_s
+        found |= {name: value for name, value in self.end.items() if value}
+        return {"compute": self.time_s - sum(found.values()), **found}
 
-    def _total(self, pipe_s: float) -> float:
-        return pipe_s + sum(self.end.values())
+    @cached_property
+    def _pipe_s(self) -> float:
+        return stages_time(self.stage_times, self.recipe)
 
     @cached_property
     def times(self) -> Mapping[str, SectionTime]:
-        """What sections take."""
+        """Times of the sections."""
         parts = (self.recipe, self.groups, self.cluster)
         return {
             name: section_time(price, *parts, is_block=name not in (BEFORE, AFTER))
@@ -256,10 +212,19 @@ class Step:
 
     @cached_property
     def stage_times(self) -> Sequence[StageTimes]:
-        """What each stage takes for a micro-batch."""
-        kinds = dict.fromkeys(self.stages)
-        known = {stage: stage_times(stage, self.times, self.recipe, self.send_s) for stage in kinds}
+        """Times of each stage for a micro-batch."""
+        known = {stage: self._stage_times(stage) for stage in dict.fromkeys(self.stages)}
         return [known[stage] for stage in self.stages]
+
+    def _stage_times(self, stage: Stage) -> StageTimes:
+        def total(part: Callable[[SectionTime], float]) -> float:
+            return sum(part(self.times[name]) * count for name, count in stage.sections)
+
+        forward_s, again_s = total(lambda time: time.forward_s), total(lambda time: time.recompute_s)
+        if not cuts_backward(self.recipe):
+            return StageTimes(forward_s, total(lambda time: time.backward_s), 0.0, self.send_s, again_s)
+        first_s, late_s = total(lambda time: time.input_gradient_s), total(lambda time: time.weight_gradient_s)
+        return StageTimes(forward_s, first_s, late_s, self.send_s, again_s)
 
     @cached_property
     def ranks(self) -> Sequence[Mapping[str, int]]:
@@ -268,24 +233,19 @@ class Step:
 
     @cached_property
     def end(self) -> Mapping[str, float]:
-        """What the rank that takes longest does once per step."""
-        kinds = [dict(kind) for kind in dict.fromkeys(tuple(counts.items()) for counts in self.ranks)]
-        loads = [load_of(counts, self.sections, self.times) for counts in kinds]
-        ends = [end_times(load, self.recipe, self.groups, self.cluster) for load in loads]
+        """The ends of the rank on which they take longest."""
+        kinds = dict.fromkeys(tuple(counts.items()) for counts in self.ranks)
+        ends = [end_times(self._load_of(counts), self.recipe, self.groups, self.cluster) for counts in kinds]
         return max(ends, key=lambda parts: sum(parts.values()))
 
-
-def stage_times(stage: Stage, times: Mapping[str, SectionTime], recipe: Execution, send_s: float) -> StageTimes:
-    """What a stage takes for one micro-batch, from what its sections take, and what handing on does."""
-
-    def total(part: Callable[[SectionTime], float]) -> float:
-        return sum(part(times[name]) * count for name, count in stage.sections)
-
-    forward_s, again_s = total(lambda time: time.forward_s), total(lambda time: time.recompute_s)
-    if not cuts_backward(recipe):
-        return StageTimes(forward_s, total(lambda time: time.backward_s), 0.0, send_s, again_s)
-    first_s, late_s = (total(lambda time: time.input_gradient_s), total(lambda time: time.weight_gradient_s))
-    return StageTimes(forward_s, first_s, late_s, send_s, again_s)
+    def _load_of(self, counts: Iterable[tuple[str, int]]) -> EndLoad:
+        mine = [(self.sections[name], self.times[name], count) for name, count in counts]
+        return EndLoad(
+            dense=sum(price.parameters * count for price, _, count in mine),
+            expert=sum(price.expert_parameters * count for price, _, count in mine),
+            forward_s=sum(time.forward_s * count for _, time, count in mine),
+            backward_s=sum((time.backward_s + time.recompute_s) * count for _, time, count in mine),
+        )
 
 
 def send_time(sections: Mapping[str, SectionPrice], recipe: Execution, groups: Groups) -> float:
@@ -301,24 +261,6 @@ def send_time(sections: Mapping[str, SectionPrice], recipe: Execution, groups: G
     if recipe.tensor > 1 and not recipe.sequence_parallel:
         sent += all_gather_time(whole, groups.tensor)
     return sent
-
-
-def load_of(
-    counts: Mapping[str, int], sections: Mapping[str, SectionPrice], times: Mapping[str, SectionTime]
-) -> EndLoad:
-    """The load of a rank that has each section so often."""
-    mine = [(sections[name], times[name], count) for name, count in counts.items()]
-    return EndLoad(
-        dense=sum(price.parameters * count for price, _, count in mine),
-        expert=sum(price.expert_parameters * count for price, _, count in mine),
-        forward_s=sum(time.forward_s * count for _, time, count in mine),
-        backward_s=sum((time.backward_s + time.recompute_s) * count for _, time, count in mine),
-    )
-
-
-def adding_time(price: SectionPrice, recipe: Execution, cluster: Cluster) -> float:
-    """Seconds of adding a micro-batch's gradients to those before it."""
-    return memory_time(accumulation_bytes(price, recipe), cluster.device)
 
 
 def accumulation_bytes(price: SectionPrice, recipe: Execution) -> float:

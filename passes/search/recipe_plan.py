@@ -23,7 +23,7 @@ from passes.search.layers.propagate_axis import AxisLayout
 from passes.search.pipeline_stages import in_flight, share_out
 from passes.search.price_ends import WEIGHT_BYTES
 from passes.search.price_memory import MemoryPrice, host_bytes, memory_price
-from passes.search.price_recipe import HOST, RecipeTime, model_flops, step_price
+from passes.search.price_recipe import HOST, Step, model_flops
 from passes.search.recipe_groups import recipe_groups
 
 
@@ -109,12 +109,12 @@ def _held_by_host(recipe: Execution, cluster: Cluster, size: int) -> int:
     return size
 
 
-def _step_of(priced: CountedModel, recipe: Execution, cluster: Cluster) -> tuple[RecipeTime, MemoryPrice, float]:
+def _step_of(priced: CountedModel, recipe: Execution, cluster: Cluster) -> tuple[Step, MemoryPrice, float]:
     """The step, its memory, and the seconds that its FLOPs take at the peak."""
     groups = recipe_groups(recipe, cluster)
     stages = share_out(priced.blocks, recipe)
     sections = priced.section_prices(recipe, cluster)
-    step = step_price(sections, stages, recipe, groups, cluster)
+    step = Step(sections, stages, recipe, groups, cluster)
     memory = memory_price(sections, stages, recipe, groups, in_flight(recipe))
     _host_bytes(priced, recipe, cluster)
     return step, memory, model_flops(sections, priced.blocks, recipe) / _peak(recipe, cluster)

@@ -79,7 +79,7 @@ class RecipePricer:
     def time_s(self, recipe: Execution) -> float:
         """The step of a recipe, as `recipe_plan.predict_recipe` has it."""
         parts = (self.sections(recipe), self.stages(recipe), recipe, self.groups(recipe), self.cluster)
-        return Step(*parts).time_s()
+        return Step(*parts).time_s
 
     def memory_bytes(self, recipe: Execution) -> int:
         """The memory of a recipe's fullest rank, likewise."""

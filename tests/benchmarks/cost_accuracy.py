@@ -43,7 +43,7 @@ from cost_models.memory import communicator_bytes, context_bytes
 from cost_models.step import ALONE, InStep, in_step
 from passes.search.layers.price_model import RecipeKind
 from passes.search.pipeline_stages import Stage
-from passes.search.price_recipe import step_price
+from passes.search.price_recipe import Step
 from passes.search.recipe_groups import recipe_groups
 from passes.search.recipe_plan import predict_recipe
 from tests.benchmarks.accuracy_metrics import attainable, bias, mape, regret, repeatability, spearman
@@ -79,7 +79,7 @@ class Pricer:
         model = self.table.model(model_shape(row), RecipeKind.of(recipe))
         stage = Stage(((model.blocks[0], 1),))
         prices, groups = model.section_prices(recipe, cluster), recipe_groups(recipe, cluster)
-        price = step_price(prices, [stage], recipe, groups, cluster)
+        price = Step(prices, [stage], recipe, groups, cluster)
         return price.time_s - price.breakdown.get("optimizer", 0.0)
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -83,7 +83,7 @@ class SectionKernel:
         is_core: whether it belongs to attention's core, between its first and its last product.
     """
 
-    name: str
+    name: str = field(compare=False)
     operator: str
     inputs: tuple[Sized, ...]
     outputs: tuple[Sized, ...]

@@ -128,8 +128,13 @@ class Products:
 
     def price(self, kernel: SectionKernel, batch: int, sizes: Sizes, *, is_block: bool) -> Busy:
         """Price a kernel for `batch` sequences on axes of these sizes."""
+        # tokens that are exchanged for other ranks' stay as many, weights do not
+        alone = {**sizes, EXPERT: 1}
         inputs, outputs = (
-            tuple(TensorInfo(item.shape(batch, _cutting(item, sizes)), item.itemsize, item.dtype) for item in items)
+            tuple(
+                TensorInfo(item.shape(batch, alone if any(item.step) else sizes), item.itemsize, item.dtype)
+                for item in items
+            )
             for items in (kernel.inputs, kernel.outputs)
         )
         if kernel.operator == FUSED:
@@ -137,7 +142,8 @@ class Products:
             return Busy(memory_s=self.device.launch_latency_s + moved_s, kernels=1)
         done = work(kernel.operator, inputs, outputs, kernel.arguments)
         kernels = 1
-        if sizes.get(EXPERT, 1) > 1 and any(EXPERT in axes for item in kernel.inputs for axes in item.splits):
+        is_shared = any(EXPERT in axes for item in kernel.inputs for axes in item.splits)
+        if done.products and is_shared and sizes.get(EXPERT, 1) > 1:
             done = _shared_out(done, kernel, sizes[EXPERT])
             if self.separate_experts:  # the last wave of each leaves processors idle
                 each = tuple(item._replace(batch=1) for item in done.products for _ in range(item.batch))
@@ -163,11 +169,6 @@ class Products:
         return Busy(memory_s=time_s, kernels=int(done.kind is not Kind.VIEW))
 
 
-def _cutting(item: Sized, sizes: Sizes) -> Sizes:
-    """The sizes by which a tensor is cut: tokens that are exchanged for other ranks' stay as many, weights do not."""
-    return {**sizes, EXPERT: 1} if any(item.step) else sizes
-
-
 def _shared_out(done: Work, kernel: SectionKernel, ranks: int) -> Work:
     """Products of a share of the experts, with the tokens of all ranks."""
     batch = max(1, max(item.first[0] for item in kernel.inputs) // ranks)
@@ -184,7 +185,7 @@ class _KernelGroup:
         axes: the axes.
         varies: whether the price depends on the micro-batch.
         kernels: each with the places, among (busy, core, tail) of the phase, that it counts in.
-        prices: by micro-batch and sizes of the axes, of each of these.
+        prices: of each of these, by whether it is in a block, the micro-batch and sizes of the axes.
     """
 
     axes: tuple[str, ...]
@@ -234,6 +235,7 @@ class LayerPricer:
 
     products: Products
     _parts: dict[object, _Parts] = field(default_factory=dict)
+    _groups: dict[object, _KernelGroup] = field(default_factory=dict)
     _sizes: dict[tuple[object, ...], SectionSizes] = field(default_factory=dict)
     _prices: dict[tuple[object, ...], SectionPrice] = field(default_factory=dict)
 
@@ -261,7 +263,7 @@ class LayerPricer:
         return self._prices[known]
 
     def _group_price(self, group: _KernelGroup, batch: int, sizes: Sizes, *, is_block: bool) -> tuple[Busy, ...]:
-        known = (batch * group.varies, *(sizes[axis] for axis in group.axes))
+        known = (is_block, batch * group.varies, *(sizes[axis] for axis in group.axes))
         if known not in group.prices:
             total = list(_NOTHING)
             for kernel, places in group.kernels:
@@ -281,6 +283,7 @@ class LayerPricer:
         return self._parts[key]
 
     def _groups_in(self, phase: Phase) -> list[_KernelGroup]:
+        """The groups of a phase; those of other kinds of recipes with the same kernels are the same."""
         alone = {"tensor": 1, "context": 1, EXPERT: 1}
         products = [self.products.price(kernel, 1, alone, is_block=False).matmul_s > 0 for kernel in phase.kernels]
         lasts = [place for place, kernel in enumerate(phase.kernels) if products[place] and kernel.has_weight]
@@ -290,7 +293,7 @@ class LayerPricer:
             alike = (tuple(sorted(_axes_in(tensors))), any(any(item.step) for item in tensors))
             group = found.setdefault(alike, _KernelGroup(*alike))
             group.kernels.append((kernel, (True, kernel.is_core, place >= max(lasts, default=0))))
-        return list(found.values())
+        return [self._groups.setdefault((alike, tuple(group.kernels)), group) for alike, group in found.items()]
 
 
 def _traffic(sent: Sent, batch: int, sizes: Sizes, entering: int) -> AxisTraffic:

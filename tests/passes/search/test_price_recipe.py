@@ -16,12 +16,12 @@ from cost_models.streams import beside
 from passes.search.pipeline_stages import share_out
 from passes.search.price_ends import exchange_times
 from passes.search.price_recipe import (
+    Step,
     accumulation_bytes,
     copies_time,
     section_time,
     send_time,
     sharded_time,
-    step_price,
 )
 from passes.search.recipe_groups import recipe_groups
 from tests.passes.decoders import HIDDEN, SEQUENCE, priced_dense
@@ -39,7 +39,7 @@ def _seconds(recipe: Execution, cluster: PricedCluster | None = None) -> float:
     cluster = cluster or _cluster(recipe)
     prices = PRICED.counted.section_prices(recipe, cluster)
     groups = recipe_groups(recipe, cluster)
-    return step_price(prices, share_out(BLOCKS, recipe), recipe, groups, cluster).time_s
+    return Step(prices, share_out(BLOCKS, recipe), recipe, groups, cluster).time_s
 
 
 def test_a_micro_batch_more_takes_its_own_time() -> None:

@@ -16,7 +16,7 @@ from passes.search.layers.price_model import PricedModel
 from passes.search.layers.propagate_axis import MoveKind
 from passes.search.pipeline_stages import share_out
 from passes.search.price_memory import memory_price
-from passes.search.price_recipe import sharded_time, step_price
+from passes.search.price_recipe import Step, sharded_time
 from passes.search.recipe_groups import recipe_groups, sorting_time, traffic_time
 from passes.search.recipe_plan import predict_recipe
 from tests.benchmarks.experts import Experts, MixtureOfExperts
@@ -42,7 +42,7 @@ class Beside(nn.Module):
 def _seconds(recipe: Execution) -> float:
     prices = PRICED.counted.section_prices(recipe, CLUSTER)
     stages = share_out(PRICED.folded.blocks, recipe)
-    return step_price(prices, stages, recipe, recipe_groups(recipe, CLUSTER), CLUSTER).time_s
+    return Step(prices, stages, recipe, recipe_groups(recipe, CLUSTER), CLUSTER).time_s
 
 
 def _exchanges(recipe: Execution) -> list[AxisTraffic]:
