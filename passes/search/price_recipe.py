@@ -23,14 +23,13 @@ from cost_models.compute import memory_time
 from cost_models.hardware import Cluster
 from cost_models.order_times import StageTimes
 from cost_models.streams import beside, slowed
-from cost_models.topology import GroupLinks
 from passes.search.layers.fold_program import AFTER, BEFORE
 from passes.search.layers.price_layers import Busy, PhasePrice, SectionPrice
 from passes.search.pipeline_stages import Stage, cuts_backward, rank_sections, stages_time
 from passes.search.price_ends import GRADIENT_BYTES, WEIGHT_BYTES, EndLoad, end_times
 from passes.search.price_memory import block_bytes
 from passes.search.price_phases import PhaseTime, phase_time
-from passes.search.recipe_groups import Exchange, Groups, in_pieces
+from passes.search.recipe_groups import Groups, in_pieces
 
 HOST = "the host"
 """What copies to the host and back count as in a step's communication."""
@@ -133,19 +132,16 @@ def sharded_time(price: SectionPrice, recipe: Execution, groups: Groups) -> tupl
     gradient, weight = GRADIENT_BYTES[recipe.runtime.gradient_dtype], WEIGHT_BYTES[recipe.precision]
     dense, expert = price.parameters, price.expert_parameters
 
-    def exchange_s(exchange: Exchange, moved_bytes: float, group: GroupLinks, count: int | None = None) -> float:
-        return in_pieces(exchange, moved_bytes, group, recipe, count=count)
-
-    reduce_s = exchange_s(reduce_scatter_time, dense * gradient, groups.zero)
-    reduce_s += exchange_s(all_reduce_time, dense * gradient / groups.zero.size, groups.outer)
+    reduce_s = in_pieces(reduce_scatter_time, dense * gradient, groups.zero, recipe)
+    reduce_s += in_pieces(all_reduce_time, dense * gradient / groups.zero.size, groups.outer, recipe)
     if expert:
-        reduce_s += exchange_s(reduce_scatter_time, expert * gradient, groups.expert_replicas)
+        reduce_s += in_pieces(reduce_scatter_time, expert * gradient, groups.expert_replicas, recipe)
     if recipe.zero < 3:
         return 0.0, reduce_s
     each = max(1, price.matrices) if recipe.runtime.listed_collectives else None
-    gather_s = exchange_s(all_gather_time, dense * weight, groups.zero, each)
+    gather_s = in_pieces(all_gather_time, dense * weight, groups.zero, recipe, count=each)
     if expert:
-        gather_s += exchange_s(all_gather_time, expert * weight, groups.expert_replicas)
+        gather_s += in_pieces(all_gather_time, expert * weight, groups.expert_replicas, recipe)
     return gather_s, gather_s + reduce_s
 
 

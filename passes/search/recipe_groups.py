@@ -56,7 +56,7 @@ def recipe_groups(recipe: Execution, cluster: Cluster) -> Groups:
             f"The recipe needs pipeline={recipe.pipeline} x data={recipe.data} x context={recipe.context} x "
             f"tensor={recipe.tensor} = {recipe.devices} devices; the cluster has {cluster.size}."
         )
-    replicas, (shards, expert_shards) = recipe.replicas, shard_ranks(recipe)
+    replicas, shards = recipe.replicas, recipe.zero_group or recipe.replicas
 
     def along(inner: int, size: int) -> GroupLinks:
         """A group of `size` ranks, `inner` apart."""
@@ -71,25 +71,17 @@ def recipe_groups(recipe: Execution, cluster: Cluster) -> Groups:
         replicas=along(tensor, replicas),
         zero=along(tensor, shards),
         outer=along(tensor * shards, replicas // shards),
-        expert_replicas=along(recipe.expert_tensor * recipe.expert, expert_shards),
+        expert_replicas=along(recipe.expert_tensor * recipe.expert, recipe.expert_ranks // recipe.expert),
         neighbours=along(tensor * replicas, min(2, recipe.pipeline)) if recipe.pipeline > 1 else along(1, 1),
     )
-
-
-def shard_ranks(recipe: Execution) -> tuple[int, int]:
-    """Over how many ranks ZeRO shards what is not experts', and theirs."""
-    return recipe.zero_group or recipe.replicas, recipe.expert_ranks // recipe.expert
 
 
 def traffic_time(item: AxisTraffic, recipe: Execution, groups: Groups) -> float:
     """Seconds of a collective."""
     group = groups.of(item.axis)
-    is_merged = recipe.runtime.merged_dispatch and (item.axis, item.kind) == (EXPERT, MoveKind.EXCHANGE)
-    if is_merged:
-        alone_s = _merged_s(item.bytes, item.copies, group)
-    else:
-        alone_s = _alone_s(_MOVES[item.kind], item.bytes, group)
-    return alone_s
+    if recipe.runtime.merged_dispatch and (item.axis, item.kind) == (EXPERT, MoveKind.EXCHANGE):
+        return _merged_s(item.bytes, item.copies, group)
+    return _alone_s(_MOVES[item.kind], item.bytes, group)
 
 
 _MOVES = {
@@ -120,22 +112,10 @@ _LISTED_S = 2e-5
 C++, without Python between them (jiahuanglin.xyz, all_lessons/gpu_kernel_serving/18_pytorch_to_kernel: 5 to 25 us)."""
 
 
-def pieces(total_bytes: float, recipe: Execution) -> int:
-    """In how many collectives so many bytes are exchanged."""
-    return max(1, round(total_bytes / recipe.runtime.bucket_bytes))
-
-
 def in_pieces(
-    exchange: Exchange,
-    total_bytes: float,
-    group: GroupLinks,
-    recipe: Execution,
-    *,
-    count: int | None = None,
+    exchange: Exchange, total_bytes: float, group: GroupLinks, recipe: Execution, *, count: int | None = None
 ) -> float:
     """Seconds of exchanging bytes in `count` pieces (default: of the recipe's size), each listed by rank if it does."""
-    count = pieces(total_bytes, recipe) if count is None else count
-    listing_s = 0.0
-    if recipe.runtime.listed_collectives and group.size > 1:
-        listing_s = group.size * _LISTED_S
+    count = max(1, round(total_bytes / recipe.runtime.bucket_bytes)) if count is None else count
+    listing_s = group.size * _LISTED_S if recipe.runtime.listed_collectives and group.size > 1 else 0.0
     return count * (_alone_s(exchange, total_bytes / count, group) + listing_s)

@@ -11,18 +11,17 @@ from autoshard.ir.execution import Execution
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.offload import Offload
 from autoshard.ir.plan import Plan
-from autoshard.ir.plan_parts import ParameterPlan, Prediction
+from autoshard.ir.plan_parts import NodePlan, ParameterPlan, Prediction
 from autoshard.ir.program import InputKind, OutputKind, describe
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.text import format_bytes
 from cost_models.hardware import Cluster
 from cost_models.intervals import EIGHT_BITS, RECIPES, step_time_uncertainty
-from passes.search.layers.combine_layouts import combined
 from passes.search.layers.price_model import CountedModel, PricedModel, RecipeKind
-from passes.search.layers.propagate_axis import AxisLayout
+from passes.search.layers.propagate_axis import AXIS, AxisLayout
 from passes.search.pipeline_stages import in_flight, share_out
 from passes.search.price_ends import WEIGHT_BYTES
-from passes.search.price_memory import MemoryPrice, host_bytes, memory_price
+from passes.search.price_memory import host_bytes, memory_price
 from passes.search.price_recipe import HOST, Step, model_flops
 from passes.search.recipe_groups import recipe_groups
 
@@ -44,16 +43,14 @@ def recipe_plan(
     """
     start = time.monotonic()
     prediction = predict_recipe(priced.counted, recipe, cluster)
-    kind = RecipeKind.of(recipe)
-    mesh = recipe_mesh(recipe)
-    layouts = priced.layouts(kind)
-    program = priced.folded.single
+    layouts = priced.layouts(RecipeKind.of(recipe))
+    mesh, program = recipe_mesh(recipe), priced.folded.single
     traced = program.nodes_by_name()
     return Plan(
         mesh=mesh,
         program_digest=priced.digest,
         inputs={slot.name: describe(traced[slot.node].meta["val"]) for slot in program.inputs_of(InputKind.INPUT)},
-        nodes=priced.node_plans(kind),
+        nodes=_node_plans(priced, layouts),
         outputs={f"output {slot.name}": PartitionSpec() for slot in program.outputs_of(OutputKind.OUTPUT)},
         parameters=_parameter_plans(priced, layouts, recipe, mesh),
         predicted=prediction,
@@ -73,7 +70,12 @@ def recipe_plan(
 
 def predict_recipe(priced: CountedModel, recipe: Execution, cluster: Cluster) -> Prediction:
     """What a step takes under a recipe, on the fullest rank. See `recipe_plan`."""
-    step, memory, least_s = _step_of(priced, recipe, cluster)
+    groups, stages = recipe_groups(recipe, cluster), share_out(priced.blocks, recipe)
+    sections = priced.section_prices(recipe, cluster)
+    step = Step(sections, stages, recipe, groups, cluster)
+    memory = memory_price(sections, stages, recipe, groups, in_flight(recipe))
+    _host_bytes(priced, recipe, cluster)
+    peak_flops_per_s = cluster.device.peak("bf16" if recipe.precision == "f8" else recipe.precision)
     uncertainty = step_time_uncertainty(EIGHT_BITS if recipe.precision == "f8" else RECIPES)
     return Prediction(
         step_time_s=step.time_s,
@@ -81,7 +83,7 @@ def predict_recipe(priced: CountedModel, recipe: Execution, cluster: Cluster) ->
         breakdown=step.breakdown,
         memory_breakdown=memory.parts,
         tokens_per_s=priced.tokens * recipe.batch / step.time_s if priced.tokens else None,
-        mfu=least_s / step.time_s,
+        mfu=model_flops(sections, priced.blocks, recipe) / peak_flops_per_s / step.time_s,
         overlaps=True,
         step_time_interval_s=None if uncertainty is None else uncertainty.interval(step.time_s),
         interval_coverage=None if uncertainty is None else uncertainty.coverage,
@@ -89,40 +91,17 @@ def predict_recipe(priced: CountedModel, recipe: Execution, cluster: Cluster) ->
 
 
 def _host_bytes(priced: CountedModel, recipe: Execution, cluster: Cluster) -> int:
-    """What lies in the host's memory for each device. Raises RecipeError where it does not hold that."""
+    """Bytes in the host's memory for each device. Raises RecipeError where the host has less."""
     if recipe.offload != "activations":
         return 0
-    size = host_bytes(
-        priced.section_sizes(recipe, cluster), share_out(priced.blocks, recipe), recipe, in_flight(recipe)
-    )
-    return _held_by_host(recipe, cluster, size)
-
-
-def _held_by_host(recipe: Execution, cluster: Cluster, size: int) -> int:
-    """So many bytes, if the host has room for them. Raises RecipeError where it has not."""
-    share = cluster.host_bytes_per_device
+    stages, share = share_out(priced.blocks, recipe), cluster.host_bytes_per_device
+    size = host_bytes(priced.section_sizes(recipe, cluster), stages, recipe, in_flight(recipe))
     if share is not None and size > share:
         raise RecipeError(
             f"offload={recipe.offload!r} takes {format_bytes(size)} of the host's memory for each device of "
             f"{cluster.name}, of which it has {format_bytes(share)}. Recompute more, or use a smaller micro_batch."
         )
     return size
-
-
-def _step_of(priced: CountedModel, recipe: Execution, cluster: Cluster) -> tuple[Step, MemoryPrice, float]:
-    """The step, its memory, and the seconds that its FLOPs take at the peak."""
-    groups = recipe_groups(recipe, cluster)
-    stages = share_out(priced.blocks, recipe)
-    sections = priced.section_prices(recipe, cluster)
-    step = Step(sections, stages, recipe, groups, cluster)
-    memory = memory_price(sections, stages, recipe, groups, in_flight(recipe))
-    _host_bytes(priced, recipe, cluster)
-    return step, memory, model_flops(sections, priced.blocks, recipe) / _peak(recipe, cluster)
-
-
-def _peak(recipe: Execution, cluster: Cluster) -> float:
-    """FLOP/s of products at a device's peak."""
-    return cluster.device.peak("bf16" if recipe.precision == "f8" else recipe.precision)
 
 
 def recipe_mesh(recipe: Execution) -> Mesh:
@@ -140,6 +119,37 @@ def recipe_mesh(recipe: Execution) -> Mesh:
     return Mesh({axis: size for axis, size in axes.items() if size > 1} or {"data": 1})
 
 
+def combined(specs: Mapping[str, PartitionSpec]) -> PartitionSpec:
+    """One spec from those of single axes.
+
+    Example:
+        >>> combined({"context": PartitionSpec(None, AXIS), "tensor": PartitionSpec(None, AXIS)})
+        P(None, ('context', 'tensor'))
+    """
+    ndim = max((len(spec.dims) for spec in specs.values()), default=0)
+    dims = [tuple(axis for axis, spec in specs.items() if AXIS in spec.axes_of(dim)) for dim in range(ndim)]
+    reductions = {axis: spec.reduction_over(AXIS) for axis, spec in specs.items()}
+    return PartitionSpec(*dims, partial={axis: item.value for axis, item in reductions.items() if item is not None})
+
+
+def _node_plans(priced: PricedModel, layouts: Mapping[str, AxisLayout]) -> dict[str, NodePlan]:
+    """Specs of the calls of one block of each kind, and of the ends; batches are split over replicas beforehand."""
+
+    def each(found: Mapping[str, tuple[PartitionSpec, ...]]) -> tuple[PartitionSpec, ...]:
+        return tuple(combined(dict(zip(found, specs, strict=True))) for specs in zip(*found.values(), strict=True))
+
+    nodes = {}
+    for name, section in priced.folded.section_of.items():
+        known = {axis: layout for axis, layout in layouts.items() if name in layout.results}
+        if section and known:
+            inputs, outputs = (
+                each({axis: getattr(layout, part).get(name, ()) for axis, layout in known.items()})
+                for part in ("operands", "results")
+            )
+            nodes[name] = NodePlan(inputs, outputs)
+    return nodes
+
+
 def _parameter_plans(
     priced: PricedModel, layouts: Mapping[str, AxisLayout], recipe: Execution, mesh: Mesh
 ) -> dict[str, ParameterPlan]:
@@ -152,23 +162,12 @@ def _parameter_plans(
     axes = Mesh({**dict(mesh.axes), **{name: size for name, size in sizes.items() if size > 1}})
     plans: dict[str, ParameterPlan] = {}
     for slot in priced.folded.single.inputs_of(InputKind.PARAMETER):
-        names = priced.folded.names_of(slot.name)
-        if not names:
-            continue
-        specs = tuple(layout.results[slot.node][0] for layout in layouts.values())
-        spec = combined(tuple(layouts), specs)
-        value = nodes[slot.node].meta["val"]
-        spec = replica_sharded(spec, recipe, mesh)
-        shape = tuple(value.shape)
+        spec = combined({axis: layout.results[slot.node][0] for axis, layout in layouts.items()})
+        if recipe.zero == 3:
+            shards = [axis for axis in ("data", "expert", "context") if axis in mesh.axis_names]
+            free = (axis for axis in shards if axis not in spec.axes)
+            spec = PartitionSpec((*free, *spec.axes_of(0)), *spec.dims[1:])
+        shape = tuple(nodes[slot.node].meta["val"].shape)
         size = math.prod(spec.local_shape(shape, axes)) * WEIGHT_BYTES[recipe.precision]
-        plans.update(dict.fromkeys(names, ParameterPlan(spec, shape, size)))
+        plans |= dict.fromkeys(priced.folded.names_of(slot.name), ParameterPlan(spec, shape, size))
     return plans
-
-
-def replica_sharded(spec: PartitionSpec, recipe: Execution, mesh: Mesh) -> PartitionSpec:
-    """The spec of a parameter at rest: ZeRO-3 splits its first dim over replicas too."""
-    if recipe.zero < 3:
-        return spec
-    shards = (axis for axis in ("data", "expert", "context") if axis in mesh.axis_names)
-    free = tuple(axis for axis in shards if axis not in spec.axes)
-    return PartitionSpec((*free, *spec.axes_of(0)), *spec.dims[1:])

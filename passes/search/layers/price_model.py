@@ -16,12 +16,10 @@ from torch import fx
 
 from autoshard.errors import RecipeError
 from autoshard.ir.execution import Execution
-from autoshard.ir.plan_parts import NodePlan
 from autoshard.ir.program import InputKind
 from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.enumeration import Strategy
 from cost_models.hardware import Cluster
-from passes.search.layers.combine_layouts import combine_layouts
 from passes.search.layers.count_layers import Section, count_sections, splits_of
 from passes.search.layers.fold_program import FoldedProgram
 from passes.search.layers.price_layers import LayerPricer, Products, SectionPrice, SectionSizes
@@ -127,7 +125,6 @@ class PricedModel:
     folded: FoldedProgram
     _layouts: dict[object, AxisLayout] = field(default_factory=dict)
     _sections: dict[RecipeKind, dict[str, Section]] = field(default_factory=dict)
-    _nodes: dict[RecipeKind, dict[str, NodePlan]] = field(default_factory=dict)
 
     @cached_property
     def counted(self) -> CountedModel:
@@ -161,12 +158,6 @@ class PricedModel:
                 fused=kind.fused,
             )
         return self._sections[kind]
-
-    def node_plans(self, kind: RecipeKind) -> Mapping[str, NodePlan]:
-        """The specs of calls under a kind of recipe, see `combine_layouts`."""
-        if kind not in self._nodes:
-            self._nodes[kind] = combine_layouts(self.folded, self.layouts(kind))
-        return self._nodes[kind]
 
     def layouts(self, kind: RecipeKind) -> dict[str, AxisLayout]:
         """How each axis of a kind of recipe splits the program.
