@@ -170,7 +170,7 @@ def _state_bytes(elements: float, shards: float, recipe: Execution) -> float:
 
 
 def mean_memory(sizes: Mapping[str, SectionSizes], counts: Floats, first: Execution, most: int, zero: int) -> float:
-    """Bound on the memory of all recipes of a layout and keeping, bytes: the mean of ranks.
+    """Bound on the memory of all recipes of a layout and activation policy, bytes: the mean of ranks.
 
     Args:
         sizes: of its sections.

@@ -73,19 +73,20 @@ def predict_recipe(priced: CountedModel, recipe: Execution, cluster: Cluster) ->
     groups, stages = recipe_groups(recipe, cluster), share_out(priced.blocks, recipe)
     sections = priced.section_prices(recipe, cluster)
     step = Step(sections, stages, recipe, groups, cluster)
+    step_s = step.time_s
     memory = memory_price(sections, stages, recipe, groups, in_flight(recipe))
     _host_bytes(priced, recipe, cluster)
     peak_flops_per_s = cluster.device.peak("bf16" if recipe.precision == "f8" else recipe.precision)
     uncertainty = step_time_uncertainty(EIGHT_BITS if recipe.precision == "f8" else RECIPES)
     return Prediction(
-        step_time_s=step.time_s,
+        step_time_s=step_s,
         peak_memory_bytes=memory.total,
         breakdown=step.breakdown,
         memory_breakdown=memory.parts,
-        tokens_per_s=priced.tokens * recipe.batch / step.time_s if priced.tokens else None,
-        mfu=model_flops(sections, priced.blocks, recipe) / peak_flops_per_s / step.time_s,
+        tokens_per_s=priced.tokens * recipe.batch / step_s if priced.tokens else None,
+        mfu=model_flops(sections, priced.blocks, recipe) / peak_flops_per_s / step_s,
         overlaps=True,
-        step_time_interval_s=None if uncertainty is None else uncertainty.interval(step.time_s),
+        step_time_interval_s=None if uncertainty is None else uncertainty.interval(step_s),
         interval_coverage=None if uncertainty is None else uncertainty.coverage,
     )
 

@@ -105,7 +105,7 @@ class RecipePricer:
         return max(size.workspace_bytes for size in self.sizes(recipe).values())
 
     def least_memory(self, first: Execution, most: int, zero: int) -> float:
-        """Bound on the memory of all recipes of a layout and keeping; see `recipe_bounds.mean_memory`."""
+        """Bound on the memory of all recipes of a layout and activation policy; see `recipe_bounds.mean_memory`."""
         sizes = self.sizes(first)
         return mean_memory(sizes, self._counts_of(tuple(sizes)), first, most, zero)
 

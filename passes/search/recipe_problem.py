@@ -157,8 +157,7 @@ class RecipeProblem:
             most_tensor=None if "tensor" in self.pinned else self.cluster.devices_per_node,
             least_tokens=1 if "context" in self.pinned else self.least_tokens,
             offloads=self.cluster.device.host_link is not None,
-            only=only or {},
-            pinned=self.pinned,
+            only=_both(self.pinned, only or {}),
             runs=self.runs,
         )
 

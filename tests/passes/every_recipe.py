@@ -47,13 +47,13 @@ def every_price(counted: CountedModel, cluster: Cluster, base: Execution, least_
 def every_recipe(counted: CountedModel, cluster: Cluster, base: Execution, least_tokens: int) -> Iterator[Execution]:
     """All recipes that the rules admit; not all of them have a price."""
     away = ("none", "activations") if cluster.device.host_link is not None else ("none",)
-    keepings = tuple(product(RECOMPUTE, away)) if counted.blocks else (("none", "none"),)
+    policies = tuple(product(RECOMPUTE, away)) if counted.blocks else (("none", "none"),)
     known = axes_of(counted, cluster.size, cluster.devices_per_node, least_tokens)
     for axes, pipe in product(known, _pipes(counted, cluster.size)):
         replicas = axes["data"] * axes["context"]
         if pipe["pipeline"] != cluster.size / axes["tensor"] / replicas:
             continue
-        for micro_batch, (recompute, offload), zero in product(range(1, base.batch + 1), keepings, zeros_of(replicas)):
+        for micro_batch, (recompute, offload), zero in product(range(1, base.batch + 1), policies, zeros_of(replicas)):
             kept = {"recompute": recompute, "offload": offload}
             try:
                 yield replace(base, **axes, **pipe, **zero, micro_batch=micro_batch, **kept)
