@@ -6,10 +6,13 @@ The first stage also has what comes before the blocks, the last what comes after
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.errors import RecipeError
 from autoshard.ir.execution import Execution
@@ -18,6 +21,8 @@ from cost_models.errors import CostArgumentError
 from cost_models.order_times import StageTimes, schedule_time
 from cost_models.schedule_orders import most_in_flight, stage_ranks
 from passes.search.layers.fold_program import AFTER, BEFORE
+
+Floats = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,6 +86,17 @@ def rank_sections(stages: Sequence[Stage], recipe: Execution) -> list[dict[str, 
         for name, count in stage.sections:
             held[owner][name] = held[owner].get(name, 0) + count
     return held
+
+
+def rank_counts(names: Sequence[str], stages: Sequence[Stage], recipe: Execution) -> Floats:
+    """How often each pipeline rank has each section, [ranks, sections]."""
+    return np.array([section_counts(names, held.items()) for held in rank_sections(stages, recipe)])
+
+
+def section_counts(names: Sequence[str], held: Iterable[tuple[str, int]]) -> Floats:
+    """How often a rank or stage has each section, in the order of `names`."""
+    counts = dict(held)
+    return np.array([counts.get(name, 0) for name in names], dtype=float)
 
 
 def in_flight(recipe: Execution) -> tuple[float, ...]:

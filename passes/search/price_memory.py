@@ -9,18 +9,23 @@
 * What the update needs beside them, in place of activations where it is more: gradients in float32, for master weights.
 * Workspace: the most that one kernel reads and writes of what is not kept: of logits that are kept their gradient, of
   other values a gradient and what is made of it. One section at a time has it, and what is computed again.
+
+All ranks of a pipeline, and all pipelines of a search, are counted at once: arrays are [..., ranks, sections].
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from autoshard.ir.execution import Execution
 from cost_models.memory import MOMENTS
 from passes.search.layers.fold_program import AFTER, BEFORE
-from passes.search.layers.price_layers import SectionPrice, SectionSizes
-from passes.search.pipeline_stages import Stage, rank_sections
+from passes.search.layers.price_layers import SectionPrice
+from passes.search.pipeline_stages import Floats, Stage, rank_counts
 from passes.search.price_ends import GRADIENT_BYTES, WEIGHT_BYTES
 from passes.search.recipe_groups import Groups
 
@@ -37,8 +42,82 @@ class MemoryPrice:
         return sum(self.parts.values())
 
 
+class HeldBytes(NamedTuple):
+    """Bytes of sections under a recipe, [sections].
+
+    Args:
+        kept, away: for a micro-batch, on the device and on the host.
+        parameters, gradients, state: of parameters that lie there all the time.
+        gathered: of a block and its neighbour, by ZeRO-3.
+        again, workspace: while the section runs backward.
+        update: of the float32 copy of gradients that master weights are updated with.
+    """
+
+    kept: Floats
+    away: Floats
+    parameters: Floats
+    gradients: Floats
+    state: Floats
+    gathered: Floats
+    again: Floats
+    workspace: Floats
+    update: Floats
+
+
+def held_bytes(sizes: Mapping[str, SectionPrice], recipe: Execution, groups: Groups) -> HeldBytes:
+    """The bytes of each section, in the order of `sizes`."""
+    rows = []
+    widens = recipe.runtime.master_weights and recipe.runtime.gradient_dtype != "f32"
+    for name, size in sizes.items():
+        is_block = name not in (BEFORE, AFTER)
+        kept = kept_bytes(size, recipe, is_block=is_block)
+        is_away = is_block and recipe.offload == "activations"
+        shared = ((size.parameters, groups.zero.size), (size.expert_parameters, groups.expert_replicas.size))
+        states = [state_bytes(elements, ranks, recipe).values() for elements, ranks in shared]
+        update = sum(4.0 * elements / (ranks if recipe.zero else 1) for elements, ranks in shared) if widens else 0.0
+        gathered = 2 * WEIGHT_BYTES[recipe.precision] * (size.parameters + size.expert_parameters)
+        again = {"none": 0, "selective": size.core_bytes, "full": size.saved_bytes}[recipe.recompute]
+        rows.append((
+            *((0, kept) if is_away else (kept, 0)), *map(sum, zip(*states, strict=True)),
+            gathered if is_block and recipe.zero == 3 else 0, again if is_block else 0, size.workspace_bytes, update,
+        ))  # fmt: skip
+    return HeldBytes(*np.array(rows, dtype=float).T)
+
+
+def memory_parts(held: HeldBytes, counts: Floats, in_flight: Floats) -> dict[str, Floats]:
+    """Bytes of each pipeline rank by what they are, [..., ranks].
+
+    Args:
+        held: of each section.
+        counts: how often each rank has each section, [..., ranks, sections].
+        in_flight: micro-batches that each of its stages holds at its peak, [..., ranks].
+    """
+
+    def most(each: Floats) -> Floats:
+        return (is_there * each).max(axis=-1)
+
+    is_there = counts > 0
+    heaviest = (is_there * (1 + held.again + held.workspace)).argmax(axis=-1)
+    passing = {
+        "activations": in_flight * (counts @ held.kept),
+        "offload buffers": np.minimum(2 * most(held.away), in_flight * (counts @ held.away)),
+        "recomputed activations": held.again[heaviest],
+        "gathered parameters": most(held.gathered),
+        "workspace": held.workspace[heaviest],
+    }
+    update = counts @ held.update
+    is_update = update > sum(passing.values())
+    return {
+        "parameters": counts @ held.parameters,
+        "gradients": counts @ held.gradients,
+        "optimizer state": counts @ held.state,
+        **{name: np.where(is_update, 0.0, size) for name, size in passing.items()},
+        "update": np.where(is_update, update, 0.0),
+    }
+
+
 def memory_price(
-    sections: Mapping[str, SectionPrice],
+    sizes: Mapping[str, SectionPrice],
     stages: Sequence[Stage],
     recipe: Execution,
     groups: Groups,
@@ -47,56 +126,30 @@ def memory_price(
     """The memory of the fullest pipeline rank.
 
     Args:
-        sections: price of each section.
+        sizes: of each section.
         stages: how often each stage has each section.
         recipe: what is kept, sharded and computed again.
         groups: how many ranks share.
         in_flight: by pipeline rank, micro-batches that each of its stages holds at its peak.
     """
-    fullest: dict[tuple[tuple[str, int], ...], float] = {}
-    for counts, held in zip(rank_sections(stages, recipe), in_flight, strict=True):
-        kind = tuple(counts.items())
-        fullest[kind] = max(held, fullest.get(kind, held))
-    ranks = [rank_memory(sections, dict(kind), recipe, groups, held) for kind, held in fullest.items()]
-    return max(ranks, key=lambda memory: memory.total)
+    counts = rank_counts(tuple(sizes), stages, recipe)
+    parts = memory_parts(held_bytes(sizes, recipe, groups), counts, np.array(in_flight))
+    fullest = int(sum(parts.values()).argmax())
+    return MemoryPrice({name: int(size[fullest]) for name, size in parts.items() if int(size[fullest])})
 
 
-def rank_memory(
-    sections: Mapping[str, SectionPrice],
-    counts: Mapping[str, int],
-    recipe: Execution,
-    groups: Groups,
-    in_flight: float,
-) -> MemoryPrice:
-    """The memory of a pipeline rank that has sections so often; see `memory_price`."""
-    dense = sum(sections[name].parameters * count for name, count in counts.items())
-    expert = sum(sections[name].expert_parameters * count for name, count in counts.items())
-    parts = {"parameters": 0.0, "gradients": 0.0, "optimizer state": 0.0}
-    for elements, shards in ((dense, groups.zero.size), (expert, groups.expert_replicas.size)):
-        for name, size in state_bytes(elements, shards, recipe).items():
-            parts[name] += size
-    blocks = [sections[name] for name in counts if name not in (BEFORE, AFTER)]
-    if recipe.zero == 3:
-        parts["gathered parameters"] = max((gathered_bytes(block, recipe) for block in blocks), default=0.0)
-    kept = {name: kept_bytes(sections[name], name, recipe) for name in counts}
-    parts["activations"] = in_flight * sum(
-        kept[name] * count for name, count in counts.items() if not is_offloaded(name, recipe)
-    )
-    away = [(kept[name], count) for name, count in counts.items() if is_offloaded(name, recipe)]
-    if away:
-        in_passing = 2 * max(size for size, _ in away)
-        parts["offload buffers"] = min(in_passing, in_flight * sum(size * count for size, count in away))
-    at_work = [(again_bytes(sections[name], name, recipe), sections[name].workspace_bytes) for name in counts]
-    again, workspace = max(at_work, key=sum)
-    parts |= {"recomputed activations": again, "workspace": workspace}
-    update = update_bytes(dense, groups.zero.size, recipe) + update_bytes(expert, groups.expert_replicas.size, recipe)
-    passing = ("activations", "offload buffers", "recomputed activations", "gathered parameters", "workspace")
-    if update > sum(parts.get(name, 0.0) for name in passing):
-        parts = {name: size for name, size in parts.items() if name not in passing} | {"update": update}
-    return MemoryPrice({name: int(size) for name, size in parts.items() if size})
+def host_bytes(
+    sizes: Mapping[str, SectionPrice], stages: Sequence[Stage], recipe: Execution, in_flight: Sequence[float]
+) -> int:
+    """Bytes that lie on the host for the rank that has most there; see `memory_price`."""
+    if recipe.offload != "activations":
+        return 0
+    blocks = [name for name in sizes if name not in (BEFORE, AFTER)]
+    kept = np.array([kept_bytes(sizes[name], recipe, is_block=True) for name in blocks], dtype=float)
+    return int((np.array(in_flight) * (rank_counts(blocks, stages, recipe) @ kept)).max())
 
 
-def state_bytes(elements: float, shards: float, recipe: Execution) -> dict[str, float]:
+def state_bytes(elements: Any, shards: Any, recipe: Execution) -> dict[str, Any]:
     """Bytes of parameters, gradients and optimizer state of `elements` parameters on one rank."""
     weight, gradient = WEIGHT_BYTES[recipe.precision], GRADIENT_BYTES[recipe.runtime.gradient_dtype]
     extra = 2 if recipe.runtime.separate_sum and gradient > 2 else 0
@@ -112,53 +165,8 @@ def state_bytes(elements: float, shards: float, recipe: Execution) -> dict[str, 
     }
 
 
-def gathered_bytes(block: SectionSizes, recipe: Execution) -> float:
-    """Bytes of what ZeRO-3 gathers of a block: its weights, and its neighbour's."""
-    return 2.0 * WEIGHT_BYTES[recipe.precision] * (block.parameters + block.expert_parameters)
-
-
-def update_bytes(elements: float, shards: float, recipe: Execution) -> float:
-    """Bytes of the float32 copy of gradients that master weights are updated with."""
-    if not recipe.runtime.master_weights or recipe.runtime.gradient_dtype == "f32":
-        return 0.0
-    return 4.0 * elements / (shards if recipe.zero >= 1 else 1)
-
-
-def host_bytes(
-    sections: Mapping[str, SectionSizes], stages: Sequence[Stage], recipe: Execution, in_flight: Sequence[float]
-) -> int:
-    """Bytes that lie on the host for the rank that has most there; see `memory_price`."""
-    ranks = zip(rank_sections(stages, recipe), in_flight, strict=True)
-    return max(rank_host_bytes(sections, counts, recipe, held) for counts, held in ranks)
-
-
-def rank_host_bytes(
-    sections: Mapping[str, SectionSizes], counts: Mapping[str, int], recipe: Execution, in_flight: float
-) -> int:
-    """Bytes that lie on the host for a pipeline rank that has sections so often."""
-    away = {name: count for name, count in counts.items() if is_offloaded(name, recipe)}
-    return int(in_flight * sum(kept_bytes(sections[name], name, recipe) * count for name, count in away.items()))
-
-
-def is_offloaded(name: str, recipe: Execution) -> bool:
-    """Whether what a section keeps lies on the host."""
-    return recipe.offload == "activations" and name not in (BEFORE, AFTER)
-
-
-def again_bytes(price: SectionSizes, name: str, recipe: Execution) -> int:
-    """Bytes that a section keeps while its backward runs, where they are computed again."""
-    if name in (BEFORE, AFTER):
-        return 0
-    return {"none": 0, "selective": price.core_bytes, "full": price.saved_bytes}[recipe.recompute]
-
-
-def kept_bytes(price: SectionSizes, name: str, recipe: Execution) -> int:
+def kept_bytes(price: SectionPrice, recipe: Execution, *, is_block: bool) -> int:
     """Bytes that a micro-batch keeps of a section, on the device or on the host."""
-    return price.saved_bytes if name in (BEFORE, AFTER) else block_bytes(price, recipe)
-
-
-def block_bytes(price: SectionSizes, recipe: Execution) -> int:
-    """Bytes that a micro-batch keeps of a block."""
-    if recipe.recompute == "none":
+    if recipe.recompute == "none" or not is_block:
         return price.saved_bytes
     return price.entering_bytes if recipe.recompute == "full" else price.saved_bytes - price.core_bytes

@@ -27,7 +27,7 @@ from passes.search.layers.fold_program import AFTER, BEFORE
 from passes.search.layers.price_layers import Busy, PhasePrice, SectionPrice
 from passes.search.pipeline_stages import Stage, cuts_backward, rank_sections, stages_time
 from passes.search.price_ends import GRADIENT_BYTES, WEIGHT_BYTES, EndLoad, end_times
-from passes.search.price_memory import block_bytes
+from passes.search.price_memory import kept_bytes
 from passes.search.price_phases import PhaseTime, phase_time
 from passes.search.recipe_groups import Groups, in_pieces
 
@@ -116,7 +116,7 @@ def copies_time(price: SectionPrice, recipe: Execution, cluster: Cluster, *, is_
     """Seconds in which what a section keeps goes to the host, and comes back; the ends' stays on the device."""
     if recipe.offload != "activations" or not is_block:
         return 0.0, 0.0
-    kept = block_bytes(price, recipe)
+    kept = kept_bytes(price, recipe, is_block=True)
     return (cluster.device.to_host_time(kept), cluster.device.from_host_time(kept)) if kept else (0.0, 0.0)
 
 

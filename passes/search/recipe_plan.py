@@ -96,7 +96,7 @@ def _host_bytes(priced: CountedModel, recipe: Execution, cluster: Cluster) -> in
     if recipe.offload != "activations":
         return 0
     stages, share = share_out(priced.blocks, recipe), cluster.host_bytes_per_device
-    size = host_bytes(priced.section_sizes(recipe, cluster), stages, recipe, in_flight(recipe))
+    size = host_bytes(priced.section_prices(recipe, cluster), stages, recipe, in_flight(recipe))
     if share is not None and size > share:
         raise RecipeError(
             f"offload={recipe.offload!r} takes {format_bytes(size)} of the host's memory for each device of "

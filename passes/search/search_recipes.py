@@ -201,10 +201,10 @@ class _BestFirst:
     def _open(self, layout: Layout, policy: ActivationPolicy, others: tuple[ActivationPolicy, ...] = ()) -> bool:
         """Open a layout with an activation policy, if that may fit; whether it may."""
         sizes, zero = list(self.space.pipelines(layout)), self.space.most_zero
-        ends = [self._recipe(layout, policy, ranks, Sharding(min(1, zero))) for ranks in (sizes[0], sizes[-1])]
-        needed = self.pricer.least_memory(ends[0], sizes[-1], zero)
+        needed = self.pricer.least_memory(self._recipe(layout, policy, sizes[-1], Sharding(zero)))
         if needed > self.memory_limit:
             return False
+        ends = (self._recipe(layout, policy, ranks, Sharding(min(1, zero))) for ranks in (sizes[0], sizes[-1]))
         bound = needed if self.smallest else min(map(self.pricer.least_time, ends))
         self._push(bound, _LayoutSet(layout, policy, others))
         return True

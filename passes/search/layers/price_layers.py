@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -82,9 +84,9 @@ class PhasePrice:
     traffic: tuple[AxisTraffic, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SectionSizes:
-    """What a section keeps and holds, for one micro-batch. It is known by identity, not by its numbers.
+@dataclass(kw_only=True, eq=False)
+class SectionPrice:
+    """A section, once, for one micro-batch: what it keeps and holds, and what it takes, which is found when asked for.
 
     Args:
         saved_bytes: kept for the backward; `core_bytes` of it in attention's core.
@@ -93,6 +95,7 @@ class SectionSizes:
         parameters: elements on each rank before ZeRO, of those that all replicas hold.
         matrices: how many tensors of two dims or more these are.
         expert_parameters: elements on each rank of those that the expert axis splits.
+        phase: prices the "forward" or the "backward".
     """
 
     saved_bytes: int
@@ -102,14 +105,17 @@ class SectionSizes:
     parameters: int
     matrices: int
     expert_parameters: int
+    phase: Callable[[str], PhasePrice] = field(repr=False)
 
+    @cached_property
+    def forward(self) -> PhasePrice:
+        """The forward."""
+        return self.phase("forward")
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class SectionPrice(SectionSizes):
-    """A section, once, for one micro-batch: what it takes, beside what it keeps and holds."""
-
-    forward: PhasePrice
-    backward: PhasePrice
+    @cached_property
+    def backward(self) -> PhasePrice:
+        """The backward."""
+        return self.phase("backward")
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,10 +217,9 @@ class _Held(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """A section in parts: groups of its two phases, its values, and the axes on whose sizes its price depends."""
+    """A section in parts: groups of each phase, its values, and the axes on whose sizes its price depends."""
 
-    forward: list[_KernelGroup]
-    backward: list[_KernelGroup]
+    groups: Mapping[str, list[_KernelGroup]]
     held: _Held
     axes: tuple[str, ...]
     is_block: bool
@@ -236,30 +241,27 @@ class LayerPricer:
     products: Products
     _parts: dict[object, _Parts] = field(default_factory=dict)
     _groups: dict[object, _KernelGroup] = field(default_factory=dict)
-    _sizes: dict[tuple[object, ...], SectionSizes] = field(default_factory=dict)
     _prices: dict[tuple[object, ...], SectionPrice] = field(default_factory=dict)
 
-    def sizes(self, key: Key, section: Section, batch: int, sizes: Sizes) -> SectionSizes:
-        """Bytes of a section, which `key` names, for `batch` sequences on axes of these sizes; sooner than `price`."""
-        parts = self._parts_of(key, section)
-        known = (key, batch, *(sizes[axis] for axis in parts.axes))
-        if known not in self._sizes:
-            self._sizes[known] = SectionSizes(**_held_sizes(parts.held, batch, sizes))
-        return self._sizes[known]
-
     def price(self, key: Key, section: Section, batch: int, sizes: Sizes) -> SectionPrice:
-        """The price of a section; see `sizes`."""
-        parts = self._parts_of(key, section)
+        """The price of a section, which `key` names, for `batch` sequences on axes of these sizes."""
+        if key not in self._parts:
+            self._parts[key] = self._parts_of(section, is_block=key[1] not in (BEFORE, AFTER))
+        parts = self._parts[key]
         known = (key, batch, *(sizes[axis] for axis in parts.axes))
         if known not in self._prices:
             held = _held_sizes(parts.held, batch, sizes)
-            phases = []
-            for phase, groups in ((section.forward, parts.forward), (section.backward, parts.backward)):
-                found = [self._group_price(group, batch, sizes, is_block=parts.is_block) for group in groups]
+
+            def phase_price(name: str) -> PhasePrice:
+                found = [
+                    self._group_price(group, batch, sizes, is_block=parts.is_block) for group in parts.groups[name]
+                ]
                 busy = (sum(each, Busy()) for each in zip(_NOTHING, *found, strict=True))
-                sent = (_traffic(item, batch, sizes, held["entering_bytes"]) for item in phase.sent)
-                phases.append(PhasePrice(*busy, tuple(sent)))
-            self._prices[known] = SectionPrice(**held, forward=phases[0], backward=phases[1])
+                sent = getattr(section, name).sent
+                traffic = (_traffic(item, batch, sizes, held["entering_bytes"]) for item in sent)
+                return PhasePrice(*busy, tuple(traffic))
+
+            self._prices[known] = SectionPrice(**held, phase=phase_price)
         return self._prices[known]
 
     def _group_price(self, group: _KernelGroup, batch: int, sizes: Sizes, *, is_block: bool) -> tuple[Busy, ...]:
@@ -272,15 +274,12 @@ class LayerPricer:
             group.prices[known] = tuple(total)
         return group.prices[known]
 
-    def _parts_of(self, key: Key, section: Section) -> _Parts:
-        if key not in self._parts:
-            is_block = key[1] not in (BEFORE, AFTER)
-            forward, backward = self._groups_in(section.forward), self._groups_in(section.backward)
-            held = _held(section, is_narrow=is_block and self.products.precision == "f8")
-            sent = [item.value for phase in (section.forward, section.backward) for item in phase.sent]
-            axes = {axis for group in (*forward, *backward) for axis in group.axes} | _axes_in([*held.values, *sent])
-            self._parts[key] = _Parts(forward, backward, held, tuple(sorted(axes)), is_block)
-        return self._parts[key]
+    def _parts_of(self, section: Section, *, is_block: bool) -> _Parts:
+        groups = {"forward": self._groups_in(section.forward), "backward": self._groups_in(section.backward)}
+        held = _held(section, is_narrow=is_block and self.products.precision == "f8")
+        sent = [item.value for phase in (section.forward, section.backward) for item in phase.sent]
+        axes = {axis for group in chain(*groups.values()) for axis in group.axes} | _axes_in([*held.values, *sent])
+        return _Parts(groups, held, tuple(sorted(axes)), is_block)
 
     def _groups_in(self, phase: Phase) -> list[_KernelGroup]:
         """The groups of a phase; those of other kinds of recipes with the same kernels are the same."""
@@ -333,7 +332,7 @@ def _whole(item: Sized) -> Sized:
 
 
 def _held_sizes(held: _Held, batch: int, sizes: Sizes) -> dict[str, int]:
-    """The fields of `SectionSizes`."""
+    """The bytes and parameters of a `SectionPrice`."""
     shapes = np.array([value.local_bytes(batch, sizes) for value in held.values], dtype=np.int64)
     saved, core, entering, *workspaces = (held.kept @ shapes).tolist()
     elements = np.array([math.prod(value.shape(1, sizes)) for value in held.values], dtype=np.int64)

@@ -22,7 +22,7 @@ from autoshard.rules.enumeration import Strategy
 from cost_models.hardware import Cluster
 from passes.search.layers.count_layers import Section, count_sections, splits_of
 from passes.search.layers.fold_program import FoldedProgram
-from passes.search.layers.price_layers import LayerPricer, Products, SectionPrice, SectionSizes
+from passes.search.layers.price_layers import LayerPricer, Products, SectionPrice
 from passes.search.layers.propagate_axis import AXIS, WHOLE, AxisLayout, Policy, axis_space, propagate_axis
 from passes.search.layers.route_tokens import routed_calls
 from passes.strategies.enumerate_strategies import SearchSpace
@@ -96,14 +96,6 @@ class CountedModel:
         kind, pricer = RecipeKind.of(recipe), self._pricer(recipe, cluster)
         batch, sizes = batch or recipe.micro_batch, sizes or _axis_sizes(recipe)
         return {name: pricer.price((kind, name), section, batch, sizes) for name, section in self.count(kind).items()}
-
-    def section_sizes(self, recipe: Execution, cluster: Cluster) -> Mapping[str, SectionSizes]:
-        """What each section keeps and holds under a recipe: a part of its price that is found sooner."""
-        kind, pricer, sizes = RecipeKind.of(recipe), self._pricer(recipe, cluster), _axis_sizes(recipe)
-        return {
-            name: pricer.sizes((kind, name), section, recipe.micro_batch, sizes)
-            for name, section in self.count(kind).items()
-        }
 
     def _pricer(self, recipe: Execution, cluster: Cluster) -> LayerPricer:
         key = (cluster.device, recipe.runtime.attention, recipe.precision, recipe.runtime.separate_experts)

@@ -51,7 +51,7 @@ def sections(draw: st.DrawFn) -> SectionPrice:
     return SectionPrice(
         **sizes, saved_bytes=draw(st.sampled_from([0, 10**7])), matrices=2,
         parameters=draw(st.sampled_from([0, 10**5, 10**7])), expert_parameters=draw(st.sampled_from([0, 10**6])),
-        forward=draw(phases(is_backward=False)), backward=draw(phases(is_backward=True)),
+        phase={name: draw(phases(is_backward=name == "backward")) for name in ("forward", "backward")}.__getitem__,
     )  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def _with_kernels(price: SectionPrice, names: Sequence[str], factor: float) -> S
     def phase(given: PhasePrice) -> PhasePrice:
         return PhasePrice(busy(given.busy), busy(given.core), busy(given.tail), given.traffic)
 
-    return dataclasses.replace(price, forward=phase(price.forward), backward=phase(price.backward))
+    return dataclasses.replace(price, phase=lambda name: phase(price.phase(name)))
 
 
 def _small() -> SectionPrice:
@@ -115,7 +115,7 @@ def _small() -> SectionPrice:
     late = Busy(matmul_s=1e-5, kernels=1, weight_gradient_s=1e-5, weight_gradient_kernels=1)
     busy, traffic = Busy(matmul_s=1e-5, kernels=40), AxisTraffic("tensor", MoveKind.REDUCE, 10**7)
     forward, backward = PhasePrice(busy, Busy(), Busy(), ()), PhasePrice(busy + late, Busy(), Busy(), (traffic,))
-    return SectionPrice(**sizes, parameters=0, matrices=2, forward=forward, backward=backward)
+    return SectionPrice(**sizes, parameters=0, matrices=2, phase={"forward": forward, "backward": backward}.__getitem__)
 
 
 SMALL = dict.fromkeys((BEFORE, "layers:0", AFTER), _small())

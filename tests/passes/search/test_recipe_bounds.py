@@ -106,13 +106,13 @@ def test_no_recipe_takes_less_memory_than_the_floors_of_its_layout_and_pipeline(
     for layout in itertools.chain.from_iterable(space.layouts()):
         ranks = list(space.pipelines(layout))
         for policy, size in itertools.product(POLICIES, ranks):
-            first = space.recipe(layout, policy, space.pipes(layout, ranks[0])[0], Sharding())
-            floors = [pricer.least_memory(first, ranks[-1], zero) for zero in range(4)]
+            most = Pipe(ranks[-1], "1F1B") if ranks[-1] > 1 else Pipe()
+            floors = [pricer.least_memory(space.recipe(layout, policy, most, Sharding(zero))) for zero in range(4)]
             assert floors == sorted(floors, reverse=True)
             for pipe, sharding in itertools.product(space.pipes(layout, size), space.shardings(layout, size)):
                 recipe = space.recipe(layout, policy, pipe, sharding)
                 own, price = pricer.memory_floors(recipe, (pipe,))[0], pricer.memory_bytes(recipe)
-                assert price * (1 - 2e-9) - 17 <= own <= price
+                assert price - 10 <= own <= price
                 assert floors[sharding.zero] <= own * (1 + 1e-12)
                 decided_by[policy == ActivationPolicy()] += 1
     assert min(decided_by[True], decided_by[False]) > 0
