@@ -78,7 +78,7 @@ def test_without_a_copy_it_is_complete_at_once(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "runs", asynchronous=False)
     checkpoints.save(nn.Linear(2, 2), at=7)
     assert checkpoints.latest == tmp_path / "runs" / "step-7"
-    with pytest.raises(CheckpointError, match="holds a checkpoint of step 7, after at=3"):
+    with pytest.raises(CheckpointError, match="holds a checkpoint of step 7, which is after at=3"):
         checkpoints.save(nn.Linear(2, 2), at=3)
 
 

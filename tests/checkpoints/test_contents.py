@@ -52,7 +52,7 @@ def test_code_in_a_checkpoint_does_not_run(tmp_path: Path) -> None:
         folder = saved(tmp_path / name)
         replace(folder, name, pickle.dumps(RunsCode(tmp_path / "ran")))
         if name != ".metadata":
-            refused(folder.parent, "no table of contents|names bytes that no file")
+            refused(folder.parent, "not a table of contents|names bytes that no file")
         else:
             assert Checkpoints(folder.parent).load(nn.Linear(3, 2)) == 1
             edit_manifest(folder, lambda body: body.update(version=PICKLED))
@@ -108,7 +108,7 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
 def test_manifests_that_lie(tmp_path: Path, name: str) -> None:
     """About the files, and about themselves."""
     edit_manifest(saved(tmp_path), MANIFESTS[name])
-    refused(tmp_path, r"does not hold what Checkpoints writes|names no metadata.json|has version=")
+    refused(tmp_path, r"was not written by Checkpoints|does not list metadata.json|has version=")
 
 
 @pytest.mark.parametrize("name", ["checkpoint.json", "metadata.json", "__0_0.distcp"])

@@ -114,7 +114,7 @@ def test_what_a_crash_left_is_removed(tmp_path: Path) -> None:
 def test_a_later_one_is_not_overtaken(tmp_path: Path) -> None:
     """A run that starts anew in a folder of another is told, as its checkpoints would never be the latest."""
     made(tmp_path, 5)
-    with pytest.raises(CheckpointError, match=r"holds a checkpoint of step 5, after at=3: it would stay the latest"):
+    with pytest.raises(CheckpointError, match=r"holds a checkpoint of step 5, .* and would stay the latest"):
         folders.begin(tmp_path, 3)
 
 
