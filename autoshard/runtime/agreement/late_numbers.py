@@ -1,4 +1,4 @@
-"""Numbers computed on devices, read without waiting: those on an accelerator one call later."""
+"""Numbers computed on devices, read without waiting for the device: an accelerator's numbers arrive one call later."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ class _OnTheirWay:
 
 
 class LateNumbers:
-    """Numbers on their way from an accelerator."""
+    """Reads numbers that an accelerator computes, one call later."""
 
     def __init__(self) -> None:
         self._before: _OnTheirWay | None = None
 
     def read(self, numbers: Mapping[HeldFact, int | torch.Tensor]) -> dict[HeldFact, int]:
-        """Numbers that are known now: those on the host, and from accelerators those of the call before.
+        """The numbers known now: the host's numbers, and the accelerator's numbers of the previous call.
 
         Args:
-            numbers: on the host, or 0-dim int64 tensors on an accelerator.
+            numbers: integers, or 0-dim int64 tensors on an accelerator.
         """
         known = {name: number for name, number in numbers.items() if isinstance(number, int)}
         away = {name: number for name, number in numbers.items() if isinstance(number, torch.Tensor)}

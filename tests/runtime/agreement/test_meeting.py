@@ -103,7 +103,7 @@ def test_a_first_rank_that_was_replaced_ends() -> None:
         while not store.check(["autoshard/shown"]):
             time.sleep(0.01)
         first = pool.submit(meet_in, stores[0], 0, 3, 20.0)
-        with pytest.raises(LostRankError, match="rank 0 of the attempt before"):
+        with pytest.raises(LostRankError, match="rank 0 of the previous attempt"):
             left.result()
         others = [pool.submit(meet_in, stores[rank], rank, 3, 20.0) for rank in (1, 2)]
         assert {future.result() for future in others} == {first.result()}
