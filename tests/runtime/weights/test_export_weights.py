@@ -181,7 +181,7 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
 
 def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
     """Types that the format has not, tensors without values, a path that is a file, a size that holds nothing."""
-    with pytest.raises(WeightsError, match=r"no type for 'weight' \(torch.complex128\)"):
+    with pytest.raises(WeightsError, match=r"no dtype for 'weight' \(torch.complex128\)"):
         export(nn.Linear(2, 2, bias=False, dtype=torch.complex128), tmp_path / "a")
     with pytest.raises(NotAvailableError, match=r"export would write weights .*'weight', 'bias'"):
         export(nn.Linear(2, 2, device="meta"), tmp_path / "a")

@@ -107,11 +107,11 @@ def test_all_that_does_not_fit_is_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(WeightsError) as caught:
         load(model, tmp_path)
     message = str(caught.value)
-    assert f"{tmp_path} does not hold the weights of Tied, in which nothing was changed" in message
+    assert f"{tmp_path} does not hold the weights of Tied, whose weights are unchanged" in message
     assert "Missing: 'embedding.weight' = 'head.weight', 'norm.weight', 'norm.bias'." in message
     assert "Unexpected: 'norm.more', 'scale'." in message
     assert "Of another shape: 'head.bias' (float32[4], in the model float32[5])." in message
-    assert "Of another type: 'norm.running_mean' (bfloat16[3], in the model float32[3])." in message
+    assert "Of another dtype: 'norm.running_mean' (bfloat16[3], in the model float32[3])." in message
     assert_equal(model, before)
 
 
@@ -125,7 +125,7 @@ def test_what_fits_is_taken_where_that_is_asked(tmp_path: Path) -> None:
 
     model, before = _changed(tmp_path, change)
     nn.init.constant_(model.norm.weight, 7.0)
-    with pytest.raises(WeightsError, match=r"nothing was changed\. Of another type: 'head.bias'"):
+    with pytest.raises(WeightsError, match=r"whose weights are unchanged\. Of another dtype: 'head.bias'"):
         load(model, tmp_path, strict=False)
     load(model, tmp_path, strict=False, cast=True)
     assert model.norm.weight.tolist() == [7.0] * 3

@@ -60,7 +60,7 @@ def test_an_index_names_no_files_outside_its_folder(tmp_path: Path, name: str) -
     save_file(TENSORS, tmp_path / "secret.safetensors")
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(TENSORS, name)}))
-    with pytest.raises(WeightsError, match=r"which does not lie in its folder"):
+    with pytest.raises(WeightsError, match=r"which is outside of the index's folder"):
         WeightFiles(tmp_path / "inner")
 
 
@@ -78,7 +78,7 @@ def test_files_of_an_index_may_be_links(tmp_path: Path) -> None:
 def test_an_index_without_end(tmp_path: Path, text: str) -> None:
     """Deep ones, and those that are none, are one error."""
     (tmp_path / INDEX).write_text(text)
-    with pytest.raises(WeightsError, match="is damaged, or no index"):
+    with pytest.raises(WeightsError, match="is damaged, or not an index"):
         WeightFiles(tmp_path)
 
 
@@ -98,13 +98,13 @@ def test_files_are_opened_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         lambda data: data[:8] + b"x" + data[9:],
         lambda data: b"\xff" * 8 + data[8:],
     ],
-    ids=["cut short", "no header", "empty", "too long", "header", "length of header"],
+    ids=["truncated", "no header", "empty", "too long", "header", "length of header"],
 )
 def test_damaged_files_are_refused_by_name(tmp_path: Path, damage) -> None:
     """The error names the file, whatever is wrong with it."""
     file = two_files(tmp_path) / "second.safetensors"
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(WeightsError, match=r"second\.safetensors is damaged, cut short, or no safetensors file"):
+    with pytest.raises(WeightsError, match=r"second\.safetensors is damaged, truncated, or not a safetensors file"):
         WeightFiles(tmp_path)
 
 
@@ -127,7 +127,7 @@ def test_a_tensor_that_no_file_has_is_named(tmp_path: Path) -> None:
     index = json.loads((tmp_path / INDEX).read_text())
     index["weight_map"]["other"] = "first.safetensors"
     (tmp_path / INDEX).write_text(json.dumps(index))
-    with pytest.raises(WeightsError, match=r"'other' is in first\.safetensors, which has none of that name"):
+    with pytest.raises(WeightsError, match=r"'other' is in first\.safetensors, which has no tensor of that name"):
         WeightFiles(tmp_path)
 
 
