@@ -59,7 +59,7 @@ def check_one_rank_refuses_parts() -> None:
         states = (model.state_dict(), step.sharded.state_dict(), step.optimizer.state_dict())
         for value in (*states, model, [weight], weight.data, output):
             for save in (pickle.dumps, reread):
-                with pytest.raises(NotAvailableError, match=r"in parts on DeviceMesh.*full_state_dict=True"):
+                with pytest.raises(NotAvailableError, match=r"is sharded on DeviceMesh.*full_state_dict=True"):
                     save(value)
     step(INPUTS, torch.ones(4, 2))
 

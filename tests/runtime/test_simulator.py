@@ -201,13 +201,13 @@ def test_wrong_number_of_ranks() -> None:
 @pytest.mark.parametrize(
     ("graph_module", "match"),
     [
-        (collective(C10D.all_reduce_.default, "sum", "model"), "is not simulated"),
+        (collective(C10D.all_reduce_.default, "sum", "model"), "does not know"),
         (collective(C10D.all_reduce.default, "premul_sum", "model"), "unknown reduce_op='premul_sum'"),
         (collective(C10D.all_reduce.default, "sum", 3), "group_name=3"),
-        (collective(C10D.all_gather_into_tensor.default, 4, "model"), "a group of 4 ranks, the mesh has 2"),
-        (collective(C10D.reduce_scatter_tensor.default, "sum", 4, "data,model"), "does not divide by 4"),
+        (collective(C10D.all_gather_into_tensor.default, 4, "model"), "a group of 4 ranks, but the group has 2"),
+        (collective(C10D.reduce_scatter_tensor.default, "sum", 4, "data,model"), "4 does not divide dim 0"),
         (collective(C10D.all_to_all_single.default, [1, 1], [1, 2], "model"), "do not add up"),
-        (collective(C10D.all_to_all_single.default, [2, 1], [1, 1], "model"), "are not what the ranks send"),
+        (collective(C10D.all_to_all_single.default, [2, 1], [1, 1], "model"), "differ from the sent sizes"),
         (collective(C10D.broadcast.default, 2, "model"), "src=2 is not in a group of 2"),
     ],
 )

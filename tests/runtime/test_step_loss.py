@@ -38,7 +38,7 @@ def loss(request: pytest.FixtureRequest) -> torch.Tensor:
     ],
 )
 def test_a_backward_says_that_it_has_run(backward: Callable[[torch.Tensor], Any], loss: torch.Tensor) -> None:
-    with pytest.raises(autoshard.NotAvailableError, match=r"the step has run the backward already, and the optimizer"):
+    with pytest.raises(autoshard.NotAvailableError, match=r"the step has already run the backward, and the optimizer"):
         backward(loss)
 
 
