@@ -23,11 +23,11 @@ def test_rows_go_where_they_are_sent() -> None:
 
 def test_ranks_that_expect_other_rows_are_refused() -> None:
     """The rank and its numbers are named."""
-    with pytest.raises(ValueError, match=r"rank 1 expects \[1, 1\] rows of each rank, and is sent \[2, 1\]"):
+    with pytest.raises(ValueError, match=r"rank 1 expects \[1, 1\] rows of each rank, but is sent \[2, 1\]"):
         run_together([steps(3, [1, 2], [1, 0]), steps(1, [0, 1], [1, 1])])
 
 
 def test_ranks_that_end_before_others_are_refused() -> None:
     """One exchanges twice."""
-    with pytest.raises(ValueError, match="1 of 2 ranks exchange rows, others have ended"):
+    with pytest.raises(ValueError, match="1 of 2 ranks exchange rows, but the others have ended"):
         run_together([steps(2, [1, 1], [1, 1]), steps(2, [1, 1], [1, 1], times=2)])

@@ -172,7 +172,7 @@ def test_parameters_out_of_range_are_refused(distribution: str, parameters: list
 
 def test_unknown_distributions_are_refused() -> None:
     """The message lists those that are known."""
-    with pytest.raises(KernelError, match=r"distribution='beta' is not known\. Known: uniform, normal"):
+    with pytest.raises(KernelError, match=r"distribution='beta' is unknown\. Known: uniform, normal"):
         random(SEED, "beta", [1.0], 0, [2], [0], [2], dtype=torch.float32)
 
 

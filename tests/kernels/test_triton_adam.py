@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_refused() -> None:
     """Unlike dtypes and shapes are refused with the reason."""
     groups = _draw([(3,), (4,)], *[torch.float32] * 3)
     rest = (None, _hyper(0.0), True, False)
-    with pytest.raises(KernelError, match="as many grads as params, of one dtype"):
+    with pytest.raises(KernelError, match="equally many grads and params, of one dtype"):
         adam_updates_(groups[0], [groups[1][0], groups[1][1].double()], *groups[2:], *rest)
     with pytest.raises(KernelError, match="moments of one dtype"):
         adam_updates_(*groups[:3], [x.half() for x in groups[3]], *rest)

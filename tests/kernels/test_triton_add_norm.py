@@ -90,5 +90,5 @@ def test_strided_inputs_and_many_rows_per_program(monkeypatch: pytest.MonkeyPatc
 def test_what_is_added_must_fit() -> None:
     """A residual of another shape is refused with the reason."""
     x = draw(2, 3)
-    with pytest.raises(KernelError, match="the tensors that are added have shapes"):
+    with pytest.raises(KernelError, match="the added tensors have shapes"):
         add_rms_norm(x, x[:1], draw(3), EPS)

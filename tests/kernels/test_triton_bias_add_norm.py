@@ -45,9 +45,9 @@ def test_strided_rows() -> None:
 @pytest.mark.parametrize(
     ("shapes", "reason"),
     [
-        (((6, 4), (4,), (2, 2, 4)), "are not the same rows"),
+        (((6, 4), (4,), (2, 2, 4)), "have different rows"),
         (((4, 4), (1,), (2, 2, 4)), "x_bias .1,. is not a row of x"),
-        (((4, 4), (4,), (2, 4, 2)), "are not the same rows"),
+        (((4, 4), (4,), (2, 4, 2)), "have different rows"),
     ],
 )
 def test_what_is_refused(shapes: tuple[tuple[int, ...], ...], reason: str) -> None:

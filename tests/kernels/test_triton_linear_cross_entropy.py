@@ -142,7 +142,7 @@ def test_the_logits_are_never_held() -> None:
 def test_what_gains_nothing_or_does_not_fit_is_refused() -> None:
     """One chunk would hold all logits; operands must fit each other."""
     hidden, weight, target = _case((3,), 16, 4, torch.float32)
-    with pytest.raises(KernelError, match="all 16 classes are one chunk"):
+    with pytest.raises(KernelError, match="all 16 classes fit into one chunk"):
         linear_cross_entropy(hidden, weight, target, IGNORE, 0.0)
     with pytest.raises(KernelError, match="one target"):
         linear_cross_entropy(hidden, weight, target[:2], IGNORE, 0.0)

@@ -165,7 +165,7 @@ def test_large_copies_are_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 def test_the_variable_switches_it_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 1 in the user's cache, else in the folder that it names; a call of the function goes before it."""
-    monkeypatch.setattr("autoshard.kernels.tuning_switch._ASKED", [])
+    monkeypatch.setattr("autoshard.kernels.tuning_switch._SET", [])
     assert active_tuning() is None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for value, folder in (("1", tmp_path / "autoshard" / "tuned"), (str(tmp_path / "mine"), tmp_path / "mine")):

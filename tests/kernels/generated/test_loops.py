@@ -65,7 +65,7 @@ def test_turned_tensors_keep_their_strides() -> None:
                 (_step(_aten.t.default, Ref(0), shape=(6, 6)), _step(_aten.add.Tensor, Ref(0), Ref(1), shape=(6, 6))),
                 (2,),
             ),
-            "at two places of itself",
+            "at two of its positions",
         ),
         (
             Group(
@@ -88,7 +88,7 @@ def test_turned_tensors_keep_their_strides() -> None:
                 ),
                 (3, 4),
             ),
-            "cuts 6 elements across groups of 4",
+            "splits 6 elements across groups of 4",
         ),
         (
             Group(
