@@ -95,5 +95,5 @@ class Single(nn.Linear):
 
 def test_a_type_in_which_a_model_does_not_run_is_refused_by_name() -> None:
     """With what PyTorch says of it."""
-    with pytest.raises(NotAvailableError, match=r"precise=torch.float64: .* Single in it: .* Leave precise= out."):
+    with pytest.raises(NotAvailableError, match=r"precise=torch.float64, but .* Single in it: .* Leave precise= out."):
         check_plan(Single(8, 4), Mesh({"data": 2}), (torch.randn(4, 8),), precise=torch.float64)
