@@ -240,9 +240,9 @@ class Checkpoints:
 
     def _begin_together(self, at: int, everyone: Sequence[Mapping[str, str]]) -> _Begun:
         """On the first rank: choose the folder, and find the keywords under which ranks hold different values."""
-        asked = [(digests["at"], *sorted(digests)) for digests in everyone]
-        if len(set(asked)) > 1:
-            raise CheckpointError(f"Ranks save different things: {asked}. Call save(...) alike on every rank.")
+        calls = [(digests["at"], *sorted(digests)) for digests in everyone]
+        if len(set(calls)) > 1:
+            raise CheckpointError(f"Ranks save different things: {calls}. Call save(...) alike on every rank.")
         return _Begun(folders.begin(self.folder, at), frozenset(differing(everyone)))
 
     def _finish(self, writer: Writer, everyone: Sequence[Written], at: int, mesh: str, plan: Plan | None) -> None:

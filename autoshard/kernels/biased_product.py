@@ -49,7 +49,7 @@ FUSED = (
         why_not_biased_product,
         (Form(_sum, dims=2),),
         (),
-        readers_of_anew=frozenset(),
+        allowed_readers=frozenset(),
         keeps_place=True,
     ),
 )

@@ -110,7 +110,7 @@ class FusedKernel:
         why_not: called with its arguments, real or fake; returns the reason that it does not apply, or None.
         forms: the calls that it may replace.
         specimens: specialisations for tests and cost models.
-        readers_of_anew: the only operators outside the kernel that may read a value which the kernel computes again. A
+        allowed_readers: the only operators outside the kernel that may read a value which the kernel computes again. A
             costly value pays off only if it is not computed elsewhere too. None: any operator may read it.
         keeps_place: whether the call stays at the position of its first result, beside the communication that it
             hides. Otherwise it moves as early as its operands allow.
@@ -120,7 +120,7 @@ class FusedKernel:
     why_not: Callable[..., str | None]
     forms: tuple[Form, ...]
     specimens: tuple[Specimen, ...]
-    readers_of_anew: frozenset[OpOverload] | None = None
+    allowed_readers: frozenset[OpOverload] | None = None
     keeps_place: bool = False
 
     @property

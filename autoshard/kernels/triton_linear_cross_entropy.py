@@ -264,7 +264,7 @@ FUSED = (
         why_not_linear_cross_entropy_backward,
         tuple(make(is_wide=is_wide) for make in (_sequence_backward, _rows_backward) for is_wide in (False, True)),
         (),
-        readers_of_anew=frozenset({cross_entropy}),
+        allowed_readers=frozenset({cross_entropy}),
     ),
     FusedKernel(
         linear_cross_entropy,

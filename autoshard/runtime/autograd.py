@@ -115,8 +115,8 @@ class GradientFunction(torch.autograd.Function):
                 for tensor, wanted in zip((*ctx.first.tensors, *ctx.tangents), needed, strict=True)
             ]
             given = {name: grad for name, grad in zip(ctx.gradient_names, grads, strict=True) if grad is not None}
-            again = zip(_gradients_again(ctx, tuple(given), tensors), given.values(), strict=True)
-            pairs = [(gradient, _plain(grad)) for gradient, grad in again if gradient.requires_grad]
+            recomputed = zip(_recomputed_gradients(ctx, tuple(given), tensors), given.values(), strict=True)
+            pairs = [(gradient, _plain(grad)) for gradient, grad in recomputed if gradient.requires_grad]
             found = torch.autograd.grad(
                 [gradient for gradient, _ in pairs],
                 [tensor for tensor, wanted in zip(tensors, needed, strict=True) if wanted],
@@ -128,7 +128,7 @@ class GradientFunction(torch.autograd.Function):
         return (None, None, *(next(rest) if wanted else None for wanted in needed))
 
 
-def _gradients_again(ctx: Any, names: tuple[str, ...], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _recomputed_gradients(ctx: Any, names: tuple[str, ...], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The results of a `GradientFunction` by `names`, computed for `tensors` by a compiled program."""
     first, slots = ctx.first, [slot.slot for slot in ctx.first.call.executable.inputs]
     check_versions(slots, first.tensors, first.versions)

@@ -42,7 +42,7 @@ from autoshard.runtime.pickled_shards import pickle_wholes_alone
 from autoshard.runtime.process_groups import ProcessGroups, bind, reduce_in_place, taking_from_a_list
 from autoshard.runtime.split_output import SplitOutput
 from autoshard.runtime.stages.stage_meshes import StageMeshes, is_elsewhere
-from autoshard.runtime.state_in_loops import look_at_state_again
+from autoshard.runtime.state_in_loops import check_states_again
 from autoshard.runtime.weights.gather_region import gather_region
 from autoshard.runtime.weights.local_part import index_of
 from autoshard.runtime.weights.unread import shape_of
@@ -255,7 +255,7 @@ class DistributedEngine:
     def adopt(self, model: nn.Module) -> None:
         """Parameters become DTensors, replicated at first."""
         take_over_parameters(model, self._replicate)
-        look_at_state_again()
+        check_states_again()
 
     def has_adopted(self, parameter: torch.Tensor) -> bool:
         return isinstance(parameter, DTensor)

@@ -17,7 +17,7 @@ from autoshard.runtime.per_program import PerProgram
 
 
 @dataclass(frozen=True, slots=True)
-class HeldState:
+class UpdateInputs:
     """The inputs of a program's update.
 
     Args:
@@ -49,7 +49,7 @@ class KnownState:
     _state: Any = field(init=False)
     _entries: list[Any] = field(init=False)
     _tensors: list[Any] = field(init=False)
-    _held: PerProgram[HeldState] = field(default_factory=PerProgram)
+    _held: PerProgram[UpdateInputs] = field(default_factory=PerProgram)
 
     def __post_init__(self) -> None:
         self._groups = [*self.optimizer.param_groups]
@@ -75,11 +75,11 @@ class KnownState:
             and _are_same([*_tensors_in(state)], self._tensors)
         )
 
-    def held_by(self, executable: Executable) -> HeldState | None:
+    def held_by(self, executable: Executable) -> UpdateInputs | None:
         """The inputs of a program's update, if they are known."""
         return self._held.get(executable)
 
-    def remember(self, executable: Executable, held: HeldState) -> None:
+    def remember(self, executable: Executable, held: UpdateInputs) -> None:
         """Remember the inputs of a program's update: objects of the optimizer and the model."""
         self._held.keep(executable, held)
 

@@ -226,11 +226,11 @@ class ShardedModule(OfModel, HasWeights):
             outer = (*derivatives, derivative)
             return self._call_of(self._find_with_all_tangents(of_gradients, seed, outer), of_gradients, seed, outer)
 
-        def again() -> Executable:
+        def with_all_tangents() -> Executable:
             check_state(state, was_training=training, is_training=self.training)
             return self._find_with_all_tangents(call, seed, derivatives)
 
-        return ProgramCall(executable, call.tensors, again, differentiate)
+        return ProgramCall(executable, call.tensors, with_all_tangents, differentiate)
 
     def _find_padded(
         self, call: FlatCall, members: Members, update: Update | None = None, *, runs: bool = True
@@ -378,10 +378,10 @@ class ShardedModule(OfModel, HasWeights):
             _LOGGER.info("planning anew for a call %s%s%s", signature, every, because)
         model = self._original[0]
         self._engine.agree(lambda: facts_to_compile(model, signature, self.mesh, self._placed))
-        with self._requesting(call, grad, seed) as asked:
+        with self._requesting(call, grad, seed) as found:
             known_programs = tuple(item.compiled for item in known)
             request = replace(
-                asked, all_tangents=all_tangents, update=update, known=known_programs, derivatives=derivatives
+                found, all_tangents=all_tangents, update=update, known=known_programs, derivatives=derivatives
             )
             compiled = self.compiler(request, self._engine)
             executable = next((item for item in known if item.phased is compiled.phased), None)

@@ -42,10 +42,6 @@ class FlatCall:
         leaves, tree = pytree.tree_flatten((tuple(args), dict(sorted(kwargs.items()))))
         return cls(tuple(leaves), tree, outputs)
 
-    def handing_out(self, outputs: Outputs) -> FlatCall:
-        """The same call, with another form of outputs."""
-        return replace(self, outputs=outputs)
-
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
         """The leaves that are tensors, by input name ("input:0")."""
@@ -53,8 +49,8 @@ class FlatCall:
 
     def flattened_again(self) -> FlatCall:
         """The same call, flattened with the types that pytree knows now."""
-        again = FlatCall.of(*self.assemble(self.leaves), self.outputs)
-        return replace(again, as_compiled=self.as_compiled, exact=self.exact)
+        flattened = FlatCall.of(*self.assemble(self.leaves), self.outputs)
+        return replace(flattened, as_compiled=self.as_compiled, exact=self.exact)
 
     def assemble(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """`(args, kwargs)` with other leaves."""

@@ -36,7 +36,7 @@ class StateInLoops:
         self.known[optimizer] = optimizer.state
 
 
-def look_at_state_again() -> None:
+def check_states_again() -> None:
     """Check all states at their next step, because parameters became DTensors while their state is plain."""
     _hook().known.clear()
 

@@ -21,7 +21,7 @@ from autoshard.ir.program import InputKind, OutputKind
 from autoshard.ir.update import Update, UpdateGroup, UpdateRule
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.executable import Executable
-from autoshard.runtime.known_state import HeldState, KnownState
+from autoshard.runtime.known_state import KnownState, UpdateInputs
 from autoshard.runtime.members import Members
 from autoshard.runtime.optimizer_state import check_parameters, follow_replaced
 from autoshard.runtime.stages.stage_meshes import is_elsewhere
@@ -217,7 +217,7 @@ class TracedState:
                     tensors[number].append(_NO_OPTIONS)
         if are_all_held:
             updated = [parameters[name] for name in _updated_by(executable)]
-            known.remember(executable, HeldState(tensors, self._steps_taken.are_counted_together(updated)))
+            known.remember(executable, UpdateInputs(tensors, self._steps_taken.are_counted_together(updated)))
         return tensors
 
     def _hyper(self, executable: Executable, number: int) -> torch.Tensor:

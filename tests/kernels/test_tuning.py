@@ -18,7 +18,7 @@ from autoshard.errors import KernelError
 from autoshard.kernels.triton_softmax import softmax
 from autoshard.kernels.tuning_store import Store
 from autoshard.kernels.tuning_switch import active_tuning, folder_identity
-from autoshard.runtime.agreement.control_group import HeldFact
+from autoshard.runtime.agreement.control_group import PieceFact
 from autoshard.runtime.engine import SimulatorEngine
 from tests.kernels.calls import CALLS, run
 from tests.kernels.fused import DEVICE, draw
@@ -183,7 +183,7 @@ def test_the_variable_switches_it_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
 def test_ranks_compare_their_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Before a program with kernels runs, each rank tells the others in which folder it keeps what it measures."""
-    told: dict[str | HeldFact, str] = {}
+    told: dict[str | PieceFact, str] = {}
     monkeypatch.setattr(SimulatorEngine, "agree", lambda engine, facts: told.update(facts()))
     model, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
     autoshard.compile(model, Mesh({"data": 2}), example_inputs=(x,), backend="triton")

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class HeldFact:
+class PieceFact:
     """The name of a fact that is compared only among the ranks that hold the same piece of a tensor.
 
     Args:
@@ -42,7 +42,7 @@ class HeldFact:
         return self.name
 
 
-Facts = Mapping[str | HeldFact, str]
+Facts = Mapping[str | PieceFact, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,7 @@ class ControlGroup:
         """Raise `RankMismatchError` on every rank unless all ranks hold the same `facts`.
 
         Args:
-            facts: values by name; a fact named by a `HeldFact` is compared among the ranks that have it.
+            facts: values by name; a fact named by a `PieceFact` is compared among the ranks that have it.
             action: the action that follows, for the error message if a rank is lost.
         """
         everyone = self.gather(dict(facts()), action)
@@ -144,11 +144,11 @@ class ControlGroup:
             )
         return everyone
 
-    def _describe(self, name: str | HeldFact, everyone: Sequence[Facts]) -> str:
+    def _describe(self, name: str | PieceFact, everyone: Sequence[Facts]) -> str:
         """Format a fact, such as `seed: 0 on ranks [0, 1], 1 on ranks [2]`."""
         holders: dict[str, list[int]] = {}
         for rank, theirs in zip(self.channel.ranks, everyone, strict=True):
-            if name in theirs or not isinstance(name, HeldFact):
+            if name in theirs or not isinstance(name, PieceFact):
                 holders.setdefault(theirs.get(name, "nothing"), []).append(rank)
         return f"{name}: " + ", ".join(f"{value} on ranks {ranks}" for value, ranks in holders.items())
 
@@ -160,6 +160,6 @@ def _is_failed(said: object) -> bool:
     return isinstance(said, _Failed)
 
 
-def _found(name: str | HeldFact, everyone: Sequence[Facts]) -> list[str | None]:
-    """The values of all ranks under a name; of a `HeldFact`, the values of the ranks that have it."""
-    return [theirs.get(name) for theirs in everyone if name in theirs or not isinstance(name, HeldFact)]
+def _found(name: str | PieceFact, everyone: Sequence[Facts]) -> list[str | None]:
+    """The values of all ranks under a name; of a `PieceFact`, the values of the ranks that have it."""
+    return [theirs.get(name) for theirs in everyone if name in theirs or not isinstance(name, PieceFact)]

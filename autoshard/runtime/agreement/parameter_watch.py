@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from autoshard.runtime.agreement.control_group import Facts, HeldFact
+from autoshard.runtime.agreement.control_group import Facts, PieceFact
 from autoshard.runtime.agreement.digests import bytes_of, digest_of_bytes, digest_of_words, words_of
-from autoshard.runtime.agreement.held import WHOLE, copies_of, facts_of, piece_of
+from autoshard.runtime.agreement.pieces import WHOLE, copies_of, facts_of, piece_of
 from autoshard.runtime.known_layouts import local_of
 from autoshard.runtime.stages.stage_meshes import is_elsewhere
 
@@ -58,7 +58,7 @@ class ParameterWatch:
         self._changes, self._versions = [*map(sub, found, before)], found
         return digest_of_bytes([array("q", self._changes)]) if found != before else 0
 
-    def sample(self, turn: int) -> dict[HeldFact, int | torch.Tensor]:
+    def sample(self, turn: int) -> dict[PieceFact, int | torch.Tensor]:
         """The digest of some elements of some tensors, other ones each turn; empty if no two ranks share a piece."""
         if not self._groups:
             return {}
@@ -66,8 +66,8 @@ class ParameterWatch:
         step = self._step(turn)
         place = f"{place} from {step}"  # stages may have different numbers of groups
         if not rows[0].is_on_host:
-            return {HeldFact(SAMPLE, place): digest_of_words(words_of(self._elements_at(turn)[1]))}
-        return {HeldFact(SAMPLE, place): digest_of_bytes(row.memory(step) for row in rows)}
+            return {PieceFact(SAMPLE, place): digest_of_words(words_of(self._elements_at(turn)[1]))}
+        return {PieceFact(SAMPLE, place): digest_of_bytes(row.memory(step) for row in rows)}
 
     def elements(self, turn: int) -> dict[str, list[float]]:
         """The elements that `sample` reads at a turn and at the previous turn, by place."""
@@ -85,7 +85,7 @@ class ParameterWatch:
         """Facts that show which tensors differ: digests of all pieces, and in-place changes of unshared tensors."""
         names = [name for name, tensor in self._named if not tensor.is_inference()]
         changed = {
-            HeldFact(f"in-place changes of {name} between two calls", WHOLE): str(count)
+            PieceFact(f"in-place changes of {name} between two calls", WHOLE): str(count)
             for name, tensor, count in zip(names, self._counted, self._changes, strict=True)
             if is_elsewhere(tensor) or self._copies(tensor) == 1
         }

@@ -32,11 +32,11 @@ import torch
 from torch import nn
 
 from autoshard.ir.mesh import Mesh
-from autoshard.runtime.agreement.control_group import ControlGroup, Facts, HeldFact
+from autoshard.runtime.agreement.control_group import ControlGroup, Facts, PieceFact
 from autoshard.runtime.agreement.digests import combine, digest_of_samples, digest_of_text, hex_of
-from autoshard.runtime.agreement.held import WHOLE, copies_of, facts_of, named_tensors, piece_of
 from autoshard.runtime.agreement.late_numbers import BEFORE, LateNumbers
 from autoshard.runtime.agreement.parameter_watch import SAMPLE, ParameterWatch
+from autoshard.runtime.agreement.pieces import WHOLE, copies_of, facts_of, named_tensors, piece_of
 from autoshard.runtime.agreement.vector_exchange import LENGTH, Row, VectorExchange
 from autoshard.runtime.executable import Executable
 from autoshard.runtime.seeds import SeedSequence
@@ -90,7 +90,7 @@ class _Posted:
     call: AgreedCall
     state: str
     seed: str
-    values: Mapping[HeldFact, int]
+    values: Mapping[PieceFact, int]
     numbers: tuple[int, ...]
 
 
@@ -314,7 +314,7 @@ def _are_alike(rows: Sequence[Row]) -> bool:
     return True
 
 
-def _digests_of(call: AgreedCall, ranks: int, turn: int) -> dict[HeldFact, int | torch.Tensor]:
+def _digests_of(call: AgreedCall, ranks: int, turn: int) -> dict[PieceFact, int | torch.Tensor]:
     """The digest of the inputs at each place: their sum, and a sample that moves at each turn for large inputs."""
     found: dict[tuple[str, str], list[torch.Tensor]] = {}
     for tensor in call.tensors.values():
@@ -324,12 +324,12 @@ def _digests_of(call: AgreedCall, ranks: int, turn: int) -> dict[HeldFact, int |
             found.setdefault((piece.local.device.type, place), []).append(piece.local)
     most = max(8, _MOST_BYTES // max(1, len(call.tensors)))
     return {
-        HeldFact(f"inputs on {device}", place): digest_of_samples(pieces, most, turn)
+        PieceFact(f"inputs on {device}", place): digest_of_samples(pieces, most, turn)
         for (device, place), pieces in found.items()
     }
 
 
-def _at_their_place(values: Mapping[HeldFact, int]) -> tuple[int, int]:
+def _at_their_place(values: Mapping[PieceFact, int]) -> tuple[int, int]:
     """A digest of the places of several values, and a digest of the values."""
     return _digest_of_places(frozenset(name.place for name in values)), combine(list(values.values()))
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from autoshard.runtime.agreement.control_group import Facts, HeldFact
+from autoshard.runtime.agreement.control_group import Facts, PieceFact
 from autoshard.runtime.agreement.digests import digest_of
 from autoshard.runtime.known_layouts import local_of
 from autoshard.runtime.stages.stage_meshes import is_elsewhere
@@ -20,7 +20,7 @@ WHOLE = str(())
 
 
 @dataclass(frozen=True, slots=True)
-class HeldPiece:
+class TensorPiece:
     """This rank's piece of a tensor.
 
     Args:
@@ -33,13 +33,13 @@ class HeldPiece:
     place: tuple[tuple[int, int], ...]
 
 
-def piece_of(tensor: torch.Tensor) -> HeldPiece:
+def piece_of(tensor: torch.Tensor) -> TensorPiece:
     """This rank's piece of a tensor. A plain tensor is the same on all ranks."""
     if not isinstance(tensor, DTensor):
-        return HeldPiece(tensor, ())
+        return TensorPiece(tensor, ())
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None, "this process is on the mesh"
-    return HeldPiece(local_of(tensor), tuple((dim, coordinate[dim]) for dim in _cut_dims(tensor)))
+    return TensorPiece(local_of(tensor), tuple((dim, coordinate[dim]) for dim in _cut_dims(tensor)))
 
 
 def copies_of(tensor: torch.Tensor, ranks: int) -> int:
@@ -59,7 +59,7 @@ def _cut_dims(tensor: DTensor) -> list[int]:
 def facts_of(named: Iterable[tuple[str, torch.Tensor]]) -> Facts:
     """The digest of each piece by the name of its tensor, to compare among the ranks that hold the piece."""
     pieces = ((name, piece_of(tensor)) for name, tensor in named if not is_elsewhere(tensor))
-    return {HeldFact(name, str(piece.place)): digest_of(piece.local) for name, piece in pieces}
+    return {PieceFact(name, str(piece.place)): digest_of(piece.local) for name, piece in pieces}
 
 
 def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
