@@ -1,4 +1,4 @@
-"""Damage is refused by the file's name and the tensor's; a disk that is full is one error, and training goes on."""
+"""Damage is refused by the names of file and tensor; a full disk raises one error, and training goes on."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def remove(path: Path, draw: random.Random) -> None:
 def test_damage_is_refused_by_the_name_of_the_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Path, random.Random], None]
 ) -> None:
-    """Drawn bytes of drawn files, with blocks small enough that there are many."""
+    """Drawn bytes of drawn files are damaged, with blocks small enough that files have many."""
     monkeypatch.setattr(manifest, "BLOCK_BYTES", 1000)
     monkeypatch.setattr("autoshard.checkpoints.files.BLOCK_BYTES", 1000)
     whole = saved(tmp_path / "whole")
@@ -111,7 +111,7 @@ def test_damage_names_the_tensor(tmp_path: Path) -> None:
 
 
 def load_weight(folder: Path) -> bytes:
-    """The bytes of a weight as they are saved."""
+    """The saved bytes of a weight."""
     fresh = model(seed=1)
     Checkpoints(folder).load(fresh)
     weight = fresh[0].weight
@@ -131,7 +131,7 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_another_optimizer_is_refused(tmp_path: Path) -> None:
-    """An optimizer of another kind, over other parameters, or with groups that cannot have been is refused."""
+    """An optimizer of another kind, over other parameters, or with impossible groups is refused."""
     saved(tmp_path)
     checkpoints, fresh = Checkpoints(tmp_path), model()
     with pytest.raises(CheckpointError, match=r"'optimizer' is a SGD, and the checkpoint has the state of a AdamW"):
@@ -143,7 +143,7 @@ def test_another_optimizer_is_refused(tmp_path: Path) -> None:
 
 
 def test_groups_may_be_others(tmp_path: Path) -> None:
-    """Options go with parameters, whatever group they are in."""
+    """Options follow parameters into any group."""
     first = model()
     groups = [{"params": [*first[0].parameters()], "lr": 0.5}, {"params": [*first[1:].parameters()], "lr": 0.25}]
     Checkpoints(tmp_path, asynchronous=False).save(first, at=1, optimizer=torch.optim.AdamW(groups))
@@ -177,7 +177,7 @@ CREATE_STREAM = FileSystem.create_stream
 
 
 class Bounded:
-    """A file on it."""
+    """A file on the full disk."""
 
     def __init__(self, file: Any, disk: FullDisk) -> None:
         self.tell, self.flush, self.fileno, self.closed = file.tell, file.flush, file.fileno, False
@@ -252,7 +252,7 @@ PAIR_CHECKS = {"full disk": check_full_disk, "missing shard": check_missing_shar
 
 
 def test_what_cannot_be_saved_is_refused_at_once(tmp_path: Path) -> None:
-    """Wrong arguments are one error each."""
+    """Wrong arguments raise one error each."""
     checkpoints = Checkpoints(tmp_path)
     for name in ("every", "keep"):
         with pytest.raises(CheckpointError, match=f"{name}=0: pass a whole number"):

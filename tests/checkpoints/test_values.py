@@ -1,4 +1,4 @@
-"""States as JSON: whatever plain values hold comes back, and nothing that is read runs code."""
+"""States as JSON: plain values come back, and reading runs no code."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_states_of_libraries_come_back(value: Any) -> None:
 
 
 def test_nan_comes_back() -> None:
-    """It equals nothing, itself included."""
+    """NaN comes back, though it equals nothing."""
     assert np.isnan(unpacked(packed([float("nan")]))[0])
 
 
@@ -87,7 +87,7 @@ def test_sparse_tensors_come_back() -> None:
 
 
 def test_text_is_json() -> None:
-    """Anyone can read it."""
+    """Any JSON reader can read the text."""
     assert json.loads(packed({"a": [1, (2.5, None)]})) == {"dict": {"a": [1, {"tuple": [2.5, None]}]}}
 
 
@@ -111,7 +111,7 @@ def test_classes_that_the_user_allows() -> None:
 
 
 def test_a_state_that_holds_itself_is_refused() -> None:
-    """It has no end."""
+    """A state that contains itself is refused."""
     state: list[Any] = []
     state.append(state)
     with pytest.raises(CheckpointError, match="contains itself"):
