@@ -9,7 +9,7 @@ from autoshard.kernels.exchange import Exchange, Steps, run_together
 
 
 def steps(rows: int, sent: list[int], received: list[int], times: int = 1) -> Steps:
-    """Exchanges as many rows so many times, and returns what came last."""
+    """Exchanges `rows` rows `times` times, and returns the last received rows."""
     arrived = [torch.arange(rows)]
     for _ in range(times):
         arrived = list((yield Exchange(arrived, sent, received)))
@@ -17,7 +17,7 @@ def steps(rows: int, sent: list[int], received: list[int], times: int = 1) -> St
 
 
 def test_rows_go_where_they_are_sent() -> None:
-    """Uneven numbers, and none."""
+    """Ranks may exchange uneven numbers of rows, or none."""
     assert run_together([steps(3, [1, 2], [1, 0]), steps(1, [0, 1], [2, 1])]) == [[0], [1, 2, 0]]
 
 

@@ -70,7 +70,7 @@ def test_equals_torch(
 
 
 def test_tensors_in_another_order() -> None:
-    """A tensor that does not lie row by row is updated where it lies, and nothing beside it."""
+    """A tensor that is not row-major is updated in place, and no memory beside it."""
     torch.manual_seed(0)
     (whole,), grads, (first,), (second,) = _draw([(6, 8)], *[torch.float32] * 3)
     before = whole.clone()

@@ -40,7 +40,11 @@ ENFORCED = (
     "autoshard/kernels",
     "autoshard/runtime",
     "autoshard/testing",
+    "tests/checkpoints",
+    "tests/kernels",
     "tests/prose",
+    "tests/runtime",
+    "tests/testing",
 )
 """Files and folders that hold the limits. Each keeps its line; the list grows to the whole tree."""
 ANCHORS = ("torch", "transformers", "networkx", "hypothesis", "attr", "equinox", "xdsl", "pytato", "torchtitan")
