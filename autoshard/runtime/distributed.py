@@ -408,7 +408,7 @@ def _dim_to_slice(tensor: DTensor) -> int | None:
 
 
 def _spread(function: Callable) -> Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]:
-    """Turn a function of tensors into a function of their list, in reverse order, which it empties."""
+    """A function of the list of tensors in reverse order; it empties the list, then calls `function` with them."""
 
     def run(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         inputs = values[::-1]
