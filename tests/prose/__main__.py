@@ -40,6 +40,7 @@ ENFORCED = (
     "autoshard/kernels",
     "autoshard/runtime",
     "autoshard/testing",
+    "passes/strategies",
     "tests/checkpoints",
     "tests/kernels",
     "tests/prose",

@@ -14,11 +14,10 @@ from autoshard.ir.recompute import PHASE
 from autoshard.ir.spec import PartitionSpec
 from autoshard.kernels.offload import to_host
 from autoshard.rules.enumeration import Choice, Split, Strategy
-from passes.memory.elided_lifetimes import with_elided
+from passes.memory.repeated_lifetimes import with_left_out
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.recomputation.recompute import InsertRecompute, moved_by, original_of
-from passes.recomputation.recompute_problem import Again
-from passes.strategies.elided import NotAlikeError, find_elided, paths_where_run
+from passes.recomputation.recompute_problem import Restored
 from passes.strategies.enumerate_strategies import (
     Link,
     SearchSpace,
@@ -31,9 +30,10 @@ from passes.strategies.enumerate_strategies import (
 )
 from passes.strategies.fold_blocks import module_paths
 from passes.strategies.price import local_bytes
+from passes.strategies.repeated_units import NotAlikeError, find_repeated_units, paths_where_run
 
 
-def with_again(planning: PlanningProblem, again: Again) -> PlanningProblem:
+def with_restored(planning: PlanningProblem, restored: Restored) -> PlanningProblem:
     """The problem of the program that recomputes and offloads; its variables and options are those of `planning`.
 
     What is recomputed, and copies to and from the host, have the variable of their original, so a choice of `planning`
@@ -42,16 +42,16 @@ def with_again(planning: PlanningProblem, again: Again) -> PlanningProblem:
     Raises:
         NotAlikeError: the program leaves blocks out, and those beside them do not bring alike values back alike.
     """
-    if not again:
+    if not restored:
         return planning
-    space, originals = space_with(planning.space, again)
+    space, originals = space_with(planning.space, restored)
     representatives = {name: planning.members[planning.classes[original]][0] for name, original in originals.items()}
     brought = [name for name, site in space.sites.items() if site.phase == PHASE]
-    elided = find_elided(space, paths_where_run(space, module_paths(space.program), brought))
-    if any(len({representatives[name] for name in alike.names}) > 1 for alike in elided.sites):
+    repeated = find_repeated_units(space, paths_where_run(space, module_paths(space.program), brought))
+    if any(len({representatives[name] for name in alike.names}) > 1 for alike in repeated.sites):
         raise NotAlikeError("what alike blocks run again is of values that are decided one by one")
-    liveness = with_elided(planning.liveness.of(space), elided, space)
-    return build_problem(space, planning.prices, liveness, representatives, elided)
+    liveness = with_left_out(planning.liveness.of(space), repeated, space)
+    return build_problem(space, planning.prices, liveness, representatives, repeated)
 
 
 def host_bytes(planning: PlanningProblem, choice: Sequence[int]) -> float:
@@ -63,9 +63,9 @@ def host_bytes(planning: PlanningProblem, choice: Sequence[int]) -> float:
     return float(sum(sizes))
 
 
-def space_with(space: SearchSpace, again: Again) -> tuple[SearchSpace, dict[str, str]]:
+def space_with(space: SearchSpace, restored: Restored) -> tuple[SearchSpace, dict[str, str]]:
     """The search space with clones and copies, which have the specs of their originals; and the original of each."""
-    program = InsertRecompute(again.recomputed, again.offloaded)(space.program)
+    program = InsertRecompute(restored.recomputed, restored.offloaded)(space.program)
     incoming: dict[str, list[Link]] = defaultdict(list)
     for link in space.links:
         if not leaves_program(space.sites[link.head], link):

@@ -1,25 +1,29 @@
-r"""What a program with blocks left out (`autoshard.ir.repeat`) says of the whole one: what counts how often, and when.
+"""How often each site and link of a program runs in the whole model, where the program leaves out repeated blocks.
 
-Of a run of alike units the program holds n, a, b and m (`Repeat.units`), and k more lie between a and b. It is checked
-that these four are alike: the same sites at the same *places*, and every link from a place to a place leads to the same
-unit, to the one beside it, or to one and the same site outside. So the k elided ones continue the pattern, and
+A program may hold only four of many alike units of blocks (`autoshard.ir.repeat`): n, a, b and m, in program order.
+The whole model has k more units between a and b. This module checks that the four units are alike:
 
-* every site of b stands for 1 + k;
-* so does every link into b from within, from outside, or from a; and every link into a from b (as in the backward);
-* elided units take the options of b, so what they hold in memory is as large.
+* they have the same sites, each at its *place* in its unit;
+* each link from one place to another leads to the same unit, to a neighbouring unit, or to one site outside.
 
-**When elided units hold what.** A unit's sites lie in *runs* of consecutive points: its forward, its backward, parts of
-its update. The runs of a and b are neighbours, and those of elided units lie between them, in the same order. So, seen
-from the points that the program has, all k values of a place come into being between two neighbouring runs, and they
-die between two others: `elided_lifetimes` finds these points.
+So the k left-out units continue the pattern of the four, and
 
-**Points inside elided units need not be looked at.** Number n, a, the elided ones, b and m from 0 to k + 3. At a point
-inside unit x, at a given place, each of the values of one place of all units is alive or not by its number being at
-most x, at least x, equal to x or one off; values from outside of the units are alive at the place in all of a to b,
-or in none. So the bytes in use are an affine function of x between a and b, and largest at one of them, and both have
-points of their own.
+* each site of b stands for 1 + k sites;
+* each link into b stands for 1 + k links. It may come from b, from a or from outside. In the backward, links lead from
+  b into a, and a link from b into a stands for 1 + k links;
+* left-out units take the options of b, so they hold as many bytes.
 
-`NotAlikeError`, where the four units are not alike; then the whole model is to be traced.
+**Lifetimes of values of left-out units.** A unit's sites lie in *runs* of consecutive points: its forward, its backward
+and parts of its update. Runs of left-out units lie between the runs of a and b, in the same order. So all k values of
+one place are made between two neighbouring runs, and die between two other runs. `passes.memory.repeated_lifetimes`
+finds these points.
+
+**The peak is never inside a left-out unit.** Number the units n, a, the left-out units, b and m from 0 to k + 3. Take a
+point at one place of unit x. The values of one place are then alive in units whose number is at most x, at least x, x,
+or one off. Values from outside the units are alive there in all units from a to b, or in none. So the bytes in use are
+an affine function of x, and largest in a or in b. The program has the points of both.
+
+If the four units are not alike, `NotAlikeError` is raised, and the whole model has to be traced.
 """
 
 from __future__ import annotations
@@ -35,11 +39,11 @@ from passes.strategies.fold_blocks import module_paths
 
 
 class NotAlikeError(Exception):
-    """Units that should be alike are not, so that a program without some of them does not tell what the whole does."""
+    """Units that should be alike are not, so the program cannot stand for the whole model."""
 
 
 class Spot(NamedTuple):
-    """Where a site stands: which run of units, which of its four, and which place of the unit."""
+    """The position of a site: the number of its repeat, its unit (0 to 3) and its place in the unit."""
 
     repeat: int
     unit: int
@@ -47,36 +51,42 @@ class Spot(NamedTuple):
 
 
 AHEAD, BEHIND = 1, 2
-"""The units of `Repeat.units` between which the elided ones lie."""
+"""Indices of units a and b of `Repeat.units`; the left-out units lie between them."""
 
 
 @dataclass(frozen=True, slots=True)
 class AlikeSites:
-    """The sites at one place of the four units, and k."""
+    """The sites at one place of the four units, and the number of left-out units."""
 
     names: tuple[str, str, str, str]
-    elided: int
+    left_out: int
 
 
 @dataclass(frozen=True, slots=True)
 class AlikeLinks:
-    """Indices of the same link into each of the four units, that of them which stands for the elided ones, and k."""
+    """One link in each of the four units, and the number of left-out units.
+
+    Args:
+        indices: the index of the link in each unit.
+        standing: the one of these indices that stands for the left-out units too.
+        left_out: the number of left-out units.
+    """
 
     indices: tuple[int, int, int, int]
     standing: int
-    elided: int
+    left_out: int
 
 
 @dataclass(frozen=True, slots=True)
-class Elided:
-    """What is left out of a search space, and what stands for it.
+class RepeatedUnits:
+    """The repeated units of a search space.
 
     Args:
         sites: the sites of repeated units.
-        links: the links into them.
-        runs: the sites of each run that is repeated, in order, and how many more times it runs.
-        spots: site to where it is in the units.
-        starts: repeat and place to the site with which the second of two neighbouring runs begins.
+        links: the links into these sites.
+        runs: the sites of each run that is repeated, in order, and how many more times the run runs.
+        spots: site to its position in the units.
+        starts: repeat and place to the first site of the later of two neighbouring runs.
     """
 
     sites: tuple[AlikeSites, ...] = ()
@@ -86,29 +96,29 @@ class Elided:
     starts: Mapping[tuple[int, int], str] = field(default_factory=dict, repr=False)
 
     def site_counts(self) -> dict[str, int]:
-        """Site to how many of the whole program it stands for; those that are not there stand for themselves."""
-        return {alike.names[BEHIND]: 1 + alike.elided for alike in self.sites}
+        """Site to the number of sites that it stands for; an absent site stands for itself alone."""
+        return {alike.names[BEHIND]: 1 + alike.left_out for alike in self.sites}
 
     def link_counts(self) -> dict[int, int]:
-        """Index of a link to how many of the whole program it stands for, likewise."""
-        return {alike.standing: 1 + alike.elided for alike in self.links}
+        """Index of a link to the number of links that it stands for; an absent link stands for itself alone."""
+        return {alike.standing: 1 + alike.left_out for alike in self.links}
 
 
-NOTHING_ELIDED = Elided()
+NOTHING_REPEATED = RepeatedUnits()
 
 
-def find_elided(space: SearchSpace, paths: Mapping[str, str] | None = None) -> Elided:
-    """What the blocks left out of a program add to it.
+def find_repeated_units(space: SearchSpace, paths: Mapping[str, str] | None = None) -> RepeatedUnits:
+    """Find the repeated units of a search space.
 
     Args:
-        space: of the program.
-        paths: site to the path that says in which unit it is; None: that of the module that issued it.
+        space: the search space of a program that may leave out units.
+        paths: site to the module path that tells its unit. None: the path of the module that issued the site.
 
     Raises:
-        NotAlikeError: the units beside them are not alike.
+        NotAlikeError: the four units of a repeat are not alike.
     """
     if not space.program.repeats:
-        return NOTHING_ELIDED
+        return NOTHING_REPEATED
     paths = module_paths(space.program) if paths is None else paths
     order = {name: point for point, name in enumerate(space.sites)}
     sites: list[AlikeSites] = []
@@ -124,13 +134,13 @@ def find_elided(space: SearchSpace, paths: Mapping[str, str] | None = None) -> E
         for places, later in units.runs(order):
             starts |= {(number, place): later[0] for place in places}
             runs.append((later, repeat.left_out))
-    return Elided(tuple(sites), tuple(links), tuple(runs), spots, starts)
+    return RepeatedUnits(tuple(sites), tuple(links), tuple(runs), spots, starts)
 
 
 def paths_where_run(space: SearchSpace, paths: Mapping[str, str], again: Collection[str]) -> dict[str, str]:
-    """`paths`, where those sites that run `again` are in the unit of the site before which they do so.
+    """Return `paths` with each site of `again` put into the unit of the site that it runs before.
 
-    A value that the next block reads is there again while that block's backward runs.
+    For example, if the next block reads a value, the value is recomputed while the backward of that block runs.
     """
     found, before = dict(paths), ""
     for name in reversed(list(space.sites)):
@@ -142,8 +152,8 @@ def paths_where_run(space: SearchSpace, paths: Mapping[str, str], again: Collect
     return found
 
 
-def tie(representatives: Mapping[str, str], elided: Elided) -> dict[str, str]:
-    """Site to representative, with alike units made one: what one of them chooses, the elided ones do too."""
+def tie(representatives: Mapping[str, str], repeated: RepeatedUnits) -> dict[str, str]:
+    """Return `representatives` with the sites at one place of all units tied to one representative."""
     merged: dict[str, str] = {}
 
     def last(name: str) -> str:
@@ -151,19 +161,19 @@ def tie(representatives: Mapping[str, str], elided: Elided) -> dict[str, str]:
             name = merged[name]
         return name
 
-    for alike in elided.sites:
+    for alike in repeated.sites:
         first, *others = (last(representatives[name]) for name in alike.names)
         merged |= {other: first for other in others if other != first}
     return {name: last(representative) for name, representative in representatives.items()}
 
 
 _Relation = tuple[int, int, tuple[int, int] | str]
-"""Operand, result, and where the value comes from: unit (as a difference) and place, or a site outside."""
+"""Operand, result, and source: a pair of (difference of units, place), or the name of a site outside the units."""
 
 
 @dataclass(slots=True)
 class _Units:
-    """The four units of a repeat, checked to be alike."""
+    """The four units of one repeat, checked to be alike."""
 
     space: SearchSpace
     number: int
@@ -186,7 +196,7 @@ class _Units:
             self._check_links(names)
 
     def _columns(self) -> Iterator[list[str]]:
-        """The sites of each unit, in program order."""
+        """Return the sites of each unit, in program order."""
         columns: list[list[str]] = [[] for _ in self.repeat.units]
         forms: list[list[object]] = [[] for _ in self.repeat.units]
         for name, site in self.space.sites.items():
@@ -209,18 +219,20 @@ class _Units:
         return found
 
     def _check_links(self, names: Sequence[str]) -> None:
-        """The sites at one place of the four units read alike; what the outer ones read beyond the four is free."""
+        """Check that the sites at one place read alike values. The outer units n and m may read anything beyond the
+        four units.
+        """
         first, ahead, behind, last = map(self._relations, names)
         outer_ok = _agree(first, ahead, step=-1) and _agree(last, behind, step=1)
         if ahead != behind or not outer_ok:
             raise NotAlikeError(f"{', '.join(names)} of alike blocks do not read alike values")
 
     def sites(self) -> list[AlikeSites]:
-        """The sites of the units, place by place."""
+        """Return the sites of the units, place by place."""
         return [AlikeSites(names, self.repeat.left_out) for names in zip(*self.columns, strict=True)]
 
     def links(self) -> Iterator[AlikeLinks]:
-        """The links into the units, place by place."""
+        """Return the links into the units, place by place."""
         for names in zip(*self.columns, strict=True):
             for alike in zip(*(self.incoming[name] for name in names), strict=True):
                 indices, found = zip(*alike, strict=True)
@@ -229,7 +241,7 @@ class _Units:
                 yield AlikeLinks(indices, indices[standing], self.repeat.left_out)
 
     def runs(self, order: Mapping[str, int]) -> Iterator[tuple[list[int], tuple[str, ...]]]:
-        """The places of each pair of neighbouring runs, and the sites of the later one."""
+        """Return the places of each pair of neighbouring runs, and the sites of the later run."""
         names = [name for name in (*self.columns[AHEAD], *self.columns[BEHIND]) if not self.space.sites[name].is_input]
         names.sort(key=order.__getitem__)
         runs: list[list[str]] = []
@@ -250,7 +262,9 @@ class _Units:
 
 
 def _agree(outer: Sequence[_Relation], inner: Sequence[_Relation], step: int) -> bool:
-    """Whether two sites read alike but for what the inner one reads from `step` units further."""
+    """Whether two sites read alike values, leaving out the values that the inner site reads from `step` units further
+    on.
+    """
     if len(outer) != len(inner):
         return False
     free = [isinstance(where, tuple) and where[0] == step for _, _, where in inner]
