@@ -5,7 +5,7 @@ are missing between the second and the third. The repeating unit may have severa
 of blocks is that of `shorten`, and blocks keep their parameters' names.
 
 The short model's program represents the whole model if the model treats equal blocks equally.
-`passes.strategies.repeated_units` checks this on the program as far as it is visible there.
+`passes.strategies.repeated` checks this on the program as far as it is visible there.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from passes.lowering.lower import check_digest
 from passes.lowering.lower_program import prepare
 from passes.recomputation.recompute import InsertRecompute
 from passes.strategies.fold_blocks import module_paths
-from passes.strategies.repeated_units import NotAlikeError
+from passes.strategies.repeated import NotAlikeError
 
 _Unit = tuple[int, int]
 """A repeat (its position) and the first block of a unit; what is in none has (-1, 0)."""

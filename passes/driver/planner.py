@@ -60,7 +60,7 @@ from passes.planning.constraints import constraints_on, split_outputs, whole_out
 from passes.planning.recipe_meshes import names_axes_of
 from passes.questions.change import NO_CHANGE, Change
 from passes.solver.search_control import Ceiling, SearchControl, SearchStopped
-from passes.strategies.repeated_units import NotAlikeError
+from passes.strategies.repeated import NotAlikeError
 from passes.verification.verify_passes import verifies_each_pass, verify_pass
 from passes.verification.verify_phases import verify_phases
 from passes.verification.verify_preparation import verify_preparation

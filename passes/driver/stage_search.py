@@ -25,7 +25,7 @@ from passes.lowering.order import Moment, run_at
 from passes.memory.stage_load import StageLoad
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import whole_outputs
-from passes.strategies.repeated_units import NotAlikeError
+from passes.strategies.repeated import NotAlikeError
 
 _LOGGER = logging.getLogger(__name__)
 

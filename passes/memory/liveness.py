@@ -72,7 +72,7 @@ class OnLink:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedLifetimes:
-    """What left-out blocks hold (`passes.strategies.repeated_units`): lifetimes and numbers of what stands for it."""
+    """What left-out blocks hold (`passes.strategies.repeated`): lifetimes and numbers of what stands for it."""
 
     values: Mapping[tuple[str, int], tuple[Interval, int]] = field(default_factory=dict)
     on_links: tuple[tuple[OnLink, int], ...] = ()

@@ -1,4 +1,4 @@
-"""When left-out blocks hold values: see `passes.strategies.repeated_units`.
+"""When left-out blocks hold values: see `passes.strategies.repeated`.
 
 In each run of calls (forward, backward, parts of the update), left-out units stand between the two units beside them.
 So a value that the unit behind them makes in a run is there, of left-out units, from the start of the second of the two
@@ -13,13 +13,13 @@ from dataclasses import replace
 
 from passes.memory.liveness import Held, Interval, Liveness, OnLink, RepeatedLifetimes
 from passes.strategies.enumerate_strategies import SearchSpace, leaves_program
-from passes.strategies.repeated_units import AHEAD, BEHIND, RepeatedUnits
+from passes.strategies.repeated import AHEAD, BEHIND, RepeatedUnits
 
 Key = tuple[str | int, Hashable]
 """What keeps something in memory, a site or the link of an index; and which of what it keeps."""
 
 
-def with_left_out(liveness: Liveness, repeated: RepeatedUnits, space: SearchSpace) -> Liveness:
+def with_repeated(liveness: Liveness, repeated: RepeatedUnits, space: SearchSpace) -> Liveness:
     """The lifetimes of a program, with those of what it leaves out."""
     kept = numbered(liveness.on_links)
     intervals: dict[Key, Interval] = {**liveness.values, **{key: each.interval for key, each in kept.items()}}

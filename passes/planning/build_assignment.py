@@ -33,7 +33,7 @@ from passes.strategies.enumerate_strategies import (
 )
 from passes.strategies.narrow_gradients import without_sums
 from passes.strategies.price import Prices
-from passes.strategies.repeated_units import NOTHING_REPEATED, RepeatedUnits, tie
+from passes.strategies.repeated import NO_REPEATED_UNITS, RepeatedUnits, tie
 
 _EdgeKey = tuple[int, int, int, int]
 _Places = tuple[ValueInfo, int, int, int, int, bool, bool]
@@ -62,7 +62,7 @@ class PlanningProblem:
     edge_between: Mapping[tuple[int, ...], int]
     assignment: Assignment
     memory: MemoryTables
-    repeated: RepeatedUnits = NOTHING_REPEATED
+    repeated: RepeatedUnits = NO_REPEATED_UNITS
     derived: dict[str, Any] = field(default_factory=dict)
     _usage: list[MemoryUsage] = field(default_factory=list, repr=False)
 
@@ -136,7 +136,7 @@ def build_problem(
     prices: Prices,
     liveness: Liveness,
     representatives: Mapping[str, str],
-    repeated: RepeatedUnits = NOTHING_REPEATED,
+    repeated: RepeatedUnits = NO_REPEATED_UNITS,
 ) -> PlanningProblem:
     """The assignment problem of a search space whose alike sites are tied."""
     representatives = tie(representatives, repeated)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from passes.memory.liveness import UPDATE
 from passes.strategies.enumerate_strategies import Link, SearchSpace, leaves_program
-from passes.strategies.repeated_units import RepeatedUnits
+from passes.strategies.repeated import RepeatedUnits
 
 
 def site_runs(space: SearchSpace, repeated: RepeatedUnits, micro_batches: int) -> dict[str, int]:

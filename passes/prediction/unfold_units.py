@@ -19,7 +19,7 @@ from itertools import groupby
 from typing import Generic, Protocol, TypeVar
 
 from passes.strategies.local_units import UnitSpot
-from passes.strategies.repeated_units import BEHIND
+from passes.strategies.repeated import BEHIND
 
 _FARTHEST = 2
 """Regions between an event and its unit, at most: there are two units ahead of those left out, and two behind."""

@@ -27,7 +27,7 @@ from passes.solver.assignment import Floats
 from passes.strategies.enumerate_strategies import Link, leaves_program, needs_of, specs_of
 from passes.strategies.fold_blocks import module_paths
 from passes.strategies.price import local_bytes_of
-from passes.strategies.repeated_units import RepeatedUnits, find_repeated_units, paths_where_run
+from passes.strategies.repeated import RepeatedUnits, find_repeated, paths_where_run
 
 
 @dataclass
@@ -65,7 +65,7 @@ class RecomputeMemory:
         paths = module_paths(self.planning.space.program)
         paths |= {copy: paths[name] for copy, (name, _) in self.split.sources.items()}
         restored = set(self.split.restored.values())
-        return find_repeated_units(self.split.space, paths_where_run(self.split.space, paths, restored))
+        return find_repeated(self.split.space, paths_where_run(self.split.space, paths, restored))
 
     def items(self) -> Iterator[tuple[str, UsedBytes]]:
         """Values in memory behind their site, "" for others, with the options under which they lie there.

@@ -14,7 +14,7 @@ from autoshard.ir.recompute import PHASE
 from autoshard.ir.spec import PartitionSpec
 from autoshard.kernels.offload import to_host
 from autoshard.rules.enumeration import Choice, Split, Strategy
-from passes.memory.repeated_lifetimes import with_left_out
+from passes.memory.repeated_lifetimes import with_repeated
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.recomputation.recompute import InsertRecompute, moved_by, original_of
 from passes.recomputation.recompute_problem import Restored
@@ -30,7 +30,7 @@ from passes.strategies.enumerate_strategies import (
 )
 from passes.strategies.fold_blocks import module_paths
 from passes.strategies.price import local_bytes
-from passes.strategies.repeated_units import NotAlikeError, find_repeated_units, paths_where_run
+from passes.strategies.repeated import NotAlikeError, find_repeated, paths_where_run
 
 
 def with_restored(planning: PlanningProblem, restored: Restored) -> PlanningProblem:
@@ -47,10 +47,10 @@ def with_restored(planning: PlanningProblem, restored: Restored) -> PlanningProb
     space, originals = space_with(planning.space, restored)
     representatives = {name: planning.members[planning.classes[original]][0] for name, original in originals.items()}
     brought = [name for name, site in space.sites.items() if site.phase == PHASE]
-    repeated = find_repeated_units(space, paths_where_run(space, module_paths(space.program), brought))
+    repeated = find_repeated(space, paths_where_run(space, module_paths(space.program), brought))
     if any(len({representatives[name] for name in alike.names}) > 1 for alike in repeated.sites):
         raise NotAlikeError("what alike blocks run again is of values that are decided one by one")
-    liveness = with_left_out(planning.liveness.of(space), repeated, space)
+    liveness = with_repeated(planning.liveness.of(space), repeated, space)
     return build_problem(space, planning.prices, liveness, representatives, repeated)
 
 

@@ -104,10 +104,10 @@ class RepeatedUnits:
         return {alike.standing: 1 + alike.left_out for alike in self.links}
 
 
-NOTHING_REPEATED = RepeatedUnits()
+NO_REPEATED_UNITS = RepeatedUnits()
 
 
-def find_repeated_units(space: SearchSpace, paths: Mapping[str, str] | None = None) -> RepeatedUnits:
+def find_repeated(space: SearchSpace, paths: Mapping[str, str] | None = None) -> RepeatedUnits:
     """Find the repeated units of a search space.
 
     Args:
@@ -118,7 +118,7 @@ def find_repeated_units(space: SearchSpace, paths: Mapping[str, str] | None = No
         NotAlikeError: the four units of a repeat are not alike.
     """
     if not space.program.repeats:
-        return NOTHING_REPEATED
+        return NO_REPEATED_UNITS
     paths = module_paths(space.program) if paths is None else paths
     order = {name: point for point, name in enumerate(space.sites)}
     sites: list[AlikeSites] = []
