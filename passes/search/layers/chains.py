@@ -52,7 +52,7 @@ class Chains:
         return [item for item in readers_of(node, index) if not self._is_remade(node, item)]
 
     def operands(self, chain: Sequence[fx.Node]) -> tuple[tuple[fx.Node, int], ...]:
-        """Calls of a chain in one section, each with the place of an operand that the chain reads.
+        """Calls of a chain in one layer class, each with the place of an operand that the chain reads.
 
         These are all that the chain does not make, those that it makes again too. Each is read once.
         """
@@ -106,7 +106,7 @@ class Chains:
         return node.name in self.remade and reader.meta["phase"] == "backward"
 
     def _joins(self, node: fx.Node, reader: fx.Node) -> bool:
-        same = self.folded.section_of.get(node.name) == self.folded.section_of.get(reader.name)
+        same = self.folded.layer_of.get(node.name) == self.folded.layer_of.get(reader.name)
         is_near = same and node.meta["phase"] == reader.meta["phase"]
         return is_near and _is_memory_bound(reader) and reader.name in self.working
 

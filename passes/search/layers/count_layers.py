@@ -1,7 +1,7 @@
 """Write down what a folded program does, as data from which a recipe's cost is arithmetic.
 
 Of every call that does work it keeps the operator, its tensors with sizes linear in the batch, and along which dims the
-recipe's axes split them; of every axis, its collectives; of every section, what the forward saves for the backward.
+recipe's axes split them; of every axis, its collectives; of every layer class, what the forward saves for the backward.
 
 Kernels are the program's calls, with these exceptions, which hold for the libraries that people train with:
 * a bias is added by the product before it (cuBLASLt's epilogue, `addmm`);
@@ -73,7 +73,7 @@ class Sized:
 
 
 @dataclass(frozen=True, slots=True)
-class SectionKernel:
+class LayerKernel:
     """A call, or a fused chain of calls, that runs on the device.
 
     Args:
@@ -108,9 +108,9 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What a section does in one phase, once."""
+    """What a layer class does in one phase, once."""
 
-    kernels: tuple[SectionKernel, ...]
+    kernels: tuple[LayerKernel, ...]
     sent: tuple[Sent, ...]
 
 
@@ -130,13 +130,13 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
-    """A section's work and memory.
+class LayerClass:
+    """A layer class's work and memory.
 
     Args:
         forward, backward: work.
         saved: kept between them.
-        entering: the values that come from another section: all that is kept if the section is recomputed.
+        entering: the values that come from another layer class: all that is kept if the layer class is recomputed.
         parameters: by qualified name.
         expert_parameters: names of those that the expert axis splits.
         workspaces: of each kernel, what it reads and writes that is not kept between the phases.
@@ -151,31 +151,31 @@ class Section:
     workspaces: tuple[tuple[Sized, ...], ...]
 
 
-def splits_of(sections: Iterable[Section]) -> frozenset[tuple[int, tuple[str, ...]]]:
-    """The dims of sections' values that axes split, for one sequence, with those axes."""
+def splits_of(layers: Iterable[LayerClass]) -> frozenset[tuple[int, tuple[str, ...]]]:
+    """The dims of layer classes' values that axes split, for one sequence, with those axes."""
     return frozenset(
         (dim, axes)
-        for section in sections
-        for value in _values_of(section)
+        for layer in layers
+        for value in _values_of(layer)
         for dim, axes in zip(value.first, value.splits, strict=True)
         if axes
     )
 
 
-def _values_of(section: Section) -> Iterator[Sized]:
-    yield from section.parameters.values()
-    for phase in (section.forward, section.backward):
+def _values_of(layer: LayerClass) -> Iterator[Sized]:
+    yield from layer.parameters.values()
+    for phase in (layer.forward, layer.backward):
         for kernel in phase.kernels:
             yield from (*kernel.inputs, *kernel.outputs)
 
 
-def count_sections(
+def count_layers(
     folded: FoldedProgram,
     layouts: Mapping[str, AxisLayout],
     *,
     fused: bool,
-) -> dict[str, Section]:
-    """Every section of a folded program under the layouts of the axes.
+) -> dict[str, LayerClass]:
+    """Every layer class of a folded program under the layouts of the axes.
 
     Args:
         folded: the program.
@@ -185,12 +185,12 @@ def count_sections(
     varying = depending(folded, {slot.node for slot in folded.single.inputs if slot.kind != InputKind.SEED})
     working = frozenset(node.name for node in folded.single.graph.nodes if _works(node, varying))
     chains = Chains(folded, working, varying, fused=fused)
-    counting = _SectionMaker(folded, layouts, varying, working, chains)
-    return {name: counting.section(name) for name in folded.sections}
+    counting = _LayerCounter(folded, layouts, varying, working, chains)
+    return {name: counting.layer(name) for name in folded.layers}
 
 
-class _SectionMaker:
-    """What is known of a program's values, and how sections are made of it."""
+class _LayerCounter:
+    """What is known of a program's values, and how layer classes are made of it."""
 
     def __init__(
         self,
@@ -206,8 +206,8 @@ class _SectionMaker:
         self.gradients = makers_of_outputs(folded)
         self.core = attention_cores(folded)
 
-    def section(self, name: str) -> Section:
-        """One section."""
+    def layer(self, name: str) -> LayerClass:
+        """One layer class."""
         parameters = {
             self.slots[node].name: self._sized(self.nodes[node], 0) for node in self.folded.parameters.get(name, ())
         }
@@ -217,41 +217,41 @@ class _SectionMaker:
             for node in self.folded.parameters.get(name, ())
             if expert is not None and expert.dim_of((node, 0)) is not None
         )
-        return Section(
+        return LayerClass(
             self._phase(name, "forward"), self._phase(name, "backward"), self._saved(name), self._entering(name),
             parameters, expert_names, self._workspaces(name),
         )  # fmt: skip
 
-    def _phase(self, section: str, phase: str) -> Phase:
-        kernels = [self._kernel(chain) for chain in self._chains_in(section, phase)]
-        return Phase(tuple(kernels), tuple(self._sent(section, phase)))
+    def _phase(self, layer: str, phase: str) -> Phase:
+        kernels = [self._kernel(chain) for chain in self._chains_in(layer, phase)]
+        return Phase(tuple(kernels), tuple(self._sent(layer, phase)))
 
-    def _chains_in(self, section: str, phase: str) -> list[list[fx.Node]]:
-        """The calls of a section that do work, by chain."""
+    def _chains_in(self, layer: str, phase: str) -> list[list[fx.Node]]:
+        """The calls of a layer class that do work, by chain."""
         chains: dict[str, list[fx.Node]] = {}
-        for node in self._calls(section, phase):
+        for node in self._calls(layer, phase):
             chains.setdefault(self.chains.chain_of(node), []).append(node)
         return list(chains.values())
 
-    def _calls(self, section: str, phase: str) -> list[fx.Node]:
-        """The calls of a section that do work, in order."""
+    def _calls(self, layer: str, phase: str) -> list[fx.Node]:
+        """The calls of a layer class that do work, in order."""
         return [
             node
             for node in self.folded.single.graph.nodes
             if node.name in self.working
-            and self.folded.section_of.get(node.name) == section
+            and self.folded.layer_of.get(node.name) == layer
             and node.meta["phase"] == phase
         ]
 
     # Kernels.
 
-    def _kernel(self, chain: list[fx.Node]) -> SectionKernel:
+    def _kernel(self, chain: list[fx.Node]) -> LayerKernel:
         last, is_fused = chain[-1], len(chain) > 1
         read = [self._operand(node, index) for node, index in self.chains.operands(chain)]
         written = [self._sized(node, index) for node, index in self._written(chain)]
         operator = FUSED if is_fused else self._operator(last)
         arguments = () if is_fused else tuple(fx.map_arg(last.args, lambda argument: None))
-        return SectionKernel(
+        return LayerKernel(
             last.name, operator, tuple(read), tuple(written), arguments,
             has_weight=self._reads_weight(last),
             makes_gradient=last.name in self.gradients and last.target not in LAYERS,
@@ -311,12 +311,12 @@ class _SectionMaker:
 
     # Memory.
 
-    def _saved(self, section: str) -> tuple[Saved, ...]:
+    def _saved(self, layer: str) -> tuple[Saved, ...]:
         found: dict[str, Saved] = {}
         for node in self.folded.single.graph.nodes:
             if node.op != "call_function" or is_layout(node) or node.meta["phase"] != "forward":
                 continue
-            if self.folded.section_of.get(node.name) != section or node.name not in self.varying:
+            if self.folded.layer_of.get(node.name) != layer or node.name not in self.varying:
                 continue
             for index, value in enumerate(tensor_values(node)):
                 if value is not None and (late := self._late_readers(node, index)):
@@ -327,11 +327,11 @@ class _SectionMaker:
     def _late_readers(self, node: fx.Node, index: int) -> list[fx.Node]:
         return [item for item in self.chains.readers(node, index) if item.meta["phase"] == "backward"]
 
-    def _workspaces(self, section: str) -> tuple[tuple[Sized, ...], ...]:
-        """See `Section`; values that are views of one are one, whole."""
+    def _workspaces(self, layer: str) -> tuple[tuple[Sized, ...], ...]:
+        """See `LayerClass`; values that are views of one are one, whole."""
         found: dict[tuple[Sized, ...], None] = {}
         for phase in ("forward", "backward"):
-            for chain in self._chains_in(section, phase):
+            for chain in self._chains_in(layer, phase):
                 if self._sums_gradients(chain):
                     continue
                 read = [source_of(operands_of(node)[index]) for node, index in self.chains.operands(chain)]
@@ -360,24 +360,24 @@ class _SectionMaker:
             return False
         return phase == "backward" or not self._late_readers(node, index)
 
-    def _entering(self, section: str) -> tuple[Sized, ...]:
+    def _entering(self, layer: str) -> tuple[Sized, ...]:
         found: dict[str, Sized] = {}
-        for node in self._calls(section, "forward"):
+        for node in self._calls(layer, "forward"):
             for operand in operands_of(node):
                 owner, index = source_of(operand)
-                place = self.folded.section_of.get(owner.name)
-                if place not in (section, None) and owner.name in self.varying:
+                place = self.folded.layer_of.get(owner.name)
+                if place not in (layer, None) and owner.name in self.varying:
                     found[f"{owner.name}:{index}"] = self._sized(owner, index)
         return tuple(found.values())
 
     # Collectives.
 
-    def _sent(self, section: str, phase: str) -> list[Sent]:
+    def _sent(self, layer: str, phase: str) -> list[Sent]:
         sent = []
         for axis, layout in self.layouts.items():
             for move in layout.moves:
                 reader = self.nodes[move.reader]
-                if reader.op == "placeholder" or self.folded.section_of.get(reader.name) != section:
+                if reader.op == "placeholder" or self.folded.layer_of.get(reader.name) != layer:
                     continue
                 owner, _ = source_of(self.nodes[move.value[0]])
                 if reader.meta["phase"] != phase or owner.name not in self.varying:
@@ -386,11 +386,11 @@ class _SectionMaker:
                 others = tuple(tuple(name for name in axes if name != axis) for axes in value.splits)
                 value = Sized(value.first, value.step, value.itemsize, value.dtype, others)
                 sent.append(Sent(axis, move.kind, value, self._reads_weight(reader)))
-        return sent + self._exchanged(section, phase)
+        return sent + self._exchanged(layer, phase)
 
-    def _exchanged(self, section: str, phase: str) -> list[Sent]:
+    def _exchanged(self, layer: str, phase: str) -> list[Sent]:
         """Rows that layers of experts exchange: there and back; in the backward rows, gradients, and theirs back."""
-        layers = [node for node in self._calls(section, phase) if node.target in LAYERS and "expert" in self.layouts]
+        layers = [node for node in self._calls(layer, phase) if node.target in LAYERS and "expert" in self.layouts]
         times = 2 if phase == "forward" else 3
         return [Sent("expert", MoveKind.EXCHANGE, self._rows(node), has_weight=False) for node in layers] * times
 

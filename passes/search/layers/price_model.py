@@ -1,4 +1,4 @@
-"""A model made ready to be priced under any recipe: traced and folded once, its layouts and sections kept.
+"""A model made ready to be priced under any recipe: traced and folded once, its layouts and layer classes kept.
 
 What depends on the recipe's kind only (which axes there are, sequence parallelism, fusion) is found at the first recipe
 of that kind; what is left for each recipe is arithmetic.
@@ -20,9 +20,9 @@ from autoshard.ir.program import InputKind
 from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.enumeration import Strategy
 from cost_models.hardware import Cluster
-from passes.search.layers.count_layers import Section, count_sections, splits_of
+from passes.search.layers.count_layers import LayerClass, count_layers, splits_of
 from passes.search.layers.fold_program import FoldedProgram
-from passes.search.layers.price_layers import LayerPricer, Products, SectionPrice
+from passes.search.layers.price_layers import LayerPrice, LayerPricer, Products
 from passes.search.layers.propagate_axis import AXIS, WHOLE, AxisLayout, Policy, axis_space, propagate_axis
 from passes.search.layers.route_tokens import matrices_of_layers, routed_calls, shared_layers
 from passes.search.layers.trace_values import source_of
@@ -55,18 +55,18 @@ class RecipeKind(NamedTuple):
 
 @dataclass
 class CountedModel:
-    """What prices need of a model: its blocks, and the sections of each kind of recipe.
+    """What prices need of a model: its blocks, and the layer classes of each kind of recipe.
 
     Args:
-        blocks: the section of every block, in order.
+        blocks: the layer class of every block, in order.
         tokens: elements of the first integer input of one sequence; 0 without such an input.
-        count: the sections under the layouts of a kind of recipe.
+        count: the layer classes under the layouts of a kind of recipe.
         has_experts: whether there are experts to share out.
     """
 
     blocks: tuple[str, ...]
     tokens: int
-    count: Callable[[RecipeKind], Mapping[str, Section]] = field(repr=False)
+    count: Callable[[RecipeKind], Mapping[str, LayerClass]] = field(repr=False)
     has_experts: bool = False
     _pricers: dict[tuple[object, ...], LayerPricer] = field(default_factory=dict, init=False, repr=False)
     _splits: dict[RecipeKind, frozenset[tuple[int, tuple[str, ...]]]] = field(
@@ -77,26 +77,26 @@ class CountedModel:
     def splits(self, kind: RecipeKind) -> frozenset[tuple[int, tuple[str, ...]]]:
         """The dims that a kind of recipe splits in blocks (in everything, where there are none), with their axes."""
         if kind not in self._splits:
-            sections = self.count(kind)
-            self._splits[kind] = splits_of([sections[name] for name in dict.fromkeys(self.blocks) or sections])
+            layers = self.count(kind)
+            self._splits[kind] = splits_of([layers[name] for name in dict.fromkeys(self.blocks) or layers])
         return self._splits[kind]
 
     def has_core(self, kind: RecipeKind) -> bool:
         """Whether blocks have what selective recomputation computes again; fused attention has no such core."""
         if kind not in self._cores:
-            sections = self.count(kind)
-            blocks = [sections[name] for name in dict.fromkeys(self.blocks)]
+            layers = self.count(kind)
+            blocks = [layers[name] for name in dict.fromkeys(self.blocks)]
             parts = (part for block in blocks for part in (*block.forward.kernels, *block.saved))
             self._cores[kind] = any(part.is_core for part in parts)
         return self._cores[kind]
 
-    def section_prices(
+    def layer_prices(
         self, recipe: Execution, cluster: Cluster, batch: int | None = None, sizes: Mapping[str, int] | None = None
-    ) -> Mapping[str, SectionPrice]:
-        """The price of each section under a recipe; `batch` and `sizes` in place of its micro-batch and axes' sizes."""
+    ) -> Mapping[str, LayerPrice]:
+        """The price of each layer class under a recipe, or for another micro-batch and other sizes of its axes."""
         kind, pricer = RecipeKind.of(recipe), self._pricer(recipe, cluster)
         batch, sizes = batch or recipe.micro_batch, sizes or _axis_sizes(recipe)
-        return {name: pricer.price((kind, name), section, batch, sizes) for name, section in self.count(kind).items()}
+        return {name: pricer.price((kind, name), layer, batch, sizes) for name, layer in self.count(kind).items()}
 
     def _pricer(self, recipe: Execution, cluster: Cluster) -> LayerPricer:
         key = (cluster.device, recipe.runtime.attention, recipe.precision, recipe.runtime.separate_experts)
@@ -117,12 +117,12 @@ class PricedModel:
 
     folded: FoldedProgram
     _layouts: dict[object, AxisLayout] = field(default_factory=dict)
-    _sections: dict[RecipeKind, dict[str, Section]] = field(default_factory=dict)
+    _layers: dict[RecipeKind, dict[str, LayerClass]] = field(default_factory=dict)
 
     @cached_property
     def counted(self) -> CountedModel:
         """What prices need of it."""
-        return CountedModel(self.folded.blocks, self.tokens, self.sections, bool(self._experts()))
+        return CountedModel(self.folded.blocks, self.tokens, self.layers, bool(self._experts()))
 
     @cached_property
     def space(self) -> SearchSpace:
@@ -142,15 +142,15 @@ class PricedModel:
         values = (nodes[slot.node].meta["val"] for slot in program.inputs_of(InputKind.INPUT))
         return next((value.numel() for value in values if not value.dtype.is_floating_point), 0)
 
-    def sections(self, kind: RecipeKind) -> Mapping[str, Section]:
-        """The sections under the layouts of a kind of recipe."""
-        if kind not in self._sections:
-            self._sections[kind] = count_sections(
+    def layers(self, kind: RecipeKind) -> Mapping[str, LayerClass]:
+        """The layer classes under the layouts of a kind of recipe."""
+        if kind not in self._layers:
+            self._layers[kind] = count_layers(
                 self.folded,
                 self.layouts(kind),
                 fused=kind.fused,
             )
-        return self._sections[kind]
+        return self._layers[kind]
 
     def layouts(self, kind: RecipeKind) -> dict[str, AxisLayout]:
         """How each axis of a kind of recipe splits the program.
