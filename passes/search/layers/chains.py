@@ -111,22 +111,16 @@ class Chains:
         return is_near and _is_memory_bound(reader) and reader.name in self.working
 
 
-_ENDS = frozenset({
-    aten._softmax.default, aten._softmax_backward_data.default, aten.native_layer_norm.default,
-    aten.native_layer_norm_backward.default, aten._fused_rms_norm.default, aten._fused_rms_norm_backward.default,
-    aten.sum.dim_IntList, aten.embedding.default, aten.embedding_dense_backward.default, aten.index_select.default,
-    aten.index_add.default, aten.topk.default, aten.sort.default, aten.scatter.src,
-    torch.ops.autoshard.cross_entropy.default, torch.ops.autoshard.cross_entropy_backward.default,
-})  # fmt: skip
-"""Memory-bound operators that nothing is fused behind: they end a chain, or stand alone."""
-
 _ALONE = frozenset({
     aten.native_layer_norm.default, aten.native_layer_norm_backward.default, aten._fused_rms_norm.default,
     aten._fused_rms_norm_backward.default, aten.embedding.default, aten.embedding_dense_backward.default,
     aten.index_select.default, aten.index_add.default, aten.topk.default, aten.sort.default, aten.scatter.src,
     aten.sum.dim_IntList, torch.ops.autoshard.cross_entropy.default, torch.ops.autoshard.cross_entropy_backward.default,
 })  # fmt: skip
-"""Those of them that stand alone."""
+"""Memory-bound operators that are in no chain."""
+
+_ENDS = frozenset({aten._softmax.default, aten._softmax_backward_data.default})
+"""Operators of chains that nothing is fused behind."""
 
 
 def _is_memory_bound(node: fx.Node) -> bool:

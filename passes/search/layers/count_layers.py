@@ -13,7 +13,7 @@ Kernels are the program's calls, with these exceptions, which hold for the libra
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,6 +21,7 @@ from torch import fx
 
 import autoshard.kernels as kernels
 from autoshard.ir.program import InputKind, tensor_values
+from autoshard.ir.spec import PartitionSpec
 from cost_models.exchanges import WORKSPACE_BYTES
 from cost_models.work import TensorInfo
 from passes.search.layers.chains import Chains
@@ -103,7 +104,6 @@ class Sent:
     axis: str
     kind: MoveKind
     value: Sized
-    has_weight: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,76 +150,51 @@ class LayerClass:
     expert_parameters: frozenset[str]
     workspaces: tuple[tuple[Sized, ...], ...]
 
-
-def splits_of(layers: Iterable[LayerClass]) -> frozenset[tuple[int, tuple[str, ...]]]:
-    """The dims of layer classes' values that axes split, for one sequence, with those axes."""
-    return frozenset(
-        (dim, axes)
-        for layer in layers
-        for value in _values_of(layer)
-        for dim, axes in zip(value.first, value.splits, strict=True)
-        if axes
-    )
+    @property
+    def splits(self) -> frozenset[tuple[int, tuple[str, ...]]]:
+        """The dims of its values that axes split, for one sequence, with those axes."""
+        kernels = (*self.forward.kernels, *self.backward.kernels)
+        values = [*self.parameters.values(), *(each for item in kernels for each in (*item.inputs, *item.outputs))]
+        dims = (pair for value in values for pair in zip(value.first, value.splits, strict=True))
+        return frozenset((dim, axes) for dim, axes in dims if axes)
 
 
-def _values_of(layer: LayerClass) -> Iterator[Sized]:
-    yield from layer.parameters.values()
-    for phase in (layer.forward, layer.backward):
-        for kernel in phase.kernels:
-            yield from (*kernel.inputs, *kernel.outputs)
-
-
-def count_layers(
-    folded: FoldedProgram,
-    layouts: Mapping[str, AxisLayout],
-    *,
-    fused: bool,
-) -> dict[str, LayerClass]:
-    """Every layer class of a folded program under the layouts of the axes.
+def count_layers(folded: FoldedProgram, layouts: Mapping[str, AxisLayout], *, fused: bool) -> dict[str, LayerClass]:
+    """Every layer class of a folded program.
 
     Args:
         folded: the program.
         layouts: axis to its layout.
         fused: whether chains of memory-bound calls are one kernel.
     """
-    varying = depending(folded, {slot.node for slot in folded.single.inputs if slot.kind != InputKind.SEED})
-    working = frozenset(node.name for node in folded.single.graph.nodes if _works(node, varying))
-    chains = Chains(folded, working, varying, fused=fused)
-    counting = _LayerCounter(folded, layouts, varying, working, chains)
-    return {name: counting.layer(name) for name in folded.layers}
+    counter = _LayerCounter(folded, layouts, fused=fused)
+    return {name: counter.layer(name) for name in folded.layers}
 
 
 class _LayerCounter:
     """What is known of a program's values, and how layer classes are made of it."""
 
-    def __init__(
-        self,
-        folded: FoldedProgram,
-        layouts: Mapping[str, AxisLayout],
-        varying: frozenset[str],
-        working: frozenset[str],
-        chains: Chains,
-    ) -> None:
-        self.folded, self.layouts, self.varying, self.working, self.chains = folded, layouts, varying, working, chains
+    def __init__(self, folded: FoldedProgram, layouts: Mapping[str, AxisLayout], *, fused: bool) -> None:
+        self.folded, self.layouts = folded, layouts
         self.nodes = folded.single.nodes_by_name()
         self.slots = {slot.node: slot for slot in folded.single.inputs}
         self.gradients = makers_of_outputs(folded)
         self.core = attention_cores(folded)
+        self.varying = depending(folded, {slot.node for slot in folded.single.inputs if slot.kind != InputKind.SEED})
+        order = [node for node in folded.single.graph.nodes if _works(node, self.varying)]
+        self.chains = Chains(folded, frozenset(node.name for node in order), self.varying, fused=fused)
+        self.calls: dict[tuple[str | None, str], list[fx.Node]] = {}
+        for node in order:
+            self.calls.setdefault((folded.layer_of.get(node.name), node.meta["phase"]), []).append(node)
 
     def layer(self, name: str) -> LayerClass:
         """One layer class."""
-        parameters = {
-            self.slots[node].name: self._sized(self.nodes[node], 0) for node in self.folded.parameters.get(name, ())
-        }
-        expert = self.layouts.get("expert")
-        expert_names = frozenset(
-            self.slots[node].name
-            for node in self.folded.parameters.get(name, ())
-            if expert is not None and expert.dim_of((node, 0)) is not None
-        )
+        nodes, expert = self.folded.parameters.get(name, ()), self.layouts.get("expert")
+        shared = (node for node in nodes if expert is not None and expert.dim_of((node, 0)) is not None)
         return LayerClass(
             self._phase(name, "forward"), self._phase(name, "backward"), self._saved(name), self._entering(name),
-            parameters, expert_names, self._workspaces(name),
+            {self.slots[node].name: self._sized(self.nodes[node], 0) for node in nodes},
+            frozenset(self.slots[node].name for node in shared), self._workspaces(name),
         )  # fmt: skip
 
     def _phase(self, layer: str, phase: str) -> Phase:
@@ -229,19 +204,9 @@ class _LayerCounter:
     def _chains_in(self, layer: str, phase: str) -> list[list[fx.Node]]:
         """The calls of a layer class that do work, by chain."""
         chains: dict[str, list[fx.Node]] = {}
-        for node in self._calls(layer, phase):
+        for node in self.calls.get((layer, phase), ()):
             chains.setdefault(self.chains.chain_of(node), []).append(node)
         return list(chains.values())
-
-    def _calls(self, layer: str, phase: str) -> list[fx.Node]:
-        """The calls of a layer class that do work, in order."""
-        return [
-            node
-            for node in self.folded.single.graph.nodes
-            if node.name in self.working
-            and self.folded.layer_of.get(node.name) == layer
-            and node.meta["phase"] == phase
-        ]
 
     # Kernels.
 
@@ -285,9 +250,6 @@ class _LayerCounter:
     def _is_read_outside(self, node: fx.Node, index: int, inside: set[str]) -> bool:
         readers = self.chains.readers(node, index)
         return not readers_of(node, index) or any(item.name not in inside for item in readers)
-
-    def _is_parameter(self, node: fx.Node) -> bool:
-        return self.slots[node.name].kind == InputKind.PARAMETER if node.name in self.slots else False
 
     # Sizes.
 
@@ -362,7 +324,7 @@ class _LayerCounter:
 
     def _entering(self, layer: str) -> tuple[Sized, ...]:
         found: dict[str, Sized] = {}
-        for node in self._calls(layer, "forward"):
+        for node in self.calls.get((layer, "forward"), ()):
             for operand in operands_of(node):
                 owner, index = source_of(operand)
                 place = self.folded.layer_of.get(owner.name)
@@ -385,14 +347,16 @@ class _LayerCounter:
                 value = self._base_value(move.value)
                 others = tuple(tuple(name for name in axes if name != axis) for axes in value.splits)
                 value = Sized(value.first, value.step, value.itemsize, value.dtype, others)
-                sent.append(Sent(axis, move.kind, value, self._reads_weight(reader)))
+                sent.append(Sent(axis, move.kind, value))
         return sent + self._exchanged(layer, phase)
 
     def _exchanged(self, layer: str, phase: str) -> list[Sent]:
         """Rows that layers of experts exchange: there and back; in the backward rows, gradients, and theirs back."""
-        layers = [node for node in self._calls(layer, phase) if node.target in LAYERS and "expert" in self.layouts]
+        if "expert" not in self.layouts:
+            return []
+        layers = [node for node in self.calls.get((layer, phase), ()) if node.target in LAYERS]
         times = 2 if phase == "forward" else 3
-        return [Sent("expert", MoveKind.EXCHANGE, self._rows(node), has_weight=False) for node in layers] * times
+        return [Sent("expert", MoveKind.EXCHANGE, self._rows(node)) for node in layers] * times
 
     def _base_value(self, key: _Key) -> Sized:
         """The value that owns a view's memory, split as the owner is; the view where it is but a part."""
@@ -406,7 +370,8 @@ class _LayerCounter:
         return self._sized(owner, index)
 
     def _reads_weight(self, node: fx.Node) -> bool:
-        return any(self._is_parameter(source_of(operand)[0]) for operand in operands_of(node))
+        slots = (self.slots.get(source_of(operand)[0].name) for operand in operands_of(node))
+        return any(slot is not None and slot.kind == InputKind.PARAMETER for slot in slots)
 
 
 def _works(node: fx.Node, varying: frozenset[str]) -> bool:
@@ -422,16 +387,8 @@ def _is_bias(node: fx.Node) -> bool:
     return product.target is aten.mm.default and len(product.users) == 1 and bias.meta["val"].ndim == 1
 
 
-def _sized(one: torch.Tensor, two: torch.Tensor, specs: Mapping[str, object]) -> Sized:
+def _sized(one: torch.Tensor, two: torch.Tensor, specs: Mapping[str, PartitionSpec]) -> Sized:
     first = tuple(int(dim) for dim in one.shape)
     step = tuple(int(b) - int(a) for a, b in zip(one.shape, two.shape, strict=True))
-    return Sized(first, step, one.dtype.itemsize, dtype_name(one.dtype), _splits(len(first), specs))
-
-
-def _splits(ndim: int, specs: Mapping[str, object]) -> tuple[tuple[str, ...], ...]:
-    dims: list[list[str]] = [[] for _ in range(ndim)]
-    for axis, spec in specs.items():
-        for dim in range(ndim):
-            if spec.axes_of(dim):  # type: ignore[attr-defined]
-                dims[dim].append(axis)
-    return tuple(tuple(axes) for axes in dims)
+    splits = tuple(tuple(axis for axis, spec in specs.items() if spec.axes_of(dim)) for dim in range(len(first)))
+    return Sized(first, step, one.dtype.itemsize, dtype_name(one.dtype), splits)
