@@ -142,7 +142,9 @@ def sampler(dataset: Sized, sharded: ShardedModule | TrainStep, *, shuffle: bool
     """
     module = sharded.sharded if isinstance(sharded, TrainStep) else sharded
     if not isinstance(module, ShardedModule):
-        raise TraceError(f"sampler(...): a {type(module).__name__} is not compiled; pass the result of autoshard.compile.")
+        raise TraceError(
+            f"sampler(...): a {type(module).__name__} is not compiled; pass the result of autoshard.compile."
+        )
     if module.program is None:
         raise TraceError("sampler(...): nothing has been compiled yet; call the model once, or pass example_inputs=.")
     if module.program.staged is not None:

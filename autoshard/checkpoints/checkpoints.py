@@ -55,7 +55,7 @@ class Checkpoints:
 
     A checkpoint holds the model, its optimizer, random numbers, the number of steps, the plan, and whatever is passed
     by keyword. No file of it is pickled, so loading a stranger's runs no code. It is complete or invisible: a crash
-    at any moment leaves the one before. See docs/checkpoints.md.
+    at any moment leaves the one before. See docs/reference/checkpoints.md.
 
     Args:
         folder: where checkpoints lie, each in a folder of its own: `step-1000`.

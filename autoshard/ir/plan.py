@@ -277,7 +277,7 @@ class Plan:
         """A cost of this plan as an expression in sizes of the inputs, numbers of blocks, and sizes of mesh axes.
 
         The first call traces and lowers the model at a few more sizes; specs stay those of the plan. See
-        docs/formulas.md.
+        docs/reference/formulas.md.
 
         Args:
             name: "step_flops", "rank_flops", "communication_bytes" (of one axis: "communication_bytes_data"),

@@ -1,7 +1,7 @@
 """Precisions by name: the floating type that a model computes in where its own types are wider.
 
 Parameters keep their types, and are what an optimizer updates (master weights); the program casts them. See
-docs/precision.md.
+docs/reference/precision.md.
 """
 
 from __future__ import annotations

@@ -39,7 +39,8 @@ class Recipe:
         expert_tensor: ranks among `tensor` that split each expert.
         pipeline: stages that a micro-batch passes. On a mesh None is the size of its axis "pipeline".
         schedule: the order of the stages' work, by its name in torch.distributed.pipelining ("1F1B", "ZBVZeroBubble"),
-            see docs/pipelines.md. On a mesh None is "1F1B", or "Interleaved1F1B" where there are virtual stages.
+            see docs/tutorials/pipelines_and_experts.md. On a mesh None is "1F1B", or "Interleaved1F1B" where there are
+            virtual stages.
         virtual_stages: model chunks on each pipeline rank. On a mesh None is the fewest that the schedule takes.
         stage_layers: blocks on each stage (of `pipeline` x `virtual_stages`); None: stages are balanced.
         micro_batch: sequences of one replica's forward.
