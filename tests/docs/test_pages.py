@@ -15,7 +15,7 @@ from tests.docs.page_names import names
 from tests.examples.scripts import ROOT, run_python
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-_BLOCK = re.compile(r"(?:<!-- (?P<note>[^\n]*) -->\n)?```python[^\n]*\n(?P<code>.*?)```", re.DOTALL)
+_BLOCK = re.compile(r"(?:<!-- (?P<note>[^\n]*) -->\n)?```(?P<language>python|text)[^\n]*\n(?P<code>.*?)```", re.DOTALL)
 _NEEDS = re.compile(r"<!-- needs: (.*) -->")
 _LINK = re.compile(r"\[[^\]]*\]\((?!https?:)([^)#\s]+)?(?:#([\w-]+))?\)")
 _HEADING = re.compile(r"^#+ (.*)$", re.MULTILINE)
@@ -35,7 +35,9 @@ class Block:
 
 def _blocks(page: Path) -> Iterator[Block]:
     for found in _BLOCK.finditer(page.read_text()):
-        yield Block(found["code"], found["note"] or "")
+        block = Block(found["code"], found["note"] or "")
+        if found["language"] == "python" or block.value("from"):
+            yield block
 
 
 def _with_code() -> list[Path]:
