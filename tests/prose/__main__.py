@@ -40,7 +40,10 @@ ENFORCED = (
     "autoshard/cluster.py",
     "autoshard/data.py",
     "autoshard/errors.py",
+    "autoshard_command.py",
+    "cost_models/data/README.md",
     "docs",
+    "examples",
     "tests/docs",
     "tests/prose",
 )
