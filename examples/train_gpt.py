@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py     four processes (Gloo, or NCCL on GPUs)
     python examples/train_gpt.py                                       four simulated ranks in this process
 
-The model is plain PyTorch. One line, `autoshard.compile(model, mesh, optimizer=optimizer)`, makes the whole training step
-run on a mesh: forward, backward and update.
+The model is plain PyTorch. One line, `autoshard.compile(model, mesh, optimizer=optimizer)`, makes the whole training
+step run on a mesh: forward, backward and update.
 """
 
 import argparse
