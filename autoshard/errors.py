@@ -1,6 +1,6 @@
-"""Errors that a user can meet: one class per kind of mistake, all derived from `AutoshardError`.
+"""Errors for users: one class per kind of mistake, each derived from `AutoshardError`.
 
-A message names the user's value (`name=repr`), the place (node and source line), and the way out.
+A message names the request, the found value (`name=repr`), the place (node and source line), and the way out.
 """
 
 from __future__ import annotations
@@ -14,38 +14,38 @@ class AutoshardError(Exception):
 
 
 class MeshError(AutoshardError):
-    """A mesh is malformed, or does not match the running processes."""
+    """A mesh is malformed, or does not match the processes that run."""
 
 
 class InvalidSpecError(AutoshardError):
-    """A partition spec cannot be: an axis twice, an unknown axis, more dims than the tensor has."""
+    """A partition spec is wrong: an axis twice, an unknown axis, or more dims than the tensor has."""
 
 
 class TraceError(AutoshardError):
-    """A model cannot be captured as a graph, or the graph does not cover the call."""
+    """A model cannot be captured as a graph, or a call needs other operators than its graph has."""
 
 
 class ChangedInPlaceError(AutoshardError, RuntimeError):
-    """A tensor needed by a backward was changed in place after its forward."""
+    """A tensor of the forward was changed in place, and the backward needs its old value."""
 
 
 class NoShardingRuleError(AutoshardError):
-    """An operator has no sharding rule, and `strict=True` forbids replicating it."""
+    """An operator has no sharding rule, and `strict=True` forbids to run the operator whole on every rank."""
 
 
 class OperatorError(AutoshardError, ValueError):
-    """The argument names no operator or several, the operator already has a sharding rule, or it refuses the call."""
+    """An operator name is unknown or ambiguous, has a rule already, or refuses the call."""
 
 
 class RuleInferenceError(AutoshardError):
-    """Running an operator reveals no sharding rule: it is random, in-place, or refuses the sampled operands."""
+    """Runs of an operator give no sharding rule: the operator is random, in-place, or refuses drawn inputs."""
 
 
 class DoesNotFitError(AutoshardError):
     """No plan fits in the memory limit.
 
     Args:
-        smallest_bytes: the smallest limit known to suffice; 0 if none is known.
+        smallest_bytes: the smallest limit with a known plan; 0 if no plan is known.
     """
 
     def __init__(self, message: str, *, smallest_bytes: int) -> None:
@@ -53,7 +53,7 @@ class DoesNotFitError(AutoshardError):
         self.smallest_bytes = smallest_bytes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """How to pickle the error for another process."""
+        """Pickle by message and limit, for other processes."""
         return partial(DoesNotFitError, smallest_bytes=self.smallest_bytes), self.args
 
 
@@ -66,36 +66,36 @@ class PlanMismatchError(AutoshardError):
 
 
 class VerificationError(AutoshardError):
-    """The lowered program could not be proven equal to the traced program."""
+    """The proof that the lowered program equals the traced program failed."""
 
 
 class RankMismatchError(AutoshardError):
-    """Ranks of one run disagree about the plan, the program or package versions."""
+    """Ranks of one run disagree about the plan, the program or the versions they run."""
 
 
 class LostRankError(AutoshardError):
-    """Another rank of the run stopped, or did not answer in time, during communication with this rank."""
+    """Another rank of the run stopped, or did not answer in time, during a communication."""
 
 
 class UnknownHardwareError(AutoshardError):
-    """No hardware file describes a device, link or cluster of this name."""
+    """No hardware file describes this device, link or cluster name."""
 
 
 class CheckpointError(AutoshardError):
-    """A checkpoint cannot be written, is damaged, or is of another model; it names the file and the tensor."""
+    """A checkpoint cannot be written, is damaged, or is of another model; the message names file and tensor."""
 
 
 class FormulaError(AutoshardError):
-    """A plan has no formula of this name, or a cost is no expression in the requested sizes."""
+    """A plan has no such formula, or a cost is no expression in the given sizes."""
 
 
 class KernelError(AutoshardError):
-    """A Triton kernel does not cover the inputs, or cannot run on the device."""
+    """A Triton kernel does not support these inputs, or does not run on this device."""
 
 
 class WeightsError(AutoshardError):
-    """Files of weights are damaged, or do not match the model."""
+    """Files of weights are damaged, or lack tensors of the model."""
 
 
 class NotAvailableError(AutoshardError):
-    """This release cannot do this yet, or not in this situation."""
+    """This release, or this machine, does not have the requested feature."""

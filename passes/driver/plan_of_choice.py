@@ -55,8 +55,8 @@ def lowered_plan(
     """
     plan = _plan_of_operators(planning, choice, objective, lower_bound, cluster, options)
     plan = replace(plan, predicted=replace(UNKNOWN, memory_breakdown={STATE: _state_beside(planning, choice)}))
-    lowering = LoweringOptions(reduce_dtype=options.reduce_dtype, micro_batches=planning.liveness.micro_batches)
-
+    load, micro_batches = planning.liveness.load, planning.liveness.micro_batches
+    lowering = LoweringOptions(reduce_dtype=options.reduce_dtype, micro_batches=micro_batches, load=load)
     walked, phased, _ = _walked(planning.space.program, plan, cluster, lowering)
     memory = _memory(planning, choice, phased)
 

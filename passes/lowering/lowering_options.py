@@ -13,6 +13,7 @@ from autoshard.ir.reshard import StepCost
 from cost_models.device import Device
 from cost_models.hardware import Cluster
 from passes.lowering.in_flight import InFlight
+from passes.memory.stage_load import ONE_STAGE, StageLoad
 from passes.strategies.price import StepPrice
 
 OnPass = Callable[[Any, Any, Any], None]
@@ -33,6 +34,7 @@ class LoweringOptions:
         reduce_dtype: type in which float32 gradients are sent between ranks; None: their own.
         saves_least: let the backward recompute values that a compiler fuses; for programs without kernels.
         micro_batches: micro-batches of a training step; values of parameters alone are computed once for all of them.
+        load: for a stage of a pipeline, memory on its rank beside the stage.
         on_pass: observer of every pass, including preparation, which then runs anew.
         plan: the plan. `lower_program` sets it and the fields below.
         cluster: hardware, which decides between reshards of equal effect. None decides by bytes sent.
@@ -48,6 +50,7 @@ class LoweringOptions:
     reduce_dtype: torch.dtype | None = None
     saves_least: bool = False
     micro_batches: int = 1
+    load: StageLoad = ONE_STAGE
     on_pass: OnPass | None = None
     plan: Plan | None = None
     cluster: Cluster | None = None

@@ -14,15 +14,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
+import autoshard.kernels as kernels
 from autoshard.ir.program import InputKind, tensor_values
+from cost_models.exchanges import WORKSPACE_BYTES
+from cost_models.work import TensorInfo
 from passes.sections.chains import Chains
 from passes.sections.fold_program import FoldedProgram, is_layout
-from passes.sections.propagate_axis import AxisLayout, MoveKind
+from passes.sections.propagate_axis import LAYERS, AxisLayout, MoveKind
 from passes.sections.trace_values import attention_cores, depending, is_free, makers_of_outputs, readers_of, source_of
 from passes.strategies.enumerate_strategies import operands_of
 from passes.strategies.operator_names import dtype_name, operator_name
@@ -239,14 +242,28 @@ class _SectionMaker:
         last, is_fused = chain[-1], len(chain) > 1
         read = [self._operand(node, index) for node, index in self.chains.operands(chain)]
         written = [self._sized(node, index) for node, index in self._written(chain)]
-        operator = FUSED if is_fused else operator_name(last)
+        operator = FUSED if is_fused else self._operator(last)
         arguments = () if is_fused else tuple(fx.map_arg(last.args, lambda argument: None))
         return SectionKernel(
             last.name, operator, tuple(read), tuple(written), arguments,
             has_weight=self._reads_weight(last),
-            makes_gradient=last.name in self.gradients,
+            makes_gradient=last.name in self.gradients and last.target not in LAYERS,
             is_core=all(node.name in self.core for node in chain),
         )  # fmt: skip
+
+    def _operator(self, node: fx.Node) -> str:
+        """The operator as cost models know it: layers whose experts are shared out exchange tokens."""
+        name = operator_name(node)
+        is_shared = node.target in LAYERS and "expert" in self.layouts
+        return name.replace("experts", "exchanged_experts", 1) if is_shared else name
+
+    def _rows(self, layer: fx.Node, width: int | None = None) -> Sized:
+        """The tokens of a layer of experts, each as often as it has experts; `width` elements each, or a token's."""
+        is_backward = layer.target is kernels.experts_backward
+        x, index = (self._operand(layer, place + is_backward) for place in (0, 1))
+        each, splits = index.first[1], (x.splits[0], ())
+        first, step = (x.first[0] * each, width or x.first[1]), (x.step[0] * each, 0)
+        return Sized(first, step, x.itemsize, x.dtype, splits)
 
     def _written(self, chain: list[fx.Node]) -> list[tuple[fx.Node, int]]:
         """The results of a chain's calls that it writes to memory."""
@@ -312,9 +329,19 @@ class _SectionMaker:
                     continue
                 read = [source_of(operands_of(node)[index]) for node, index in self.chains.operands(chain)]
                 values = dict.fromkeys((*read, *self._written(chain)))
-                passing = (self._sized(*value) for value in values if self._passes(*value, phase))
+                passing = [self._sized(*value) for value in values if self._passes(*value, phase)]
+                passing += [self._inside(node) for node in chain if node.target in LAYERS]
                 found[tuple(passing)] = None
         return tuple(found)
+
+    def _inside(self, layer: fx.Node) -> Sized:
+        """The memory that a layer of experts takes while it runs, as a width of its rows."""
+        arguments = tuple(fx.map_arg(layer.args, lambda argument: None))
+        infos = [item.meta["val"] for item in operands_of(layer)]
+        inputs = tuple(TensorInfo(tuple(item.shape), item.itemsize, dtype_name(item.dtype)) for item in infos)
+        rows = self._rows(layer, 1)
+        whole = WORKSPACE_BYTES[operator_name(layer)](inputs, arguments)
+        return replace(rows, first=(rows.first[0], math.ceil(whole / (math.prod(rows.first) * rows.itemsize))))
 
     def _sums_gradients(self, chain: list[fx.Node]) -> bool:
         """Whether a chain adds up a parameter's gradient, which is done where the gradient lies."""
@@ -352,7 +379,13 @@ class _SectionMaker:
                 others = tuple(tuple(name for name in axes if name != axis) for axes in value.splits)
                 value = Sized(value.first, value.step, value.itemsize, value.dtype, others)
                 sent.append(Sent(axis, move.kind, value, self._reads_weight(reader)))
-        return sent
+        return sent + self._exchanged(section, phase)
+
+    def _exchanged(self, section: str, phase: str) -> list[Sent]:
+        """Rows that layers of experts exchange: there and back; in the backward rows, gradients, and theirs back."""
+        layers = [node for node in self._calls(section, phase) if node.target in LAYERS and "expert" in self.layouts]
+        times = 2 if phase == "forward" else 3
+        return [Sent("expert", MoveKind.EXCHANGE, self._rows(node), has_weight=False) for node in layers] * times
 
     def _base_value(self, key: _Key) -> Sized:
         """The value that owns a view's memory, split as the owner is; the view where it is but a part."""

@@ -26,8 +26,9 @@ from passes.sections.count_sections import Section, count_sections, splits_of
 from passes.sections.fold_program import AFTER, BEFORE, FoldedProgram
 from passes.sections.price_sections import SectionPrice, SectionSizes
 from passes.sections.propagate_axis import AXIS, WHOLE, AxisLayout, Policy, axis_space, propagate_axis
-from passes.sections.route_tokens import routed_calls
+from passes.sections.route_tokens import matrices_of_layers, routed_calls, shared_layers
 from passes.sections.section_pricer import SectionPricer
+from passes.sections.trace_values import source_of
 from passes.strategies.enumerate_strategies import SearchSpace
 
 
@@ -218,11 +219,17 @@ class PricedModel:
             if not experts:
                 raise RecipeError("expert > 1 shares out experts, but no parameter of the model is a stack of weights.")
             split = dict.fromkeys(experts, PartitionSpec(AXIS))
-            self._layouts["expert"] = propagate_axis(self.space, Policy(parameters=split, exchanges=True))
+            policy = Policy(parameters=split, exchanges=True, routed=shared_layers(self.folded, AXIS))
+            self._layouts["expert"] = propagate_axis(self.space, policy)
         return self._layouts["expert"]
 
     def _experts(self) -> tuple[str, ...]:
-        """Parameters that are stacks: three dims, read by batched or grouped products, or as many as such (biases)."""
+        """Parameters with a matrix for each expert: of layers that are one operator, or else stacks.
+
+        Stacks have three dims and are read by batched or grouped products, or are as many as such stacks (biases).
+        """
+        if layers := matrices_of_layers(self.folded):
+            return tuple(dict.fromkeys(source_of(node)[0].name for node in layers))
         nodes = self.folded.single.nodes_by_name()
         slots = self.folded.single.inputs_of(InputKind.PARAMETER)
         stacks = [nodes[slot.node] for slot in slots if nodes[slot.node].meta["val"].ndim == 3]

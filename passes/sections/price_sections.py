@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from cost_models.compute import memory_time, work_time
 from cost_models.counting import size_bytes
+from cost_models.exchanges import EXCHANGES
 from cost_models.hardware import Device
 from cost_models.operators import work
 from cost_models.work import Kind, MatmulShape, TensorInfo, Work
@@ -132,7 +133,8 @@ def price_kernel(kernel: SectionKernel, setting: Setting, sizes: Mapping[str, in
         return Busy(memory_s=setting.device.launch_latency_s + moved_s, kernels=1)
     done = work(kernel.operator, inputs, outputs, kernel.arguments)
     kernels = 1
-    if sizes.get(EXPERT, 1) > 1 and any(EXPERT in axes for item in kernel.inputs for axes in item.splits):
+    is_stack = kernel.operator not in EXCHANGES and EXPERT in _axes_of(kernel.inputs)
+    if sizes.get(EXPERT, 1) > 1 and is_stack:
         done = _shared_out(done, kernel, sizes[EXPERT])
         if setting.separate_experts:
             kernels = sum(product.batch for product in done.products)
@@ -153,6 +155,10 @@ def price_kernel(kernel: SectionKernel, setting: Setting, sizes: Mapping[str, in
     if done.kind is Kind.ATTENTION:
         return Busy(attention_s=time, kernels=1, flops=done.flops)
     return Busy(memory_s=time, kernels=int(done.kind is not Kind.VIEW))
+
+
+def _axes_of(items: Sequence[Sized]) -> set[str]:
+    return {axis for item in items for axes in item.splits for axis in axes}
 
 
 def replace_work(done: Work, dtype: str) -> Work:

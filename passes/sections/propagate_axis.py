@@ -20,13 +20,14 @@ reduced. With a sequence layout given, partial results are scattered along the s
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import torch
 from torch import fx
 
+import autoshard.kernels as kernels
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.program import InputKind, Program
 from autoshard.ir.spec import PartitionSpec
@@ -39,6 +40,9 @@ MESH = Mesh({AXIS: 2})
 """The axis is propagated with two ranks; what is split does not depend on how many there are."""
 
 WHOLE = PartitionSpec()
+
+LAYERS = frozenset({kernels.experts, kernels.experts_backward})
+"""Layers of experts that are one operator, forward and backward."""
 _Key = tuple[str, int]
 
 
@@ -106,16 +110,26 @@ class Policy:
 
 
 def axis_space(program: Program) -> SearchSpace:
-    """The strategies of every call of a canonical program on one axis; no rings, which have no price here."""
+    """The strategies of every call of a canonical program on one axis; no rings and exchanges inside of a call.
+
+    These have no price here. The axis that shares out experts is given its exchanges (`route_tokens.shared_layers`).
+    """
     space = EnumerateStrategies(MESH)(program)
-    return replace(space, sites={name: _without_rings(site) for name, site in space.sites.items()})
+    return replace(space, sites={name: _without_exchanges(site) for name, site in space.sites.items()})
 
 
-def _without_rings(site: Site) -> Site:
+def _without_exchanges(site: Site) -> Site:
     if site.node is None:
         return site
     target = site.node.target
-    return replace(site, strategies=tuple(item for item in site.strategies if not is_ring(target, item.inputs)))
+    return replace(site, strategies=tuple(item for item in site.strategies if not _exchanges(target, item.inputs)))
+
+
+def _exchanges(target: object, inputs: Sequence[PartitionSpec]) -> bool:
+    """Whether a call exchanges tokens or keys with other ranks while it runs."""
+    if is_ring(target, inputs):
+        return True
+    return target in LAYERS and all(spec.dim_of(AXIS) == 0 for spec in (inputs[0], inputs[-1]))
 
 
 def propagate_axis(space: SearchSpace, policy: Policy) -> AxisLayout:

@@ -11,6 +11,9 @@ and its exchange spans these ranks too.
    the transposes of these two selections, sums at indices, do the same.
 3. In such a call the axis splits the dim of each operand and result that grows with the number of sequences, and
    nothing else; a result that does not grow (a weight's gradient) is partial.
+
+A layer of experts that is one operator (`autoshard.kernels.experts`) routes its tokens itself. An axis that splits
+tokens splits it as it splits the calls above; an axis that shares out experts splits the experts' matrices.
 """
 
 from __future__ import annotations
@@ -20,16 +23,20 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
+import autoshard.kernels as kernels
 from autoshard.ir.program import tensor_values
 from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.enumeration import Strategy
 from passes.sections.fold_program import FoldedProgram
+from passes.sections.propagate_axis import LAYERS
 from passes.sections.trace_values import source_of
 from passes.strategies.enumerate_strategies import operands_of
 
 aten = torch.ops.aten
 _SORTS = frozenset({aten.sort.default, aten.sort.stable})
 _SELECTIONS = frozenset({aten.index_select.default, aten.index_add.default})
+FIRST_MATRIX = 3
+"""Index of the first matrix among the operands of `experts`; tokens, their experts and weights come first."""
 
 
 def routed_calls(folded: FoldedProgram, axis: str) -> dict[str, Strategy]:
@@ -40,11 +47,37 @@ def routed_calls(folded: FoldedProgram, axis: str) -> dict[str, Strategy]:
         axis: whose ranks each have some of the tokens.
     """
     found: dict[str, Strategy] = {}
-    for node in _in_experts_order(folded):
+    for node in (*_in_experts_order(folded), *layers_of_experts(folded)):
         strategy = _strategy(node, folded.twin, axis)
         if any(spec.dims for spec in strategy.inputs):
             found[node.name] = strategy
     return found
+
+
+def layers_of_experts(folded: FoldedProgram) -> list[fx.Node]:
+    """The calls of layers of experts that are one operator."""
+    return [node for node in folded.single.graph.nodes if node.op == "call_function" and node.target in LAYERS]
+
+
+def matrices_of_layers(folded: FoldedProgram) -> list[fx.Node]:
+    """Operands of layers of experts with the experts along dim 0."""
+    layers = (node for node in layers_of_experts(folded) if node.target is kernels.experts)
+    return [operand for node in layers for operand in operands_of(node)[FIRST_MATRIX:]]
+
+
+def shared_layers(folded: FoldedProgram, axis: str) -> dict[str, Strategy]:
+    """Layers of experts under an axis that shares the experts out; each rank has its own tokens."""
+    return {node.name: _shared(node, axis) for node in layers_of_experts(folded)}
+
+
+def _shared(node: fx.Node, axis: str) -> Strategy:
+    split, whole = PartitionSpec(axis), PartitionSpec()
+    first = FIRST_MATRIX + (node.target is kernels.experts_backward)
+    inputs = tuple(split if index >= first else whole for index in range(len(operands_of(node))))
+    present = [value for value in tensor_values(node) if value is not None]
+    count = len(inputs) - first if node.target is kernels.experts_backward else 0
+    outputs = tuple(split if index >= len(present) - count else whole for index in range(len(present)))
+    return Strategy(inputs, outputs, (None,))
 
 
 def _in_experts_order(folded: FoldedProgram) -> list[fx.Node]:
