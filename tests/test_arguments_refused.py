@@ -209,7 +209,7 @@ ARGUMENTS: list[tuple[type[AutoshardError], str, Callable[[], Any]]] = [
     *(
         (
             TraceError,
-            "Wrap it: lambda outputs: loss",
+            "Wrap it, e.g. lambda outputs: loss",
             lambda call=call: call(small(), MESH, example_inputs=(X,), loss_fn=torch.sum),
         )
         for call in (autoshard.plan, autoshard.compile)
