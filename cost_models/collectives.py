@@ -70,9 +70,9 @@ def all_reduce_algorithms(operand_bytes: float, group: GroupLinks) -> dict[str, 
 def all_to_all_time(local_bytes: float, group: GroupLinks) -> float:
     """Seconds of an all-to-all; `local_bytes` is each rank's operand, of which 1/n goes to each rank.
 
-    A rank sends (per_node - 1)/n of its bytes over the fabric, (nodes - 1)/nodes over the network, and (pods - 1)/pods
-    over the spine, all at the same time. Messages go straight to their readers, so bandwidth does not
-    ramp up as along a ring.
+    A rank sends (per_node - 1)/n of its bytes over the fabric. At the same time it sends (nodes - 1)/nodes over the
+    network, and (pods - 1)/pods over the spine. Messages go straight to their readers, so bandwidth does not ramp up as
+    along a ring.
     """
     return _measured("all_to_all", local_bytes, group) or _fastest(_all_to_all, local_bytes, group)
 

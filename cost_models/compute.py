@@ -66,8 +66,8 @@ def matmul_time(m: int, n: int, k: int, batch: int, dtype: str, device: Device) 
         waves = ceil(batch * ceil(m / tile_m) * ceil(n / tile_n) / units)
         time = launch + max(waves * units * 2 * tile_m * tile_n * (k + fill) / rate, bytes / bandwidth)
 
-    over the tiles that a library offers (the device's own, and smaller ones down to 32 on a side) the fastest; `rate`
-    is peak * efficiency, less for a smaller tile; `fill` is tile_overhead_bytes / itemsize (see `MatmulCurve`).
+    The fastest of the library's tiles counts: the device's own, and smaller tiles down to 32 on a side. `rate` is
+    peak * efficiency, less for a smaller tile; `fill` is tile_overhead_bytes / itemsize, of `MatmulCurve`.
     """
     shape = MatmulShape(m, n, k, batch)
     device.peak(dtype)
