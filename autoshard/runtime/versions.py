@@ -83,8 +83,8 @@ def _union(sets: Mapping[fx.Node, frozenset[Key]], nodes: Sequence[fx.Node]) -> 
 
 
 def _is_same_value(node: fx.Node) -> bool:
-    """Whether a call yields its operand's memory: a view of it, one of several results, or a hub."""
+    """Whether a call yields its operand's memory: a view of it, one of several results, or a fan-out."""
     schema = getattr(node.target, "_schema", None)
-    if schema is None:  # a hub, or an element of a tuple
+    if schema is None:  # a fan-out, or an element of a tuple
         return node.op == "call_function"
     return any(item.alias_info is not None for item in schema.returns)

@@ -1,8 +1,8 @@
 """Lowers a planned program to the program of one rank: local shapes, explicit collectives.
 
 Before → after: for each call, its operands are resharded to the specs of its strategy, and its local form is emitted.
-Hubs vanish. Results are resharded to their final specs as soon as they are computed, so that no full gradient outlives
-its reduction.
+Fan-outs vanish. Results are resharded to their final specs as soon as they are computed, so that no full gradient
+outlives its reduction.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autoshard.ir.program import InputKind, InputSlot, OutputSlot, Program, tens
 from autoshard.ir.reshard import ReshardStep, StepCost, plan_reshard
 from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.emit_local import emit_local
-from autoshard.rules.hub import hub
+from autoshard.rules.fan_out import fan_out
 from passes.lowering.bound_rules import BoundRules
 from passes.strategies.enumerate_strategies import operands_of, resolve
 from passes.strategies.local_tracer import LocalTracer
@@ -149,7 +149,7 @@ class _Lowering:
         elif node.op == "get_attr":
             setattr(constants, str(node.target), getattr(self.program.graph_module, str(node.target)))
             self._keep(node, 0, self.tracer.constant(str(node.target), node.meta["val"]), PartitionSpec())
-        elif node.target is hub:
+        elif node.target is fan_out:
             spec = self._node_plan(node).outputs[0]
             self._keep(node, 0, self._operand(node.args[0], spec), spec)
         elif node.target is not operator.getitem:

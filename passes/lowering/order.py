@@ -28,7 +28,7 @@ from passes.lowering.start_soon import StartSoon
 from passes.lowering.wait_in_turn import WaitInTurn
 from passes.lowering.wait_late import WaitLate
 from passes.preparation.canonicalize import Canonicalize
-from passes.preparation.insert_hubs import InsertHubs
+from passes.preparation.insert_fan_outs import InsertFanOuts
 from passes.preparation.join_gelu import JoinGelu
 from passes.recomputation.recompute import InsertRecompute
 
@@ -71,7 +71,7 @@ def _generate_kernels(options: LoweringOptions) -> Pass | None:
 ORDER: Sequence[tuple[Moment, MakePass]] = (
     (Moment.TRACED, lambda _: Canonicalize()),
     (Moment.TRACED, lambda _: JoinGelu()),
-    (Moment.TRACED, lambda _: InsertHubs()),
+    (Moment.TRACED, lambda _: InsertFanOuts()),
     (Moment.PLANNED, lambda o: InsertRecompute(o.decided.recompute.nodes, o.decided.offload.nodes)),
     (Moment.LOWERED, lambda o: Lower(o.decided, o.step_cost)),
     (Moment.LOWERED, _fuse_kernels),

@@ -2,8 +2,8 @@
 
 Two nodes have one number if they call the same operator on equal literals and on operands with equal numbers (Alpern,
 Wegman, Zadeck 1988). Operators that draw from a generator have a number for each call. Constants are equal if their
-bytes are. Hubs, and copies to and from the host, have their operands' numbers. Numbers count from 0 in the order of the
-graph, so an operand's number is below its users'.
+bytes are. Fan-outs, and copies to and from the host, have their operands' numbers. Numbers count from 0 in the order of
+the graph, so an operand's number is below its users'.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import fx
 
 from autoshard.errors import VerificationError
 from autoshard.kernels.offload import TRANSFERS
-from autoshard.rules.hub import hub
+from autoshard.rules.fan_out import fan_out
 
 Key = tuple[Any, ...]
 """The structure of a call: its kind and target, then its arguments as `freeze` returns them."""
@@ -68,7 +68,7 @@ class Numbering:
         """
         if node.op == "get_attr":
             return self.add(node, constant_key(graph_module, node))
-        if node.target is hub or node.target in TRANSFERS:
+        if node.target is fan_out or node.target in TRANSFERS:
             (operand,) = node.all_input_nodes
             self.numbers[node] = self.number_for(operand, node)
             return self.numbers[node]

@@ -1,8 +1,8 @@
 """Verifies that the prepared form of a program computes the results of the trace.
 
-Both graphs are numbered in one table (`passes.preparation.number_values`). A hub has its operand's number, `addmm(bias,
-a, b)` that of `mm(a, b) + bias`, and the tanh form of gelu that of its written-out calls. Results with equal numbers
-are equal values.
+Both graphs are numbered in one table (`passes.preparation.number_values`). A fan-out has its operand's number,
+`addmm(bias, a, b)` that of `mm(a, b) + bias`, and the tanh form of gelu that of its written-out calls. Results with
+equal numbers are equal values.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def verify_preparation(traced: Program, prepared: Program) -> None:
             raise VerificationError(
                 f"{slot.kind.value} {slot.name!r} is {node.format_node()} once the program is prepared, another value "
                 f"than in the trace; it comes from {node.meta.get('source') or 'an unknown line'}. Written by "
-                "passes.preparation.canonicalize, join_gelu or insert_hubs."
+                "passes.preparation.canonicalize, join_gelu or insert_fan_outs."
             )
 
 
@@ -52,7 +52,7 @@ def _check_results(program: Program) -> None:
         raise VerificationError(
             f"the prepared program returns {len(returned)} values, {[pair[0] for pair in wrong]} where its slots name "
             f"{[pair[1] for pair in wrong]} of {len(named)}. Written by "
-            "passes.preparation.canonicalize, join_gelu or insert_hubs."
+            "passes.preparation.canonicalize, join_gelu or insert_fan_outs."
         )
 
 

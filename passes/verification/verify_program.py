@@ -42,7 +42,7 @@ def verify_program(
     """Prove that every result of `lowered` is that of `program`, under the spec of its slot.
 
     Args:
-        program: the traced program in the form that was lowered: canonical, with hubs.
+        program: the traced program in the form that was lowered: canonical, with fan-outs.
         lowered: the program of one rank.
         carried: names of its values that are accumulated over micro-batches before the update reads them.
         forms: known forms on the mesh, to share between programs; default none.

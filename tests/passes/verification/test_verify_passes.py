@@ -22,7 +22,7 @@ from passes.lowering.lower_program import lower_program
 from passes.lowering.lowering_options import LoweringOptions
 from passes.lowering.split_phases import SplitPhases
 from passes.preparation.canonicalize import Canonicalize
-from passes.preparation.insert_hubs import InsertHubs
+from passes.preparation.insert_fan_outs import InsertFanOuts
 from passes.verification.verify_passes import verify_pass
 from tests.models import Perceptron
 from tests.passes.mutants import Place, mutate
@@ -72,7 +72,7 @@ def with_result_scaled(fused: Any) -> Any:
 
 FAULTS = {
     "canonicalize": (Canonicalize, scaled),
-    "insert_hubs": (InsertHubs, scaled),
+    "insert_fan_outs": (InsertFanOuts, scaled),
     "lower": (Lower, without_collective),
     "split_phases": (SplitPhases, with_kept_exchanged),
 }
@@ -114,7 +114,7 @@ def test_passes_that_are_right_are_accepted(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen == [
         "Canonicalize",
         "JoinGelu",
-        "InsertHubs",
+        "InsertFanOuts",
         "InsertRecompute",
         "Lower",
         "SplitPhases",
