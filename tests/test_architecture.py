@@ -47,13 +47,12 @@ _PASSES: dict[str, tuple[str, ...]] = {
         *(*_LOWERED, "passes.driver.plan_options"),
         *("passes.driver.plan_of_choice", "passes.driver.fastest_choice"),
     ),
-    "passes.sections": _PROVEN,
-    "passes.recipes": (*_PROGRAMS[:3], "passes.sections", "passes.lowering"),
+    "passes.search.layers": _PROVEN,
+    "passes.search": ("passes.solver", "passes.search.layers"),
     "passes.questions": (
         *(*_LOWERED, "passes.driver.plan_options"),
-        *("passes.driver.fastest_choice", "passes.driver.plan_and_lower", "passes.recipes", "passes.sections"),
+        *("passes.driver.fastest_choice", "passes.driver.plan_and_lower", "passes.search", "passes.search.layers"),
     ),
-    "passes.search": ("passes.solver", "passes.sections", "passes.recipes", "passes.questions"),
 }
 
 # What each part may import of us, besides itself. Nothing in `passes` but the driver imports the runtime, and nothing

@@ -34,9 +34,9 @@ from autoshard.ir.runtime import USUAL, Runtime, runtime_named
 from cost_models.hardware import Cluster
 from passes.questions.formulas import PlanFormulas
 from passes.questions.price_counts import CountsOfPrice
-from passes.recipes.recipe_plan import recipe_plan
-from passes.sections.fold_program import fold_program
-from passes.sections.price_model import PricedModel
+from passes.search.layers.fold_program import fold_program
+from passes.search.layers.price_model import PricedModel
+from passes.search.recipe_plan import recipe_plan
 
 _TRACED: weakref.WeakKeyDictionary[nn.Module, dict[object, PricedModel]] = weakref.WeakKeyDictionary()
 """Models that were priced before, by model, shapes of inputs and loss."""

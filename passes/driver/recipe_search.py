@@ -20,12 +20,12 @@ from cost_models.memory import room_bytes
 from cost_models.streams import overlap_of
 from passes.driver.pricing import narrow_dtype, priced_model
 from passes.driver.progress import Show, search_bar
-from passes.recipes.recipe_plan import predict_recipe
+from passes.search.layers.price_model import CountedModel
 from passes.search.recipe_constraints import pinned
+from passes.search.recipe_plan import predict_recipe
 from passes.search.recipe_problem import RecipeProblem, known_recipe
 from passes.search.recipe_space import SEARCHED, Only
 from passes.search.search_recipes import FoundRecipe, Watch
-from passes.sections.price_model import CountedModel
 from passes.solver.search_control import Ceiling
 
 _AXES = 3

@@ -215,9 +215,10 @@ class StagePlans:
             waiting, least = [], dict[Hashable, float]()
             for number, rank in enumerate(order.stage_ranks):
                 limit, has = limits[number], found[number].plan.predicted.peak_memory_bytes
-                is_least = limit is not None and has > limit  # a search within less finds nothing else
+                form = search.forms[number]
+                is_least = form in search.least  # a search within less finds nothing else
                 if over[rank] > 0 and not is_least:
-                    form, less = search.forms[number], min(has, limit or has) - max(1, over[rank])
+                    less = min(has, limit or has) - max(1, over[rank])
                     least[form] = min(less, least.get(form, less))
                     waiting.append(number)
             for number in waiting:

@@ -49,6 +49,7 @@ class StageSearch:
         before: a plan of the call in as many stages, with which searches begin.
         problems: planning problems by the form of their stage, or by its number; of one program and its cuts.
         found: what was searched, by form and limit: the number of the stage, and its plan and program.
+        least: bytes that a search of a form said would do, where nothing was found within its limit.
         forms: of the stages, by number; see `form_of`.
     """
 
@@ -61,6 +62,7 @@ class StageSearch:
     before: Plan | None
     problems: dict[Hashable, PlanningProblem]
     found: dict[tuple[Hashable, float | None], tuple[int, StageProgram]] = field(default_factory=dict)
+    least: dict[Hashable, int] = field(default_factory=dict)
     forms: list[Hashable] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -138,6 +140,7 @@ class StageSearch:
         except DoesNotFitError as error:
             if limit is None or error.smallest_bytes <= limit:  # none is known
                 raise
+            self.least[self.forms[number]] = error.smallest_bytes
             return self._search_within(number, error.smallest_bytes)
 
     def _search_within(self, number: int, limit: float | None) -> StageProgram:
