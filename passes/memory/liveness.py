@@ -71,8 +71,8 @@ class OnLink:
 
 
 @dataclass(frozen=True, slots=True)
-class ElidedLifetimes:
-    """What left-out blocks hold (`passes.strategies.elided`): lifetimes and numbers of what stands for it."""
+class RepeatedLifetimes:
+    """What left-out blocks hold (`passes.strategies.repeated`): lifetimes and numbers of what stands for it."""
 
     values: Mapping[tuple[str, int], tuple[Interval, int]] = field(default_factory=dict)
     on_links: tuple[tuple[OnLink, int], ...] = ()
@@ -94,7 +94,7 @@ class Liveness:
         parameters: the placeholders that are parameters.
         of_micro_batch: the placeholders of one micro-batch, and whether other stages send them and the backward may
             read them.
-        elided: what blocks hold that the program leaves out.
+        repeated: what blocks hold that the program leaves out.
         micro_batches, load: what it was found for, see `find_lifetimes`.
     """
 
@@ -108,7 +108,7 @@ class Liveness:
     state_bytes_per_parameter_byte: float
     parameters: frozenset[str]
     of_micro_batch: Mapping[str, bool] = field(default_factory=dict)
-    elided: ElidedLifetimes = ElidedLifetimes()
+    repeated: RepeatedLifetimes = RepeatedLifetimes()
     micro_batches: int = 1
     load: StageLoad = ONE_STAGE
 
@@ -132,13 +132,13 @@ class Liveness:
         """Site, result, lifetime and number of all values that own memory."""
         for (name, result), interval in self.values.items():
             yield name, result, interval, 1
-        for (name, result), (interval, number) in self.elided.values.items():
+        for (name, result), (interval, number) in self.repeated.values.items():
             yield name, result, interval, number
 
     def held_on_links(self) -> Iterator[tuple[OnLink, int]]:
         """What links keep, and how many there are of it."""
         yield from ((kept, 1) for kept in self.on_links)
-        yield from self.elided.on_links
+        yield from self.repeated.on_links
 
 
 def find_lifetimes(

@@ -22,7 +22,6 @@ from passes.memory.memory_tables import MemoryTables
 from passes.memory.memory_usage import MemoryUsage, UsedBytes, with_standing
 from passes.planning.runs import link_runs, site_runs
 from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
-from passes.strategies.elided import NOTHING_ELIDED, Elided, tie
 from passes.strategies.enumerate_strategies import (
     Link,
     SearchSpace,
@@ -34,6 +33,7 @@ from passes.strategies.enumerate_strategies import (
 )
 from passes.strategies.narrow_gradients import without_sums
 from passes.strategies.price import Prices
+from passes.strategies.repeated import NO_REPEATED_UNITS, RepeatedUnits, tie
 
 _EdgeKey = tuple[int, int, int, int]
 _Places = tuple[ValueInfo, int, int, int, int, bool, bool]
@@ -50,7 +50,7 @@ class PlanningProblem:
         edge_between: two variables to the index of an edge of `assignment` from the first to the second.
         assignment: the problem, without memory rows.
         memory: what takes how many bytes.
-        elided: what the program leaves out.
+        repeated: what the program leaves out.
         derived: what other passes find out about the problem, whatever the choice, and keep with it.
     """
 
@@ -62,7 +62,7 @@ class PlanningProblem:
     edge_between: Mapping[tuple[int, ...], int]
     assignment: Assignment
     memory: MemoryTables
-    elided: Elided = NOTHING_ELIDED
+    repeated: RepeatedUnits = NO_REPEATED_UNITS
     derived: dict[str, Any] = field(default_factory=dict)
     _usage: list[MemoryUsage] = field(default_factory=list, repr=False)
 
@@ -72,15 +72,15 @@ class PlanningProblem:
 
     def counts(self) -> Mapping[str, int]:
         """Site to how many of the whole program it stands for; those that are not there stand for themselves."""
-        return self.elided.site_counts()
+        return self.repeated.site_counts()
 
     def site_runs(self) -> Mapping[str, int]:
         """Site to how often it runs in a step."""
-        return site_runs(self.space, self.elided, self.liveness.micro_batches)
+        return site_runs(self.space, self.repeated, self.liveness.micro_batches)
 
     def link_runs(self) -> Sequence[int]:
         """How often the reshard on each link runs in a step."""
-        return link_runs(self.space, self.elided, self.liveness.micro_batches)
+        return link_runs(self.space, self.repeated, self.liveness.micro_batches)
 
     def adding_s(self, choice: Sequence[int]) -> float:
         """Seconds to add the gradients of one micro-batch to the sums of those before it."""
@@ -137,11 +137,11 @@ def build_problem(
     prices: Prices,
     liveness: Liveness,
     representatives: Mapping[str, str],
-    elided: Elided = NOTHING_ELIDED,
+    repeated: RepeatedUnits = NO_REPEATED_UNITS,
 ) -> PlanningProblem:
     """The assignment problem of a search space whose alike sites are tied."""
-    representatives = tie(representatives, elided)
-    runs = site_runs(space, elided, liveness.micro_batches)
+    representatives = tie(representatives, repeated)
+    runs = site_runs(space, repeated, liveness.micro_batches)
     numbers: dict[str, int] = {}
     classes = {name: numbers.setdefault(representatives[name], len(numbers)) for name in space.sites}
     members: list[list[str]] = [[] for _ in numbers]
@@ -149,14 +149,14 @@ def build_problem(
         members[number].append(name)
     sites = space.sites
     costs = [_call_times(group, sites, runs, prices) for group in members]
-    counts, more = elided.site_counts(), liveness.micro_batches - 1
+    counts, more = repeated.site_counts(), liveness.micro_batches - 1
     for fan_out in liveness.adding if more else ():
         costs[classes[fan_out]] = costs[classes[fan_out]] + more * counts.get(fan_out, 1) * prices.adding_times(
             sites[fan_out]
         )
     tables: dict[Any, Floats] = {}
     edges, edge_between = [], {}
-    alike = _alike_links(space, classes, link_runs(space, elided, liveness.micro_batches))
+    alike = _alike_links(space, classes, link_runs(space, repeated, liveness.micro_batches))
     for key, (link, times) in alike.items():
         places = (_places_of(sites[link.tail], sites[link.head], link), times)
         if places not in tables:
@@ -170,7 +170,7 @@ def build_problem(
     assignment = Assignment(tuple(costs), tuple(edges))
     groups = tuple(map(tuple, members))
     return PlanningProblem(
-        space, prices, liveness, classes, groups, edge_between, assignment, MemoryTables(space), elided
+        space, prices, liveness, classes, groups, edge_between, assignment, MemoryTables(space), repeated
     )
 
 
