@@ -250,7 +250,8 @@ def schedule_time(
     """Seconds of a step of a schedule whose stages send to their neighbours.
 
     The steady state of a schedule repeats, so only the first of many micro-batches are run. Each remaining micro-batch
-    takes as long as the last ones run, averaged over as many as there are ranks.
+    takes as long as the last ones run, averaged over as many as there are ranks. It takes at least as long as the
+    busiest rank computes, because a rank little busier than the others has not caught up after the first ones.
 
     Args:
         schedule: a key of `schedule_orders.SCHEDULES`.
@@ -279,7 +280,11 @@ def schedule_time(
     few = settled_micro_batches(schedule, ranks, micro_batches, virtual_stages) + period
     more = max(0, micro_batches - few) // step * step
     last_s = total_s(micro_batches - more)
-    return last_s if not more else last_s + more / period * (last_s - total_s(micro_batches - more - period))
+    if not more:
+        return last_s
+    owners = stage_ranks(schedule, ranks, virtual_stages)
+    busiest_s = max(np.bincount(owners, [stage.forward_s + stage.backward_s for stage in stages]).tolist())
+    return last_s + more * max(busiest_s, (last_s - total_s(micro_batches - more - period)) / period)
 
 
 @lru_cache(maxsize=128)

@@ -10,7 +10,7 @@ A group is replaced if
 2. the operands exist before the first reader of a result;
 3. at least two launches are saved, or one launch if a backward's kernel recomputes a value that the forward saved. That
    value may then join a group itself. A value inside the group with other readers is still computed for them. If this
-   is expensive, the group is left alone (`FusedKernel.readers_of_anew`). Logits that the model returns exist anyway.
+   is expensive, the group is left alone (`FusedKernel.allowed_readers`). Logits that the model returns exist anyway.
 
 The pass works on the uncut program, because a backward's kernel recomputes values that the forward then need not save.
 Results keep the names of the replaced nodes. `passes.verification.expand_kernels` inverts the rewrite for verification.
@@ -233,11 +233,11 @@ class _FusedGraph:
 
     def _spares_dear_values(self, kernel: FusedKernel, group: _ReplacedCalls) -> bool:
         """Whether only replaced calls still read the values that the kernel recomputes."""
-        if kernel.readers_of_anew is None:
+        if kernel.allowed_readers is None:
             return True
         inner = {node for number in group.match.inner for node in self.nodes[number]}
         readers = {user for node in inner - group.going for user in node.users} - inner
-        return all(reader.target in kernel.readers_of_anew for reader in readers)
+        return all(reader.target in kernel.allowed_readers for reader in readers)
 
     def _insert(
         self, kernel: FusedKernel, arguments: tuple[Any, ...], group: _ReplacedCalls, anchor: fx.Node

@@ -65,8 +65,8 @@ def numbered(on_links: Iterable[OnLink]) -> dict[Key, OnLink]:
 def _gaps(liveness: Liveness, repeated: RepeatedUnits, space: SearchSpace) -> dict[int, int]:
     """Map each point of a unit to the first point of the second of the two units beside the gap, in its run.
 
-    A unit has points for its calls, for reshards on links into them or from them out of the program, and for the
-    accumulation of its gradients over micro-batches.
+    A unit has points for its calls, and for reshards on links into them or from them out of the program. Further points
+    are those at which its gradients are accumulated over micro-batches.
     """
     into: dict[str, list[int]] = defaultdict(list)
     for link, point in zip(space.links, map(liveness.reshards.__getitem__, range(len(space.links))), strict=True):

@@ -27,27 +27,17 @@ from tests.prose.texts import Sentence, sentences
 
 ROOT = Path(__file__).parents[2]
 ENFORCED = (
-    "autoshard/__init__.py",
-    "autoshard/__main__.py",
-    "autoshard/api.py",
-    "autoshard/arguments.py",
-    "autoshard/calibration.py",
-    "autoshard/call.py",
-    "autoshard/cli",
-    "autoshard/cluster.py",
-    "autoshard/data.py",
-    "autoshard/errors.py",
-    "autoshard/graphs",
-    "autoshard/ir",
-    "autoshard/report",
-    "autoshard/rules",
-    "autoshard/tracing",
+    "autoshard",
     "cost_models",
     "passes/lowering",
     "passes/padding",
     "passes/preparation",
     "passes/verification",
+    "tests/checkpoints",
+    "tests/kernels",
     "tests/prose",
+    "tests/runtime",
+    "tests/testing",
 )
 """Files and folders that hold the limits. Each keeps its line; the list grows to the whole tree."""
 ANCHORS = ("torch", "transformers", "networkx", "hypothesis", "attr", "equinox", "xdsl", "pytato", "torchtitan")
