@@ -35,6 +35,7 @@ class Runtime:
         overlap_tensor: the backward's collectives over `tensor` run beside the products of weight gradients.
         overlap_pipeline: activations are sent between stages while others are computed.
         overlap_expert: expert all-to-alls of one micro-batch run beside the computation of another.
+        overlap_offload: activations go to the host, and come back, beside computation; otherwise it waits for them.
         merged_dispatch: a token goes once to a rank that has several of its experts, over the network once to a node
             (DeepEP, HybridEP); otherwise once for each expert, and ranks sort by expert what comes.
         separate_experts: each expert's product is a kernel of its own (Transformer Engine's grouped layers on cuBLAS);
@@ -69,6 +70,7 @@ class Runtime:
     overlap_tensor: bool = True
     overlap_pipeline: bool = False
     overlap_expert: bool = False
+    overlap_offload: bool = True
     merged_dispatch: bool = False
     separate_experts: bool = False
     bucket_bytes: int = 200_000_000
@@ -93,7 +95,7 @@ class Runtime:
                 check_flag(item.name, getattr(self, item.name))
 
 
-OURS = Runtime(name=AUTOSHARD, early_stop=True, bucket_bytes=10**12, fused=False)
+OURS = Runtime(name=AUTOSHARD, early_stop=True, bucket_bytes=10**12, fused=False, overlap_offload=False)
 """Our own runtime where recipes are ranked before their programs are there; their prices are read off those."""
 
 USUAL = Runtime(name=MEGATRON)
