@@ -16,7 +16,7 @@
 #   make gpu-bench             on a GPU: each Triton kernel and a block, then training steps of three models, beside
 #                              torch.compile, eager and Liger-Kernel
 #   make kernel-table          registers, shared memory and spills of each Triton kernel, compiled without a GPU
-#   make lint | make format    check the style | put it right
+#   make lint | make format    check the style, and the prose (python -m tests.prose) | put the style right
 #   make test PYTHON=python3   use this interpreter and what is installed there (a GPU machine): no .venv
 #
 # Where the machine's pip would fetch the CUDA build of torch and you want the CPU one:
@@ -101,6 +101,7 @@ kernel-table: $(READY)
 lint: $(READY)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m tests.prose
 
 types: $(READY)
 	$(PYTHON) -m pyright --pythonpath "$$($(PYTHON) -c 'import sys; print(sys.executable)')"

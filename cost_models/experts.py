@@ -13,6 +13,8 @@ from cost_models.exchanges import EXCHANGES, WORKSPACE_BYTES, Arguments, Exchang
 from cost_models.work import Kind, MatmulShape, TensorInfo, Work
 
 _CLAMPED_SILU = "clamped_silu"
+_ALIGNED = 8
+"""Rows of an expert are counted in multiples of 8, of 16 bytes in 16 bits."""
 
 
 def busiest_rows(rows: float, ranks: int) -> float:
@@ -54,10 +56,13 @@ def _turned(shape: MatmulShape) -> MatmulShape:
 
 
 def _products(inputs: Tensors, rows: float) -> tuple[MatmulShape, MatmulShape]:
-    """Both products of the forward, with as many rows for each expert."""
+    """Both products of the forward, with as many rows for each expert.
+
+    A grouped kernel takes any number of rows as fast as an aligned number, since its operands' rows stay aligned.
+    """
     hidden, intermediate, gated = _widths(inputs)
     experts = inputs[-1].shape[0]
-    mean = max(1, ceil(rows / experts))
+    mean = _ALIGNED * max(1, ceil(rows / experts / _ALIGNED))
     return MatmulShape(mean, gated, hidden, experts), MatmulShape(mean, hidden, intermediate, experts)
 
 

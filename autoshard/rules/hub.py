@@ -1,4 +1,4 @@
-"""The hub: an identity that the planner puts where a value is resharded once for several users."""
+"""The hub: an identity, inserted by the planner, at which a value is resharded once for several users."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autoshard.rules.registry import rule_of
 
 
 def hub(x: torch.Tensor) -> torch.Tensor:
-    """The value itself; lowering leaves no trace of it."""
+    """Return the value itself. Lowering removes the call."""
     return x
 
 

@@ -1,6 +1,6 @@
-"""Tracing: a model and example inputs become a joint forward-and-backward `Program`.
+"""Tracing: a model and example inputs become a joint forward and backward `Program`.
 
-The one folder that uses private interfaces of torch.
+Only this folder uses private interfaces of torch.
 """
 
 import autoshard.tracing.grouped_products  # noqa: F401  (registers its kernel)

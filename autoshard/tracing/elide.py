@@ -1,11 +1,11 @@
-"""Leave out blocks of a deep model before it is traced for planning: of a long run of alike blocks, both ends stay.
+"""Leaves out blocks of a deep model before it is traced for planning. A long run of equal blocks keeps only its ends.
 
-Before → after: `layers = [A, A, A, ..., A]`, 32 of them, becomes `[A, A, A, A]`, and a `Repeat` remembers that 28 lie
-between the second and the third. What repeats may be several blocks long (`[A, B, A, B, ...]`). Blocks are alike as in
-`shorten`, and keep their parameters' names.
+Before → after: `layers = [A, A, A, ..., A]`, 32 of them, becomes `[A, A, A, A]`, and a `Repeat` records that 28 blocks
+are missing between the second and the third. The repeating unit may have several blocks (`[A, B, A, B, ...]`). Equality
+of blocks is that of `shorten`, and blocks keep their parameters' names.
 
-That a program of the short model tells what the whole one does, holds where the model treats alike blocks alike;
-`passes.strategies.elided` checks on the program what can be seen there.
+The short model's program represents the whole model if the model treats equal blocks equally.
+`passes.strategies.elided` checks this on the program as far as it is visible there.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _MOST_PERIOD = 8
 
 @dataclass(frozen=True, slots=True)
 class ElidedModel:
-    """A model with blocks left out, which shares its parameters with the whole one."""
+    """A model with blocks left out, which shares its parameters with the whole model."""
 
     model: nn.Module
     repeats: tuple[Repeat, ...]
 
 
 class _Kept(nn.ModuleList):
-    """The blocks of a list that stay, under their own names; indices count those that are left."""
+    """The remaining blocks of a list under their own names; indices count the remaining blocks."""
 
-    def _get_abs_string_index(self, idx: int) -> str:  # what torch's own indexing goes by
+    def _get_abs_string_index(self, idx: int) -> str:  # torch's own indexing calls it
         return list(self._modules)[idx]
 
 
@@ -47,12 +47,12 @@ def _keep(blocks: nn.ModuleList, kept: Sequence[int]) -> nn.ModuleList:
 
 
 def elide_blocks(model: nn.Module, margin: int, least: int = LEAST_ELIDED) -> ElidedModel | None:
-    """The model without the inner units of its long runs of alike blocks; None where there are none.
+    """Return the model without the inner units of its long runs of equal blocks; None without such runs.
 
     Args:
-        model: any module; blocks are entries of module lists that are in no other one.
-        margin: units that stay at each end of a run beside the two that the elided ones lie between.
-        least: units that a run must lose for it to be worth it.
+        model: any module; blocks are entries of outermost module lists.
+        margin: units kept at each end of a run, beside the two units at the gap.
+        least: least number of units to leave out of a run.
     """
     repeats = [
         Repeat(path, *place) for path, _, kinds in block_lists(model) for place in inner_runs(kinds, margin, least)
@@ -61,10 +61,10 @@ def elide_blocks(model: nn.Module, margin: int, least: int = LEAST_ELIDED) -> El
 
 
 def without(model: nn.Module, repeats: Sequence[Repeat]) -> nn.Module:
-    """The model without the units that repeats say are elided; it shares its parameters with the whole one.
+    """Return the model without the units that `repeats` leave out. It shares its parameters with the whole model.
 
     Raises:
-        TraceError: the model does not have such blocks.
+        TraceError: the model has no such blocks.
     """
     lists = {path: blocks for path, blocks, _ in block_lists(model)}
     replaced: dict[str, nn.ModuleList] = {}
@@ -78,7 +78,7 @@ def without(model: nn.Module, repeats: Sequence[Repeat]) -> nn.Module:
 
 
 def inner_runs(kinds: Sequence[int], margin: int, least: int = LEAST_ELIDED) -> Iterator[tuple[int, int, int]]:
-    """Period, first block ahead and first block behind of the elided units of each run; see `elide_blocks`."""
+    """Period, first block ahead and first block behind the gap of each run, for `elide_blocks`."""
     start = 0
     while start < len(kinds):
         period, units = _longest_run(kinds, start)
@@ -92,7 +92,7 @@ def inner_runs(kinds: Sequence[int], margin: int, least: int = LEAST_ELIDED) -> 
 
 
 def _longest_run(kinds: Sequence[int], start: int) -> tuple[int, int]:
-    """The period from `start` on that covers the most blocks (the shortest of those), and how many units it covers."""
+    """The period that covers most blocks from `start` on (the shortest of several), and the number of units."""
     best = (1, 0)
     for period in range(1, _MOST_PERIOD + 1):
         end = start + period

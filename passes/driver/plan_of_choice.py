@@ -18,7 +18,6 @@ from passes.lowering.lower import result_key
 from passes.lowering.lower_program import lower_prepared
 from passes.lowering.lowering_options import LoweringOptions
 from passes.memory.lowered_memory import StepMemory, step_memory
-from passes.memory.stage_load import ONE_STAGE
 from passes.memory.storages import STATE
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.cover import cover
@@ -52,15 +51,12 @@ def lowered_plan(
 ) -> LoweredPlan:
     """The plan of a choice of one option per variable of `planning`, and the program that it is predicted from.
 
-    `objective` is in seconds. The memory budget of a stage's plan is what its rank leaves to the stage's program.
+    `objective` is in seconds.
     """
     plan = _plan_of_operators(planning, choice, objective, lower_bound, cluster, options)
-    if plan.memory_budget is not None and planning.liveness.load != ONE_STAGE:
-        beside = memory_of_choice(planning, choice, options).beside_bytes
-        plan = replace(plan, memory_budget=plan.memory_budget - beside)
     plan = replace(plan, predicted=replace(UNKNOWN, memory_breakdown={STATE: _state_beside(planning, choice)}))
-    lowering = LoweringOptions(reduce_dtype=options.reduce_dtype, micro_batches=planning.liveness.micro_batches)
-
+    load, micro_batches = planning.liveness.load, planning.liveness.micro_batches
+    lowering = LoweringOptions(reduce_dtype=options.reduce_dtype, micro_batches=micro_batches, load=load)
     walked, phased, _ = _walked(planning.space.program, plan, cluster, lowering)
     memory = _memory(planning, choice, phased)
 
@@ -102,8 +98,8 @@ _MEMORY, _PLAINLY = "memory", LoweringOptions(with_overlap=False)
 
 def _memory(planning: PlanningProblem, choice: Sequence[int], phased: PhasedProgram) -> StepMemory:
     """Memory of a lowered program, and of optimizer state that is not in the program."""
-    found = step_memory(phased, planning.liveness.micro_batches, planning.liveness.load)
-    return replace(found, parts={**found.parts, STATE: found.parts[STATE] + _state_beside(planning, choice)})
+    parts = step_memory(phased, planning.liveness.micro_batches, planning.liveness.load).parts
+    return StepMemory({**parts, STATE: parts[STATE] + _state_beside(planning, choice)})
 
 
 def _state_beside(planning: PlanningProblem, choice: Sequence[int]) -> int:

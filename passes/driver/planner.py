@@ -473,6 +473,7 @@ class Planner:
                     with_native=self.with_native,
                     reduce_dtype=self.reduce_dtype,
                     micro_batches=self.micro_batches,
+                    load=self.load,
                     on_pass=on_pass,
                 ),
             )

@@ -121,10 +121,12 @@ class StagePlans:
         """
         assert plan.order is not None, "it is a plan of stages"
         cut = self.cut(program, plan, request)
+        search = self._search(cut, self.order(request), request, None)
         made = list[tuple[PhasedProgram, VerificationReport | None]]()
         try:
             for number, (stage, own) in enumerate(zip(cut.stages, plan.stages, strict=True)):
-                made.append((lowered[number], None) if number in lowered else self.planner.lower(stage, own))
+                lowering = replace(self.planner, load=search.load(number))
+                made.append((lowered[number], None) if number in lowered else lowering.lower(stage, own))
         except PlanMismatchError as error:
             raise _of_another_step(plan) from error
         pairs = zip(made, plan.stages, strict=True)

@@ -124,10 +124,10 @@ class StageSearch:
             recipe=self.planner.recipe and self.planner.recipe.of_stage,
             memory_budget=self.planner.memory_budget if limit is None else int(limit),
             change=change if limit is None else replace(change, memory=1.0),
-            load=self._load(number),
+            load=self.load(number),
         )
 
-    def _load(self, number: int) -> StageLoad:
+    def load(self, number: int) -> StageLoad:
         """The most that a rank holds which has a stage like this one."""
         ranks = {self.order.stage_ranks[other] for other in self.alike(number)}
         stages = max(self.order.stage_ranks.count(rank) for rank in ranks)
@@ -152,12 +152,12 @@ class StageSearch:
             try:
                 plan = self._search_program(share, short, (self.forms[number], "elided"), None)[0]
                 plan = expand_plan(plan, prepare(short), prepare(stage))
-                return lowered_stage(self.planner.lower(stage, plan)[0], plan, self.order)
+                return lowered_stage(share.lower(stage, plan)[0], plan, self.order)
             except NotAlikeError as error:
                 _LOGGER.debug("stage %d is planned with all its blocks: %s", number, error)
         before = None if self.before is None else self.before.stages[number]
         plan, phased = self._search_program(share, stage, self.forms[number], before)
-        return lowered_stage(self.planner.lower(stage, plan, phased)[0], plan, self.order)
+        return lowered_stage(share.lower(stage, plan, phased)[0], plan, self.order)
 
     def _search_program(
         self, share: Planner, program: Program, key: Hashable, before: Plan | None

@@ -28,6 +28,7 @@ from autoshard.ir.program import InputKind, OutputKind
 from autoshard.kernels.offload import TRANSFERS
 from autoshard.tracing.copy_node import copy_node
 from passes.memory.lowered_memory import peak_bytes
+from passes.memory.stage_load import ONE_STAGE, StageLoad
 from passes.preparation.number_values import Numbering, draws_numbers
 
 Seconds = Callable[[fx.Node], float]
@@ -44,11 +45,13 @@ class Hoist:
         micro_batches: how many a step has; with one, nothing is hoisted.
         seconds: what a node takes, by which it is decided what is held first.
         memory_bytes: the most that each rank may have in use; None: no more than without hoisting.
+        load: what the rank holds beside the program.
     """
 
     micro_batches: int
     seconds: Seconds
     memory_bytes: float | None = None
+    load: StageLoad = ONE_STAGE
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
         """The phases of a training step of several micro-batches with one that runs once for all of them."""
@@ -72,7 +75,7 @@ class Hoist:
         return fitting
 
     def _peak(self, phased: PhasedProgram) -> int:
-        return peak_bytes(phased, micro_batches=self.micro_batches)
+        return peak_bytes(phased, self.micro_batches, self.load)
 
 
 @dataclass(slots=True)

@@ -34,6 +34,7 @@ from autoshard.ir.recompute import PHASE
 from autoshard.tracing.copy_node import copy_node
 from cost_models.experts import busiest_rows
 from passes.memory.lowered_memory import peak_bytes
+from passes.memory.stage_load import ONE_STAGE, StageLoad
 from passes.preparation.number_values import Numbering
 from passes.preparation.rewriting import insert_call
 
@@ -45,10 +46,12 @@ class KeepRows:
     Args:
         micro_batches: how many a step has.
         memory_bytes: the most that each rank may have in use; None: no more than without.
+        load: what the rank holds beside the program.
     """
 
     micro_batches: int = 1
     memory_bytes: float | None = None
+    load: StageLoad = ONE_STAGE
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
         """The phases with as many layers that keep rows as fit, found by bisection."""
@@ -65,7 +68,7 @@ class KeepRows:
         return fitting
 
     def _peak(self, phased: PhasedProgram) -> int:
-        return peak_bytes(phased, micro_batches=self.micro_batches)
+        return peak_bytes(phased, self.micro_batches, self.load)
 
 
 def _layers(phased: PhasedProgram) -> dict[fx.Node, fx.Node]:

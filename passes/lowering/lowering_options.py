@@ -13,6 +13,7 @@ from autoshard.ir.reshard import StepCost
 from cost_models.device import Device
 from cost_models.hardware import Cluster
 from passes.lowering.in_flight import InFlight
+from passes.memory.stage_load import ONE_STAGE, StageLoad
 from passes.strategies.price import StepPrice
 
 OnPass = Callable[[Any, Any, Any], None]
@@ -33,6 +34,7 @@ class LoweringOptions:
         reduce_dtype: in which gradients of float32 travel between ranks; None: in their own.
         saves_least: let the backward compute again what a compiler fuses; for programs without kernels.
         micro_batches: how many a training step has; values of parameters alone are computed once for all of them.
+        load: of a stage of a pipeline, what its rank holds beside it.
         on_pass: sees every pass, those that prepare the program too; the program is then prepared anew.
         plan: the plan to lower to. Set by `lower_program`, as are the fields below.
         cluster: where the program runs; decides between reshards of equal effect. None goes by bytes sent.
@@ -48,6 +50,7 @@ class LoweringOptions:
     reduce_dtype: torch.dtype | None = None
     saves_least: bool = False
     micro_batches: int = 1
+    load: StageLoad = ONE_STAGE
     on_pass: OnPass | None = None
     plan: Plan | None = None
     cluster: Cluster | None = None

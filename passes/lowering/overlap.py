@@ -20,7 +20,7 @@ from passes.memory.lowered_memory import peak_bytes
 def overlapped(phased: PhasedProgram, options: LoweringOptions = USUAL) -> PhasedProgram:
     """The phases after the passes of `Moment.IN_FLIGHT`, and unchanged where no limits fit."""
     limits, share = limits_on(options.cluster)
-    peak = peak_bytes(phased, micro_batches=options.micro_batches)
+    peak = peak_bytes(phased, options.micro_batches, options.load)
     most = peak if options.memory_bytes is None else max(peak, min(options.memory_bytes, (1 + share) * peak))
     made, left = phased, list(phased.phases)
     known: dict[tuple[Pass, ...], PhasedProgram] = {}
@@ -28,7 +28,7 @@ def overlapped(phased: PhasedProgram, options: LoweringOptions = USUAL) -> Phase
         passes = passes_at(Moment.IN_FLIGHT, replace(options, in_flight=in_flight))
         steps = list(_run(passes, phased, known))
         tried = {name: _with_phases(phased, steps[-1][-1], [name]) for name in left}
-        fitting = [name for name in left if peak_bytes(tried[name], micro_batches=options.micro_batches) <= most]
+        fitting = [name for name in left if peak_bytes(tried[name], options.micro_batches, options.load) <= most]
         if fitting and options.on_pass is not None:
             for step in steps:
                 options.on_pass(*step)

@@ -34,11 +34,9 @@ class StepMemory:
 
     Args:
         parts: bytes at that moment, by part (`PARTS`).
-        beside_bytes: of them, what a pipeline's rank holds beside the program; see `StageLoad`.
     """
 
     parts: Mapping[str, int]
-    beside_bytes: int = 0
 
     @property
     def peak_bytes(self) -> int:
@@ -46,9 +44,9 @@ class StepMemory:
         return sum(self.parts.values())
 
 
-def peak_bytes(phased: PhasedProgram, micro_batches: int = 1) -> int:
+def peak_bytes(phased: PhasedProgram, micro_batches: int = 1, load: StageLoad = ONE_STAGE) -> int:
     """The largest number of bytes in use on each rank in one call, or in one training step; see `step_memory`."""
-    return step_memory(phased, micro_batches).peak_bytes
+    return step_memory(phased, micro_batches, load).peak_bytes
 
 
 def step_memory(phased: PhasedProgram, micro_batches: int = 1, load: StageLoad = ONE_STAGE) -> StepMemory:
@@ -88,7 +86,7 @@ def step_memory(phased: PhasedProgram, micro_batches: int = 1, load: StageLoad =
     own = [value for slot, value in pairs if slot.slot.kind not in _OF_MICRO_BATCH] + [*sums, *once]
     beside = (load.stages - 1) * memory.bytes_of(own)
     beside += (load.in_flight - 1) * (memory.bytes_of([*own, *saved]) - memory.bytes_of(own))
-    return StepMemory({**parts, ACTIVATIONS: parts[ACTIVATIONS] + beside}, beside)
+    return StepMemory({**parts, ACTIVATIONS: parts[ACTIVATIONS] + beside})
 
 
 def _inputs(memory: Storages, phased: PhasedProgram) -> list[Value]:

@@ -35,12 +35,12 @@ from passes.questions.fit_sizes import (
     resize,
 )
 from passes.questions.totals import COMMUNICATION, BlockPlace, Counted
-from passes.recipes.price_ends import GRADIENT_BYTES, WEIGHT_BYTES
-from passes.recipes.price_memory import kept_bytes, state_bytes
-from passes.sections.fold_program import AFTER, BEFORE
-from passes.sections.price_model import PricedModel
-from passes.sections.price_sections import SectionPrice, SectionSizes
-from passes.sections.propagate_axis import MoveKind
+from passes.search.layers.fold_program import AFTER, BEFORE
+from passes.search.layers.price_layers import PhasePrice, SectionPrice
+from passes.search.layers.price_model import PricedModel
+from passes.search.layers.propagate_axis import MoveKind
+from passes.search.price_ends import GRADIENT_BYTES, WEIGHT_BYTES
+from passes.search.price_memory import kept_bytes, state_bytes
 
 _AXES = ("data", "context", "tensor", "expert", "pipeline")
 _SPLIT_BY = ("tensor", "context", "expert")
@@ -164,6 +164,10 @@ def _numbers_of(price: SectionPrice) -> dict[str, float]:
     return found
 
 
+def _no_phase(name: str) -> PhasePrice:
+    raise AssertionError("memory alone is asked for")
+
+
 def _inverse(axis: str) -> sympy.Symbol:
     """One over the size of an axis."""
     return size_symbol(f"1/{axis}")
@@ -204,8 +208,9 @@ class _RecipeCounts:
             case "rank_flops":
                 return tally["flops"] * self._micro_batches / pipeline
             case "activation_bytes":
-                held = SectionSizes(**{key: tally[key] for key in _HELD}, workspace_bytes=0, matrices=0)
-                return kept_bytes(held, section, recipe) / pipeline
+                held = {key: tally[key] for key in _HELD}
+                price = SectionPrice(**held, workspace_bytes=0, matrices=0, phase=_no_phase)
+                return kept_bytes(price, recipe, is_block=section not in _ENDS) / pipeline
         return whole["parameters"] + whole["expert_parameters"]
 
     def handed_on(self, blocks: Sequence[Tally]) -> dict[str, Any]:

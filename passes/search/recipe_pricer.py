@@ -9,27 +9,24 @@ import numpy as np
 
 from autoshard.ir.execution import Execution
 from cost_models.hardware import Cluster
-from passes.recipes.pipeline_stages import Stage, in_flight, share_out
-from passes.recipes.price_ends import EndLoad, end_times
-from passes.recipes.price_memory import host_bytes, memory_price
-from passes.recipes.price_recipe import Step, send_time
-from passes.recipes.recipe_groups import Groups, recipe_groups
+from passes.search.layers.fold_program import AFTER, BEFORE
+from passes.search.layers.price_layers import SectionPrice
+from passes.search.layers.price_model import CountedModel
+from passes.search.pipeline_stages import Floats, Stage, in_flight, share_out
+from passes.search.price_ends import EndLoad, end_times
+from passes.search.price_memory import held_bytes, host_bytes, memory_parts, memory_price
+from passes.search.price_recipe import Step, send_time
 from passes.search.recipe_bounds import (
     ROUNDING,
-    Floats,
     Places,
     SectionTable,
     held_by,
-    mean_memory,
-    memory_floors,
     path_times,
     places_of,
     section_table,
 )
+from passes.search.recipe_groups import Groups, recipe_groups
 from passes.search.recipe_space import Pipe
-from passes.sections.fold_program import AFTER, BEFORE
-from passes.sections.price_model import CountedModel
-from passes.sections.price_sections import SectionPrice, SectionSizes
 
 
 @dataclass
@@ -46,7 +43,6 @@ class RecipePricer:
     _groups: dict[tuple[object, ...], Groups] = field(default_factory=dict)
     _tables: dict[tuple[object, ...], SectionTable] = field(default_factory=dict)
     _sections: dict[tuple[object, ...], Mapping[str, SectionPrice]] = field(default_factory=dict)
-    _sizes: dict[tuple[object, ...], Mapping[str, SectionSizes]] = field(default_factory=dict)
     _ends: dict[tuple[object, ...], float] = field(default_factory=dict)
     _counts: dict[tuple[str, ...], Floats] = field(default_factory=dict)
 
@@ -65,13 +61,6 @@ class RecipePricer:
             self._sections[key] = self.counted.section_prices(recipe, self.cluster)
         return self._sections[key]
 
-    def sizes(self, recipe: Execution) -> Mapping[str, SectionSizes]:
-        """Bytes that a recipe's sections keep and hold; found without their prices."""
-        key = _layout_of(recipe)
-        if key not in self._sizes:
-            self._sizes[key] = self.counted.section_sizes(recipe, self.cluster)
-        return self._sizes[key]
-
     def stages(self, recipe: Execution) -> tuple[Stage, ...]:
         """A recipe's stages."""
         return share_out(self.counted.blocks, recipe)
@@ -79,7 +68,7 @@ class RecipePricer:
     def time_s(self, recipe: Execution) -> float:
         """The step of a recipe, as `recipe_plan.predict_recipe` has it."""
         parts = (self.sections(recipe), self.stages(recipe), recipe, self.groups(recipe), self.cluster)
-        return Step(*parts).time_s()
+        return Step(*parts).time_s
 
     def memory_bytes(self, recipe: Execution) -> int:
         """The memory of a recipe's fullest rank, likewise."""
@@ -87,9 +76,10 @@ class RecipePricer:
         return memory_price(*parts, in_flight(recipe)).total
 
     def memory_floors(self, recipe: Execution, pipes: tuple[Pipe, ...]) -> Floats:
-        """Bounds on the memory of a recipe in each of some pipelines of as many ranks, [pipes]."""
-        sizes, held = self.sizes(recipe), held_by(pipes, recipe.micro_batches)
-        return memory_floors(sizes, self._places(recipe, pipes), held, recipe, self.groups(recipe))
+        """The memory of a recipe in each of some pipelines of as many ranks, [pipes], but for whole bytes."""
+        held = held_bytes(self.sections(recipe), recipe, self.groups(recipe))
+        parts = memory_parts(held, self._places(recipe, pipes).counts, held_by(pipes, recipe.micro_batches))
+        return sum(parts.values()).max(axis=1) - len(parts)
 
     def fits(self, recipe: Execution, memory_limit: float) -> bool:
         """Whether a recipe fits in so much memory, and what it offloads in the device's share of its host's."""
@@ -98,16 +88,23 @@ class RecipePricer:
         share = self.cluster.host_bytes_per_device
         if recipe.offload != "activations" or share is None:
             return True
-        return host_bytes(self.sizes(recipe), self.stages(recipe), recipe, in_flight(recipe)) <= share
+        return host_bytes(self.sections(recipe), self.stages(recipe), recipe, in_flight(recipe)) <= share
 
     def workspace_bytes(self, recipe: Execution) -> int:
         """The largest workspace of a recipe's layout: a rank has it, beside all else."""
-        return max(size.workspace_bytes for size in self.sizes(recipe).values())
+        return max(size.workspace_bytes for size in self.sections(recipe).values())
 
-    def least_memory(self, first: Execution, most: int, zero: int) -> float:
-        """Bound on the memory of all recipes of a layout and keeping; see `recipe_bounds.mean_memory`."""
-        sizes = self.sizes(first)
-        return mean_memory(sizes, self._counts_of(tuple(sizes)), first, most, zero)
+    def least_memory(self, last: Execution) -> float:
+        """Bound on the memory of all recipes of a layout and activation policy, bytes: the mean of ranks.
+
+        A rank holds at least one micro-batch, the state of its parameters, and the workspace of one section. The recipe
+        `last` has the most pipeline ranks that they may have, and the ZeRO stage that shards most.
+        """
+        sections = self.sections(last)
+        held = held_bytes(sections, last, self.groups(last))
+        each = held.kept + held.parameters + held.gradients + held.state
+        mean = float(self._counts_of(tuple(sections)) @ each) / last.pipeline
+        return ROUNDING * (mean + float(held.workspace.min())) - len(held)
 
     def least_time(self, recipe: Execution) -> float:
         """Bound on the step of a recipe in any pipeline: the mean of ranks, and a micro-batch's latency."""
@@ -129,7 +126,7 @@ class RecipePricer:
         return ROUNDING * seconds
 
     def _places(self, recipe: Execution, pipes: tuple[Pipe, ...]) -> Places:
-        return places_of(tuple(self.sizes(recipe)), self.counted.blocks, pipes)
+        return places_of(tuple(self.sections(recipe)), self.counted.blocks, pipes)
 
     def _end_s(self, counts: tuple[float, ...], table: SectionTable, recipe: Execution, groups: Groups) -> float:
         """Seconds of the ends of a rank that has sections so often."""

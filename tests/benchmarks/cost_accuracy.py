@@ -41,11 +41,11 @@ from cost_models.intervals import (
 )
 from cost_models.memory import communicator_bytes, context_bytes
 from cost_models.step import ALONE, InStep, in_step
-from passes.recipes.pipeline_stages import Stage
-from passes.recipes.price_recipe import step_price
-from passes.recipes.recipe_groups import recipe_groups
-from passes.recipes.recipe_plan import predict_recipe
-from passes.sections.price_model import RecipeKind
+from passes.search.layers.price_model import RecipeKind
+from passes.search.pipeline_stages import Stage
+from passes.search.price_recipe import Step
+from passes.search.recipe_groups import recipe_groups
+from passes.search.recipe_plan import predict_recipe
 from tests.benchmarks.accuracy_metrics import attainable, bias, mape, regret, repeatability, spearman
 from tests.benchmarks.published_runs import Row, cluster_of, is_16_bit, model_shape, more_rows, read_rows, recipe_of
 from tests.benchmarks.section_table import SectionTable
@@ -79,7 +79,7 @@ class Pricer:
         model = self.table.model(model_shape(row), RecipeKind.of(recipe))
         stage = Stage(((model.blocks[0], 1),))
         prices, groups = model.section_prices(recipe, cluster), recipe_groups(recipe, cluster)
-        price = step_price(prices, [stage], recipe, groups, cluster)
+        price = Step(prices, [stage], recipe, groups, cluster)
         return price.time_s - price.breakdown.get("optimizer", 0.0)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from autoshard import Cluster, Runtime
 from autoshard.ir.execution import Execution
 from cost_models.hardware import assemble_node, node_type
-from passes.recipes.pipeline_stages import even_blocks
+from passes.search.pipeline_stages import even_blocks
 from tests.benchmarks.decoder import DecoderShape, Experts, Latent
 
 Row = Mapping[str, Any]

@@ -30,9 +30,9 @@ import torch
 from autoshard import Cluster
 from autoshard.ir.execution import Execution
 from passes.driver.pricing import priced_model
-from passes.recipes.recipe_plan import predict_recipe
+from passes.search.layers.price_model import CountedModel
+from passes.search.recipe_plan import predict_recipe
 from passes.search.recipe_problem import RecipeProblem
-from passes.sections.price_model import CountedModel
 from passes.solver.search_control import Ceiling
 from tests.benchmarks.decoder import Decoder, DecoderShape
 from tests.benchmarks.published_runs import Row, cluster_of, model_shape, read_rows, recipe_of

@@ -18,19 +18,19 @@ from pathlib import Path
 import torch
 
 from passes.driver.pricing import priced_model
-from passes.sections.count_sections import Section
-from passes.sections.price_model import CountedModel, RecipeKind
+from passes.search.layers.count_layers import Section
+from passes.search.layers.price_model import CountedModel, RecipeKind
 from tests.benchmarks.decoder import Decoder, DecoderShape
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "build" / "sections"
 _CODE = (
     "passes/preparation/canonicalize.py",
-    "passes/sections/fold_program.py",
-    "passes/sections/propagate_axis.py",
-    "passes/sections/count_sections.py",
-    "passes/sections/trace_values.py",
-    "passes/sections/route_tokens.py",
+    "passes/search/layers/fold_program.py",
+    "passes/search/layers/propagate_axis.py",
+    "passes/search/layers/count_layers.py",
+    "passes/search/layers/trace_values.py",
+    "passes/search/layers/route_tokens.py",
     "tests/benchmarks/decoder.py",
 )
 

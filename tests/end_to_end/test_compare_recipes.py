@@ -14,8 +14,8 @@ from autoshard import Cluster, Plan, Recipe, RecipeError, Runtime
 from autoshard.ir.execution import Execution
 from autoshard.ir.plan_parts import Prediction
 from passes.driver.pricing import price_execution
-from passes.recipes.recipe_plan import predict_recipe
-from passes.sections.price_model import CountedModel
+from passes.search.layers.price_model import CountedModel
+from passes.search.recipe_plan import predict_recipe
 from tests.passes.decoders import priced_sparse, sparse, tokens
 from tests.passes.executions import under
 

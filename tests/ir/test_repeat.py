@@ -12,7 +12,7 @@ PAIRS = Repeat("model.layers", period=2, before=4, behind=12)
 
 def test_units_lie_around_what_is_elided() -> None:
     """Units have two blocks, and blocks 6 to 11 are left out."""
-    assert PAIRS.elided == 3
+    assert PAIRS.left_out == 3
     assert PAIRS.units == (2, 4, 12, 14)
 
 

@@ -17,8 +17,8 @@ from passes.driver.plan_and_lower import plan_program
 from passes.driver.plan_options import PlanOptions
 from passes.driver.pricing import price_execution, priced_model
 from passes.lowering.lower_program import lower_program
-from passes.recipes.price_recipe import model_flops
-from passes.sections.price_model import PricedModel
+from passes.search.layers.price_model import PricedModel
+from passes.search.price_recipe import model_flops
 from tests.passes.decoders import Decoder, dense, sparse
 from tests.passes.executions import under
 from tests.passes.questions import numeric_counts
