@@ -108,7 +108,7 @@ class _Eliding:
 
     def _is_elided(self, node: fx.Node) -> bool:
         spot = self.spots.get(node)
-        return spot is not None and 2 <= spot[1] < 2 + self.repeats[spot[0]].elided
+        return spot is not None and 2 <= spot[1] < 2 + self.repeats[spot[0]].left_out
 
     def _read(self, reader: fx.Node, operand: fx.Node) -> fx.Node:
         """The node that is read in place of an operand: the one at the same distance, the gap left out."""
@@ -117,7 +117,7 @@ class _Eliding:
             if self._is_elided(operand):
                 raise _NotElidedError
             return operand
-        gap = self.repeats[here[0]].elided
+        gap = self.repeats[here[0]].left_out
         own = here[1] if here[1] < 2 else here[1] - gap
         unit = own + there[1] - here[1]
         if not 0 <= unit < 4:

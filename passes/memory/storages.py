@@ -81,7 +81,7 @@ class Storages:
         spot = None if node is None else self.units.spot(node)
         if spot is None or spot.unit != BEHIND:
             return (Storage(size if node is None else round(whole_size(node, size)), part),)
-        return (Storage(size, part, float(size * self.units.repeats[spot.repeat].elided), spot.repeat),)
+        return (Storage(size, part, float(size * self.units.repeats[spot.repeat].left_out), spot.repeat),)
 
     def bytes_of(self, values: Iterable[Value]) -> int:
         """Bytes of the storages of some values."""

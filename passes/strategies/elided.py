@@ -123,7 +123,7 @@ def find_elided(space: SearchSpace, paths: Mapping[str, str] | None = None) -> E
         spots |= units.spots
         for places, later in units.runs(order):
             starts |= {(number, place): later[0] for place in places}
-            runs.append((later, repeat.elided))
+            runs.append((later, repeat.left_out))
     return Elided(tuple(sites), tuple(links), tuple(runs), spots, starts)
 
 
@@ -217,7 +217,7 @@ class _Units:
 
     def sites(self) -> list[AlikeSites]:
         """The sites of the units, place by place."""
-        return [AlikeSites(names, self.repeat.elided) for names in zip(*self.columns, strict=True)]
+        return [AlikeSites(names, self.repeat.left_out) for names in zip(*self.columns, strict=True)]
 
     def links(self) -> Iterator[AlikeLinks]:
         """The links into the units, place by place."""
@@ -226,7 +226,7 @@ class _Units:
                 indices, found = zip(*alike, strict=True)
                 tail = self.spots.get(found[AHEAD].tail)
                 standing = AHEAD if tail is not None and tail.unit == BEHIND else BEHIND
-                yield AlikeLinks(indices, indices[standing], self.repeat.elided)
+                yield AlikeLinks(indices, indices[standing], self.repeat.left_out)
 
     def runs(self, order: Mapping[str, int]) -> Iterator[tuple[list[int], tuple[str, ...]]]:
         """The places of each pair of neighbouring runs, and the sites of the later one."""

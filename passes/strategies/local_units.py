@@ -60,7 +60,7 @@ class LocalUnits:
 
     def runs(self, spot: UnitSpot | None) -> int:
         """How many units the unit of a spot stands for."""
-        return 1 if spot is None or spot.unit != BEHIND else 1 + self.repeats[spot.repeat].elided
+        return 1 if spot is None or spot.unit != BEHIND else 1 + self.repeats[spot.repeat].left_out
 
     def _find(self, path: str) -> UnitSpot | None:
         for number, repeat in enumerate(self.repeats):
