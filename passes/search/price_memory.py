@@ -134,7 +134,7 @@ def memory_price(
     """
     counts = rank_counts(tuple(sizes), stages, recipe)
     parts = memory_parts(held_bytes(sizes, recipe, groups), counts, np.array(in_flight))
-    fullest = int(sum(parts.values()).argmax())
+    fullest = int(np.sum(list(parts.values()), axis=0).argmax())
     return MemoryPrice({name: int(size[fullest]) for name, size in parts.items() if int(size[fullest])})
 
 

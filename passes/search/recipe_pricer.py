@@ -79,7 +79,7 @@ class RecipePricer:
         """The memory of a recipe in each of some pipelines of as many ranks, [pipes], but for whole bytes."""
         held = held_bytes(self.sections(recipe), recipe, self.groups(recipe))
         parts = memory_parts(held, self._places(recipe, pipes).counts, held_by(pipes, recipe.micro_batches))
-        return sum(parts.values()).max(axis=1) - len(parts)
+        return np.sum(list(parts.values()), axis=0).max(axis=1) - len(parts)
 
     def fits(self, recipe: Execution, memory_limit: float) -> bool:
         """Whether a recipe fits in so much memory, and what it offloads in the device's share of its host's."""

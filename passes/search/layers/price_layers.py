@@ -258,10 +258,10 @@ class LayerPricer:
                 found = [
                     self._group_price(group, batch, sizes, is_block=parts.is_block) for group in parts.groups[name]
                 ]
-                busy = (sum(each, Busy()) for each in zip(_NOTHING, *found, strict=True))
+                busy, core, tail = (sum(each, Busy()) for each in zip(_NOTHING, *found, strict=True))
                 sent = getattr(section, name).sent
                 traffic = (_traffic(item, batch, sizes, held["entering_bytes"]) for item in sent)
-                return PhasePrice(*busy, tuple(traffic))
+                return PhasePrice(busy, core, tail, tuple(traffic))
 
             self._prices[known] = SectionPrice(**held, phase=phase_price)
         return self._prices[known]
