@@ -27,6 +27,10 @@ from tests.prose.texts import Sentence, sentences
 
 ROOT = Path(__file__).parents[2]
 ENFORCED = (
+    "AGENTS.md",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "README.md",
     "autoshard/__init__.py",
     "autoshard/__main__.py",
     "autoshard/api.py",
@@ -40,7 +44,12 @@ ENFORCED = (
     "autoshard/kernels",
     "autoshard/runtime",
     "autoshard/testing",
+    "autoshard_command.py",
+    "cost_models/data/README.md",
+    "docs",
+    "examples",
     "tests/checkpoints",
+    "tests/docs",
     "tests/kernels",
     "tests/prose",
     "tests/runtime",
