@@ -1,8 +1,8 @@
 """Expand a plan of a program with blocks left out (`autoshard.ir.repeat`) to the program of the whole model.
 
-Every node of the whole program is matched with one of the short program: a node of an elided block with the node at the
-same place of the unit that stands for it, all others with themselves. Matched nodes make the same call at the same
-place of their modules, and their operands are matched too. Then the plan of a node is that of its match.
+Every node of the whole program is matched with one of the short program: a node of a block left out with the node at
+the same place of the unit that stands for it, every other node with itself. Matched nodes make the same call at the
+same place of their modules, and their operands are matched too. Then the plan of a node is that of its match.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Turn a priced search space into an assignment problem over classes of alike nodes.
+"""Turns a priced search space into an assignment problem over classes of alike nodes.
 
 One variable per class; its options are the strategies of the class. A node's time counts as often as its members run in
-a step (`runs`). The hub of a gradient costs what it takes to add the gradient up over micro-batches, as it lies there.
-Links between the same places of two classes become one edge, whose costs count likewise; links within one class become
-costs of its variable. Memory rows are made for single program points, on demand.
+a step (`runs`). The fan-out of a gradient costs the accumulation of the gradient over micro-batches in its spec. Links
+between the same places of two classes become one edge, whose costs count likewise. Links within one class become costs
+of its variable. Memory rows are made for single program points, on demand.
 """
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ class PlanningProblem:
         """Seconds to add the gradients of one micro-batch to the sums of those before it."""
         counts = self.counts()
         return sum(
-            counts.get(hub, 1) * float(self.prices.adding_times(self.space.sites[hub])[choice[self.classes[hub]]])
-            for hub in self.liveness.adding
+            counts.get(fan_out, 1)
+            * float(self.prices.adding_times(self.space.sites[fan_out])[choice[self.classes[fan_out]]])
+            for fan_out in self.liveness.adding
         )
 
     def usage(self, choice: Sequence[int]) -> np.ndarray:
@@ -149,8 +150,10 @@ def build_problem(
     sites = space.sites
     costs = [_call_times(group, sites, runs, prices) for group in members]
     counts, more = repeated.site_counts(), liveness.micro_batches - 1
-    for hub in liveness.adding if more else ():
-        costs[classes[hub]] = costs[classes[hub]] + more * counts.get(hub, 1) * prices.adding_times(sites[hub])
+    for fan_out in liveness.adding if more else ():
+        costs[classes[fan_out]] = costs[classes[fan_out]] + more * counts.get(fan_out, 1) * prices.adding_times(
+            sites[fan_out]
+        )
     tables: dict[Any, Floats] = {}
     edges, edge_between = [], {}
     alike = _alike_links(space, classes, link_runs(space, repeated, liveness.micro_batches))

@@ -49,7 +49,7 @@ def unfolded(events: Sequence[_Event], left_out: Sequence[int]) -> list[_Copy[_E
 
     Args:
         events: of the phase that leaves out units, in order.
-        left_out: how many units each repeat leaves out.
+        left_out: number of units that each repeat leaves out.
     """
     found = [(event, 0) for event in events]
     for repeat, count in enumerate(left_out):

@@ -129,7 +129,7 @@ def test_the_optimum_is_what_its_program_costs_and_takes() -> None:
 
 
 def test_nothing_recomputed_costs_what_it_did() -> None:
-    """Keeping every value as it is read costs as much as no recomputation, and takes no less memory."""
+    """ValuePolicy every value as it is read costs as much as no recomputation, and takes no less memory."""
     problem = example("blocks")
     planning = problem.planning
     for seed in range(20):
@@ -312,7 +312,7 @@ def test_policies() -> None:
     """
     problem = example("blocks")
     policies = {problem.planning.members[number][0]: found for number, found in problem.options.policies.items()}
-    assert policies["hub_10"] == (ValuePolicy.AS_READ, *RECOMPUTED, *OFFLOADED)
+    assert policies["fan_out_10"] == (ValuePolicy.AS_READ, *RECOMPUTED, *OFFLOADED)
     assert policies["mm"] == (ValuePolicy.AS_READ, ValuePolicy.KEPT, ValuePolicy.EARLY, ValuePolicy.LATE)
     assert policies["gelu"] == (ValuePolicy.AS_READ, ValuePolicy.KEPT, ValuePolicy.EARLY)
     assert not set(policies) & {slot.node for slot in problem.space.program.inputs}
