@@ -53,6 +53,7 @@ ENFORCED = (
     "passes/lowering",
     "passes/padding",
     "passes/preparation",
+    "passes/solver",
     "passes/strategies",
     "passes/verification",
     "tests/checkpoints",
