@@ -1,1 +1,1 @@
-"""What is in memory when, as a function of the plan."""
+"""Count the bytes in memory under a plan."""

@@ -1,22 +1,23 @@
-"""When the values of a program are in memory, as a function of the plan: a guide for searches.
+"""Lifetimes of a program's values under any plan, as a guide for searches.
 
-The lowered program decides whether a plan fits (`passes.memory.lowered_memory`); a search is repeated within less until
-its choice does. So the guide leaves out what is there for a moment only, but for the copies that reshards make.
+The lowered program decides whether a plan fits (`passes.memory.lowered_memory`), and a search is repeated with a
+smaller limit until its choice fits. So this guide leaves out values that are in memory only for a moment, except the
+copies that reshards make.
 
-Program points are those at which lowering does something. It reshards each operand of a call, one after the other; the
-call runs; results that leave the program are resharded. Behind the forward, outputs are handed out. Each owned value
-takes memory from its call to its last use, uses through views included; a copy that a reshard makes, from the reshard:
+Program points are the steps of lowering. Each operand of a call is resharded, one after the other; the call runs; its
+results that leave the program are resharded. After the forward, outputs are handed out. A value that owns memory takes
+it from its call to its last use, including uses through views. A reshard's copy takes memory from the reshard on:
 
-* A value goes after a last use that reshards it; else it stays until the call that reads it is over.
-* The memory behind a view or a fan-out is either the value or the copy that was made on the way there. Its bytes
-  are the same under each plan of the view. So it is counted by the view's spec alone (`EITHER`).
-* Parameters, buffers and inputs stay from the start; parameters also carry optimizer state. An update is written over
-  its operands, so that nothing stays of it.
-* Results stay to the end. Outputs are handed out whole; until then they lie as the plan says. A whole training step
+* A value goes after its last use if this use reshards it; else it stays until the call that reads it is over.
+* The memory of a view or a fan-out is either the value or the copy that was made on the way there. Its bytes are the
+  same under each plan of the view. So it is counted by the view's spec alone (`EITHER`).
+* Parameters, buffers and inputs stay from the start; parameters also carry optimizer state. An update writes over its
+  operands, so it leaves no value of its own.
+* Results stay to the end. Outputs are handed out whole; until then they stay in the plan's specs. A whole training step
   hands out none.
 
-Every size depends on the options of two variables at most. Where the truth depends on three (is a copy of an input in
-use by a view of it, or by a copy of the view?), both are counted.
+Each size depends on the options of at most two variables. Some sizes really depend on three: a view of an input may use
+a copy of the input, or a copy of the view. Then both are counted.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ GRADIENT = 1
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """From which point to which point (both inclusive) something is in memory."""
+    """The points, both inclusive, between which an item is in memory."""
 
     birth: int
     death: int
@@ -53,7 +54,7 @@ class Interval:
 
 
 class Held(StrEnum):
-    """What a link keeps in memory, for some time."""
+    """The kinds of memory that a link keeps for some time."""
 
     COPY = "the copy that a reshard on the link makes"
     VALUE = "the value itself, if there is no reshard on the link"
@@ -63,7 +64,7 @@ class Held(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OnLink:
-    """What the link of an index keeps in memory over an interval."""
+    """The memory that a link, given by its index, keeps over an interval."""
 
     link: int
     held: Held
@@ -72,7 +73,9 @@ class OnLink:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedLifetimes:
-    """What left-out blocks hold (`passes.strategies.repeated`): lifetimes and numbers of what stands for it."""
+    """Lifetimes and numbers of values in left-out blocks (`passes.strategies.repeated`), by the value that stands for
+    them.
+    """
 
     values: Mapping[tuple[str, int], tuple[Interval, int]] = field(default_factory=dict)
     on_links: tuple[tuple[OnLink, int], ...] = ()
@@ -85,17 +88,17 @@ class Liveness:
     Args:
         points: number of program points.
         values: (site, result) to lifetime, for values that own memory.
-        on_links: what links keep.
+        on_links: memory that links keep.
         calls: call to the point at which it runs.
-        reshards: index of a link to the point of a reshard on it.
-        forward_end: the point behind the forward, when outputs are handed out as they lie.
-        adding: fan-out of a gradient to the point at which it is added to the sum over micro-batches.
+        reshards: index of a link to the point of its reshard.
+        forward_end: the point after the forward, when outputs are handed out.
+        adding: fan-out of a gradient to the point at which the gradient is added to the sum over micro-batches.
         state_bytes_per_parameter_byte: optimizer state, as a multiple of a parameter's bytes.
         parameters: the placeholders that are parameters.
-        of_micro_batch: the placeholders of one micro-batch, and whether other stages send them and the backward may
-            read them.
-        repeated: what blocks hold that the program leaves out.
-        micro_batches, load: what it was found for, see `find_lifetimes`.
+        of_micro_batch: the placeholders of one micro-batch; true if other stages send the value and the backward may
+            read it.
+        repeated: lifetimes in left-out blocks.
+        micro_batches, load: see `find_lifetimes`.
     """
 
     points: int
@@ -113,13 +116,13 @@ class Liveness:
     load: StageLoad = ONE_STAGE
 
     def of(self, space: SearchSpace) -> Liveness:
-        """The lifetimes of another search space, of the same step."""
+        """Return the lifetimes of another search space of the same step."""
         return find_lifetimes(space, self.state_bytes_per_parameter_byte, self.micro_batches, self.load)
 
     def standing(self, interval: Interval, name: str = "") -> int:
-        """How many values like one of a lifetime a rank holds at all times, for its other stages and micro-batches.
+        """Return how many more values of this lifetime a rank always holds, for its other stages and micro-batches.
 
-        `name`: the site of the value, if it is not what a link keeps.
+        `name`: the site of the value; "" for memory of a link.
         """
         if name in self.of_micro_batch:
             return self.load.in_flight - 1 if self.of_micro_batch[name] else 0
@@ -129,14 +132,14 @@ class Liveness:
         return self.load.in_flight - 1 if is_saved else 0
 
     def held_values(self) -> Iterator[tuple[str, int, Interval, int]]:
-        """Site, result, lifetime and number of all values that own memory."""
+        """Return site, result, lifetime and number of all values that own memory."""
         for (name, result), interval in self.values.items():
             yield name, result, interval, 1
         for (name, result), (interval, number) in self.repeated.values.items():
             yield name, result, interval, number
 
     def held_on_links(self) -> Iterator[tuple[OnLink, int]]:
-        """What links keep, and how many there are of it."""
+        """Return the memory that links keep, and its number."""
         yield from ((kept, 1) for kept in self.on_links)
         yield from self.repeated.on_links
 
@@ -147,13 +150,14 @@ def find_lifetimes(
     micro_batches: int = 1,
     load: StageLoad = ONE_STAGE,
 ) -> Liveness:
-    """The lifetimes of all values and copies of a search space.
+    """Find the lifetimes of all values and copies of a search space.
 
     Args:
-        space: the sites and links; of a whole training step on several micro-batches, those of one.
+        space: the sites and links. For a training step of several micro-batches, the sites and links of one
+            micro-batch.
         state_bytes_per_parameter_byte: see `Liveness`.
-        micro_batches: how many a step has: from the second on, the sums of the gradients so far are there as well.
-        load: what the rank holds beside the program.
+        micro_batches: number of micro-batches in a step. From the second on, the sums of gradients are in memory too.
+        load: other stages and micro-batches of the rank.
     """
     times = _Times.of(space)
     lifetimes = _Lifetimes(space, times, micro_batches > 1)
@@ -179,9 +183,9 @@ def find_lifetimes(
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """Points: of each link's reshard, of each call (0 for inputs), behind the forward, and the last one.
+    """Points of each link's reshard, of each call (0 for inputs), after the forward, and of the end.
 
-    And of adding each gradient of a step to the sum over micro-batches, by the fan-out that it leaves the backward by.
+    `adding` has the point of adding each gradient to the sum over micro-batches, by the gradient's fan-out.
     """
 
     reshards: Mapping[int, int]
@@ -227,7 +231,7 @@ def _runs_in(site: Site, phase: str) -> bool:
 
 @dataclass(slots=True)
 class _Lifetimes:
-    """Finds what is in memory when, place by place: a place is a value that owns memory, or what a view reads."""
+    """Find the lifetimes, place by place. A place is a value that owns memory, or a value that a view reads."""
 
     space: SearchSpace
     times: _Times
@@ -250,7 +254,7 @@ class _Lifetimes:
         self._find_deaths()
 
     def find(self) -> tuple[dict[tuple[str, int], Interval], tuple[OnLink, ...]]:
-        """Lifetimes of values, and what links keep."""
+        """Return lifetimes of values, and the memory that links keep."""
         owned: dict[str, int] = {}  # view to the point from which its memory is counted by its own spec
         for name, site in self.space.sites.items():
             for result in range(len(site.results)):
@@ -260,7 +264,7 @@ class _Lifetimes:
         return self.values, tuple(self.on_links)
 
     def _place(self, name: str, result: int, owned: dict[str, int]) -> None:
-        """What is kept from the birth of a value on: itself as far as that is sure, then what its last reader makes."""
+        """Add the memory of a value from its birth on: first the value, then the value or copy of its last reader."""
         site, place = self.space.sites[name], (name, result)
         start = self.times.calls[name] if not site.is_alias else owned.get(name)
         if site.is_alias and len(site.results) > 1:
@@ -287,7 +291,7 @@ class _Lifetimes:
             owned[link.head] = sure + 1
 
     def _last_reader(self, place: tuple[str, int]) -> tuple[int | None, int]:
-        """The link that reads a value last, and the point up to which the value is there whatever is resharded."""
+        """Return the link that reads a value last, and the last point at which the value is surely in memory."""
         readers, death = self.readers[place], self.deaths[place]
         if not readers or not self._is_plain(place[0]):
             return None, death
@@ -297,7 +301,7 @@ class _Lifetimes:
         return last, max([self.times.reshards[last], *others])
 
     def _reader(self, index: int, death: int, until: int | None) -> None:
-        """How long the copy for one reader is there, from its reshard on; `until`: its last point."""
+        """Add the copy for one reader, from its reshard on; `until`: the last point of the copy, if a view reads it."""
         point = self.times.reshards[index]
         link = self.space.links[index]
         self._keep(index, Held.PACKED, point, point)
@@ -309,7 +313,7 @@ class _Lifetimes:
             self._keep(index, Held.COPY, point, point)
 
     def _result(self, index: int, death: int) -> None:
-        """What stays of a result: to the end, but for what a step returns and what buffers take over."""
+        """Add the memory of a result: to the end, or to the end of the forward if a step or a buffer takes it over."""
         head, point = self.space.sites[self.space.links[index].head], self.times.reshards[index]
         goes = self.is_step if head.node is None else head.name in self._buffers()
         until = self.times.forward_end if goes else self.times.end
@@ -324,7 +328,7 @@ class _Lifetimes:
             self.on_links.append(OnLink(link, held, Interval(birth, death)))
 
     def _find_deaths(self) -> None:
-        """The last use of every value; a view's uses are uses of what it views."""
+        """Find the last use of every value; uses of a view are uses of the viewed value."""
         self.deaths = {}
         for name, site in reversed(list(self.space.sites.items())):
             for result in range(len(site.results)):
@@ -333,7 +337,7 @@ class _Lifetimes:
                 self.deaths[name, result] = self.times.end if site.is_input else max(uses, default=born)
 
     def _use(self, index: int) -> int:
-        """The last point at which a link needs its value, if it is not resharded."""
+        """Return the last point at which a link needs its value, without a reshard."""
         link = self.space.links[index]
         head = self.space.sites[link.head]
         if leaves_program(head, link):
@@ -346,12 +350,12 @@ class _Lifetimes:
         return link.operand == 0 and self.space.sites[link.head].is_alias
 
     def _is_written(self, link: Link) -> bool:
-        """Whether an update writes over what a link carries."""
+        """Whether an update writes over the value of a link."""
         node = self.space.sites[link.head].node
         return node is not None and node.target in IN_PLACE and link.operand not in (-1, GRADIENT)
 
     def _is_plain(self, name: str) -> bool:
-        """Whether the memory of a site's results has the size of what they hold: no view of a part of something."""
+        """Whether a site's results fill their memory, so the site is no view of a part of another value."""
         if name not in self.viewed:
             return True
         link = self.space.links[self.viewed[name]]

@@ -1,15 +1,16 @@
-"""The most bytes that a rank of a pipeline has in use, by walking through its order with what each stage takes.
+"""The peak memory of each rank of a pipeline, found by walking through its order.
 
-A stage's phases are walked once, for one micro-batch (`passes.memory.storages`); what several micro-batches hold at
-once is then added up as the order says:
+Each phase of a stage is walked once, for one micro-batch (`passes.memory.storages`). The memory of several
+micro-batches
+is then added up along the order:
 
-* Parameters, buffers, optimizer state and all micro-batches' inputs are held throughout; what is hoisted, from the
-  stage's first forward on; the sums of gradients, from its first backward on.
-* What a forward saves is held until the backward. Where that is cut in two, the first half keeps for the second what
-  it reads, which is most of it.
-* What is received takes memory from the receive until it is read. What is sent and not saved takes memory until a
-  message comes from its reader that was made after it was read (`autoshard.runtime.stages.stage_messages`).
-  What stages of one rank hand each other is held until it is read.
+* Parameters, buffers, optimizer state and the inputs of all micro-batches are held throughout. Hoisted values are held
+  from the stage's first forward on, sums of gradients from its first backward on.
+* Values that a forward saves are held until the backward. If the backward is cut in two, the first half keeps most of
+  these values for the second half.
+* A received value takes memory from the receive until it is read. A sent value that is not saved takes memory until its
+  reader sends a message after reading it (`autoshard.runtime.stages.stage_messages`). A value between two stages of one
+  rank is held until it is read.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class RankMemory:
     """Memory in use on a pipeline rank, bytes.
 
     Args:
-        peak_bytes: the most at once.
-        parts: of the peak, by what they are; they sum to it.
-        in_flight_bytes: the most that micro-batches between forward and backward hold at once.
+        peak_bytes: the most bytes at once.
+        parts: bytes at the peak, by part; they sum to the peak.
+        in_flight_bytes: the most bytes that micro-batches between forward and backward hold at once.
     """
 
     peak_bytes: int
@@ -47,21 +48,22 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class _Needs:
-    """Memory that a stage takes, bytes.
+    """Memory of one stage, bytes.
 
     Args:
-        parameters, state: held throughout, buffers with the parameters.
-        inputs: of one micro-batch, without what other stages send.
-        hoisted: what is computed once.
-        hoisting: most in use, beyond what is held, while that is computed.
-        forward: most in use while a forward runs, beyond what is held, what it received included.
-        saved: what a forward keeps.
-        backward: likewise of a backward, what it takes of the forward and received included.
+        parameters, state: held throughout; buffers count with the parameters.
+        inputs: the inputs of one micro-batch, without values that other stages send.
+        hoisted: values that are computed once.
+        hoisting: the most in use beyond held memory while hoisted values are computed.
+        forward: the most in use beyond held memory while a forward runs, with received values.
+        saved: values that a forward saves.
+        backward: the most in use beyond held memory while a backward runs, with saved and received values.
         carried: the gradients that a backward makes for the update.
-        adding: the most by which adding them to the sums exceeds both.
-        first_half, kept, second_half: most in use while the halves of a cut backward run, and what is kept between.
-        update: most in use while the update runs, beyond parameters and state, the gradients included.
-        sent: what a forward makes for other stages and does not save, by name.
+        adding: the most by which adding gradients to the sums exceeds both.
+        first_half, kept, second_half: the most in use while the halves of a cut backward run, and the values kept
+            between them.
+        update: the most in use beyond parameters and state while the update runs, with the gradients.
+        sent: values that a forward makes for other stages and does not save, by name.
     """
 
     parameters: int
@@ -82,7 +84,7 @@ class _Needs:
 
 
 def pipeline_memory(staged: StagedProgram) -> tuple[RankMemory, ...]:
-    """Peak memory of each rank of a pipeline, and its parts."""
+    """Return the peak memory of each rank of a pipeline, and its parts."""
     alike = dict[fx.GraphModule, _Needs]()
     needs = list[_Needs]()
     for stage in staged.stages:
@@ -160,7 +162,7 @@ def _needs_of(stage: StageProgram, staged: StagedProgram) -> _Needs:
 
 
 def _forward_names(phased: PhasedProgram) -> list[str]:
-    """The names of a forward's results, in order."""
+    """Return the names of a forward's results, in order."""
     return [phased.lowered.outputs[index].slot.name for index in phased.forward_outputs]
 
 
@@ -169,7 +171,7 @@ def _sent_names(phased: PhasedProgram, crossing: Collection[str]) -> list[str]:
 
 
 def _restart(memory: Storages) -> int:
-    """The peak so far; the next one is counted anew."""
+    """Return the peak so far, and begin a new count."""
     peak, memory.peak = memory.peak, 0
     return peak
 
@@ -187,7 +189,7 @@ def _update_bytes(phased: PhasedProgram, carried: Sequence[int]) -> int:
 
 @dataclass(slots=True)
 class _RankWalk:
-    """A rank's order under way: what is live, by part, and the most that was."""
+    """The walk of one rank through its order: live bytes by part, and the peak so far."""
 
     staged: StagedProgram
     needs: Sequence[_Needs]
@@ -222,7 +224,7 @@ class _RankWalk:
         return RankMemory(self.peak, self.parts, self.most_in_flight)
 
     def _reach(self, more: int) -> None:
-        """Note a moment at which so many bytes more than what is live are in use."""
+        """Count a moment at which `more` bytes are in use beyond the live bytes."""
         total = sum(self.live.values()) + more
         if total > self.peak:
             self.peak = total
@@ -260,7 +262,7 @@ class _RankWalk:
                 self._add(number, needs)
 
     def _add(self, number: int, needs: _Needs) -> None:
-        """Gradients join the sums."""
+        """Add the gradients of a backward to the sums."""
         if number in self.summed:
             self._reach(needs.carried + needs.adding)
             return
@@ -284,7 +286,7 @@ class _RankWalk:
         self._reach(0)
 
     def _read(self, number: int, micro_batch: int, *, is_forward: bool) -> None:
-        """Count values that waited for a task as its own, and let go of messages that their makers had read by then."""
+        """Count waiting values as the task's own, and free sent messages that their readers had read by then."""
         self.live[ACTIVATIONS] -= self.waiting.pop((number, is_forward, micro_batch), 0)
         for item in self.staged.crossings:
             if item.reader == number and item.is_forward == is_forward:
@@ -312,6 +314,6 @@ class _RankWalk:
 
 
 def crossing_bytes(staged: StagedProgram, name: str, maker: int, *, is_forward: bool) -> int:
-    """Bytes, on each rank, of a value that crosses stages, as its maker has it."""
+    """Bytes on each rank of a value that crosses stages, in its maker's spec."""
     slot = staged.made(name, maker, is_forward=is_forward)
     return local_bytes(slot, staged.stages[maker].phased.lowered.mesh)

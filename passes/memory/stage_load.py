@@ -1,7 +1,7 @@
-"""The load of a pipeline rank beside the stage and the micro-batch that a program is of.
+"""The stages and micro-batches that a pipeline rank holds beside the stage and micro-batch of a program.
 
-A stage is planned as if its rank had some stages like it. Parameters, optimizer state and sums of gradients are there
-for each of them; the values that a forward saves, for each micro-batch between its forward and its backward.
+A stage is planned as if its rank had several stages like it. Each of them has parameters, optimizer state and sums of
+gradients. Each micro-batch between its forward and its backward has saved values.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ class StageLoad:
     """The load of a rank.
 
     Args:
-        stages: on the rank, all like the one that is planned.
-        in_flight: micro-batches whose saved values are held, over all of these stages.
+        stages: number of stages on the rank, all like the planned stage.
+        in_flight: number of micro-batches whose saved values are held, over all these stages.
     """
 
     stages: int = 1
@@ -23,4 +23,4 @@ class StageLoad:
 
 
 ONE_STAGE = StageLoad()
-"""One stage, and one micro-batch at a time: any program without stages."""
+"""One stage, and one micro-batch at a time: the load of programs without stages."""

@@ -1,12 +1,11 @@
-"""Count the bytes of a rank's storages while a graph of local operators runs: each from its making to its last use.
+"""Count the bytes of a rank's storages while a graph of local operators runs, each from its making to its last use.
 
-An operator's results take memory from its run to the last use of them or of a view of them, as graphs run where each
-value is freed after its last use. Kernels' own allocations are counted for few operators (`workspaces`). Values on the
-host take none.
+A result takes memory from its operator's run to the last use of the result or of a view of it. Few operators have
+counted workspaces (`workspaces`). Values on the host take none.
 
-A program may leave out units of blocks (`autoshard.ir.repeat`). The first unit behind the gap stands for them: each of
-its storages counts once more for every unit left out. In each phase the left-out units run between the two units beside
-the gap, so their storages begin and end there (`_Lives.spans`). Inside of them less is in use than in one of those two
+A program may leave out units of blocks (`autoshard.ir.repeat`). The first unit after the gap stands for them: each of
+its storages counts once more for every left-out unit. In each phase the left-out units run between the two units beside
+the gap, so their storages begin and end there (`_Lives.spans`). The peak is never inside a left-out unit
 (`passes.strategies.repeated`).
 """
 
@@ -41,7 +40,7 @@ class Storage:
         size: bytes of the tensor.
         part: one of `PARTS`.
         left_out: bytes of the alike tensors of all left-out units.
-        repeat: which repeat these units are of.
+        repeat: the number of these units' repeat.
     """
 
     size: int
@@ -64,12 +63,12 @@ _ALL_THERE = LocalUnits((), {})
 
 @dataclass(slots=True)
 class Storages:
-    """Runs graphs, and remembers the moment at which most bytes are in use.
+    """Run graphs, and record the moment of the most bytes in use.
 
     Args:
         units: the units of nodes in a program that leaves some out.
         peak: bytes in use at that moment.
-        parts: the same by part.
+        parts: the same bytes by part.
     """
 
     units: LocalUnits = _ALL_THERE
@@ -77,7 +76,7 @@ class Storages:
     parts: dict[str, int] = field(default_factory=dict)
 
     def new(self, size: int, part: str = ACTIVATIONS, node: fx.Node | None = None) -> Value:
-        """A storage of so many bytes, for a value of a node."""
+        """Return a new storage of `size` bytes, for a value of a node."""
         spot = None if node is None else self.units.spot(node)
         if spot is None or spot.unit != BEHIND:
             return (Storage(size if node is None else round(whole_size(node, size)), part),)
@@ -88,20 +87,20 @@ class Storages:
         return round(sum(storage.bytes for storage in _distinct(values)))
 
     def note(self, values: Iterable[Value]) -> None:
-        """Note a moment at which exactly these values are in use."""
+        """Count a moment at which exactly these values are in use."""
         storages = list(_distinct(values))
         self._note([(storage.part, storage.bytes) for storage in storages])
 
     def run(
         self, graph: fx.Graph, inputs: Iterable[Value], held: Iterable[Value] = (), part: str = ACTIVATIONS
     ) -> list[Value]:
-        """Walk through a graph; the storages of its results.
+        """Walk through a graph; return the storages of its results.
 
         Args:
             graph: local operators with their values in `meta["val"]`; returns a flat tuple.
             inputs: the values of its placeholders, each freed after its last use here.
-            held: values that stay in memory throughout, inputs among them or not.
-            part: of the results that the graph makes.
+            held: values that stay in memory throughout; inputs may be among them.
+            part: the part of the results that the graph makes.
         """
         nodes = list(graph.nodes)
         given, where, lives = iter(inputs), dict[fx.Node, Value](), _Lives(self.units, nodes)
@@ -140,7 +139,7 @@ class Storages:
             self.peak, self.parts = sum(parts.values()), parts
 
     def _made(self, node: fx.Node, where: dict[fx.Node, Value]) -> Value:
-        """The storages of a node's results: new ones, or those that it views."""
+        """Return the storages of a node's results: new storages, or those of the viewed operand."""
         if node.target is to_host:
             return self.new(0)
         value = node.meta.get("val")
@@ -161,9 +160,9 @@ class _Lives:
 
     Args:
         units: the units of nodes.
-        nodes: of the graph, in order; their places are the points.
-        births, ends: the first and the last point.
-        given: storages that are there before the graph runs.
+        nodes: the graph's nodes, in order; their indices are the points.
+        births, ends: the first and the last point of each storage.
+        given: storages that exist before the graph runs.
     """
 
     units: LocalUnits
@@ -173,7 +172,7 @@ class _Lives:
     given: set[Storage] = field(default_factory=set)
 
     def use(self, value: Value, point: int, *, is_given: bool = False) -> None:
-        """A value is in use at a point."""
+        """Count a value as in use at a point."""
         for storage in value:
             if storage not in self.births:
                 self.births[storage] = point
@@ -182,7 +181,7 @@ class _Lives:
             self.ends[storage] = point
 
     def keep(self, values: Iterable[Value], *, from_start: bool = False) -> None:
-        """Values are in use to the end."""
+        """Count values as in use to the end."""
         for storage in _distinct(values):
             if from_start:
                 self.births[storage] = 0
@@ -190,9 +189,9 @@ class _Lives:
             self.ends[storage] = len(self.nodes) - 1
 
     def spans(self) -> Iterator[tuple[Storage, float, int, int]]:
-        """Storages with their bytes and their points; then the same of left-out units.
+        """Return storages with bytes and points; after each, its left-out units' bytes with their points.
 
-        Storages that units make begin at the gap, and storages that units read last end there.
+        Storages of left-out units begin at the gap. They end there if units read them last.
         """
         gaps = self._gaps()
         for storage, birth in self.births.items():
@@ -208,9 +207,9 @@ class _Lives:
                 yield storage, storage.left_out, first, last
 
     def _gaps(self) -> Mapping[int, int]:
-        """The place of the left-out units of each repeat: passes move nodes of the two units beside it past each other.
+        """Return the point of the gap of each repeat. Passes mix nodes of the two units beside it.
 
-        Half of the nodes of both units stand before it.
+        Half of both units' nodes are before the gap.
         """
         beside = defaultdict[int, list[int]](list)
         for point, node in enumerate(self.nodes if self.units.repeats else ()):
@@ -225,20 +224,20 @@ def _distinct(values: Iterable[Value]) -> Iterable[Storage]:
 
 
 def _needed_by(node: fx.Node) -> list[fx.Node]:
-    """What must be in memory while a node runs: its operands, and what the collective that it waits for sends."""
+    """Return the values that have to be in memory while a node runs: operands, and values of an awaited collective."""
     operands = list(node.all_input_nodes)
     sent = [value for item in operands if is_wait(node) and holds_operand(item) for value in item.all_input_nodes]
     return list(dict.fromkeys((*operands, *sent)))
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
-    """The operands of a call, first the one that it writes if it gives that back."""
+    """Return the operands of a call; the tensor that it writes and returns comes first."""
     given = node.kwargs.get("out")
     return [given, *node.all_input_nodes] if isinstance(given, fx.Node) else node.all_input_nodes
 
 
 def _shares_memory(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a call gives the memory of its first tensor."""
+    """Whether a call returns the memory of its first tensor."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False

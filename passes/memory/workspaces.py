@@ -1,7 +1,7 @@
-"""Memory that an operator takes while it runs, beside operands and results, where that is much.
+"""Memory that an operator takes while it runs, beside operands and results, for operators that take much.
 
-Layers of experts sort rows by expert and keep what is between their products; a ring of attention has keys and values
-of other ranks. Other operators are counted by their operands and results alone.
+A layer of experts sorts rows by expert, and keeps the values between its products. A ring of attention holds keys and
+values of other ranks. For other operators only operands and results count.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from passes.strategies.tensor_infos import operand_infos
 
 
 def has_workspace(node: fx.Node) -> bool:
-    """Whether what a call takes while it runs is counted."""
+    """Whether the workspace of a call is counted."""
     return _count_of(node.target) is not None
 
 
 def workspace_bytes(node: fx.Node) -> int:
-    """The most bytes beside operands and results while a call runs, whose operands are local values."""
+    """Bytes of a call's workspace for operands of local size."""
     return workspace_of(node, operand_infos(node)) if has_workspace(node) else 0
 
 
 def workspace_of(node: fx.Node, operands: Sequence[TensorInfo]) -> int:
-    """The same of a call that has a workspace, with operands of other sizes."""
+    """Bytes of a call's workspace for operands of the given sizes."""
     count = _count_of(node.target)
     assert count is not None, "the call has a workspace"
     arguments = tuple(fx.map_arg(node.args, lambda argument: None))
@@ -37,5 +37,5 @@ def workspace_of(node: fx.Node, operands: Sequence[TensorInfo]) -> int:
 
 @cache
 def _count_of(target: Any) -> Callable[..., float] | None:
-    """The formula of an operator, if it has one; walks ask for every node."""
+    """Return the formula of an operator's workspace, or None."""
     return WORKSPACE_BYTES.get(str(target))

@@ -1,1 +1,1 @@
-"""What the cost models say of a choice, and what it is called."""
+"""Predict a choice's step time and memory with the cost models, and name its layout."""

@@ -1,15 +1,16 @@
-"""Say in the field's words where a parameter, its gradient and its optimizer state lie.
+"""Name the layout of a parameter, its gradient and its optimizer state in the field's words.
 
-An axis of the mesh is, for one parameter,
+For one parameter, a mesh axis is
 
-* *ZeRO-3* (fully sharded) if it splits the parameter, and the forward gathers it over the axis;
+* *ZeRO-3* (fully sharded) if it splits the parameter, and the forward gathers the parameter over it;
 * *split* if it splits the parameter, and the forward uses the pieces (tensor or expert parallel);
-* *ZeRO-2* if it splits the state, and the gradient is reduced to pieces as soon as it is computed, not the parameter;
+* *ZeRO-2* if it splits the state and not the parameter, and the gradient is reduced to pieces as soon as it is
+  computed;
 * *ZeRO-1* if it splits the state alone;
 * *copied* otherwise.
 
-After Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models" (2020). Where a
-parameter has no state, the pieces in which it is updated count.
+After Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models" (2020). Without state,
+the pieces in which the parameter is updated count in its place.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _ORDER = (_ZERO_3, _ZERO_2, _ZERO_1, _SPLIT, _COPIED)
 
 
 def plan_of_parameter(planning: PlanningProblem, choice: Sequence[int], slot: InputSlot) -> ParameterPlan:
-    """Where a parameter lies under a choice, and what belongs to it."""
+    """Return the spec of a parameter, its gradient and its state under a choice, and the layout's name."""
     space = planning.space
     spec = planning.strategy(slot.node, choice).outputs[0]
     value = space.sites[slot.node].results[0]
@@ -64,7 +65,9 @@ def plan_of_parameter(planning: PlanningProblem, choice: Sequence[int], slot: In
 
 
 def _gathered(planning: PlanningProblem, choice: Sequence[int], parameter: str) -> set[str]:
-    """The axes over which a parameter is gathered on its way, by fan-outs and views, into the calls of the forward."""
+    """Return the axes over which a parameter is gathered on its way, through fan-outs and views, into calls of the
+    forward.
+    """
     found: set[str] = set()
     for link in forward_links(planning, parameter):
         before = planning.strategy(link.tail, choice).outputs[link.result]

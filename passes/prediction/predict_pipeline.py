@@ -1,8 +1,9 @@
-"""Prediction of a pipeline's step: its stages' lowered programs, run in the order of the step.
+"""Predict the step of a pipeline: its stages' lowered programs, run in the order of the step.
 
-Each phase of a stage takes what walking it says (`walk_program`), each value that crosses ranks what its bytes take
-between two neighbours. The order is run with these (`cost_models.order_times`); each rank's memory is walked in it
-(`passes.memory.pipeline_memory`). The step's parts are means over ranks; the memory is that of the fullest rank.
+Each phase of a stage takes the seconds of its walk (`walk_program`). Each value that crosses ranks takes the seconds of
+its bytes between two neighbours. The order is simulated with these seconds (`cost_models.order_times`), and each rank's
+memory is walked along it (`passes.memory.pipeline_memory`). The step's parts are means over ranks; the memory is that
+of the fullest rank.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _WORKS = {
 
 @dataclass(frozen=True, slots=True)
 class PipelinePrediction:
-    """The prediction of a step, and what each of its stages' plans says: its own busy time, and its rank's memory."""
+    """The prediction of a step, and of each stage: the stage's own busy time, and its rank's memory."""
 
     whole: Prediction
     stages: tuple[Prediction, ...]
@@ -54,7 +55,9 @@ class PipelinePrediction:
 
 @dataclass(frozen=True, slots=True)
 class _Walked:
-    """A stage: its phases' simulated times, how often each runs, and what a rank sends in a step by mesh axis."""
+    """One stage: its phases' simulated times and numbers of runs, and the bytes that a rank sends in a step by mesh
+    axis.
+    """
 
     phases: Mapping[str, StreamTimes]
     runs: Mapping[str, int]
@@ -66,12 +69,12 @@ class _Walked:
 
 
 def predict_pipeline(staged: StagedProgram, mesh: Mesh, cluster: Cluster, *, clips_norm: bool) -> PipelinePrediction:
-    """Predicted step time and peak memory of a step in stages, and their parts.
+    """Return predicted step time and peak memory of a step in stages, and their parts.
 
     Args:
         staged: the lowered stages and the order.
         mesh: all axes, the pipeline's included.
-        cluster: what is priced for.
+        cluster: the hardware.
         clips_norm: gradients are clipped to a norm over all stages.
     """
     order = staged.order
@@ -123,7 +126,7 @@ def predict_pipeline(staged: StagedProgram, mesh: Mesh, cluster: Cluster, *, cli
 
 
 def order_rows(order: PipelineOrder) -> list[Rows]:
-    """The actions of each rank, as `cost_models` has them; transfers follow from what crosses ranks."""
+    """Return the actions of each rank in the form of `cost_models`, which derives transfers itself."""
     return [
         np.array(
             [
@@ -156,12 +159,12 @@ def _walk(stage: StageProgram, cluster: Cluster, order: PipelineOrder, number: i
 
 
 def _with_adding(backward: Segment, seconds: float) -> Segment:
-    """A backward behind which gradients are added up, for so many seconds in the mean."""
+    """Return a backward with the mean seconds of adding gradients after it."""
     return replace(backward, ops=(*backward.ops, Op("add gradients", ACCUMULATION, seconds))) if seconds else backward
 
 
 def _runs(order: PipelineOrder, stage: int) -> dict[str, int]:
-    """How often a stage's phases run; those that are not named run once."""
+    """Return the number of runs of a stage's phases; absent phases run once."""
     tasks = Counter(task.work for slots in order.ranks for slot in slots for task in slot if task.stage == stage)
     return {name: tasks[work] for name, work in _WORKS.items()}
 
@@ -171,7 +174,7 @@ def _busy_s(walked: _Walked) -> float:
 
 
 def _transfers(staged: StagedProgram, mesh: Mesh, cluster: Cluster) -> dict[Transfer, float]:
-    """Seconds of each value between two ranks, over the network where those of any pipeline are in two nodes."""
+    """Seconds of each value between two ranks; over the network if any pipeline has these ranks in two nodes."""
     found: dict[Transfer, float] = {}
     is_near = cache(lambda *places: _share_a_node(mesh, places, cluster))
     for item in staged.crossings:
@@ -196,7 +199,7 @@ def _share_a_node(mesh: Mesh, places: tuple[int, int], cluster: Cluster) -> bool
 
 
 def _parts(walked: Sequence[_Walked]) -> dict[str, float]:
-    """Where stages' own time goes, summed over them."""
+    """Return the parts of stages' own time, summed over stages."""
     found = defaultdict[str, float](float)
     for stage in walked:
         for name, times in stage.phases.items():
@@ -211,7 +214,7 @@ def _parts(walked: Sequence[_Walked]) -> dict[str, float]:
 
 
 def _breakdown(walked: Sequence[_Walked], ranks: Sequence[RankTimes]) -> dict[str, float]:
-    """The parts of the step, means over ranks; they sum to it."""
+    """Return the parts of the step as means over ranks; they sum to the step."""
     parts = {name: seconds / len(ranks) for name, seconds in _parts(walked).items()}
     parts[f"communication over {PIPELINE_AXIS}"] = sum(rank.exposed_send_s for rank in ranks) / len(ranks)
     parts[BUBBLE] = sum(rank.bubble_s for rank in ranks) / len(ranks)
@@ -226,7 +229,7 @@ def _by_rank(staged: StagedProgram, values: Sequence[int]) -> list[int]:
 
 
 def _sent_bytes(staged: StagedProgram, walked: Sequence[_Walked]) -> dict[str, float]:
-    """Bytes that the rank sends most of, by mesh axis."""
+    """Bytes that the busiest rank sends, by mesh axis."""
     order = staged.order
     found = defaultdict[str, list[float]](lambda: [0.0] * (max(order.stage_ranks) + 1))
     for rank, item in zip(order.stage_ranks, walked, strict=True):
@@ -241,7 +244,7 @@ def _sent_bytes(staged: StagedProgram, walked: Sequence[_Walked]) -> dict[str, f
 
 
 def _tokens_per_s(staged: StagedProgram, total_s: float) -> float | None:
-    """Elements of the first integer input of a step, per second."""
+    """Elements of the first integer input of a step, per second; None without one."""
     crossing = {item.name for item in staged.crossings}
     slots = (slot for stage in staged.stages for slot in stage.phased.lowered.inputs)
     for slot in slots:
@@ -252,7 +255,7 @@ def _tokens_per_s(staged: StagedProgram, total_s: float) -> float | None:
 
 
 def _share(shares: Sequence[float | None], staged: StagedProgram, total_s: float, ranks: int) -> float | None:
-    """The utilisation of all ranks, from that of each stage in its own plan's step; one may have no products."""
+    """The utilisation of all ranks, from each stage's in its own plan's step; a stage may have no products."""
     if total_s <= 0 or all(share is None for share in shares):
         return None
     plans = [stage.plan.predicted.step_time_s for stage in staged.stages]

@@ -1,12 +1,12 @@
 """Read the step of one rank off its lowered program, as segments for `cost_models.streams`.
 
-Nodes run where they stand: calls one after the other; a collective begins where it is issued, once the links of its
-group are free (its stream: "network" where groups span nodes, else "node"); where it is waited for, computation stands
-still until it is done; so it does while a call exchanges rows. So whatever passes do to a lowered program is priced by
-walking it.
+Nodes run in the order of the program, calls one after the other. A collective begins where it is issued, once the links
+of its group are free. Its stream is "network" if groups span nodes, else "node". Where the program waits for a
+collective, computation stands still until the collective is done. A call that exchanges rows waits in the same way. So
+every change that a pass makes to the lowered program is priced by walking it.
 
-With micro-batches, forward and backward run so often; the update, and what is hoisted, once. Between them the gradients
-of each micro-batch but the first are added to a sum, which is read and written.
+With micro-batches, forward and backward run once for each; the update and hoisted calls run once. Between them the
+gradients of each micro-batch but the first are added to a sum, which is read and written.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ NETWORK, NODE = "network", "node"
 
 @dataclass(frozen=True, slots=True)
 class WalkedStep:
-    """What a step is, as its lowered program says.
+    """A step, read off its lowered program.
 
     Args:
         segments: its phases, in the order in which they run.
         sent_bytes: bytes that a rank sends over each mesh axis.
-        adding_s: seconds of adding the gradients of one micro-batch to those before it.
+        adding_s: seconds of adding one micro-batch's gradients to the sums of earlier micro-batches.
     """
 
     segments: tuple[Segment, ...]
@@ -57,12 +57,12 @@ class WalkedStep:
 
 
 def walk_program(phased: PhasedProgram, prices: NodePrices, micro_batches: int = 1) -> WalkedStep:
-    """The step of a lowered program.
+    """Return the step of a lowered program.
 
     Args:
-        phased: the program. Units of blocks that it leaves out run as the unit does that stands for them.
-        prices: of its nodes.
-        micro_batches: how many a step has; the program is that of one.
+        phased: the program. Its left-out units run like the unit that stands for them.
+        prices: prices of its nodes.
+        micro_batches: number of micro-batches in a step; the program is for one of them.
     """
     units = LocalUnits.of(phased.lowered)
     written = {name: _PhaseWalk(name, prices, units).segment(phase.graph) for name, phase in phased.phases.items()}
@@ -86,7 +86,7 @@ def _sent_by_axis(phased: PhasedProgram, mesh: Mesh, units: LocalUnits, micro_ba
 
 
 def adding_up(adding_s: float, micro_batches: int) -> list[Segment]:
-    """Adding the gradients of all micro-batches to those of the first; nothing with one of them."""
+    """Return the segment that adds the gradients of later micro-batches to the first's; empty for one micro-batch."""
     more = micro_batches - 1
     if not more or not adding_s:
         return []
@@ -94,23 +94,23 @@ def adding_up(adding_s: float, micro_batches: int) -> list[Segment]:
 
 
 def _seconds_of_adding(phased: PhasedProgram, device: Device, units: LocalUnits) -> float:
-    """Seconds to add the gradients that one backward carries into the update to sums."""
+    """Seconds to add the gradients that one backward carries into the update to their sums."""
     sizes = zip(carried_nodes(phased), carried_bytes(phased), strict=True)
     return sum(units.count(node) * accumulation_time(size, device) for node, size in sizes)
 
 
 def stream_of(axes: tuple[str, ...], cluster: Cluster, mesh_axes: Mapping[str, int]) -> str:
-    """The stream of what is sent over some mesh axes: communicators share their links."""
+    """Return the stream of a collective over some mesh axes; communicators share their links."""
     return NETWORK if cluster.group_links(mesh_axes, axes).nodes > 1 else NODE
 
 
 class _Walked(NamedTuple):
-    """A thing that a node does.
+    """An event of a node.
 
     Args:
         node: the node.
         spot: the unit of repeated blocks that it belongs to.
-        seconds: of computation.
+        seconds: seconds of computation.
         begins: it begins a collective, or an exchange of rows.
         awaited: the collective that it waits for.
         is_anchor: see `passes.prediction.unfold_units`.
@@ -126,7 +126,7 @@ class _Walked(NamedTuple):
 
 @dataclass(slots=True)
 class _PhaseWalk:
-    """One phase in the making; `begun` says which operation each copy of the collective of a node is."""
+    """The walk through one phase. `begun` maps a collective's node and copy to the index of its operation."""
 
     name: str
     prices: NodePrices
@@ -161,7 +161,7 @@ class _PhaseWalk:
             yield _Walked(node, spot, awaited=_collective_behind(node))
 
     def _whole_s(self, node: fx.Node, seconds: float) -> float:
-        """Seconds of a call on a bucket as large as in the whole program."""
+        """Seconds of a call on a bucket of the whole program's size."""
         latency_s = min(seconds, self.prices.cluster.device.launch_latency_s)
         return latency_s + whole_size(node, seconds - latency_s)
 
@@ -172,7 +172,7 @@ class _PhaseWalk:
             self.ops.append(Op(node.name, _label(node), 0.0, needs=(begun.get(copy, last),), launches=0))
 
     def _is_waited_for(self, behind: fx.Node, copy: int) -> bool:
-        """Whether a copy of a wait is there: a bucket with members of several units is waited for once."""
+        """Whether this copy of a wait happens: a bucket with members of several units is waited for once."""
         share = 1 / whole_size(behind, 1.0)
         is_last = copy == self.units.count(behind)
         return copy == 0 or is_last or int(copy * share) > int((copy - 1) * share)
@@ -193,14 +193,14 @@ def _is_call(node: fx.Node) -> bool:
 
 
 def _label(node: fx.Node) -> str:
-    """What the time of a node counts as."""
+    """Return the part of the step that a node's time counts for."""
     if IS_RESHARD in node.meta and KERNEL not in node.meta:
         return COPIES
     return LABEL if node.target in TRANSFERS else node.meta.get("phase", COMPUTE)
 
 
 def _collective_behind(wait: fx.Node) -> fx.Node:
-    """The collective that a node waits for."""
+    """Return the collective that a node waits for."""
     node = wait.all_input_nodes[0]
     while not is_collective(node):
         node = node.all_input_nodes[0]
