@@ -1,7 +1,7 @@
 """Read the step of one rank off its lowered program, as segments for `cost_models.streams`.
 
 Nodes run in the order of the program, calls one after the other. A collective begins where it is issued, once the links
-of its group are free. Its stream is "network" if groups span nodes, else "node". Where the program waits for a
+of its group are free. Its stream is "network" if groups span nodes, else "node". While the program waits for a
 collective, computation stands still until the collective is done. A call that exchanges rows waits in the same way. So
 every change that a pass makes to the lowered program is priced by walking it.
 

@@ -56,6 +56,7 @@ ENFORCED = (
     "passes/planning",
     "passes/prediction",
     "passes/preparation",
+    "passes/recomputation",
     "passes/solver",
     "passes/strategies",
     "passes/verification",
