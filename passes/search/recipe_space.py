@@ -206,7 +206,7 @@ class RecipeSpace:
         if not all(self._allows(name, getattr(layout, name)) for name in fields):
             return False
         whole, left = divmod(self.devices, layout.ranks)
-        if left or (whole * layout.ranks // layout.expert_tensor) % layout.expert:
+        if left or self._expert_ranks(layout, whole) % layout.expert:
             return False
         return _splits_evenly(self.counted, self.kind(layout), layout)
 
@@ -228,11 +228,14 @@ class RecipeSpace:
         """Numbers of pipeline ranks that suit a layout."""
         for ranks in divisors(self.devices // layout.ranks):
             data = self.devices // layout.ranks // ranks
-            stage_ranks = data * layout.ranks // layout.expert_tensor
             allowed = self._allows("pipeline", ranks) and self._allows("data", data)
-            fits = self.batch % (layout.micro_batch * data) == 0 and stage_ranks % layout.expert == 0
+            fits = self.batch % (layout.micro_batch * data) == 0 and self._expert_ranks(layout, data) % layout.expert == 0
             if allowed and fits and (ranks == 1 or 0 < ranks <= len(self.counted.blocks) + 2):
                 yield ranks
+
+    def _expert_ranks(self, layout: Layout, data: int) -> int:
+        """Ranks of a pipeline stage that may share out the experts; see `Runtime.folded_experts`."""
+        return data * layout.ranks // layout.expert_tensor if self.base.runtime.folded_experts else data
 
     def policies(self, layout: Layout) -> list[ActivationPolicy]:
         """What may become of blocks' values; they are kept where there are no blocks."""
