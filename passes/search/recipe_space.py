@@ -229,7 +229,9 @@ class RecipeSpace:
         for ranks in divisors(self.devices // layout.ranks):
             data = self.devices // layout.ranks // ranks
             allowed = self._allows("pipeline", ranks) and self._allows("data", data)
-            fits = self.batch % (layout.micro_batch * data) == 0 and self._expert_ranks(layout, data) % layout.expert == 0
+            fits = (
+                self.batch % (layout.micro_batch * data) == 0 and self._expert_ranks(layout, data) % layout.expert == 0
+            )
             if allowed and fits and (ranks == 1 or 0 < ranks <= len(self.counted.blocks) + 2):
                 yield ranks
 
