@@ -249,7 +249,8 @@ def schedule_time(
     """Seconds of a step of a schedule whose stages hand on to their neighbours.
 
     The steady state of a schedule repeats itself, so of many micro-batches only the first are run. The others take as
-    long as the last of those that were run, in the mean of as many as there are ranks.
+    long as the last of those that were run, in the mean of as many as there are ranks, and at least as long as the
+    busiest rank computes. A rank little busier than the others has not caught up after the first ones.
 
     Args:
         schedule: a key of `schedule_orders.SCHEDULES`.
@@ -278,7 +279,11 @@ def schedule_time(
     few = settled_micro_batches(schedule, ranks, micro_batches, virtual_stages) + period
     more = max(0, micro_batches - few) // step * step
     last_s = total_s(micro_batches - more)
-    return last_s if not more else last_s + more / period * (last_s - total_s(micro_batches - more - period))
+    if not more:
+        return last_s
+    owners = stage_ranks(schedule, ranks, virtual_stages)
+    busiest_s = max(np.bincount(owners, [stage.forward_s + stage.backward_s for stage in stages]).tolist())
+    return last_s + more * max(busiest_s, (last_s - total_s(micro_batches - more - period)) / period)
 
 
 @lru_cache(maxsize=128)

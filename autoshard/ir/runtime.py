@@ -37,6 +37,8 @@ class Runtime:
         overlap_expert: expert all-to-alls of one micro-batch run beside the computation of another.
         merged_dispatch: a token is sent once to a rank with several of its experts, and once to a node over the network
             (DeepEP, HybridEP). Otherwise it is sent once for each expert, and ranks sort received tokens by expert.
+        folded_experts: the ranks of an expert group are neighbours, whatever tensor and context ranks attention has
+            (Megatron-Core's parallel folding). Otherwise an expert group has one rank of each tensor and context group.
         separate_experts: each expert's product is a kernel of its own (Transformer Engine's grouped layers on cuBLAS).
             Otherwise one kernel computes all experts of a rank.
         bucket_bytes: size of the buckets in which gradients and parameters are exchanged; ZeRO-3 has at least one
@@ -71,6 +73,7 @@ class Runtime:
     overlap_pipeline: bool = False
     overlap_expert: bool = False
     merged_dispatch: bool = False
+    folded_experts: bool = True
     separate_experts: bool = False
     bucket_bytes: int = 200_000_000
     listed_collectives: bool = False
@@ -94,7 +97,7 @@ class Runtime:
                 check_flag(item.name, getattr(self, item.name))
 
 
-OURS = Runtime(name=AUTOSHARD, early_stop=True, bucket_bytes=10**12, fused=False)
+OURS = Runtime(name=AUTOSHARD, early_stop=True, bucket_bytes=10**12, fused=False, folded_experts=False)
 """Our own runtime, for ranking recipes before their programs exist. Final prices are read off the programs."""
 
 USUAL = Runtime(name=MEGATRON)

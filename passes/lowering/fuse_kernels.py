@@ -10,7 +10,7 @@ A group is replaced where that is legal and pays:
 2. The operands are there before anything reads a result.
 3. At least two launches go; or one, where a backward's kernel computes anew what the forward kept for it, which may
    then become part of a group itself. A value inside the group that others read stays computed, for them; where that
-   is dear, the group is left alone (`FusedKernel.readers_of_anew`): logits that the model returns are there anyway.
+   is dear, the group is left alone (`FusedKernel.allowed_readers`): logits that the model returns are there anyway.
 
 It works on the program as a whole, before it is cut into forward and backward: a backward's kernel computes again from
 its operands what the forward would have kept, so the forward need not. Results keep the names of the nodes they stand
@@ -234,11 +234,11 @@ class _FusedGraph:
 
     def _spares_dear_values(self, kernel: FusedKernel, group: _ReplacedCalls) -> bool:
         """Whether nothing but calls that are to go as well still reads what the kernel computes anew."""
-        if kernel.readers_of_anew is None:
+        if kernel.allowed_readers is None:
             return True
         inner = {node for number in group.match.inner for node in self.nodes[number]}
         readers = {user for node in inner - group.going for user in node.users} - inner
-        return all(reader.target in kernel.readers_of_anew for reader in readers)
+        return all(reader.target in kernel.allowed_readers for reader in readers)
 
     def _insert(
         self, kernel: FusedKernel, arguments: tuple[Any, ...], group: _ReplacedCalls, anchor: fx.Node

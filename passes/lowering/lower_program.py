@@ -55,7 +55,7 @@ def lower_prepared(
 ) -> PhasedProgram:
     """`lower_program` of a program as `prepare_for` gives it: what runs, and what a decided plan is predicted from."""
     options = replace(options, plan=plan, cluster=cluster, memory_bytes=_room_of(prepared, plan))
-    phased = run_at(Moment.LOWERED, prepared, options)
+    phased = run_at(Moment.LOWERED, prepared if options.lowered is None else options.lowered, options)
     return overlapped(phased, options) if options.with_overlap else phased
 
 

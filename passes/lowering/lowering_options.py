@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from autoshard.ir.lowered import LoweredProgram
 from autoshard.ir.plan import Plan
 from autoshard.ir.reshard import StepCost
 from cost_models.device import Device
@@ -36,6 +37,7 @@ class LoweringOptions:
         micro_batches: how many a training step has; values of parameters alone are computed once for all of them.
         load: of a stage of a pipeline, what its rank holds beside it.
         on_pass: sees every pass, those that prepare the program too; the program is then prepared anew.
+        lowered: what `Lower` makes of the plan, where that is known.
         plan: the plan to lower to. Set by `lower_program`, as are the fields below.
         cluster: where the program runs; decides between reshards of equal effect. None goes by bytes sent.
         memory_bytes: the most that each rank may have in use; None: no more than the program has without a pass.
@@ -52,6 +54,7 @@ class LoweringOptions:
     micro_batches: int = 1
     load: StageLoad = ONE_STAGE
     on_pass: OnPass | None = None
+    lowered: LoweredProgram | None = None
     plan: Plan | None = None
     cluster: Cluster | None = None
     memory_bytes: float | None = None

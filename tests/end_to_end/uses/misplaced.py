@@ -202,11 +202,11 @@ USES = (
     Use("an input on meta, on two ranks", input_on_meta, refused=r"input:0 .* is on device='meta'", processes=True),
     Use("a target on meta", target_on_meta, refused=r"input:1 .* is on device='meta'"),
     Use("a target on meta, on two ranks", target_on_meta, refused=r"input:1 .* is on device='meta'", processes=True),
-    Use("backward of a step's loss", backward_of_a_step, refused="the step has run the backward already"),
+    Use("backward of a step's loss", backward_of_a_step, refused="the step has already run the backward"),
     Use(
         "backward of a step's loss, on two ranks",
         backward_of_a_step,
-        refused="the step has run the backward already",
+        refused="the step has already run the backward",
         processes=True,
     ),
     Use(
