@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 """Schema version of saved files. Files of another version are refused."""
 
 _Specs = tuple[PartitionSpec, ...]

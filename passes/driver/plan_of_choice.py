@@ -72,7 +72,7 @@ def lowered_plan(
 
     without = predicted(walked)
     if not options.with_kernels:
-        is_whole = not planning.elided.sites
+        is_whole = not planning.repeated.sites
         return LoweredPlan(replace(plan, predicted=without), phased if is_whole else None)
     with_kernels, _, marked = _walked(planning.space.program, plan, cluster, _with_priced_kernels(lowering))
     kernels = replace(marked, breakdown_without=without.breakdown)
@@ -124,7 +124,7 @@ def _memory(planning: PlanningProblem, choice: Sequence[int], phased: PhasedProg
 
 def _state_beside(planning: PlanningProblem, choice: Sequence[int]) -> int:
     """Bytes of optimizer state that is not in the program."""
-    space, counts = planning.space, planning.elided.site_counts()
+    space, counts = planning.space, planning.repeated.site_counts()
     total = 0
     for name in planning.liveness.parameters:
         spec = planning.strategy(name, choice).outputs[0]

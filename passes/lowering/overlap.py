@@ -1,7 +1,7 @@
-"""Let phases communicate while they compute, within a limit of memory.
+"""Overlaps communication with computation in all phases, within a memory limit.
 
-The passes of `Moment.IN_FLIGHT` run with each row of limits (`passes.lowering.in_flight`), the one with the most under
-way first; each phase is taken from the first row with which its memory stays within the limit.
+The passes of `Moment.IN_FLIGHT` run with each row of limits (`passes.lowering.in_flight`), starting from the row with
+the most under way. Each phase is taken from the first row whose memory stays within the limit.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _with_phases(phased: PhasedProgram, other: PhasedProgram, names: Sequence[st
 def _run(
     passes: Sequence[Pass], phased: PhasedProgram, known: dict[tuple[Pass, ...], PhasedProgram]
 ) -> Iterator[tuple[Pass, PhasedProgram, PhasedProgram]]:
-    """Each pass with its input and its result; `known` has results of earlier rows, by the passes that made them."""
+    """Yield each pass with its input and result; `known` caches results of earlier rows, by their passes."""
     for place, rewrite in enumerate(passes, 1):
         done = tuple(passes[:place])
         if done not in known:

@@ -1,8 +1,7 @@
-"""Leave out the inner blocks of a traced stage, as `autoshard.tracing.elide` leaves out those of a model.
+"""Leaves out the inner blocks of a traced stage, as `autoshard.tracing.leave_out_blocks` does for a model.
 
-Before → after: of blocks 8 to 27, which run the same operators, 8, 9, 26 and 27 stay, and a `Repeat` counts the
-others. Block 26 then reads the values of block 9 that it read of block 25, and so does the backward of block 9 those of
-block 26.
+Before → after: blocks 8 to 27 run the same operators; 8, 9, 26 and 27 stay, and a `Repeat` counts the missing blocks.
+Block 26 then reads the values of block 9 in place of block 25's. The backward of block 9 reads those of block 26.
 """
 
 from __future__ import annotations
@@ -18,31 +17,31 @@ from autoshard.graphs.lazy_module import lazy_module
 from autoshard.ir.program import OWNERS, Program, describe
 from autoshard.ir.repeat import Repeat
 from autoshard.tracing.copy_node import copy_node
-from autoshard.tracing.elide import inner_runs
+from autoshard.tracing.leave_out_blocks import inner_runs
 from passes.strategies.fold_blocks import module_paths
 
 _BLOCK = re.compile(r"((?:.*?\.)??[^.]+)\.(\d+)(?:\.(.*))?$")
 
 
-def elide_units(program: Program, margin: int) -> Program | None:
-    """The program without the inner units of its runs of alike blocks; None where there are none.
+def leave_out_units(program: Program, margin: int) -> Program | None:
+    """Return the program without the inner units of its runs of equal blocks; None without such runs.
 
     Args:
-        program: of a stage, as traced, with its update.
-        margin: see `autoshard.tracing.elide.elide_blocks`.
+        program: program of a stage, as traced, with its update.
+        margin: units kept at each end, as in `leave_out_blocks`.
     """
     paths = module_paths(program)
     repeats = tuple(_repeats(program, paths, margin))
     if not repeats:
         return None
     try:
-        return _Eliding(program, repeats, paths).run()
-    except _NotElidedError:
+        return _LeavingOut(program, repeats, paths).run()
+    except _CannotLeaveOutError:
         return None
 
 
-class _NotElidedError(Exception):
-    """A value of a unit that is left out is read elsewhere."""
+class _CannotLeaveOutError(Exception):
+    """A value of a missing unit is read elsewhere."""
 
 
 def _repeats(program: Program, paths: Mapping[str, str], margin: int) -> Iterator[Repeat]:
@@ -69,8 +68,8 @@ _Spot = tuple[int, int, int]
 
 
 @dataclass(slots=True)
-class _Eliding:
-    """Copies a program without the elided units of its repeats."""
+class _LeavingOut:
+    """Copies a program without the units that its repeats leave out."""
 
     program: Program
     repeats: Sequence[Repeat]
@@ -82,15 +81,15 @@ class _Eliding:
         self._find_spots()
         graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
         names = self.program.nodes_by_name()
-        kept = [slot for slot in self.program.outputs if not self._is_elided(names[slot.node])]
+        kept = [slot for slot in self.program.outputs if not self._is_left_out(names[slot.node])]
         if any(slot.kind not in OWNERS for slot in self.program.outputs if slot not in kept):
-            raise _NotElidedError
+            raise _CannotLeaveOutError
         for node in self.program.graph.nodes:
-            if node.op == "output" or self._is_elided(node):
+            if node.op == "output" or self._is_left_out(node):
                 continue
             copies[node] = copy_node(graph, node, lambda operand, reader=node: copies[self._read(reader, operand)])
         graph.output(tuple(copies[names[slot.node]] for slot in kept))
-        inputs = tuple(slot for slot in self.program.inputs if not self._is_elided(names[slot.node]))
+        inputs = tuple(slot for slot in self.program.inputs if not self._is_left_out(names[slot.node]))
         made = lazy_module(self.program.graph_module, graph)
         return replace(self.program, graph_module=made, inputs=inputs, outputs=tuple(kept), repeats=tuple(self.repeats))
 
@@ -106,7 +105,7 @@ class _Eliding:
                 counts[number, unit] += 1
                 self.spots[node], self.at[spot] = spot, node
 
-    def _is_elided(self, node: fx.Node) -> bool:
+    def _is_left_out(self, node: fx.Node) -> bool:
         spot = self.spots.get(node)
         return spot is not None and 2 <= spot[1] < 2 + self.repeats[spot[0]].left_out
 
@@ -114,17 +113,17 @@ class _Eliding:
         """The node that is read in place of an operand: the one at the same distance, the gap left out."""
         here, there = self.spots.get(reader), self.spots.get(operand)
         if there is None or here is None or here[0] != there[0]:
-            if self._is_elided(operand):
-                raise _NotElidedError
+            if self._is_left_out(operand):
+                raise _CannotLeaveOutError
             return operand
         gap = self.repeats[here[0]].left_out
         own = here[1] if here[1] < 2 else here[1] - gap
         unit = own + there[1] - here[1]
         if not 0 <= unit < 4:
-            if self._is_elided(operand):
-                raise _NotElidedError
+            if self._is_left_out(operand):
+                raise _CannotLeaveOutError
             return operand
         found = self.at.get((there[0], unit if unit < 2 else unit + gap, there[2]))
         if found is None:
-            raise _NotElidedError
+            raise _CannotLeaveOutError
         return found

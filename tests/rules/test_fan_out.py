@@ -1,4 +1,6 @@
-"""The strategies of a hub are every spec that its value can have, as it is: whole, split, or with addends pending."""
+"""The strategies of a fan-out: every spec of its value, unchanged by the call (whole, split, or with addends
+pending).
+"""
 
 from __future__ import annotations
 
@@ -8,14 +10,14 @@ import torch
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import P, PartitionSpec
 from autoshard.rules.enumeration import enumerate_strategies
-from autoshard.rules.hub import hub
+from autoshard.rules.fan_out import fan_out
 from autoshard.rules.registry import bound_rule
 
 
 def _specs(shape: tuple[int, ...], mesh: Mesh) -> set[PartitionSpec]:
-    """The specs of a hub, each of which lies in as it lies out."""
+    """The specs of a fan-out, each of which lies in as it lies out."""
     x = torch.zeros(shape)
-    rule = bound_rule(hub, (x,), {}, [x])
+    rule = bound_rule(fan_out, (x,), {}, [x])
     assert rule is not None
     found = enumerate_strategies(rule, mesh)
     assert all(strategy.inputs == strategy.outputs for strategy in found)

@@ -5,7 +5,7 @@ are missing between the second and the third. The repeating unit may have severa
 of blocks is that of `shorten`, and blocks keep their parameters' names.
 
 The short model's program represents the whole model if the model treats equal blocks equally.
-`passes.strategies.elided` checks this on the program as far as it is visible there.
+`passes.strategies.repeated` checks this on the program as far as it is visible there.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from autoshard.errors import TraceError
 from autoshard.ir.repeat import Repeat
 from autoshard.tracing.shorten import block_lists, with_lists
 
-LEAST_ELIDED = 4
+LEAST_LEFT_OUT = 4
 """Fewer units than so many are not worth leaving out."""
 
 _MOST_PERIOD = 8
 
 
 @dataclass(frozen=True, slots=True)
-class ElidedModel:
+class ModelWithGaps:
     """A model with blocks left out, which shares its parameters with the whole model."""
 
     model: nn.Module
@@ -46,7 +46,7 @@ def _keep(blocks: nn.ModuleList, kept: Sequence[int]) -> nn.ModuleList:
     return found
 
 
-def elide_blocks(model: nn.Module, margin: int, least: int = LEAST_ELIDED) -> ElidedModel | None:
+def leave_out_blocks(model: nn.Module, margin: int, least: int = LEAST_LEFT_OUT) -> ModelWithGaps | None:
     """Return the model without the inner units of its long runs of equal blocks; None without such runs.
 
     Args:
@@ -57,7 +57,7 @@ def elide_blocks(model: nn.Module, margin: int, least: int = LEAST_ELIDED) -> El
     repeats = [
         Repeat(path, *place) for path, _, kinds in block_lists(model) for place in inner_runs(kinds, margin, least)
     ]
-    return ElidedModel(without(model, repeats), tuple(repeats)) if repeats else None
+    return ModelWithGaps(without(model, repeats), tuple(repeats)) if repeats else None
 
 
 def without(model: nn.Module, repeats: Sequence[Repeat]) -> nn.Module:
@@ -77,17 +77,17 @@ def without(model: nn.Module, repeats: Sequence[Repeat]) -> nn.Module:
     return with_lists(model, replaced)
 
 
-def inner_runs(kinds: Sequence[int], margin: int, least: int = LEAST_ELIDED) -> Iterator[tuple[int, int, int]]:
-    """Period, first block ahead and first block behind the gap of each run, for `elide_blocks`."""
+def inner_runs(kinds: Sequence[int], margin: int, least: int = LEAST_LEFT_OUT) -> Iterator[tuple[int, int, int]]:
+    """Period, first block ahead and first block behind the gap of each run, for `leave_out_blocks`."""
     start = 0
     while start < len(kinds):
         period, units = _longest_run(kinds, start)
-        elided = units - 2 * (margin + 1)
-        if elided < max(1, least):
+        left_out = units - 2 * (margin + 1)
+        if left_out < max(1, least):
             start += 1
             continue
         before = start + margin * period
-        yield period, before, before + (elided + 1) * period
+        yield period, before, before + (left_out + 1) * period
         start += units * period
 
 

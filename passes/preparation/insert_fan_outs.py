@@ -1,13 +1,13 @@
-"""Give every value with several users a hub: a place where it is resharded once for all of them.
+"""Inserts an identity, the *fan-out*, after every value with several users, to reshard the value once for all users.
 
-Before → after: a value `x` with at least two uses gets `h = hub(x)` before its first use in the forward, which all
-forward users read, and, where several backward nodes use it, `g = hub(h)` before the first of these. A hub is an
-identity whose strategies are all specs. The planner may then place one reshard on the edge into the hub, shared by
-all users, and private ones behind it. Problems become pairwise: a cost never depends on more than two nodes.
+Before → after: a value `x` with at least two uses gets `h = fan_out(x)` before its first use in the forward, and all
+forward users read `h`. If several backward nodes use it, they read `g = fan_out(h)`, placed before the first of them.
+All specs are strategies of a fan-out. The planner may then put one reshard on the edge into the fan-out, shared by all
+users, and private reshards behind it. Problems become pairwise, because a cost depends on at most two nodes.
 
-An optimizer's update reads a parameter where it lies, not by way of the hub, so that nothing is kept for it. A gradient
-that it reads gets a hub of its own at once, in the backward: what is reduced there is not held in full until the
-update, and where micro-batches add up it is what they add.
+An optimizer's update reads a parameter directly instead of its fan-out, so that no resharded copy is saved for it. A
+gradient that it reads gets a fan-out of its own at once, in the backward. A reduced gradient is then not stored in full
+until the update, and micro-batches accumulate the reduced gradient.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ import torch
 from torch import fx
 
 from autoshard.ir.program import Program
-from autoshard.rules.hub import hub
+from autoshard.rules.fan_out import fan_out
 from passes.preparation.rewriting import copy_program, insert_call
 
 _GRADIENT = "gradient"
 
 
-def is_gradient_hub(node: fx.Node | None) -> bool:
-    """Whether a node is the hub by way of which an optimizer's update reads a gradient."""
+def is_gradient_fan_out(node: fx.Node | None) -> bool:
+    """Whether a node is the fan-out through which an optimizer's update reads a gradient."""
     return node is not None and _GRADIENT in node.meta
 
 
 @dataclass(frozen=True, slots=True)
-class InsertHubs:
-    """See the module's docstring."""
+class InsertFanOuts:
+    """Inserts fan-outs after values with several users."""
 
     def __call__(self, program: Program) -> Program:
-        """The program with hubs, over a graph of its own."""
+        """Return the program with fan-outs, over a graph of its own."""
         program = copy_program(program)
         order = {node: index for index, node in enumerate(program.graph.nodes)}
         results = {slot.node for slot in program.outputs}
@@ -51,31 +51,31 @@ def _insert(graph: fx.Graph, node: fx.Node, order: Mapping[fx.Node, int], *, is_
     users = sorted((user for user in node.users if user.op == "call_function"), key=order.__getitem__)
     late = [user for user in users if user.meta["phase"] == "update"]
     if late and node.meta["phase"] == "backward":
-        _gradient_hub(graph, node, late)
+        _gradient_fan_out(graph, node, late)
     users = [user for user in users if user not in late]
     if len(users) + is_result < 2:
         return
     forward = [user for user in users if user.meta["phase"] == "forward"]
     backward = [user for user in users if user.meta["phase"] == "backward"]
     if forward:
-        node = _hub(graph, node, users)
+        node = _fan_out(graph, node, users)
     if len(backward) >= 2:
-        _hub(graph, node, backward)
+        _fan_out(graph, node, backward)
 
 
-def _gradient_hub(graph: fx.Graph, node: fx.Node, users: list[fx.Node]) -> None:
-    """A hub of a gradient as soon as it is computed, for the update."""
+def _gradient_fan_out(graph: fx.Graph, node: fx.Node, users: list[fx.Node]) -> None:
+    """Insert a fan-out of a gradient right after its computation, for the update."""
     with graph.inserting_after(node):
-        inserted = insert_call(graph, hub, (node,), like=node)
+        inserted = insert_call(graph, fan_out, (node,), like=node)
     inserted.meta[_GRADIENT] = True
     for user in users:
         user.replace_input_with(node, inserted)
 
 
-def _hub(graph: fx.Graph, node: fx.Node, users: list[fx.Node]) -> fx.Node:
-    """A hub of `node` before the first of `users`, which all read it from now on."""
+def _fan_out(graph: fx.Graph, node: fx.Node, users: list[fx.Node]) -> fx.Node:
+    """Insert a fan-out of `node` before the first of `users`, which then all read the fan-out."""
     with graph.inserting_before(users[0]):
-        inserted = insert_call(graph, hub, (node,), like=users[0])
+        inserted = insert_call(graph, fan_out, (node,), like=users[0])
     inserted.meta["module"] = _common_module(users)
     for user in users:
         user.replace_input_with(node, inserted)
@@ -83,6 +83,6 @@ def _hub(graph: fx.Graph, node: fx.Node, users: list[fx.Node]) -> fx.Node:
 
 
 def _common_module(users: Sequence[fx.Node]) -> str:
-    """The innermost module that all users are in: a table that all layers read is not of the first layer."""
+    """The innermost module that contains all users. A table read by all layers does not belong to the first layer."""
     levels = zip(*(user.meta.get("module", "").split(".") for user in users), strict=False)
     return ".".join(names[0] for names in takewhile(lambda names: len(set(names)) == 1, levels))

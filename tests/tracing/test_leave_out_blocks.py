@@ -7,7 +7,7 @@ from torch import nn
 
 from autoshard.errors import TraceError
 from autoshard.ir.repeat import Repeat
-from autoshard.tracing import elide_blocks, without
+from autoshard.tracing import leave_out_blocks, without
 
 
 class _Stack(nn.Module):
@@ -28,23 +28,23 @@ class _Stack(nn.Module):
 )
 def test_runs_are_found(widths: list[int], expected: list[Repeat]) -> None:
     """The longest of the shortest period, one after the other."""
-    elided = elide_blocks(_Stack(widths), margin=1)
-    assert elided is not None
-    assert list(elided.repeats) == expected
+    short = leave_out_blocks(_Stack(widths), margin=1)
+    assert short is not None
+    assert list(short.repeats) == expected
 
 
 def test_short_lists_stay() -> None:
     """A list stays whole if too little would be left out."""
-    assert elide_blocks(_Stack([1] * 7), margin=1) is None
-    assert elide_blocks(_Stack([1, 2, 3, 4, 5, 6, 7, 8, 9]), margin=1) is None
+    assert leave_out_blocks(_Stack([1] * 7), margin=1) is None
+    assert leave_out_blocks(_Stack([1, 2, 3, 4, 5, 6, 7, 8, 9]), margin=1) is None
 
 
 def test_what_stays_keeps_its_names_and_its_parameters() -> None:
     """Indices count what is left, as the model's own loops do."""
     model = _Stack([1] * 10)
-    elided = elide_blocks(model, margin=1)
-    assert elided is not None
-    layers = elided.model.layers
+    short = leave_out_blocks(model, margin=1)
+    assert short is not None
+    layers = short.model.layers
     assert isinstance(layers, nn.ModuleList)
     assert [name for name, _ in layers.named_children()] == ["0", "1", "8", "9"]
     assert layers[2] is layers[-2] is model.layers[8]
@@ -57,9 +57,9 @@ def test_blocks_that_are_trained_are_not_like_frozen_ones() -> None:
     model = _Stack([1] * 12)
     for layer in model.layers[:6]:
         layer.requires_grad_(requires_grad=False)
-    elided = elide_blocks(model, margin=1, least=1)
-    assert elided is not None
-    assert elided.repeats == (Repeat("layers", 1, 1, 4), Repeat("layers", 1, 7, 10))
+    short = leave_out_blocks(model, margin=1, least=1)
+    assert short is not None
+    assert short.repeats == (Repeat("layers", 1, 1, 4), Repeat("layers", 1, 7, 10))
 
 
 def test_a_list_that_is_not_there_is_refused() -> None:

@@ -1,25 +1,26 @@
-r"""What a program with blocks left out (`autoshard.ir.repeat`) says of the whole one: what counts how often, and when.
+r"""Repeated blocks that a program leaves out (`autoshard.ir.repeat`): their counts, lifetimes and memory.
 
-Of a run of alike units the program holds n, a, b and m (`Repeat.units`), and k more lie between a and b. It is checked
-that these four are alike: the same sites at the same *places*, and every link from a place to a place leads to the same
-unit, to the one beside it, or to one and the same site outside. So the k elided ones continue the pattern, and
+A program has the units n, a, b and m of a run (`Repeat.units`); k units are missing between a and
+b. The four units are checked to be alike. They have the same sites at the same *places*. Every link between two places
+joins the same unit or neighbouring units, or leads to one common site outside. So the k missing units continue the
+pattern, and
 
-* every site of b stands for 1 + k;
-* so does every link into b from within, from outside, or from a; and every link into a from b (as in the backward);
-* elided units take the options of b, so what they hold in memory is as large.
+* every site of b stands for 1 + k sites;
+* so does every link into b from b itself, from outside, or from a; and every link into a from b (as in the backward);
+* missing units take the options of b, so their values have equal sizes.
 
-**When elided units hold what.** A unit's sites lie in *runs* of consecutive points: its forward, its backward, parts of
-its update. The runs of a and b are neighbours, and those of elided units lie between them, in the same order. So, seen
-from the points that the program has, all k values of a place come into being between two neighbouring runs, and they
-die between two others: `elided_lifetimes` finds these points.
+**Lifetimes.** A unit's sites lie in *runs* of consecutive points: its forward, its backward, parts of its update. The
+runs of a and b are neighbours, and the runs of missing units lie between them, in the same order. So, seen from the
+program's own points, all k values of a place are created between two neighbouring runs, and freed between two others.
+`repeated_lifetimes` finds these points.
 
-**Points inside elided units need not be looked at.** Number n, a, the elided ones, b and m from 0 to k + 3. At a point
-inside unit x, at a given place, each of the values of one place of all units is alive or not by its number being at
-most x, at least x, equal to x or one off; values from outside of the units are alive at the place in all of a to b,
-or in none. So the bytes in use are an affine function of x between a and b, and largest at one of them, and both have
-points of their own.
+**Points inside missing units need no check.** Number n, a, the missing units, b and m from 0 to k + 3. Consider a point
+at a given place inside unit x, and the values of one place in all units. A value is alive or not depending on whether
+its unit's number is at most x, at least x, equal to x, or one off. A value from outside is alive at the place in all of
+a to b, or in none. So the bytes in use are an affine function of x between a and b. The largest value is at a or b, and
+both have points of their own.
 
-`NotAlikeError`, where the four units are not alike; then the whole model is to be traced.
+If the four units are not alike, `NotAlikeError` is raised, and the whole model must be traced.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from passes.strategies.fold_blocks import module_paths
 
 
 class NotAlikeError(Exception):
-    """Units that should be alike are not, so that a program without some of them does not tell what the whole does."""
+    """Units that should be alike differ, so a program without some of them does not represent the whole program."""
 
 
 class Spot(NamedTuple):
-    """Where a site stands: which run of units, which of its four, and which place of the unit."""
+    """Number of a site's repeat, index of its unit among the four, and place inside the unit."""
 
     repeat: int
     unit: int
@@ -47,7 +48,7 @@ class Spot(NamedTuple):
 
 
 AHEAD, BEHIND = 1, 2
-"""The units of `Repeat.units` between which the elided ones lie."""
+"""Indices in `Repeat.units` of the units beside the gap."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,28 +56,28 @@ class AlikeSites:
     """The sites at one place of the four units, and k."""
 
     names: tuple[str, str, str, str]
-    elided: int
+    left_out: int
 
 
 @dataclass(frozen=True, slots=True)
 class AlikeLinks:
-    """Indices of the same link into each of the four units, that of them which stands for the elided ones, and k."""
+    """Indices of the same link into each of the four units, the index that stands for the missing units, and k."""
 
     indices: tuple[int, int, int, int]
     standing: int
-    elided: int
+    left_out: int
 
 
 @dataclass(frozen=True, slots=True)
-class Elided:
-    """What is left out of a search space, and what stands for it.
+class RepeatedUnits:
+    """The units left out of a search space, and the sites and links that stand for them.
 
     Args:
         sites: the sites of repeated units.
         links: the links into them.
-        runs: the sites of each run that is repeated, in order, and how many more times it runs.
-        spots: site to where it is in the units.
-        starts: repeat and place to the site with which the second of two neighbouring runs begins.
+        runs: the sites of each repeated run, in order, and its number of further executions.
+        spots: place of each site in the units.
+        starts: repeat and place to the first site of the later of two neighbouring runs.
     """
 
     sites: tuple[AlikeSites, ...] = ()
@@ -86,29 +87,29 @@ class Elided:
     starts: Mapping[tuple[int, int], str] = field(default_factory=dict, repr=False)
 
     def site_counts(self) -> dict[str, int]:
-        """Site to how many of the whole program it stands for; those that are not there stand for themselves."""
-        return {alike.names[BEHIND]: 1 + alike.elided for alike in self.sites}
+        """Number of sites in the whole program that a site stands for; sites not listed count once."""
+        return {alike.names[BEHIND]: 1 + alike.left_out for alike in self.sites}
 
     def link_counts(self) -> dict[int, int]:
-        """Index of a link to how many of the whole program it stands for, likewise."""
-        return {alike.standing: 1 + alike.elided for alike in self.links}
+        """Number of links in the whole program that a link stands for, by index. Links not listed count once."""
+        return {alike.standing: 1 + alike.left_out for alike in self.links}
 
 
-NOTHING_ELIDED = Elided()
+NO_REPEATED_UNITS = RepeatedUnits()
 
 
-def find_elided(space: SearchSpace, paths: Mapping[str, str] | None = None) -> Elided:
-    """What the blocks left out of a program add to it.
+def find_repeated(space: SearchSpace, paths: Mapping[str, str] | None = None) -> RepeatedUnits:
+    """Find the repeated units of a search space.
 
     Args:
-        space: of the program.
-        paths: site to the path that says in which unit it is; None: that of the module that issued it.
+        space: search space of the program.
+        paths: path of each site, which determines its unit; None: its module's path.
 
     Raises:
-        NotAlikeError: the units beside them are not alike.
+        NotAlikeError: the units beside the gap are not alike.
     """
     if not space.program.repeats:
-        return NOTHING_ELIDED
+        return NO_REPEATED_UNITS
     paths = module_paths(space.program) if paths is None else paths
     order = {name: point for point, name in enumerate(space.sites)}
     sites: list[AlikeSites] = []
@@ -124,13 +125,13 @@ def find_elided(space: SearchSpace, paths: Mapping[str, str] | None = None) -> E
         for places, later in units.runs(order):
             starts |= {(number, place): later[0] for place in places}
             runs.append((later, repeat.left_out))
-    return Elided(tuple(sites), tuple(links), tuple(runs), spots, starts)
+    return RepeatedUnits(tuple(sites), tuple(links), tuple(runs), spots, starts)
 
 
 def paths_where_run(space: SearchSpace, paths: Mapping[str, str], again: Collection[str]) -> dict[str, str]:
-    """`paths`, where those sites that run `again` are in the unit of the site before which they do so.
+    """`paths`, except that each recomputed site (`again`) belongs to the unit of the site that it runs before.
 
-    A value that the next block reads is there again while that block's backward runs.
+    A value that the next block reads is recomputed while that block's backward runs.
     """
     found, before = dict(paths), ""
     for name in reversed(list(space.sites)):
@@ -142,8 +143,8 @@ def paths_where_run(space: SearchSpace, paths: Mapping[str, str], again: Collect
     return found
 
 
-def tie(representatives: Mapping[str, str], elided: Elided) -> dict[str, str]:
-    """Site to representative, with alike units made one: what one of them chooses, the elided ones do too."""
+def tie(representatives: Mapping[str, str], repeated: RepeatedUnits) -> dict[str, str]:
+    """Site to representative, where sites at one place of alike units share a representative."""
     merged: dict[str, str] = {}
 
     def last(name: str) -> str:
@@ -151,14 +152,14 @@ def tie(representatives: Mapping[str, str], elided: Elided) -> dict[str, str]:
             name = merged[name]
         return name
 
-    for alike in elided.sites:
+    for alike in repeated.sites:
         first, *others = (last(representatives[name]) for name in alike.names)
         merged |= {other: first for other in others if other != first}
     return {name: last(representative) for name, representative in representatives.items()}
 
 
 _Relation = tuple[int, int, tuple[int, int] | str]
-"""Operand, result, and where the value comes from: unit (as a difference) and place, or a site outside."""
+"""Operand, result, and origin of the value: unit (as a difference) and place, or a site outside."""
 
 
 @dataclass(slots=True)
@@ -209,7 +210,7 @@ class _Units:
         return found
 
     def _check_links(self, names: Sequence[str]) -> None:
-        """The sites at one place of the four units read alike; what the outer ones read beyond the four is free."""
+        """Check that the sites at one place read alike; reads of the outer units beyond the four are ignored."""
         first, ahead, behind, last = map(self._relations, names)
         outer_ok = _agree(first, ahead, step=-1) and _agree(last, behind, step=1)
         if ahead != behind or not outer_ok:
@@ -250,7 +251,7 @@ class _Units:
 
 
 def _agree(outer: Sequence[_Relation], inner: Sequence[_Relation], step: int) -> bool:
-    """Whether two sites read alike but for what the inner one reads from `step` units further."""
+    """Whether two sites read alike, ignoring the inner site's reads from `step` units further."""
     if len(outer) != len(inner):
         return False
     free = [isinstance(where, tuple) and where[0] == step for _, _, where in inner]

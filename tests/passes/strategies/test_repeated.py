@@ -12,7 +12,7 @@ from autoshard.ir.mesh import Mesh
 from passes.driver.expand_plan import match_nodes
 from passes.planning.build_assignment import PlanningProblem
 from passes.prediction.utilisation import utilisation
-from passes.strategies.elided import NotAlikeError
+from passes.strategies.repeated import NotAlikeError
 from tests.passes.blocks import peak_of, problem_of
 from tests.passes.deep import adamw, alike, in_turn, short_step, step, summed
 

@@ -1,4 +1,4 @@
-"""The hub: an identity, inserted by the planner, at which a value is resharded once for several users."""
+"""The fan-out: an identity, inserted by the planner, at which a value is resharded once for several users."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from autoshard.rules.notation import Rule
 from autoshard.rules.registry import rule_of
 
 
-def hub(x: torch.Tensor) -> torch.Tensor:
+def fan_out(x: torch.Tensor) -> torch.Tensor:
     """Return the value itself. Lowering removes the call."""
     return x
 
 
-@rule_of(hub)
-def _hub(x: Any) -> Rule:
+@rule_of(fan_out)
+def _fan_out(x: Any) -> Rule:
     dims = tuple((f"d{index}",) for index in range(x.ndim))
     return Rule(([dims], [dims]), linear=[(0,)])
