@@ -1,8 +1,8 @@
-"""Message passing on a pairwise problem: a lower bound of its optimum, and choices near it.
+"""Message passing on a pairwise problem: a lower bound of its optimum, and choices near the optimum.
 
 Sequential tree-reweighted message passing (Kolmogorov, "Convergent Tree-Reweighted Message Passing for Energy
-Minimization", IEEE PAMI 28(10), 2006, figure 3). Variables are visited in their order, which for programs is program
-order, and back; each pass back ends in a bound that never falls while the costs stay.
+Minimization", IEEE PAMI 28(10), 2006, figure 3). Each pass visits the variables in program order and back. The bound
+after a pass never falls while the costs stay the same.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
 
 
 class Messages:
-    """Message passing on one pairwise problem whose costs may be re-weighed between rounds."""
+    """Message passing on one pairwise problem; the weights of its memory rows may change between rounds."""
 
     def __init__(self, problem: Assignment) -> None:
         self._problem = problem
@@ -39,9 +39,9 @@ class Messages:
         self._forward, self._backward = self._forwards.each, self._backwards.each
 
     def weigh(self, rows: Mapping[int, tuple[MemoryRow, float]]) -> None:
-        """Add `weight` seconds per byte of each memory row, by its point, to the costs; the messages stay.
+        """Add a weight, seconds per byte, of each memory row to the costs; the messages stay.
 
-        What is not allowed costs as much more as any bytes can save, so that it stays dearer than what is.
+        Forbidden options cost more by the most that bytes can save, so they stay dearer than allowed options.
         """
         self._costs, self._tables = list(self._base), list(self._base_tables)
         weighed = [(row, weight) for row, weight in rows.values() if weight > 0.0]
@@ -59,7 +59,9 @@ class Messages:
                 self._tables[number] = self._tables[number] + weight * (sizes if edge.tail < edge.head else sizes.T)
 
     def iterate(self, times: int = 1) -> tuple[float, tuple[int, ...]]:
-        """Some passes forth and back: the best bound of all, and the choice that the last one rounded to."""
+        """Pass messages back and forth; return the best bound of all passes, and the choice that the last pass rounds
+        to.
+        """
         bound, choice = -np.inf, ()
         for left in reversed(range(times)):
             choice = self._round() if not left else ()
@@ -68,7 +70,9 @@ class Messages:
         return bound, choice
 
     def _capped_tables(self) -> list[Floats]:
-        """The costs of each edge, the earlier variable's options as rows; edges that share a table share it here."""
+        """Return the costs of each edge with the earlier variable's options as rows; edges that share a table share it
+        here.
+        """
         made: dict[tuple[int, bool], Floats] = {}
         for edge in self._problem.edges:
             key = (id(edge.cost), edge.tail < edge.head)
@@ -77,7 +81,7 @@ class Messages:
         return [made[id(edge.cost), edge.tail < edge.head] for edge in self._problem.edges]
 
     def _round(self) -> tuple[int, ...]:
-        """A choice, variable by variable, given what those before chose and what comes back from those behind."""
+        """Choose variable by variable, given earlier choices and the messages from later variables."""
         choice: list[int] = []
         for variable, cost in enumerate(self._costs):
             for number in self._later[variable]:
@@ -112,7 +116,7 @@ class Messages:
             for number in self._later[variable]:
                 belief = belief + self._backward[number]
             share = self._share[variable]
-            # shares go on with the messages, whatever is the same for all options too; what stays here is the bound's
+            # messages carry the shares on, with the part that is equal for all options; the rest counts for the bound
             if len(earlier) * share < 1:
                 bound += (1 - len(earlier) * share) * float(_least(belief))
             shared = share * belief
@@ -122,7 +126,7 @@ class Messages:
         return bound
 
     def improve(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """Change one variable at a time as long as that lowers the weighed cost (iterated conditional modes)."""
+        """Change one variable at a time as long as the weighed cost falls (iterated conditional modes)."""
         current = list(choice)
         changed = True
         while changed:
@@ -139,7 +143,7 @@ class Messages:
         return best if cost[best] < cost[choice[variable]] * (1 - 1e-12) else choice[variable]
 
     def costs_given_neighbours(self, variable: int, choice: Sequence[int]) -> Floats:
-        """The unweighed cost of each option of `variable` while all others stay as in `choice`."""
+        """Return the unweighed cost of each option of `variable` while all other variables stay as in `choice`."""
         return self._given_neighbours(variable, choice, self._base, self._base_tables)
 
     def _given_neighbours(
@@ -155,11 +159,11 @@ class Messages:
 
 @dataclass(frozen=True, slots=True)
 class _Barred:
-    """Where options and pairs are that are not allowed.
+    """The forbidden options and pairs.
 
     Args:
-        options: by variable which of its options, of those that have any.
-        pairs: by edge which of its pairs, likewise; edges that share a table share these.
+        options: variable to a mask of its forbidden options; variables without any are absent.
+        pairs: edge to a mask of its forbidden pairs. Edges that share a table share the mask.
     """
 
     options: Mapping[int, np.ndarray]
@@ -167,7 +171,7 @@ class _Barred:
 
     @classmethod
     def of(cls, costs: Sequence[Floats], tables: Sequence[Floats], cap: float) -> _Barred:
-        """What costs `cap`."""
+        """Find the options and pairs that cost `cap`."""
         known: dict[int, np.ndarray] = {}
         for table in tables:
             if id(table) not in known:
@@ -177,7 +181,7 @@ class _Barred:
         return cls(*({key: flags for key, flags in of.items() if flags.any()} for of in (options, pairs)))
 
     def raise_by(self, most: float, costs: list[Floats], tables: list[Floats]) -> None:
-        """Add `most` to what they cost; tables that were shared still are where all is allowed."""
+        """Add `most` to the costs of forbidden options and pairs. Tables without forbidden pairs stay shared."""
         for variable, flags in self.options.items():
             costs[variable] = costs[variable] + most * flags
         for number, flags in self.pairs.items():
@@ -185,26 +189,28 @@ class _Barred:
 
 
 def _spread(row: MemoryRow) -> float:
-    """Bytes by which two choices can differ in a row, at most."""
+    """The most bytes by which two choices can differ in a row."""
     return sum(float(np.ptp(sizes)) for sizes in (*row.variables.values(), *row.edges.values()) if sizes.size)
 
 
 _least = np.minimum.reduce
-"""The least element, along an axis or of a vector; `ndarray.min` says the same more slowly."""
+"""Least element along an axis or of a vector; faster than `ndarray.min`."""
 
 
 class _Vectors:
-    """Messages along edges, one after the other in one array."""
+    """The messages of all edges, end to end in one array."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = np.array(lengths, dtype=np.intp)
         self._starts = np.cumsum(self._lengths) - self._lengths
         self._all = np.zeros(int(self._lengths.sum()))
         self.each = np.split(self._all, self._starts[1:])
-        """Views, which hold what is written into them."""
+        """Views into the array, one for each message; writing to a view writes to the array."""
 
     def from_zero(self) -> None:
-        """Take its least element from each, so that they stay small; that changes no bound and no choice."""
+        """Subtract from each message its least element, so that messages stay small; bounds and choices stay the
+        same.
+        """
         if len(self._all):
             self._all -= np.repeat(np.minimum.reduceat(self._all, self._starts), self._lengths)
 
@@ -215,7 +221,7 @@ def _forward(edge: Edge) -> Floats:
 
 
 def _more_than_any_choice(problem: Assignment) -> float:
-    """A finite cost that stands for an infinite one: above the cost of every choice that is allowed."""
+    """A finite cost in place of infinity, above the cost of every allowed choice."""
     tables = [*problem.costs, *(edge.cost for edge in problem.edges)]
     finite = (table[np.isfinite(table)] for table in tables)
     return 2.0 * sum(float(costs.max()) for costs in finite if costs.size) or 1.0
