@@ -41,6 +41,7 @@ ENFORCED = (
     "autoshard/runtime",
     "autoshard/testing",
     "tests/checkpoints",
+    "tests/end_to_end",
     "tests/kernels",
     "tests/prose",
     "tests/runtime",
