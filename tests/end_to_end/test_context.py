@@ -125,8 +125,7 @@ class Attention(nn.Module):
 def test_the_way_is_chosen_by_its_price(heads: int, tokens: int, split: P) -> None:
     """Short split sequences gather keys; long sequences pass keys round a ring, or all-to-alls split the heads.
 
-    A single head cannot be split. No computation hides the gathering of keys, and the last rank attends to all
-    keys.
+    A single head cannot be split. No computation hides the gathering of keys, and the last rank attends to all keys.
     """
     with torch.device("meta"):
         model, x = Attention(heads), torch.empty(1, tokens, 64 * heads)

@@ -135,7 +135,7 @@ def _cases(draw: st.DrawFn) -> _Case:
 
 
 def _check(case: _Case) -> None:
-    """Compare a folded plan's prediction with the order of the whole program under the same specs."""
+    """Compare a folded plan's prediction with the walk of the whole program under the same specs."""
     short, whole = case.programs()
     options = PlanOptions(
         memory_budget=60e9, micro_batches=case.micro_batches, with_baselines=False, recipe=case.recipe

@@ -87,8 +87,7 @@ def check_step(make: MakeOptimizer, mesh: Any, parts: int = 1, **options: Any) -
     """Some steps equal one device but for rounding.
 
     The allowed difference is a few times the difference between bfloat16 and float32 on one device. A mesh rounds the
-    same
-    values to the same type, and rounds once more for each part of a sum.
+    same values to the same type, and rounds once more for each part of a sum.
     """
     model = Net(parts)
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -108,7 +108,7 @@ def staged_recipes(draw: st.DrawFn) -> Recipe:
 
 
 def check_price(plan: Plan, cluster: Cluster) -> None:
-    """Check that the plan, a plan of its specs without the recipe, and the order of its program agree on the time."""
+    """Check that the plan, a plan of its specs without the recipe, and the walk of its program agree on the time."""
     assert isinstance(plan.alternatives, Questions)
     assert isinstance(plan.alternatives.replan, PlanAgain)
     asked = plan.alternatives.replan.planned

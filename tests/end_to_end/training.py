@@ -28,8 +28,7 @@ def train(
     """Train in plain PyTorch with AdamW; the model returns its loss alone or under "loss".
 
     The default eps is 1e-4, not torch's 1e-8. If a true gradient is zero, such as a key bias in attention, AdamW
-    divides
-    rounding noise by its own size. Another order of summation would then move the parameter by up to lr.
+    divides rounding noise by its own size. Another order of summation would then move the parameter by up to lr.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, eps=eps)
     losses, gradients = [], {}

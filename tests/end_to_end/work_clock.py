@@ -123,8 +123,7 @@ def walk(phased: PhasedProgram, rig: Rig) -> list[Sent]:
 def hideable_s(plain: PhasedProgram, rig: Rig) -> float:
     """Return the seconds of communication that products of the same phase could hide in any order.
 
-    Products hide a collective if they neither need its result nor feed its input. A phase hides at most the
-    duration of
+    Products hide a collective if they neither need its result nor feed its input. A phase hides at most the duration of
     its products.
     """
     return sum(_hideable_s(graph_module.graph, plain, rig) for graph_module in plain.phases.values())

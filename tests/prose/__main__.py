@@ -43,6 +43,7 @@ ENFORCED = (
     "tests/checkpoints",
     "tests/end_to_end",
     "tests/kernels",
+    "tests/passes",
     "tests/prose",
     "tests/runtime",
     "tests/testing",

@@ -27,9 +27,8 @@ class Use:
 
     Args:
         name: the user's action, in a few words.
-        script: builds a model from a fixed seed, passes the model to `compile`, and returns numbers, such as
-            losses. The
-            numbers are equal on one device and compiled.
+        script: builds a model from a fixed seed, passes the model to `compile`, and returns numbers, such as losses.
+            The numbers are equal on one device and compiled.
         refused: a pattern of the `AutoshardError` that refuses the use, or None.
         processes: run on two Gloo ranks, not on the simulator.
         tolerance: the largest difference of a number, absolute and relative.

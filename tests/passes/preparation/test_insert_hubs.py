@@ -1,4 +1,4 @@
-"""Hubs: one place to reshard a value for all of its users."""
+"""A value with several users gets an identity node, the single place to reshard the value."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ hub_6: f32[4, 32] = hub(threshold_backward)"""
 
 
 def test_values_with_several_users_get_hubs() -> None:
-    """One before the first forward user, one more where several backward users follow."""
+    """A node stands before the first forward user, and a second node before several backward users."""
     program = InsertHubs()(Canonicalize()(trace(Perceptron(), (torch.randn(4, 16), torch.randn(4, 16)), {})))
     lines = [line for line in program.text().splitlines() if "= hub(" in line]
     assert "\n".join(lines) == GOLDEN
 
 
 def test_no_value_but_a_hub_has_two_users() -> None:
-    """Behind a hub every edge is private; scalars need none."""
+    """Only an inserted node has two users, so every other edge is private; scalars get no node."""
     program = InsertHubs()(Canonicalize()(trace(Perceptron(), (torch.randn(4, 16), torch.randn(4, 16)), {})))
     for node in program.graph.nodes:
         value = node.meta.get("val")
