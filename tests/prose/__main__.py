@@ -42,9 +42,11 @@ ENFORCED = (
     "autoshard/testing",
     "tests/checkpoints",
     "tests/end_to_end",
+    "tests/ir",
     "tests/kernels",
     "tests/passes",
     "tests/prose",
+    "tests/rules",
     "tests/runtime",
     "tests/testing",
 )
