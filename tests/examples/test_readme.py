@@ -1,4 +1,4 @@
-"""The first page runs as it is printed, in a clean folder."""
+"""The README runs as printed, in a clean folder."""
 
 import re
 import shlex
@@ -29,7 +29,7 @@ model = Words()
 tokens, targets = torch.randint(64, (2, 8, 4)).unbind()
 dataset = torch.utils.data.TensorDataset(*torch.randint(64, (2, 20, 4)).unbind())
 """
-"""Definitions that the first blocks use: a model that returns its loss, a batch and a dataset for it."""
+"""Definitions that the first blocks use: a model with a loss, a batch and a dataset."""
 
 
 def test_the_first_blocks_train(tmp_path: Path) -> None:
@@ -53,7 +53,7 @@ def test_the_readers_own_file_is_planned(tmp_path: Path) -> None:
 
 
 def test_the_commands_plan_and_price(tmp_path: Path) -> None:
-    """Each as printed, for the file above it and for a small config."""
+    """The printed commands run, for the file above them and for a small config."""
     (tmp_path / "mine.py").write_text(PYTHON[3])
     small = LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=8
