@@ -1,7 +1,8 @@
 """Every recipe of a small model on a small cluster, field by field: the reference of the search over recipes.
 
-The module does not use `passes.search.recipe_space`, and states the rules of docs/plans.md independently. Any value
-that `Recipe` and pricing accept counts as a recipe. A choice with several names appears several times.
+The module does not use `passes.search.recipe_space`, and states the rules of docs/explanation/how_plans_are_found.md
+independently. Any value that `Recipe` and pricing accept counts as a recipe. A choice with several names appears
+several times.
 """
 
 from __future__ import annotations

@@ -44,6 +44,7 @@ class PlannerOf:
             error.
         asked: the planned numbers of micro-batches, each with its sequences.
         ceiling: ceiling of all searches; the ceiling cuts after `cut_at` candidates.
+        traces: unused, because the stand-in traces nothing.
     """
 
     plans: Mapping[int, tuple[float, set[str], set[str]] | AutoshardError]
@@ -53,6 +54,7 @@ class PlannerOf:
     recipe: Recipe | None = None
     micro_batches: int = 1
     time_budget_s: float = 1.0
+    traces: Any = None
 
     def begun(self) -> tuple[PlannerOf, Ceiling]:
         return self, self.ceiling

@@ -39,7 +39,7 @@ def traced() -> Program:
 
 
 def test_canonical_programs_with_hubs_keep_their_values() -> None:
-    """Products without bias, repeated views and inserted identities keep their expressions."""
+    """Products without bias, repeated views and fan-outs keep their expressions."""
     prepared = prepare(traced())
     assert traced().text() != prepared.text()
     verify_preparation(traced(), prepared)
