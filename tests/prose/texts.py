@@ -23,7 +23,7 @@ _ITEM = re.compile(r"\A[\w*`\[\].]+(, [\w*`\[\].]+)*( \([^)]*\))?:\s+")
 _VALUE = re.compile(r"\A((\"[^\"]*\"|None|Default|\w+\(\.\.\.\))(, | or )?)+( \([^)]*\))?:\s+")
 _RULE = re.compile(r"[-=~^#+|:\s]+$")
 _ENDS = re.compile(r"(?<=[.?!])[\"')*]*\s+(?=[\"'(*]*[A-Z0-9`]|[\"'][a-z]|autoshard\b)")
-_ABBREVIATION = re.compile(r"(e\.g|i\.e|cf|vs|etc|al|Fig|Sec|Eq|No|resp|approx)\.$")
+_ABBREVIATION = re.compile(r"\b(e\.g|i\.e|cf|vs|etc|al|Fig|Sec|Eq|No|resp|approx)\.$")
 
 
 @dataclass(frozen=True, slots=True)

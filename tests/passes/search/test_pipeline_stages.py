@@ -1,4 +1,4 @@
-"""Which blocks a stage has, on which rank it is, and how long a pipeline takes."""
+"""Blocks and ranks of stages, and the time of a pipeline."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.cost_models.in_flight import peak_in_flight
 
 
 def test_blocks_are_shared_out_evenly_and_ends_lie_at_the_ends() -> None:
-    """The first stage has what comes before the blocks, the last what comes after."""
+    """Blocks are divided evenly; the first and the last stage have the layers before and after the blocks."""
     stages = share_out(("b",) * 10, Execution(pipeline=4))
     assert [dict(stage.layers).get("b") for stage in stages] == [2, 3, 3, 2]
     assert stages[0].layers[0] == ("before", 1)
@@ -27,7 +27,7 @@ def test_ends_count_as_blocks_where_they_are_split() -> None:
 
 
 def test_given_counts_are_kept() -> None:
-    """And must be as many as there are blocks."""
+    """Given counts of blocks are kept, and must sum to the blocks."""
     stages = share_out(("b",) * 5, Execution(pipeline=2, stage_layers=(4, 1)))
     assert [dict(stage.layers)["b"] for stage in stages] == [4, 1]
     with pytest.raises(RecipeError, match="shares out 5 blocks; the model has 6"):
@@ -56,6 +56,6 @@ def test_stages_hold_what_their_schedule_has_in_flight(schedule: str) -> None:
 
 
 def test_micro_batches_that_a_schedule_does_not_take_are_refused() -> None:
-    """The message says what it takes."""
+    """A number of micro-batches outside of a schedule is refused with the allowed numbers."""
     with pytest.raises(RecipeError, match="pipeline=4, virtual_stages=2: Interleaved1F1B on ranks=4 takes micro-b"):
         stages_time([StageTimes(1.0, 1.0, 1.0)] * 8, Execution(pipeline=4, virtual_stages=2, global_batch=9))

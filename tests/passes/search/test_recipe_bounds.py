@@ -1,4 +1,4 @@
-"""Bounds lie below what they bound."""
+"""Lower bounds of recipes are at most the prices."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_no_step_is_shorter_than_its_floors(name: str, drawn: Execution, ranks: 
 
 @pytest.mark.parametrize("name", list(MODELS))
 def test_no_recipe_takes_less_memory_than_the_floors_of_its_layout_and_pipeline(name: str) -> None:
-    """Any schedule and sharding take at least the floor of their layout; once these are known, bounds are the price."""
+    """A layout's floor of memory bounds every schedule and sharding, and a complete bound equals the price."""
     counted = MODELS[name]
     pricer = RecipePricer(counted, Cluster("h100_sxm", 2, 2))
     base = under(Execution(global_batch=8), master_weights=True, gradient_dtype="bf16")
