@@ -279,7 +279,7 @@ class Plan:
         """Return a cost of this plan as an expression in sizes of inputs, numbers of blocks and sizes of mesh axes.
 
         The first call traces and lowers the model at a few more sizes. Specs stay the plan's own. The page is
-        docs/formulas.md.
+        docs/reference/formulas.md.
 
         Args:
             name: "step_flops", "rank_flops", "communication_bytes" (of one axis: "communication_bytes_data"),

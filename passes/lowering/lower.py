@@ -29,7 +29,6 @@ from autoshard.rules.fan_out import fan_out
 from passes.lowering.bound_rules import BoundRules
 from passes.strategies.enumerate_strategies import operands_of, resolve
 from passes.strategies.local_tracer import LocalTracer
-from passes.strategies.match_strategy import match_strategy
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +160,7 @@ class _Lowering:
 
     def _lower_call(self, node: fx.Node) -> None:
         rule, node_plan = self.rules.of_call(node), self._node_plan(node)
-        strategy = match_strategy(rule, self.plan.mesh, node_plan, node.name)
+        strategy = self.rules.strategy(node, self.plan.mesh, node_plan)
         specs = iter(strategy.inputs)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: self._argument(argument, specs))
         if node.target in _STRIDED:

@@ -58,7 +58,7 @@ def lower_prepared(
 ) -> PhasedProgram:
     """`lower_program` for a program from `prepare_for`. The result runs, and predictions are read off it."""
     options = replace(options, plan=plan, cluster=cluster, memory_bytes=_room_of(prepared, plan))
-    phased = run_at(Moment.LOWERED, prepared, options)
+    phased = run_at(Moment.LOWERED, prepared if options.lowered is None else options.lowered, options)
     return overlapped(phased, options) if options.with_overlap else phased
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from autoshard.ir.lowered import LoweredProgram
 from autoshard.ir.plan import Plan
 from autoshard.ir.reshard import StepCost
 from cost_models.device import Device
@@ -36,6 +37,7 @@ class LoweringOptions:
         micro_batches: micro-batches of a training step; values of parameters alone are computed once for all of them.
         load: for a stage of a pipeline, memory on its rank beside the stage.
         on_pass: observer of every pass, including preparation, which then runs anew.
+        lowered: the result of `Lower` for the plan, if it is known.
         plan: the plan. `lower_program` sets it and the fields below.
         cluster: hardware, which decides between reshards of equal effect. None decides by bytes sent.
         memory_bytes: memory limit of each rank; None: the program's peak before each pass.
@@ -52,6 +54,7 @@ class LoweringOptions:
     micro_batches: int = 1
     load: StageLoad = ONE_STAGE
     on_pass: OnPass | None = None
+    lowered: LoweredProgram | None = None
     plan: Plan | None = None
     cluster: Cluster | None = None
     memory_bytes: float | None = None

@@ -73,7 +73,7 @@ ORDER: Sequence[tuple[Moment, MakePass]] = (
     (Moment.TRACED, lambda _: JoinGelu()),
     (Moment.TRACED, lambda _: InsertFanOuts()),
     (Moment.PLANNED, lambda o: InsertRecompute(o.decided.recompute.nodes, o.decided.offload.nodes)),
-    (Moment.LOWERED, lambda o: Lower(o.decided, o.step_cost)),
+    (Moment.LOWERED, lambda o: Lower(o.decided, o.step_cost) if o.lowered is None else None),
     (Moment.LOWERED, _fuse_kernels),
     (Moment.LOWERED, lambda o: SplitPhases(o.saves_least)),
     (Moment.LOWERED, lambda o: Hoist(o.micro_batches, NodeTime(o.decided.mesh, o.cluster), o.memory_bytes, o.load)),

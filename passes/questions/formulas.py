@@ -38,7 +38,7 @@ QUANTITIES = (
     *("step_flops", "rank_flops", COMMUNICATION, "parameters", "parameter_bytes", "gradient_bytes", "optimizer_bytes"),
     *("activation_bytes", "tokens"),
 )
-"""Names of formulas, explained in docs/formulas.md."""
+"""Names of formulas, explained in docs/reference/formulas.md."""
 
 _OF_MODEL = ("step_flops", "parameters", "tokens")
 """Quantities of the whole model; all others are per rank, averaged over stages."""

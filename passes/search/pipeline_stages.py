@@ -27,9 +27,9 @@ Floats = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage: how often it has each section."""
+    """A stage: how often it has each layer class."""
 
-    sections: tuple[tuple[str, int], ...]
+    layers: tuple[tuple[str, int], ...]
 
 
 def share_out(blocks: Sequence[str], recipe: Execution) -> tuple[Stage, ...]:
@@ -78,23 +78,23 @@ def even_blocks(blocks: int, stages: int, *, split_ends: bool = False) -> tuple[
     return tuple(counts)
 
 
-def rank_sections(stages: Sequence[Stage], recipe: Execution) -> list[dict[str, int]]:
-    """By pipeline rank, how often it has each section, as its schedule lays the stages out."""
+def rank_layers(stages: Sequence[Stage], recipe: Execution) -> list[dict[str, int]]:
+    """By pipeline rank, how often it has each layer class, as its schedule lays the stages out."""
     held: list[dict[str, int]] = [{} for _ in range(recipe.pipeline)]
     owners = stage_ranks(recipe.chosen_schedule, recipe.pipeline, recipe.virtual_stages)
     for stage, owner in zip(stages, owners, strict=True):
-        for name, count in stage.sections:
+        for name, count in stage.layers:
             held[owner][name] = held[owner].get(name, 0) + count
     return held
 
 
 def rank_counts(names: Sequence[str], stages: Sequence[Stage], recipe: Execution) -> Floats:
-    """How often each pipeline rank has each section, [ranks, sections]."""
-    return np.array([section_counts(names, held.items()) for held in rank_sections(stages, recipe)])
+    """How often each pipeline rank has each layer class, [ranks, classes]."""
+    return np.array([layer_counts(names, held.items()) for held in rank_layers(stages, recipe)])
 
 
-def section_counts(names: Sequence[str], held: Iterable[tuple[str, int]]) -> Floats:
-    """How often a rank or stage has each section, in the order of `names`."""
+def layer_counts(names: Sequence[str], held: Iterable[tuple[str, int]]) -> Floats:
+    """How often a rank or stage has each layer class, in the order of `names`."""
     counts = dict(held)
     return np.array([counts.get(name, 0) for name in names], dtype=float)
 

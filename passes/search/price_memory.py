@@ -8,9 +8,9 @@
   or come, and its neighbour.
 * What the update needs beside them, in place of activations where it is more: gradients in float32, for master weights.
 * Workspace: the most that one kernel reads and writes of what is not kept: of logits that are kept their gradient, of
-  other values a gradient and what is made of it. One section at a time has it, and what is computed again.
+  other values a gradient and what is made of it. One layer class at a time has it, and what is computed again.
 
-All ranks of a pipeline, and all pipelines of a search, are counted at once: arrays are [..., ranks, sections].
+All ranks of a pipeline, and all pipelines of a search, are counted at once: arrays are [..., ranks, classes].
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from autoshard.ir.execution import Execution
 from cost_models.memory import MOMENTS
 from passes.search.layers.fold_program import AFTER, BEFORE
-from passes.search.layers.price_layers import SectionPrice
+from passes.search.layers.price_layers import LayerPrice
 from passes.search.pipeline_stages import Floats, Stage, rank_counts
 from passes.search.price_ends import GRADIENT_BYTES, WEIGHT_BYTES
 from passes.search.recipe_groups import Groups
@@ -43,13 +43,13 @@ class MemoryPrice:
 
 
 class HeldBytes(NamedTuple):
-    """Bytes of sections under a recipe, [sections].
+    """Bytes of layer classes under a recipe, [classes].
 
     Args:
         kept, away: for a micro-batch, on the device and on the host.
         parameters, gradients, state: of parameters that lie there all the time.
         gathered: of a block and its neighbour, by ZeRO-3.
-        again, workspace: while the section runs backward.
+        again, workspace: while the layer class runs backward.
         update: of the float32 copy of gradients that master weights are updated with.
     """
 
@@ -64,8 +64,8 @@ class HeldBytes(NamedTuple):
     update: Floats
 
 
-def held_bytes(sizes: Mapping[str, SectionPrice], recipe: Execution, groups: Groups) -> HeldBytes:
-    """The bytes of each section, in the order of `sizes`."""
+def held_bytes(sizes: Mapping[str, LayerPrice], recipe: Execution, groups: Groups) -> HeldBytes:
+    """The bytes of each layer class, in the order of `sizes`."""
     rows = []
     widens = recipe.runtime.master_weights and recipe.runtime.gradient_dtype != "f32"
     for name, size in sizes.items():
@@ -88,8 +88,8 @@ def memory_parts(held: HeldBytes, counts: Floats, in_flight: Floats) -> dict[str
     """Bytes of each pipeline rank by what they are, [..., ranks].
 
     Args:
-        held: of each section.
-        counts: how often each rank has each section, [..., ranks, sections].
+        held: of each layer class.
+        counts: how often each rank has each layer class, [..., ranks, classes].
         in_flight: micro-batches that each of its stages holds at its peak, [..., ranks].
     """
 
@@ -117,7 +117,7 @@ def memory_parts(held: HeldBytes, counts: Floats, in_flight: Floats) -> dict[str
 
 
 def memory_price(
-    sizes: Mapping[str, SectionPrice],
+    sizes: Mapping[str, LayerPrice],
     stages: Sequence[Stage],
     recipe: Execution,
     groups: Groups,
@@ -126,8 +126,8 @@ def memory_price(
     """The memory of the fullest pipeline rank.
 
     Args:
-        sizes: of each section.
-        stages: how often each stage has each section.
+        sizes: of each layer class.
+        stages: how often each stage has each layer class.
         recipe: what is kept, sharded and computed again.
         groups: how many ranks share.
         in_flight: by pipeline rank, micro-batches that each of its stages holds at its peak.
@@ -139,7 +139,7 @@ def memory_price(
 
 
 def host_bytes(
-    sizes: Mapping[str, SectionPrice], stages: Sequence[Stage], recipe: Execution, in_flight: Sequence[float]
+    sizes: Mapping[str, LayerPrice], stages: Sequence[Stage], recipe: Execution, in_flight: Sequence[float]
 ) -> int:
     """Bytes that lie on the host for the rank that has most there; see `memory_price`."""
     if recipe.offload != "activations":
@@ -165,8 +165,8 @@ def state_bytes(elements: Any, shards: Any, recipe: Execution) -> dict[str, Any]
     }
 
 
-def kept_bytes(price: SectionPrice, recipe: Execution, *, is_block: bool) -> int:
-    """Bytes that a micro-batch keeps of a section, on the device or on the host."""
+def kept_bytes(price: LayerPrice, recipe: Execution, *, is_block: bool) -> int:
+    """Bytes that a micro-batch keeps of a layer class, on the device or on the host."""
     if recipe.recompute == "none" or not is_block:
         return price.saved_bytes
     return price.entering_bytes if recipe.recompute == "full" else price.saved_bytes - price.core_bytes

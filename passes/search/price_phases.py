@@ -1,4 +1,4 @@
-"""What a phase of a section takes for one micro-batch: on the device, with its collectives, and on the host.
+"""What a phase of a layer class takes for one micro-batch: on the device, with its collectives, and on the host.
 
 Collectives run beside computation of their own: those of the tensor axis beside products of weight gradients, those of
 the context axis beside attention, experts' beside what is left of all computation, of another micro-batch. The host
@@ -82,7 +82,7 @@ def phase_time(
     """Times of a phase for one micro-batch.
 
     Args:
-        phase: the phase of a section.
+        phase: the phase of a layer class.
         recipe, groups, cluster: as it runs.
         done: computation that is done already, and is left out.
     """

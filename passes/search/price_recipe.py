@@ -1,4 +1,4 @@
-"""Price a recipe: from the prices of a model's sections to the time and memory of a training step.
+"""Price a recipe: from the prices of a model's layer classes to the time and memory of a training step.
 
 1. Blocks are shared out over the pipeline's stages (`pipeline_stages`). Blocks of one kind are priced once.
 2. What a stage takes for one micro-batch is its computation and the communication that nothing hides: of collectives of
@@ -24,8 +24,8 @@ from cost_models.hardware import Cluster
 from cost_models.order_times import StageTimes
 from cost_models.streams import beside, slowed
 from passes.search.layers.fold_program import AFTER, BEFORE
-from passes.search.layers.price_layers import Busy, PhasePrice, SectionPrice
-from passes.search.pipeline_stages import Stage, cuts_backward, rank_sections, stages_time
+from passes.search.layers.price_layers import Busy, LayerPrice, PhasePrice
+from passes.search.pipeline_stages import Stage, cuts_backward, rank_layers, stages_time
 from passes.search.price_ends import GRADIENT_BYTES, WEIGHT_BYTES, EndLoad, end_times
 from passes.search.price_memory import kept_bytes
 from passes.search.price_phases import PhaseTime, phase_time
@@ -36,8 +36,8 @@ HOST = "the host"
 
 
 @dataclass(frozen=True, slots=True)
-class SectionTime:
-    """Seconds of a section, once, with what is hidden taken off.
+class LayerTime:
+    """Seconds of a layer class, once, with what is hidden taken off.
 
     Args:
         forward_s, backward_s: of the passes, the backward without what it recomputes.
@@ -54,10 +54,8 @@ class SectionTime:
     communication: Mapping[str, float]
 
 
-def section_time(
-    price: SectionPrice, recipe: Execution, groups: Groups, cluster: Cluster, *, is_block: bool
-) -> SectionTime:
-    """The time of a section for one micro-batch."""
+def layer_time(price: LayerPrice, recipe: Execution, groups: Groups, cluster: Cluster, *, is_block: bool) -> LayerTime:
+    """The time of a layer class for one micro-batch."""
     forward, backward = (phase_time(phase, recipe, groups, cluster) for phase in (price.forward, price.backward))
     gathers, copies = sharded_time(price, recipe, groups), copies_time(price, recipe, cluster, is_block=is_block)
     adding_s = memory_time(accumulation_bytes(price, recipe), cluster.device)
@@ -69,16 +67,14 @@ def section_time(
     for part in (forward.communication, there.exposed, backward.communication, again.communication, back.exposed):
         for name, value in part.items():
             communication[name] = communication.get(name, 0.0) + value
-    return SectionTime(
+    return LayerTime(
         there.total_s, back.total_s + adding_s - again.total_s, again.total_s,
         back.first_s - again.total_s, backward.weight_gradient_s + adding_s, communication,
     )  # fmt: skip
 
 
-def _recomputed(
-    price: SectionPrice, recipe: Execution, groups: Groups, cluster: Cluster, *, is_block: bool
-) -> PhaseTime:
-    """What a section's backward computes again."""
+def _recomputed(price: LayerPrice, recipe: Execution, groups: Groups, cluster: Cluster, *, is_block: bool) -> PhaseTime:
+    """What a layer class's backward computes again."""
     if not is_block or recipe.recompute == "none":
         return _NOTHING
     if recipe.recompute == "selective":
@@ -105,23 +101,24 @@ def _passing(busy_s: float, first_s: float, gather_s: float, copy_s: float, reci
     """
     overlaps = recipe.runtime.overlap_parameters if recipe.zero == 3 else recipe.runtime.overlap_gradients
     before_s, beside_s = (0.0, gather_s) if overlaps else (gather_s, 0.0)
-    longest_s = max(beside_s, copy_s)
+    waited_s = 0.0 if recipe.runtime.overlap_offload else copy_s
+    longest_s = max(beside_s, copy_s - waited_s)
     total_s, gathered_s = (beside(before_s + busy_s, seconds) for seconds in (longest_s, beside_s))
     first_s = max(longest_s, before_s + first_s + slowed(before_s + busy_s, longest_s))
-    copied = {HOST: total_s - gathered_s} if copy_s else {}
-    return _PassTimes(total_s, first_s, {"data": gathered_s - busy_s, **copied})
+    copied = {HOST: total_s + waited_s - gathered_s} if copy_s else {}
+    return _PassTimes(total_s + waited_s, first_s + waited_s, {"data": gathered_s - busy_s, **copied})
 
 
-def copies_time(price: SectionPrice, recipe: Execution, cluster: Cluster, *, is_block: bool) -> tuple[float, float]:
-    """Seconds in which what a section keeps goes to the host, and comes back; the ends' stays on the device."""
+def copies_time(price: LayerPrice, recipe: Execution, cluster: Cluster, *, is_block: bool) -> tuple[float, float]:
+    """Seconds in which what a layer class keeps goes to the host, and comes back; the ends' stays on the device."""
     if recipe.offload != "activations" or not is_block:
         return 0.0, 0.0
     kept = kept_bytes(price, recipe, is_block=True)
     return (cluster.device.to_host_time(kept), cluster.device.from_host_time(kept)) if kept else (0.0, 0.0)
 
 
-def sharded_time(price: SectionPrice, recipe: Execution, groups: Groups) -> tuple[float, float]:
-    """Seconds of gathering a section's parameters in the forward, and again with reducing their gradients after.
+def sharded_time(price: LayerPrice, recipe: Execution, groups: Groups) -> tuple[float, float]:
+    """Seconds of gathering a layer class's parameters in the forward, and again with reducing their gradients after.
 
     ZeRO-3 gathers; ZeRO-2 reduces too, where there are several micro-batches (`Execution.reduces_each`). Experts are
     shared out among the ranks that hold the same ones. Where collectives take lists, each matrix is gathered by
@@ -150,12 +147,12 @@ class Step:
     """A step: its time, and where the time goes; each is found when it is read first.
 
     Args:
-        sections: the price of each section.
-        stages: how often each stage has each section.
+        layers: the price of each layer class.
+        stages: how often each stage has each layer class.
         recipe, groups, cluster: as it runs.
     """
 
-    sections: Mapping[str, SectionPrice]
+    layers: Mapping[str, LayerPrice]
     stages: Sequence[Stage]
     recipe: Execution
     groups: Groups
@@ -193,18 +190,17 @@ class Step:
         return stages_time(self.stage_times, self.recipe)
 
     @cached_property
-    def times(self) -> Mapping[str, SectionTime]:
-        """Times of the sections."""
+    def times(self) -> Mapping[str, LayerTime]:
+        """Times of the layer classes."""
         parts = (self.recipe, self.groups, self.cluster)
         return {
-            name: section_time(price, *parts, is_block=name not in (BEFORE, AFTER))
-            for name, price in self.sections.items()
+            name: layer_time(price, *parts, is_block=name not in (BEFORE, AFTER)) for name, price in self.layers.items()
         }
 
     @cached_property
     def send_s(self) -> float:
         """Seconds of a hand-over."""
-        return send_time(self.sections, self.recipe, self.groups)
+        return send_time(self.layers, self.recipe, self.groups)
 
     @cached_property
     def stage_times(self) -> Sequence[StageTimes]:
@@ -213,8 +209,8 @@ class Step:
         return [known[stage] for stage in self.stages]
 
     def _stage_times(self, stage: Stage) -> StageTimes:
-        def total(part: Callable[[SectionTime], float]) -> float:
-            return sum(part(self.times[name]) * count for name, count in stage.sections)
+        def total(part: Callable[[LayerTime], float]) -> float:
+            return sum(part(self.times[name]) * count for name, count in stage.layers)
 
         forward_s, again_s = total(lambda time: time.forward_s), total(lambda time: time.recompute_s)
         if not cuts_backward(self.recipe):
@@ -224,8 +220,8 @@ class Step:
 
     @cached_property
     def ranks(self) -> Sequence[Mapping[str, int]]:
-        """How often each pipeline rank has each section."""
-        return rank_sections(self.stages, self.recipe)
+        """How often each pipeline rank has each layer class."""
+        return rank_layers(self.stages, self.recipe)
 
     @cached_property
     def end(self) -> Mapping[str, float]:
@@ -235,7 +231,7 @@ class Step:
         return max(ends, key=lambda parts: sum(parts.values()))
 
     def _load_of(self, counts: Iterable[tuple[str, int]]) -> EndLoad:
-        mine = [(self.sections[name], self.times[name], count) for name, count in counts]
+        mine = [(self.layers[name], self.times[name], count) for name, count in counts]
         return EndLoad(
             dense=sum(price.parameters * count for price, _, count in mine),
             expert=sum(price.expert_parameters * count for price, _, count in mine),
@@ -244,11 +240,11 @@ class Step:
         )
 
 
-def send_time(sections: Mapping[str, SectionPrice], recipe: Execution, groups: Groups) -> float:
+def send_time(layers: Mapping[str, LayerPrice], recipe: Execution, groups: Groups) -> float:
     """Seconds of handing a block's input to the next stage; each tensor rank sends its part (Narayanan et al. 2021)."""
     if recipe.pipeline == 1:
         return 0.0
-    whole = max(price.entering_bytes for name, price in sections.items() if name not in (BEFORE, AFTER))
+    whole = max(price.entering_bytes for name, price in layers.items() if name not in (BEFORE, AFTER))
     part = whole if recipe.sequence_parallel else whole / recipe.tensor
     group = groups.neighbours
     link = group.inter if group.inter is not None else group.intra
@@ -259,7 +255,7 @@ def send_time(sections: Mapping[str, SectionPrice], recipe: Execution, groups: G
     return sent
 
 
-def accumulation_bytes(price: SectionPrice, recipe: Execution) -> float:
+def accumulation_bytes(price: LayerPrice, recipe: Execution) -> float:
     """Bytes moved to add a micro-batch's gradients to those before it, or to lay out those that are reduced at once.
 
     Gradients come in two bytes an element and are added to a sum that is read and written. FSDP copies them into its
@@ -272,12 +268,11 @@ def accumulation_bytes(price: SectionPrice, recipe: Execution) -> float:
     return elements * (2 + 2 * gradient) if recipe.micro_batches > 1 else 0.0
 
 
-def model_flops(sections: Mapping[str, SectionPrice], blocks: Sequence[str], recipe: Execution) -> float:
+def model_flops(layers: Mapping[str, LayerPrice], blocks: Sequence[str], recipe: Execution) -> float:
     """FLOPs of products and attention in a step on one rank, nothing recomputed."""
     names = [BEFORE, *blocks, AFTER]
     counts = {name: names.count(name) for name in dict.fromkeys(names)}
     per_micro = math.fsum(
-        (sections[name].forward.busy.flops + sections[name].backward.busy.flops) * count
-        for name, count in counts.items()
+        (layers[name].forward.busy.flops + layers[name].backward.busy.flops) * count for name, count in counts.items()
     )
     return per_micro * recipe.micro_batches / recipe.pipeline

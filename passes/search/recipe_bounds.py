@@ -1,7 +1,7 @@
-"""Lower bounds on the step of recipes, from the prices of their sections.
+"""Lower bounds on the step of recipes, from the prices of their layer classes.
 
-A section takes f seconds forward and b backward for one micro-batch, with exposed communication and recomputation. A
-step has m micro-batches. Pipeline rank r has section counts c(r); h(r) counts the sections before its first stage.
+A layer class takes f seconds forward and b backward for one micro-batch, with exposed communication and recomputation.
+A step has m micro-batches. Pipeline rank r has counts c(r) of each class; h(r) counts those before its first stage.
 
 1. *Mean.* Some of P ranks has at least the mean work, m sum(f + b) / P. No micro-batch takes less than its forward and
    its gradients of inputs through all stages.
@@ -29,17 +29,17 @@ from autoshard.ir.execution import Execution
 from cost_models.hardware import Cluster
 from cost_models.schedule_orders import most_in_flight
 from passes.search.layers.fold_program import AFTER, BEFORE
-from passes.search.layers.price_layers import SectionPrice
-from passes.search.pipeline_stages import Floats, cuts_backward, rank_counts, section_counts, share_out
-from passes.search.price_recipe import section_time
+from passes.search.layers.price_layers import LayerPrice
+from passes.search.pipeline_stages import Floats, cuts_backward, layer_counts, rank_counts, share_out
+from passes.search.price_recipe import layer_time
 from passes.search.recipe_groups import Groups
 from passes.search.recipe_space import Pipe
 
 ROUNDING = 1.0 - 1e-9
 
 
-class SectionTable(NamedTuple):
-    """Sections under a recipe, for one micro-batch, in the order of their names, [sections].
+class LayerTable(NamedTuple):
+    """Layer classes under a recipe, for one micro-batch, in the order of their names, [classes].
 
     Args:
         forward, backward: seconds; backward with what is recomputed.
@@ -54,27 +54,25 @@ class SectionTable(NamedTuple):
     expert: Floats
 
 
-def section_table(
-    sections: Mapping[str, SectionPrice], recipe: Execution, groups: Groups, cluster: Cluster
-) -> SectionTable:
-    """The table of a recipe's sections."""
+def layer_table(layers: Mapping[str, LayerPrice], recipe: Execution, groups: Groups, cluster: Cluster) -> LayerTable:
+    """The table of a recipe's layer classes."""
     rows = []
-    for name, price in sections.items():
+    for name, price in layers.items():
         is_block = name not in (BEFORE, AFTER)
-        time = section_time(price, recipe, groups, cluster, is_block=is_block)
+        time = layer_time(price, recipe, groups, cluster, is_block=is_block)
         backward = time.backward_s + time.recompute_s
         first = min(backward, time.input_gradient_s + time.recompute_s)
         rows.append((time.forward_s, backward, first, price.parameters, price.expert_parameters))
-    return SectionTable(*np.array(rows, dtype=float).T)
+    return LayerTable(*np.array(rows, dtype=float).T)
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Places of sections in pipelines of as many ranks.
+    """Places of layer classes in pipelines of as many ranks.
 
     Args:
-        counts: how often each rank has each section, [pipes, ranks, sections].
-        before: how often sections come before the rank's first stage, [pipes, ranks, sections].
+        counts: how often each rank has each layer class, [pipes, ranks, classes].
+        before: how often layer classes come before the rank's first stage, [pipes, ranks, classes].
         is_whole: whether the schedule does not cut backwards in two, [pipes, 1].
     """
 
@@ -85,7 +83,7 @@ class Places:
 
 @lru_cache(maxsize=1024)
 def places_of(names: tuple[str, ...], blocks: tuple[str, ...], pipes: tuple[Pipe, ...]) -> Places:
-    """The places of sections, in the order of `names`, in pipelines of a model with some blocks."""
+    """The places of layer classes, in the order of `names`, in pipelines of a model with some blocks."""
     counts, before, is_whole = zip(*(_place(names, blocks, pipe) for pipe in pipes), strict=True)
     return Places(np.array(counts, dtype=float), np.array(before, dtype=float), np.array(is_whole)[:, None])
 
@@ -95,12 +93,12 @@ def _place(names: tuple[str, ...], blocks: tuple[str, ...], pipe: Pipe) -> tuple
     """The entries of `Places` of one pipeline."""
     recipe = pipe.recipe(len(blocks))
     stages = share_out(blocks, recipe)
-    passed = np.cumsum([section_counts(names, stage.sections) for stage in stages], axis=0)
+    passed = np.cumsum([layer_counts(names, stage.layers) for stage in stages], axis=0)
     before = np.concatenate([np.zeros((1, len(names))), passed])[: pipe.pipeline]
     return rank_counts(names, stages, recipe), before, not cuts_backward(recipe)
 
 
-def path_times(table: SectionTable, places: Places, send_s: float, micro_batches: int) -> Floats:
+def path_times(table: LayerTable, places: Places, send_s: float, micro_batches: int) -> Floats:
     """Seconds of the longest path of a rank before its ends, [pipes]."""
     hops = np.arange(float(places.counts.shape[1])) * send_s
     entering = places.before @ table.forward + hops

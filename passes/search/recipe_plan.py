@@ -71,10 +71,10 @@ def recipe_plan(
 def predict_recipe(priced: CountedModel, recipe: Execution, cluster: Cluster) -> Prediction:
     """What a step takes under a recipe, on the fullest rank. See `recipe_plan`."""
     groups, stages = recipe_groups(recipe, cluster), share_out(priced.blocks, recipe)
-    sections = priced.section_prices(recipe, cluster)
-    step = Step(sections, stages, recipe, groups, cluster)
+    layers = priced.layer_prices(recipe, cluster)
+    step = Step(layers, stages, recipe, groups, cluster)
     step_s = step.time_s
-    memory = memory_price(sections, stages, recipe, groups, in_flight(recipe))
+    memory = memory_price(layers, stages, recipe, groups, in_flight(recipe))
     _host_bytes(priced, recipe, cluster)
     peak_flops_per_s = cluster.device.peak("bf16" if recipe.precision == "f8" else recipe.precision)
     uncertainty = step_time_uncertainty(EIGHT_BITS if recipe.precision == "f8" else RECIPES)
@@ -84,7 +84,7 @@ def predict_recipe(priced: CountedModel, recipe: Execution, cluster: Cluster) ->
         breakdown=step.breakdown,
         memory_breakdown=memory.parts,
         tokens_per_s=priced.tokens * recipe.batch / step_s if priced.tokens else None,
-        mfu=model_flops(sections, priced.blocks, recipe) / peak_flops_per_s / step_s,
+        mfu=model_flops(layers, priced.blocks, recipe) / peak_flops_per_s / step_s,
         overlaps=True,
         step_time_interval_s=None if uncertainty is None else uncertainty.interval(step_s),
         interval_coverage=None if uncertainty is None else uncertainty.coverage,
@@ -96,7 +96,7 @@ def _host_bytes(priced: CountedModel, recipe: Execution, cluster: Cluster) -> in
     if recipe.offload != "activations":
         return 0
     stages, share = share_out(priced.blocks, recipe), cluster.host_bytes_per_device
-    size = host_bytes(priced.section_prices(recipe, cluster), stages, recipe, in_flight(recipe))
+    size = host_bytes(priced.layer_prices(recipe, cluster), stages, recipe, in_flight(recipe))
     if share is not None and size > share:
         raise RecipeError(
             f"offload={recipe.offload!r} takes {format_bytes(size)} of the host's memory for each device of "
@@ -140,9 +140,9 @@ def _node_plans(priced: PricedModel, layouts: Mapping[str, AxisLayout]) -> dict[
         return tuple(combined(dict(zip(found, specs, strict=True))) for specs in zip(*found.values(), strict=True))
 
     nodes = {}
-    for name, section in priced.folded.section_of.items():
+    for name, layer in priced.folded.layer_of.items():
         known = {axis: layout for axis, layout in layouts.items() if name in layout.results}
-        if section and known:
+        if layer and known:
             inputs, outputs = (
                 each({axis: getattr(layout, part).get(name, ()) for axis, layout in known.items()})
                 for part in ("operands", "results")

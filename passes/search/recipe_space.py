@@ -3,7 +3,7 @@
 A recipe of the space is a choice in four steps, every one of which is data here:
 
 1. a `Layout`: sizes of `tensor`, `context`, `expert`, `expert_tensor`, whether activations are split over `tensor`
-   between split regions, and the micro-batch. It decides what a section of the model takes and keeps;
+   between split regions, and the micro-batch. It decides what a layer class of the model takes and keeps;
 2. an `ActivationPolicy`: whether values of blocks are computed again (`recompute`), or lie on the host (`offload`);
 3. a `Pipe`: the number of pipeline ranks, schedule, virtual stages, and how blocks are shared out: evenly, or evenly
    with the ends counted as blocks. What devices are left are `data`;

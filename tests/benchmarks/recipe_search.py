@@ -6,7 +6,7 @@ Run: python -m tests.benchmarks.recipe_search --out runs.jsonl [--sources mosaic
 For each run the recipe that was published is priced, and the fastest recipe searched for the same model, cluster and
 batch, with what the software did where that is no choice of a recipe (precision, overlap, fused kernels) held fast. A
 found recipe must not be priced above the published one, if that fits in memory by our count. Runs of one *task*
-(model, cluster, batch, and what is held fast) share one search; tasks of one model its trace and what its sections
+(model, cluster, batch, and what is held fast) share one search; tasks of one model its trace and what its layer classes
 cost. Each run is kept when it is done; those that are there are not done again.
 """
 

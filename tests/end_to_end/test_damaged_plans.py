@@ -48,7 +48,7 @@ def place(found: dict[str, Any], spec: str) -> None:
 
 
 def test_a_parameter_moved_by_hand(data: dict[str, Any], tmp_path: Path) -> None:
-    """A parameter edited at the three places that docs/plans.md names lies there, and the numbers are the model's."""
+    """A parameter edited at the three places of docs/reference/plans.md lies there, with the model's numbers."""
     path = edited(data, tmp_path / "plan.json", lambda found: place(found, "P('model')"))
     sharded = autoshard.compile(small(), MESH, plan=path)
     torch.testing.assert_close(sharded(X), small()(X))

@@ -52,7 +52,7 @@ class Chains:
         return [item for item in readers_of(node, index) if not self._is_remade(node, item)]
 
     def operands(self, chain: Sequence[fx.Node]) -> tuple[tuple[fx.Node, int], ...]:
-        """Calls of a chain in one section, each with the place of an operand that the chain reads.
+        """Calls of a chain in one layer class, each with the place of an operand that the chain reads.
 
         These are all that the chain does not make, those that it makes again too. Each is read once.
         """
@@ -106,19 +106,10 @@ class Chains:
         return node.name in self.remade and reader.meta["phase"] == "backward"
 
     def _joins(self, node: fx.Node, reader: fx.Node) -> bool:
-        same = self.folded.section_of.get(node.name) == self.folded.section_of.get(reader.name)
+        same = self.folded.layer_of.get(node.name) == self.folded.layer_of.get(reader.name)
         is_near = same and node.meta["phase"] == reader.meta["phase"]
         return is_near and _is_memory_bound(reader) and reader.name in self.working
 
-
-_ENDS = frozenset({
-    aten._softmax.default, aten._softmax_backward_data.default, aten.native_layer_norm.default,
-    aten.native_layer_norm_backward.default, aten._fused_rms_norm.default, aten._fused_rms_norm_backward.default,
-    aten.sum.dim_IntList, aten.embedding.default, aten.embedding_dense_backward.default, aten.index_select.default,
-    aten.index_add.default, aten.topk.default, aten.sort.default, aten.scatter.src,
-    torch.ops.autoshard.cross_entropy.default, torch.ops.autoshard.cross_entropy_backward.default,
-})  # fmt: skip
-"""Memory-bound operators that nothing is fused behind: they end a chain, or stand alone."""
 
 _ALONE = frozenset({
     aten.native_layer_norm.default, aten.native_layer_norm_backward.default, aten._fused_rms_norm.default,
@@ -126,7 +117,10 @@ _ALONE = frozenset({
     aten.index_select.default, aten.index_add.default, aten.topk.default, aten.sort.default, aten.scatter.src,
     aten.sum.dim_IntList, torch.ops.autoshard.cross_entropy.default, torch.ops.autoshard.cross_entropy_backward.default,
 })  # fmt: skip
-"""Those of them that stand alone."""
+"""Memory-bound operators that are in no chain."""
+
+_ENDS = frozenset({aten._softmax.default, aten._softmax_backward_data.default})
+"""Operators of chains that nothing is fused behind."""
 
 
 def _is_memory_bound(node: fx.Node) -> bool:

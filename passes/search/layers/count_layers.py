@@ -1,7 +1,7 @@
 """Write down what a folded program does, as data from which a recipe's cost is arithmetic.
 
 Of every call that does work it keeps the operator, its tensors with sizes linear in the batch, and along which dims the
-recipe's axes split them; of every axis, its collectives; of every section, what the forward saves for the backward.
+recipe's axes split them; of every axis, its collectives; of every layer class, what the forward saves for the backward.
 
 Kernels are the program's calls, with these exceptions, which hold for the libraries that people train with:
 * a bias is added by the product before it (cuBLASLt's epilogue, `addmm`);
@@ -13,7 +13,7 @@ Kernels are the program's calls, with these exceptions, which hold for the libra
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -21,6 +21,7 @@ from torch import fx
 
 import autoshard.kernels as kernels
 from autoshard.ir.program import InputKind, tensor_values
+from autoshard.ir.spec import PartitionSpec
 from cost_models.exchanges import WORKSPACE_BYTES
 from cost_models.work import TensorInfo
 from passes.search.layers.chains import Chains
@@ -73,7 +74,7 @@ class Sized:
 
 
 @dataclass(frozen=True, slots=True)
-class SectionKernel:
+class LayerKernel:
     """A call, or a fused chain of calls, that runs on the device.
 
     Args:
@@ -103,14 +104,13 @@ class Sent:
     axis: str
     kind: MoveKind
     value: Sized
-    has_weight: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What a section does in one phase, once."""
+    """What a layer class does in one phase, once."""
 
-    kernels: tuple[SectionKernel, ...]
+    kernels: tuple[LayerKernel, ...]
     sent: tuple[Sent, ...]
 
 
@@ -130,13 +130,13 @@ class Saved:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
-    """A section's work and memory.
+class LayerClass:
+    """A layer class's work and memory.
 
     Args:
         forward, backward: work.
         saved: kept between them.
-        entering: the values that come from another section: all that is kept if the section is recomputed.
+        entering: the values that come from another layer class: all that is kept if the layer class is recomputed.
         parameters: by qualified name.
         expert_parameters: names of those that the expert axis splits.
         workspaces: of each kernel, what it reads and writes that is not kept between the phases.
@@ -150,108 +150,73 @@ class Section:
     expert_parameters: frozenset[str]
     workspaces: tuple[tuple[Sized, ...], ...]
 
-
-def splits_of(sections: Iterable[Section]) -> frozenset[tuple[int, tuple[str, ...]]]:
-    """The dims of sections' values that axes split, for one sequence, with those axes."""
-    return frozenset(
-        (dim, axes)
-        for section in sections
-        for value in _values_of(section)
-        for dim, axes in zip(value.first, value.splits, strict=True)
-        if axes
-    )
+    @property
+    def splits(self) -> frozenset[tuple[int, tuple[str, ...]]]:
+        """The dims of its values that axes split, for one sequence, with those axes."""
+        kernels = (*self.forward.kernels, *self.backward.kernels)
+        values = [*self.parameters.values(), *(each for item in kernels for each in (*item.inputs, *item.outputs))]
+        dims = (pair for value in values for pair in zip(value.first, value.splits, strict=True))
+        return frozenset((dim, axes) for dim, axes in dims if axes)
 
 
-def _values_of(section: Section) -> Iterator[Sized]:
-    yield from section.parameters.values()
-    for phase in (section.forward, section.backward):
-        for kernel in phase.kernels:
-            yield from (*kernel.inputs, *kernel.outputs)
-
-
-def count_sections(
-    folded: FoldedProgram,
-    layouts: Mapping[str, AxisLayout],
-    *,
-    fused: bool,
-) -> dict[str, Section]:
-    """Every section of a folded program under the layouts of the axes.
+def count_layers(folded: FoldedProgram, layouts: Mapping[str, AxisLayout], *, fused: bool) -> dict[str, LayerClass]:
+    """Every layer class of a folded program.
 
     Args:
         folded: the program.
         layouts: axis to its layout.
         fused: whether chains of memory-bound calls are one kernel.
     """
-    varying = depending(folded, {slot.node for slot in folded.single.inputs if slot.kind != InputKind.SEED})
-    working = frozenset(node.name for node in folded.single.graph.nodes if _works(node, varying))
-    chains = Chains(folded, working, varying, fused=fused)
-    counting = _SectionMaker(folded, layouts, varying, working, chains)
-    return {name: counting.section(name) for name in folded.sections}
+    counter = _LayerCounter(folded, layouts, fused=fused)
+    return {name: counter.layer(name) for name in folded.layers}
 
 
-class _SectionMaker:
-    """What is known of a program's values, and how sections are made of it."""
+class _LayerCounter:
+    """What is known of a program's values, and how layer classes are made of it."""
 
-    def __init__(
-        self,
-        folded: FoldedProgram,
-        layouts: Mapping[str, AxisLayout],
-        varying: frozenset[str],
-        working: frozenset[str],
-        chains: Chains,
-    ) -> None:
-        self.folded, self.layouts, self.varying, self.working, self.chains = folded, layouts, varying, working, chains
+    def __init__(self, folded: FoldedProgram, layouts: Mapping[str, AxisLayout], *, fused: bool) -> None:
+        self.folded, self.layouts = folded, layouts
         self.nodes = folded.single.nodes_by_name()
         self.slots = {slot.node: slot for slot in folded.single.inputs}
         self.gradients = makers_of_outputs(folded)
         self.core = attention_cores(folded)
+        self.varying = depending(folded, {slot.node for slot in folded.single.inputs if slot.kind != InputKind.SEED})
+        order = [node for node in folded.single.graph.nodes if _works(node, self.varying)]
+        self.chains = Chains(folded, frozenset(node.name for node in order), self.varying, fused=fused)
+        self.calls: dict[tuple[str | None, str], list[fx.Node]] = {}
+        for node in order:
+            self.calls.setdefault((folded.layer_of.get(node.name), node.meta["phase"]), []).append(node)
 
-    def section(self, name: str) -> Section:
-        """One section."""
-        parameters = {
-            self.slots[node].name: self._sized(self.nodes[node], 0) for node in self.folded.parameters.get(name, ())
-        }
-        expert = self.layouts.get("expert")
-        expert_names = frozenset(
-            self.slots[node].name
-            for node in self.folded.parameters.get(name, ())
-            if expert is not None and expert.dim_of((node, 0)) is not None
-        )
-        return Section(
+    def layer(self, name: str) -> LayerClass:
+        """One layer class."""
+        nodes, expert = self.folded.parameters.get(name, ()), self.layouts.get("expert")
+        shared = (node for node in nodes if expert is not None and expert.dim_of((node, 0)) is not None)
+        return LayerClass(
             self._phase(name, "forward"), self._phase(name, "backward"), self._saved(name), self._entering(name),
-            parameters, expert_names, self._workspaces(name),
+            {self.slots[node].name: self._sized(self.nodes[node], 0) for node in nodes},
+            frozenset(self.slots[node].name for node in shared), self._workspaces(name),
         )  # fmt: skip
 
-    def _phase(self, section: str, phase: str) -> Phase:
-        kernels = [self._kernel(chain) for chain in self._chains_in(section, phase)]
-        return Phase(tuple(kernels), tuple(self._sent(section, phase)))
+    def _phase(self, layer: str, phase: str) -> Phase:
+        kernels = [self._kernel(chain) for chain in self._chains_in(layer, phase)]
+        return Phase(tuple(kernels), tuple(self._sent(layer, phase)))
 
-    def _chains_in(self, section: str, phase: str) -> list[list[fx.Node]]:
-        """The calls of a section that do work, by chain."""
+    def _chains_in(self, layer: str, phase: str) -> list[list[fx.Node]]:
+        """The calls of a layer class that do work, by chain."""
         chains: dict[str, list[fx.Node]] = {}
-        for node in self._calls(section, phase):
+        for node in self.calls.get((layer, phase), ()):
             chains.setdefault(self.chains.chain_of(node), []).append(node)
         return list(chains.values())
 
-    def _calls(self, section: str, phase: str) -> list[fx.Node]:
-        """The calls of a section that do work, in order."""
-        return [
-            node
-            for node in self.folded.single.graph.nodes
-            if node.name in self.working
-            and self.folded.section_of.get(node.name) == section
-            and node.meta["phase"] == phase
-        ]
-
     # Kernels.
 
-    def _kernel(self, chain: list[fx.Node]) -> SectionKernel:
+    def _kernel(self, chain: list[fx.Node]) -> LayerKernel:
         last, is_fused = chain[-1], len(chain) > 1
         read = [self._operand(node, index) for node, index in self.chains.operands(chain)]
         written = [self._sized(node, index) for node, index in self._written(chain)]
         operator = FUSED if is_fused else self._operator(last)
         arguments = () if is_fused else tuple(fx.map_arg(last.args, lambda argument: None))
-        return SectionKernel(
+        return LayerKernel(
             last.name, operator, tuple(read), tuple(written), arguments,
             has_weight=self._reads_weight(last),
             makes_gradient=last.name in self.gradients and last.target not in LAYERS,
@@ -286,9 +251,6 @@ class _SectionMaker:
         readers = self.chains.readers(node, index)
         return not readers_of(node, index) or any(item.name not in inside for item in readers)
 
-    def _is_parameter(self, node: fx.Node) -> bool:
-        return self.slots[node.name].kind == InputKind.PARAMETER if node.name in self.slots else False
-
     # Sizes.
 
     def _operand(self, node: fx.Node, index: int) -> Sized:
@@ -311,12 +273,12 @@ class _SectionMaker:
 
     # Memory.
 
-    def _saved(self, section: str) -> tuple[Saved, ...]:
+    def _saved(self, layer: str) -> tuple[Saved, ...]:
         found: dict[str, Saved] = {}
         for node in self.folded.single.graph.nodes:
             if node.op != "call_function" or is_layout(node) or node.meta["phase"] != "forward":
                 continue
-            if self.folded.section_of.get(node.name) != section or node.name not in self.varying:
+            if self.folded.layer_of.get(node.name) != layer or node.name not in self.varying:
                 continue
             for index, value in enumerate(tensor_values(node)):
                 if value is not None and (late := self._late_readers(node, index)):
@@ -327,11 +289,11 @@ class _SectionMaker:
     def _late_readers(self, node: fx.Node, index: int) -> list[fx.Node]:
         return [item for item in self.chains.readers(node, index) if item.meta["phase"] == "backward"]
 
-    def _workspaces(self, section: str) -> tuple[tuple[Sized, ...], ...]:
-        """See `Section`; values that are views of one are one, whole."""
+    def _workspaces(self, layer: str) -> tuple[tuple[Sized, ...], ...]:
+        """See `LayerClass`; values that are views of one are one, whole."""
         found: dict[tuple[Sized, ...], None] = {}
         for phase in ("forward", "backward"):
-            for chain in self._chains_in(section, phase):
+            for chain in self._chains_in(layer, phase):
                 if self._sums_gradients(chain):
                     continue
                 read = [source_of(operands_of(node)[index]) for node, index in self.chains.operands(chain)]
@@ -360,24 +322,24 @@ class _SectionMaker:
             return False
         return phase == "backward" or not self._late_readers(node, index)
 
-    def _entering(self, section: str) -> tuple[Sized, ...]:
+    def _entering(self, layer: str) -> tuple[Sized, ...]:
         found: dict[str, Sized] = {}
-        for node in self._calls(section, "forward"):
+        for node in self.calls.get((layer, "forward"), ()):
             for operand in operands_of(node):
                 owner, index = source_of(operand)
-                place = self.folded.section_of.get(owner.name)
-                if place not in (section, None) and owner.name in self.varying:
+                place = self.folded.layer_of.get(owner.name)
+                if place not in (layer, None) and owner.name in self.varying:
                     found[f"{owner.name}:{index}"] = self._sized(owner, index)
         return tuple(found.values())
 
     # Collectives.
 
-    def _sent(self, section: str, phase: str) -> list[Sent]:
+    def _sent(self, layer: str, phase: str) -> list[Sent]:
         sent = []
         for axis, layout in self.layouts.items():
             for move in layout.moves:
                 reader = self.nodes[move.reader]
-                if reader.op == "placeholder" or self.folded.section_of.get(reader.name) != section:
+                if reader.op == "placeholder" or self.folded.layer_of.get(reader.name) != layer:
                     continue
                 owner, _ = source_of(self.nodes[move.value[0]])
                 if reader.meta["phase"] != phase or owner.name not in self.varying:
@@ -385,14 +347,16 @@ class _SectionMaker:
                 value = self._base_value(move.value)
                 others = tuple(tuple(name for name in axes if name != axis) for axes in value.splits)
                 value = Sized(value.first, value.step, value.itemsize, value.dtype, others)
-                sent.append(Sent(axis, move.kind, value, self._reads_weight(reader)))
-        return sent + self._exchanged(section, phase)
+                sent.append(Sent(axis, move.kind, value))
+        return sent + self._exchanged(layer, phase)
 
-    def _exchanged(self, section: str, phase: str) -> list[Sent]:
+    def _exchanged(self, layer: str, phase: str) -> list[Sent]:
         """Rows that layers of experts exchange: there and back; in the backward rows, gradients, and theirs back."""
-        layers = [node for node in self._calls(section, phase) if node.target in LAYERS and "expert" in self.layouts]
+        if "expert" not in self.layouts:
+            return []
+        layers = [node for node in self.calls.get((layer, phase), ()) if node.target in LAYERS]
         times = 2 if phase == "forward" else 3
-        return [Sent("expert", MoveKind.EXCHANGE, self._rows(node), has_weight=False) for node in layers] * times
+        return [Sent("expert", MoveKind.EXCHANGE, self._rows(node)) for node in layers] * times
 
     def _base_value(self, key: _Key) -> Sized:
         """The value that owns a view's memory, split as the owner is; the view where it is but a part."""
@@ -406,7 +370,8 @@ class _SectionMaker:
         return self._sized(owner, index)
 
     def _reads_weight(self, node: fx.Node) -> bool:
-        return any(self._is_parameter(source_of(operand)[0]) for operand in operands_of(node))
+        slots = (self.slots.get(source_of(operand)[0].name) for operand in operands_of(node))
+        return any(slot is not None and slot.kind == InputKind.PARAMETER for slot in slots)
 
 
 def _works(node: fx.Node, varying: frozenset[str]) -> bool:
@@ -422,16 +387,8 @@ def _is_bias(node: fx.Node) -> bool:
     return product.target is aten.mm.default and len(product.users) == 1 and bias.meta["val"].ndim == 1
 
 
-def _sized(one: torch.Tensor, two: torch.Tensor, specs: Mapping[str, object]) -> Sized:
+def _sized(one: torch.Tensor, two: torch.Tensor, specs: Mapping[str, PartitionSpec]) -> Sized:
     first = tuple(int(dim) for dim in one.shape)
     step = tuple(int(b) - int(a) for a, b in zip(one.shape, two.shape, strict=True))
-    return Sized(first, step, one.dtype.itemsize, dtype_name(one.dtype), _splits(len(first), specs))
-
-
-def _splits(ndim: int, specs: Mapping[str, object]) -> tuple[tuple[str, ...], ...]:
-    dims: list[list[str]] = [[] for _ in range(ndim)]
-    for axis, spec in specs.items():
-        for dim in range(ndim):
-            if spec.axes_of(dim):  # type: ignore[attr-defined]
-                dims[dim].append(axis)
-    return tuple(tuple(axes) for axes in dims)
+    splits = tuple(tuple(axis for axis, spec in specs.items() if spec.axes_of(dim)) for dim in range(len(first)))
+    return Sized(first, step, one.dtype.itemsize, dtype_name(one.dtype), splits)

@@ -3,7 +3,7 @@
 The model, cut short, is traced twice, with two and with three sequences. Both traces must be the same program but for
 sizes. Then every dim is `first + step * (batch - 1)`, and one folded program serves all micro-batch sizes. One sequence
 is not traced: autograd and some layers do other things for it (`nn.Transformer`, Mamba, `nn.BatchNorm1d` of vectors).
-A section is a maximal part that is repeated as a whole: the calls of one block of a kind, of everything before the
+A layer class is a maximal part that is repeated as a whole: the calls of one block of a kind, of everything before the
 blocks, or of everything after them. Of a kind's blocks the last one that was kept stands for all.
 """
 
@@ -25,20 +25,20 @@ BEFORE, AFTER = "before", "after"
 
 @dataclass(frozen=True, slots=True)
 class FoldedProgram:
-    """A program cut into sections.
+    """A program cut into layer classes.
 
     Args:
         single: the canonical program of one sequence.
         twin: name of each node of `single` to the same node in the program of two sequences.
-        section_of: node name to section: "before", "after", "list:kind", or "" for blocks that others stand for.
-        blocks: the section of every block of the whole model, in order.
-        parameters: section to names of the parameters' placeholders that belong to it.
+        layer_of: node name to layer class: "before", "after", "list:kind", or "" for blocks that others stand for.
+        blocks: the layer class of every block of the whole model, in order.
+        parameters: layer class to names of the parameters' placeholders that belong to it.
         lists: the lists of blocks.
     """
 
     single: Program
     twin: Mapping[str, fx.Node]
-    section_of: Mapping[str, str]
+    layer_of: Mapping[str, str]
     blocks: tuple[str, ...]
     parameters: Mapping[str, tuple[str, ...]]
     lists: tuple[BlockList, ...] = ()
@@ -60,8 +60,8 @@ class FoldedProgram:
         return (name,)
 
     @property
-    def sections(self) -> tuple[str, ...]:
-        """All sections: before, the kinds of blocks, after."""
+    def layers(self) -> tuple[str, ...]:
+        """All layer classes: before, the kinds of blocks, after."""
         return (BEFORE, *dict.fromkeys(self.blocks), AFTER)
 
 
@@ -74,9 +74,9 @@ def fold_program(double: Program, triple: Program, lists: Sequence[BlockList]) -
     double, triple = Canonicalize()(double), Canonicalize()(triple)
     single = program_of_one(double, triple)
     places = _places(lists)
-    section_of = _sections(single, places)
-    parameters = _parameters(single, places, section_of)
-    return FoldedProgram(single, double.nodes_by_name(), section_of, _all_blocks(lists), parameters, tuple(lists))
+    layer_of = _layers(single, places)
+    parameters = _parameters(single, places, layer_of)
+    return FoldedProgram(single, double.nodes_by_name(), layer_of, _all_blocks(lists), parameters, tuple(lists))
 
 
 def is_layout(node: fx.Node) -> bool:
@@ -88,22 +88,22 @@ _COPIES = frozenset({torch.ops.aten.clone.default, torch.ops.aten.view.default, 
 
 
 def _places(lists: Sequence[BlockList]) -> dict[str, str]:
-    """Path of each block of the short model to its section, "" unless it is the last of its kind."""
+    """Path of each block of the short model to its layer class, "" unless it is the last of its kind."""
     places: dict[str, str] = {}
     for item in lists:
         last = {item.kinds[position]: index for index, position in enumerate(item.kept)}
         for index, position in enumerate(item.kept):
             kind = item.kinds[position]
-            places[f"{item.path}.{index}"] = _section(item, kind) if last[kind] == index else ""
+            places[f"{item.path}.{index}"] = _layer(item, kind) if last[kind] == index else ""
     return places
 
 
-def _section(item: BlockList, kind: int) -> str:
+def _layer(item: BlockList, kind: int) -> str:
     return f"{item.path}:{kind}"
 
 
 def _all_blocks(lists: Sequence[BlockList]) -> tuple[str, ...]:
-    return tuple(_section(item, kind) for item in lists for kind in item.kinds)
+    return tuple(_layer(item, kind) for item in lists for kind in item.kinds)
 
 
 def _block_of(path: str, places: Mapping[str, str]) -> str | None:
@@ -113,8 +113,8 @@ def _block_of(path: str, places: Mapping[str, str]) -> str | None:
     return next((prefix for prefix in prefixes if prefix in places), None)
 
 
-def _sections(program: Program, places: Mapping[str, str]) -> dict[str, str]:
-    """The section of every call: by its module, else by where its operands come from."""
+def _layers(program: Program, places: Mapping[str, str]) -> dict[str, str]:
+    """The layer class of every call: by its module, else by where its operands come from."""
     blocks: dict[str, str | None] = {}
     order = [node for node in program.graph.nodes if node.op == "call_function"]
     for node in order:
@@ -153,20 +153,18 @@ def _extent(order: Sequence[fx.Node], blocks: Mapping[str, str | None], phase: s
     return (inside[0], inside[-1]) if inside else (len(order), len(order))
 
 
-def _parameters(
-    program: Program, places: Mapping[str, str], section_of: Mapping[str, str]
-) -> dict[str, tuple[str, ...]]:
-    """A block's parameters are its own; others belong to the section of their first reader."""
+def _parameters(program: Program, places: Mapping[str, str], layer_of: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """A block's parameters are its own; others belong to the layer class of their first reader."""
     found: dict[str, list[str]] = {}
     nodes = program.nodes_by_name()
     for slot in program.inputs_of(InputKind.PARAMETER):
         block = _block_of(slot.name, places)
-        section = places[block] if block is not None else _reader_section(nodes[slot.node], section_of)
-        if section:
-            found.setdefault(section, []).append(slot.node)
-    return {section: tuple(names) for section, names in found.items()}
+        layer = places[block] if block is not None else _reader_layer(nodes[slot.node], layer_of)
+        if layer:
+            found.setdefault(layer, []).append(slot.node)
+    return {layer: tuple(names) for layer, names in found.items()}
 
 
-def _reader_section(node: fx.Node, section_of: Mapping[str, str]) -> str:
-    readers = [section_of[user.name] for user in node.users if user.name in section_of]
+def _reader_layer(node: fx.Node, layer_of: Mapping[str, str]) -> str:
+    readers = [layer_of[user.name] for user in node.users if user.name in layer_of]
     return readers[0] if readers else AFTER

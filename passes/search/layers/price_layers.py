@@ -26,7 +26,7 @@ from cost_models.exchanges import EXCHANGES
 from cost_models.hardware import Device
 from cost_models.operators import work
 from cost_models.work import Kind, TensorInfo, Work
-from passes.search.layers.count_layers import FUSED, Phase, Section, SectionKernel, Sent, Sized
+from passes.search.layers.count_layers import FUSED, LayerClass, LayerKernel, Phase, Sent, Sized
 from passes.search.layers.fold_program import AFTER, BEFORE
 from passes.search.layers.propagate_axis import MoveKind
 
@@ -86,8 +86,8 @@ class PhasePrice:
 
 
 @dataclass(kw_only=True, eq=False)
-class SectionPrice:
-    """A section, once, for one micro-batch: what it keeps and holds, and what it takes, which is found when asked for.
+class LayerPrice:
+    """The price of a layer class, once, for one micro-batch. Its phases are priced when they are read.
 
     Args:
         saved_bytes: kept for the backward; `core_bytes` of it in attention's core.
@@ -133,7 +133,7 @@ class Products:
     precision: str
     separate_experts: bool = False
 
-    def price(self, kernel: SectionKernel, batch: int, sizes: Sizes, *, is_block: bool) -> Busy:
+    def price(self, kernel: LayerKernel, batch: int, sizes: Sizes, *, is_block: bool) -> Busy:
         """Price a kernel for `batch` sequences on axes of these sizes."""
         # tokens that are exchanged for other ranks' stay as many, weights do not
         alone = {**sizes, EXPERT: 1}
@@ -177,7 +177,7 @@ class Products:
         return Busy(memory_s=time_s, kernels=int(done.kind is not Kind.VIEW))
 
 
-def _shared_out(done: Work, kernel: SectionKernel, ranks: int) -> Work:
+def _shared_out(done: Work, kernel: LayerKernel, ranks: int) -> Work:
     """Products of a share of the experts, with the tokens of all ranks."""
     batch = max(1, max(item.first[0] for item in kernel.inputs) // ranks)
     dim = "k" if kernel.makes_gradient else "m"
@@ -198,12 +198,12 @@ class _KernelGroup:
 
     axes: tuple[str, ...]
     varies: bool
-    kernels: list[tuple[SectionKernel, tuple[bool, bool, bool]]] = field(default_factory=list)
+    kernels: list[tuple[LayerKernel, tuple[bool, bool, bool]]] = field(default_factory=list)
     prices: dict[tuple[int, ...], tuple[Busy, ...]] = field(default_factory=dict)
 
 
 class _Held(NamedTuple):
-    """The values of a section by shape.
+    """The values of a layer class by shape.
 
     Args:
         values: the shapes.
@@ -219,7 +219,7 @@ class _Held(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """A section in parts: groups of each phase, its values, and the axes on whose sizes its price depends."""
+    """A layer class in parts: groups of each phase, its values, and the axes on whose sizes its price depends."""
 
     groups: Mapping[str, list[_KernelGroup]]
     held: _Held
@@ -230,12 +230,12 @@ class _Parts(NamedTuple):
 _NOTHING = (Busy(), Busy(), Busy())
 
 Key = tuple[object, str]
-"""A kind of recipe, and the name of a section."""
+"""A kind of recipe, and the name of a layer class."""
 
 
 @dataclass
 class LayerPricer:
-    """Prices the sections of a model; what was priced is kept.
+    """Prices the layer classes of a model; what was priced is kept.
 
     Operands of products that run in 8 bits are kept so (Transformer Engine, module/linear.py: `saved_inputmat`).
     """
@@ -243,12 +243,12 @@ class LayerPricer:
     products: Products
     _parts: dict[object, _Parts] = field(default_factory=dict)
     _groups: dict[object, _KernelGroup] = field(default_factory=dict)
-    _prices: dict[tuple[object, ...], SectionPrice] = field(default_factory=dict)
+    _prices: dict[tuple[object, ...], LayerPrice] = field(default_factory=dict)
 
-    def price(self, key: Key, section: Section, batch: int, sizes: Sizes) -> SectionPrice:
-        """The price of a section, which `key` names, for `batch` sequences on axes of these sizes."""
+    def price(self, key: Key, layer: LayerClass, batch: int, sizes: Sizes) -> LayerPrice:
+        """The price of a layer class, which `key` names, for `batch` sequences on axes of these sizes."""
         if key not in self._parts:
-            self._parts[key] = self._parts_of(section, is_block=key[1] not in (BEFORE, AFTER))
+            self._parts[key] = self._parts_of(layer, is_block=key[1] not in (BEFORE, AFTER))
         parts = self._parts[key]
         known = (key, batch, *(sizes[axis] for axis in parts.axes))
         if known not in self._prices:
@@ -259,11 +259,11 @@ class LayerPricer:
                     self._group_price(group, batch, sizes, is_block=parts.is_block) for group in parts.groups[name]
                 ]
                 busy, core, tail = (sum(each, Busy()) for each in zip(_NOTHING, *found, strict=True))
-                sent = getattr(section, name).sent
+                sent = getattr(layer, name).sent
                 traffic = (_traffic(item, batch, sizes, held["entering_bytes"]) for item in sent)
                 return PhasePrice(busy, core, tail, tuple(traffic))
 
-            self._prices[known] = SectionPrice(**held, phase=phase_price)
+            self._prices[known] = LayerPrice(**held, phase=phase_price)
         return self._prices[known]
 
     def _group_price(self, group: _KernelGroup, batch: int, sizes: Sizes, *, is_block: bool) -> tuple[Busy, ...]:
@@ -276,10 +276,10 @@ class LayerPricer:
             group.prices[known] = tuple(total)
         return group.prices[known]
 
-    def _parts_of(self, section: Section, *, is_block: bool) -> _Parts:
-        groups = {"forward": self._groups_in(section.forward), "backward": self._groups_in(section.backward)}
-        held = _held(section, is_narrow=is_block and self.products.precision == "f8")
-        sent = [item.value for phase in (section.forward, section.backward) for item in phase.sent]
+    def _parts_of(self, layer: LayerClass, *, is_block: bool) -> _Parts:
+        groups = {"forward": self._groups_in(layer.forward), "backward": self._groups_in(layer.backward)}
+        held = _held(layer, is_narrow=is_block and self.products.precision == "f8")
+        sent = [item.value for phase in (layer.forward, layer.backward) for item in phase.sent]
         axes = {axis for group in chain(*groups.values()) for axis in group.axes} | _axes_in([*held.values, *sent])
         return _Parts(groups, held, tuple(sorted(axes)), is_block)
 
@@ -298,7 +298,7 @@ class LayerPricer:
 
 
 def _traffic(sent: Sent, batch: int, sizes: Sizes, entering: int) -> AxisTraffic:
-    """A collective of a section that so many bytes enter."""
+    """A collective of a layer class that so many bytes enter."""
     size = sent.value.local_bytes(batch, {**sizes, EXPERT: 1})
     copies = max(1.0, size / entering) if sent.axis == EXPERT and entering else 1.0
     return AxisTraffic(sent.axis, sent.kind, size, copies)
@@ -308,15 +308,15 @@ def _axes_in(items: Iterable[Sized]) -> set[str]:
     return {axis for item in items for axes in item.splits for axis in axes}
 
 
-def _held(section: Section, *, is_narrow: bool) -> _Held:
+def _held(layer: LayerClass, *, is_narrow: bool) -> _Held:
     saved = [_whole(replace(item.value, itemsize=1) if is_narrow and item.is_operand else item.value)
-             for item in section.saved]  # fmt: skip
-    core = [value for value, item in zip(saved, section.saved, strict=True) if item.is_core]
+             for item in layer.saved]  # fmt: skip
+    core = [value for value, item in zip(saved, layer.saved, strict=True) if item.is_core]
     # rows that experts' ranks exchange stay as many; of experts' weights and gradients a rank has its share
-    workspaces = [[_whole(item) if any(item.step) else item for item in items] for items in section.workspaces]
-    kept = [saved, core, list(map(_whole, section.entering)), *workspaces]
+    workspaces = [[_whole(item) if any(item.step) else item for item in items] for items in layer.workspaces]
+    kept = [saved, core, list(map(_whole, layer.entering)), *workspaces]
     dense, expert = (
-        [value for name, value in section.parameters.items() if (name in section.expert_parameters) == is_expert]
+        [value for name, value in layer.parameters.items() if (name in layer.expert_parameters) == is_expert]
         for is_expert in (False, True)
     )
     values = tuple(dict.fromkeys(value for items in (*kept, dense, expert) for value in items))
@@ -334,7 +334,7 @@ def _whole(item: Sized) -> Sized:
 
 
 def _held_sizes(held: _Held, batch: int, sizes: Sizes) -> dict[str, int]:
-    """The bytes and parameters of a `SectionPrice`."""
+    """The bytes and parameters of a `LayerPrice`."""
     shapes = np.array([value.local_bytes(batch, sizes) for value in held.values], dtype=np.int64)
     saved, core, entering, *workspaces = (held.kept @ shapes).tolist()
     elements = np.array([math.prod(value.shape(1, sizes)) for value in held.values], dtype=np.int64)

@@ -7,7 +7,7 @@ admit, in program order:
 1. Inputs are as the axis asks (split along the sequence, or whole). Parameters are free until their first reader.
 2. A call takes the strategy that moves the fewest bytes, given how its operands lie. Parameters do not move. What a
    policy forbids costs infinitely much; among equals the strategy that splits more wins.
-3. A partial value is reduced at its first use but by views and sums, and stays so. A gathered one is not kept.
+3. A partial value is reduced where a call reads it that is not linear in it, and stays so. A gathered one is not kept.
 4. If an activation that is split because of a parameter must be gathered again in the forward, splitting that parameter
    was a mistake (a norm, or a router's softmax, needs all of it): that parameter stays whole, and 1 starts again.
 
@@ -33,7 +33,7 @@ from autoshard.ir.program import InputKind, Program
 from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.attention import is_ring
 from autoshard.rules.enumeration import Strategy
-from passes.strategies.enumerate_strategies import EnumerateStrategies, Link, SearchSpace, Site
+from passes.strategies.enumerate_strategies import EnumerateStrategies, SearchSpace, Site
 
 AXIS = "axis"
 MESH = Mesh({AXIS: 2})
@@ -57,16 +57,11 @@ class MoveKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class AxisMove:
-    """A collective over the axis: the value (site, result) changes from `source` to `target` before call `reader`.
-
-    `reader` is the placeholder of a parameter where the value is its gradient.
-    """
+    """A collective over the axis: the value (site, result) changes its spec before call `reader`."""
 
     value: _Key
     reader: str
     kind: MoveKind
-    source: PartitionSpec
-    target: PartitionSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,9 +114,7 @@ def axis_space(program: Program) -> SearchSpace:
 
 
 def _without_exchanges(site: Site) -> Site:
-    if site.node is None:
-        return site
-    target = site.node.target
+    target = None if site.node is None else site.node.target
     return replace(site, strategies=tuple(item for item in site.strategies if not _exchanges(target, item.inputs)))
 
 
@@ -137,10 +130,20 @@ def propagate_axis(space: SearchSpace, policy: Policy) -> AxisLayout:
     whole: set[str] = set()
     while True:
         attempt = _Propagation(space, policy, frozenset(whole))
-        blamed = attempt.run() - whole
-        if not blamed:
+        try:
+            attempt.run()
+        except _SplitInVainError as error:
+            whole |= error.parameters
+        else:
             return AxisLayout(attempt.operands, attempt.results, tuple(attempt.moves))
-        whole |= blamed
+
+
+class _SplitInVainError(Exception):
+    """Splitting some parameters was a mistake."""
+
+    def __init__(self, parameters: frozenset[str]) -> None:
+        super().__init__(*parameters)
+        self.parameters = parameters
 
 
 @dataclass
@@ -162,31 +165,24 @@ class _Propagation:
     gradients: dict[_Key, str] = field(default_factory=dict)
     parameters: frozenset[str] = frozenset()
 
-    def run(self) -> frozenset[str]:
-        """Walk; give the parameters that should not have been split."""
+    def run(self) -> None:
+        """Walk.
+
+        Raises:
+            _SplitInVainError: for parameters that should not have been split.
+        """
         program = self.space.program
         self.parameters = frozenset(slot.node for slot in program.inputs_of(InputKind.PARAMETER))
         self.gradients = _gradient_owners(self.space, self.parameters)
-        links: dict[str, list[Link]] = {}
+        read: dict[str, list[_Key]] = {}
         for link in self.space.links:
             if link.operand >= 0:
-                links.setdefault(link.head, []).append(link)
+                read.setdefault(link.head, []).append((link.tail, link.result))
         for name, site in self.space.sites.items():
-            if site.node is None:
-                continue
-            if site.node.op != "call_function":
+            if site.node is not None and site.node.op == "call_function":
+                self._call(site, read.get(name, []))
+            elif site.node is not None:
                 self._place(name)
-                continue
-            read = [(link.tail, link.result) for link in links.get(name, [])]
-            for index in range(len(site.results)):
-                is_same = site.is_alias and read and self._size((name, index)) == self._size(read[0])
-                self.base[name, index] = self.base[read[0]] if is_same else (name, index)
-            blamed = self._call(site, read)
-            if blamed:
-                return blamed
-        self._finish_parameters()
-        self._finish_gradients()
-        return frozenset()
 
     def _place(self, name: str) -> None:
         """A placeholder: a parameter is free unless the policy fixes it, an input as the policy says."""
@@ -201,25 +197,25 @@ class _Propagation:
         self.origins[key] = frozenset({name}) if name in self.parameters else frozenset()
         self.results[name] = (self.state[key] or WHOLE,)
 
-    def _call(self, site: Site, read: list[_Key]) -> frozenset[str]:
-        """Choose a strategy, record it and the moves to it; give parameters to blame."""
+    def _call(self, site: Site, read: list[_Key]) -> None:
+        """Choose a strategy, record it and the moves to it."""
+        for index in range(len(site.results)):
+            is_same = site.is_alias and read and self._size((site.name, index)) == self._size(read[0])
+            self.base[site.name, index] = self.base[read[0]] if is_same else (site.name, index)
         if site.is_alias and len(read) == 1 and self.state[read[0]] is None and len(site.results) == 1:
             self._stay_free(site, read[0])
-            return frozenset()
+            return
         best = self.policy.routed.get(site.name)
         if best is None:
             best = min(site.strategies, key=lambda strategy: self._cost(site, strategy, read))
         for key, need in zip(read, best.inputs, strict=True):
-            blamed = self._bring(site, key, need)
-            if blamed:
-                return blamed
+            self._bring(site, key, need)
         self.operands[site.name], self.results[site.name] = best.inputs, best.outputs
         split = [key for key, need in zip(read, best.inputs, strict=True) if need.dims]
         origin = frozenset().union(*(self.origins[key] for key in split))
         for index, spec in enumerate(best.outputs):
             self.state[site.name, index] = spec
             self.origins[site.name, index] = origin if spec.dims else frozenset()
-        return frozenset()
 
     def _stay_free(self, site: Site, read: _Key) -> None:
         """A view of a free parameter is free: who reads it first decides for both."""
@@ -282,9 +278,7 @@ class _Propagation:
         if not free and all(self._have(key) in (None, WHOLE) for key in read):
             cuts += any(spec.axes for spec in strategy.outputs)
         is_split = sum(bool(spec.dims) for spec in strategy.outputs)
-        is_astray = any(self._is_astray((site.name, index), spec) for index, spec in enumerate(strategy.outputs))
-        is_late = self._carries_on(site, strategy)
-        return (-free, is_astray, is_late, moved, cuts, is_split if _is_lookup(site) else -is_split)
+        return (-free, self._is_astray(site, strategy), moved, cuts, is_split if _is_lookup(site) else -is_split)
 
     def _exchange_cost(self, site: Site, strategy: Strategy, read: list[_Key], moved: float) -> tuple[float, ...]:
         """Only what reads something split is split, and nothing is partial: experts keep to themselves.
@@ -293,51 +287,40 @@ class _Propagation:
         """
         specs = (*strategy.inputs, *strategy.outputs)
         is_inside = any(self._have(key) not in (None, WHOLE) for key in read)
-        is_astray = any(self._is_astray((site.name, index), spec) for index, spec in enumerate(strategy.outputs))
         if any(spec.is_partial for spec in specs) or (not is_inside and any(spec.dims for spec in specs)):
             return (math.inf,)
-        return (is_astray, moved, sum(bool(spec.dims) for spec in specs))
+        return (self._is_astray(site, strategy), moved, sum(bool(spec.dims) for spec in specs))
 
-    def _carries_on(self, site: Site, strategy: Strategy) -> bool:
-        """Whether activations stay partial through more than views and sums: they are reduced where they are made."""
-        if site.is_alias or (site.name, 0) in self.gradients:
-            return False
-        partial = [need.is_partial for need in strategy.inputs]
-        return any(partial) and not (all(partial) and len(partial) > 1)
-
-    def _is_astray(self, key: _Key, spec: PartitionSpec) -> bool:
+    def _is_astray(self, site: Site, strategy: Strategy) -> bool:
         """Whether a parameter's gradient would not lie as the parameter does (but for a reduction)."""
-        wanted = self.state.get((self.gradients[key], 0)) if key in self.gradients else None
-        return wanted is not None and spec.dims != wanted.dims
+        owners = (self.gradients.get((site.name, index)) for index in range(len(strategy.outputs)))
+        wanted = (None if owner is None else self.state[owner, 0] for owner in owners)
+        return any(
+            want is not None and spec.dims != want.dims for want, spec in zip(wanted, strategy.outputs, strict=True)
+        )
 
     def _may_split(self, site: Site, need: PartitionSpec) -> bool:
         """A table is split only where inputs are looked up in it, not positions."""
         return need.is_fully_replicated or not _is_lookup(site) or _reads_inputs(site)
 
     def _move_cost(self, key: _Key, have: PartitionSpec, need: PartitionSpec, site: Site) -> float:
-        if have == need or self._is_gathered(key, need, site) or _reads_shape_only(site):
+        """Bytes that bringing a value into a spec moves; infinite where the policy forbids it."""
+        if self._is_there(key, have, need, site):
             return 0.0
-        size = self._size(key)
         if need.is_partial or (key[0] in self.parameters and not need.is_fully_replicated):
             return math.inf
         if key[0] in self.parameters:
             return math.inf if have.dims else 0.0
+        size = self._size(key)
         if self.policy.exchanges:
             return size
-        if have == WHOLE:
-            return 0.0 if self._may_slice(key, need) else math.inf
+        if have == WHOLE:  # activations are cut only along the sequence, where there is one
+            return 0.0 if self._is_sequence(key, need) else math.inf
         if have.is_partial:
             if need == WHOLE:
                 return 2 * size
             return size if self._is_sequence(key, need) else math.inf
         return size
-
-    def _may_slice(self, key: _Key, need: PartitionSpec) -> bool:
-        """Whole activations are cut only along the sequence, where there is one; small constants anyhow."""
-        return self._is_sequence(key, need) or not self._is_activation(key)
-
-    def _is_activation(self, key: _Key) -> bool:
-        return key[0] not in self.parameters
 
     def _is_sequence(self, key: _Key, need: PartitionSpec) -> bool:
         layout = self.policy.sequence
@@ -349,51 +332,36 @@ class _Propagation:
         value = self.space.sites[key[0]].results[key[1]]
         return float(math.prod(value.shape) * value.itemsize)
 
-    def _bring(self, site: Site, key: _Key, need: PartitionSpec) -> frozenset[str]:
+    def _bring(self, site: Site, key: _Key, need: PartitionSpec) -> None:
         """Bring an operand into the spec that is needed."""
         have = self._have(key)
         if have is None:
             self._settle(key, need)
-            return frozenset()
-        if have == need or self._is_gathered(key, need, site) or _reads_shape_only(site):
-            return frozenset()
+        if have is None or self._is_there(key, have, need, site):
+            return
         if have.dims and not self._is_sequence(key, have) and site.phase == "forward" and self.policy.splits_parameters:
-            return frozenset(name for name in self.origins[key] if self.policy.parameters.get(name) is None)
-        self._record(key, site.name, have, need)
+            free = (name for name in self.origins[key] - self.whole if self.policy.parameters.get(name) is None)
+            if blamed := frozenset(free):
+                raise _SplitInVainError(blamed)
+            return
+        kind = MoveKind.EXCHANGE if self.policy.exchanges else _kind(have, need)
+        if kind is not None and key[0] not in self.parameters:
+            self.moves.append(AxisMove(key, site.name, kind))
         if have.is_partial:
             self.reduced[self.base[key]] = need
         elif self.policy.exchanges:
             self.gathered.add((self.base[key], ""))
         elif need == WHOLE:
             self.gathered.add((self.base[key], site.phase))
-        return frozenset()
 
-    def _is_gathered(self, key: _Key, need: PartitionSpec, site: Site) -> bool:
-        """Whether a copy is there already: gathered in this phase, or exchanged at any time before."""
+    def _is_there(self, key: _Key, have: PartitionSpec, need: PartitionSpec, site: Site) -> bool:
+        """Whether a call needs no move: a copy was gathered in this phase, or exchanged at any time before."""
+        is_read = site.node is not None and site.node.target not in _FACTORIES
+        if have == need or not is_read:
+            return True
         if self.policy.exchanges:
             return (self.base[key], "") in self.gathered
         return need == WHOLE and (self.base[key], site.phase) in self.gathered
-
-    def _record(self, key: _Key, reader: str, have: PartitionSpec, need: PartitionSpec) -> None:
-        if key[0] in self.parameters:
-            return
-        kind = MoveKind.EXCHANGE if self.policy.exchanges else _kind(have, need)
-        if kind is not None:
-            self.moves.append(AxisMove(key, reader, kind, have, need))
-
-    def _finish_parameters(self) -> None:
-        for key, spec in list(self.state.items()):
-            if spec is None:
-                self.state[key] = WHOLE
-
-    def _finish_gradients(self) -> None:
-        """Gradients end as their parameters lie."""
-        for link in self.space.links:
-            key, owner = (link.tail, link.result), link.head
-            if link.operand < 0 and owner in self.parameters:
-                have, need = self._have(key), self.state[owner, 0]
-                if have is not None and need is not None and have != need and not self.policy.exchanges:
-                    self._record(key, owner, have, need)
 
 
 def _split_at(dim: int) -> PartitionSpec:
@@ -424,14 +392,11 @@ def _kind(have: PartitionSpec, need: PartitionSpec) -> MoveKind | None:
     return None
 
 
-def _reads_shape_only(site: Site) -> bool:
-    return site.node is not None and site.node.target in _FACTORIES
-
-
 _FACTORIES = frozenset({
     torch.ops.aten.new_zeros.default, torch.ops.aten.new_empty.default, torch.ops.aten.new_full.default,
     torch.ops.aten.zeros_like.default, torch.ops.aten.ones_like.default, torch.ops.aten.empty_like.default,
 })  # fmt: skip
+"""Calls that read the shape of their operand alone."""
 
 
 def _is_lookup(site: Site) -> bool:

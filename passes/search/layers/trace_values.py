@@ -85,8 +85,8 @@ def attention_cores(folded: FoldedProgram) -> frozenset[str]:
     after: set[fx.Node] = set()
     for node in forward:
         if any(item in after or item in products for item in node.all_input_nodes):
-            section = folded.section_of.get(node.name)
-            if any(folded.section_of.get(item.name) == section for item in node.all_input_nodes):
+            layer = folded.layer_of.get(node.name)
+            if any(folded.layer_of.get(item.name) == layer for item in node.all_input_nodes):
                 after.add(node)
     before: set[fx.Node] = set()
     for node in reversed(forward):

@@ -67,7 +67,7 @@ def test_substituted_equals_priced(recipe: Execution) -> None:
             assert int(value_of(plan, "activation_bytes", **sizes)) == memory["activations"]
         priced: Any = _priced(model, length)
         cluster = Cluster("h100_sxm", 1, other.devices)
-        wanted = model_flops(priced.counted.section_prices(other, cluster), priced.folded.blocks, other)
+        wanted = model_flops(priced.counted.layer_prices(other, cluster), priced.folded.blocks, other)
         assert float(value_of(plan, "rank_flops", **sizes)) == pytest.approx(wanted, rel=1e-12)
         assert value_of(plan, "parameters", **sizes) == sum(item.numel() for item in model.parameters())
         assert value_of(plan, "tokens", **sizes) == batch * length

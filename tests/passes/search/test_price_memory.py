@@ -20,7 +20,7 @@ ELEMENTS = sum(parameter.numel() for parameter in dense(8).parameters())
 
 def _memory(recipe: Execution, in_flight: float = 1.0) -> MemoryPrice:
     cluster = Cluster("h100_sxm", max(1, recipe.devices // 8), min(8, recipe.devices))
-    prices = PRICED.counted.section_prices(recipe, cluster)
+    prices = PRICED.counted.layer_prices(recipe, cluster)
     stages = share_out(PRICED.folded.blocks, recipe)
     return memory_price(prices, stages, recipe, recipe_groups(recipe, cluster), (in_flight,) * recipe.pipeline)
 

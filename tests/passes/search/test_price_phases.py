@@ -13,7 +13,7 @@ from cost_models.hardware import Cluster, node_type
 from cost_models.schedule_orders import SCHEDULES
 from cost_models.step import InStep
 from passes.search.layers.fold_program import AFTER, BEFORE
-from passes.search.layers.price_layers import AxisTraffic, Busy, PhasePrice, SectionPrice
+from passes.search.layers.price_layers import AxisTraffic, Busy, LayerPrice, PhasePrice
 from passes.search.layers.propagate_axis import MoveKind
 from passes.search.pipeline_stages import share_out
 from passes.search.price_recipe import Step
@@ -45,10 +45,10 @@ def phases(draw: st.DrawFn, *, is_backward: bool) -> PhasePrice:
 
 
 @st.composite
-def sections(draw: st.DrawFn) -> SectionPrice:
-    """A section with parameters of either kind."""
+def layers(draw: st.DrawFn) -> LayerPrice:
+    """A layer class with parameters of either kind."""
     sizes = dict.fromkeys(("core_bytes", "entering_bytes", "workspace_bytes"), draw(st.sampled_from([0, 10**6])))
-    return SectionPrice(
+    return LayerPrice(
         **sizes, saved_bytes=draw(st.sampled_from([0, 10**7])), matrices=2,
         parameters=draw(st.sampled_from([0, 10**5, 10**7])), expert_parameters=draw(st.sampled_from([0, 10**6])),
         phase={name: draw(phases(is_backward=name == "backward")) for name in ("forward", "backward")}.__getitem__,
@@ -85,7 +85,7 @@ def recipes(draw: st.DrawFn) -> Execution:
     )
 
 
-def _seconds(prices: Mapping[str, SectionPrice], recipe: Execution, fabric: float = 1.0, network: float = 1.0) -> float:
+def _seconds(prices: Mapping[str, LayerPrice], recipe: Execution, fabric: float = 1.0, network: float = 1.0) -> float:
     """Seconds of a step where links take so many times as long."""
     nodes = max(1, recipe.devices // 4)
     node = dataclasses.replace(NODE, intra=NODE.intra.slowed(fabric))
@@ -97,8 +97,8 @@ def _seconds(prices: Mapping[str, SectionPrice], recipe: Execution, fabric: floa
 KERNELS = (("matmul_s", "weight_gradient_s"), ("attention_s",), ("memory_s",))
 
 
-def _with_kernels(price: SectionPrice, names: Sequence[str], factor: float) -> SectionPrice:
-    """A section some of whose kernels take so many times as long."""
+def _with_kernels(price: LayerPrice, names: Sequence[str], factor: float) -> LayerPrice:
+    """A layer class some of whose kernels take so many times as long."""
 
     def busy(given: Busy) -> Busy:
         return dataclasses.replace(given, **{name: factor * getattr(given, name) for name in names})
@@ -109,13 +109,13 @@ def _with_kernels(price: SectionPrice, names: Sequence[str], factor: float) -> S
     return dataclasses.replace(price, phase=lambda name: phase(price.phase(name)))
 
 
-def _small() -> SectionPrice:
-    """A section whose host issues slower than its device computes, with a collective over `tensor` in the backward."""
+def _small() -> LayerPrice:
+    """The host issues slower than the device computes; the backward has a collective over `tensor`."""
     sizes = dict.fromkeys(("saved_bytes", "core_bytes", "entering_bytes", "workspace_bytes", "expert_parameters"), 0)
     late = Busy(matmul_s=1e-5, kernels=1, weight_gradient_s=1e-5, weight_gradient_kernels=1)
     busy, traffic = Busy(matmul_s=1e-5, kernels=40), AxisTraffic("tensor", MoveKind.REDUCE, 10**7)
     forward, backward = PhasePrice(busy, Busy(), Busy(), ()), PhasePrice(busy + late, Busy(), Busy(), (traffic,))
-    return SectionPrice(**sizes, parameters=0, matrices=2, phase={"forward": forward, "backward": backward}.__getitem__)
+    return LayerPrice(**sizes, parameters=0, matrices=2, phase={"forward": forward, "backward": backward}.__getitem__)
 
 
 SMALL = dict.fromkeys((BEFORE, "layers:0", AFTER), _small())
@@ -125,12 +125,12 @@ SMALL = dict.fromkeys((BEFORE, "layers:0", AFTER), _small())
 @example(SMALL, Execution(tensor=2, global_batch=8, pipeline=2, schedule="InterleavedZeroBubble"), 0.5)
 @settings(max_examples=60)
 @given(
-    st.fixed_dictionaries({name: sections() for name in (BEFORE, "layers:0", AFTER)}),
+    st.fixed_dictionaries({name: layers() for name in (BEFORE, "layers:0", AFTER)}),
     recipes(),
     st.sampled_from([0.5, 0.9, 0.99]),
 )
 def test_no_step_is_longer_where_a_part_is_faster(
-    prices: Mapping[str, SectionPrice], recipe: Execution, factor: float
+    prices: Mapping[str, LayerPrice], recipe: Execution, factor: float
 ) -> None:
     """Products, attention, other kernels, links in nodes and between them; rounding apart."""
     as_it_is = _seconds(prices, recipe) * (1 + 1e-12)

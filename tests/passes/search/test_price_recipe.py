@@ -1,4 +1,4 @@
-"""The time of a recipe's step follows from the prices of its sections."""
+"""The time of a recipe's step follows from the prices of its layer classes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from passes.search.price_recipe import (
     Step,
     accumulation_bytes,
     copies_time,
-    section_time,
+    layer_time,
     send_time,
     sharded_time,
 )
@@ -37,7 +37,7 @@ def _cluster(recipe: Execution) -> Cluster:
 
 def _seconds(recipe: Execution, cluster: PricedCluster | None = None) -> float:
     cluster = cluster or _cluster(recipe)
-    prices = PRICED.counted.section_prices(recipe, cluster)
+    prices = PRICED.counted.layer_prices(recipe, cluster)
     groups = recipe_groups(recipe, cluster)
     return Step(prices, share_out(BLOCKS, recipe), recipe, groups, cluster).time_s
 
@@ -70,7 +70,7 @@ def test_a_part_that_is_handed_on_is_gathered_unless_the_next_stage_reads_parts(
     split = dataclasses.replace(whole, sequence_parallel=True)
     cluster = _cluster(whole)
     groups = recipe_groups(whole, cluster)
-    sent_s = [send_time(PRICED.counted.section_prices(each, cluster), each, groups) for each in (split, whole)]
+    sent_s = [send_time(PRICED.counted.layer_prices(each, cluster), each, groups) for each in (split, whole)]
     gathered_s = all_gather_time(64 * SEQUENCE * HIDDEN * 2, groups.tensor)
     assert sent_s[1] - sent_s[0] == pytest.approx(gathered_s)
 
@@ -92,10 +92,10 @@ def test_copies_to_the_host_run_beside_a_blocks_own_work(recompute: str) -> None
     recipe = under(Execution(micro_batch=64, recompute=recompute), cuda_graph=True)
     away = dataclasses.replace(recipe, offload="activations")
     cluster = _cluster(recipe)
-    prices = PRICED.counted.section_prices(recipe, cluster)
+    prices = PRICED.counted.layer_prices(recipe, cluster)
     groups = recipe_groups(recipe, cluster)
     for name in dict.fromkeys(BLOCKS):
-        here, there = (section_time(prices[name], each, groups, cluster, is_block=True) for each in (recipe, away))
+        here, there = (layer_time(prices[name], each, groups, cluster, is_block=True) for each in (recipe, away))
         out_s, back_s = copies_time(prices[name], away, cluster, is_block=True)
         assert out_s > 0
         assert there.forward_s == beside(here.forward_s, out_s)
@@ -114,7 +114,7 @@ def test_overlap_hides_communication() -> None:
 
 def test_gradients_are_summed_only_over_several_micro_batches() -> None:
     """A single micro-batch's gradients need no sum."""
-    price = PRICED.counted.section_prices(Execution(), _cluster(Execution()))["layers:0"]
+    price = PRICED.counted.layer_prices(Execution(), _cluster(Execution()))["layers:0"]
     assert accumulation_bytes(price, Execution()) == 0
     assert accumulation_bytes(price, Execution(global_batch=2)) == 10 * price.parameters
 
@@ -123,8 +123,8 @@ def test_selective_recomputation_repeats_attentions_core_only() -> None:
     """Fused attention has none: it keeps no scores."""
     recipe = Execution(recompute="selective")
     cluster = _cluster(recipe)
-    price = PRICED.counted.section_prices(recipe, cluster)["layers:0"]
-    times = section_time(price, recipe, recipe_groups(recipe, cluster), cluster, is_block=True)
+    price = PRICED.counted.layer_prices(recipe, cluster)["layers:0"]
+    times = layer_time(price, recipe, recipe_groups(recipe, cluster), cluster, is_block=True)
     assert times.recompute_s == 0
 
 
@@ -143,7 +143,7 @@ def test_listing_costs_host_time_for_every_rank_and_matrix() -> None:
         for listed in (False, True):
             recipe = under(Execution(data=data, zero=3), listed_collectives=listed)
             cluster = _cluster(recipe)
-            price = PRICED.counted.section_prices(recipe, cluster)["layers:0"]
+            price = PRICED.counted.layer_prices(recipe, cluster)["layers:0"]
             times.append(sharded_time(price, recipe, recipe_groups(recipe, cluster))[0])
         return times[1] - times[0]
 
@@ -156,7 +156,7 @@ def test_ranks_that_keep_shards_of_gradients_reduce_those_of_each_micro_batch() 
         one, two = (under(Execution(data=8, zero=zero, global_batch=batch), overlap_gradients=False) for zero in (1, 2))
         cluster = _cluster(one)
         groups = recipe_groups(two, cluster)
-        prices = PRICED.counted.section_prices(two, cluster).values()
+        prices = PRICED.counted.layer_prices(two, cluster).values()
         reduced_s = sum(sharded_time(price, two, groups)[1] for price in prices)
         assert (reduced_s > 0) == (batch > 8) == (_seconds(two) > _seconds(one))
 

@@ -40,13 +40,13 @@ class Beside(nn.Module):
 
 
 def _seconds(recipe: Execution) -> float:
-    prices = PRICED.counted.section_prices(recipe, CLUSTER)
+    prices = PRICED.counted.layer_prices(recipe, CLUSTER)
     stages = share_out(PRICED.folded.blocks, recipe)
     return Step(prices, stages, recipe, recipe_groups(recipe, CLUSTER), CLUSTER).time_s
 
 
 def _exchanges(recipe: Execution) -> list[AxisTraffic]:
-    prices = PRICED.counted.section_prices(recipe, CLUSTER).values()
+    prices = PRICED.counted.layer_prices(recipe, CLUSTER).values()
     phases = (phase for price in prices for phase in (price.forward, price.backward))
     return [item for phase in phases for item in phase.traffic if item.axis == "expert"]
 
@@ -60,7 +60,7 @@ def test_experts_that_are_sharded_are_gathered() -> None:
     """Under ZeRO-3 ranks with the same experts hold a shard of them, and have two blocks' whole while they run."""
     recipe = Execution(data=4, expert=2, zero=3)
     groups = recipe_groups(recipe, CLUSTER)
-    prices = PRICED.counted.section_prices(recipe, CLUSTER)
+    prices = PRICED.counted.layer_prices(recipe, CLUSTER)
     moe = max(prices.values(), key=lambda price: price.expert_parameters)
     dense = dataclasses.replace(moe, expert_parameters=0)
     with_experts, without = (sharded_time(price, recipe, groups) for price in (moe, dense))
@@ -96,7 +96,7 @@ def test_separate_experts_launch_a_kernel_each() -> None:
     one = Execution(data=2, expert=2, micro_batch=4096)
     each = under(one, separate_experts=True)
     cluster = Cluster("h100_sxm", 1, 2)
-    together, apart = (PRICED.counted.section_prices(recipe, cluster) for recipe in (one, each))
+    together, apart = (PRICED.counted.layer_prices(recipe, cluster) for recipe in (one, each))
     for name, price in together.items():
         before, after = price.forward.busy, apart[name].forward.busy
         products = 2 if price.expert_parameters else 0
@@ -119,7 +119,7 @@ def test_biases_of_experts_lie_with_them() -> None:
     with torch.device("meta"):
         layers = [MixtureOfExperts(hidden, Experts(count, 2, hidden, 0, 0, biased=True), None) for _ in range(2)]
         priced = PricedModel(folded(Decoder([*map(Beside, layers)]).bfloat16()))
-    block = priced.counted.section_prices(RECIPE, CLUSTER)[priced.folded.blocks[0]]
+    block = priced.counted.layer_prices(RECIPE, CLUSTER)[priced.folded.blocks[0]]
     assert block.expert_parameters == 3 * hidden * hidden + 2 * hidden + hidden
     assert [len(phase.traffic) for phase in (block.forward, block.backward)] == [3, 3]
 

@@ -31,7 +31,7 @@ def _block_moves(program: FoldedProgram, layout: AxisLayout) -> Counter[tuple[st
     return Counter(
         (nodes[move.reader].meta["phase"], move.kind.value)
         for move in layout.moves
-        if program.section_of.get(move.reader) == "layers:0"
+        if program.layer_of.get(move.reader) == "layers:0"
     )
 
 
@@ -95,7 +95,7 @@ def test_experts_are_exchanged_on_the_way_in_and_out() -> None:
     large = [
         nodes[move.reader].meta["phase"]
         for move in layout.moves
-        if program.section_of.get(move.reader) == "layers:1" and move.kind is MoveKind.EXCHANGE
+        if program.layer_of.get(move.reader) == "layers:1" and move.kind is MoveKind.EXCHANGE
     ]
     assert large.count("forward") == 2
     assert large.count("backward") >= 2

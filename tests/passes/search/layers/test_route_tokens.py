@@ -8,7 +8,7 @@ import torch
 from autoshard import Cluster
 from autoshard.ir.execution import Execution
 from autoshard.ir.spec import P
-from passes.search.layers.price_layers import Busy, SectionPrice
+from passes.search.layers.price_layers import Busy, LayerPrice
 from passes.search.layers.propagate_axis import AXIS
 from passes.search.layers.route_tokens import routed_calls
 from tests.passes.decoders import priced_sparse
@@ -19,8 +19,8 @@ SPLIT = (Execution(data=2, context=2, expert=4, micro_batch=64),
          Execution(data=2, tensor=2, sequence_parallel=True, expert=4, micro_batch=64))  # fmt: skip
 
 
-def _experts(recipe: Execution) -> SectionPrice:
-    return PRICED.counted.section_prices(recipe, Cluster("h100_sxm", 1, 4))[SPARSE]
+def _experts(recipe: Execution) -> LayerPrice:
+    return PRICED.counted.layer_prices(recipe, Cluster("h100_sxm", 1, 4))[SPARSE]
 
 
 def test_calls_between_the_two_permutations_are_routed() -> None:
@@ -28,7 +28,7 @@ def test_calls_between_the_two_permutations_are_routed() -> None:
     nodes = PRICED.folded.single.nodes_by_name()
     found = [nodes[name] for name in routed_calls(PRICED.folded, AXIS)]
     forward = [node.target for node in found
-               if node.meta["phase"] == "forward" and PRICED.folded.section_of[node.name] == SPARSE]  # fmt: skip
+               if node.meta["phase"] == "forward" and PRICED.folded.layer_of[node.name] == SPARSE]  # fmt: skip
     aten = torch.ops.aten
     for target in (aten.sort.default, aten.index_select.default, aten.bmm.default):
         assert forward.count(target) == 2

@@ -1,4 +1,4 @@
-"""Sections of the published runs' models, counted once and kept on disk.
+"""Layer classes of the published runs' models, counted once and kept on disk.
 
 Tracing and counting are nearly all of the time of a report, and depend neither on the cost models nor on the numbers of
 a recipe: only on the model's shape, the kind of recipe (`RecipeKind`), torch, and the code that traces, propagates and
@@ -18,12 +18,12 @@ from pathlib import Path
 import torch
 
 from passes.driver.pricing import priced_model
-from passes.search.layers.count_layers import Section
+from passes.search.layers.count_layers import LayerClass
 from passes.search.layers.price_model import CountedModel, RecipeKind
 from tests.benchmarks.decoder import Decoder, DecoderShape
 
 ROOT = Path(__file__).parents[2]
-FOLDER = ROOT / "build" / "sections"
+FOLDER = ROOT / "build" / "layer classes"
 _CODE = (
     "passes/preparation/canonicalize.py",
     "passes/search/layers/fold_program.py",
@@ -34,13 +34,13 @@ _CODE = (
     "tests/benchmarks/decoder.py",
 )
 
-_Counts = tuple[tuple[str, ...], int, Mapping[str, Section]]
-"""Blocks in order, tokens of a sequence, sections."""
+_Counts = tuple[tuple[str, ...], int, Mapping[str, LayerClass]]
+"""Blocks in order, tokens of a sequence, layer classes."""
 
 
 @dataclass
-class SectionTable:
-    """Models whose sections come from disk, or are counted and put there.
+class LayerTable:
+    """Models whose layer classes come from disk, or are counted and put there.
 
     Args:
         folder: where files are kept; it is made if it is not there.
@@ -61,8 +61,8 @@ class SectionTable:
         """
         key = (shape, kind)
         if key not in self._models:
-            blocks, tokens, sections = self._counts(shape, kind)
-            self._models[key] = CountedModel(blocks, tokens, lambda _: sections)
+            blocks, tokens, layers = self._counts(shape, kind)
+            self._models[key] = CountedModel(blocks, tokens, lambda _: layers)
         return self._models[key]
 
     def _counts(self, shape: DecoderShape, kind: RecipeKind) -> _Counts:
@@ -82,7 +82,7 @@ class SectionTable:
                 self._built = {shape: Decoder(shape).bfloat16()}  # the latest only: each holds its traces
         tokens = torch.zeros(1, shape.sequence, dtype=torch.int64, device="meta")
         priced = priced_model(self._built[shape], (tokens, tokens), None)
-        return priced.folded.blocks, priced.tokens, dict(priced.sections(kind))
+        return priced.folded.blocks, priced.tokens, dict(priced.layers(kind))
 
 
 def _digest(shape: DecoderShape, kind: RecipeKind) -> str:
