@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,8 +43,6 @@ class RecipePricer:
     _groups: dict[tuple[object, ...], Groups] = field(default_factory=dict)
     _tables: dict[tuple[object, ...], LayerTable] = field(default_factory=dict)
     _layers: dict[tuple[object, ...], Mapping[str, LayerPrice]] = field(default_factory=dict)
-    _ends: dict[tuple[object, ...], float] = field(default_factory=dict)
-    _counts: dict[tuple[str, ...], Floats] = field(default_factory=dict)
 
     def groups(self, recipe: Execution) -> Groups:
         """The groups of a recipe."""
@@ -103,13 +101,13 @@ class RecipePricer:
         layers = self.layers(last)
         held = held_bytes(layers, last, self.groups(last))
         each = held.kept + held.parameters + held.gradients + held.state
-        mean = float(self._counts_of(tuple(layers)) @ each) / last.pipeline
+        mean = float(self._counts_of(layers) @ each) / last.pipeline
         return ROUNDING * (mean + float(held.workspace.min())) - len(held)
 
     def least_time(self, recipe: Execution) -> float:
         """Bound on the step of a recipe in any pipeline: the mean of ranks, and a micro-batch's latency."""
         table = self._table(recipe)
-        counts = self._counts_of(tuple(self.layers(recipe)))
+        counts = self._counts_of(self.layers(recipe))
         share = recipe.micro_batches / recipe.pipeline
         forward, backward, first = (float(counts @ values) for values in table[:3])
         return ROUNDING * max(share * (forward + backward), forward + first)
@@ -131,11 +129,7 @@ class RecipePricer:
     def _end_s(self, counts: tuple[float, ...], table: LayerTable, recipe: Execution, groups: Groups) -> float:
         """Seconds of the ends of a rank that has layer classes so often."""
         forward, backward, _, dense, expert = (float(np.dot(counts, values)) for values in table)
-        load = EndLoad(dense, expert, forward, backward)
-        key = (load, recipe.zero, recipe.zero_group, recipe.pipeline, *_layout_of(recipe))
-        if key not in self._ends:
-            self._ends[key] = sum(end_times(load, recipe, groups, self.cluster).values())
-        return self._ends[key]
+        return sum(end_times(EndLoad(dense, expert, forward, backward), recipe, groups, self.cluster).values())
 
     def _table(self, recipe: Execution) -> LayerTable:
         """The same whatever the pipeline and, unless each micro-batch exchanges, the sharding."""
@@ -148,12 +142,9 @@ class RecipePricer:
             self._tables[key] = layer_table(self.layers(recipe), *parts)
         return self._tables[key]
 
-    def _counts_of(self, names: tuple[str, ...]) -> Floats:
+    def _counts_of(self, names: Iterable[str]) -> Floats:
         """How often the model has each of some layer classes."""
-        if names not in self._counts:
-            held = [BEFORE, *self.counted.blocks, AFTER]
-            self._counts[names] = np.array([float(held.count(name)) for name in names])
-        return self._counts[names]
+        return np.array([1.0 if name in (BEFORE, AFTER) else self.counted.blocks.count(name) for name in names])
 
 
 def _layout_of(recipe: Execution) -> tuple[object, ...]:
