@@ -1,12 +1,12 @@
-"""Price a recipe: from the prices of a model's layer classes to the time and memory of a training step.
+"""Price a recipe: from the prices of a model's layer classes to the time of a training step.
 
 1. Blocks are shared out over the pipeline's stages (`pipeline_stages`). Blocks of one kind are priced once.
-2. What a stage takes for one micro-batch is its computation and the communication that nothing hides: of collectives of
-   its layout (`price_phases`), and, where parameters are sharded (ZeRO-3), their gathering, prefetched one block ahead;
-   where gradients are (ZeRO-2 and -3), the reduction of those of each micro-batch. What blocks keep may go to the host
-   and come back, beside the same computation, on links of its own.
-3. The schedule runs them.
-4. Once per step gradients are reduced, parameters are updated and gathered.
+2. A stage takes its computation for one micro-batch, and the communication that nothing hides. Its layout has
+   collectives (`price_phases`). ZeRO-3 gathers parameters, prefetched one block ahead. ZeRO-2 and -3 reduce the
+   gradients of each micro-batch. Offloaded values go to the host and come back beside computation, on links of their
+   own.
+3. The schedule runs the stages.
+4. Once per step gradients are reduced, parameters are updated and gathered (`price_ends`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from passes.search.price_phases import PhaseTime, phase_time
 from passes.search.recipe_groups import Groups, in_pieces
 
 HOST = "the host"
-"""What copies to the host and back count as in a step's communication."""
+"""The name of copies to the host and back in the communication of a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class LayerTime:
     """Seconds of a layer class, once, with what is hidden taken off.
 
     Args:
-        forward_s, backward_s: of the passes, the backward without what it recomputes.
-        recompute_s: that.
-        input_gradient_s, weight_gradient_s: of a backward that is cut in two; they take at least `backward_s`.
+        forward_s, backward_s: seconds of the passes, the backward without recomputation.
+        recompute_s: seconds of recomputation.
+        input_gradient_s, weight_gradient_s: the parts of a cut backward; they take at least `backward_s`.
         communication: the part of all that is exposed communication, by axis.
     """
 
@@ -74,7 +74,7 @@ def layer_time(price: LayerPrice, recipe: Execution, groups: Groups, cluster: Cl
 
 
 def _recomputed(price: LayerPrice, recipe: Execution, groups: Groups, cluster: Cluster, *, is_block: bool) -> PhaseTime:
-    """What a layer class's backward computes again."""
+    """The recomputation in a layer class's backward."""
     if not is_block or recipe.recompute == "none":
         return _NOTHING
     if recipe.recompute == "selective":
@@ -97,7 +97,7 @@ class _PassTimes(NamedTuple):
 def _passing(busy_s: float, first_s: float, gather_s: float, copy_s: float, recipe: Execution) -> _PassTimes:
     """A pass that is busy for so long, its first part alone for `first_s`, beside gathering and copying.
 
-    Where the pass is cut, all exchange is in its first part.
+    All exchange of a cut pass is in its first part.
     """
     overlaps = recipe.runtime.overlap_parameters if recipe.zero == 3 else recipe.runtime.overlap_gradients
     before_s, beside_s = (0.0, gather_s) if overlaps else (gather_s, 0.0)
@@ -120,8 +120,8 @@ def sharded_time(price: LayerPrice, recipe: Execution, groups: Groups) -> tuple[
     """Seconds of gathering a layer class's parameters in the forward, and again with reducing their gradients after.
 
     ZeRO-3 gathers; ZeRO-2 reduces too, where there are several micro-batches (`Execution.reduces_each`). Experts are
-    shared out among the ranks that hold the same ones. Where collectives take lists, each matrix is gathered by
-    itself, and vectors stay whole (DeepSpeed's ZeRO-3).
+    shared out among the ranks that hold the same ones. Collectives of lists gather each matrix by itself, and vectors
+    stay whole (DeepSpeed's ZeRO-3).
     """
     if not recipe.reduces_each:
         return 0.0, 0.0
@@ -148,7 +148,7 @@ class Step:
     Args:
         layers: the price of each layer class.
         stages: how often each stage has each layer class.
-        recipe, groups, cluster: as it runs.
+        recipe, groups, cluster: the recipe, its groups, the hardware.
     """
 
     layers: Mapping[str, LayerPrice]

@@ -132,7 +132,7 @@ class RecipePricer:
         return sum(end_times(EndLoad(dense, expert, forward, backward), recipe, groups, self.cluster).values())
 
     def _table(self, recipe: Execution) -> LayerTable:
-        """The same whatever the pipeline and, unless each micro-batch exchanges, the sharding."""
+        """The table of a recipe; recipes share it that differ in the pipeline, or in a sharding without exchanges."""
         shards = (recipe.zero, recipe.replicas, recipe.zero_group) if recipe.reduces_each else ()
         counts = recipe.runtime.overlap_expert and recipe.expert > 1
         turns = recipe.micro_batches if counts else recipe.micro_batches > 1

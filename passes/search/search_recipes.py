@@ -86,7 +86,7 @@ def search_recipes(
 
     Args:
         space: the recipes.
-        pricer: of their times and memory.
+        pricer: the pricer of their times and memory.
         memory_limit: bytes of a device.
         smallest: the objective is the memory of the fullest rank in bytes, in place of the step in seconds.
         ceiling: may end it; None: nothing does.
