@@ -17,53 +17,18 @@ Every bound is less by one part in 10^9, for rounding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autoshard.ir.execution import Execution
-from cost_models.hardware import Cluster
 from cost_models.schedule_orders import most_in_flight
-from passes.search.layers.fold_program import AFTER, BEFORE
-from passes.search.layers.price_layers import LayerPrice
 from passes.search.pipeline_stages import Floats, cuts_backward, layer_counts, rank_counts, share_out
-from passes.search.price_recipe import layer_time
-from passes.search.recipe_groups import Groups
+from passes.search.price_recipe import LayerTimes
 from passes.search.recipe_space import Pipe
 
 ROUNDING = 1.0 - 1e-9
-
-
-class LayerTable(NamedTuple):
-    """Layer classes under a recipe, for one micro-batch, in the order of their names, [classes].
-
-    Args:
-        forward, backward: seconds; backward with what is recomputed.
-        first: the part of `backward` that stages before wait for.
-        dense, expert: parameters, see `price_ends.EndLoad`.
-    """
-
-    forward: Floats
-    backward: Floats
-    first: Floats
-    dense: Floats
-    expert: Floats
-
-
-def layer_table(layers: Mapping[str, LayerPrice], recipe: Execution, groups: Groups, cluster: Cluster) -> LayerTable:
-    """The table of a recipe's layer classes."""
-    rows = []
-    for name, price in layers.items():
-        is_block = name not in (BEFORE, AFTER)
-        time = layer_time(price, recipe, groups, cluster, is_block=is_block)
-        backward = time.backward_s + time.recompute_s
-        first = min(backward, time.input_gradient_s + time.recompute_s)
-        rows.append((time.forward_s, backward, first, price.parameters, price.expert_parameters))
-    return LayerTable(*np.array(rows, dtype=float).T)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +63,12 @@ def _place(names: tuple[str, ...], blocks: tuple[str, ...], pipe: Pipe) -> tuple
     return rank_counts(names, stages, recipe), before, not cuts_backward(recipe)
 
 
-def path_times(table: LayerTable, places: Places, send_s: float, micro_batches: int) -> Floats:
+def path_times(times: LayerTimes, places: Places, send_s: float, micro_batches: int) -> Floats:
     """Seconds of the longest path of a rank before its ends, [pipes]."""
-    hops = np.arange(float(places.counts.shape[1])) * send_s
-    entering = places.before @ table.forward + hops
-    leaving = places.is_whole * (places.before @ table.backward + hops)
-    work = places.counts @ (table.forward + table.backward)
+    hops, backward_s = np.arange(float(places.counts.shape[1])) * send_s, times.backward_s + times.recompute_s
+    entering = places.before @ times.forward_s + hops
+    leaving = places.is_whole * (places.before @ backward_s + hops)
+    work = places.counts @ (times.forward_s + backward_s)
     return (entering + micro_batches * work + leaving).max(axis=1)
 
 

@@ -13,15 +13,13 @@ from passes.search.layers.fold_program import AFTER, BEFORE
 from passes.search.layers.price_layers import LayerPrice
 from passes.search.layers.price_model import CountedModel
 from passes.search.pipeline_stages import Floats, Stage, in_flight, share_out
-from passes.search.price_ends import EndLoad, end_times
+from passes.search.price_ends import end_times
 from passes.search.price_memory import held_bytes, host_bytes, memory_parts, memory_price
-from passes.search.price_recipe import Step, send_time
+from passes.search.price_recipe import LayerTimes, Step, layer_times, load_of, send_time
 from passes.search.recipe_bounds import (
     ROUNDING,
-    LayerTable,
     Places,
     held_by,
-    layer_table,
     path_times,
     places_of,
 )
@@ -41,7 +39,7 @@ class RecipePricer:
     counted: CountedModel
     cluster: Cluster
     _groups: dict[tuple[object, ...], Groups] = field(default_factory=dict)
-    _tables: dict[tuple[object, ...], LayerTable] = field(default_factory=dict)
+    _times: dict[tuple[object, ...], LayerTimes] = field(default_factory=dict)
     _layers: dict[tuple[object, ...], Mapping[str, LayerPrice]] = field(default_factory=dict)
 
     def groups(self, recipe: Execution) -> Groups:
@@ -106,41 +104,37 @@ class RecipePricer:
 
     def least_time(self, recipe: Execution) -> float:
         """Bound on the step of a recipe in any pipeline: the mean of ranks, and a micro-batch's latency."""
-        table = self._table(recipe)
-        counts = self._counts_of(self.layers(recipe))
+        times, counts = self._times_of(recipe), self._counts_of(self.layers(recipe))
+        backward_s = times.backward_s + times.recompute_s
+        first_s = np.minimum(backward_s, times.input_gradient_s + times.recompute_s)
         share = recipe.micro_batches / recipe.pipeline
-        forward, backward, first = (float(counts @ values) for values in table[:3])
-        return ROUNDING * max(share * (forward + backward), forward + first)
+        each = (share * (times.forward_s + backward_s), times.forward_s + first_s)
+        return ROUNDING * max(float(counts @ part) for part in each)
 
     def least_times(self, recipe: Execution, pipes: tuple[Pipe, ...]) -> Floats:
         """Bounds on the step of a recipe in each of some pipelines of as many ranks: paths of ranks, with ends."""
-        table, layers, groups = self._table(recipe), self.layers(recipe), self.groups(recipe)
+        times, layers, groups = self._times_of(recipe), self.layers(recipe), self.groups(recipe)
         places = self._places(recipe, pipes)
         send_s = send_time(layers, recipe, groups)
-        seconds = path_times(table, places, send_s, recipe.micro_batches)
-        heaviest = (places.counts @ (table.dense + table.expert)).argmax(axis=1)
+        seconds = path_times(times, places, send_s, recipe.micro_batches)
+        heaviest = (places.counts @ (times.dense + times.expert)).argmax(axis=1)
         counts = places.counts[np.arange(len(pipes)), heaviest]
-        seconds = seconds + [self._end_s(tuple(each), table, recipe, groups) for each in counts.tolist()]
-        return ROUNDING * seconds
+        loads = [load_of(each, times) for each in counts.tolist()]
+        ends_s = [sum(end_times(load, recipe, groups, self.cluster).values()) for load in loads]
+        return ROUNDING * (seconds + ends_s)
 
     def _places(self, recipe: Execution, pipes: tuple[Pipe, ...]) -> Places:
         return places_of(tuple(self.layers(recipe)), self.counted.blocks, pipes)
 
-    def _end_s(self, counts: tuple[float, ...], table: LayerTable, recipe: Execution, groups: Groups) -> float:
-        """Seconds of the ends of a rank that has layer classes so often."""
-        forward, backward, _, dense, expert = (float(np.dot(counts, values)) for values in table)
-        return sum(end_times(EndLoad(dense, expert, forward, backward), recipe, groups, self.cluster).values())
-
-    def _table(self, recipe: Execution) -> LayerTable:
-        """The table of a recipe; recipes share it that differ in the pipeline, or in a sharding without exchanges."""
+    def _times_of(self, recipe: Execution) -> LayerTimes:
+        """The times of layer classes; recipes share them that differ in the pipeline, or in unused sharding."""
         shards = (recipe.zero, recipe.replicas, recipe.zero_group) if recipe.reduces_each else ()
         counts = recipe.runtime.overlap_expert and recipe.expert > 1
         turns = recipe.micro_batches if counts else recipe.micro_batches > 1
         key = (*_layout_of(recipe), recipe.recompute, recipe.offload, turns, shards)
-        if key not in self._tables:
-            parts = (recipe, self.groups(recipe), self.cluster)
-            self._tables[key] = layer_table(self.layers(recipe), *parts)
-        return self._tables[key]
+        if key not in self._times:
+            self._times[key] = layer_times(self.layers(recipe), recipe, self.groups(recipe), self.cluster)
+        return self._times[key]
 
     def _counts_of(self, names: Iterable[str]) -> Floats:
         """How often the model has each of some layer classes."""
