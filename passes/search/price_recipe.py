@@ -224,7 +224,7 @@ class Step:
             parts = (times.forward_s, times.input_gradient_s, times.weight_gradient_s, times.recompute_s)
         known: dict[Stage, StageTimes] = {}
         for stage in dict.fromkeys(self.stages):
-            counts = layer_counts(names, stage.layers)
+            counts = layer_counts(names, stage)
             forward_s, first_s, late_s, again_s = (float(counts @ part) for part in parts)
             known[stage] = StageTimes(forward_s, first_s, late_s, self.send_s, again_s)
         return [known[stage] for stage in self.stages]

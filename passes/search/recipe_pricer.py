@@ -1,30 +1,91 @@
-"""Price many recipes of one model on one cluster, and bound what they take; what recipes share is found once."""
+"""Price many recipes of one model on one cluster, and bound their steps from below; prices of layer classes are shared.
+
+A layer class takes f seconds forward and b backward for one micro-batch, with exposed communication and recomputation.
+A step has m micro-batches. Pipeline rank r has counts c(r) of each class; h(r) counts those before its first stage.
+
+1. *Mean.* Some of P ranks has at least the mean work, m sum(f + b) / P. No micro-batch takes less than its forward and
+   its gradients of inputs through all stages.
+2. *Path of a rank.* Rank r begins behind h(r), each stage handing over in s seconds, and works without a break. The
+   last micro-batch's backward passes h(r) again, unless the schedule cuts backwards in two:
+
+       T >= h(r) f + r s + m c(r) (f + b) [ + h(r) b + r s ]
+
+   The ends of the rank with most parameters follow (`price_ends.end_times`). With equal stages this is the price.
+
+Every bound is less by one part in 10^9, for rounding.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 
 from autoshard.ir.execution import Execution
 from cost_models.hardware import Cluster
+from cost_models.schedule_orders import most_in_flight
 from passes.search.layers.fold_program import AFTER, BEFORE
 from passes.search.layers.price_layers import LayerPrice
 from passes.search.layers.price_model import CountedModel
-from passes.search.pipeline_stages import Floats, Stage, in_flight, share_out
+from passes.search.pipeline_stages import Floats, Stage, cuts_backward, in_flight, layer_counts, rank_counts, share_out
 from passes.search.price_ends import end_times
 from passes.search.price_memory import held_bytes, host_bytes, memory_parts, memory_price
 from passes.search.price_recipe import LayerTimes, Step, layer_times, load_of, send_time
-from passes.search.recipe_bounds import (
-    ROUNDING,
-    Places,
-    held_by,
-    path_times,
-    places_of,
-)
 from passes.search.recipe_groups import Groups, recipe_groups
 from passes.search.recipe_space import Pipe
+
+ROUNDING = 1.0 - 1e-9
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Places of layer classes in pipelines of as many ranks.
+
+    Args:
+        counts: how often each rank has each layer class, [pipes, ranks, classes].
+        before: how often layer classes come before the rank's first stage, [pipes, ranks, classes].
+        is_whole: whether the schedule does not cut backwards in two, [pipes, 1].
+    """
+
+    counts: Floats
+    before: Floats
+    is_whole: NDArray[np.bool_]
+
+
+@lru_cache(maxsize=1024)
+def places_of(names: tuple[str, ...], blocks: tuple[str, ...], pipes: tuple[Pipe, ...]) -> Places:
+    """The places of layer classes, in the order of `names`, in pipelines of a model with some blocks."""
+    counts, before, is_whole = zip(*(_place(names, blocks, pipe) for pipe in pipes), strict=True)
+    return Places(np.array(counts, dtype=float), np.array(before, dtype=float), np.array(is_whole)[:, None])
+
+
+@lru_cache(maxsize=8192)
+def _place(names: tuple[str, ...], blocks: tuple[str, ...], pipe: Pipe) -> tuple[Floats, Floats, bool]:
+    """The entries of `Places` of one pipeline."""
+    recipe = pipe.recipe(len(blocks))
+    stages = share_out(blocks, recipe)
+    passed = np.cumsum([layer_counts(names, stage) for stage in stages], axis=0)
+    before = np.concatenate([np.zeros((1, len(names))), passed])[: pipe.pipeline]
+    return rank_counts(names, stages, recipe), before, not cuts_backward(recipe)
+
+
+def path_times(times: LayerTimes, places: Places, send_s: float, micro_batches: int) -> Floats:
+    """Seconds of the longest path of a rank before its ends, [pipes]."""
+    hops, backward_s = np.arange(float(places.counts.shape[1])) * send_s, times.backward_s + times.recompute_s
+    entering = places.before @ times.forward_s + hops
+    leaving = places.is_whole * (places.before @ backward_s + hops)
+    work = places.counts @ (times.forward_s + backward_s)
+    return (entering + micro_batches * work + leaving).max(axis=1)
+
+
+@lru_cache(maxsize=4096)
+def held_by(pipes: tuple[Pipe, ...], micro_batches: int) -> Floats:
+    """Micro-batches that each rank holds of each of its stages at its peak, [pipes, ranks]."""
+    held = [most_in_flight(pipe.chosen_schedule, pipe.pipeline, micro_batches, pipe.virtual_stages) for pipe in pipes]
+    return np.array(held) / np.array([[pipe.virtual_stages] for pipe in pipes])
 
 
 @dataclass

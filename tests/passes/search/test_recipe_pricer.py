@@ -17,8 +17,7 @@ from cost_models.order_times import StageTimes
 from passes.search.layers.fold_program import AFTER, BEFORE
 from passes.search.pipeline_stages import cuts_backward, share_out, stages_time
 from passes.search.price_recipe import LayerTimes
-from passes.search.recipe_bounds import path_times, places_of
-from passes.search.recipe_pricer import RecipePricer
+from passes.search.recipe_pricer import RecipePricer, path_times, places_of
 from passes.search.recipe_space import POLICIES, ActivationPolicy, Pipe, RecipeSpace, Sharding, known_pipes
 from tests.passes.decoders import priced_dense, priced_sparse
 from tests.passes.executions import under
