@@ -43,7 +43,7 @@ class Options:
 
     Args:
         reduce_dtype: "bf16" sends gradients of float32 parameters between ranks in 16 bits and adds them in float32;
-            see docs/precision.md. None sends each gradient in its own type.
+            see docs/reference/precision.md. None sends each gradient in its own type.
         dynamic_lengths: names of arguments to the value of their padding: {"input_ids": 0, "attention_mask": 0,
             "labels": -100}. Dim 1 of these arguments is padded to one of few lengths, at most half more, and results
             are cut back. Calls of many lengths then share few programs. Before a program is compiled, autoshard proves
@@ -51,15 +51,15 @@ class Options:
         max_programs: number of programs to keep, each for calls of one kind. The least recently used program goes
             first.
         check: "always" compares each call between processes, "first" the first call of each program, "off" no call. A
-            comparison covers program, mode, hyperparameters, inputs and parameters; see docs/running.md.
+            comparison covers program, mode, hyperparameters, inputs and parameters; see docs/reference/running.md.
         timeout_s: seconds to wait for another process that neither calls nor compiles; then all others raise an error.
         outputs: "all" outputs of the model; or "loss", the first floating scalar among the outputs. With "loss" nothing
             is computed or kept for the other outputs. A `TrainStep` needs the loss alone.
         gather_outputs: return whole outputs, except outputs in `constraints`. By default, with processes, an output
-            that is not a scalar is a DTensor, placed by the plan; see docs/running.md.
+            that is not a scalar is a DTensor, placed by the plan; see docs/reference/running.md.
         cuda_graph: with a traced optimizer and processes on GPUs: from the third step on, launch forward and backward
             of a micro-batch as one CUDA graph. A graph helps if the host launches kernels more slowly than the device
-            computes; see docs/running.md.
+            computes; see docs/reference/running.md.
 
     Raises:
         NotAvailableError: a value is not in the lists above.

@@ -102,7 +102,7 @@ PRIVATE_ANYWHERE = ("torch._ops", "torch.utils._pytree", "torch.ops.", "torch.fx
 PRIVATE_ONLY_IN = "autoshard.tracing"
 
 # Folders whose tests are not about one module.
-FREE_FOLDERS = ("tests/end_to_end", "tests/prose", "tests/zoo", "tests/examples", "tests/benchmarks")
+FREE_FOLDERS = ("tests/docs", "tests/end_to_end", "tests/prose", "tests/zoo", "tests/examples", "tests/benchmarks")
 # Tests of a whole folder: what it does with other people's models.
 FREE_FILES = ("tests/tracing/test_transformers.py",)
 

@@ -209,7 +209,7 @@ ARGUMENTS: list[tuple[type[AutoshardError], str, Callable[[], Any]]] = [
     *(
         (
             TraceError,
-            "Wrap it: lambda outputs: loss",
+            "Wrap it, e.g. lambda outputs: loss",
             lambda call=call: call(small(), MESH, example_inputs=(X,), loss_fn=torch.sum),
         )
         for call in (autoshard.plan, autoshard.compile)
@@ -398,7 +398,7 @@ def test_clusters(call: Callable[[], Any], words: str) -> None:
         (lambda plan: plan.why_not(None), "why_not(None): unknown"),
         (lambda plan: plan.formula("tokens", dims="batch"), "dims='batch' is a str; pass a dict"),
         (lambda plan: plan.formula("step_flops", fixed=3), "fixed=3 is a int; pass the names of symbols"),
-        (lambda _: autoshard.vectorise("batch"), "formula='batch' is a str; pass what Plan.formula gave"),
+        (lambda _: autoshard.vectorise("batch"), "formula='batch' is a str; pass a result of Plan.formula"),
         (lambda _: Plan.load("/no/such.json"), "'/no/such.json' cannot be read: No such file"),
         (lambda _: Plan.load("/"), "'/' cannot be read: Is a directory"),
         (lambda _: Plan.load(""), "'' cannot be read: Is a directory"),

@@ -55,7 +55,7 @@ class Checkpoints:
 
     A checkpoint holds the model, its optimizer, random numbers, the number of steps, the plan, and every object passed
     by keyword. No file of a checkpoint is pickled, so loading a stranger's checkpoint runs no code. A checkpoint is
-    complete or invisible. After a crash the previous checkpoint is the latest. The page docs/checkpoints.md says more.
+    complete or invisible. After a crash the previous checkpoint is the latest (docs/reference/checkpoints.md).
 
     Args:
         folder: the folder of all checkpoints; each checkpoint is a folder in it, such as `step-1000`.

@@ -43,7 +43,7 @@ app = typer.Typer(
 console = Console(highlight=False)
 
 _PRODUCTS = {"f32": torch.float32, "f16": torch.float16}
-"""Dtype of a model whose recipes are searched, by precision; default bfloat16. Recipes assume the dtype of products."""
+"""Dtype of a model that is priced in another framework, if not bfloat16: the dtype of its products."""
 
 _WRONG_USAGE = 2
 """Exit status of a command line that cannot be understood, as of Unix's own commands."""
@@ -201,7 +201,8 @@ def _plan(
     previous: Plan | None = None,
 ) -> Plan:
     """Make the plan for the options of the command line."""
-    dtype = None if global_batch is None else _PRODUCTS.get(precision, torch.bfloat16)
+    is_price = global_batch is not None and runtime != "autoshard"
+    dtype = _PRODUCTS.get(precision, torch.bfloat16) if is_price else None
     loaded = load_model(model, batch=batch, seq=seq, dtype=dtype, trust_remote_code=trust_remote_code)
     return api.plan(
         loaded.model,

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 """Schema version of saved files. Files of another version are refused."""
 
 _Specs = tuple[PartitionSpec, ...]
@@ -279,7 +279,7 @@ class Plan:
         """Return a cost of this plan as an expression in sizes of inputs, numbers of blocks and sizes of mesh axes.
 
         The first call traces and lowers the model at a few more sizes. Specs stay the plan's own. The page is
-        docs/formulas.md.
+        docs/reference/formulas.md.
 
         Args:
             name: "step_flops", "rank_flops", "communication_bytes" (of one axis: "communication_bytes_data"),

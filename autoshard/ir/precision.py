@@ -1,7 +1,7 @@
 """Precisions by name: the floating type of a model's computation, where the model's own types are wider.
 
 Parameters keep their types, and the optimizer updates them (master weights). The program casts the parameters before it
-computes with them. The page is docs/precision.md.
+computes with them. The page is docs/reference/precision.md.
 """
 
 from __future__ import annotations

@@ -169,8 +169,15 @@ class Program:
         return "\n".join(_lines(self))
 
     def digest(self) -> str:
-        """A short hash of the program's text; equal programs have equal digests."""
-        return hashlib.sha256(self.text().encode()).hexdigest()[:16]
+        """A short hash of the program's text; equal programs have equal digests. Made once, and kept with the graph."""
+        of, digest = self.graph_module.meta.get(_DIGEST, (None, ""))
+        if of is not self:
+            digest = hashlib.sha256(self.text().encode()).hexdigest()[:16]
+            self.graph_module.meta[_DIGEST] = (self, digest)
+        return digest
+
+
+_DIGEST = "autoshard: digest"
 
 
 def tensor_values(node: fx.Node) -> tuple[torch.Tensor | None, ...]:

@@ -39,7 +39,7 @@ class Recipe:
         expert_tensor: ranks among `tensor` that split each expert.
         pipeline: stages that a micro-batch passes. None on a mesh: the size of its axis "pipeline".
         schedule: pipeline schedule by its name in torch.distributed.pipelining ("1F1B", "ZBVZeroBubble"), listed in
-            docs/pipelines.md. None on a mesh: "1F1B", or "Interleaved1F1B" with virtual stages.
+            docs/tutorials/pipelines_and_experts.md. None on a mesh: "1F1B", or "Interleaved1F1B" with virtual stages.
         virtual_stages: model chunks on each pipeline rank. None on a mesh: the fewest that the schedule takes.
         stage_layers: blocks of each stage, `pipeline` x `virtual_stages` entries; None balances the stages.
         micro_batch: sequences of one replica in one forward.

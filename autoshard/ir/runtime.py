@@ -35,8 +35,11 @@ class Runtime:
         overlap_tensor: the backward's collectives over `tensor` run beside the products of weight gradients.
         overlap_pipeline: messages between stages travel during computation.
         overlap_expert: expert all-to-alls of one micro-batch run beside the computation of another.
+        overlap_offload: activations go to the host and return beside computation; otherwise the step waits for them.
         merged_dispatch: a token is sent once to a rank with several of its experts, and once to a node over the network
             (DeepEP, HybridEP). Otherwise it is sent once for each expert, and ranks sort received tokens by expert.
+        folded_experts: the ranks of an expert group are neighbours, whatever tensor and context ranks attention has
+            (Megatron-Core's parallel folding). Otherwise an expert group has one rank of each tensor and context group.
         separate_experts: each expert's product is a kernel of its own (Transformer Engine's grouped layers on cuBLAS).
             Otherwise one kernel computes all experts of a rank.
         bucket_bytes: size of the buckets in which gradients and parameters are exchanged; ZeRO-3 has at least one
@@ -70,7 +73,9 @@ class Runtime:
     overlap_tensor: bool = True
     overlap_pipeline: bool = False
     overlap_expert: bool = False
+    overlap_offload: bool = True
     merged_dispatch: bool = False
+    folded_experts: bool = True
     separate_experts: bool = False
     bucket_bytes: int = 200_000_000
     listed_collectives: bool = False
@@ -94,7 +99,14 @@ class Runtime:
                 check_flag(item.name, getattr(self, item.name))
 
 
-OURS = Runtime(name=AUTOSHARD, early_stop=True, bucket_bytes=10**12, fused=False)
+OURS = Runtime(
+    name=AUTOSHARD,
+    early_stop=True,
+    bucket_bytes=10**12,
+    fused=False,
+    overlap_offload=False,
+    folded_experts=False,
+)
 """Our own runtime, for ranking recipes before their programs exist. Final prices are read off the programs."""
 
 USUAL = Runtime(name=MEGATRON)

@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from autoshard.kernels.offload import TRANSFERS
-from autoshard.rules.hub import hub
+from autoshard.rules.fan_out import fan_out
 from autoshard.rules.linearity import Range
 
 aten = torch.ops.aten
@@ -155,7 +155,7 @@ def _of_first(_: fx.Node, ranges: Sequence[Range]) -> Range:
     return ranges[0] if ranges else ANYTHING
 
 
-_functions.update(dict.fromkeys((hub, operator.getitem, *TRANSFERS), _of_first))
+_functions.update(dict.fromkeys((fan_out, operator.getitem, *TRANSFERS), _of_first))
 
 
 @_ranges("cat stack maximum minimum")

@@ -16,7 +16,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.enumeration import Strategy
-from autoshard.rules.hub import hub
+from autoshard.rules.fan_out import fan_out
 from autoshard.runtime.simulator import simulate
 from autoshard.testing.decided_plans import greedy_plan
 from autoshard.testing.report import TOLERANCE, CheckReport, compare
@@ -93,7 +93,7 @@ def _plan_of(program: Program, mesh: Mesh, given: Sequence[PartitionSpec], calls
         raise PlanMismatchError(f"the model makes {len(made)} calls ({', '.join(map(str, made))}), not {len(calls)}.")
     wanted |= {node.name: specs for node, specs in zip(made, calls, strict=True)}
     for node in nodes:
-        if node.target is hub:
+        if node.target is fan_out:
             source, result = resolve(node.all_input_nodes[0])
             spec = wanted[source.name][1][result]
             wanted[node.name] = ((spec,), (spec,))
@@ -105,7 +105,7 @@ def _plan_of(program: Program, mesh: Mesh, given: Sequence[PartitionSpec], calls
 
 
 def _is_own(node: fx.Node) -> bool:
-    return node.target is not hub and getattr(node.target, "__name__", "") != "getitem"
+    return node.target is not fan_out and getattr(node.target, "__name__", "") != "getitem"
 
 
 def _is_wanted(wanted: Mapping[str, CallSpecs], site: Site, strategy: Strategy) -> bool:

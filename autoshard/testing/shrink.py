@@ -23,7 +23,7 @@ from autoshard.errors import AutoshardError
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind, Program
 from autoshard.ir.spec import PartitionSpec
-from autoshard.rules.hub import hub
+from autoshard.rules.fan_out import fan_out
 from autoshard.rules.registry import author_of_rule
 from autoshard.testing.calls import check_calls
 from autoshard.testing.one_device import STRIDE_FREE, OneDevice
@@ -55,7 +55,7 @@ def find_small_failure(program: Program, plan: Plan, given: Given) -> str:
 
 
 def _is_call(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is not operator.getitem and node.target is not hub
+    return node.op == "call_function" and node.target is not operator.getitem and node.target is not fan_out
 
 
 def _record(program: Program, given: Given) -> Mapping[fx.Node, Any]:
@@ -227,7 +227,7 @@ def _tuple_text(items: Iterable[str]) -> str:
 
 def _held(node: fx.Node) -> fx.Node:
     """The node of a value, skipping identity functions."""
-    while node.target is hub:
+    while node.target is fan_out:
         (node,) = node.all_input_nodes
     return node
 

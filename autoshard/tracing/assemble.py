@@ -275,8 +275,8 @@ def _check_operators(program: Program) -> None:
         if is_random(node):
             raise TraceError(
                 f"The model uses the random operator {target}{where}, whose values would depend on how the program "
-                f"is sharded. Use one that does not (docs/randomness.md lists them), or draw the values outside the "
-                f"model and pass them in as an input."
+                f"is sharded. Use one that does not (docs/reference/randomness.md lists them), or draw the values "
+                f"outside the model and pass them in as an input."
             )
         if target._schema.is_mutable:
             raise TraceError(

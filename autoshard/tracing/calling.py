@@ -168,7 +168,7 @@ def count_targets(model: nn.Module, loss_fn: Callable[..., Any], count: int) -> 
         parameters = inspect.signature(function).parameters.values()
     except ValueError as error:
         raise TraceError(
-            f"loss_fn={loss_fn!r} does not say how many targets it takes. Wrap it: lambda outputs: loss(outputs)."
+            f"loss_fn={loss_fn!r} does not say how many targets it takes. Wrap it, e.g. lambda outputs: loss(outputs)."
         ) from error
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         taken = inspect.signature(model.forward).parameters.values()

@@ -18,6 +18,7 @@ from passes.driver.candidates import Candidate
 from passes.driver.pipelines import pipeline_of
 from passes.driver.planner import Planner
 from passes.driver.stage_plans import StagePlans, check_stays
+from passes.driver.traces import Traces
 from passes.planning.baselines import least_baselines
 from passes.solver.search_control import Ceiling
 
@@ -72,7 +73,8 @@ def plan_candidates(
     Raises:
         AutoshardError: no candidate has a plan; of the errors, the one of the least memory, or else the first.
     """
-    planner, ceiling = planner.begun()
+    planner, ceiling = replace(planner, traces=Traces()).begun()
+    requests: dict[int, Request] = {}
     found: list[Planned] = []
     failures: list[AutoshardError] = []
     for candidate in candidates:
@@ -88,7 +90,9 @@ def plan_candidates(
         try:
             if candidate.has_stages:
                 check_stages()
-            made = _plan_in_time(each, candidate, request_of(candidate.micro_batches), ceiling)
+            parts = candidate.micro_batches
+            requests[parts] = requests.get(parts) or request_of(parts)
+            made = _plan_in_time(each, candidate, requests[parts], ceiling)
         except (DoesNotFitError, RecipeError, NotAvailableError) as error:
             _LOGGER.debug("%s: %s", candidate, error)
             failures.append(_with_advice(error, candidate))
@@ -128,17 +132,18 @@ def _plan_in_time(planner: Planner, candidate: Candidate, request: Request, ceil
 
 def _plan_one(planner: Planner, candidate: Candidate, request: Request) -> Planned:
     """The fastest plan of a candidate."""
+    alone = replace(planner, traces=None)
     if not candidate.has_stages:
-        return Planned(planner, request, *planner.plan_call(request, candidate.meshes))
+        return Planned(alone, request, *planner.plan_call(request, candidate.meshes))
     recipe = candidate.recipe or Recipe()
     pipeline = pipeline_of(candidate.meshes[0], recipe.schedule, least_stages(recipe), candidate.micro_batches)
     assert pipeline is not None, "an axis carries stages"
     program = planner.trace(replace(request, update=None))
     check_has_loss(program)
     check_stays(program)
-    stage_plans = StagePlans(planner, pipeline)
+    stage_plans = StagePlans(alone, pipeline)
     plan, stages = stage_plans.plan(program, request)
-    return Planned(planner, request, program, plan, stage_plans, tuple(stages))
+    return Planned(alone, request, program, plan, stage_plans, tuple(stages))
 
 
 def _with_advice(error: AutoshardError, candidate: Candidate) -> AutoshardError:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from autoshard.ir.kernels import NO_KERNELS, Kernels
-from autoshard.ir.lowered import PhasedProgram
+from autoshard.ir.lowered import LoweredProgram, PhasedProgram
 from autoshard.ir.plan import Plan
 from autoshard.ir.plan_parts import UNKNOWN, NodePlan, Prediction
 from autoshard.ir.program import OWNERS, InputKind, OutputSlot, Program, describe
@@ -14,7 +14,7 @@ from autoshard.ir.repeat import names_alike
 from autoshard.ir.spec import PartitionSpec
 from cost_models.hardware import Cluster
 from passes.driver.plan_options import PlanOptions
-from passes.lowering.lower import result_key
+from passes.lowering.lower import Lower, result_key
 from passes.lowering.lower_program import lower_prepared
 from passes.lowering.lowering_options import LoweringOptions
 from passes.memory.lowered_memory import StepMemory, step_memory
@@ -24,7 +24,7 @@ from passes.planning.cover import cover
 from passes.prediction.name_layouts import plan_of_parameter
 from passes.prediction.predict import predict
 from passes.prediction.walk_program import WalkedStep, walk_program
-from passes.strategies.price import local_bytes
+from passes.strategies.price import StepPrice, local_bytes
 from passes.strategies.price_nodes import NodePrices
 
 
@@ -54,9 +54,16 @@ def lowered_plan(
     `objective` is in seconds.
     """
     plan = _plan_of_operators(planning, choice, objective, lower_bound, cluster, options)
-    plan = replace(plan, predicted=replace(UNKNOWN, memory_breakdown={STATE: _state_beside(planning, choice)}))
+    plan = replace(
+        plan,
+        predicted=replace(UNKNOWN, memory_breakdown={STATE: _state_beside(planning, choice)}),
+        operators=cover(planning, choice),
+    )
+    lowered = _lowered(planning, choice, plan, cluster)
     load, micro_batches = planning.liveness.load, planning.liveness.micro_batches
-    lowering = LoweringOptions(reduce_dtype=options.reduce_dtype, micro_batches=micro_batches, load=load)
+    lowering = LoweringOptions(
+        reduce_dtype=options.reduce_dtype, micro_batches=micro_batches, load=load, lowered=lowered
+    )
     walked, phased, _ = _walked(planning.space.program, plan, cluster, lowering)
     memory = _memory(planning, choice, phased)
 
@@ -65,7 +72,7 @@ def lowered_plan(
 
     without = predicted(walked)
     if not options.with_kernels:
-        is_whole = not planning.elided.sites
+        is_whole = not planning.repeated.sites
         return LoweredPlan(replace(plan, predicted=without), phased if is_whole else None)
     with_kernels, _, marked = _walked(planning.space.program, plan, cluster, _with_priced_kernels(lowering))
     kernels = replace(marked, breakdown_without=without.breakdown)
@@ -84,7 +91,19 @@ def memory_of_choice(planning: PlanningProblem, choice: Sequence[int], options: 
     if key not in known:
         cluster = planning.prices.cluster
         plan = _plan_of_operators(planning, choice, 0.0, None, cluster, options)
-        known[key] = _memory(planning, choice, lower_prepared(planning.space.program, plan, cluster, _PLAINLY))
+        lowering = replace(_PLAINLY, lowered=_lowered(planning, choice, plan, cluster))
+        known[key] = _memory(planning, choice, lower_prepared(planning.space.program, plan, cluster, lowering))
+    return known[key]
+
+
+def _lowered(planning: PlanningProblem, choice: Sequence[int], plan: Plan, cluster: Cluster) -> LoweredProgram:
+    """The plan of a choice as `Lower` makes it; the last few are kept with the problem."""
+    known: dict[tuple[int, ...], LoweredProgram] = planning.derived.setdefault(_LOWERED, {})
+    key = tuple(choice)
+    if key not in known:
+        if len(known) >= _MOST_LOWERED:
+            del known[next(iter(known))]
+        known[key] = Lower(plan, StepPrice(cluster, plan.mesh))(planning.space.program)
     return known[key]
 
 
@@ -93,7 +112,8 @@ def peak_under(options: PlanOptions) -> Callable[[PlanningProblem, Sequence[int]
     return lambda planning, choice: memory_of_choice(planning, choice, options).peak_bytes
 
 
-_MEMORY, _PLAINLY = "memory", LoweringOptions(with_overlap=False)
+_MEMORY, _LOWERED, _MOST_LOWERED = "memory", "lowered", 4
+_PLAINLY = LoweringOptions(with_overlap=False)
 
 
 def _memory(planning: PlanningProblem, choice: Sequence[int], phased: PhasedProgram) -> StepMemory:
@@ -104,7 +124,7 @@ def _memory(planning: PlanningProblem, choice: Sequence[int], phased: PhasedProg
 
 def _state_beside(planning: PlanningProblem, choice: Sequence[int]) -> int:
     """Bytes of optimizer state that is not in the program."""
-    space, counts = planning.space, planning.elided.site_counts()
+    space, counts = planning.space, planning.repeated.site_counts()
     total = 0
     for name in planning.liveness.parameters:
         spec = planning.strategy(name, choice).outputs[0]
@@ -183,7 +203,6 @@ def _plan_of_operators(
         recipe=options.recipe,
         memory_budget=None if options.memory_budget is None else int(options.memory_budget),
         replicated_operators=planning.space.replicated_operators,
-        operators=cover(planning, choice),
         repeats=program.repeats,
     )
 

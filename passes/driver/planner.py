@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from operator import itemgetter
 from typing import Any, TypeVar
 
@@ -28,7 +29,6 @@ from autoshard.ir.lowered import PhasedProgram
 from autoshard.ir.mesh import Mesh
 from autoshard.ir.outputs import Outputs
 from autoshard.ir.plan import Plan
-from autoshard.ir.precision import PRECISIONS
 from autoshard.ir.program import OutputKind, Program
 from autoshard.ir.recipe import Recipe
 from autoshard.ir.request import CompiledProgram, Request
@@ -51,6 +51,7 @@ from passes.driver.plan_and_lower import (
 from passes.driver.plan_of_choice import LoweredPlan
 from passes.driver.plan_options import PlanOptions
 from passes.driver.progress import interruptible, search_bar
+from passes.driver.traces import Traces, trace_call
 from passes.lowering.lower_program import lower_program, prepare, prepare_for
 from passes.lowering.lowering_options import LoweringOptions
 from passes.memory.stage_load import ONE_STAGE, StageLoad
@@ -60,7 +61,7 @@ from passes.planning.constraints import constraints_on, split_outputs, whole_out
 from passes.planning.recipe_meshes import names_axes_of
 from passes.questions.change import NO_CHANGE, Change
 from passes.solver.search_control import Ceiling, SearchControl, SearchStopped
-from passes.strategies.elided import NotAlikeError
+from passes.strategies.repeated import NotAlikeError
 from passes.verification.verify_passes import verifies_each_pass, verify_pass
 from passes.verification.verify_phases import verify_phases
 from passes.verification.verify_preparation import verify_preparation
@@ -72,8 +73,11 @@ _FOLDER = f"measured block sizes ({VARIABLE} names one folder that all ranks see
 
 _Made = TypeVar("_Made")
 
-_MARGINS = (1, 2)
-"""Units that stay at each end of a run of alike blocks, in the order tried: the first and last ones may be special."""
+_MARGINS = (2, 3)
+"""Units that stay at each end of a run of alike blocks, in the order tried: the first and last ones may be special.
+
+With one unit many are not alike: the first block of Mamba-2 reads an embedding of another type, that of Llama-3 brings
+it back from the host, and the last block of T5 and Whisper adds its gradient of the positions to no other."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,7 @@ class Planner:
         before: a plan that searches begin with, and are not worse than where it fits.
         precision: what calls compute in where the model's parameters are wider; None: the model's own types.
         traced: a program that is traced already: of calls that train.
+        traces: programs of the candidates of one call of `plan`; None: each call is traced.
         state_ratio: bytes of optimizer state per byte of parameters, for programs that do not hold it.
         has_update: whether the update of an optimizer is traced: constraints may then name its state.
         micro_batches: how many a training step has.
@@ -110,6 +115,7 @@ class Planner:
     made: Plan | None = None
     before: Plan | None = None
     traced: Program | None = None
+    traces: Traces | None = None
     loss_fn: LossFunction | None = None
     precision: str | None = None
     constraints: Mapping[str, PartitionSpec] = field(default_factory=dict)
@@ -183,51 +189,38 @@ class Planner:
             NotAvailableError: gradients in float16.
             TraceError: the call cannot be captured, has an input without elements, or is a step without a loss.
         """
+        if self.traces is not None:
+            program = self.traces.once(request, None, partial(replace(self, traces=None).trace, request))
+            assert program is not None, "a call has a program"
+            return program
         check_tensors(request.args, request.kwargs)
         if request.grad:
             refuse_scaling(self.precision)
         if self.traced is not None and request.grad and not request.all_tangents:
             return self.traced
-        program = self._trace(request)
+        program = trace_call(request, self.loss_fn, self.precision)
         if request.outputs is Outputs.LOSS and self.fixed is not None and has_more_outputs(self.fixed, program):
-            program = self._trace(replace(request, outputs=Outputs.AS_PLANNED))  # what was planned runs
+            planned = replace(request, outputs=Outputs.AS_PLANNED)  # what was planned runs
+            program = trace_call(planned, self.loss_fn, self.precision)
         if request.update is not None:
             check_has_loss(program)
         return program
 
-    def _trace(self, request: Request) -> Program:
-        start = time.perf_counter()
-        program = tracing.trace(
-            request.model,
-            request.args,
-            dict(request.kwargs),
-            loss_fn=self.loss_fn,
-            grad=request.grad,
-            all_tangents=request.all_tangents,
-            update=request.update,
-            seed=request.seed,
-            compute_dtype=None if self.precision is None else PRECISIONS[self.precision],
-            device=request.device,
-            values=request.values,
-            derivatives=request.derivatives,
-            loss_only=request.outputs is Outputs.LOSS,
-            forward_only=request.forward_only,
-            as_compiled=request.as_compiled,
-        )
-        _LOGGER.debug("tracing took %.3f s", time.perf_counter() - start)
-        return program
-
-    def trace_elided(self, request: Request, margin: int) -> Program | None:
+    def trace_with_gaps(self, request: Request, margin: int) -> Program | None:
         """The program of a call without the inner blocks of long lists; None where there are none, or it cannot run."""
-        elided = tracing.elide_blocks(request.model, margin)
-        if elided is None:
+        if self.traces is not None:
+            return self.traces.once(
+                request, margin, partial(replace(self, traces=None).trace_with_gaps, request, margin)
+            )
+        short = tracing.leave_out_blocks(request.model, margin)
+        if short is None:
             return None
         try:
-            program = self.trace(replace(request, model=elided.model))
+            program = self.trace(replace(request, model=short.model))
         except TraceError as error:
             _LOGGER.debug("the model cannot be traced without its inner blocks: %s", error)
             return None
-        return replace(program, repeats=elided.repeats)
+        return replace(program, repeats=short.repeats)
 
     def plan_call(self, request: Request, meshes: Sequence[Mesh]) -> tuple[Program, Plan]:
         """The fastest plan of a call on any of some meshes, and the program that it is of.
@@ -251,7 +244,7 @@ class Planner:
         Margins at which blocks are not alike are taken out of `margins`.
         """
         for margin in tuple(self.margins):
-            program = self.trace_elided(request, margin)
+            program = self.trace_with_gaps(request, margin)
             if program is None:
                 return None
             try:

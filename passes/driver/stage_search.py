@@ -17,22 +17,22 @@ from autoshard.ir.request import Request
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.staged import CutProgram, StageProgram
 from passes.driver.alike_stages import form_of, rename_plan, rename_slots
-from passes.driver.elide_units import elide_units
 from passes.driver.expand_plan import expand_plan
+from passes.driver.leave_out_units import leave_out_units
 from passes.driver.planner import Planner
 from passes.lowering.lower_program import prepare
 from passes.lowering.order import Moment, run_at
 from passes.memory.stage_load import StageLoad
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import whole_outputs
-from passes.strategies.elided import NotAlikeError
+from passes.strategies.repeated import NotAlikeError
 
 _LOGGER = logging.getLogger(__name__)
 
 _OF_MODEL = "output:"
 
 _MARGIN = 1
-"""Units that stay at each end of a run of alike blocks; see `elide_units`."""
+"""Units that stay at each end of a run of alike blocks; see `leave_out_units`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,10 +147,10 @@ class StageSearch:
         stage, share = self.cut.stages[number], self._share(number, limit)
         short = None
         if self.before is None and self.forms[number] != number:
-            short = elide_units(stage, _MARGIN)
+            short = leave_out_units(stage, _MARGIN)
         if short is not None:
             try:
-                plan = self._search_program(share, short, (self.forms[number], "elided"), None)[0]
+                plan = self._search_program(share, short, (self.forms[number], "short"), None)[0]
                 plan = expand_plan(plan, prepare(short), prepare(stage))
                 return lowered_stage(share.lower(stage, plan)[0], plan, self.order)
             except NotAlikeError as error:

@@ -1,12 +1,12 @@
-"""Let phases communicate while they compute, within a limit of memory.
+"""Overlaps communication with computation in all phases, within a memory limit.
 
-The passes of `Moment.IN_FLIGHT` run with each row of limits (`passes.lowering.in_flight`), the one with the most under
-way first; each phase is taken from the first row with which its memory stays within the limit.
+The passes of `Moment.IN_FLIGHT` run with each row of limits (`passes.lowering.in_flight`), starting from the row with
+the most under way. Each phase is taken from the first row whose memory stays within the limit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,8 +27,9 @@ def overlapped(phased: PhasedProgram, options: LoweringOptions = USUAL) -> Phase
     for in_flight in limits:
         passes = passes_at(Moment.IN_FLIGHT, replace(options, in_flight=in_flight))
         steps = list(_run(passes, phased, known))
-        tried = {name: _with_phases(phased, steps[-1][-1], [name]) for name in left}
-        fitting = [name for name in left if peak_bytes(tried[name], options.micro_batches, options.load) <= most]
+        fitting = _fitting(
+            phased, steps[-1][-1], left, lambda one: peak_bytes(one, options.micro_batches, options.load) <= most
+        )
         if fitting and options.on_pass is not None:
             for step in steps:
                 options.on_pass(*step)
@@ -37,6 +38,15 @@ def overlapped(phased: PhasedProgram, options: LoweringOptions = USUAL) -> Phase
         if not left:
             break
     return made
+
+
+def _fitting(
+    phased: PhasedProgram, other: PhasedProgram, names: Sequence[str], fits: Callable[[PhasedProgram], bool]
+) -> list[str]:
+    """The phases of another program with which this one fits: all of them, or each that does so alone."""
+    if fits(_with_phases(phased, other, names)):
+        return list(names)
+    return [name for name in names if fits(_with_phases(phased, other, [name]))]
 
 
 def _with_phases(phased: PhasedProgram, other: PhasedProgram, names: Sequence[str]) -> PhasedProgram:
@@ -48,7 +58,7 @@ def _with_phases(phased: PhasedProgram, other: PhasedProgram, names: Sequence[st
 def _run(
     passes: Sequence[Pass], phased: PhasedProgram, known: dict[tuple[Pass, ...], PhasedProgram]
 ) -> Iterator[tuple[Pass, PhasedProgram, PhasedProgram]]:
-    """Each pass with its input and its result; `known` has results of earlier rows, by the passes that made them."""
+    """Yield each pass with its input and result; `known` caches results of earlier rows, by their passes."""
     for place, rewrite in enumerate(passes, 1):
         done = tuple(passes[:place])
         if done not in known:

@@ -118,11 +118,12 @@ def _passing(busy_s: float, first_s: float, gather_s: float, copy_s: float, reci
     """
     overlaps = recipe.runtime.overlap_parameters if recipe.zero == 3 else recipe.runtime.overlap_gradients
     before_s, beside_s = (0.0, gather_s) if overlaps else (gather_s, 0.0)
-    longest_s = max(beside_s, copy_s)
+    waited_s = 0.0 if recipe.runtime.overlap_offload else copy_s
+    longest_s = max(beside_s, copy_s - waited_s)
     total_s, gathered_s = (beside(before_s + busy_s, seconds) for seconds in (longest_s, beside_s))
     first_s = max(longest_s, before_s + first_s + slowed(before_s + busy_s, longest_s))
-    copied = {HOST: total_s - gathered_s} if copy_s else {}
-    return _PassTimes(total_s, first_s, {"data": gathered_s - busy_s, **copied})
+    copied = {HOST: total_s + waited_s - gathered_s} if copy_s else {}
+    return _PassTimes(total_s + waited_s, first_s + waited_s, {"data": gathered_s - busy_s, **copied})
 
 
 def copies_time(price: LayerPrice, recipe: Execution, cluster: Cluster, *, is_block: bool) -> tuple[float, float]:

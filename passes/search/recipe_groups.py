@@ -60,20 +60,24 @@ def recipe_groups(recipe: Execution, cluster: Cluster) -> Groups:
         )
     replicas, shards = recipe.replicas, recipe.zero_group or recipe.replicas
 
-    def along(inner: int, size: int) -> GroupLinks:
-        """A group of `size` ranks, `inner` apart."""
-        shape = {"outer": cluster.size // (inner * size), "group": size, "inner": inner}
-        return cluster.group_links(shape, ("group",))
+    def along(inner: int, size: int, inside: int = 1) -> GroupLinks:
+        """A group of `size` ranks, `inner` apart, and of `inside` ranks that are neighbours beside each of them."""
+        outer, between = cluster.size // (inner * size), inner // inside
+        shape = {"outer": outer, "group": size, "between": between, "inside": inside}
+        return cluster.group_links(shape, ("group", "inside") if inside > 1 else ("group",))
 
-    tensor = recipe.tensor
+    tensor, expert_tensor = recipe.tensor, recipe.expert_tensor
+    inner, inside = expert_tensor, 1
+    if not recipe.runtime.folded_experts:
+        inner, inside = tensor * recipe.context, tensor * recipe.context // expert_tensor
     return Groups(
         tensor=along(1, tensor),
         context=along(tensor, recipe.context),
-        expert=along(recipe.expert_tensor, recipe.expert),
+        expert=along(inner, recipe.expert),
         replicas=along(tensor, replicas),
         zero=along(tensor, shards),
         outer=along(tensor * shards, replicas // shards),
-        expert_replicas=along(recipe.expert_tensor * recipe.expert, recipe.expert_ranks // recipe.expert),
+        expert_replicas=along(inner * recipe.expert, recipe.expert_ranks // (recipe.expert * inside), inside),
         neighbours=along(tensor * replicas, min(2, recipe.pipeline)) if recipe.pipeline > 1 else along(1, 1),
     )
 

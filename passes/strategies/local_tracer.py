@@ -62,7 +62,7 @@ class LocalTracer(GraphAppendingTracer):
     def constant(self, name: str, value: torch.Tensor) -> fx.Proxy:
         """A constant of the program's module, the same on all ranks, that looks like `value`."""
         proxy = self.create_proxy("get_attr", name, (), {})
-        proxy.node.meta["val"] = LOCAL_FAKES.piece(("constant", _form(value)), value, lambda: _alike(value))
+        proxy.node.meta["val"] = LOCAL_FAKES.piece(("constant", form_of(value)), value, lambda: _alike(value))
         return proxy
 
     def create_node(self, kind: str, target: Any, args: Any, kwargs: Any, *rest: Any, **named: Any) -> fx.Node:
@@ -81,7 +81,7 @@ class LocalTracer(GraphAppendingTracer):
     def _evaluate(self, node: fx.Node) -> Any:
         if getattr(node.target, "__name__", "") == "axis_index":
             return 0
-        form = call_key(node.op, node.target, node.args, node.kwargs, lambda operand: _form(operand.meta["val"]))
+        form = call_key(node.op, node.target, node.args, node.kwargs, lambda operand: form_of(operand.meta["val"]))
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda argument: argument.meta["val"])
         return LOCAL_FAKES.result(form, node.target, args, kwargs)  # pyright: ignore[reportArgumentType]
 
@@ -95,10 +95,10 @@ def _alike(value: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
-def _form(value: Any) -> Any:
+def form_of(value: Any) -> Any:
     """What an operator's fake value depends on of an operand."""
     if isinstance(value, torch.Tensor):
         return value.dtype, tuple(value.shape), value.stride(), value.storage_offset(), value.device, value.layout
     if isinstance(value, (tuple, list)):
-        return tuple(map(_form, value))
+        return tuple(map(form_of, value))
     return type(value), value

@@ -14,9 +14,9 @@ from torch import fx
 
 from autoshard.ir.lowered import LoweredProgram
 from autoshard.ir.repeat import Repeat
-from passes.strategies.elided import BEHIND
 from passes.strategies.fold_blocks import module_paths
 from passes.strategies.local_tracer import EMITTED_AT
+from passes.strategies.repeated import BEHIND
 
 
 class UnitSpot(NamedTuple):

@@ -54,6 +54,7 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
     "overlap_tensor": ({"overlap_tensor": False},),
     "overlap_pipeline": ({"overlap_pipeline": True},),
     "overlap_expert": ({"overlap_expert": True, "expert": 2},),
+    "overlap_offload": ({"overlap_offload": False, "offload": "activations"},),
     "merged_dispatch": ({"merged_dispatch": True, "expert": 2},),
     "separate_experts": ({"separate_experts": True},),
     "bucket_bytes": ({"bucket_bytes": 10_000},),

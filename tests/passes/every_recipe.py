@@ -1,7 +1,8 @@
 """Every recipe of a small model on a small cluster, field by field: the oracle of the search over recipes.
 
-It knows nothing of `passes.search.recipe_space`: the rules of docs/plans.md are written down once more, and
-whatever `Recipe` and pricing take beside them is a recipe. Things that have several names come several times.
+It knows nothing of `passes.search.recipe_space`: the rules of docs/explanation/how_plans_are_found.md are written down
+once more, and whatever `Recipe` and pricing take beside them is a recipe. Things that have several names come several
+times.
 """
 
 from __future__ import annotations

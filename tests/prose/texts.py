@@ -21,7 +21,7 @@ _BULLET = re.compile(r"([*+-]|\d+[.)]|\([a-z0-9]\)|:param \w+:|:returns?:)\s+")
 _ITEM = re.compile(r"[\w*`\[\].]+(, [\w*`\[\].]+)*( \([^)]*\))?:\s+")
 _VALUE = re.compile(r"((\"[^\"]*\"|None|Default|\w+\(\.\.\.\))(, | or )?)+( \([^)]*\))?:\s+")
 _RULE = re.compile(r"[-=~^#+|:\s]+$")
-_ENDS = re.compile(r"(?<=[.?!])[\"')*]*\s+(?=[\"'(*]*[A-Z0-9`]|[\"'][a-z])")
+_ENDS = re.compile(r"(?<=[.?!])[\"')*]*\s+(?=[\"'(*]*[A-Z0-9`]|[\"'][a-z]|autoshard\b)")
 _ABBREVIATION = re.compile(r"(e\.g|i\.e|cf|vs|etc|al|Fig|Sec|Eq|No|resp|approx)\.$")
 
 
@@ -93,7 +93,7 @@ def _paragraphs(block: str) -> Iterator[tuple[int, str]]:
             fenced, line = not fenced, ""
         elif fenced:
             continue
-        doctest = (doctest and bool(line)) or line.startswith(">>>")
+        doctest = (doctest and bool(line)) or line.startswith((">>>", ":::"))
         if literal >= 0 and line:
             literal = literal if indent > literal else -1
         named = (item and indent <= start_indent) or not paragraph  # a wrapped line may look like "name: meaning" too

@@ -25,7 +25,7 @@ class HasWeights(ABC):
         Args:
             seed: the seed of random numbers; any integer.
             init_fn: called with each module, submodules first, after the modules' own initialisers; see
-                docs/large_models.md.
+                docs/tutorials/larger_than_a_device.md.
 
         Raises:
             TraceError: an initialiser reads values, or a weight from the meta device has no initialiser.

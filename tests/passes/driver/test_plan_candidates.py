@@ -43,6 +43,7 @@ class PlannerOf:
         plans: by number of micro-batches: the step's seconds, what is recomputed, and what is offloaded; or an error.
         asked: the numbers of micro-batches that were planned, and the sequences of each.
         ceiling: of all searches; it cuts once `cut_at` candidates were tried.
+        traces: unused; it traces nothing.
     """
 
     plans: Mapping[int, tuple[float, set[str], set[str]] | AutoshardError]
@@ -52,6 +53,7 @@ class PlannerOf:
     recipe: Recipe | None = None
     micro_batches: int = 1
     time_budget_s: float = 1.0
+    traces: Any = None
 
     def begun(self) -> tuple[PlannerOf, Ceiling]:
         return self, self.ceiling

@@ -1,0 +1,67 @@
+"""Traces calls; candidates on several meshes plan the same micro-batch, so their calls are traced once."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field, fields
+
+from autoshard import tracing
+from autoshard.call import LossFunction
+from autoshard.ir.outputs import Outputs
+from autoshard.ir.precision import PRECISIONS
+from autoshard.ir.program import Program
+from autoshard.ir.request import Request
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Traces:
+    """Programs by the call and the margin of blocks that they are of; calls are the same where their fields are."""
+
+    found: dict[Hashable, tuple[Request, Program | None]] = field(default_factory=dict, repr=False)
+
+    def once(self, request: Request, margin: int | None, trace: Callable[[], Program | None]) -> Program | None:
+        """The program of a call: the one from before, or what `trace` makes.
+
+        Args:
+            request: the call.
+            margin: see `Planner.trace_with_gaps`; None: of the whole program.
+            trace: makes the program.
+        """
+        key = (margin, *(id(getattr(request, each.name)) for each in fields(request)))
+        if key not in self.found:
+            self.found[key] = request, trace()  # the request keeps its fields, so that no other has their ids
+        return self.found[key][1]
+
+
+def trace_call(request: Request, loss_fn: LossFunction | None, precision: str | None) -> Program:
+    """The program of a call.
+
+    Args:
+        request: the call.
+        loss_fn: of the model's outputs; None: it returns a loss.
+        precision: what it computes in where the model's parameters are wider.
+    """
+    start = time.perf_counter()
+    program = tracing.trace(
+        request.model,
+        request.args,
+        dict(request.kwargs),
+        loss_fn=loss_fn,
+        grad=request.grad,
+        all_tangents=request.all_tangents,
+        update=request.update,
+        seed=request.seed,
+        compute_dtype=None if precision is None else PRECISIONS[precision],
+        device=request.device,
+        values=request.values,
+        derivatives=request.derivatives,
+        loss_only=request.outputs is Outputs.LOSS,
+        forward_only=request.forward_only,
+        as_compiled=request.as_compiled,
+    )
+    _LOGGER.debug("tracing took %.3f s", time.perf_counter() - start)
+    return program
