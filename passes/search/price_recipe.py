@@ -65,7 +65,7 @@ def layer_times(layers: Mapping[str, LayerPrice], recipe: Execution, groups: Gro
         row, exposed = _layer_time(price, recipe, groups, cluster, is_block=name not in (BEFORE, AFTER))
         rows.append((*row, price.parameters, price.expert_parameters))
         communication.append(exposed)
-    return LayerTimes(*np.array(rows, dtype=float).T, communication)
+    return LayerTimes(*np.array(rows, dtype=float).T, communication=communication)
 
 
 def _layer_time(
