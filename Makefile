@@ -16,7 +16,8 @@
 #   make gpu-bench             on a GPU: each Triton kernel and a block, then training steps of three models, beside
 #                              torch.compile, eager and Liger-Kernel
 #   make kernel-table          registers, shared memory and spills of each Triton kernel, compiled without a GPU
-#   make lint | make format    check the style | put it right
+#   make docs                  the documentation as a site in build/site; a warning is an error
+#   make lint | make format    check the style, and the prose (python -m tests.prose) | put the style right
 #   make test PYTHON=python3   use this interpreter and what is installed there (a GPU machine): no .venv
 #
 # Where the machine's pip would fetch the CUDA build of torch and you want the CPU one:
@@ -25,7 +26,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all nightly zoo mutants campaigns gpu-bench kernel-table lint format types pytest clean
+.PHONY: help demo docs test test-all nightly zoo mutants campaigns gpu-bench kernel-table lint format types pytest clean
 
 VENV := .venv
 PIP_FLAGS ?=
@@ -39,10 +40,12 @@ unexport PYTHONDONTWRITEBYTECODE
 ifeq ($(origin PYTHON),command line)
 READY :=
 ZOO_READY :=
+DOCS_READY :=
 else
 PYTHON := $(VENV)/bin/python
 READY := $(VENV)/.installed
 ZOO_READY := $(VENV)/.installed-zoo
+DOCS_READY := $(VENV)/.installed-docs
 endif
 
 help:
@@ -65,6 +68,11 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 $(VENV)/.installed-zoo: $(VENV)/.installed
 	@echo "make: installing the other libraries of the zoo, diffusers and torch_geometric"
 	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev,zoo]'
+	@touch $@
+
+$(VENV)/.installed-docs: $(VENV)/.installed
+	@echo "make: installing mkdocs-material and mkdocstrings"
+	@$(VENV)/bin/python -m pip install -qq --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
 demo: $(READY)
@@ -98,9 +106,14 @@ gpu-bench: $(READY)
 kernel-table: $(READY)
 	$(PYTHON) -m tests.benchmarks.kernel_resources
 
+docs: $(DOCS_READY)
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build --strict --quiet
+	@echo "make: the site is in build/site"
+
 lint: $(READY)
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m tests.prose
 
 types: $(READY)
 	$(PYTHON) -m pyright --pythonpath "$$($(PYTHON) -c 'import sys; print(sys.executable)')"

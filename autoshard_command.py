@@ -1,8 +1,8 @@
-"""What the command `autoshard` starts: Ctrl-C ends it with exit status 130 from its first moment on.
+"""Start the command `autoshard`. Ctrl-C ends the command with exit status 130 from its first moment on.
 
-Until everything is imported, SIGINT ends the process as the system does where nobody handles it. A KeyboardInterrupt
-would not: parts of torch and numpy catch one within their imports, and go on without what they were importing. It is a
-module beside `autoshard`, as importing any part of that imports torch.
+Until every import is done, SIGINT ends the process without a KeyboardInterrupt. Parts of torch and numpy catch a
+KeyboardInterrupt in their imports, and go on without the import. This module stands beside `autoshard`, because any
+import of `autoshard` imports torch.
 """
 
 from __future__ import annotations

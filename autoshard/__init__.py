@@ -1,7 +1,7 @@
-"""autoshard: write a PyTorch model for one device, run it on many.
+"""Write a PyTorch model for one device, and run the model on many devices.
 
-`autoshard.compile(model, mesh)` makes a model run on a mesh; `autoshard.plan(model, cluster)` says how it
-would.
+`autoshard.compile(model, mesh)` makes a model run on a mesh; `autoshard.plan(model, cluster)` predicts how the model
+would run.
 """
 
 from importlib import import_module
@@ -98,7 +98,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> ModuleType:
-    """`autoshard.testing`, imported when it is first asked for."""
+    """Import `autoshard.testing` at its first use."""
     if name == "testing":
         return import_module("autoshard.testing")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,7 @@
-"""The public functions: `compile` runs a model on a mesh, `plan` says how it would run.
+"""The public functions: `compile` runs a model on a mesh, `plan` predicts how the model would run.
 
-Each checks its arguments and hands them, as a `Call`, to `passes.driver`, which is imported when it is first needed.
+Each function checks its arguments, makes a `Call`, and hands the call to `passes.driver`. The driver is imported at the
+first call.
 """
 
 from __future__ import annotations
@@ -59,49 +60,50 @@ def compile(
     cluster: Cluster | None = None,
     options: Options = Options(),  # noqa: B008  (frozen)
 ) -> ShardedModule | TrainStep:
-    """The model, made to run on all ranks of a mesh; it computes what it computes on one device.
+    """Make a model run on all ranks of a mesh, with the results of one device.
 
-    With as many processes as the mesh has ranks (`torchrun`), each is a rank, and the model's parameters
-    become DTensors; without, all ranks are simulated in this process, and parameters stay as they are.
+    Under `torchrun` each process is one rank, and the model's parameters become DTensors. Without `torchrun`, this
+    process simulates all ranks, and the parameters stay ordinary tensors.
 
     Args:
-        model: any module, the same on all ranks. Where it is on the meta device (all of it, or a part), each rank gets
-            memory for its shards alone when the first program is compiled; then call `init_weights`, or load weights.
-        mesh: a torch `DeviceMesh`, an abstract `Mesh`, `cluster.mesh(...)`, or a `Cluster`, for which the planner picks
-            the axes (needs `example_inputs`).
-        example_inputs: positional (a tuple) or keyword (a dict) arguments to plan for now; default: at the
-            first call. Any later call of another kind is planned when it comes.
-        optimizer: makes the result a `TrainStep`; over the model's parameters, and fresh. The update of SGD, Adam
-            and AdamW is part of the program: where gradients and state lie is the planner's choice (ZeRO). Others
-            take their own step, on parameters and gradients as they lie.
+        model: any module, the same on all ranks. A module on the meta device takes memory for each rank's shards only,
+            once the first program is compiled; then call `init_weights`, or load weights.
+        mesh: a torch `DeviceMesh`, an abstract `Mesh`, `cluster.mesh(...)`, or a `Cluster`. With a `Cluster` pass
+            `example_inputs` too: the planner then chooses the axes.
+        example_inputs: positional arguments (a tuple) or keyword arguments (a dict) to plan for now. Default: plan at
+            the first call. A later call of other shapes is planned when the call comes.
+        optimizer: makes the result a `TrainStep`. Pass a fresh optimizer over the model's parameters. The program
+            contains the update of SGD, Adam and AdamW, and the planner places gradients and state (ZeRO). Other
+            optimizers run their own step on the sharded parameters and gradients.
         loss_fn: `loss_fn(outputs, *targets)` for a model that returns no loss; targets are the last
             positional arguments of a call.
-        plan: a plan, or a path to a saved one, for calls that train: no search. If it is for another mesh, the search
-            starts from it, and finds nothing that is slower than it would be here.
-        recipe: search within this `Recipe`; fields that are None are searched. Its `schedule` and `virtual_stages` say
-            how stages run on a mesh with an axis "pipeline"; see docs/pipelines.md. A plan says these itself.
-        constraints: glob of qualified names, "input:0" or "output:0" to the spec it must have.
-        memory_budget: bytes of values per device. None: the device's memory; of a GPU, less what the CUDA context, NCCL
-            and cuBLAS take, and what the allocator loses to fragmentation (`cost_models.memory.room_bytes`).
-        precision: "bf16", "f16" (without gradients) or "f32": compute in this type where parameters and inputs are
-            wider. Parameters, gradients and optimizer state keep the model's types (master weights); see
-            docs/precision.md. None: the model's own types, or the precision of `plan`.
-        micro_batches: with an optimizer: cut each batch in so many parts, see `TrainStep`; None: as `plan` says, or
-            `recipe.micro_batch` of the batch of `example_inputs`.
+        plan: a plan for calls that train, or the path of a saved plan; compile then searches nothing. If the plan is
+            for another mesh, the search starts there and finds a plan at least as fast as the given one here.
+        recipe: search within this `Recipe`; fields that are None are searched. On a mesh with an axis "pipeline",
+            `schedule` and `virtual_stages` say how stages run. A `plan` contains these fields already.
+        constraints: specs that values must have, by name: {"*.weight": P("data", None)}. A name is a qualified name,
+            "input:0", "output:0", or a glob.
+        memory_budget: bytes of values per device. None: the device's memory, on a GPU less the share of the CUDA
+            context, NCCL, cuBLAS and the allocator's fragmentation (`cost_models.memory.room_bytes`).
+        precision: "bf16", "f16" (without gradients) or "f32": compute in this type if parameters and inputs are
+            wider. Parameters, gradients and optimizer state keep the model's types (master weights). None: the model's
+            own types, or the precision of `plan`.
+        micro_batches: with an optimizer: number of equal parts of each batch, see `TrainStep`. None: the number in
+            `plan`, or the batch of `example_inputs` divided by `recipe.micro_batch`.
         max_grad_norm: with an optimizer: clip gradients to this norm.
-        strict: refuse operators without a sharding rule, instead of running them on every rank, and optimizers whose
-            update is not traced.
-        backend: "auto": every operator on the kernel that torch has for the device, cross-entropy on a GPU on ours, as
-            torch has none that is fused; "reference": semantic operators
-            (attention) by their definitions in plain PyTorch, for tests; "triton": fused kernels, hand-written and
-            generated, which on a CPU stand back for their references unless Triton's interpreter is asked for
-            (TRITON_INTERPRET=1); "inductor" (with processes): Inductor compiles forward and backward.
-        verify: check that the program to run equals the traced one.
-        time_budget_s: seconds that the search for a plan may take. It ends by itself, after counted work, so that a
-            plan does not hang on the machine; where time ends it, the plan says so (`was_cut`). Ctrl-C ends it too.
-        options: how calls run, see `Options`.
-        cluster: with a mesh: the hardware that plans are for, such as what `calibrate` measured; default: this machine,
-            and other hosts of `torchrun` as gigabit Ethernet joins them.
+        strict: refuse operators without a sharding rule, and optimizers whose update is not traced. By default, an
+            operator without a rule runs whole on every rank.
+        backend: "auto": torch's kernel for each operator; on a GPU cross-entropy runs on our kernel, because torch has
+            no fused one. "inductor" (with processes): Inductor compiles forward and backward. "triton": our fused
+            kernels, hand-written and generated; on a CPU their references run, unless TRITON_INTERPRET=1.
+            "reference": attention and other semantic operators by their definitions in plain PyTorch, for tests.
+        verify: prove that the program to run equals the traced program.
+        time_budget_s: most seconds that the search for a plan may take. A search ends by counted work, so
+            that a plan does not depend on the machine. If the time ends the search, `plan.was_cut` is true. Ctrl-C
+            ends a search too.
+        cluster: with a mesh: the hardware to plan for, such as the result of `calibrate`. Default: this machine; hosts
+            of `torchrun` are then joined by gigabit Ethernet.
+        options: settings of calls, see `Options`.
 
     Raises:
         AutoshardError: each kind of mistake has its own class; see `autoshard.errors`.
@@ -156,42 +158,50 @@ def plan(
     time_budget_s: float = 60.0,
     progress: bool | None = None,
 ) -> Plan:
-    """How a model would run, and what it would cost; nothing is run, and the model may be on meta.
+    """Find the fastest way to run a model on some hardware, and predict its time and memory; run nothing.
+
+    The model may be on the meta device. `compile(plan=)` runs the plan.
 
     Args:
         model, example_inputs, loss_fn, strict, time_budget_s: see `compile`.
-        constraints: see `compile`; on a cluster with `global_batch`, fields of `Recipe` to the value that they must
-            have, or to several: {"tensor": 8, "pipeline": (1, 2, 4), "recompute": "none"}.
-        memory_budget: see `compile`; of a `recipe`, what it must fit in.
-        target: a cluster, and the planner picks the axes; or a mesh, `cluster.mesh({"data": 8, "model": 8})`. An
+        target: a `Cluster`, and the planner chooses the axes; or `cluster.mesh({"data": 8, "model": 8})`. An
             `autoshard.Mesh` is priced for this machine.
         optimizer: a name in torch.optim ("adamw"), or an optimizer over the model's parameters. The update of SGD,
-            Adam and AdamW is planned with the step (ZeRO); of others only the state counts, as memory.
+            Adam and AdamW is planned with the step (ZeRO). Other optimizers count by the memory of their state.
         max_grad_norm: with an optimizer: clip gradients to this norm.
-        global_batch: sequences of a step, cut into micro-batches as the plan says. The batch of `example_inputs` may
-            then be of any size; None: it is that batch. On a cluster meshes, stages and micro-batches are searched for
-            the step, see docs/plans.md.
-        recipe: plan within this `Recipe`; fields that are None are searched. The fields that are given restrict the
-            axes of the mesh: "data", "context", "model" (tensor), "pipeline", "replica" (with `zero_group`), "expert".
-            `compile(plan=)` runs the plan.
-            `global_batch` is cut into micro-batches of `micro_batch` sequences on each replica. See docs/plans.md.
-        runtime: what executes a recipe. "autoshard": `compile` does. "megatron", "fsdp2", "deepspeed", or a `Runtime`:
-            the plan is a price of the recipe there, or of the fastest one for `global_batch`; see `price`.
-        previous: a plan of this model for another cluster, batch or budget, where the search begins: what is found is
-            no slower than it would be here, where it fits. With `global_batch`, one of a recipe, or else the best that
-            cuts a micro-batch as it does; without, one of specs: for another mesh, without what it recomputes.
-        backend: the kernels that the prediction counts; see `compile`. "triton": our kernels, listed in
-            `predicted.kernels`; on a mesh of this machine, where it has a GPU. "inductor": predicted as if Inductor
-            fused what our generated kernels fuse. Other backends: predicted operator by operator. With another
-            `runtime`, "auto" alone.
-        precision: see `compile`, which takes it from the plan. A model whose parameters are in this type already, or
-            that has none, computes in its own types.
-        progress: show how the search goes, its best plan and its bound, on standard error; None: if that is a terminal.
+        global_batch: sequences of a step over all ranks. The planner cuts a step into micro-batches; on a cluster the
+            planner also searches axes and stages. The batch of `example_inputs` may then have any size. None: a
+            step is the batch of `example_inputs`.
+        recipe: plan within this `Recipe`: `Recipe(tensor=8)` fixes the tensor axis and leaves the other fields to the
+            search. A recipe with `micro_batch` cuts `global_batch` into micro-batches of this size on each replica.
+        constraints: see `compile`. With `global_batch` on a cluster, also values of fields of `Recipe`:
+            {"tensor": 8, "pipeline": (1, 2, 4), "recompute": "none"}.
+        memory_budget: see `compile`; with a `recipe`, the memory that the recipe must fit in.
+        precision: see `compile`, which takes the precision from the plan. A model whose parameters have this type
+            already computes in its own types, and so does a model without parameters.
+        previous: an earlier plan of this model, for another cluster, batch or budget. The search starts from this plan,
+            and the result here is at least as fast, if the earlier plan fits. With `global_batch`, the search starts at
+            the plan's recipe, or at the best recipe with the same axes for a micro-batch. Without, the search starts
+            at the plan's specs; on another mesh the plan's recomputation is left out.
+        backend: the kernels that the prediction assumes; see `compile`. "triton": our kernels, listed in
+            `predicted.kernels`; needs a mesh of this machine's GPUs. "inductor": predicted as if Inductor fused the
+            operators that our generated kernels fuse. Other backends: predicted operator by operator.
+        runtime: the framework that runs the plan. "autoshard": `compile` runs it. "megatron", "fsdp2", "deepspeed" or a
+            `Runtime`: the price of a recipe in this framework, or of the framework's fastest recipe for
+            `global_batch`; see `price`. Another runtime needs backend="auto".
+        progress: show the best plan and the bound of the search on standard error. None: show both on a terminal.
 
     Raises:
-        AutoshardError: as `compile`.
-        KeyboardInterrupt: by Ctrl-C, if no plan that fits was found yet. Else the plan is the best until then
-            (`was_interrupted`), with the bound proven by then. A second Ctrl-C always raises.
+        AutoshardError: see `compile`.
+        KeyboardInterrupt: by Ctrl-C, if no plan that fits was found yet. Otherwise Ctrl-C returns the best plan
+            (`was_interrupted`) with its proven bound. A second Ctrl-C always raises.
+
+    Example:
+        >>> from autoshard import Cluster
+        >>> inputs, total = (torch.zeros(8, 64),), lambda y: y.sum()
+        >>> found = plan(nn.Linear(64, 64), Cluster("h100_sxm", 1, 2), example_inputs=inputs, loss_fn=total)
+        >>> found.mesh.size
+        2
     """
     target, cluster = checked_target(target)
     call = Call(
@@ -230,36 +240,35 @@ def price(
     precision: str = "bf16",
     global_batch: int | None = None,
 ) -> Plan:
-    """Price a training step under a recipe, and say where everything lies; nothing is run.
+    """Price a training step under a recipe in another framework; run nothing.
 
-    The model is traced once for given shapes, blocks that are alike once; further recipes are arithmetic.
-    The recipe fixes specs of parameters, inputs and what passes between blocks; all others follow by propagation.
+    The model is traced once for given shapes; further recipes are arithmetic. The recipe fixes the specs of parameters,
+    inputs and values between blocks, and the other specs follow by propagation.
 
     Args:
-        model: any module; it may be on meta. One in float32 is priced in the dtype of its products, as `plan` plans
-            it. Its blocks are the entries of its module lists.
-        cluster: as many devices as the recipe needs.
-        recipe: the expert's plan. Fields that are None are plain: sizes 1, `zero` 0, nothing computed again or
-            offloaded; `data` is the devices that are left.
+        model: any module, also on the meta device. A float32 model is priced in `precision`, as in `plan`. The blocks
+            are the entries of the model's module lists.
+        cluster: the hardware, with the number of devices that the recipe needs.
+        recipe: the expert's layout. A field that is None has its plain value: sizes 1, `zero` 0, no recomputation, no
+            offload; `data` is the number of devices left.
         example_inputs: positional (a tuple) or keyword (a dict) arguments. The first dim of every input is the batch;
-            how large it is does not matter.
+            its size does not matter.
         loss_fn: for a model that returns no loss, see `compile`.
-        runtime: what executes it: "megatron", "fsdp2", "deepspeed", or a `Runtime` made by hand; None: the defaults
-            of `Runtime`, what most frameworks do. Our own runtime is priced by `autoshard.plan(recipe=)`.
-        optimizer: "sgd", "sgd_momentum", "adam" or "adamw": whose state takes memory and bandwidth.
-        precision: of matrix products inside blocks: "bf16", "f16", "f8" or "f32".
-        global_batch: sequences of a step, over all replicas; None: one micro-batch for each.
+        runtime: the framework: "megatron", "fsdp2", "deepspeed", or a `Runtime` of your own. None: the defaults of
+            `Runtime`, which fit most frameworks. `autoshard.plan(recipe=)` prices our own runtime.
+        optimizer: "sgd", "sgd_momentum", "adam" or "adamw": its state takes memory and bandwidth.
+        precision: type of matrix products inside blocks: "bf16", "f16", "f8" or "f32".
+        global_batch: sequences of a step, over all replicas; None: one micro-batch for each replica.
 
     Returns:
-        A plan on the recipe's mesh, with `predicted` filled in. It says where the program's values lie, for one block
-        of each kind; it is for reading and comparing, not for `compile`.
+        A plan on the recipe's mesh, with `predicted` filled in. The plan lists the values of one block of each kind.
+        The plan is for reading and comparing; `compile` does not run it.
 
     Raises:
-        RecipeError: the recipe does not fit the model or the cluster, or offloads more than its hosts hold.
+        RecipeError: the recipe does not fit the model or the cluster, or offloads more bytes than the hosts hold.
         NotAvailableError: the recipe offloads optimizer state or parameters.
-        UnknownHardwareError: it offloads activations, and the device's data have no host link.
-        TraceError: the model cannot be traced, or does other things for three sequences than for two, and for two than
-            for one.
+        UnknownHardwareError: the recipe offloads activations, and the device's data have no host link.
+        TraceError: the model cannot be traced, or runs other operators for other batch sizes.
 
     Example:
         >>> from autoshard import Cluster
@@ -284,17 +293,17 @@ def price(
 
 @seldom_collecting
 def verify(compiled: ShardedModule | TrainStep) -> VerificationReport:
-    """Prove again that every program compiled so far computes what its traced program does.
+    """Prove again that each compiled program computes the same as its traced program.
 
     Args:
-        compiled: what `compile` gave.
+        compiled: the result of `compile`.
 
     Returns:
-        The report on the program that ran last (or was compiled last).
+        The report on the program that ran last, or was compiled last.
 
     Raises:
-        VerificationError: a program could not be shown equal; names the node, and the line it comes from.
-        TraceError: nothing has been compiled yet, or it is not what `compile` gave.
+        VerificationError: the proof fails; the message names the node and its line in your source.
+        TraceError: nothing is compiled yet, or the argument is not a result of `compile`.
     """
     return _driver().verify_compiled(compiled)
 
@@ -312,15 +321,18 @@ def prove(
     precision: str | None = "bf16",
     time_budget_s: float = 60.0,
 ) -> VerificationReport:
-    """Plan a call, lower it to the program of each rank, and prove that; nothing is run, and the model may be on meta.
+    """Plan a call, lower the plan to the program of each rank, and prove the program; run nothing.
+
+    The model may be on the meta device.
 
     Args:
-        target: where to plan for, as `plan` takes it; or a plan, which is proven as it is, in its own precision.
+        target: the hardware, see `plan`. A `Plan` is proven without a search, in its own precision.
         others: see `plan`.
 
     Raises:
-        VerificationError: it could not be shown that the program computes what the model does.
-        AutoshardError: as `plan`, and `PlanMismatchError` for a plan of another model, inputs or optimizer.
+        VerificationError: the proof fails.
+        PlanMismatchError: the plan is for another model, other inputs or another optimizer.
+        AutoshardError: see `plan`.
     """
     place, cluster = checked_target(target.mesh if isinstance(target, Plan) else target)
     call = Call(
@@ -340,7 +352,7 @@ def prove(
 
 
 def _driver() -> ModuleType:
-    """The one place where autoshard reaches passes, which import autoshard."""
+    """The driver, imported late: passes import autoshard. Only this function reaches passes."""
     from passes.driver import entry
 
     return entry

@@ -1,6 +1,6 @@
-"""What users pass to `compile`, `plan` and `prove`, checked where it comes in.
+"""Checks of the arguments of `compile`, `plan` and `prove`.
 
-What cannot be meant is refused by name, before anything is traced or searched.
+A wrong argument raises an error that names the argument, before anything is traced or searched.
 """
 
 from __future__ import annotations
@@ -45,32 +45,32 @@ BACKENDS = ("auto", "inductor", "reference", "triton")
 
 
 def check_model(model: Any, compiled: type | tuple[type, ...] = ()) -> None:
-    """Raise `TraceError` for what is no module, or for modules that are compiled, distributed or scripted already.
+    """Raise `TraceError` unless `model` is a plain module: not compiled, distributed or scripted.
 
     Args:
         model: the argument.
         compiled: the types of compiled modules.
     """
     if isinstance(model, compiled):
-        raise TraceError(f"model is a {type(model).__name__}, compiled already; pass the module it was made of.")
+        raise TraceError(f"model is a {type(model).__name__}, compiled already; pass the module from before compile.")
     if not isinstance(model, nn.Module):
         raise TraceError(f"model={model!r} is a {type(model).__name__}; pass a torch.nn.Module.")
     for name, module in model.named_modules():
         title = f"model.{name}" if name else "model"
         if isinstance(module, compiled):
             raise TraceError(
-                f"{title} is a {type(module).__name__}, compiled already, and a program cannot call another one. "
-                "Compile the whole model alone, with the module that the part was made of."
+                f"{title} is a {type(module).__name__}, compiled already, and a program cannot call another "
+                "program. Compile the whole model once, with the module from before compile in this place."
             )
         if isinstance(module, _DISTRIBUTED):
             raise TraceError(
-                f"{title} is a {type(module).__name__}, which adds up gradients of the ranks and lays out parameters "
-                "by itself. compile does both: pass the module as it was before DistributedDataParallel or fully_shard."
+                f"{title} is a {type(module).__name__}, which adds up gradients of the ranks and places "
+                "parameters; compile does both. Pass the module from before DistributedDataParallel or fully_shard."
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise TraceError(
                 f"{title} is a {type(module).__name__}, compiled by torch.jit, and its members cannot be replaced. "
-                "Pass the module as it was before torch.jit.script or torch.jit.trace."
+                "Pass the module from before torch.jit.script or torch.jit.trace."
             )
 
 
@@ -78,13 +78,13 @@ _DISTRIBUTED = (DistributedDataParallel, FSDPModule, FullyShardedDataParallel)
 
 
 def check_backend(name: Any) -> None:
-    """Raise `NotAvailableError` for a backend that does not exist."""
+    """Raise `NotAvailableError` for an unknown backend."""
     if not isinstance(name, str) or name not in BACKENDS:
         raise NotAvailableError(f"backend={name!r} is unknown; use 'auto', 'inductor', 'reference' or 'triton'.")
 
 
 def check_flags(**flags: Any) -> None:
-    """Raise `NotAvailableError` for a switch that is neither on nor off; "no" would be taken for on."""
+    """Raise `NotAvailableError` for a switch that is not a bool: the string "no" would count as true."""
     for name, value in flags.items():
         if not isinstance(value, bool):
             raise NotAvailableError(f"{name}={value!r} is a {type(value).__name__}; pass True or False.")
@@ -97,10 +97,10 @@ def check_loss(loss_fn: Any) -> None:
 
 
 def checked_plan(plan: Any) -> Plan | None:
-    """A plan that `compile` runs, given itself or as the path of a saved one; None for none.
+    """Return the plan that `compile` runs, read from its file if `plan` is a path; None for None.
 
     Raises:
-        PlanMismatchError: it is no plan, or a price: that of one block of each kind, of one sequence.
+        PlanMismatchError: the argument is no plan, or the plan prices a recipe in another framework.
     """
     if plan is None:
         return None
@@ -118,24 +118,24 @@ def checked_plan(plan: Any) -> Plan | None:
 
 
 def check_previous(previous: Any, model: nn.Module, *, of_recipes: bool, is_priced: bool) -> None:
-    """Raise `NotAvailableError` for what a search, over recipes or specs, cannot begin with.
+    """Raise `NotAvailableError` for a `previous=` that the search cannot start from.
 
     Args:
-        previous: the plan; None for none.
-        model: what is planned; `PlanMismatchError` where a plan of specs is of another one.
-        of_recipes: whether recipes are searched.
-        is_priced: whether nothing is searched, as the recipe is given.
+        previous: the earlier plan, or None.
+        model: the model to plan; a plan of specs for another model raises `PlanMismatchError`.
+        of_recipes: whether the search is over recipes.
+        is_priced: whether the recipe is complete, so that there is no search.
     """
     if previous is None:
         return
     if is_priced:
-        raise NotAvailableError("previous= is where a search begins, and recipe= is priced as it is: leave one out.")
+        raise NotAvailableError("previous= starts a search, and recipe= is priced without one: leave one out.")
     if not isinstance(previous, Plan):
-        raise NotAvailableError(f"previous= is a {type(previous).__name__}; pass a plan that autoshard.plan gave.")
+        raise NotAvailableError(f"previous= is a {type(previous).__name__}; pass a plan from autoshard.plan.")
     if of_recipes and previous.recipe is None:
-        raise NotAvailableError("previous= has no recipe; with global_batch=, pass a plan that was made with it.")
+        raise NotAvailableError("previous= has no recipe; with global_batch=, pass a plan made with global_batch=.")
     if not of_recipes and not previous.runs:
-        raise NotAvailableError("previous= is of a recipe; pass global_batch= to search those, or a plan of specs.")
+        raise NotAvailableError("previous= prices a recipe; pass global_batch= to search recipes, or a plan of specs.")
     if not of_recipes:
         _check_parameters(previous, model)
 
@@ -145,42 +145,42 @@ def _check_parameters(plan: Plan, model: nn.Module) -> None:
     for name, item in plan.parameters.items():
         if shapes.get(name) != tuple(item.shape):
             raise PlanMismatchError(
-                f"previous= is of another model: parameter {name!r} has shape={tuple(item.shape)} in it and "
-                f"shape={shapes.get(name)} in the model."
+                f"previous= is of another model: its parameter {name!r} has shape={tuple(item.shape)}, and the model's "
+                f"has shape={shapes.get(name)}."
             )
 
 
 def check_recipe(recipe: Any) -> None:
-    """Raise `RecipeError` for what is no recipe."""
+    """Raise `RecipeError` unless `recipe` is a `Recipe` or None."""
     if recipe is not None and not isinstance(recipe, Recipe):
         raise RecipeError(f"recipe={recipe!r} is a {type(recipe).__name__}; pass an autoshard.Recipe.")
 
 
 def check_runtime(recipe: Recipe | None, runtime: str | None, global_batch: int | None) -> None:
-    """Raise `NotAvailableError` for another framework's runtime without a recipe that it executes."""
+    """Raise `NotAvailableError` for another framework without a recipe to run."""
     if runtime is not None and recipe is None and global_batch is None:
         raise NotAvailableError(
-            f"runtime={runtime!r} is what executes a recipe. Pass recipe=Recipe(...), or global_batch= to search one, "
-            "too; or leave runtime= out."
+            f"runtime={runtime!r} is a framework that runs a recipe. Pass recipe=Recipe(...) too, or global_batch= "
+            "to search a recipe; or leave runtime= out."
         )
 
 
 def checked_budget(memory_budget: Any) -> int | None:
-    """Bytes of memory per device; `NotAvailableError` for what is no whole number of them."""
+    """Return the memory per device in bytes; `NotAvailableError` unless a whole number above 0."""
     if memory_budget is None:
         return None
     if not (_is_number(memory_budget) and 0 < memory_budget < math.inf):
         raise NotAvailableError(f"memory_budget={memory_budget!r} must be a number of bytes above 0.")
     if memory_budget != int(memory_budget):
         raise NotAvailableError(
-            f"memory_budget={memory_budget!r} is no whole number of bytes. Of 80 GB write 80 * 10**9, of a part of the "
-            "device's memory int(0.8 * cluster.device.memory_bytes)."
+            f"memory_budget={memory_budget!r} is no whole number of bytes. Write 80 * 10**9 for 80 GB, or "
+            "int(0.8 * cluster.device.memory_bytes) for a part of the device's memory."
         )
     return int(memory_budget)
 
 
 def check_limits(*, time_budget_s: Any, global_batch: Any = None) -> None:
-    """Raise `NotAvailableError` for limits of the search that no plan can keep."""
+    """Raise `NotAvailableError` for a time or a batch out of range."""
     if not (_is_number(time_budget_s) and time_budget_s >= 0):
         raise NotAvailableError(f"time_budget_s={time_budget_s!r} must be a number of seconds, at least 0.")
     if global_batch is not None and not (_is_whole(global_batch) and global_batch >= 1):
@@ -188,7 +188,7 @@ def check_limits(*, time_budget_s: Any, global_batch: Any = None) -> None:
 
 
 def check_agreement(*, check: Any, timeout_s: Any) -> None:
-    """Raise `NotAvailableError` for a time, or a word for when ranks compare their calls, that is none."""
+    """Raise `NotAvailableError` for an unknown `check` or a time-out that is not above 0."""
     if check not in _CHECKS:
         raise NotAvailableError(f"check={check!r} must be one of {', '.join(map(repr, _CHECKS))}.")
     if not (_is_number(timeout_s) and timeout_s > 0):
@@ -199,10 +199,10 @@ _CHECKS = ("always", "first", "off")
 
 
 def checked_outputs(outputs: Any, *, gather_outputs: bool) -> Outputs:
-    """What calls hand out; `NotAvailableError` for a word that says none of it."""
+    """Return the outputs that calls return; `NotAvailableError` for an unknown word."""
     if outputs not in ("all", "loss"):
         raise NotAvailableError(
-            f"outputs={outputs!r} must be 'all' or 'loss'; pass gather_outputs=True for whole ones."
+            f"outputs={outputs!r} must be 'all' or 'loss'; pass gather_outputs=True for whole outputs."
         )
     if outputs == "loss":
         return Outputs.LOSS
@@ -210,7 +210,7 @@ def checked_outputs(outputs: Any, *, gather_outputs: bool) -> Outputs:
 
 
 def check_programs(*, dynamic_lengths: Any, max_programs: Any) -> None:
-    """Raise `NotAvailableError` for a number of programs, or lengths to pad, that no module can keep to."""
+    """Raise `NotAvailableError` for a number of programs below 1, or lengths that are no mapping."""
     if not (_is_whole(max_programs) and max_programs >= 1):
         raise NotAvailableError(f"max_programs={max_programs!r} must be a whole number, at least 1.")
     if dynamic_lengths is None:
@@ -218,37 +218,37 @@ def check_programs(*, dynamic_lengths: Any, max_programs: Any) -> None:
     pairs = dynamic_lengths.items() if isinstance(dynamic_lengths, Mapping) else [(None, None)]
     if not pairs or not all(isinstance(name, str) and _is_number(value) for name, value in pairs):
         raise NotAvailableError(
-            f"dynamic_lengths={dynamic_lengths!r} must say for each argument that is padded what its padding holds: "
+            f"dynamic_lengths={dynamic_lengths!r} must say for each argument what its padding holds: "
             '{"input_ids": 0, "labels": -100}.'
         )
 
 
 def checked_reduce_dtype(model: nn.Module, reduce_dtype: Any) -> torch.dtype | None:
-    """The type by name; `NotAvailableError` for one in which this model's gradients cannot travel between ranks."""
+    """Return the type in which gradients travel; `NotAvailableError` if the type does not suit this model."""
     if reduce_dtype is None:
         return None
     if reduce_dtype != "bf16":
         raise NotAvailableError(
             f"reduce_dtype={reduce_dtype!r} is unknown; gradients travel between ranks in their own type (None), or in "
-            "'bf16'. In 'f16' small ones would vanish, and large ones overflow."
+            "'bf16'. In 'f16' small gradients would vanish, and large gradients overflow."
         )
     trained = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
     if torch.float32 not in trained:
         found = ", ".join(sorted(map(str, trained))) or "no parameter that requires grad"
         raise NotAvailableError(
             f"reduce_dtype='bf16' is for gradients of float32 parameters, and this model trains {found}. "
-            "Leave it out: gradients travel in the type of their parameters."
+            "Leave reduce_dtype= out: gradients travel in the type of their parameters."
         )
     return torch.bfloat16
 
 
 def check_optimizer(optimizer: Any, *, micro_batches: Any = None, max_grad_norm: Any = None) -> None:
-    """Raise unless `optimizer` is one that a step can call, or nothing asks for one.
+    """Raise unless a compiled step can call `optimizer`, and other arguments of a step come with an optimizer.
 
     Raises:
-        TraceError: it is no torch optimizer.
-        NotAvailableError: its step calls the model itself, or takes no dense gradients; an argument of a training step
-            without an optimizer, or one that is out of range.
+        TraceError: the argument is no torch optimizer.
+        NotAvailableError: the optimizer's step needs a closure or sparse gradients; or `micro_batches` or
+            `max_grad_norm` comes without an optimizer, or is out of range.
     """
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise TraceError(
@@ -263,21 +263,21 @@ def check_optimizer(optimizer: Any, *, micro_batches: Any = None, max_grad_norm:
     check_norm(max_grad_norm)
     if optimizer is not None and _needs_closure(optimizer):
         raise NotAvailableError(
-            f"optimizer={type(optimizer).__name__} calls the model itself, by the closure that its step() demands; a "
+            f"optimizer={type(optimizer).__name__} calls the model itself: its step() needs a closure. A "
             "compiled step runs forward and backward once. Use an optimizer whose step() needs no closure."
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise NotAvailableError(
-            "optimizer=SparseAdam takes sparse gradients only, and those of a program are dense. Use Adam, "
+            "optimizer=SparseAdam takes sparse gradients only, and compiled programs have dense gradients. Use Adam, "
             "AdamW, Adagrad or SGD."
         )
 
 
 def checked_constraints(constraints: Any) -> dict[str, PartitionSpec]:
-    """The constraints on specs of values.
+    """Return the constraints: specs by name or glob.
 
     Raises:
-        InvalidSpecError: they are no mapping to specs.
+        InvalidSpecError: the argument is no mapping from strings to specs.
     """
     if constraints is not None and not isinstance(constraints, Mapping):
         raise InvalidSpecError(
@@ -299,7 +299,7 @@ def checked_constraints(constraints: Any) -> dict[str, PartitionSpec]:
 
 
 def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of an example call; `TraceError` for what is neither."""
+    """Return positional and keyword arguments of an example call; `TraceError` for other types."""
     if isinstance(example_inputs, Mapping):
         return (), dict(sorted(example_inputs.items()))
     if isinstance(example_inputs, (tuple, list)):
@@ -311,13 +311,13 @@ def split_inputs(example_inputs: ExampleInputs) -> tuple[tuple[Any, ...], dict[s
 
 
 def checked_inputs(example_inputs: Any) -> ExampleInputs:
-    """Arguments of an example call, which must be given; raises as `split_inputs`."""
+    """Return the arguments of an example call; `TraceError` unless a tuple, list or dict."""
     split_inputs(example_inputs)
     return example_inputs
 
 
 def check_options(options: Any, kind: type) -> None:
-    """Raise `NotAvailableError` for options that are none of `kind`."""
+    """Raise `NotAvailableError` unless `options` is of type `kind`."""
     if not isinstance(options, kind):
         raise NotAvailableError(
             f"options={options!r} is a {type(options).__name__}; pass autoshard.Options(timeout_s=30), say."
@@ -325,7 +325,7 @@ def check_options(options: Any, kind: type) -> None:
 
 
 def check_trains(model: nn.Module, optimizer: object) -> None:
-    """Raise `TraceError` where there is an optimizer, and the model has no parameters to train."""
+    """Raise `TraceError` for an optimizer without a parameter to train."""
     if optimizer is not None and not any(parameter.requires_grad for parameter in model.parameters()):
         raise TraceError(
             "A training step needs something to train, but no parameter of the model requires grad. Plan without an "
@@ -334,7 +334,7 @@ def check_trains(model: nn.Module, optimizer: object) -> None:
 
 
 def check_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Raise `TraceError` for a call with an input that is sparse or nested, or has no elements: an empty batch, say."""
+    """Raise `TraceError` for an input that is sparse, nested or empty."""
     leaves = pytree.tree_leaves((tuple(args), dict(sorted(kwargs.items()))))
     for number, leaf in enumerate(leaves):
         if not isinstance(leaf, torch.Tensor):
@@ -350,11 +350,11 @@ def check_tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
 
 
 def check_has_loss(program: Program) -> None:
-    """Raise `TraceError` for the program of a training step that trains nothing, or without a loss to train by."""
+    """Raise `TraceError` for a training step without a loss, or with a loss that trains no parameter."""
     if not program.trains:
         raise TraceError(
             "A training step needs a loss, but nothing that the model or loss_fn= returns depends on a parameter that "
-            "requires grad. Return the loss as a tensor that is not detached, or pass loss_fn=."
+            "requires grad. Return the loss as a tensor with its gradient, not detached, or pass loss_fn=."
         )
     nodes = program.nodes_by_name()
     kept = {f"output:{index}" for index in program.kept}
@@ -365,11 +365,11 @@ def check_has_loss(program: Program) -> None:
 
 
 def check_traced(program: Program, constraints: Mapping[str, PartitionSpec], optimizer: object) -> None:
-    """Raise for a program that is not what was asked for.
+    """Raise for a program without the outputs that the call needs.
 
     Raises:
-        InvalidSpecError: a constraint on an output that it does not have.
-        TraceError: there is an optimizer, and nothing to train; see `check_has_loss`.
+        InvalidSpecError: a constraint names an output that the program does not have.
+        TraceError: a training step has nothing to train; see `check_has_loss`.
     """
     if optimizer is not None:
         check_has_loss(program)
@@ -382,10 +382,10 @@ def check_traced(program: Program, constraints: Mapping[str, PartitionSpec], opt
 
 
 def checked_target(target: Any) -> tuple[DeviceMesh | Mesh | Cluster, Cluster | None]:
-    """The mesh or the cluster that plans are for, and the hardware that they are priced for; None: this machine.
+    """Return the mesh or cluster to plan for, and the hardware to price for; None means this machine.
 
     Raises:
-        MeshError: it is neither.
+        MeshError: the argument is neither a mesh nor a cluster.
     """
     if isinstance(target, ClusterMesh):
         return target.mesh, target.cluster
@@ -398,10 +398,10 @@ def checked_target(target: Any) -> tuple[DeviceMesh | Mesh | Cluster, Cluster | 
 
 
 def checked_hardware(cluster: Any, mesh: Any) -> tuple[Any, Cluster | None]:
-    """The mesh of `compile`, and the hardware that its plans are priced for; None: this machine.
+    """Return the mesh of `compile`, and the hardware to price for; None means this machine.
 
     Raises:
-        MeshError: the hardware is no cluster, goes with no mesh, or has not a device for each rank.
+        MeshError: `cluster` is no cluster, comes without a mesh, or has another number of devices than the mesh.
     """
     if cluster is None:
         return checked_target(mesh) if isinstance(mesh, ClusterMesh | Cluster) else (mesh, None)
@@ -409,7 +409,7 @@ def checked_hardware(cluster: Any, mesh: Any) -> tuple[Any, Cluster | None]:
         raise MeshError(f"cluster={cluster!r} is a {type(cluster).__name__}; pass a Cluster, Cluster('h100_sxm').")
     if not isinstance(mesh, DeviceMesh | Mesh):
         raise MeshError(
-            f"cluster={cluster.name} goes with a mesh, and mesh={mesh!r} is none; pass a Mesh, or a DeviceMesh."
+            f"cluster={cluster.name} goes with a mesh, and mesh={mesh!r} is no mesh; pass a Mesh, or a DeviceMesh."
         )
     ranks = Mesh.from_device_mesh(mesh).size if isinstance(mesh, DeviceMesh) else mesh.size
     if ranks != cluster.size:
@@ -418,21 +418,21 @@ def checked_hardware(cluster: Any, mesh: Any) -> tuple[Any, Cluster | None]:
 
 
 def checked_cluster(target: Any) -> Cluster:
-    """The cluster that recipes are priced for; they choose the axes.
+    """Return the cluster that recipes are priced for.
 
     Raises:
-        NotAvailableError: it is no cluster.
+        NotAvailableError: the argument is no cluster.
     """
     if not isinstance(target, Cluster):
         raise NotAvailableError(
-            f"Prices under another runtime choose the axes themselves, but were given {target!r}: pass a Cluster, "
+            f"A search for another runtime chooses the axes, but was given {target!r}: pass a Cluster, "
             "Cluster('h100_sxm', nodes=8), or plan on the mesh with runtime='autoshard'."
         )
     return target
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a real number, of Python or NumPy; NaN is none."""
+    """Whether a value is a real number of Python or NumPy; NaN is not."""
     return isinstance(value, Real) and not isinstance(value, bool) and value == value
 
 
@@ -441,9 +441,9 @@ def _is_whole(value: Any) -> bool:
 
 
 def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether `step` cannot be called without arguments, as that of LBFGS.
+    """Whether `step` cannot be called without arguments, as for LBFGS.
 
-    A learning-rate schedule puts a wrapper in the place of an optimizer's `step`, so the class is asked.
+    The class is inspected: a learning-rate schedule replaces the `step` of the object.
     """
     _, *parameters = inspect.signature(type(optimizer).step).parameters.values()
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

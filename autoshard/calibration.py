@@ -1,6 +1,7 @@
-"""This machine as a cluster to plan for: what `cost_models.calibration` measures, of what compiled programs run.
+"""Measure this machine as a cluster to plan for.
 
-That is autoshard's own operators on PyTorch's fused kernels, and reductions on Gloo in the order of ranks.
+`cost_models.calibration` times the kernels and collectives of compiled programs: autoshard's own operators on PyTorch's
+fused kernels, and Gloo reductions in the order of ranks.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from cost_models.kernel_samples import KernelSample
 ATTENTIONS = ((1, 2, 64, 64), (4, 4, 128, 64), (16, 4, 128, 64), (2, 4, 512, 64))
 ROWS, CLASSES, COLUMNS = (32, 512, 4096), 1024, 768
 TOKENS, EXPERTS, CHOSEN = (64, 1024), (8, 256, 512), 2
-"""Calls of a layer of experts: how many of them, hidden and intermediate size, and those of each token."""
+"""Sizes of the experts layer: tokens; experts, hidden and intermediate size; experts of each token."""
 
 
 def calibrate(
@@ -34,9 +35,9 @@ def calibrate(
     budget_s: float = 20.0,
     on_progress: OnProgress | None = None,
 ) -> Calibration:
-    """Measure this machine with all ranks of its process group at once, or alone without one.
+    """Measure this machine, with all ranks of the process group at once if there is a group.
 
-    `.cluster` of the result is what `autoshard.plan` takes. Arguments: see `cost_models.calibration.calibrate`.
+    Pass `.cluster` of the result to `autoshard.plan`. Arguments: see `cost_models.calibration.calibrate`.
     """
     found = calibration.calibrate(
         name=name,
@@ -51,7 +52,7 @@ def calibrate(
 
 
 def semantic_samples() -> Iterator[KernelSample]:
-    """Calls of autoshard's own operators, on the kernels that run them: [B, H, S, D] of attention, or rows."""
+    """Return calls of our operators on their kernels: attention of [B, H, S, D], or rows."""
     ours, aten = torch.ops.autoshard, torch.ops.aten
     for shape in ATTENTIONS:
         b, h, s, d = shape
@@ -86,7 +87,7 @@ def _native(operator: torch._ops.OpOverload, *arguments: object) -> KernelSample
 
 
 def collectives_that_run(full: Tensor, part: Tensor, group: dist.ProcessGroup) -> Mapping[str, Callable[[], object]]:
-    """Each collective as compiled programs call it on a group, see `cost_models.calibration.CollectiveCalls`."""
+    """Return the collectives of compiled programs; see `cost_models.calibration.CollectiveCalls`."""
     ops, size = torch.ops._c10d_functional, group.size()
     return {
         **calibration.functional_collectives(full, part, group),
@@ -98,7 +99,7 @@ def collectives_that_run(full: Tensor, part: Tensor, group: dist.ProcessGroup) -
 def _as_programs_do(
     reduction: torch._ops.OpOverload, operand: Tensor, arguments: tuple[str | int, ...], group: dist.ProcessGroup
 ) -> Callable[[], object]:
-    """A call of a reduction in the order of ranks, where a group's backend has it so."""
+    """Return a call of a reduction, on Gloo in the order of ranks."""
     graph = fx.Graph()
     placeholder = graph.placeholder("operand")
     placeholder.meta["val"] = operand

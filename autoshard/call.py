@@ -1,4 +1,4 @@
-"""The arguments of `compile`, `plan` and `prove`, checked once: a `Call` is all that the driver takes."""
+"""The arguments of `compile`, `plan` and `prove`, checked once and passed to the driver as one `Call`."""
 
 from __future__ import annotations
 
@@ -39,30 +39,30 @@ LossFunction = Callable[..., torch.Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """How calls of a compiled model run.
+    """Settings of the calls of a compiled model.
 
     Args:
-        reduce_dtype: "bf16" sends gradients of float32 parameters between ranks in 16 bits and adds them up in float32;
-            see docs/precision.md. None sends them in their own type.
+        reduce_dtype: "bf16" sends gradients of float32 parameters between ranks in 16 bits and adds them in float32;
+            see docs/reference/precision.md. None sends each gradient in its own type.
         dynamic_lengths: names of arguments to the value of their padding: {"input_ids": 0, "attention_mask": 0,
             "labels": -100}. Dim 1 of these arguments is padded to one of few lengths, at most half more, and results
-            are cut back, so that calls of many lengths share few programs. Before a program is compiled, it is proven
-            that padding reaches no result; where the proof fails, calls are compiled at their own lengths, with a
-            warning.
-        max_programs: number of programs that are kept, each for one kind of call. The least recently used goes first.
-        check: when processes compare their calls: program, mode, hyperparameters, inputs, parameters. "always" compares
-            each call, "first" the first call of each program, "off" none. See docs/running.md.
-        timeout_s: seconds after which a process that neither comes to a call nor compiles is an error on all others.
-        outputs: "all" outputs of the model; or "loss", the first floating scalar among them: nothing that only other
-            outputs need is computed or kept. A `TrainStep` needs the loss alone.
-        gather_outputs: whole outputs, but for those in `constraints`. By default, with processes, outputs that are not
-            scalars are DTensors that lie as the plan has them; see docs/running.md.
-        cuda_graph: with a traced optimizer and processes on GPUs, forward and backward of a micro-batch are one launch
-            from the third step on. It helps models that the host launches more slowly than the device computes; see
-            docs/running.md.
+            are cut back. Calls of many lengths then share few programs. Before a program is compiled, autoshard proves
+            that padding reaches no result. If the proof fails, each length is compiled without padding, with a warning.
+        max_programs: number of programs to keep, each for calls of one kind. The least recently used program goes
+            first.
+        check: "always" compares each call between processes, "first" the first call of each program, "off" no call. A
+            comparison covers program, mode, hyperparameters, inputs and parameters; see docs/reference/running.md.
+        timeout_s: seconds to wait for another process that neither calls nor compiles; then all others raise an error.
+        outputs: "all" outputs of the model; or "loss", the first floating scalar among the outputs. With "loss" nothing
+            is computed or kept for the other outputs. A `TrainStep` needs the loss alone.
+        gather_outputs: return whole outputs, except outputs in `constraints`. By default, with processes, an output
+            that is not a scalar is a DTensor, placed by the plan; see docs/reference/running.md.
+        cuda_graph: with a traced optimizer and processes on GPUs: from the third step on, launch forward and backward
+            of a micro-batch as one CUDA graph. A graph helps if the host launches kernels more slowly than the device
+            computes; see docs/reference/running.md.
 
     Raises:
-        NotAvailableError: a value is not one of those above.
+        NotAvailableError: a value is not in the lists above.
     """
 
     reduce_dtype: str | None = None
@@ -83,21 +83,21 @@ class Options:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """The checked arguments of `compile`, `plan` or `prove`; see there.
+    """The checked arguments of `compile`, `plan` or `prove`.
 
     Args:
-        model, optimizer, loss_fn, max_grad_norm, strict, backend, verify, time_budget_s, options: as given.
+        model, optimizer, loss_fn, max_grad_norm, strict, backend, verify, time_budget_s, options: the given values.
         target: the mesh or the cluster.
         example_inputs: arguments of an example call, or None.
         fixed: the plan to use.
-        constraints: specs by name; with `global_batch`, fields of `Recipe` to their values.
+        constraints: specs by name; with `global_batch`, also values of fields of `Recipe`.
         memory_budget: bytes, or None.
-        precision: as given.
-        micro_batches: as given to `compile`, None where they are free.
-        recipe: within which plans are searched.
-        cluster: the hardware that a mesh is priced for, or None for this machine.
-        global_batch, previous, progress: as given to `plan`.
-        runtime: of another framework; None for ours.
+        precision: the given name.
+        micro_batches: the given number; None lets the planner choose.
+        recipe: restrictions of the search.
+        cluster: the hardware to price a mesh for, or None for this machine.
+        global_batch, previous, progress: arguments of `plan`.
+        runtime: another framework; None for autoshard.
     """
 
     model: nn.Module
@@ -142,17 +142,17 @@ class Call:
 
     @property
     def outputs(self) -> Outputs:
-        """The outputs that a call hands out; a training step needs the loss alone."""
+        """The outputs that a call returns; a training step returns the loss alone."""
         if self.optimizer is not None:
             return Outputs.LOSS
         return self.handed_out
 
     @property
     def handed_out(self) -> Outputs:
-        """The outputs of calls without an optimizer."""
+        """The outputs of a call without an optimizer."""
         return checked_outputs(self.options.outputs, gather_outputs=self.options.gather_outputs)
 
     @property
     def grad(self) -> bool:
-        """Whether the model has something to train."""
+        """Whether a parameter requires a gradient."""
         return any(parameter.requires_grad for parameter in self.model.parameters())

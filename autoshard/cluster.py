@@ -1,4 +1,4 @@
-"""The hardware that plans are priced for: the public `Cluster`, and this machine as one."""
+"""The public `Cluster`: the hardware that plans are priced for; and this machine as a cluster."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from cost_models.topology import GroupLinks
 
 @contextmanager
 def _errors_of_ours() -> Iterator[None]:
-    """Cost models know nothing of our errors; what they refuse is raised as one of them."""
+    """Raise errors of cost models as `UnknownHardwareError`: cost models do not import our errors."""
     try:
         yield
     except CostModelError as error:
@@ -35,18 +35,18 @@ def _errors_of_ours() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Cluster(PricedCluster):
-    """Nodes of one kind on one network: what plans are priced for.
+    """Nodes of one kind on one network: the hardware to price plans for.
 
-    Hardware that has no name of its own is put together from parts with `of`, or by changing a part of a node type:
+    Hardware without a name is put together from parts with `of`, or from a node type with another network:
     `Cluster(node_type("h100_sxm").with_network("roce_v2", bytes_per_s_per_device=25e9), nodes=8)`.
 
     Args:
-        node: a node type's name ("h100_sxm"), or a `cost_models.hardware.NodeType`.
+        node: the name of a node type ("h100_sxm"), or a `cost_models.hardware.NodeType`.
         nodes: number of nodes.
-        devices_per_node: devices used in each; the node type's own number if None.
+        devices_per_node: number of devices to use in each node. None: all devices of the node type.
 
     Raises:
-        UnknownHardwareError: no such node type, or counts that it cannot have.
+        UnknownHardwareError: the node type is unknown, or has fewer devices.
 
     Example:
         >>> Cluster("h100_sxm", nodes=8, devices_per_node=8).size
@@ -59,16 +59,16 @@ class Cluster(PricedCluster):
 
     @classmethod
     def of(cls, unit: str | Device, devices: int, **parts: Unpack[NodeParts]) -> Self:
-        """A cluster of `devices` devices from its parts; fewer than a node's are part of one node.
+        """Return a cluster of `devices` devices put together from parts.
 
         Args:
             unit: a device of the data files ("a100_sxm_40gb"), or a `cost_models.device.Device`.
-            devices: devices in all.
-            parts: `devices_per_node`, and `fabric`, `network` and `network_bytes_per_s_per_device` where they are not
-                the device's usual ones; see `cost_models.hardware.NodeParts`.
+            devices: number of devices in all nodes together.
+            parts: `devices_per_node`, `fabric`, `network` and `network_bytes_per_s_per_device`. Default: the device's
+                usual parts; see `cost_models.hardware.NodeParts`.
 
         Raises:
-            UnknownHardwareError: no such part, several nodes and no network, or counts that cannot be.
+            UnknownHardwareError: a part is unknown, several nodes have no network, or the counts do not fit together.
 
         Example:
             >>> Cluster.of("a100_sxm_40gb", 64, devices_per_node=8, network="roce_v2",
@@ -80,13 +80,13 @@ class Cluster(PricedCluster):
         return cls(found.node, found.nodes, found.devices_per_node)
 
     def mesh(self, axes: Mapping[str, int] | Mesh | DeviceMesh) -> ClusterMesh:
-        """A mesh of these devices: what `autoshard.plan` plans on where the axes are decided.
+        """Return a mesh of these devices, for `autoshard.plan` with given axes.
 
         Args:
-            axes: axis name to size, the outermost first; or a mesh that has them.
+            axes: axis name to size, the outermost axis first; or a mesh.
 
         Raises:
-            MeshError: the sizes do not make as many ranks as there are devices.
+            MeshError: the sizes do not multiply to the number of devices.
 
         Example:
             >>> str(Cluster("h100_sxm", nodes=8).mesh({"data": 8, "model": 8}))
@@ -98,20 +98,20 @@ class Cluster(PricedCluster):
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a cluster file, as `save` or `autoshard calibrate` wrote it; `UnknownHardwareError` if it is none."""
+        """Read a cluster file of `save` or `autoshard calibrate`; `UnknownHardwareError` for other files."""
         with _errors_of_ours():
             found = PricedCluster.load(path)
         return cls(found.node, found.nodes, found.devices_per_node)
 
 
 def device_of_plans(target: Any) -> torch.device:
-    """The kind of device that plans are for: a cluster has GPUs, unless it is this machine without any."""
+    """Return the kind of device to plan for: "cuda" for clusters with GPUs, "cpu" otherwise."""
     has_gpu = bool(target.device.dispatch_s) if isinstance(target, PricedCluster) else torch.cuda.is_available()
     return torch.device("cuda" if has_gpu else "cpu")
 
 
 def distinct_meshes(meshes: Iterable[Mesh], cluster: PricedCluster) -> list[Mesh]:
-    """The meshes, of those that are one mesh under several names the first.
+    """Return the meshes without repeats: of meshes that differ only in names, the first stays.
 
     Example:
         >>> meshes = [Mesh({"data": 8}), Mesh({"model": 8}), Mesh({"data": 4, "model": 2})]
@@ -126,12 +126,12 @@ def distinct_meshes(meshes: Iterable[Mesh], cluster: PricedCluster) -> list[Mesh
 
 
 def local_cluster(mesh: Mesh) -> PricedCluster:
-    """The machines of this run, as hardware with a device for each rank of a mesh.
+    """Return the machines of this run as a cluster, with a device for each rank of a mesh.
 
-    Hosts without GPUs are taken to be joined by gigabit Ethernet; `calibrate` measures what joins them.
+    Hosts without GPUs count as joined by gigabit Ethernet; `calibrate` measures the real network.
 
     Raises:
-        NotAvailableError: there are GPUs that no hardware file describes.
+        NotAvailableError: no hardware file describes the GPUs.
     """
     if world_size() != mesh.size or not torch.cuda.is_available():
         per_node = ranks_per_host(mesh.size)
@@ -148,6 +148,6 @@ def local_cluster(mesh: Mesh) -> PricedCluster:
 
 
 def ranks_per_host(ranks: int) -> int:
-    """How many of the ranks that run are on each host, as `torchrun` says; all of them where it says nothing."""
+    """Return the number of ranks on each host from `torchrun`; without `torchrun`, the number of all ranks."""
     found = int(os.environ.get("LOCAL_WORLD_SIZE", ranks)) if world_size() == ranks > 1 else ranks
     return found if ranks % found == 0 else ranks

@@ -1,7 +1,7 @@
-"""Loading only what a rank computes with: `autoshard.data.sampler`.
+"""Load only the rows that a rank computes with: `autoshard.data.sampler`.
 
-By default each rank passes the whole batch and computes its part. With a sampler, a rank loads its rows alone, and what
-it passes is a DTensor that says so; the program then reads it where it lies.
+By default each rank passes the whole batch and computes its part. With a sampler, a rank loads its rows alone. The rank
+passes a DTensor of these rows, and the program reads the rows in place.
 """
 
 from __future__ import annotations
@@ -29,22 +29,24 @@ from autoshard.runtime.train_step import TrainStep
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How this process's rows lie among all: DTensors of `placements` on `device_mesh`."""
+    """The placement of this process's rows: DTensors of `placements` on `device_mesh`."""
 
     device_mesh: DeviceMesh
     placements: tuple[Placement, ...]
 
 
 class RankSampler(Sampler[int]):
-    """This rank's rows of each global batch, in the order in which they lie there. Made by `sampler`.
+    """This rank's rows of each global batch, in the batch's order. Made by `sampler`.
 
     Args:
-        length: samples of the dataset. What is left behind the last whole batch is not drawn.
+        length: samples of the dataset. Samples behind the last whole batch are not drawn.
         global_batch: samples of a batch on all ranks.
-        pieces, index: into how many each micro-batch is cut, and which of these is this rank's.
-        micro_batches: equal parts of a batch, which a step runs one after another; this rank has rows of each.
-        shuffle: draw in an order of their own for each epoch, the same on all ranks, from `seed`.
-        layout: what `whole` makes of this rank's rows; None where they are the whole batch.
+        pieces: number of equal pieces of each micro-batch.
+        index: number of this rank's piece.
+        micro_batches: equal parts of a batch, run one after another by a step. This rank has rows in every part.
+        shuffle: draw each epoch in another random order, the same on all ranks.
+        seed: seed of the random order.
+        layout: placement of this rank's rows for `whole`; None if this rank has the whole batch.
     """
 
     def __init__(
@@ -70,7 +72,7 @@ class RankSampler(Sampler[int]):
         return self.global_batch // self.pieces
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw in the order of this epoch from now on, as `torch.utils.data.DistributedSampler.set_epoch`."""
+        """Set the epoch, and with it the random order; see `torch.utils.data.DistributedSampler`."""
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[int]:
@@ -86,12 +88,12 @@ class RankSampler(Sampler[int]):
         return self.length // self.global_batch * self.batch_size
 
     def whole(self, batch: Any) -> Any:
-        """The global batch that this rank's rows are of: its tensors as DTensors; without processes, as they are.
+        """Return the global batch as DTensors of this rank's rows; without processes, the rows themselves.
 
-        For a step with micro-batches a tensor becomes a `CutBatch` of DTensors, which the step alone takes.
+        For a step with micro-batches a tensor becomes a `CutBatch` of DTensors, for the step alone.
 
         Args:
-            batch: a pytree of what the loader gave: tensors of `batch_size` rows, and whatever else.
+            batch: a pytree from the loader: tensors of `batch_size` rows, and other values.
 
         Raises:
             TraceError: a tensor has another number of rows.
@@ -113,19 +115,20 @@ class RankSampler(Sampler[int]):
 
 
 def sampler(dataset: Sized, sharded: ShardedModule | TrainStep, *, shuffle: bool = True, seed: int = 0) -> RankSampler:
-    """What of a dataset this rank loads, by the plan of what `compile` gave: its rows of each batch, as on one device.
+    """Return a sampler of the rows that this rank needs by the plan of `sharded`.
 
-    Where ranks share a batch out by other dims, or the plan splits inputs differently, each loads all rows.
+    Batches are the batches of one device. If the plan splits inputs by another dim than the first, or splits the inputs
+    differently, each rank loads all rows.
 
     Args:
-        dataset: as for `torch.utils.data.DataLoader`, with a length.
-        sharded: compiled for the batch that a step takes (`example_inputs=`, or called once).
+        dataset: a dataset for `torch.utils.data.DataLoader`, with a length.
+        sharded: result of `compile` for the batch of a step: pass `example_inputs=`, or call it once.
         shuffle, seed: see `RankSampler`.
 
     Raises:
-        TraceError: it is not what `compile` gave, or nothing has been compiled yet.
-        NotAvailableError: the dataset has no length, or fewer samples than a batch; inputs have no batch in common; the
-            model is a pipeline, whose ranks read inputs on meshes of their own.
+        TraceError: `sharded` is not a result of `compile`, or nothing is compiled yet.
+        NotAvailableError: the dataset has no length or is smaller than a batch; or the inputs have no common batch; or
+            the model is a pipeline.
 
     Example:
         >>> import autoshard
@@ -139,7 +142,9 @@ def sampler(dataset: Sized, sharded: ShardedModule | TrainStep, *, shuffle: bool
     """
     module = sharded.sharded if isinstance(sharded, TrainStep) else sharded
     if not isinstance(module, ShardedModule):
-        raise TraceError(f"sampler(...): a {type(module).__name__} is not compiled; pass what autoshard.compile gave.")
+        raise TraceError(
+            f"sampler(...): a {type(module).__name__} is not compiled; pass the result of autoshard.compile."
+        )
     if module.program is None:
         raise TraceError("sampler(...): nothing has been compiled yet; call the model once, or pass example_inputs=.")
     if module.program.staged is not None:
@@ -176,7 +181,7 @@ def sampler(dataset: Sized, sharded: ShardedModule | TrainStep, *, shuffle: bool
 
 
 def _batch_of(slots: list[LocalSlot]) -> int:
-    """The first dim of all inputs."""
+    """Return the size of the first dim of all inputs."""
     sizes = {item.shape[0] if item.shape else None for item in slots}
     size = next(iter(sizes), None)
     if len(sizes) != 1 or size is None:
@@ -189,7 +194,7 @@ def _batch_of(slots: list[LocalSlot]) -> int:
 
 
 def _axes_of(slots: list[LocalSlot], batch: int, mesh: Mesh) -> tuple[str, ...]:
-    """The axes that cut the rows of every input alike, evenly, and in the mesh's order, as DTensor does."""
+    """Return the axes that split the rows of every input evenly and alike, in the mesh's order as in DTensor."""
     found = {item.spec.axes_of(0) for item in slots}
     axes = next(iter(found)) if len(found) == 1 else ()
     in_order = sorted(axes, key=mesh.axis_names.index) == list(axes)

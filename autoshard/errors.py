@@ -1,7 +1,6 @@
-"""The errors a user can meet: one class per kind of mistake, all derived from `AutoshardError`.
+"""Errors for users: one class per kind of mistake, each derived from `AutoshardError`.
 
-A message says what was asked, what was found (`name=repr`), where (node and the user's source line) and
-what to do about it.
+A message names the request, the found value (`name=repr`), the place (node and source line), and the way out.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from typing import Any
 
 
 class AutoshardError(Exception):
-    """Base of every error that autoshard raises on purpose."""
+    """Base class of every error that autoshard raises on purpose."""
 
 
 class MeshError(AutoshardError):
@@ -19,34 +18,34 @@ class MeshError(AutoshardError):
 
 
 class InvalidSpecError(AutoshardError):
-    """A partition spec cannot be: an axis twice, an unknown axis, more dims than the tensor has."""
+    """A partition spec is wrong: an axis twice, an unknown axis, or more dims than the tensor has."""
 
 
 class TraceError(AutoshardError):
-    """A model cannot be captured as a graph, or is called in a way that its graph does not cover."""
+    """A model cannot be captured as a graph, or a call needs other operators than its graph has."""
 
 
 class ChangedInPlaceError(AutoshardError, RuntimeError):
-    """A tensor that a backward needs was changed in place since its forward."""
+    """A tensor of the forward was changed in place, and the backward needs its old value."""
 
 
 class NoShardingRuleError(AutoshardError):
-    """An operator has no sharding rule, and `strict=True` forbids running it replicated."""
+    """An operator has no sharding rule, and `strict=True` forbids to run the operator whole on every rank."""
 
 
 class OperatorError(AutoshardError, ValueError):
-    """What is named as an operator is none, or several; it has a sharding rule already; or it refuses the call."""
+    """An operator name is unknown or ambiguous, has a rule already, or refuses the call."""
 
 
 class RuleInferenceError(AutoshardError):
-    """No sharding rule can be found by running an operator: it is random, in-place, or refuses what is drawn."""
+    """Runs of an operator give no sharding rule: the operator is random, in-place, or refuses drawn inputs."""
 
 
 class DoesNotFitError(AutoshardError):
     """No plan fits in the memory limit.
 
     Args:
-        smallest_bytes: the smallest limit that is known to do; 0 where none is.
+        smallest_bytes: the smallest limit with a known plan; 0 if no plan is known.
     """
 
     def __init__(self, message: str, *, smallest_bytes: int) -> None:
@@ -54,12 +53,12 @@ class DoesNotFitError(AutoshardError):
         self.smallest_bytes = smallest_bytes
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """How to send it to another process."""
+        """Pickle by message and limit, for other processes."""
         return partial(DoesNotFitError, smallest_bytes=self.smallest_bytes), self.args
 
 
 class RecipeError(AutoshardError):
-    """A recipe contradicts itself, or does not fit the model or the cluster that it is priced for."""
+    """A recipe contradicts itself, or does not fit the model or the cluster."""
 
 
 class PlanMismatchError(AutoshardError):
@@ -67,7 +66,7 @@ class PlanMismatchError(AutoshardError):
 
 
 class VerificationError(AutoshardError):
-    """The lowered program could not be shown equal to the traced one."""
+    """The proof that the lowered program equals the traced program failed."""
 
 
 class RankMismatchError(AutoshardError):
@@ -75,28 +74,28 @@ class RankMismatchError(AutoshardError):
 
 
 class LostRankError(AutoshardError):
-    """Another rank of the run stopped, or did not answer in time, while this one communicated with it."""
+    """Another rank of the run stopped, or did not answer in time, during a communication."""
 
 
 class UnknownHardwareError(AutoshardError):
-    """A device, link or cluster name that no hardware file describes."""
+    """No hardware file describes this device, link or cluster name."""
 
 
 class CheckpointError(AutoshardError):
-    """A checkpoint cannot be written, is damaged, or is of another model; it names the file and the tensor."""
+    """A checkpoint cannot be written, is damaged, or is of another model; the message names file and tensor."""
 
 
 class FormulaError(AutoshardError):
-    """A plan has no such formula, or a cost is no expression in the sizes that were asked for."""
+    """A plan has no such formula, or a cost is no expression in the given sizes."""
 
 
 class KernelError(AutoshardError):
-    """A Triton kernel was asked for inputs that it does not cover, or on a device that cannot run it."""
+    """A Triton kernel does not support these inputs, or does not run on this device."""
 
 
 class WeightsError(AutoshardError):
-    """Files of weights are damaged, or do not hold what the model does."""
+    """Files of weights are damaged, or lack tensors of the model."""
 
 
 class NotAvailableError(AutoshardError):
-    """An argument asks for what this release cannot do yet, or not here."""
+    """This release, or this machine, does not have the requested feature."""

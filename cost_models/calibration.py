@@ -1,13 +1,14 @@
-"""Measure this machine and give its `Cluster`: matrix products, memory, launch overhead, and the group's collectives.
+"""Measures this machine and returns its `Cluster`: matrix products, memory, launch overhead, and the group's
+collectives.
 
-Call `calibrate` on all ranks at once, after `init_process_group`: ranks that share cores then slow each other down as
-they will in training, and that rate counts. So each number is a mean over sustained, back-to-back runs (a time slice
-lost to a neighbour is part of it), averaged over the ranks. Without a process group one rank is measured, alone.
+Call `calibrate` on all ranks at once, after `init_process_group`. Ranks that share cores then slow each other down as
+in training, and that rate counts. So each number is a mean over sustained, back-to-back runs (including time slices
+lost to a neighbour), averaged over the ranks. Without a process group a single rank is measured.
 
-Fits: launch latency is the time of the smallest add; the rate of matrix products is the median over sizes. Kernels that
-move bytes, and those made of many, get curves over bytes (`throughput`), on a CPU. Collectives are those that lowered
-programs call (`_c10d_functional`), on the whole group and on all groups of two at once. Each runs behind a product and
-counts with what it adds to it: so it meets busy cores and late ranks, as it does inside a step.
+Fits: launch latency is the time of the smallest add; the rate of matrix products is the median over sizes. On a CPU,
+kernels that move bytes and composite kernels get curves over bytes (`throughput`). Collectives are those of lowered
+programs (`_c10d_functional`), on the whole group and on all groups of two at once. Each runs behind a product and
+counts with the time that it adds. So it meets busy cores and late ranks, as it does inside a step.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ MATMUL_SIZES = ((128, 128, 128), (256, 256, 1024), (512, 512, 512), (1024, 512, 
 BETWEEN = (512, 768, 192)
 """The product between two collectives."""
 PRODUCTS = (1, 4, 2, 6, 1, 3, 5, 2)
-"""How many of them, in turns: ranks are then not in step with each other, nor with the clock of the scheduler."""
+"""Numbers of products in turn, so that ranks run out of step with each other and with the scheduler's clock."""
 COLLECTIVE_BYTES = (4096, MIB // 4, 2 * MIB, 8 * MIB)
 COPY_BYTES = 32 * MIB
 LAUNCHES = 100
@@ -53,7 +54,7 @@ COLLECTIVES = {
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """A measured cluster with what was measured: `residuals` maps a measurement to log(predicted / measured)."""
+    """A measured cluster with its measurements; `residuals` maps a measurement to log(predicted / measured)."""
 
     cluster: Cluster
     measured_s: Mapping[str, float]
@@ -73,11 +74,13 @@ class Calibration:
 
 
 CollectiveCalls = Callable[[torch.Tensor, torch.Tensor, distributed.ProcessGroup], Mapping[str, Callable[[], object]]]
-"""By the names of `COLLECTIVES`, what runs each once and waits for it: on a whole tensor [n], a rank's part of it
-[n / ranks], and a group."""
+"""By the names of `COLLECTIVES`, functions that run a collective once and wait for it. Arguments are a whole tensor
+[n], a
+rank's part of it [n / ranks], and a group.
+"""
 
 OnProgress = Callable[[str, int, int], None]
-"""Told what is measured next, how many measurements are done, and how many there are."""
+"""Called with the next measurement, the number of finished measurements, and the total number."""
 
 
 def calibrate(
@@ -89,14 +92,14 @@ def calibrate(
     collectives: CollectiveCalls | None = None,
     on_progress: OnProgress | None = None,
 ) -> Calibration:
-    """Measure this machine within its present process group (all ranks must call), or alone without one.
+    """Measure this machine within its present process group (all ranks must call), or alone without a process group.
 
     Args:
         name: name of the node type in the result.
         memory_bytes: usable bytes per rank; default: the device's own (GPU), or this machine's split over its ranks.
         budget_s: rough limit of the timed runs; each measurement gets its share and runs at least twice.
-        kernels: calls of operators other than PyTorch's own, to be measured too (on a CPU), in at least one size each.
-        collectives: how programs run each collective; default: as PyTorch's functional collectives.
+        kernels: further operator calls to measure on a CPU, in at least one size each.
+        collectives: functions that run collectives; default: PyTorch's functional collectives.
         on_progress: called before each measurement, e.g. to draw a progress bar.
 
     Returns:
@@ -118,7 +121,7 @@ def calibrate(
 def pooled(passes: Sequence[Calibration], *, kernels: Sequence[KernelSample] = ()) -> Calibration:
     """One calibration from the mean of several of the same machine, each taken with the same `kernels`.
 
-    A machine that is shared changes its speed by the minute; passes between the steps of a run see what they saw.
+    A shared machine changes its speed by the minute. Passes between the steps of a run experience the run's speed.
     """
     first = passes[0].cluster
     measured = {name: statistics.mean(each.measured_s[name] for each in passes) for name in passes[0].measured_s}
@@ -132,7 +135,7 @@ def _kernel_samples(kernels: Sequence[KernelSample]) -> tuple[KernelSample, ...]
 def _calibration(
     name: str, measured: Mapping[str, float], samples: Sequence[KernelSample], ranks: int, memory_bytes: int
 ) -> Calibration:
-    """What is fitted to the measurements."""
+    """Fit a cluster to the measurements."""
     cluster = _with_curves(_fit(name, measured, ranks, memory_bytes), samples, measured)
     residuals = _residuals(cluster, measured) | _kernel_residuals(cluster.device, samples, measured)
     return Calibration(cluster, measured, residuals, datetime.now(UTC).date().isoformat())
@@ -176,7 +179,7 @@ def _synchronize() -> None:
 
 
 def _device_actions() -> dict[str, Callable[[], Callable[[], object]]]:
-    """What is timed on each rank by itself: each gives what runs it once."""
+    """The measurements of each rank alone. Each entry prepares a function that runs it once."""
     place = _place()
     actions: dict[str, Callable[[], Callable[[], object]]] = {}
     for dtype, kind in DTYPES.items():
@@ -220,7 +223,7 @@ def _measure_device(
 
 
 def _group_sizes(ranks: int) -> list[int]:
-    """The whole group and, where it has them, pairs; none for one rank."""
+    """The whole group, and pairs if the number of ranks is even; none for one rank."""
     if ranks == 1:
         return []
     return sorted({2, ranks}) if ranks % 2 == 0 else [ranks]
@@ -279,9 +282,9 @@ def _measure_group(
 def _added_time(collective: Callable[[], object], product: Callable[[], object], share_s: float) -> float:
     """Mean seconds that a collective adds to the products before it, on all ranks at once; at least its own error.
 
-    One run is two turns of `PRODUCTS`, one without and one with the collective, the first of them changing: a machine
-    whose speed drifts changes both alike, and their difference is that of neighbours in time. The first run says how
-    many fit into the share, on the slowest rank: all ranks need the same count.
+    One run is two turns of `PRODUCTS`, one without and one with the collective, in alternating order. A drifting
+    machine speed affects both alike, and their difference compares neighbours in time. The first run determines how
+    many runs fit into the share on the slowest rank, because all ranks need the same count.
     """
     turns = (partial(_turn_time, product, _nothing), partial(_turn_time, product, collective))
     for warm_up in (product, collective):
@@ -302,7 +305,7 @@ def _added_time(collective: Callable[[], object], product: Callable[[], object],
 
 
 def _turn_time(product: Callable[[], object], then: Callable[[], object]) -> float:
-    """Seconds of one turn of `PRODUCTS` with `then` after each group of them; all ranks begin it together."""
+    """Seconds of one turn of `PRODUCTS` with `then` after each group; all ranks begin it together."""
     _synchronize()
     distributed.barrier()
     start = time.perf_counter()
@@ -319,7 +322,7 @@ def _nothing() -> None:
 
 
 def _agree(measured: Mapping[str, float], ranks: int) -> dict[str, float]:
-    """The mean over ranks, the same on each."""
+    """The mean over ranks, equal on all ranks."""
     if ranks == 1:
         return dict(measured)
     values = torch.tensor(list(measured.values()), dtype=torch.float64, device=_place())
@@ -346,7 +349,7 @@ def _fit(name: str, measured: Mapping[str, float], ranks: int, memory_bytes: int
 
 
 def _with_curves(cluster: Cluster, samples: Sequence[KernelSample], measured: Mapping[str, float]) -> Cluster:
-    """The cluster with a curve for each kernel that was sampled."""
+    """The cluster with a curve for each sampled kernel."""
     if not samples:
         return cluster
     times: dict[str, list[tuple[float, float]]] = {}
@@ -359,7 +362,7 @@ def _with_curves(cluster: Cluster, samples: Sequence[KernelSample], measured: Ma
 
 
 def _kernel_residuals(unit: Device, samples: Sequence[KernelSample], measured: Mapping[str, float]) -> dict[str, float]:
-    """log(predicted / measured) of each sample: zero but where a larger one was faster than a smaller one."""
+    """log(predicted / measured) of each sample. It is zero unless a larger sample was faster than a smaller one."""
     return {
         sample.key: log(work_time(sample.work, unit, sample.name) / measured[sample.key])
         for sample in samples
@@ -380,9 +383,10 @@ def _matmul_rate(measured: Mapping[str, float], dtype: str, launch_s: float) -> 
 def _fit_link(measured: Mapping[str, float], ranks: int) -> Link:
     """One phase takes start + (n - 1) * latency + (n - 1)/n * bytes / bandwidth; an all-reduce is two phases.
 
-    1. The smallest collectives of two group sizes give start and latency (one size: all of it is start).
-    2. The large ones give bandwidth: bytes over the time beyond start and latency (at least a tenth of the whole).
-    3. The phases of a reduce-scatter: the median of its time over a phase's.
+    1. The smallest collectives of two group sizes give start and latency. With one size, all of it is start.
+    2. The large collectives give bandwidth: bytes over the time beyond start and latency (at least a tenth of the
+       whole).
+    3. The phases of a reduce-scatter are the median of its time over a phase's.
     """
     if ranks == 1:
         return Link(1e12, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0)
@@ -408,7 +412,7 @@ def _fit_link(measured: Mapping[str, float], ranks: int) -> Link:
 
 
 def _collectives(measured: Mapping[str, float]) -> tuple[MeasuredCollective, ...]:
-    """Start, latency and bandwidth of each collective: least squares of relative errors, none of them negative."""
+    """Start, latency and bandwidth of each collective: least squares of relative errors, all nonnegative."""
     samples = _samples(measured)
     found = []
     for name in dict.fromkeys(sample.collective for sample in samples):

@@ -4,14 +4,14 @@ One phase of a ring over n members (reduce-scatter or all-gather; `bytes` is the
 
     start + (n - 1) * latency + (n - 1)/n * bytes / bandwidth            all-reduce = two phases
 
-A group of per_node x nodes pipelines its traffic through the fabric of each node, the network and the spine at once:
-latencies add, the slowest bandwidth decides. Every algorithm (ring, tree, in the switch) is priced with every protocol
-that the library has, and the fastest counts, as NCCL's own tuner chooses (src/graph/tuning.cc):
+A group of per_node x nodes pipelines its traffic through the fabric of each node, the network and the spine at once.
+Latencies add up, and the slowest bandwidth decides. Every algorithm (ring, tree, in the switch) is priced with every
+protocol of the library. The fastest counts, as in NCCL's own tuner (src/graph/tuning.cc):
 
-* Simple: long chunks, full bandwidth. `ramp`: bandwidth saturates slowly with size, as chunks fill the pipeline; with t
-  the bandwidth term and r the time of `ramp_bytes` at full speed, pipelining with the best chunk size costs
-  2 * sqrt(t * r) more, and at most t itself.
-* LL and LL128 (`topology.Protocol`): flags travel with the data, so hops are short, and part of the bandwidth is lost.
+* Simple has long chunks and full bandwidth. `ramp`: bandwidth saturates slowly with size, as chunks fill the pipeline.
+  Let t be the bandwidth term and r the time of `ramp_bytes` at full speed. Pipelining with the best chunk size costs 2
+  * sqrt(t * r) more, and at most t itself.
+* LL and LL128 (`topology.Protocol`) send flags with the data, so hops are short, and part of the bandwidth is lost.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def all_reduce_algorithms(operand_bytes: float, group: GroupLinks) -> dict[str, 
     """Seconds of an all-reduce by algorithm.
 
     * ring: two phases, so it equals reduce-scatter plus all-gather (starts included).
-    * tree: reduced in each node by a ring, over the nodes by a double binary tree, spread in the node again; the
+    * tree: a ring reduces in each node, a double binary tree over the nodes, and the result is spread in the node. The
       network carries 1 x bytes for two nodes, 2 x for more, in log2(nodes) steps each way.
-    * switch: the same, but in each node the switch reduces and spreads (NVLS; NVLSTree on several nodes): each device
-      sends and receives (n + 1)/n * bytes, in two steps. Only where the fabric can.
+    * switch: like tree, but in each node the switch reduces and spreads (NVLS; NVLSTree on several nodes). Each device
+      sends and receives (n + 1)/n * bytes, in two steps. Only for fabrics that can reduce.
     """
     _check(operand_bytes)
     variants = _variants(group) if group.size > 1 else ()
@@ -70,17 +70,18 @@ def all_reduce_algorithms(operand_bytes: float, group: GroupLinks) -> dict[str, 
 def all_to_all_time(local_bytes: float, group: GroupLinks) -> float:
     """Seconds of an all-to-all; `local_bytes` is each rank's operand, of which 1/n goes to each rank.
 
-    Per rank (per_node - 1)/n of it crosses the node's fabric, (nodes - 1)/nodes the network and (pods - 1)/pods the
-    spine, at the same time. Messages go straight to their readers, so nothing ramps up as along a ring.
+    A rank sends (per_node - 1)/n of its bytes over the fabric. At the same time it sends (nodes - 1)/nodes over the
+    network, and (pods - 1)/pods over the spine. Messages go straight to their readers, so bandwidth does not ramp up as
+    along a ring.
     """
     return _measured("all_to_all", local_bytes, group) or _fastest(_all_to_all, local_bytes, group)
 
 
 def shift_time(message_bytes: float, group: GroupLinks) -> float:
-    """Seconds for every member to send `message_bytes` to the next one around a ring, all at the same time.
+    """Seconds for every member to send `message_bytes` to the next member around a ring, all at the same time.
 
     Start, latency and bytes / bandwidth of the slowest link: one message leaves each node, and each pod. An all-gather
-    around the ring is size - 1 of these: where that was measured, its share of it.
+    around the ring is size - 1 shifts, so a measured all-gather gives its share.
     """
     if measured := _measured("all_gather", group.size * message_bytes, group):
         return measured / (group.size - 1)
@@ -88,11 +89,11 @@ def shift_time(message_bytes: float, group: GroupLinks) -> float:
 
 
 def dispatch_time(local_bytes: float, copies: float, group: GroupLinks) -> float:
-    """Seconds of sending rows to the experts that they are for, or the sums of what these make of them back.
+    """Seconds of sending rows to their experts, or the experts' sums back.
 
-    Of `local_bytes`, each row counts `copies` times: once for each of its experts, which are anywhere with the same
-    probability. A row crosses the network once for each node that has some of them, and is spread there; a rank gets
-    it once (DeepSeek-V3, Liu et al. 2024, section 3.2.2). Of c draws from n places n * (1 - (1 - 1/n)^c) are distinct.
+    Each row of `local_bytes` counts `copies` times, once for each of its experts, which are placed uniformly. A row
+    crosses the network once for each node with some of its experts, and is spread there. A rank gets it once
+    (DeepSeek-V3, Liu et al. 2024, section 3.2.2). Among c draws from n places, n * (1 - (1 - 1/n)^c) are distinct.
     """
     _check(local_bytes)
 
@@ -107,7 +108,7 @@ def dispatch_time(local_bytes: float, copies: float, group: GroupLinks) -> float
 
 
 def _distinct(places: int, draws: float) -> float:
-    """Share of draws that are the first of their place, where each place is as likely."""
+    """Share of draws that are the first at their place, for equally likely places."""
     return places * (1 - (1 - 1 / places) ** draws) / draws
 
 
@@ -119,14 +120,14 @@ def point_to_point_time(message_bytes: float, link: Link) -> float:
 
 
 def _measured(collective: str, full_bytes: float, group: GroupLinks) -> float:
-    """Seconds as measured on the group's link; 0 where it was not, or for a group of one."""
+    """Seconds as measured on the group's link; 0 without a measurement, and for a group of one."""
     _check(full_bytes)
     found = group.measured(collective) if group.size > 1 else None
     return 0.0 if found is None else found.seconds(full_bytes, group.size)
 
 
 def _fastest(time: Callable[[float, GroupLinks], float], moved_bytes: float, group: GroupLinks) -> float:
-    """An algorithm with the fastest protocol, starts included; nothing for a group of one."""
+    """Time of an algorithm with its fastest protocol, starts included; 0 for a group of one."""
     _check(moved_bytes)
     if group.size == 1:
         return 0.0
@@ -203,7 +204,9 @@ def _shift(message_bytes: float, group: GroupLinks) -> float:
 
 
 def _starts(group: GroupLinks) -> float:
-    """Start of an exchange in which every rank has a message for every other rank, by way of its twin in their node."""
+    """Start of an exchange in which every rank has a message for every other rank, routed through its twin in their
+    node.
+    """
     return _start(group) + _steps(group.per_node - 1, group.nodes - 1, group)
 
 
@@ -213,7 +216,9 @@ def _direct(carried_bytes: float, link: Link | None) -> float:
 
 
 def _outside(carried_bytes: float, group: GroupLinks) -> float:
-    """Bytes that leave a node once for all its members, over the cards in use, and a pod once for all of its."""
+    """Time of bytes that leave a node once for all its members, over the cards in use, and a pod once for all its
+    members.
+    """
     network = _transfer(carried_bytes / group.used_cards, group.inter)
     return max(network, _transfer(carried_bytes / (group.size / group.pods), group.spine))
 
@@ -231,15 +236,15 @@ def _transfer(carried_bytes: float, link: Link | None) -> float:
 
 
 def _ramp(carried_bytes: float, link: Link) -> float:
-    """2 * sqrt(t * r), at most t: what filling the pipeline adds."""
+    """2 * sqrt(t * r), at most t: the cost of filling the pipeline."""
     bulk = carried_bytes / link.reached_bytes_per_s
     return min(bulk, 2 * sqrt(bulk * link.ramp_bytes / link.reached_bytes_per_s))
 
 
 def _around(group: GroupLinks) -> float:
-    """Latency of the way around a ring past every member: size - 1 hops, nodes - 1 of them over the network.
+    """Latency of a full round of a ring: size - 1 hops, nodes - 1 of them over the network.
 
-    As in NCCL's tuner (src/graph/tuning.cc: nInterSteps and nsteps of the ring).
+    The same numbers as in NCCL's tuner (src/graph/tuning.cc: nInterSteps and nsteps of the ring).
     """
     return _steps(group.size - group.nodes, group.nodes - 1, group)
 

@@ -2,12 +2,12 @@
 
     time = launch + max(arithmetic time, bytes / (memory bandwidth * efficiency))
 
-Matrix products (NVIDIA, "Matrix Multiplication Background User's Guide", tile and wave quantisation): the output is
-cut into tile_m x tile_n tiles, `units` processors compute one tile each at a time, and the last wave may be part empty.
-The efficiency of a device is what long runs reach: with random operands the power limit holds the clock below nominal
-(He 2024, "Strangely, matrix multiplications on GPUs run faster when given predictable data": 257 of 312 on an A100).
+Matrix products have tile and wave quantisation (NVIDIA, "Matrix Multiplication Background User's Guide"). The output is
+cut into tile_m x tile_n tiles. `units` processors compute one tile each at a time, and the last wave may be incomplete.
+The efficiency of a device is that of long runs. With random operands the power limit keeps the clock below nominal (He
+2024, "Strangely, matrix multiplications on GPUs run faster when given predictable data": 257 of 312 on an A100).
 
-Fused attention: `device.AttentionCurve`.
+Fused attention has the curves of `device.AttentionCurve`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from cost_models.work import AttentionShape, Kind, MatmulShape, Work
 
 _MEMORY_BOUND = frozenset({Kind.POINTWISE, Kind.REDUCTION, Kind.GATHER})
 _TENSOR_CORE_DTYPES = frozenset({"bf16", "f16", "f8"})
-ALIGNED_BYTES = 16  # that rows of operands start at for tensor cores: NVIDIA, Matrix Multiplication Guide, section 3
+ALIGNED_BYTES = 16  # alignment of operand rows for tensor cores: NVIDIA, Matrix Multiplication Guide, section 3
 ITEMSIZE = {"f64": 8, "f32": 4, "tf32": 4, "bf16": 2, "f16": 2, "f8": 1}
 
 
 def memory_time(bytes_moved: float, device: Device, kernel: str = MEMORY) -> float:
     """Seconds to move bytes: bytes / (memory_bandwidth * memory_efficiency), or by a measured curve of the device.
 
-    `kernel` names the curve; a device that has curves, but not that one, goes by that of plain kernels.
+    `kernel` names the curve. A device with other curves only uses that of plain kernels.
     """
     if bytes_moved < 0:
         raise CostArgumentError(f"bytes_moved={bytes_moved!r} is negative.")
@@ -40,7 +40,7 @@ def memory_time(bytes_moved: float, device: Device, kernel: str = MEMORY) -> flo
 
 
 def accumulation_time(gradient_bytes: float, device: Device) -> float:
-    """Seconds to add a gradient to the sum of those before it: both are read, and the sum is written."""
+    """Seconds to add a gradient to the running sum: two reads and a write."""
     return memory_time(3 * gradient_bytes, device)
 
 
@@ -66,8 +66,8 @@ def matmul_time(m: int, n: int, k: int, batch: int, dtype: str, device: Device) 
         waves = ceil(batch * ceil(m / tile_m) * ceil(n / tile_n) / units)
         time = launch + max(waves * units * 2 * tile_m * tile_n * (k + fill) / rate, bytes / bandwidth)
 
-    over the tiles that a library offers (the device's own, and smaller ones down to 32 on a side) the fastest; `rate`
-    is peak * efficiency, less for a smaller tile; `fill` is tile_overhead_bytes / itemsize (see `MatmulCurve`).
+    The fastest of the library's tiles counts: the device's own, and smaller tiles down to 32 on a side. `rate` is
+    peak * efficiency, less for a smaller tile; `fill` is tile_overhead_bytes / itemsize, of `MatmulCurve`.
     """
     shape = MatmulShape(m, n, k, batch)
     device.peak(dtype)
@@ -76,9 +76,9 @@ def matmul_time(m: int, n: int, k: int, batch: int, dtype: str, device: Device) 
 
 
 def work_time(work: Work, device: Device, operator: str = "") -> float:
-    """Seconds of one operator from its `Work`: products by tiles, attention by its kernel, the rest by roofline.
+    """Seconds of one operator from its `Work`: products by tiles, attention by its kernel, all else by roofline.
 
-    A device that was measured may have a curve for the operator of that name, which then counts (`Device.throughput`).
+    A measured device may have a curve for the operator's name, which then counts (`Device.throughput`).
     """
     moved, kernel = work.bytes_read + work.bytes_written, kernel_of(operator)
     if kernel in device.throughput:
@@ -94,23 +94,25 @@ def work_time(work: Work, device: Device, operator: str = "") -> float:
 
 
 def known_time(work: Work, device: Device) -> float:
-    """Seconds of an operator beside what its measured curve says: its launches, and products other than attention's."""
+    """Seconds of an operator outside its measured curve: its launches, and products other than attention's."""
     products = sum(_product_time(product, work.dtype, device) for product in work.products)
     return work.steps * device.launch_latency_s + products
 
 
 def curve_bytes(work: Work) -> float:
-    """What an operator's measured curve goes by (see `throughput`): bytes moved; of attention, `attended_bytes`."""
+    """The size by which an operator's measured curve is read (`throughput`): bytes moved, or for attention
+    `attended_bytes`.
+    """
     if work.attention is None:
         return work.bytes_read + work.bytes_written
     return attended_bytes(work.attention, work.dtype)
 
 
 def attended_bytes(shape: AttentionShape, dtype: str) -> float:
-    """Bytes that torch's fused attention for CPUs reads from keys and values, as if it did so for each query.
+    """Bytes that torch's fused attention for CPUs would read from keys and values if it read them for each query.
 
-    A causal one goes on to the end of a block of keys. The softmax of a score takes as long as that many columns more:
-    a core with AVX-512 took 1.2 and 2.0 ns for a score of 32 and 64 columns, and backward 2.7 and 5.0.
+    Causal attention continues to the end of a block of keys. The softmax of a score costs as much as that many further
+    columns. A core with AVX-512 took 1.2 and 2.0 ns for a score of 32 and 64 columns, and backward 2.7 and 5.0.
     """
     keys = min(shape.keys, (shape.keys + _KEY_BLOCK) / 2) if shape.causal else shape.keys
     columns = (shape.depth + shape.value_depth) / 2 + _SOFTMAX_COLUMNS[shape.backward]

@@ -8,8 +8,8 @@ unit = "B"
 source = "nvidia-smi total 79.65 GiB, ..."
 date = "2026-11-20"
 
-A number that no measurement confirms carries `interval = [low, high]` as well: where it is believed to lie. What
-several files have in common stands in one of its own, which they name (`architecture`, `fabric`, `network`): `overlay`.
+A number without a confirming measurement also carries `interval = [low, high]`, its believed range. Constants common to
+several files are in a file of their own, which the files name (`architecture`, `fabric`, `network`); see `overlay`.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ FIELDS = ("value", "unit", "source", "date")
 
 @dataclass(frozen=True, slots=True)
 class Constant:
-    """A number with its unit, where it comes from, and when that was read or measured (ISO date).
+    """A number with its unit, its source, and the date of reading or measurement (ISO date).
 
-    `interval` (low, high) is given where the value is not confirmed by a measurement or a datasheet.
+    `interval` (low, high) is given if neither a measurement nor a datasheet confirms the value.
     """
 
     value: float
@@ -58,7 +58,7 @@ class HardwareFile:
         return self.texts[key]
 
     def number(self, path: str, unit: str) -> float:
-        """The constant at a dotted path, whose unit must be `unit`. Raises HardwareFileError."""
+        """The constant at a dotted path, in `unit`. Raises HardwareFileError for a missing constant or another unit."""
         constant = self.constants.get(path)
         if constant is None:
             raise HardwareFileError(
@@ -82,13 +82,13 @@ class HardwareFile:
         return {path[len(prefix) + 1 :]: self.number(path, unit) for path in keys}
 
     def overlay(self, other: HardwareFile, prefix: str = "") -> HardwareFile:
-        """This file with what `other` adds (constants below `prefix`, "intra."); what both have is taken from this."""
+        """Add the constants of `other` below `prefix` ("intra."); constants of this file win."""
         below = {prefix + path: constant for path, constant in other.constants.items()}
         return HardwareFile(dict(other.texts) | dict(self.texts), below | dict(self.constants), self.origin)
 
 
 def check_file(path: object) -> Path:
-    """The path of a file of hardware. Raises HardwareFileError where there is none."""
+    """Check the path of a hardware file. Raises HardwareFileError if the file is missing."""
     if not isinstance(path, str | Path):
         raise HardwareFileError(f"path={path!r} is a {type(path).__name__}; pass the path of a file.")
     if not Path(path).is_file():
@@ -110,7 +110,7 @@ def _read(path: Path, changed_ns: int, size: int) -> HardwareFile:
 
 
 def read_document(path: Path) -> dict[str, Any]:
-    """What a TOML file holds. Raises HardwareFileError where it is none, or its tables lie in each other too deeply."""
+    """Read a TOML file. Raises HardwareFileError if it is malformed, or its tables are nested too deeply."""
     try:
         text = path.read_text(encoding="utf-8")
         if deep := _DEEP_KEY.search(text):  # tomllib's time grows with the square of a key's parts
@@ -123,7 +123,7 @@ def read_document(path: Path) -> dict[str, Any]:
 
 
 def parse(document: Mapping[str, object], origin: str) -> HardwareFile:
-    """A `HardwareFile` from a decoded TOML document; `origin` names it in errors."""
+    """Make a `HardwareFile` from a decoded TOML document; `origin` names it in errors."""
     texts = {key: str(value) for key, value in document.items() if not isinstance(value, dict)}
     return HardwareFile(texts, dict(_constants(document, "", origin)), origin)
 
@@ -134,7 +134,7 @@ _LARGEST: Mapping[str, float] = {"s": 1e6}
 _LARGEST_OF_OTHERS = 1e24
 _RATES = ("B/s", "FLOP/s")
 _DIVISORS = ("efficiency", "memory_efficiency", "bandwidth_share", "units", "tile_m", "tile_n", "devices_per_nic")
-"""Parts of the paths of constants that something is divided by."""
+"""Parts of the paths of constants used as divisors."""
 
 
 def _constants(table: Mapping[str, object], prefix: str, origin: str) -> Iterator[tuple[str, Constant]]:
@@ -166,7 +166,7 @@ def _constant(table: Mapping[str, object], path: str, origin: str) -> Constant:
 
 
 def _check_range(value: float, unit: str, path: str, origin: str) -> None:
-    """Refuse a number that no hardware has: negative, not finite, none where it divides, beyond all reason."""
+    """Refuse an impossible number: negative, not finite, a zero divisor, or unreasonably large."""
     largest = _LARGEST.get(unit, _LARGEST_OF_OTHERS)
     divides = unit in _RATES or any(part in _DIVISORS for part in path.split("."))
     if not 0 <= value <= largest or (divides and not value):
@@ -195,7 +195,7 @@ def names(folder: str) -> tuple[str, ...]:
 
 
 def load(folder: str, name: str) -> HardwareFile:
-    """The data file of a device, node type, ... . Raises UnknownHardwareError naming what is known."""
+    """The data file of a device, node type, and so on. Raises UnknownHardwareError, which lists the known names."""
     if not isinstance(name, str):
         kind = folder.removesuffix("s")
         raise UnknownHardwareError(f"{kind}={name!r} is a {type(name).__name__}; pass the name of a {kind}.")
@@ -210,7 +210,7 @@ def load(folder: str, name: str) -> HardwareFile:
 
 
 def _suggestion(folder: str, name: str) -> str:
-    """The names that contain a name, or else those spelled much like it: `Did you mean h100_pcie or h100_sxm? `."""
+    """Suggest known names that contain a name or are spelled like it: `Did you mean h100_pcie or h100_sxm? `."""
     known = names(folder)
     lowered = name.lower()
     near = [item for item in known if lowered and lowered in item] or get_close_matches(lowered, known)
@@ -218,7 +218,7 @@ def _suggestion(folder: str, name: str) -> str:
 
 
 def dump(texts: Mapping[str, str], constants: Mapping[str, Constant]) -> str:
-    """The TOML text that `read` reads back: texts first, then one table per constant."""
+    """The TOML text of a file, for `read`: texts first, then one table per constant."""
     lines = [f"{key} = {_quote(value)}" for key, value in texts.items()]
     for path, constant in constants.items():
         lines += ["", f"[{path}]", f"value = {constant.value!r}"]

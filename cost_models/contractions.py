@@ -60,7 +60,7 @@ def addbmm(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("aten.ger.default", "aten.outer.default", "aten.addr.default", "aten.kron.default")
 def outer(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """One product for each element of the result: bound by writing it."""
+    """One product for each element of the result, bound by writing it."""
     return memory_bound(inputs, outputs)
 
 
@@ -138,7 +138,7 @@ def _cheapest_chain(extents: tuple[int, ...]) -> tuple[MatmulShape, ...]:
 
 @operator_cost("aten.bilinear.default")
 def bilinear(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """x1 [..., i], x2 [..., j], weight [o, i, j]: x1 by the weights, then each row by its x2."""
+    """x1 [..., i], x2 [..., j], weight [o, i, j]. The weights multiply x1, then each row is multiplied by its x2."""
     rows = prod(inputs[0].shape[:-1])
     out, left, right = inputs[2].shape
     return _products(inputs, outputs, (MatmulShape(rows, out * right, left), MatmulShape(out, 1, right, rows)))
@@ -146,14 +146,16 @@ def bilinear(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("aten._cdist_forward.default")
 def cdist(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """[..., p, m] to [..., r, m]: 2 * p * r * m FLOPs and more, as a product (which p = 2 is for large p and r)."""
+    """[..., p, m] to [..., r, m]: 2 * p * r * m FLOPs and more, counted as a product (exact for p = 2 with large p
+    and r).
+    """
     batch, points, depth = _rows_of(inputs[0])
     return _products(inputs, outputs, (MatmulShape(points, inputs[1].shape[-2], depth, batch),))
 
 
 @operator_cost("aten._cdist_backward.default")
 def cdist_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """inputs: (grad [..., p, r], x1 [..., p, m], x2 [..., r, m], distances): each distance's m terms, twice."""
+    """inputs: (grad [..., p, r], x1 [..., p, m], x2 [..., r, m], distances); each distance's m terms count twice."""
     batch, points, depth = _rows_of(inputs[1])
     others = inputs[2].shape[-2]
     return _products(inputs, outputs, 2 * (MatmulShape(points, depth, others, batch),))
@@ -214,7 +216,7 @@ def convolution(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work
 def convolution_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
     """arguments: (grad, input, weight, bias, stride, padding, dilation, transposed, output_padding, groups, mask).
 
-    One product the size of the forward for each of grad_input and grad_weight that is asked for.
+    One product of the forward's size for each requested gradient, grad_input and grad_weight.
     """
     transposed, groups = bool(arguments[7]), int(arguments[9])  # type: ignore[call-overload]
     wanted = sum(bool(flag) for flag in tuple(arguments[10])[:2])  # type: ignore[arg-type]
@@ -225,9 +227,9 @@ def convolution_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments
 def _attention(
     inputs: Tensors, outputs: Tensors, operands: Tensors, causal: bool, backward: bool, arguments: tuple[object, ...]
 ) -> Work:
-    """The work of attention; where pieces of queries are causal, that of the rank with the last piece.
+    """The work of attention; for split causal queries, that of the rank with the last piece.
 
-    All others wait for it, which sees all keys but half of as many as its queries are.
+    All other ranks wait for it. It sees all keys but half as many as it has queries.
     """
     q, k, v = operands
     *batch, queries, depth = q.shape
@@ -240,7 +242,7 @@ def _attention(
 
 
 def _is_placed_by_rank(arguments: tuple[object, ...]) -> bool:
-    """Whether a call of ours begins with a query that is another one on each rank: its `offset` is no number."""
+    """Whether a call of ours starts at a different query on each rank, because its `offset` is no number."""
     offset = arguments[-2] if len(arguments) > 2 else None
     return isinstance(offset, Sequence) and len(offset) == 4 and offset[2] is None
 
@@ -278,7 +280,7 @@ def packed_attention_backward(inputs: Tensors, outputs: Tensors, arguments: Argu
 
 
 def _packed_attention(inputs: Tensors, outputs: Tensors, first: int, causal: bool) -> Work:
-    """Of sequences [S, H, D] whose lengths a trace does not know: they count as equally long, without a window."""
+    """Sequences [S, H, D] whose lengths a trace does not know count as equally long, without a window."""
     q, k, v = inputs[first : first + 3]
     sequences = inputs[-1].shape[0] - 1
     queries, keys = (ceil(x.shape[0] / sequences) for x in (q, k))

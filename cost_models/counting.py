@@ -39,9 +39,9 @@ def numel(tensor: TensorInfo) -> int:
 
 
 def compute_dtype(tensors: Sequence[TensorInfo]) -> str:
-    """Dtype name that arithmetic runs in: that of the first floating operand; "f32" if there is none.
+    """Dtype name of the arithmetic: that of the first floating operand; "f32" if there is none.
 
-    Complex numbers are computed in their parts' dtype ("c128" in "f64"), any float8 format counts as "f8".
+    Complex numbers are computed in their parts' dtype ("c128" in "f64"), and any float8 format counts as "f8".
     """
     for tensor in tensors:
         if tensor.dtype in _FLOATS:
@@ -59,7 +59,9 @@ def is_complex(tensors: Sequence[TensorInfo]) -> bool:
 
 
 def memory_bound(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], _: tuple[object, ...] = ()) -> Work:
-    """Operands read once, results written once, one FLOP per element of the largest."""
+    """Work of an operator that reads operands once and writes results once, with one FLOP per element of the
+    largest.
+    """
     if not outputs:
         return FREE
     elements = max(prod(tensor.shape) for tensor in (*inputs, *outputs))

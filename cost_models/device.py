@@ -1,4 +1,4 @@
-"""A device: its peaks, its memory, and how kernels use it."""
+"""A device: its peaks, its memory, and its efficiency in kernels."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class MatmulCurve:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCurve:
-    """How one direction (forward or backward) of a fused attention kernel uses a device.
+    """Efficiency of one direction (forward or backward) of a fused attention kernel on a device.
 
         time = flops / (peak * efficiency) * (1 + softmax_depth / depth) * (1 + idle_keys / keys)
 
     Args:
         efficiency: fraction of peak in the limit of deep heads and long sequences.
-        softmax_depth: the head depth at which the exponentials of a block take as long as its products.
-        overhead_keys: keys' worth of time that each block of queries spends on prologue and epilogue.
-        diagonal_keys: the same for the masked part of the blocks on the diagonal; counts when causal.
+        softmax_depth: head depth at which the exponentials of a block take as long as its products.
+        overhead_keys: time of each query block's prologue and epilogue, in keys.
+        diagonal_keys: time of the masked part of the blocks on the diagonal, in keys; counts when causal.
         block_queries: queries that one processor works on at a time.
     """
 
@@ -58,14 +58,14 @@ class AttentionKernel:
     backward: AttentionCurve
 
     def slowed(self, factor: float) -> AttentionKernel:
-        """The same kernel where it takes `factor` times as long."""
+        """The kernel with all times multiplied by `factor`."""
         both = (replace(each, efficiency=each.efficiency / factor) for each in (self.forward, self.backward))
         return AttentionKernel(*both)
 
 
 @dataclass(frozen=True, slots=True)
 class HostLink:
-    """The way between a device's memory and pinned memory of its host, one direction at a time."""
+    """The link between a device's memory and pinned memory of its host, used in one direction at a time."""
 
     to_host_bytes_per_s: float
     from_host_bytes_per_s: float
@@ -73,25 +73,24 @@ class HostLink:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One accelerator, or the share of a machine that one rank has.
+    """One accelerator, or a rank's share of a machine.
 
     Args:
         name: name in the data files.
         peak_flops: dense FLOP/s by dtype name: "f64", "f32" (true float32), "tf32" (float32 on tensor cores, only if
-            torch.backends.cuda.matmul.allow_tf32), "bf16", "f16", "f8". A dtype that is absent raises when priced.
+            torch.backends.cuda.matmul.allow_tf32), "bf16", "f16", "f8". Pricing an absent dtype raises.
         memory_bytes: bytes that a program can use.
         memory_bandwidth_bytes_per_s: nominal bandwidth, decimal.
-        memory_efficiency: fraction of it that a copy reaches.
-        launch_latency_s: time of the smallest operator, added to each one.
-        matmul: see `MatmulCurve`.
-        attention_efficiency: fraction of peak that attention reaches where no kernel's curve is known (a CPU).
-        attention: fused attention kernels that the device has, by name; the first is the one that is used.
-        dispatch_s: host's time to issue one operator, by how it is issued: "eager" (PyTorch's dispatcher), "graph" (a
-            captured CUDA graph), "blocking" (the host waits for each). Empty where operators are not issued ahead (a
-            CPU).
-        throughput: measured curves of kernels by the operator's name, and of all others as "memory": see
-            `cost_models.throughput`. Empty where bandwidth and the curves above say it (a GPU).
-        host_link: the way to the host's memory; None where the device's memory is the host's (a CPU), or it is unknown.
+        memory_efficiency: fraction of the bandwidth that a copy reaches.
+        launch_latency_s: time of the smallest operator, added to each operator.
+        matmul: efficiency of matrix products.
+        attention_efficiency: fraction of peak for attention without a known kernel curve (a CPU).
+        attention: fused attention kernels of the device, by name; the first is in use.
+        dispatch_s: host's time to issue one operator, by runtime: "eager" (PyTorch's dispatcher), "graph" (a captured
+            CUDA graph), "blocking" (the host waits for each kernel). Empty if operators are not issued ahead (a CPU).
+        throughput: measured curves of kernels by the operator's name, and of all other kernels as "memory", in the form
+            of `cost_models.throughput`. Empty if bandwidth and the curves above suffice (a GPU).
+        host_link: link to the host's memory; None if both share their memory (a CPU), or if the link is unknown.
     """
 
     name: str
@@ -144,7 +143,7 @@ class Device:
         return peak * self.matmul.efficiency[dtype]
 
     def with_attention(self, kernel: str) -> Device:
-        """The same device with another fused attention kernel in use ("flash3"). Raises UnknownHardwareError."""
+        """The device with another fused attention kernel in use ("flash3"). Raises UnknownHardwareError."""
         if kernel not in self.attention:
             raise UnknownHardwareError(
                 f"Device {self.name!r} has no attention kernel {kernel!r}. Known: {', '.join(self.attention)}. "
@@ -153,7 +152,7 @@ class Device:
         return replace(self, attention={kernel: self.attention[kernel]} | dict(self.attention))
 
     def slowed(self, factor: float) -> Device:
-        """The same device whose kernels take `factor` times as long; its peak is the same."""
+        """The device with kernel times multiplied by `factor` and the same peak."""
         if factor == 1:
             return self
         products = {name: share / factor for name, share in self.matmul.efficiency.items()}
@@ -177,12 +176,12 @@ class Device:
 
 
 def device(name: str) -> Device:
-    """A device of the data files. Raises UnknownHardwareError, naming those known."""
+    """Load a device of the data files. Raises UnknownHardwareError, which lists the known names."""
     return read_device(load("devices", name), name)
 
 
 def read_device(file: HardwareFile, name: str) -> Device:
-    """A device from its file; what its architecture's file says holds where the device's own says nothing."""
+    """Read a device from its file, and constants that it lacks from its architecture's file."""
     if "architecture" in file.texts:
         file = file.overlay(load("architectures", file.text("architecture")))
     return Device(
@@ -216,7 +215,7 @@ def _host_link(file: HardwareFile) -> HostLink | None:
 
 
 def _plain_attention_efficiency(file: HardwareFile) -> float:
-    """The file's own, or that of the kernel in use in the limit: it is read only where a call's shape is not known."""
+    """The file's own value, or the limit of the kernel in use. It is read only for calls of unknown shape."""
     names = _kernel_names(file)
     if names and "attention_efficiency" not in file.constants:
         return _kernel(file, names[0]).forward.efficiency
@@ -227,7 +226,7 @@ _CURVE_FIELDS = ("efficiency", "softmax_depth", "overhead_keys", "diagonal_keys"
 
 
 def _kernel_names(file: HardwareFile) -> list[str]:
-    """Kernels in the order of the file, the one that its text `attention_kernel` names first."""
+    """Kernels in the order of the file, except that the kernel named by its text `attention_kernel` comes first."""
     names = dict.fromkeys(path.split(".")[1] for path in file.constants if path.startswith("attention."))
     used = file.texts.get("attention_kernel")
     return sorted(names, key=lambda name: name != used)

@@ -1,4 +1,4 @@
-"""Errors of the cost models: what is unknown raises, and says how to add it."""
+"""Errors of the cost models. Unknown hardware or operators raise, with advice how to add them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class CostModelError(Exception):
 
 
 class UnknownHardwareError(CostModelError, LookupError):
-    """A device, node type or number of it is not in the data files."""
+    """The data files lack a device, a node type, or one of its numbers."""
 
 
 class UnknownOperatorError(CostModelError, LookupError):
@@ -20,7 +20,7 @@ class HardwareFileError(CostModelError, ValueError):
 
 
 class TopologyError(CostModelError, ValueError):
-    """A mesh or cluster shape that cannot exist."""
+    """A mesh or cluster shape is impossible."""
 
 
 class CostArgumentError(CostModelError, ValueError):

@@ -1,6 +1,6 @@
-"""Exchanges between ranks within calls, and the memory that they take meanwhile, by operator.
+"""Exchanges between ranks inside calls, and their temporary memory, by operator.
 
-Such an operator (`autoshard.kernels.exchange`) is one call of a program, with collectives within.
+Such an operator (`autoshard.kernels.exchange`) is one call of a program, with collectives inside.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Arguments = tuple[object, ...]
 
 
 class Exchanged(NamedTuple):
-    """An exchange within a call.
+    """An exchange inside a call.
 
     Args:
-        size_bytes: what the rank that sends most sends, what it keeps included.
-        is_shift: all of it goes to the next rank; else a share to each.
-        beside: the share of the call's own work that runs meanwhile.
+        size_bytes: bytes of the busiest sender, including its own share.
+        is_shift: whether all bytes go to the next rank; otherwise each rank gets a share.
+        beside: share of the call's own computation that overlaps with the exchange.
     """
 
     size_bytes: float
@@ -35,7 +35,7 @@ class Exchanged(NamedTuple):
         return self.size_bytes if self.is_shift else (1 - 1 / ranks) * self.size_bytes
 
     def waited_s(self, group: GroupLinks, computed_s: float, overlap: Overlap | None) -> float:
-        """Seconds that the call takes longer for it, whose own work takes `computed_s`."""
+        """Seconds that the exchange adds to a call with `computed_s` of computation."""
         sent_s = (shift_time if self.is_shift else all_to_all_time)(self.size_bytes, group)
         if overlap is None:
             return sent_s
@@ -43,7 +43,7 @@ class Exchanged(NamedTuple):
 
 
 EXCHANGES: dict[str, Callable[[Tensors, Arguments], list[Exchanged]]] = {}
-"""The exchanges of a call, in order, from its local operands and its arguments."""
+"""The exchanges of a call, in order, given its local operands and its arguments."""
 
 WORKSPACE_BYTES: dict[str, Callable[[Tensors, Arguments], float]] = {}
-"""The most bytes beside operands and results while a call runs, from its local operands and its arguments."""
+"""The most bytes beside operands and results during a call, given its local operands and its arguments."""

@@ -1,7 +1,7 @@
-"""FLOPs and bytes of layers of experts (entries of `counting.TABLE`), and what ranks exchange for them.
+"""FLOPs and bytes of layers of experts (entries of `counting.TABLE`), and their exchanges between ranks.
 
-Which experts tokens choose is not known before: each is taken to be as likely. Where ranks have different experts all
-wait for the one whose experts are chosen most, which gets more than the mean even then (`busiest_rows`).
+The tokens' choice of experts is unknown in advance, so experts are assumed equally likely. If ranks have different
+experts, all ranks wait for the busiest one, which gets more than the mean even then (`busiest_rows`).
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ from cost_models.exchanges import EXCHANGES, WORKSPACE_BYTES, Arguments, Exchang
 from cost_models.work import Kind, MatmulShape, TensorInfo, Work
 
 _CLAMPED_SILU = "clamped_silu"
+_ALIGNED = 8
+"""Rows of an expert are counted in multiples of 8, of 16 bytes in 16 bits."""
 
 
 def busiest_rows(rows: float, ranks: int) -> float:
-    """Rows that reach the rank which gets most, of `rows` that go to each of `ranks` with the same probability.
+    """Expected rows at the busiest of `ranks`, if each of `rows` goes to each rank with the same probability.
 
     rows / n + sqrt(2 rows / n ln n), and no more than all: the largest load of n bins (Raab, Steger, "Balls into bins",
-    1998, theorem 1). A router that is not balanced sends more there.
+    1998, theorem 1). An unbalanced router sends more rows there.
 
     Example:
         >>> busiest_rows(20_000, 1), round(busiest_rows(20_000, 8))
@@ -30,7 +32,7 @@ def busiest_rows(rows: float, ranks: int) -> float:
 
 
 def _forward(inputs: Tensors, outputs: Tensors, rows: float) -> Work:
-    """inputs: (x [T, H], index [T, k], weights, gate_up, its bias if there is one, down)."""
+    """inputs: (x [T, H], index [T, k], weights, gate_up, its optional bias, down)."""
     first, second = _products(inputs, rows)
     return _work(inputs, outputs, (first, second), rows, 1)
 
@@ -39,25 +41,28 @@ def _backward(inputs: Tensors, outputs: Tensors, rows: float) -> Work:
     """inputs: the gradient of the result, then those of the forward. The first product is made again."""
     first, second = _products(inputs[1:], rows)
     found = _work(inputs, outputs, (first, *_gradients(first, second)), rows, 2)
-    return found._replace(again_flops=first.flops)
+    return found._replace(recomputed_flops=first.flops)
 
 
 def _gradients(first: MatmulShape, second: MatmulShape) -> tuple[MatmulShape, ...]:
-    """The products that give gradients of rows and of matrices."""
+    """The products for gradients of rows and of matrices."""
     shapes = (first, second)
     return (*map(_turned, shapes), *(MatmulShape(s.k, s.n, s.m, s.batch) for s in shapes))
 
 
 def _turned(shape: MatmulShape) -> MatmulShape:
-    """The product that gives the gradient of rows."""
+    """The product for the gradient of rows."""
     return MatmulShape(shape.m, shape.k, shape.n, shape.batch)
 
 
 def _products(inputs: Tensors, rows: float) -> tuple[MatmulShape, MatmulShape]:
-    """Both products of the forward, with as many rows for each expert."""
+    """Both products of the forward, with as many rows for each expert.
+
+    A grouped kernel takes any number of rows as fast as an aligned number, since its operands' rows stay aligned.
+    """
     hidden, intermediate, gated = _widths(inputs)
     experts = inputs[-1].shape[0]
-    mean = max(1, ceil(rows / experts))
+    mean = _ALIGNED * max(1, ceil(rows / experts / _ALIGNED))
     return MatmulShape(mean, gated, hidden, experts), MatmulShape(mean, hidden, intermediate, experts)
 
 
@@ -106,7 +111,7 @@ def experts_backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) ->
 
 @operator_cost("autoshard.exchanged_experts.default")
 def exchanged_experts(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """As many rows arrive as are sent, and more at the rank that gets most."""
+    """Each rank receives as many rows as it sends, and the busiest rank more."""
     return _forward(inputs, outputs, _arriving(inputs, _count(arguments[6])))
 
 
@@ -118,7 +123,7 @@ def exchanged_experts_backward(inputs: Tensors, outputs: Tensors, arguments: Arg
 
 @operator_cost("autoshard.exchanged_experts_keeping.default")
 def exchanged_experts_keeping(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """What is returned besides the result is written by `exchanged_experts` too."""
+    """`exchanged_experts` also writes the saved values, so the work is equal."""
     return exchanged_experts(inputs, outputs[:1], arguments)
 
 
@@ -136,7 +141,7 @@ def _operands_of_kept(inputs: Tensors) -> Tensors:
 
 
 def _arriving(x: Tensors, experts: int) -> float:
-    """Assignments that reach a rank, where each has x = (tokens, index, ..., down) of its own."""
+    """Assignments that reach a rank, if each rank has x = (tokens, index, ..., down) of its own."""
     ranks = experts // x[-1].shape[0]
     return busiest_rows(ranks * _assignments(x), ranks)
 
@@ -154,9 +159,9 @@ def _sent_forward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
 
 
 def _sent_backward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
-    """Rows there, and gradients with their weights; gradients of rows and of weights back.
+    """Rows, and gradients with their weights, to the experts; gradients of rows and of weights back.
 
-    The first product runs beside gradients that come, the gradients of matrices beside those that go back.
+    The first product overlaps with incoming gradients, the gradients of matrices with outgoing gradients.
     """
     operands, experts = inputs[1:], _count(arguments[7])
     arriving = _arriving(operands, experts)
@@ -168,7 +173,7 @@ def _sent_backward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
 
 
 def _sent_kept_backward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
-    """Gradients of results there, with their weights; those of rows back, beside gradients of matrices, and weights."""
+    """Gradients of results with their weights to the experts; gradients of rows back, overlapped, and weights."""
     operands = _operands_of_kept(inputs)
     arriving = _arriving(operands, _count(arguments[9]))
     row, weight = arriving * _row_bytes(operands[0]), Exchanged(arriving * operands[2].itemsize)
@@ -185,17 +190,17 @@ def _counts_bytes(experts: int) -> float:
 
 
 def _workspace_forward(inputs: Tensors, rows: float, activation: object) -> float:
-    """What the first product makes, beside `_workspace_keeping`."""
+    """The first product's result, beside `_workspace_keeping`."""
     _, _, gated = _widths(inputs)
     return _workspace_keeping(inputs, rows, activation, also=gated)
 
 
 def _workspace_keeping(inputs: Tensors, rows: float, activation: object, also: int = 0) -> float:
-    """Of rows, one value for each that is `also` there, and one of these:
+    """Per row, the `also` values, and the largest of:
 
-    * at the gate: one half of what the first product makes, or five;
-    * what is between both products, and results;
-    * results, weighed and not, and of each token apart.
+    * at the gate: one half of the first product's result, or five halves;
+    * between both products: intermediate values, and results;
+    * results, weighed and not, and separately for each token.
     """
     hidden, intermediate, _ = _widths(inputs)
     halves = 5 if activation == _CLAMPED_SILU else 1
@@ -206,13 +211,13 @@ def _workspace_keeping(inputs: Tensors, rows: float, activation: object, also: i
 
 
 def _workspace_backward(inputs: Tensors, rows: float, activation: object) -> float:
-    """Rows and what the first product makes, beside `_workspace_kept_backward`."""
+    """Rows and the first product's result, beside `_workspace_kept_backward`."""
     hidden, _, gated = _widths(inputs[1:])
     return _workspace_kept_backward(inputs[1:], rows, activation, also=hidden + gated)
 
 
 def _workspace_kept_backward(operands: Tensors, rows: float, activation: object, also: int = 0) -> float:
-    """Of rows, values that are `also` there; and at the gate gradients and five halves, or nine; or last products."""
+    """Per row, the `also` values; and gradients with five (or nine) halves at the gate, or the last products."""
     hidden, intermediate, gated = _widths(operands)
     at_gate = hidden + (9 if activation == _CLAMPED_SILU else 5) * intermediate
     behind = 3 * hidden + gated + 2 * intermediate
@@ -220,7 +225,7 @@ def _workspace_kept_backward(operands: Tensors, rows: float, activation: object,
 
 
 def _order_bytes(inputs: Tensors) -> int:
-    """The expert of each row and where it came from."""
+    """The expert of each row and its origin."""
     return 2 * 8 * _assignments(inputs)
 
 
@@ -246,8 +251,7 @@ WORKSPACE_BYTES.update(
         ),
     }
 )
-# Of what operators take on one rank, these are 1.0 to 1.3 times as much.
-# Accelerators have rows of other ranks' experts in memory too: the host would wait for how many there are.
+# These are 1.0 to 1.3 times the measured bytes of operators on one rank.
 
 EXCHANGES.update(
     {

@@ -1,9 +1,9 @@
 """FLOPs, bytes and steps of dense factorisations and solvers (entries of `counting.TABLE`).
 
-FLOPs are those of LAPACK Working Note 41 (Blackford, Dongarra 1999, appendix C) and Golub, Van Loan (Matrix
-Computations, 4th edition, sections 3.2, 4.2, 5.2, 8.3, 8.6), for [..., m, n] matrices, leading dims a batch. Libraries
-work on panels of `PANEL` columns, each waiting for the one before, so a factorisation takes n / PANEL steps; reductions
-to tridiagonal or bidiagonal form are half matrix-vector products, which read the trailing matrix once for each column.
+FLOPs are those of LAPACK Working Note 41 (Blackford, Dongarra 1999, appendix C). Further sources are Golub, Van Loan
+(Matrix Computations, 4th edition, sections 3.2, 4.2, 5.2, 8.3, 8.6). Matrices are [..., m, n], with leading dims as a
+batch. Libraries work on sequential panels of `PANEL` columns, so a factorisation takes n / PANEL steps. Reductions to
+tridiagonal or bidiagonal form are half matrix-vector products, which read the trailing matrix once for each column.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def _matrix(tensor: TensorInfo) -> tuple[int, int, int]:
 def _factor(
     inputs: Tensors, outputs: Tensors, flops: float, columns: int, extra_bytes: float = 0.0, panel: int = PANEL
 ) -> Work:
-    """One blocked algorithm over a batch: `columns / panel` steps that wait for each other."""
+    """One blocked algorithm over a batch, with `columns / panel` sequential steps."""
     flops *= 4 if is_complex(inputs) else 1
     steps = max(1, ceil_div(columns, panel))
     read, written = size_bytes(inputs) + extra_bytes, size_bytes(outputs)
@@ -92,7 +92,7 @@ def solve(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 
 def _register_triangular(matrix: int, right: int, factor: float, *names: str) -> None:
-    """Triangular solves: factor * n^2 for each right-hand side; which operand holds what."""
+    """Triangular solves: factor * n^2 for each right-hand side. `matrix` and `right` are operand indices."""
 
     def count(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
         batch, n, _ = _matrix(inputs[matrix])
@@ -148,7 +148,7 @@ def svd(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 @operator_cost("aten.linalg_pinv.atol_rtol_tensor")
 def pinv(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-    """A reduced decomposition into singular values and vectors, and the product of what is left: 2 m n^2 more."""
+    """A reduced decomposition into singular values and vectors, and the product of its parts, 2 m n^2 more."""
     batch, rows, columns = _matrix(inputs[0])
     m, n = max(rows, columns), min(rows, columns)
     flops = batch * (6 * m * n * n + 20 * n**3 + 2 * m * n * n)
@@ -156,7 +156,7 @@ def pinv(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
 
 
 def _trailing_bytes(matrix: TensorInfo) -> float:
-    """Bytes that n matrix-vector products read, each of what is left after one more row and column: n / 3 matrices."""
+    """Bytes that n matrix-vector products on shrinking trailing matrices read: n / 3 matrices."""
     return size_bytes((matrix,)) * min(matrix.shape[-2:]) / 3
 
 

@@ -1,7 +1,7 @@
 """Costs as sympy expressions: symbols for sizes, exact interpolation, and numpy functions for sweeps.
 
-Inside, symbols are known to be positive integers, so that sympy simplifies ceilings; what users see (`published`) is in
-plain symbols, so that `sympy.Symbol("batch")` is the one that a formula has.
+Internal symbols are positive integers, so that sympy simplifies ceilings. Published formulas (`published`) use plain
+symbols, so that `sympy.Symbol("batch")` equals the formula's symbol.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def ceil_div(size: Size, pieces: Size) -> Size:
 
 
 def grid(axes: Sequence[Sequence[Any]]) -> list[Any]:
-    """All points of a grid, one of `axes` for each symbol."""
+    """All points of a grid, with one of `axes` for each symbol."""
     return list(product(*axes))
 
 
@@ -74,17 +74,17 @@ def interpolate(symbols: Sequence[sympy.Symbol], axes: Sequence[Sequence[Any]], 
 
 
 def value_at(size: Size, sizes: Mapping[sympy.Symbol, int]) -> sympy.Expr:
-    """What an expression comes to."""
+    """The value of an expression."""
     bare: Any = sympy.sympify(size)
     return bare.subs(dict(sizes))
 
 
 def published(formula: Size, *, even: bool = False) -> sympy.Expr:
-    """A formula as users see it: expanded, exact fractions, plain symbols.
+    """A formula for users: expanded, with exact fractions and plain symbols.
 
     Args:
         formula: in symbols of `size_symbol`.
-        even: leave the ceilings out. It then holds where every split divides what it splits.
+        even: leave the ceilings out. The formula then holds where all splits are even.
     """
     exact: Any = sympy.nsimplify(sympy.sympify(formula), rational=True)
     if even:
@@ -97,14 +97,15 @@ def vectorise(formula: sympy.Expr) -> Callable[..., NDArray[np.float64]]:
     """A numpy function of a formula, for sweeps over many sizes at once.
 
     Args:
-        formula: as `Plan.formula` gives it.
+        formula: result of `Plan.formula`.
 
     Returns:
-        A function of keyword arguments, one for each symbol; numbers or arrays that broadcast against each other. Its
-        result is in float64: exact up to 2**53, else rounded. Ceilings are exact.
+        A function of keyword arguments, one for each symbol; numbers or arrays that broadcast to each other. Its result
+        is
+        float64: exact up to 2**53, beyond that rounded. Ceilings are exact.
 
     Raises:
-        CostArgumentError: it is no formula; or, from the function, symbols are missing, or are not the formula's.
+        CostArgumentError: the argument is no formula; or a call misses symbols, or has symbols outside the formula.
 
     Example:
         >>> batch, data = sympy.symbols("batch data")
@@ -112,7 +113,7 @@ def vectorise(formula: sympy.Expr) -> Callable[..., NDArray[np.float64]]:
         array([128., 192.])
     """
     if not isinstance(formula, sympy.Expr):
-        raise CostArgumentError(f"formula={formula!r} is a {type(formula).__name__}; pass what Plan.formula gave.")
+        raise CostArgumentError(f"formula={formula!r} is a {type(formula).__name__}; pass a result of Plan.formula.")
     symbols = sorted((symbol for symbol in formula.free_symbols if isinstance(symbol, sympy.Symbol)), key=str)
     names = [symbol.name for symbol in symbols]
     dummies = [sympy.Dummy() for _ in symbols]  # any name is good for a mesh axis, not for an argument in source text

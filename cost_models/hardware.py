@@ -1,11 +1,11 @@
-"""Clusters: node types and links, read from sourced data files, put together by hand, or measured by `calibration`.
+"""Clusters: node types and links, read from sourced data files, assembled by hand, or measured by `calibration`.
 
 Three levels: devices of a node share a fabric (`intra`), nodes a network (`inter`), and a network may have pods behind
-an oversubscribed spine. Ranks are row-major over the mesh axes, the last axis fastest; with d devices per node, node i
-holds ranks [i * d, (i + 1) * d).
+an oversubscribed spine. Ranks are row-major over the mesh axes, the last axis fastest. With d devices per node, node i
+has ranks [i * d, (i + 1) * d).
 
-Data files name each other: a node is a device, a fabric and a network; a device has an architecture. So any of them can
-be exchanged: `node_type("h100_sxm").with_network("roce_v2", bytes_per_s_per_device=25e9)`.
+Data files refer to each other: a node to a device, a fabric and a network; a device to an architecture. So each part
+can be exchanged: `node_type("h100_sxm").with_network("roce_v2", bytes_per_s_per_device=25e9)`.
 """
 
 from __future__ import annotations
@@ -45,21 +45,21 @@ __all__ = [
 ]
 
 MAX_DEVICES = 2**20
-"""Devices of the largest cluster: ten times the largest that trained a model, and what can still be listed."""
+"""Most devices of a cluster: ten times the largest that trained a model, and few enough to list."""
 
 
 @dataclass(frozen=True, slots=True)
 class NodeType:
-    """A kind of node: its device, how many one node holds, the fabric inside and the network outside.
+    """A kind of node: its device, the number of devices, the fabric inside and the network outside.
 
     Args:
-        name: name in the data files, or one of the caller's.
-        device: what each rank has.
-        devices_per_node: devices that one node is built with.
+        name: name in the data files, or a name of the caller's.
+        device: each rank's device.
+        devices_per_node: number of devices in a complete node.
         intra: the fabric inside: per device, over all its direct links together.
         inter: the network: a device's share of the node's cards. None: nodes are not joined.
-        wiring: which devices share what (see `Wiring`).
-        host_memory_bytes: memory of the node's host, None where it is unknown.
+        wiring: links and cards that devices share.
+        host_memory_bytes: memory of the node's host, None if unknown.
     """
 
     name: str
@@ -79,20 +79,20 @@ class NodeType:
         nodes_per_pod: int | None = None,
         oversubscription: float | None = None,
     ) -> NodeType:
-        """The same node on another network, or on a faster or slower one of its kind.
+        """The node on another network, or with another bandwidth or topology of its network.
 
         Args:
-            network: a network of the data files ("infiniband_ndr400", "roce_v2", "efa", "omni_path"), whose efficiency
-                and latencies hold; a `Link`; or None to keep the present one.
+            network: a network of the data files ("infiniband_ndr400", "roce_v2", "efa", "omni_path"), with its
+                efficiency and latencies; a `Link`; or None to keep the present network.
             bytes_per_s_per_device: a device's share of its node's network cards in each direction; default: the
                 network's own (400 Gbit/s for every two devices are 25e9).
             devices_per_nic: devices that share one card.
             nodes_per_pod: nodes below one leaf, with full bandwidth among them.
-            oversubscription: a pod's cards over its way to the spine (2 for 2:1).
+            oversubscription: bandwidth of a pod's cards over that of its uplink to the spine (2 for 2:1).
 
         Raises:
-            UnknownHardwareError: no such network, or none to change.
-            TopologyError: a count or a ratio below one, or a bandwidth that is not positive.
+            UnknownHardwareError: the network is unknown, or the node has no network to change.
+            TopologyError: a count or a ratio is below one, or a bandwidth is not positive.
 
         Example:
             >>> node_type("a100_sxm_80gb").with_network(bytes_per_s_per_device=6.25e9).inter.bandwidth_bytes_per_s
@@ -120,17 +120,17 @@ class NodeType:
         return replace(self, inter=link, wiring=wiring)
 
     def with_device(self, unit: str | Device) -> NodeType:
-        """The same node with another device in it. Raises UnknownHardwareError."""
+        """The node with another device. Raises UnknownHardwareError."""
         return replace(self, device=device(unit) if isinstance(unit, str) else unit)
 
 
 class NodeParts(TypedDict, total=False):
-    """What a node is made of, besides its device.
+    """Parts of a node besides its device, as keyword arguments of `assemble_node`.
 
-    Keys:
-        devices_per_node: devices that one node holds.
-        fabric: a fabric of the data files ("nvlink3_nvswitch", "pcie4"), or a `Link` that all devices are switched by;
-            None: the one that the device's file names, which is that of its usual boards.
+    Args:
+        devices_per_node: devices of one node.
+        fabric: a fabric of the data files ("nvlink3_nvswitch", "pcie4"), or a `Link` that switches all devices. None:
+            the fabric of the device's usual boards, named by its file.
         network: a network of the data files ("infiniband_hdr200", "roce_v2"), or a `Link`; None: nodes are not joined.
         network_bytes_per_s_per_device: a device's share of its node's cards; default: the network's own.
     """
@@ -150,15 +150,15 @@ def assemble_node(
     network_bytes_per_s_per_device: float | None = None,
     name: str | None = None,
 ) -> NodeType:
-    """A node type from its parts, for hardware that has no file of its own.
+    """Assemble a node type from parts, for hardware without a file of its own.
 
     Args:
         unit: a device of the data files ("a100_sxm_40gb"), or a `Device`.
-        devices_per_node, fabric, network, network_bytes_per_s_per_device: see `NodeParts`.
-        name: of the node type; default: made of the parts.
+        devices_per_node, fabric, network, network_bytes_per_s_per_device: the keys of `NodeParts`.
+        name: name of the node type; default: composed of the parts.
 
     Raises:
-        UnknownHardwareError: no such part, or no fabric given for a device whose file names none.
+        UnknownHardwareError: a part is unknown, or the device's file names no fabric and none is given.
 
     Example:
         >>> assemble_node("a100_sxm_40gb", 8, network="roce_v2", network_bytes_per_s_per_device=25e9).name
@@ -189,11 +189,12 @@ class Cluster:
     Args:
         node: a node type's name ("h100_sxm") or a `NodeType`.
         nodes: number of nodes.
-        devices_per_node: devices used in each; the node type's own number if None.
-        in_step: how kernels and collectives do in a step; default: of several GPUs the fitted factors, else `ALONE`.
+        devices_per_node: devices used in each node; None: all.
+        in_step: slowdown of kernels and collectives in a step; default: the fitted factors for several GPUs, else
+            `ALONE`.
 
     Raises:
-        UnknownHardwareError: no such node type, or several nodes of a type without a network.
+        UnknownHardwareError: the node type is unknown, or several nodes have no network.
         TopologyError: fewer than one node, more devices per node than the type has, or more than `MAX_DEVICES`.
 
     Example:
@@ -206,9 +207,9 @@ class Cluster:
     devices_per_node: int
     in_step: InStep = field(init=False)
     device: Device = field(init=False, repr=False, compare=False)
-    """The device that every rank has, as fast as it is in a step."""
+    """The device of each rank, at its speed in a step."""
     intra: Link = field(init=False, repr=False, compare=False)
-    """The fabric in a node, as collectives of a step use it."""
+    """The fabric in a node, at its speed in a step."""
     inter: Link | None = field(init=False, repr=False, compare=False)
     """The network, likewise."""
 
@@ -236,16 +237,17 @@ class Cluster:
 
     @classmethod
     def of(cls, unit: str | Device, devices: int, **parts: Unpack[NodeParts]) -> Self:
-        """A cluster of `devices` devices from its parts; see `NodeParts`. Fewer than a node's are part of one node.
+        """Make a cluster of `devices` devices from parts, the keys of `NodeParts`. Fewer than a node's are part of one
+        node.
 
         Args:
             unit: a device of the data files ("a100_sxm_40gb"), or a `Device`.
             devices: devices in all.
-            parts: what a node is made of; `devices_per_node` must be given.
+            parts: parts of a node; `devices_per_node` is required.
 
         Raises:
-            UnknownHardwareError: no such part, or several nodes and no network.
-            TopologyError: counts that cannot be, or `devices` is not a multiple of `devices_per_node`.
+            UnknownHardwareError: a part is unknown, or several nodes have no network.
+            TopologyError: a count is impossible, or `devices` is no multiple of `devices_per_node`.
 
         Example:
             >>> Cluster.of("v100_sxm2_32gb", 64, devices_per_node=4, fabric="nvlink2_mesh", network="omni_path").nodes
@@ -268,7 +270,7 @@ class Cluster:
 
     @property
     def name(self) -> str:
-        """As the command line reads it, "h100_sxm:8x8"."""
+        """The name for the command line, "h100_sxm:8x8"."""
         return f"{self.node.name}:{self.nodes}x{self.devices_per_node}"
 
     @property
@@ -278,7 +280,7 @@ class Cluster:
 
     @property
     def host_bytes_per_device(self) -> float | None:
-        """Each used device's share of its node's host memory; None where that is unknown."""
+        """Each used device's share of its node's host memory; None if unknown."""
         total = self.node.host_memory_bytes
         return None if total is None else total / self.devices_per_node
 
@@ -296,13 +298,13 @@ class Cluster:
 
     @classmethod
     def of_file(cls, file: HardwareFile) -> Self:
-        """The cluster that a file describes. Raises HardwareFileError."""
+        """Read the cluster of a file. Raises HardwareFileError."""
         kind = _node(file, read_device(file, file.text("device")))
         used = file.count("used_devices_per_node", "devices")
         return cls(kind, nodes=file.count("nodes", "nodes"), devices_per_node=used)
 
     def to_file(self, source: str, date: str) -> HardwareFile:
-        """What `of_file` reads back; `source` and `date` (ISO) say where its numbers come from."""
+        """The file that `of_file` reads; `source` and `date` (ISO) are those of its numbers."""
         items = {key: Constant(value, unit, source, date) for key, (value, unit) in _cluster_numbers(self).items()}
         texts = {"name": self.node.name, "device": self.node.device.name, "layout": self.node.wiring.layout.value}
         if self.node.device.attention:
@@ -310,13 +312,13 @@ class Cluster:
         return HardwareFile(texts, items, self.name)
 
     def save(self, path: str | Path, *, source: str, date: str) -> None:
-        """Write this cluster as TOML; `source` and `date` (ISO) say where its numbers come from."""
+        """Write this cluster as TOML; `source` and `date` (ISO) are those of its numbers."""
         file = self.to_file(source, date)
         Path(path).write_text(constants.dump(file.texts, file.constants), encoding="utf-8")
 
 
 def node_type(name: str) -> NodeType:
-    """A node type of the data files. Raises UnknownHardwareError, naming those known."""
+    """Load a node type of the data files. Raises UnknownHardwareError, which lists the known names."""
     file = constants.load("nodes", name)
     for key, folder, prefix in (("fabric", "fabrics", "intra."), ("network", "networks", "inter.")):
         if key in file.texts:
@@ -325,10 +327,10 @@ def node_type(name: str) -> NodeType:
 
 
 def node_of_driver(device_name: str) -> str:
-    """The node type that devices of a driver's name are found in; the longest `driver_name` that is part of it counts.
+    """The node type of devices with a driver's name; the longest matching `driver_name` wins.
 
     Raises:
-        UnknownHardwareError: the name has no such part; names those known.
+        UnknownHardwareError: no known part matches the name. The message lists the known parts.
 
     Example:
         >>> node_of_driver("NVIDIA H100 80GB HBM3"), node_of_driver("NVIDIA H100 PCIe")
@@ -414,7 +416,7 @@ def _wiring(file: HardwareFile, prefix: str = "") -> Wiring:
     text = file.texts.get("layout", NodeWiring.SWITCH.value)
     if text not in {layout.value for layout in NodeWiring}:
         raise HardwareFileError(
-            f"{file.origin}: layout={text!r}; known: {', '.join(layout.value for layout in NodeWiring)}."
+            f"{file.origin}: layout={text!r} is unknown; use one of {', '.join(layout.value for layout in NodeWiring)}."
         )
     host, cards = f"{prefix}host.", f"{prefix}cards_per_collective"
     return Wiring(

@@ -28,15 +28,16 @@ class Uncertainty:
 
 
 RECIPES, EIGHT_BITS, KERNELS, MEASURED = "gpu", "gpu_f8", "gpu_kernels", "cpu"
-"""Kinds of predicted step times: of recipes, whose parts are weighed by the fitted step model, with products in 16 bits
-or more, or in 8; of searched plans on GPUs, whose kernels and collectives are priced as alone; of searched plans on a
-machine that was calibrated."""
+"""Kinds of predicted step times. For recipes (products in 16 bits or more, or in 8) the fitted step model weighs the
+parts. For searched plans on GPUs, kernels and collectives are priced as if alone. The last kind are searched plans on a
+calibrated machine.
+"""
 
 
 def step_time_uncertainty(kind: str) -> Uncertainty | None:
-    """What past errors of a kind of prediction bear out; None where there are none.
+    """The uncertainty that past errors of a kind of prediction support; None without past predictions.
 
-    The numbers stand in `data/runtime/step_time.toml`: `[gpu.log_half_width]` and `[gpu.coverage]`, unit "1".
+    The numbers are in `data/runtime/step_time.toml`: `[gpu.log_half_width]` and `[gpu.coverage]`, unit "1".
     """
     if "step_time" not in constants.names("runtime"):
         return None

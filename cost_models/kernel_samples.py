@@ -1,4 +1,4 @@
-"""Calls of operators that a calibration runs and times, with the work that the cost models see in them."""
+"""Operator calls that a calibration runs and times, with their work in the cost models."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ MOST_COPIES = 256
 ROWS = (32, 512, 4096)
 COLUMNS = 768
 VECTORS = (2**12, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24)
-"""Float32 elements of the vectors that are added: three of them are from 48 KiB to 192 MiB."""
+"""Float32 elements of the added vectors: three of them take from 48 KiB to 192 MiB."""
 _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16", torch.float64: "f64"}
 
 
 def cycled(operator: Callable[..., Any], *arguments: Any, **options: Any) -> Callable[[], object]:
-    """A call that takes other operands each time, and keeps its last results, over `TOUCHED_BYTES` of memory in all.
+    """A call that cycles through copies of its operands and results, over `TOUCHED_BYTES` of memory in all.
 
-    So neither lies in the first caches, as in a step, where an operator reads what was computed long before, and
-    writes to memory that something else has had meanwhile.
+    So neither is in the first caches. In a step, too, an operator reads values computed long before, and writes to
+    memory that was used for another value meanwhile.
     """
     leaves = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
     results = [leaf for leaf in pytree.tree_leaves(operator(*arguments, **options)) if isinstance(leaf, Tensor)]
@@ -44,7 +44,7 @@ def cycled(operator: Callable[..., Any], *arguments: Any, **options: Any) -> Cal
 
 
 def _copy(leaf: Any) -> Any:
-    """A tensor with the same strides in memory of its own; anything else itself."""
+    """A tensor with the same strides in memory of its own; any other object itself."""
     return (
         torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device).copy_(leaf)
         if isinstance(leaf, Tensor)
@@ -54,12 +54,12 @@ def _copy(leaf: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class KernelSample:
-    """One call of an operator; make it with `of`.
+    """One operator call, made by `of`.
 
     Args:
-        name: of the curve that it belongs to: that of the operator's kernel, or "memory".
-        work: what the cost models see in it.
-        prepare: gives what runs it once, see `cycled`; it holds the operands.
+        name: name of its curve: that of the operator's kernel, or "memory".
+        work: its work in the cost models.
+        prepare: makes a function that runs it once, by `cycled`; holds the operands.
     """
 
     name: str
@@ -70,13 +70,13 @@ class KernelSample:
     def of(
         cls, operator: Any, *arguments: Any, name: str | None = None, runs: Any = None, **options: Any
     ) -> KernelSample:
-        """A call of an `OpOverload` on tensors; it runs once, for the shapes of its results.
+        """Make a sample of an `OpOverload` on tensors; runs it once for the shapes of its results.
 
         Args:
             operator: "torch.ops.aten.tanh.default".
-            arguments, options: of the call.
-            name: of its curve; default: that of the operator's kernel.
-            runs: what programs call in the operator's place, with the same arguments; default: the operator.
+            arguments, options: arguments of the call.
+            name: name of its curve; default: that of the operator's kernel.
+            runs: function that programs call in the operator's place, with the same arguments; default: the operator.
         """
         runs = operator if runs is None else runs
         inputs = [_info(leaf) for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Tensor)]
@@ -88,7 +88,7 @@ class KernelSample:
 
     @property
     def bytes_moved(self) -> float:
-        """What the curve goes by."""
+        """The size by which the curve is read."""
         return curve_bytes(self.work)
 
     @property
@@ -97,12 +97,12 @@ class KernelSample:
         return f"kernel.{self.name}.{round(self.bytes_moved)}"
 
     def point(self, seconds: float, device: Device) -> tuple[float, float]:
-        """Bytes, and the seconds that the curve stands for: without launches, and products that are priced apart."""
+        """Bytes, and the curve's seconds: without launches, and without products that are priced separately."""
         return self.bytes_moved, max(seconds - known_time(self.work, device), 0.1 * seconds)
 
 
 def memory_samples() -> Iterator[KernelSample]:
-    """Sums of two vectors, from those that fit the first cache to those that fit none."""
+    """Sums of two vectors, from sizes that fit the first cache to sizes that fit no cache."""
     for size in VECTORS:
         yield KernelSample.of(torch.ops.aten.add.Tensor, torch.randn(size), torch.randn(size), name=MEMORY)
 

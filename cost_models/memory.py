@@ -1,6 +1,6 @@
-"""Memory in bytes that lies on a device beside the program's values, and the memory that is left for values.
+"""Device memory beside the program's values, in bytes, and the memory left for values.
 
-The classes of a run's memory, and which measurement holds them:
+The classes of a run's memory, and the measurements that include them:
 
 | class | torch.cuda.max_memory_allocated | max_memory_reserved | nvidia-smi |
 |---|---|---|---|
@@ -19,7 +19,7 @@ from cost_models.constants import load
 from cost_models.device import Device
 from cost_models.errors import CostArgumentError, UnknownHardwareError
 
-# Values that an optimizer keeps per parameter's element (torch.optim and common others); `step` is one float32 scalar.
+# Values that an optimizer keeps per element of a parameter (torch.optim and others). `step` is one float32 scalar.
 MOMENTS: Mapping[str, int] = {
     "sgd": 0,
     "sgd_momentum": 1,
@@ -42,11 +42,11 @@ def workspace_bytes(architecture: str, handles: int | None = None) -> int:
     """Bytes of cuBLAS workspaces that PyTorch takes from its allocator.
 
     Args:
-        architecture: as in the devices' files ("hopper").
+        architecture: name in the devices' files ("hopper").
         handles: threads and streams that issue products; default: two, the forward thread and that of autograd.
 
     Raises:
-        UnknownHardwareError: nothing is known of the architecture; names those that are.
+        UnknownHardwareError: the architecture is unknown. The message lists the known ones.
     """
     file = load("software", "torch_cublas")
     known = file.family("workspace", "B")
@@ -60,7 +60,7 @@ def workspace_bytes(architecture: str, handles: int | None = None) -> int:
 
 
 def communicator_bytes(communicators: int, channels: int | None = None, connections: int | None = None) -> int:
-    """Bytes of NCCL's buffers: for each communicator, channel and receiving connection one buffer of each protocol.
+    """Bytes of NCCL's buffers: for each communicator, channel and receiving connection, one buffer of each protocol.
 
         communicators * channels * connections * (Simple 4 MiB + LL 0.5 MiB + LL128 4.7 MiB)
 
@@ -79,16 +79,16 @@ def context_bytes() -> int:
 
 
 def room_bytes(device: Device, axes: int) -> int:
-    """Bytes that a plan's values may take on a device, where the user names no limit.
+    """Bytes for a plan's values on a device without a limit from the user.
 
         (memory - context - communicators - cuBLAS workspaces) / fragmentation
 
-    On a CPU it is the memory that `Device` has. On a GPU each axis of the mesh has two communicators: of values, and of
-    gradients or parameters. Fragmentation is what the allocator has from the driver, over what its tensors ask for.
+    On a CPU it is the memory of `Device`. On a GPU each axis of the mesh has two communicators: one for values, one for
+    gradients or parameters. Fragmentation is the allocator's memory over the memory of its tensors.
 
     Args:
-        device: where the values lie.
-        axes: of the mesh, those of more than one device.
+        device: device of the values.
+        axes: number of mesh axes larger than one.
     """
     if not device.dispatch_s:
         return device.memory_bytes

@@ -1,8 +1,8 @@
 """FLOPs and bytes of operators, in one table keyed by operator name ("aten.mm.default"); shapes are local.
 
-Bytes are those of operands and results, each moved once. Three facts correct that: views move nothing, factories read
-nothing, lookups read the rows that they return. An operator without an entry is memory-bound by its operands and
-results, which holds for everything but contractions: what sounds like one and has no entry raises.
+Bytes are those of operands and results, each moved once, with three corrections: views move nothing, factories read
+nothing, lookups read only the returned rows. An operator without an entry is memory-bound by its operands and results.
+This holds for everything but contractions, so an operator that sounds like a contraction and has no entry raises.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from math import log2, prod
 from types import MappingProxyType
 
-# Each fills its part of the tables.
+# Each import fills its part of the tables.
 from cost_models import contractions as contractions
 from cost_models import experts as experts
 from cost_models import factorisations as factorisations
@@ -33,17 +33,17 @@ _CONTRACTING_WORDS = re.compile(
 def work(
     operator_name: str, inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...] = ()
 ) -> Work:
-    """What one call does.
+    """The work of one call.
 
     Args:
         operator_name: `str(node.target)` of an OpOverload, e.g. "aten.mm.default"; "operator.getitem" is free.
-        inputs: local tensors in the order of the call, absent optional ones left out, lists flattened.
-        outputs: local results, absent ones left out.
-        arguments: the call's positional arguments in schema order (what stands at tensor positions is not read). Only
-            attention (is_causal) and convolution (transposed, groups) read it.
+        inputs: local tensors in the order of the call, absent optional tensors left out, lists flattened.
+        outputs: local results, absent results left out.
+        arguments: the call's positional arguments in schema order (tensor positions are ignored). Only attention
+            (is_causal) and convolution (transposed, groups) read it.
 
     Raises:
-        UnknownOperatorError: a contraction, or a collective, that has no entry.
+        UnknownOperatorError: a contraction, or a collective, has no entry.
 
     Example:
         >>> x, w, y = TensorInfo((4, 8), 2, "bf16"), TensorInfo((8, 2), 2, "bf16"), TensorInfo((4, 2), 2, "bf16")
@@ -64,7 +64,7 @@ def work(
 
 
 def seems_to_contract(operator_name: str) -> bool:
-    """Whether an operator without a formula sounds like a contraction, so that its bytes say nothing of its time."""
+    """Whether an operator without a formula sounds like a contraction, whose time does not follow from its bytes."""
     parts = operator_name.replace("::", ".").split(".")
     name = parts[1] if len(parts) > 1 else parts[0]
     return operator_name not in TABLE and _CONTRACTING_WORDS.search(name) is not None
@@ -106,14 +106,14 @@ def view(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments:
     *("aten.new_ones.default", "aten.new_full.default", "aten.rand_like.default", "aten.randn_like.default"),
 )
 def factory(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-    """Results are written; the operand gives its shape only."""
+    """Results are written; the operand gives only its shape."""
     return memory_bound((), outputs)
 
 
 RANDOM_KERNELS: Mapping[str, int] = MappingProxyType({"random": 190, "poisson": 2300, "binomial": 540, "gamma": 1840})
-"""Kernels that the definitions of random numbers in `autoshard.kernels` launch; those of `random` to within 7 %.
+"""Kernels launched by the definitions of random numbers in `autoshard.kernels`; those of `random` to within 7 %.
 
-What draws until a number is accepted launches more for more elements: counted for 100,000.
+Rejection sampling launches more for more elements; the counts are for 100,000.
 """
 
 _WORD_BYTES = 8
@@ -160,9 +160,10 @@ def embedding_backward(
 
 @operator_cost("aten._fft_c2c.default", "aten._fft_r2c.default", "aten._fft_c2r.default")
 def fft(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-    """arguments: (x, dim, ...). 5 N log2 N for a complex transform of N points, half for a real one (FFTW's count).
+    """arguments: (x, dim, ...). 5 N log2 N for a complex transform of N points, half for a real transform (FFTW's
+    count).
 
-    Reads and writes x once for each dim that is transformed. Complex numbers are counted as float32 ones.
+    Reads and writes x once for each transformed dim. Complex numbers count as float32 pairs.
     """
     whole = max(inputs[0].shape, outputs[0].shape, key=prod)
     dims = tuple(arguments[1]) if len(arguments) > 1 else tuple(range(len(whole)))  # type: ignore[arg-type]
@@ -219,7 +220,7 @@ def sort(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments:
 
 @operator_cost("aten.topk.default", "aten.kthvalue.default")
 def radix_select(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-    """Radix select: one reading pass per byte of the key, and one that gathers (Alabi et al. 2012)."""
+    """Radix select: one reading pass per byte of the key, and a final gather (Alabi et al. 2012)."""
     passes = inputs[0].itemsize + 1
     read = passes * size_bytes(inputs[:1])
     return Work(0, read, size_bytes(outputs), Kind.REDUCTION, compute_dtype(inputs), steps=passes)
@@ -239,7 +240,7 @@ def binary_search(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], a
     "aten._cslt_sparse_mm.default",
 )
 def sparse(inputs: Sequence[TensorInfo], outputs: Sequence[TensorInfo], arguments: tuple[object, ...]) -> Work:
-    """What is stored is not in the shapes that a trace knows, so there is no formula."""
+    """No formula exists, because a trace does not know the number of stored elements."""
     raise UnknownOperatorError(
         "Sparse products have no cost formula: how many elements are stored is not known. Multiply the dense matrix, "
         f"matrix.to_dense() @ x. Inputs: {list(inputs)}."

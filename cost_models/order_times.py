@@ -1,15 +1,16 @@
-"""Time of a pipeline's step: what each rank does in order, and the values that stages make for each other.
+"""Time of a pipeline's step: the ordered actions of each rank, and the values that stages exchange.
 
-Each pipeline rank stands for all ranks at its place. An action starts when its rank is free and its inputs are there:
+Each pipeline rank represents all ranks at its place. An action starts once its rank is free and its inputs are present.
+Let r be a stage whose value the action reads, sent from its rank if that is another rank:
 
-    F(s, i)           after F(r, i) of each stage r that makes a value for it, sent here if r sits on another rank
-    B or I(s, i)      after F(s, i) and after B or I(r, i), sent here likewise
-    W(s, i)           after I(s, i)
+* F(s, i) starts after F(r, i) of each such stage r;
+* B or I(s, i) starts after F(s, i) and after B or I(r, i);
+* W(s, i) starts after I(s, i).
 
-Transfers run on streams of their own, one per ordered pair of ranks, in the order in which their values are made. The
-runtime overlaps transfers with computation, or each rank waits for its sends.
+Transfers run on streams of their own, one per ordered pair of ranks, in the order of their values. The runtime overlaps
+transfers with computation, or each rank waits for its sends.
 
-A rank computes, waits for a transfer that is under way, or waits for other ranks (the bubble).
+A rank computes, waits for a transfer under way, or waits for other ranks (the bubble).
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Floats = NDArray[np.float64]
 
 
 class Transfer(NamedTuple):
-    """A value that a stage's forward, or its backward, makes for another stage's, of each micro-batch."""
+    """A value that one stage's forward or backward makes for another stage's, in each micro-batch."""
 
     name: str
     maker: int
@@ -47,13 +48,13 @@ class Transfer(NamedTuple):
 
 
 class StageTimes(NamedTuple):
-    """Seconds that a pipeline stage takes for one micro-batch.
+    """Seconds of a pipeline stage for one micro-batch.
 
     Args:
-        forward_s: forward, communication inside the stage that nothing hides included.
-        backward_input_s: backward to the stage's input; `backward_weight_s`: to its weights. A schedule that does not
-            cut the backward runs both, one after the other.
-        send_s: sending the output to the next stage's rank, and its gradient back (nothing where both sit on one rank).
+        forward_s: forward, including exposed communication inside the stage.
+        backward_input_s: backward to the stage's input; `backward_weight_s`: to its weights. A schedule without split
+            backwards runs both, one after the other.
+        send_s: sending the output to the next stage's rank, and its gradient back (0 if both are on one rank).
         recompute_s: forward work that the backward repeats, ahead of `backward_input_s`.
     """
 
@@ -76,12 +77,12 @@ class StageTimes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankTimes:
-    """Parts of the step on one pipeline rank, seconds; they sum to the step.
+    """Parts of the step on one pipeline rank, in seconds; they sum to the step.
 
     Args:
         compute_s: forwards and backwards, work that runs once, and the update.
         exposed_send_s: waiting for transfers under way.
-        bubble_s: the rest: waiting for other ranks.
+        bubble_s: waiting for other ranks.
     """
 
     compute_s: float
@@ -98,13 +99,13 @@ class PipelineTimes:
 
 
 class _Node(NamedTuple):
-    """An action, or a transfer behind it: what is run, and the nodes that it waits for, all earlier in the list.
+    """An action or a transfer, with the earlier nodes that it waits for.
 
     Args:
-        kind: of an action, len(ActionKind) * stage + its kind; the numbers of transfers come behind those.
-        rank: of an action, its rank; of a transfer, that of its maker.
-        micro_batch: of both.
-        waits: the nodes; of an action, first the rank's action before it, if there is one.
+        kind: for an action, len(ActionKind) * stage + its kind; larger numbers are transfers.
+        rank: rank of the action, or of the transfer's maker.
+        micro_batch: number of the micro-batch.
+        waits: the nodes; for an action, first the rank's previous action, if any.
     """
 
     kind: int
@@ -123,7 +124,7 @@ def neighbours(stages: int) -> tuple[Transfer, ...]:
 def _nodes(
     orders: Sequence[Rows], owners: Sequence[int], transfers: Sequence[Transfer], *, overlap_sends: bool
 ) -> list[_Node]:
-    """Actions and transfers, each behind all that it waits for: ranks go on in turn, each as far as it can."""
+    """Actions and transfers, each after everything that it waits for. Ranks take turns, each as far as it can."""
     made: dict[tuple[int, bool], list[int]] = {}
     read: dict[tuple[int, bool], list[int]] = {}
     for number, item in enumerate(transfers):
@@ -186,8 +187,8 @@ def order_times(
         orders: by rank, its actions; they can run to their end.
         owners: by stage, its rank.
         actions_s: [stages, kinds] seconds of each kind of action.
-        transfers: values that stages make for each other, with the seconds that one takes between ranks.
-        once_s: by stage, seconds that its first forward takes more.
+        transfers: values between stages, each with its seconds between ranks.
+        once_s: by stage, further seconds of its first forward.
         update_s: by stage, seconds of its update, after the rank's last action.
         clips_norm: updates wait for the gradients of all ranks.
     """
@@ -246,10 +247,11 @@ def _durations(nodes: Sequence[_Node], actions_s: Floats, sends_s: Sequence[floa
 def schedule_time(
     schedule: str, stages: tuple[StageTimes, ...], micro_batches: int, virtual_stages: int = 1, *, overlap_sends: bool
 ) -> float:
-    """Seconds of a step of a schedule whose stages hand on to their neighbours.
+    """Seconds of a step of a schedule whose stages send to their neighbours.
 
-    The steady state of a schedule repeats itself, so of many micro-batches only the first are run. The others take as
-    long as the last of those that were run, in the mean of as many as there are ranks.
+    The steady state of a schedule repeats, so only the first of many micro-batches are run. Each remaining micro-batch
+    takes as long as the last ones run, averaged over as many as there are ranks, and at least as long as the busiest
+    rank computes. The first micro-batches alone would hide a rank that is only a little busier than its neighbours.
 
     Args:
         schedule: a key of `schedule_orders.SCHEDULES`.
@@ -259,7 +261,7 @@ def schedule_time(
         overlap_sends: whether transfers overlap with compute.
 
     Raises:
-        CostArgumentError: numbers that the schedule does not admit.
+        CostArgumentError: the schedule does not allow these numbers.
 
     Example:
         >>> schedule_time("1F1B", (StageTimes(1.0, 1.0, 1.0),) * 4, 100_000, overlap_sends=True)
@@ -278,14 +280,18 @@ def schedule_time(
     few = settled_micro_batches(schedule, ranks, micro_batches, virtual_stages) + period
     more = max(0, micro_batches - few) // step * step
     last_s = total_s(micro_batches - more)
-    return last_s if not more else last_s + more / period * (last_s - total_s(micro_batches - more - period))
+    if not more:
+        return last_s
+    owners = stage_ranks(schedule, ranks, virtual_stages)
+    busiest_s = max(np.bincount(owners, [stage.forward_s + stage.backward_s for stage in stages]).tolist())
+    return last_s + more * max(busiest_s, (last_s - total_s(micro_batches - more - period)) / period)
 
 
 @lru_cache(maxsize=128)
 def _schedule_nodes(
     schedule: str, ranks: int, micro_batches: int, virtual_stages: int, *, overlap_sends: bool
 ) -> list[_Node]:
-    """The nodes of a schedule whose stages hand on to their neighbours."""
+    """The nodes of a schedule whose stages send to their neighbours."""
     orders, owners = (
         order_rows(schedule, ranks, micro_batches, virtual_stages),
         stage_ranks(schedule, ranks, virtual_stages),

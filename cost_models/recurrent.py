@@ -1,8 +1,7 @@
 """FLOPs and bytes of whole recurrent layers and fused transformer blocks (entries of `counting.TABLE`).
 
-A recurrent layer multiplies the whole sequence with its input weights at once, and each step with its hidden weights,
-one after the other: T steps that wait for each other. Cells with the products outside (`_thnn_fused_lstm_cell`) are
-pointwise.
+A recurrent layer multiplies the whole sequence with its input weights at once, and each step with its hidden weights.
+The T steps are sequential. Cells with the products outside (`_thnn_fused_lstm_cell`) are pointwise.
 """
 
 from __future__ import annotations
@@ -24,9 +23,8 @@ Arguments = tuple[object, ...]
 def recurrent_layers(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
     """inputs: the sequence [T, B, I] or [B, T, I], states, weights. Matrices among the weights are [gates * H, in].
 
-    Each weight meets all T * B tokens once. Hidden weights are square up to the gates (gates * H, H) and meet them
-    step by step; which of the first two dims is time makes no difference to the FLOPs, only to the number of steps,
-    where the longer one is taken.
+    Each weight meets all T * B tokens once. Hidden weights are [gates * H, H] and meet the tokens step by step. Either
+    of the first two dims may be time. The FLOPs are equal, and the longer dim gives the number of steps.
     """
     first, second, _ = inputs[0].shape
     steps, rows = max(first, second), min(first, second)
@@ -57,7 +55,7 @@ def _register_recurrent(name: str) -> None:
     forward_launches, backward_launches = LAUNCHES[name]
 
     def forward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-        """inputs: ([B, T, gates H], state [B, P], ...): one product of each step, with [gates H, P] and with [P, H]."""
+        """inputs: ([B, T, gates H], state [B, P], ...). Each step has a product with [gates H, P], and with [P, H]."""
         batch, steps, gates = inputs[0].shape
         fed_back, hidden = inputs[1].shape[1], gates // GATES[name]
         weights = [(gates, fed_back)] + [(fed_back, hidden)] * (fed_back != hidden)
@@ -65,7 +63,10 @@ def _register_recurrent(name: str) -> None:
         return _step_by_step(inputs, outputs, products, weights, steps, forward_launches)
 
     def backward(inputs: Tensors, outputs: Tensors, arguments: Arguments) -> Work:
-        """outputs: ([B, T, gates H], state [B, P], ...): a product of each step, and one of all for each weight."""
+        """outputs: ([B, T, gates H], state [B, P], ...).
+
+        Each step has a product, and each weight one over all steps.
+        """
         batch, steps, gates = outputs[0].shape
         fed_back, hidden = outputs[1].shape[1], gates // GATES[name]
         weights = [(gates, fed_back)] + [(fed_back, hidden)] * (fed_back != hidden)
@@ -85,10 +86,10 @@ def _step_by_step(
     steps: int,
     launches: int,
 ) -> Work:
-    """Steps wait for each other, so that each product fills the device alone; each reads the weights again."""
+    """Steps are sequential, so each product runs alone on the device, and reads the weights anew."""
     flops = sum(product.flops for product in products)
-    again = (steps - 1) * sum(map(prod, weights)) * inputs[0].itemsize
-    read, written = size_bytes(inputs) + again, size_bytes(outputs)
+    reread = (steps - 1) * sum(map(prod, weights)) * inputs[0].itemsize
+    read, written = size_bytes(inputs) + reread, size_bytes(outputs)
     return Work(flops, read, written, Kind.MATMUL, compute_dtype(inputs), products, steps=steps * launches)
 
 
@@ -122,7 +123,7 @@ def _block(
     width: int,
     heads: int,
 ) -> Work:
-    """Products, with the two of attention as batched ones: its scores stay on the chip."""
+    """The products, with those of attention as batched products, whose scores stay on the chip."""
     shape = AttentionShape(batch * heads, length, length, width // heads, width // heads)
     inner = MatmulShape(length, length, width // heads, batch * heads)
     outer = MatmulShape(length, width // heads, length, batch * heads)

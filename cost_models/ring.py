@@ -1,4 +1,4 @@
-"""FLOPs and bytes of attention as a ring (entries of `counting.TABLE`), and what its ranks pass on.
+"""FLOPs and bytes of ring attention (entries of `counting.TABLE`), and the messages between its ranks.
 
 Arguments end with: is_causal, scale, site, offset, global_shape, index, starts, lengths, is_paired, group.
 """
@@ -22,9 +22,9 @@ _WIDE = 4
 
 
 def _work(inputs: Tensors, outputs: Tensors, operands: Tensors, arguments: Arguments, backward: bool) -> Work:
-    """The work of the rank that has most to do: of a causal ring that is not paired, the last one.
+    """The work of the busiest rank: in a causal ring without pairing, the last rank.
 
-    It computes on all keys but half of its own; where blocks are paired each rank does half of all keys.
+    It computes on all keys but half of its own. With paired blocks each rank works on half of all keys.
     """
     q, k, v = operands
     hops, keys = len(_lengths(arguments)), sum(_lengths(arguments))
@@ -59,7 +59,9 @@ def _passed_forward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
 
 
 def _passed_backward(inputs: Tensors, arguments: Arguments) -> list[Exchanged]:
-    """Their gradients, in the accumulation type, one hop behind; nothing is computed beside the last of these."""
+    """Gradients of keys and values, in the accumulation type, one hop behind; the last message overlaps with
+    nothing.
+    """
     grad, q, k, v = inputs[:4]
     hops, held, sums = len(_lengths(arguments)), size_bytes((k, v)), _wide_bytes((k, v))
     sizes = [held * (hop < hops - 1) + sums * (hop > 0) for hop in range(hops)]
@@ -75,14 +77,17 @@ def _between(arguments: Arguments, before: Tensors, round_trip: list[Exchanged],
 
 
 def _workspace_forward(inputs: Tensors, arguments: Arguments) -> float:
-    """Pieces that visit and that come; the sum of results, where that is wider, and a hop's own."""
+    """Visiting and arriving pieces; the sum of results in a wider type, and a hop's own result."""
     q, k, v = inputs[:3]
     out, relaid = _out(q, v), size_bytes((q,)) if arguments[_PAIRED] else 0
     return _visiting(arguments) * size_bytes((k, v)) + size_bytes((out,)) + 2 * _wider_bytes(out) + relaid
 
 
 def _workspace_backward(inputs: Tensors, arguments: Arguments) -> float:
-    """Besides pieces, sums of gradients that go, come and are made, and a hop's own; one of these becomes a result."""
+    """Besides pieces: sums of gradients that leave, arrive and are computed, and a hop's own.
+
+    One of them becomes a result.
+    """
     grad, q, k, v = inputs[:4]
     relaid = size_bytes((grad, q, grad)) if arguments[_PAIRED] else 0
     sums = 3 * _wide_bytes((k, v)) + _wider_bytes(q) - size_bytes((k, v))
@@ -90,7 +95,7 @@ def _workspace_backward(inputs: Tensors, arguments: Arguments) -> float:
 
 
 def _visiting(arguments: Arguments) -> int:
-    """How many pieces a rank has at once that are not operands."""
+    """Number of pieces on a rank at once that are not operands."""
     return min(2, len(_lengths(arguments)) - 1 + bool(arguments[_PAIRED]))
 
 
@@ -114,7 +119,7 @@ def _wide_bytes(tensors: Tensors) -> int:
 
 
 def _wider_bytes(result: TensorInfo) -> int:
-    """Bytes of a sum in the accumulation type that is not the result itself."""
+    """Bytes of a sum in the accumulation type, unless it is the result itself."""
     return _wide_bytes((result,)) if result.itemsize < _WIDE else 0
 
 

@@ -1,20 +1,20 @@
-"""Pipeline schedules: in which order each pipeline rank runs the actions of its stages.
+"""Pipeline schedules: the order in which each pipeline rank runs the actions of its stages.
 
-The schedules are those of `torch.distributed.pipelining`, under its names; a property test compares the orders. With p
-ranks, v stages on each and m micro-batches, actions are forward (F), backward (B), or the backward cut in two: for the
-stage's input (I), which the stage before waits for, and for its weights (W), which nobody does.
+The schedules are those of `torch.distributed.pipelining`, under its names; a property test compares the orders. There
+are p ranks, v stages on each and m micro-batches. Actions are forward (F) and backward (B). A backward may be split in
+two: I for the stage's input, W for its weights. The previous stage waits for I; no stage waits for W.
 
 * GPipe (Huang et al. 2019): all F, then all B.
 * 1F1B (Narayanan et al. 2019, PipeDream-Flush): p - 1 - rank F, then F and B in turn.
 * Interleaved1F1B (Narayanan et al. 2021, section 2.2): 1F1B over v > 1 stages a rank, rounds of about p micro-batches.
 * LoopedBFS (Lamy-Poirier 2022): all micro-batches of a stage before the next stage.
-* InterleavedZeroBubble (Qi et al. 2023, ZB-H1): as Interleaved1F1B, I as early as can be, W later, in the bubble.
+* InterleavedZeroBubble (Qi et al. 2023, ZB-H1): like Interleaved1F1B, with I as early as possible and W in the bubble.
 * ZBVZeroBubble (Qi et al. 2023, section 6): two stages a rank, laid out as a V, so that the last follows the first.
 * DualPipeV (DeepSeek-AI 2024, and Qi et al.'s cut-in-half form): the same V; in its middle, F and B run as one.
 
-Stage s of a looped schedule sits on rank s mod p; of a V, on rank s, then back from the last rank to the first.
+Stage s of a looped schedule is on rank s mod p. The stages of a V are on ranks 0 to p - 1, then back to rank 0.
 
-A new schedule is a function from a shape and a rank to rows, and its `Schedule` in `SCHEDULES`: recipes, the search,
+A new schedule is a function from a shape and a rank to rows, and its `Schedule` in `SCHEDULES`. Recipes, the search,
 prices, proofs and runs read that record.
 """
 
@@ -35,7 +35,7 @@ from cost_models.errors import CostArgumentError
 
 
 class ActionKind(IntEnum):
-    """What a pipeline rank does for one stage and one micro-batch."""
+    """Kind of action of a pipeline rank for one stage and one micro-batch."""
 
     FORWARD = 0
     BACKWARD = 1
@@ -44,7 +44,7 @@ class ActionKind(IntEnum):
 
     @property
     def letter(self) -> str:
-        """Of the literature."""
+        """The letter in the literature."""
         return "FBIW"[self]
 
 
@@ -52,7 +52,7 @@ F, B, I, W = ActionKind  # noqa: E741  the letters of the literature
 
 
 class Action(NamedTuple):
-    """One kind of work of one stage on one micro-batch; written `1F0`: stage 1, forward, micro-batch 0."""
+    """One action of one stage on one micro-batch; `1F0` is stage 1, forward, micro-batch 0."""
 
     stage: int
     kind: ActionKind
@@ -63,10 +63,10 @@ class Action(NamedTuple):
 
 
 Slot = tuple[Action, ...]
-"""What a rank runs at once: one action, or a forward and a backward that DualPipeV runs as one."""
+"""Actions that a rank runs at once: one action, or a forward and a backward that DualPipeV fuses."""
 
 Rows = NDArray[np.int64]
-"""Actions of a rank in order, [n, 4]: stage, kind, micro-batch, and 1 where it runs as one with the action before."""
+"""Actions of a rank in order, [n, 4]: stage, kind, micro-batch, and 1 if fused with the previous action."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ class _Shape:
 
 @lru_cache(maxsize=16)
 def rank_orders(schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> tuple[tuple[Slot, ...], ...]:
-    """What each pipeline rank runs, in order.
+    """The actions of each pipeline rank, in order.
 
     Args:
         schedule: a key of `SCHEDULES`.
@@ -105,7 +105,7 @@ def rank_orders(schedule: str, ranks: int, micro_batches: int, virtual_stages: i
         One sequence of slots per rank.
 
     Raises:
-        CostArgumentError: an unknown schedule, or numbers that it does not admit; says which it does.
+        CostArgumentError: the schedule is unknown, or does not allow these numbers. The message gives the allowed ones.
 
     Example:
         >>> [" ".join(str(slot[0]) for slot in order) for order in rank_orders("1F1B", 2, 3)]
@@ -115,7 +115,7 @@ def rank_orders(schedule: str, ranks: int, micro_batches: int, virtual_stages: i
 
 
 def order_rows(schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> list[Rows]:
-    """As `rank_orders`, as tables."""
+    """Like `rank_orders`, as tables."""
     _check(schedule, ranks, micro_batches, virtual_stages)
     shape = _Shape(ranks, virtual_stages, micro_batches)
     return [SCHEDULES[schedule].rows(shape, rank) for rank in range(ranks)]
@@ -128,7 +128,7 @@ def _slots(rows: Rows) -> Iterator[Slot]:
 
 
 def repeating_micro_batches(schedule: str, ranks: int, micro_batches: int) -> int | None:
-    """By how many micro-batches a schedule's steady state repeats itself; None where it has none."""
+    """The period of a schedule's steady state in micro-batches; None without a steady state."""
     found = SCHEDULES[schedule]
     if found.in_rounds:
         return _Shape(ranks, 1, micro_batches).round_size
@@ -136,9 +136,9 @@ def repeating_micro_batches(schedule: str, ranks: int, micro_batches: int) -> in
 
 
 def settled_micro_batches(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -> int:
-    """How many first micro-batches show a schedule's steady state twice, warm-up behind them, if it has one.
+    """Number of first micro-batches that show a schedule's steady state twice after its warm-up, if it has one.
 
-    Found by trying; interleaved schedules with one stage on each of two or three ranks need some more.
+    Found by experiment; interleaved schedules with one stage on each of two or three ranks need some more.
     """
     found = SCHEDULES[schedule]
     if found.in_rounds:
@@ -177,7 +177,7 @@ def _counted_in_flight(schedule: str, ranks: int, micro_batches: int, virtual_st
 
 
 _COMES_AND_GOES = np.array([1, -1, 0, -1])
-"""What an action of each kind adds to the micro-batches in flight."""
+"""Change of the number of micro-batches in flight by an action of each kind."""
 
 
 @lru_cache(maxsize=64)
@@ -193,12 +193,12 @@ def cuts_backward(schedule: str) -> bool:
 
 
 def usual_schedule(virtual_stages: int) -> str:
-    """The schedule of a pipeline that names none."""
+    """The default schedule of a pipeline."""
     return "1F1B" if virtual_stages == 1 else "Interleaved1F1B"
 
 
 def _rows(stage: int | Rows, kind: ActionKind, micro_batches: Rows) -> Rows:
-    """Actions of one kind."""
+    """Rows of actions of one kind."""
     return np.stack(np.broadcast_arrays(stage, kind, micro_batches, 0), axis=1)
 
 
@@ -225,7 +225,7 @@ def _interleaved(shape: _Shape, rank: int) -> Rows:
 
 
 def _interleaved_zero_bubble(shape: _Shape, rank: int) -> Rows:
-    """W follow the I of `rank` backwards later; what is left of them comes last."""
+    """Each W follows its I by `rank` backwards; the remaining W come last."""
     rows = _alternate(
         _rounds(shape, rank, F), _rounds(shape, rank, I), int(_warm_up(shape, shape.virtual_stages, rank, 1))
     )
@@ -272,12 +272,12 @@ class _Counting:
             self._next(stage, kind)
 
     def overlap(self, forward_stage: int, backward_stage: int) -> None:
-        """Append a forward and a full backward that run as one."""
+        """Append a fused forward and full backward."""
         self._next(forward_stage, F)
         self._next(backward_stage, B, joined=True)
 
     def repay(self) -> None:
-        """Append the W that has waited longest for its turn, if one does."""
+        """Append the W that has waited longest, if any."""
         if self.owed:
             stage, index = self.owed.popleft()
             self.rows.append((stage, W, index, False))
@@ -293,7 +293,7 @@ class _Counting:
 
 
 def _zero_bubble_v(shape: _Shape, rank: int) -> Rows:
-    """The paper's order for at least 2p - 1 micro-batches, without those that are not there."""
+    """The paper's order for at least 2p - 1 micro-batches, without surplus micro-batches."""
     p, first, last = shape.ranks, rank, shape.stages - 1 - rank
     total = max(2 * p - 1, shape.micro_batches)
     made = _Counting()
@@ -361,13 +361,13 @@ class Schedule:
     """A pipeline schedule.
 
     Args:
-        name: as `torch.distributed.pipelining.schedules.get_schedule_class` reads it.
+        name: name for `torch.distributed.pipelining.schedules.get_schedule_class`.
         rows: the actions of a rank, in order.
         least_stages, most_stages: stages on each rank; `most_stages` None: any number.
         is_v: stages are laid out as a V; otherwise in loops over the ranks.
-        in_rounds: micro-batches are taken in equal rounds of about as many as there are ranks.
-        repeats: it has a steady state that repeats itself.
-        fills: it needs as many micro-batches as stages.
+        in_rounds: micro-batches come in equal rounds of about as many as there are ranks.
+        repeats: the schedule has a repeating steady state.
+        fills: the schedule needs at least as many micro-batches as stages.
         is_searched: the search for recipes tries it.
     """
 
@@ -383,11 +383,11 @@ class Schedule:
     is_searched: bool = True
 
     def numbers_of_stages(self, most: int) -> range:
-        """Numbers of stages on each rank that the schedule runs with, to so many."""
+        """Numbers of stages on each rank that the schedule allows, up to `most`."""
         return range(self.least_stages, min(most, self.most_stages or most) + 1)
 
     def refusal_of_stages(self, virtual_stages: int) -> str | None:
-        """Why the schedule does not run with so many stages on each rank; None if it does.
+        """Reason why the schedule does not allow this number of stages on each rank; None if it does.
 
         Example:
             >>> SCHEDULES["1F1B"].refusal_of_stages(2)
@@ -406,7 +406,7 @@ SCHEDULES: Mapping[str, Schedule] = {
         Schedule("GPipe", _gpipe, most_stages=1, repeats=False),
         Schedule("1F1B", _one_forward_one_backward, most_stages=1),
         Schedule("Interleaved1F1B", _interleaved, least_stages=2, in_rounds=True),
-        # It holds as much as GPipe and sends as often as Interleaved1F1B, so the search leaves it out.
+        # It needs as much memory as GPipe and sends as often as Interleaved1F1B, so the search leaves it out.
         Schedule("LoopedBFS", _looped_breadth_first, repeats=False, is_searched=False),
         Schedule("InterleavedZeroBubble", _interleaved_zero_bubble, in_rounds=True),
         Schedule("ZBVZeroBubble", _zero_bubble_v, least_stages=2, most_stages=2, is_v=True),
@@ -433,7 +433,7 @@ def _check(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -
 
 
 def _refusal(schedule: str, ranks: int, micro_batches: int, virtual_stages: int) -> str | None:
-    """Why a schedule does not admit these numbers; None if it does."""
+    """Reason why a schedule does not allow these numbers; None if it does."""
     if schedule not in SCHEDULES:
         return f"Unknown pipeline schedule {schedule!r}. Known: {', '.join(SCHEDULES)}."
     if min(ranks, micro_batches, virtual_stages) < 1:

@@ -1,8 +1,8 @@
-"""Kernels and collectives in a training step of several GPUs, beside what they take in benchmarks of their own.
+"""Slowdown of kernels and collectives in a training step of several GPUs, compared with separate benchmarks.
 
-Kernels are slower there (clocks under sustained power; collectives take processors and bandwidth), and so are
-collectives between nodes: they start when the last rank does, and groups share links. Collectives within a node follow
-each other on channels that are filled already, so their bandwidth does not ramp up again.
+Kernels are slower there (clocks under sustained power; collectives take processors and bandwidth). So are collectives
+between nodes, which start with the last rank, and whose groups share links. Collectives within a node follow each other
+on filled channels, so their bandwidth does not ramp up a second time.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ class InStep:
     """Factors on times of a benchmark.
 
     Args:
-        kernels: of all kernels, whatever bounds them.
-        network: of collectives between nodes.
-        ramp: of the time in which the bandwidth of collectives within a node ramps up.
+        kernels: factor of all kernels.
+        network: factor of collectives between nodes.
+        ramp: factor of the time in which the bandwidth of collectives within a node ramps up.
     """
 
     kernels: float = 1.0
@@ -29,7 +29,7 @@ class InStep:
 
 
 ALONE = InStep()
-"""One GPU, and CPUs: their times are measured in steps, or as they run there."""
+"""One GPU, and CPUs: their times are measured in steps, or are equal in steps."""
 
 
 @lru_cache(maxsize=1)

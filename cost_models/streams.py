@@ -1,18 +1,19 @@
-"""One rank's step on several streams: computation in order, and beside it communication over each class of links.
+"""One rank's step on several streams: computation in order, and communication over each class of links.
 
 A step is a sequence of segments (blocks of the model, forward and then backward), each a list of operations in program
 order. Computation runs on one stream, one operation after the other. A communication runs on the stream of its links:
 
-* It starts when what it needs is computed and its stream is free; streams run what is issued to them in order.
-* Nobody waits for it but the operations that need it; those of a later segment, and the end of the step, for all.
-* What needs nothing of the step (gathering parameters, as FSDP does: Zhao et al. 2023, section 4.2) is issued
-  `prefetch` segments early, at the start of that segment.
+* It starts when its operands are computed and its stream is free; streams run their operations in order of issue.
+* Only its readers wait for it. Operations of a later segment, and the end of the step, wait for all communication.
+* Communication that needs nothing of the step is issued `prefetch` segments early, at the start of that segment. FSDP
+  gathers parameters in this way (Zhao et al. 2023).
 * While any communication runs, computation takes (1 + slowdown) times as long: both use the same processors and memory.
-* The host issues operations in program order, `dispatch_s` apart, ahead of the device; none starts before its issue.
+* The host issues operations in program order, `dispatch_s` apart, ahead of the device. No operation starts before its
+  issue.
 
-Without overlap each communication runs at its place in the program, and everything waits for it: the step is the sum.
+Without overlap each communication runs at its place in the program, and everything waits for it. The step is the sum.
 
-Repeated segments are compressed once: computation that no communication waits for runs as one operation. So a step
+Repeated segments are compressed once: computation for which no communication waits runs as one operation. So a step
 costs a few events per communication, however many operations it has.
 """
 
@@ -34,14 +35,14 @@ class Op(NamedTuple):
     """One operation of a segment.
 
     Args:
-        name: what it is, for the trace.
-        label: what its time counts as ("forward"; for a communication, the mesh axis).
-        seconds: how long it takes alone.
+        name: name in the trace.
+        label: class of its time ("forward"; for a communication, the mesh axis).
+        seconds: its time alone.
         stream: COMPUTE, or the class of links of a communication.
-        needs: indices of earlier operations of the segment: of a communication, what makes its operands; of a
-            computation, the communications that it waits for (computations wait for each other anyway).
-        early: a communication that needs nothing of the step.
-        launches: how often the host issues something for it; 0 for views.
+        needs: indices of earlier operations of the segment. A communication lists the makers of its operands; a
+            computation lists the communications that it waits for. (Computations are ordered anyway.)
+        early: whether it is a communication that needs nothing of the step.
+        launches: number of launches by the host; 0 for views.
     """
 
     name: str
@@ -64,7 +65,7 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """How a runtime overlaps communication with computation.
+    """Overlap of communication with computation in a runtime.
 
     Args:
         prefetch: segments by which parameters are gathered ahead of their use.
@@ -76,11 +77,11 @@ class Overlap:
 
 
 def overlap_of(cluster: Cluster) -> Overlap | None:
-    """How computation runs beside communication that a program leaves under way on a cluster; None: not at all.
+    """Overlap of computation with a program's communication on a cluster; None: no overlap.
 
-    On a GPU collectives take some of its processors (`measured_slowdown`). CPUs of one machine are kept as busy by
-    communication as by computation: 62 ms one after the other were 64 ms beside each other (Gloo on loopback, two
-    cores, 2026-11-23). CPUs behind a network wait for it, and lose less than they hide.
+    On a GPU collectives take some of its processors (`measured_slowdown`). CPUs of one machine are as busy in
+    communication as in computation. 62 ms in sequence were 64 ms overlapped (Gloo on loopback, two cores, 2026-11-23).
+    CPUs behind a network wait for it, and lose less than they hide.
     """
     if cluster.device.dispatch_s:
         return Overlap()
@@ -96,7 +97,7 @@ def beside(computation_s: float, communication_s: float) -> float:
 
 
 def slowed(computation_s: float, communication_s: float) -> float:
-    """Seconds that computation takes longer for the communication beside it."""
+    """Seconds that communication beside it adds to computation."""
     return measured_slowdown() * min(computation_s, communication_s)
 
 
@@ -115,13 +116,13 @@ class StreamTimes:
     """A simulated step.
 
     Args:
-        total_s: the whole; the sum of `compute_s`, `slowdown_s`, `exposed_s` and `host_s`.
-        compute_s: by label of computation, the time that it takes alone.
-        slowdown_s: what communication beside it adds to that.
-        exposed_s: by label of communication, the time that computation waits for it.
-        host_s: the time that the device waits for the host to issue something.
-        communication_s: by label of communication, the time that it takes; what is not exposed is overlapped.
-        timeline: what ran when, if it was asked for.
+        total_s: time of the step, the sum of `compute_s`, `slowdown_s`, `exposed_s` and `host_s`.
+        compute_s: by label of computation, its time alone.
+        slowdown_s: time that communication beside it adds to computation.
+        exposed_s: by label of communication, the time in which computation waits for it.
+        host_s: the time in which the device waits for the host to issue an operation.
+        communication_s: by label of communication, its time; all but the exposed time is overlapped.
+        timeline: spans of the step, if recorded.
     """
 
     total_s: float
@@ -145,12 +146,12 @@ def simulate_streams(
 
     Args:
         segments: in order; the same object wherever a segment repeats.
-        overlap: how communication overlaps; None: it does not.
-        dispatch_s: host time to issue one operation; 0 where the device is its own host.
-        record: keep the timeline, every operation apart.
+        overlap: overlap of communication; None: no overlap.
+        dispatch_s: host time to issue one operation; 0 if the device is its own host.
+        record: keep the timeline, with every operation separate.
 
     Raises:
-        CostArgumentError: a negative time, or an operation that needs what is not before it.
+        CostArgumentError: a time is negative, or an operation needs an operation that is not earlier.
 
     Example:
         >>> gather = Op("gather w", "data", 2.0, "network", early=True)
@@ -172,10 +173,10 @@ def simulate_streams(
 
 
 class _Chain(NamedTuple):
-    """Operations of one stream that run back to back: `launches` n, `seconds` d, and what the host holds up.
+    """Operations of one stream that run back to back: `launches` n, `seconds` d, and the host's delay.
 
-    Begun at clock c with the host at h, a chain ends at max(c + d, h + lag), lag = max over i of (i * dispatch + the
-    seconds from operation i on).
+    A chain that starts at clock c with the host at h ends at max(c + d, h + lag). Here lag = max over i of (i *
+    dispatch + the seconds from operation i on).
     """
 
     op: Op
@@ -193,7 +194,7 @@ class _Chain(NamedTuple):
 
 
 class _Compiled(NamedTuple):
-    """A segment ready to run: communications stand right behind what they need, early ones apart."""
+    """A segment ready to run: communications stand right after their operands, early communications separately."""
 
     name: str
     is_barrier: bool
@@ -203,7 +204,7 @@ class _Compiled(NamedTuple):
 
 
 def _compile(segment: Segment, overlaps: bool, dispatch_s: float, merge: bool) -> _Compiled:
-    """Order and compress a segment; operations keep their indices, a merged one has that of its last part."""
+    """Order and compress a segment; operations keep their indices, a merged operation has that of its last part."""
     early = tuple((index, op) for index, op in enumerate(segment.ops) if op.early and overlaps)
     ops = [(index, op) for index, op in enumerate(segment.ops) if not (op.early and overlaps)]
     if overlaps:
@@ -224,7 +225,7 @@ def _place(op: Op, ops: Sequence[Op]) -> int:
 
 
 def _merge(ordered: Sequence[tuple[int, _Chain]], ops: Sequence[Op], dispatch_s: float) -> list[tuple[int, _Chain]]:
-    """Runs of computation as one, cut where it waits for communication and where communication stands."""
+    """Merge runs of computation, cut at waits for communication and at communications."""
     merged: list[tuple[int, _Chain]] = []
     for index, chain in ordered:
         waits = any(ops[need].stream != COMPUTE for need in chain.op.needs)
@@ -237,7 +238,9 @@ def _merge(ordered: Sequence[tuple[int, _Chain]], ops: Sequence[Op], dispatch_s:
 
 @dataclass(slots=True)
 class _Stream:
-    """What a communication stream has run: (start, end, label) in order; `first` may still run at the clock."""
+    """The finished and running work of a communication stream: (start, end, label) in order; `first` may still run
+    at the clock.
+    """
 
     ran: list[tuple[float, float, str]] = field(default_factory=list)
     first: int = 0
@@ -265,7 +268,7 @@ class _StreamState:
     spans: list[Span] = field(default_factory=list)
 
     def all_segments(self) -> None:
-        """Run them, then wait for all communication."""
+        """Run all segments, then wait for all communication."""
         ahead = 0
         for number, segment in enumerate(self.segments):
             if segment.is_barrier:
@@ -299,7 +302,7 @@ class _StreamState:
         )
 
     def _issue_early(self, number: int) -> None:
-        """Issue what segment `number` needs but nothing else of the step."""
+        """Issue communication for segment `number` that needs nothing of the step."""
         done = self.early[number] = {}
         for index, op in self.segments[number].early:
             ready = max((done[need][1] for need in op.needs), default=self.clock)
@@ -318,7 +321,7 @@ class _StreamState:
             ends[index] = (self.clock, self._compute(chain), COMPUTE)
 
     def _issue(self, op: Op, ends: Mapping[int, tuple[float, float, str]]) -> tuple[float, float, str]:
-        """Issue a communication of the present segment: once what it needs is done, or here where nothing overlaps."""
+        """Issue a communication of the present segment once its operands are done, or at its place without overlap."""
         if self.overlap is None:
             start, end = self._communicate(op, self.clock)
             self._wait(end, op.stream)
@@ -340,8 +343,8 @@ class _StreamState:
     def _wait(self, until: float, name: str) -> None:
         """Let the compute stream wait for the stream `name`.
 
-        What that stream runs meanwhile is exposed, and while it waits itself, what others run; the rest of the time all
-        of them wait for the host.
+        Communication on that stream meanwhile is exposed. While that stream itself waits, communication on other
+        streams is exposed. The remaining time is waiting for the host.
         """
         if until <= self.clock or name == COMPUTE:
             return
@@ -354,7 +357,7 @@ class _StreamState:
         self.clock = until
 
     def _expose(self, stream: _Stream, idle: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-        """Count what a stream runs in idle intervals as exposed; the intervals that are left, in order."""
+        """Count a stream's work in idle intervals as exposed; return the remaining intervals, in order."""
         left = []
         for first, last in idle:
             for start, end, label in reversed(stream.ran):
@@ -374,7 +377,7 @@ class _StreamState:
             self._wait(stream.free, name)
 
     def _compute(self, chain: _Chain) -> float:
-        """Run computation, slower while communication runs, and not before the host has issued it; when it ends."""
+        """Run computation, slower beside communication, and not before its issue by the host; return its end."""
         start, issued = self.clock, self.host
         if self._is_alone():
             self.clock = start + chain.seconds
@@ -395,7 +398,7 @@ class _StreamState:
         return self.overlap is None or self.overlap.slowdown == 0 or not self.streams
 
     def _slowed_end(self, seconds: float) -> float:
-        """When so much work ends that starts at the clock: a walk over the moments at which communication changes."""
+        """The end of work that starts at the clock, found by walking over the changes of communication."""
         assert self.overlap is not None
         now, left, rate = self.clock, seconds, 1 / (1 + self.overlap.slowdown)
         while True:
@@ -407,7 +410,7 @@ class _StreamState:
             now = change
 
     def _next_change(self, now: float) -> tuple[float, bool]:
-        """(when a stream next starts or stops, whether one runs now)."""
+        """(next start or stop of any stream, whether a stream runs now)."""
         change, busy = float("inf"), False
         for stream in self.streams.values():
             while stream.first < len(stream.ran) and stream.ran[stream.first][1] <= now:

@@ -1,13 +1,13 @@
-"""How fast kernels move bytes, by how many they move: measured curves of a device, such as a CPU core.
+"""Bytes per second of kernels by size: measured curves of a device, such as a CPU core.
 
-Small operands lie in caches, large ones in memory, and fresh large results are mapped page by page: a core that adds
-vectors of 1 MiB at 88 GB/s adds those of 64 MiB at 5. Kernels that compute per element (`tanh`), or that are made of
-many (attention on a CPU), have curves of their own, by the operator's name.
+Small operands are in caches, large ones in memory, and fresh large results are mapped page by page. A core that adds
+vectors of 1 MiB at 88 GB/s adds those of 64 MiB at 5. Kernels that compute per element (`tanh`), and composite kernels
+(attention on a CPU), have curves of their own, by the operator's name.
 
     seconds = bytes / rate(bytes),   log(rate) linear in log(bytes) between the measured sizes, constant beyond them
 
-`bytes` are those that the operator's `Work` moves. Beside them the products of experts run at the rate of products;
-those of attention are part of its curve, which goes by `cost_models.compute.attended_bytes`.
+`bytes` are those of the operator's `Work`. In addition, the products of experts run at the rate of products.
+Attention's products are part of its curve, which is read by `cost_models.compute.attended_bytes`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Curve = tuple[tuple[float, float], ...]
 """(bytes moved, bytes per second), by bytes."""
 
 MEMORY = "memory"
-"""The name of the curve of kernels that have none of their own, and of plain copies."""
+"""The curve of plain copies, and of kernels without a curve of their own."""
 
 _KERNELS = {
     "autoshard.attention.default": "attention",
@@ -37,7 +37,7 @@ _KERNELS = {
 
 
 def kernel_of(operator: str) -> str:
-    """The name of an operator's curve, which those that compute alike share; most operators have their own.
+    """The name of an operator's curve, shared by similar operators; most operators have their own.
 
     Example:
         >>> kernel_of("autoshard.ring_attention.default"), kernel_of("aten.tanh.default")
@@ -78,7 +78,7 @@ def numbers_of(curves: Mapping[str, Curve]) -> dict[str, tuple[float, str]]:
 
 
 def curves_of(constants: Mapping[str, float]) -> dict[str, Curve]:
-    """The curves of a file's constants, by what stands behind "throughput."; see `numbers_of`."""
+    """The curves of a file's constants, by the path after "throughput.", the inverse of `numbers_of`."""
     found: dict[str, list[tuple[float, float]]] = {}
     for path, rate in constants.items():
         name, _, size = path.rpartition(".")

@@ -1,6 +1,6 @@
 """The timeline of a simulated step: spans on streams of processes.
 
-Streams belong to processes (ranks that differ; ranks that do the same at the same time are one process).
+Streams belong to processes. Ranks with equal timelines share one process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ COMPUTE = "compute"
 
 
 class Span(NamedTuple):
-    """When a task ran, and on which stream of which process (an index into the timeline's `processes`)."""
+    """Time of a task, and its stream and process (an index into the timeline's `processes`)."""
 
     name: str
     stream: str
@@ -23,7 +23,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """The simulated step: spans in the order of their tasks, and the names of the processes that they run on."""
+    """The simulated step: spans in the order of their tasks, and the names of their processes."""
 
     spans: tuple[Span, ...]
     processes: tuple[str, ...] = ("rank 0",)

@@ -1,10 +1,10 @@
-"""Links, how devices are wired, and which links a group of ranks uses.
+"""Links, the wiring of devices, and the links of a group of ranks.
 
 Three levels: devices of a node share a fabric (`intra`), nodes a network (`inter`), pods of nodes a spine that may be
 oversubscribed. A group of n ranks has per_node * nodes members. All groups along an axis communicate at once (SPMD), so
-each member owns its own share of each level: the group's network bandwidth per node is per_node times the share of
-one device, never the whole node's. Where devices are wired to each other without a switch, the bandwidth of a group is
-that of its narrowest cut (Zhao et al. 2024, "ForestColl", section 3: the bound on all-gather, which trees reach).
+each member has its own share of each level. The group's network bandwidth per node is per_node times the share of one
+device, never the whole node's. If devices are connected without a switch, the bandwidth of a group is that of its
+narrowest cut. This is the bound on all-gather, which trees reach (Zhao et al. 2024, "ForestColl", section 3).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from cost_models.errors import TopologyError, UnknownHardwareError
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A link, as one device sees it.
+    """A link, from the view of one device.
 
     Args:
         bandwidth_bytes_per_s: nominal, per device and direction (a device's share of its node's network cards).
-        efficiency: fraction of it that long transfers reach.
-        in_network_efficiency: the same for all-reduce inside the switch (NVLS); 0 if the switch cannot reduce.
+        efficiency: fraction of the bandwidth that long transfers reach.
+        in_network_efficiency: the same fraction for all-reduce inside the switch (NVLS); 0 if the switch cannot reduce.
         latency_s: per step of an algorithm (hop), with the protocol for long messages (NCCL's Simple).
-        start_s: per collective, whatever the group.
-        ramp_bytes: message size that scales how slowly bandwidth saturates (see `collectives`); 0 = at once.
-        reduce_scatter_phases: ring phases that a reduce-scatter takes: 1 (NCCL), about 2 where the library does it as
-            an all-reduce and a slice (Gloo).
-        protocols: those for short messages, if the library has any (NCCL's LL and LL128).
-        measured: times of collectives as they were measured on this link, which then count (Gloo on a CPU).
+        start_s: per collective, for any group.
+        ramp_bytes: message size that scales how slowly bandwidth saturates, in `collectives`; 0: at once.
+        reduce_scatter_phases: ring phases of a reduce-scatter: 1 (NCCL), about 2 if the library uses an all-reduce and
+            a slice (Gloo).
+        protocols: protocols for short messages, if the library has any (NCCL's LL and LL128).
+        measured: measured times of collectives on this link, which then count (Gloo on a CPU).
     """
 
     bandwidth_bytes_per_s: float
@@ -49,18 +49,18 @@ class Link:
 
     @property
     def reached_bytes_per_s(self) -> float:
-        """Bandwidth that long transfers reach, in B/s."""
+        """Bandwidth of long transfers, in B/s."""
         return self.bandwidth_bytes_per_s * self.efficiency
 
     @property
     def numbers(self) -> tuple[float, ...]:
-        """What collectives are priced by, short of what was measured."""
+        """The numbers behind the price of collectives, without measured times."""
         short = (number for each in self.protocols for number in (each.start_s, each.latency_s))
         speeds = (self.bandwidth_bytes_per_s, self.efficiency, self.in_network_efficiency, self.ramp_bytes)
         return (*speeds, self.start_s, self.latency_s, *short)
 
     def slowed(self, factor: float) -> Link:
-        """The same link where collectives take `factor` times as long."""
+        """The link with collective times multiplied by `factor`."""
         short = tuple(
             replace(each, latency_s=each.latency_s * factor, start_s=each.start_s * factor) for each in self.protocols
         )
@@ -68,7 +68,7 @@ class Link:
         return replace(self.scaled(1 / factor), latency_s=latency_s, start_s=start_s, protocols=short)
 
     def scaled(self, factor: float) -> Link:
-        """The same link with `factor` times its bandwidth."""
+        """The link with its bandwidth multiplied by `factor`."""
         return replace(self, bandwidth_bytes_per_s=self.bandwidth_bytes_per_s * factor)
 
 
@@ -96,7 +96,7 @@ class MeasuredCollective:
     Args:
         name: "all_reduce", "all_gather", "reduce_scatter" or "all_to_all"; bytes are those of `collectives`.
         start_s, latency_s: once, and for each further member.
-        bandwidth_bytes_per_s: of all phases together.
+        bandwidth_bytes_per_s: bandwidth of all phases together.
     """
 
     name: str
@@ -111,10 +111,10 @@ class MeasuredCollective:
 
 
 class NodeWiring(Enum):
-    """How the devices of a node are wired to each other."""
+    """Direct connections between the devices of a node."""
 
-    SWITCH = "switch"  # every device to every other at full bandwidth (NVSwitch)
-    MESH = "mesh"  # a direct link to each other device, which share the bandwidth (Infinity Fabric, 4 x V100)
+    SWITCH = "switch"  # every device to every other device at full bandwidth (NVSwitch)
+    MESH = "mesh"  # a direct link to each other device, all sharing the bandwidth (Infinity Fabric, 4 x V100)
     HYBRID_CUBE_MESH = "hybrid_cube_mesh"  # DGX-1: 8 devices with 6 links each, not all of them neighbours
     PAIRS = "pairs"  # bridges between devices 2i and 2i + 1; everything else over the host's bus
     HOST = "host"  # the host's bus only (PCIe)
@@ -122,15 +122,15 @@ class NodeWiring(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Wiring:
-    """Which devices share what.
+    """Links and cards that devices share.
 
     Args:
-        layout: see `NodeWiring`; the node's `intra` link is what a device has over all its direct links together.
-        host: the host's bus, for devices without a direct link; None if there is always one.
+        layout: direct connections. The node's `intra` link is that of a device over all its direct links together.
+        host: the host's bus, for pairs without a direct link; None if every pair has a direct link.
         devices_per_nic: devices that share one network card; alone on a node, a device has the whole card.
-        nodes_per_pod: nodes below one leaf of the network, with full bandwidth among them; 0 = all of them.
-        oversubscription: bandwidth of a pod's cards over that of its way to the spine.
-        cards_per_collective: of a large node's devices, those whose cards one ring or tree uses at once; 0 = all.
+        nodes_per_pod: nodes below one leaf of the network, with full bandwidth among them; 0: all nodes.
+        oversubscription: bandwidth of a pod's cards over that of its uplink to the spine.
+        cards_per_collective: in a large node, devices whose cards one ring or tree uses at once; 0: all.
     """
 
     layout: NodeWiring = NodeWiring.SWITCH
@@ -166,10 +166,10 @@ def direct_links(layout: NodeWiring, devices: int) -> dict[tuple[int, int], floa
 
 @lru_cache(maxsize=4096)
 def wired_share(layout: NodeWiring, devices: int, members: tuple[int, ...]) -> float:
-    """The share of a device's bandwidth that a group of these devices of one node reaches; 0 if links do not join it.
+    """The share of a device's bandwidth that a group of these devices of one node reaches; 0 if no links join it.
 
-    With B(S) the links that leave the set S and g members, an all-gather takes at least |S|/g of its bytes over B(S),
-    so what a ring of one link would need to have is the least (g - 1) * B(S) / |S| over all proper subsets S.
+    Let B(S) be the links that leave the set S, and g the number of members. An all-gather takes at least |S|/g of its
+    bytes over B(S). So an equivalent ring has links of the least (g - 1) * B(S) / |S| over all proper subsets S.
     """
     if layout is NodeWiring.SWITCH or len(members) == 1:
         return 1.0
@@ -185,12 +185,12 @@ def wired_share(layout: NodeWiring, devices: int, members: tuple[int, ...]) -> f
 
 @dataclass(frozen=True, slots=True)
 class GroupLinks:
-    """What a group of `size` ranks communicates over: `per_node` members in each of `nodes` nodes, of `pods` pods.
+    """Links of a group of `size` ranks: `per_node` members in each of `nodes` nodes, in `pods` pods.
 
-    `intra` is None unless per_node > 1, `inter` unless nodes > 1, `spine` (the share of a device when all traffic
-    leaves the pod) unless the group spans pods whose way to the spine is oversubscribed. A group with an uneven share
-    of ranks per node counts as one member per node: a flat ring over the network, the slower of the two readings.
-    `cards` of a node's members have a network card that a ring or tree uses; 0 stands for all of them.
+    `intra` is None unless per_node > 1, and `inter` unless nodes > 1. `spine` is a device's share when all traffic
+    leaves the pod, and None unless the group spans pods with an oversubscribed uplink. A group with uneven numbers of
+    ranks per node counts as a flat ring over the network, with one member per node. This reading is pessimistic.
+    `cards` of a node's members have a network card that a ring or tree uses; 0: all.
     """
 
     size: int
@@ -212,7 +212,7 @@ class GroupLinks:
         return self._hash
 
     def measured(self, collective: str) -> MeasuredCollective | None:
-        """The collective as it was measured on the fabric of one node, where it was."""
+        """The measured collective on the fabric of one node, or None."""
         if self.nodes > 1 or self.intra is None:
             return None
         return next((each for each in self.intra.measured if each.name == collective), None)
@@ -224,7 +224,7 @@ class GroupLinks:
 
     @property
     def links(self) -> tuple[Link, ...]:
-        """The links that are used, innermost first."""
+        """The links in use, innermost first."""
         return tuple(link for link in (self.intra, self.inter, self.spine) if link is not None)
 
 
@@ -242,16 +242,16 @@ def group_links(
     """The links of a group over `axes` of a row-major mesh `shape` on nodes of contiguous ranks.
 
     1. The members of a group differ only in the coordinates of `axes`; list the ranks of every group.
-    2. Count each group's members per node. If every group has the same count in each node that it touches, it is
-       per_node x nodes; else it is taken as a flat ring over the network. Likewise nodes per pod.
+    2. Count each group's members per node. If every group has the same count in each of its nodes, it is per_node x
+       nodes. Otherwise it counts as a flat ring over the network. Nodes per pod are counted in the same way.
     3. Inside the node, the slowest of the groups decides: its share of the direct links, or the host's bus.
 
     Args:
-        wired_devices: devices that a node is built with (the layout's); default: `devices_per_node`.
+        wired_devices: devices of a complete node (the layout's); default: `devices_per_node`.
 
     Raises:
-        TopologyError: an unknown axis, or a mesh larger than the cluster.
-        UnknownHardwareError: the group needs a network that the node type has no numbers for.
+        TopologyError: an axis is unknown, or the mesh is larger than the cluster.
+        UnknownHardwareError: the group needs a network, but the node type has no numbers for it.
     """
     _check_mesh(shape, axes, nodes * devices_per_node)
     size = math.prod(extent for name, extent in shape if name in axes)
@@ -307,7 +307,7 @@ def _profile(ranks: Sequence[int], unit: int) -> tuple[int, int]:
 
 
 def _inside(groups: Sequence[Sequence[int]], per_node: int, intra: Link, wiring: Wiring, wired: int) -> Link:
-    """The link inside the node that the slowest group has."""
+    """The link of the slowest group inside the node."""
     if wiring.layout is NodeWiring.SWITCH:
         return intra
     parts = {part for group in groups for part in _parts(group, per_node)}
@@ -318,7 +318,7 @@ def _inside(groups: Sequence[Sequence[int]], per_node: int, intra: Link, wiring:
     if wiring.host is None:
         raise UnknownHardwareError(
             f"No direct link joins the devices {sorted(parts)} of a node wired as {wiring.layout.value!r}, and the "
-            "node type has no host bus; add the [host.*] tables to its file."
+            "node type has no host bus. Add the [host.*] tables to its file."
         )
     return wiring.host
 
@@ -334,7 +334,7 @@ def _parts(ranks: Sequence[int], per_node: int) -> set[tuple[int, ...]]:
 def _spine(
     groups: Sequence[Sequence[int]], per_node: int, touched: int, card: Link, wiring: Wiring
 ) -> tuple[int, Link | None]:
-    """(pods that a group spans, a device's share of the way to the spine); none where it is as wide as the cards."""
+    """(pods that a group spans, a device's share of the uplink to the spine); None if it is as wide as the cards."""
     if wiring.nodes_per_pod == 0 or wiring.oversubscription <= 1:
         return 1, None
     members, pods = _common_profile(groups, per_node * wiring.nodes_per_pod)

@@ -1,4 +1,4 @@
-"""What an operator does, in plain numbers: the interface between `operators` (counts) and `compute` (times)."""
+"""Work of an operator in plain numbers: the interface between `operators` (counts) and `compute` (times)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Kind(Enum):
-    """What bounds an operator."""
+    """The resource that limits an operator."""
 
     MATMUL = "matmul"
     ATTENTION = "attention"
@@ -55,7 +55,7 @@ class AttentionShape(NamedTuple):
     def flops(self) -> float:
         """Dao 2023 (FlashAttention-2, section 4.1): 2 * heads * queries * keys * (depth + value_depth).
 
-        Half of it when causal; 2.5 times as much backward, where the scores are computed anew.
+        Half of it when causal; 2.5 times as much backward, which recomputes the scores.
         """
         pairs = self.queries * self.keys * (0.5 if self.causal else 1.0)
         return (2.5 if self.backward else 1.0) * 2 * self.heads * pairs * (self.depth + self.value_depth)
@@ -64,9 +64,9 @@ class AttentionShape(NamedTuple):
 class Work(NamedTuple):
     """FLOPs and bytes of one operator.
 
-    `products` lists its matrix products, if it is made of them; `attention` is the shape of a fused attention;
-    `steps` counts parts that must wait for each other (the panels of a factorisation), each with its own launch.
-    `again_flops` of `flops` make a result of the forward again, which the model's FLOPs have once.
+    `products` lists its matrix products, if it consists of them, and `attention` is the shape of a fused attention.
+    `steps` counts sequential parts (the panels of a factorisation), each with its own launch. `recomputed_flops` of
+    `flops` repeat a result of the forward, which the model's FLOPs count once.
     """
 
     flops: float
@@ -77,4 +77,4 @@ class Work(NamedTuple):
     products: tuple[MatmulShape, ...] = ()
     attention: AttentionShape | None = None
     steps: int = 1
-    again_flops: float = 0.0
+    recomputed_flops: float = 0.0

@@ -4,7 +4,7 @@
     python examples/pretrain_4d.py                                       eight simulated ranks in this process
 
 Two stages of a pipeline; in each, two ranks along "data" by two along "model". Attention is split along "model", and
-experts along "data": each rank of that axis has half of them. The planner chooses how all else lies. The page of
+experts along "data": each rank of this axis has half of the experts. The planner chooses how all else lies. The page of
 the plan, plan_4d.html, shows stages and schedule.
 """
 
@@ -57,7 +57,7 @@ def batch(number: int) -> dict[str, torch.Tensor]:
 
 
 def train_on_one_device(steps: int, held_out: dict[str, torch.Tensor]) -> list[float]:
-    """Losses of each step, then that of a batch that is not trained on."""
+    """Losses of each step, then the loss of a held-out batch."""
     model = build()
     optimizer, losses = optimizer_of(model), []
     for number in range(steps):

@@ -1,4 +1,4 @@
-"""One line runs a model on four ranks, here all in this process, and it computes what one device computes."""
+"""One line runs a model on four ranks, here in one process, with the results of one device."""
 
 import copy
 

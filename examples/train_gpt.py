@@ -3,8 +3,8 @@
     torchrun --standalone --nproc-per-node 4 examples/train_gpt.py     four processes (Gloo, or NCCL on GPUs)
     python examples/train_gpt.py                                       four simulated ranks in this process
 
-The model is plain PyTorch; one line, `autoshard.compile(model, mesh, optimizer=optimizer)`, makes its whole training
-step run on a mesh: forward, backward and update, each sharded as the plan says.
+The model is plain PyTorch. One line, `autoshard.compile(model, mesh, optimizer=optimizer)`, makes the whole training
+step run on a mesh: forward, backward and update.
 """
 
 import argparse
@@ -156,11 +156,11 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""One training step: it takes tokens and targets, updates the parameters, and returns the loss."""
+"""One training step: update the parameters from tokens and targets, and return the loss."""
 
 
 def one_device_step(model: nn.Module) -> Step:
-    """The same step as a plain loop has it."""
+    """The same step as a plain loop."""
     optimizer = make_optimizer(model)
 
     def step(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -182,7 +182,7 @@ class Curve:
 
 
 def typical(times_s: list[float]) -> float:
-    """The median but for the first, which is warmed up in."""
+    """The median without the first time, the warm-up."""
     return statistics.median(times_s[1:] or times_s)
 
 

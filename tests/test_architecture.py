@@ -47,13 +47,12 @@ _PASSES: dict[str, tuple[str, ...]] = {
         *(*_LOWERED, "passes.driver.plan_options"),
         *("passes.driver.plan_of_choice", "passes.driver.fastest_choice"),
     ),
-    "passes.sections": _PROVEN,
-    "passes.recipes": (*_PROGRAMS[:3], "passes.sections", "passes.lowering"),
+    "passes.search.layers": _PROVEN,
+    "passes.search": ("passes.solver", "passes.search.layers"),
     "passes.questions": (
         *(*_LOWERED, "passes.driver.plan_options"),
-        *("passes.driver.fastest_choice", "passes.driver.plan_and_lower", "passes.recipes", "passes.sections"),
+        *("passes.driver.fastest_choice", "passes.driver.plan_and_lower", "passes.search", "passes.search.layers"),
     ),
-    "passes.search": ("passes.solver", "passes.sections", "passes.recipes", "passes.questions"),
 }
 
 # What each part may import of us, besides itself. Nothing in `passes` but the driver imports the runtime, and nothing
@@ -103,7 +102,7 @@ PRIVATE_ANYWHERE = ("torch._ops", "torch.utils._pytree", "torch.ops.", "torch.fx
 PRIVATE_ONLY_IN = "autoshard.tracing"
 
 # Folders whose tests are not about one module.
-FREE_FOLDERS = ("tests/end_to_end", "tests/zoo", "tests/examples", "tests/benchmarks")
+FREE_FOLDERS = ("tests/docs", "tests/end_to_end", "tests/prose", "tests/zoo", "tests/examples", "tests/benchmarks")
 # Tests of a whole folder: what it does with other people's models.
 FREE_FILES = ("tests/tracing/test_transformers.py",)
 

@@ -87,7 +87,11 @@ class Mysterious(nn.Module):
         ({"memory_budget": 0}, NotAvailableError, r"memory_budget=0 must be a number of bytes above 0"),
         ({"memory_budget": "80GB"}, NotAvailableError, r"memory_budget='80GB' must be a number of bytes"),
         ({"memory_budget": math.nan}, NotAvailableError, r"memory_budget=nan must be a number of bytes"),
-        ({"memory_budget": 1.5}, NotAvailableError, r"memory_budget=1.5 is no whole number of bytes. Of 80 GB write"),
+        (
+            {"memory_budget": 1.5},
+            NotAvailableError,
+            r"memory_budget=1.5 is no whole number of bytes. Write 80 \* 10\*\*9",
+        ),
         ({"memory_budget": 0.8}, NotAvailableError, r"0.8 is no whole number of bytes.*int\(0.8 \* cluster.device"),
         ({"memory_budget": True}, NotAvailableError, r"memory_budget=True must be a number of bytes"),
         (
@@ -141,13 +145,13 @@ ARGUMENTS: list[tuple[type[AutoshardError], str, Callable[[], Any]]] = [
     (NotAvailableError, "max_programs=0 must be a whole number, at least 1", lambda: autoshard.Options(max_programs=0)),
     (NotAvailableError, "=True must say for each argument", lambda: autoshard.Options(dynamic_lengths=True)),
     (NotAvailableError, "={} must say for each argument", lambda: autoshard.Options(dynamic_lengths={})),
-    (NotAvailableError, "must say for each argument that is padded what its padding holds",
+    (NotAvailableError, "must say for each argument what its padding holds",
      lambda: autoshard.Options(dynamic_lengths={"input": "0"})),
     (NotAvailableError, "is a dict; pass autoshard.Options(timeout_s=30)",
      lambda: compiled(options={"timeout_s": 30})),
-    (TraceError, "model is a ShardedModule, compiled already; pass the module it was made of",
+    (TraceError, "model is a ShardedModule, compiled already; pass the module from before",
      lambda: autoshard.plan(compiled(), MESH, example_inputs=(X,))),
-    (TraceError, "model.0 is a ShardedModule, compiled already, and a program cannot call another one. Compile the",
+    (TraceError, "model.0 is a ShardedModule, compiled already, and a program cannot call another program. Compile",
      lambda: autoshard.plan(nn.Sequential(compiled()), MESH, example_inputs=(X,))),
     (TraceError, "input:0 has shape=(0, 6), no elements: there is nothing", lambda: compiled()(X[:0])),
     (TraceError, "input:0 has shape=(0, 6), no elements",
@@ -168,7 +172,7 @@ ARGUMENTS: list[tuple[type[AutoshardError], str, Callable[[], Any]]] = [
     (NotAvailableError, "max_grad_norm=0 must be a positive number", lambda: stepping(max_grad_norm=0)),
     (NotAvailableError, "max_grad_norm=nan must be a positive number", lambda: stepping(max_grad_norm=math.nan)),
     (NotAvailableError, "max_grad_norm='1' must be a positive number", lambda: stepping(max_grad_norm="1")),
-    (NotAvailableError, "optimizer=LBFGS calls the model itself, by the closure", lambda: stepping(torch.optim.LBFGS)),
+    (NotAvailableError, "optimizer=LBFGS calls the model itself: its step()", lambda: stepping(torch.optim.LBFGS)),
     (NotAvailableError, "optimizer=LBFGS calls the model itself", lambda: planned(optimizer="lbfgs")),
     (NotAvailableError, "optimizer=SparseAdam takes sparse gradients only", lambda: planned(optimizer="sparseadam")),
     (TraceError, "optimizer='muon' cannot be made over all of the model's par", lambda: planned(optimizer="muon")),
@@ -205,7 +209,7 @@ ARGUMENTS: list[tuple[type[AutoshardError], str, Callable[[], Any]]] = [
     *(
         (
             TraceError,
-            "wrap it: lambda outputs: loss",
+            "Wrap it, e.g. lambda outputs: loss",
             lambda call=call: call(small(), MESH, example_inputs=(X,), loss_fn=torch.sum),
         )
         for call in (autoshard.plan, autoshard.compile)
@@ -394,7 +398,7 @@ def test_clusters(call: Callable[[], Any], words: str) -> None:
         (lambda plan: plan.why_not(None), "why_not(None): unknown"),
         (lambda plan: plan.formula("tokens", dims="batch"), "dims='batch' is a str; pass a dict"),
         (lambda plan: plan.formula("step_flops", fixed=3), "fixed=3 is a int; pass the names of symbols"),
-        (lambda _: autoshard.vectorise("batch"), "formula='batch' is a str; pass what Plan.formula gave"),
+        (lambda _: autoshard.vectorise("batch"), "formula='batch' is a str; pass a result of Plan.formula"),
         (lambda _: Plan.load("/no/such.json"), "'/no/such.json' cannot be read: No such file"),
         (lambda _: Plan.load("/"), "'/' cannot be read: Is a directory"),
         (lambda _: Plan.load(""), "'' cannot be read: Is a directory"),
@@ -440,7 +444,7 @@ def test_a_file_that_holds_no_plan(tmp_path: Path) -> None:
         ({"example_inputs": X}, "example_inputs is a Tensor; pass a tuple"),
         ({"loss_fn": 3}, "loss_fn=3 is a int; pass a function"),
         ({"recipe": "data=2"}, "recipe='data=2' is a str; pass an autoshard.Recipe"),
-        ({"cluster": "h100"}, "were given 'h100': pass a Cluster"),
+        ({"cluster": "h100"}, "was given 'h100': pass a Cluster"),
         ({"cluster": MESH}, "pass a Cluster"),
         ({"model": "gpt"}, "model='gpt' is a str; pass a torch.nn.Module"),
     ],
@@ -458,7 +462,10 @@ def test_price(model: nn.Module, options: dict[str, Any], words: str) -> None:
         ({"constraints": {3: P("data")}}, "constraints has the key 3, which is a int"),
         ({"global_batch": 8, "constraints": 3}, "constraints=3 is a int; pass a dict"),
         ({"global_batch": 8, "example_inputs": None}, "example_inputs is a NoneType; pass a tuple"),
-        ({"runtime": "fsdp2"}, "runtime='fsdp2' is what executes a recipe. Pass recipe=Recipe(...), or global_batch="),
+        (
+            {"runtime": "fsdp2"},
+            "runtime='fsdp2' is a framework that runs a recipe. Pass recipe=Recipe(...) too, or global_batch=",
+        ),
     ],
 )
 def test_plan(model: nn.Module, options: dict[str, Any], words: str) -> None:

@@ -1,9 +1,11 @@
 """Checkpoints of a training run: saved asynchronously and atomically, by shards, and loaded by any number of ranks.
 
-torch.distributed.checkpoint plans which rank writes and reads which bytes (`files`). Around it: what is
-saved (`state`), without pickle (`values`, `contents`), the copy that training does not wait for (`snapshot`), how a
-checkpoint becomes complete at one moment (`folder`), how damage is found (`manifest`), and how ranks share one outcome
-(`ranks`).
+torch.distributed.checkpoint plans which rank writes and reads which bytes (`files`). The other modules:
+
+* `state` lists the saved objects; `values` and `contents` write them without pickle;
+* `snapshot` copies tensors, so that training need not wait;
+* `folder` makes a checkpoint complete by one rename; `manifest` finds damage;
+* `ranks` gives all ranks one outcome.
 """
 
 from autoshard.checkpoints.checkpoints import Checkpoints

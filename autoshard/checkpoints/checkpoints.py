@@ -31,11 +31,11 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class _Begun:
-    """What ranks agreed on before they write.
+    """The ranks' agreement before they write.
 
     Args:
-        folder: where to.
-        differing: keywords under which ranks hold different things.
+        folder: the folder to write to.
+        differing: keywords under which ranks hold different values.
     """
 
     folder: Path
@@ -44,7 +44,7 @@ class _Begun:
 
 @dataclass(frozen=True, slots=True)
 class _Saving:
-    """A save under way: after how many steps, and its end."""
+    """A save in progress: the steps done, and a future that ends when the checkpoint is complete."""
 
     at: int
     ended: Future[None]
@@ -53,23 +53,23 @@ class _Saving:
 class Checkpoints:
     """The checkpoints of a run in one folder, which all ranks see.
 
-    A checkpoint holds the model, its optimizer, random numbers, the number of steps, the plan, and whatever is passed
-    by keyword. No file of it is pickled, so loading a stranger's runs no code. It is complete or invisible: a crash
-    at any moment leaves the one before. See docs/checkpoints.md.
+    A checkpoint holds the model, its optimizer, random numbers, the number of steps, the plan, and every object passed
+    by keyword. No file of a checkpoint is pickled, so loading a stranger's checkpoint runs no code. A checkpoint is
+    complete or invisible. After a crash the previous checkpoint is the latest (docs/reference/checkpoints.md).
 
     Args:
-        folder: where checkpoints lie, each in a folder of its own: `step-1000`.
-        every: `save` saves where the number of steps is a multiple of this.
-        keep: so many of the latest stay, and older ones are deleted; None: all stay.
-        asynchronous: `save` blocks for a copy of this rank's shards to the host's memory, and writes beside training;
-            False: it writes without a copy, and returns when the checkpoint is complete.
-        timeout_s: seconds that ranks wait for one that neither saves or loads with them nor shows a sign of life; None:
-            as many as `Options(timeout_s=)` has, and 60 for a plain module.
-        trust_pickle: `load` also reads checkpoints of earlier releases. They are pickles: loading one runs whatever
-            code is in it. What this release writes has none, and runs none.
+        folder: the folder of all checkpoints; each checkpoint is a folder in it, such as `step-1000`.
+        every: `save` saves when the number of steps is a multiple of `every`.
+        keep: the number of checkpoints to keep; older checkpoints are deleted. None keeps all.
+        asynchronous: `save` copies this rank's shards to the host's memory, returns, and writes them in a thread.
+            False: `save` writes without a copy, and returns when the checkpoint is complete.
+        timeout_s: seconds to wait for a rank that shows no sign of life. Default: the value of `Options(timeout_s=)`;
+            60 for a plain module.
+        trust_pickle: `load` also reads checkpoints of earlier releases. They are pickles, and loading a pickle runs
+            the code in it. Checkpoints of this release contain no pickles.
 
     Raises:
-        CheckpointError: `every` or `keep` is no whole number above 0, or `timeout_s` is not above 0.
+        CheckpointError: `every` or `keep` is not a whole number above 0, or `timeout_s` is not above 0.
 
     Example:
         >>> import tempfile, autoshard
@@ -108,27 +108,27 @@ class Checkpoints:
 
     @property
     def latest(self) -> Path | None:
-        """The folder of the latest complete checkpoint, as this process sees it; its plan is `plan.json` in there."""
+        """The folder of the latest complete checkpoint that this process sees; it contains the plan as `plan.json`."""
         return folders.latest(self.folder)
 
     def save(self, step: TrainStep | nn.Module, /, *, at: int, **stateful: Any) -> bool:
-        """Save, if it is due. Called by all ranks, which go on while it is written.
+        """Save a checkpoint if `at` is a multiple of `every`. All ranks call `save`; training goes on during the write.
 
-        One checkpoint is written at a time: if the one before is still being written, this waits for it.
+        One checkpoint is written at a time. `save` waits for the previous checkpoint if it is still being written.
 
         Args:
-            step: what `compile` gave, with or without an optimizer; or a plain module.
-            at: how many steps are done.
-            stateful: whatever else is to be saved, with `state_dict` and `load_state_dict`: a schedule, an optimizer of
+            step: the result of `compile`, or a plain module.
+            at: the number of steps done.
+            stateful: further objects to save, with `state_dict` and `load_state_dict`: a schedule, an optimizer of
                 your own, a data loader.
 
         Returns:
-            Whether it was due.
+            Whether `at` is a multiple of `every`.
 
         Raises:
-            CheckpointError: the checkpoint *before* could not be written, which names file and tensor. This one is
-                being written all the same, and training can go on.
-            LostRankError: a rank ended, or showed no sign of life for `timeout_s`; it is named.
+            CheckpointError: the *previous* checkpoint could not be written; the message names file and tensor. The
+                present checkpoint is being written, and training can go on.
+            LostRankError: a rank ended, or showed no sign of life for `timeout_s`; the message names the rank.
         """
         if isinstance(at, bool) or not isinstance(at, int) or at < 0:
             raise CheckpointError(f"at={at!r}: pass the number of steps that are done.")
@@ -141,10 +141,10 @@ class Checkpoints:
         return True
 
     def wait(self) -> None:
-        """Wait until what was saved is complete.
+        """Wait until the last save is complete.
 
         Raises:
-            CheckpointError: it could not be written.
+            CheckpointError: the checkpoint could not be written.
             LostRankError: see `save`.
         """
         failure = self._end()
@@ -152,20 +152,19 @@ class Checkpoints:
             raise failure
 
     def load(self, step: TrainStep | nn.Module, /, **stateful: Any) -> int:
-        """Load the latest complete checkpoint, in place, whatever mesh, plan and number of ranks saved it.
+        """Load the latest complete checkpoint in place, on any mesh, plan and number of ranks.
 
-        Each rank reads its shards. Compile with `example_inputs=` before, so that they are where the plan has them.
+        Each rank reads its shards. Pass `example_inputs=` to `compile`, so that parameters are sharded before `load`.
 
         Args:
-            step: as for `save`.
-            stateful: of what was saved, what is wanted, by the same keywords.
+            step: see `save`.
+            stateful: saved objects to load, under the keywords of `save`.
 
         Returns:
-            How many steps were done when it was saved; 0 where there is none.
+            The number of steps done at the save; 0 if there is no checkpoint.
 
         Raises:
-            CheckpointError: on every rank: the checkpoint is damaged, or of another model. Nothing has been changed
-                then.
+            CheckpointError: on every rank: the checkpoint is damaged, or of another model. Nothing has been changed.
             LostRankError: see `save`.
         """
         self.wait()
@@ -173,17 +172,17 @@ class Checkpoints:
         _, name = ranks.merge(f"Looking for checkpoints in {self.folder}", lambda: None, lambda _: self._latest_name())
         if name is None:
             return 0
-        what = f"Loading {self.folder / name}"
-        stored = ranks.do(what, partial(Stored, self.folder / name, trust_pickle=self.trust_pickle))
-        names = ranks.do(what, lambda: state.wanted(stored, ranks.rank, ranks.size))
-        found = _read(stored, dict.fromkeys(names.values()), ranks, what)
+        action = f"Loading {self.folder / name}"
+        stored = ranks.do(action, partial(Stored, self.folder / name, trust_pickle=self.trust_pickle))
+        names = ranks.do(action, lambda: state.wanted(stored, ranks.rank, ranks.size))
+        found = _read(stored, dict.fromkeys(names.values()), ranks, action)
         rests = ranks.do(
-            what,
+            action,
             lambda: {key: own_slots(stored.unpacked(found[name]), suffix_of(name)) for key, name in names.items()},
         )
-        places = ranks.do(what, lambda: state.places(stored, rests, names))
-        tensors = _read(stored, places, ranks, what)
-        ranks.do(what, lambda: state.load(rests, tensors))
+        places = ranks.do(action, lambda: state.places(stored, rests, names))
+        tensors = _read(stored, places, ranks, action)
+        ranks.do(action, lambda: state.load(rests, tensors))
         _LOGGER.info("loaded %s", self.folder / name)
         return stored.manifest.step
 
@@ -197,7 +196,7 @@ class Checkpoints:
         return self._ranks
 
     def _end(self) -> CheckpointError | None:
-        """Wait for the save under way; why it failed."""
+        """Wait for the save in progress; return its error, or None."""
         saving, self._saving = self._saving, None
         if saving is None:
             return None
@@ -210,7 +209,7 @@ class Checkpoints:
         return None
 
     def _begin(self, step: Any, at: int, stateful: Mapping[str, Any]) -> None:
-        """Take what is saved, and write it, in a thread if that is wanted."""
+        """Take a snapshot, and write it; in a thread if `asynchronous`."""
         state, ranks = TrainingState(step, stateful), self._ranks_of(step)
         with torch.no_grad():
             parts = take(state.parts(at), ranks, copies=self.asynchronous)
@@ -223,16 +222,16 @@ class Checkpoints:
         executor.shutdown(wait=False)
 
     def _write(self, parts: list[PartSnapshot], at: int, ranks: Ranks, mesh: str, plan: Plan | None) -> None:
-        """Write a snapshot, and make it a complete checkpoint."""
-        what = f"Saving step {at} to {self.folder}"
+        """Write a snapshot as a complete checkpoint."""
+        action = f"Saving step {at} to {self.folder}"
         digests = {part.keyword: part.digest() for part in parts if part.spread is Spread.UNKNOWN and ranks.size > 1}
-        _, begun = ranks.merge(what, lambda: {"at": str(at), **digests}, partial(self._begin_together, at))
+        _, begun = ranks.merge(action, lambda: {"at": str(at), **digests}, partial(self._begin_together, at))
         own = {part.keyword for part in parts if part.spread is Spread.OWN} | begun.differing
         items = {name: item for part in parts for name, item in part.to_write(ranks, differs=part.keyword in own)}
         parts.clear()
         writer = Writer(begun.folder, ranks.rank)
         ranks.merge(
-            what,
+            action,
             partial(writer.write, items),
             lambda everyone: self._finish(writer, everyone, at, mesh, plan),
             undo=partial(folders.discard, begun.folder),
@@ -240,21 +239,21 @@ class Checkpoints:
         _LOGGER.info("saved step %d to %s", at, self.folder)
 
     def _begin_together(self, at: int, everyone: Sequence[Mapping[str, str]]) -> _Begun:
-        """On the first rank: where to write, and what ranks hold differently."""
-        asked = [(digests["at"], *sorted(digests)) for digests in everyone]
-        if len(set(asked)) > 1:
-            raise CheckpointError(f"Ranks save different things: {asked}. Call save(...) alike on every rank.")
+        """On the first rank: choose the folder, and find the keywords under which ranks hold different values."""
+        calls = [(digests["at"], *sorted(digests)) for digests in everyone]
+        if len(set(calls)) > 1:
+            raise CheckpointError(f"Ranks save different things: {calls}. Call save(...) alike on every rank.")
         return _Begun(folders.begin(self.folder, at), frozenset(differing(everyone)))
 
     def _finish(self, writer: Writer, everyone: Sequence[Written], at: int, mesh: str, plan: Plan | None) -> None:
-        """On the first rank: make complete what all ranks have written."""
+        """On the first rank: make the checkpoint complete after all ranks have written."""
         writer.finish(everyone, at, mesh, None if plan is None else json.dumps(plan.to_json(), indent=1) + "\n")
         folders.commit(writer.folder, at)
         folders.keep_latest(self.folder, self.keep)
 
 
-def _read(stored: Stored, state: dict[str, Any], ranks: Ranks, what: str) -> dict[str, Any]:
-    """Read into `state`, once every rank has found undamaged what it needs."""
-    reads = ranks.do(what, lambda: stored.plan_reads(state))
-    ranks.do(what, reads.run)
+def _read(stored: Stored, state: dict[str, Any], ranks: Ranks, action: str) -> dict[str, Any]:
+    """Read into `state`, after every rank has checked that the bytes it needs are undamaged."""
+    reads = ranks.do(action, lambda: stored.plan_reads(state))
+    ranks.do(action, reads.run)
     return state

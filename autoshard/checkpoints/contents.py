@@ -1,6 +1,6 @@
 """The table of contents of a checkpoint, `metadata.json`: where each piece of a tensor and each state lies.
 
-Tensors lie as their bytes, states as JSON (`values`). Nothing in a checkpoint is pickled, so reading one runs no code.
+Tensors are stored as their bytes, states as JSON (`values`). Nothing is pickled, so reading a checkpoint runs no code.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ NAME = "metadata.json"
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Some bytes of a file.
+    """A range of bytes in a file.
 
     Args:
-        file: its name in the checkpoint's folder.
+        file: the file's name in the checkpoint's folder.
         start: the first byte.
-        length: how many bytes.
-        crc32: their checksum; None in checkpoints of earlier releases.
+        length: the number of bytes.
+        crc32: the checksum of the bytes; None in checkpoints of earlier releases.
     """
 
     file: str
@@ -58,14 +58,14 @@ class StoredPiece:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor, by pieces."""
+    """A tensor as a list of pieces."""
 
     dtype: str
     shape: tuple[int, ...]
     pieces: tuple[StoredPiece, ...]
 
     def is_whole(self) -> bool:
-        """Whether each piece lies in the tensor and has bytes for its shape, and the pieces have all elements."""
+        """Whether each piece lies in the tensor and has bytes for its shape, and all elements are covered."""
         itemsize = dtype_named(self.dtype).itemsize
         for piece in self.pieces:
             if not len(piece.offset) == len(piece.shape) == len(self.shape):
@@ -80,14 +80,14 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """All that a checkpoint holds, by name."""
+    """The tensors and states of a checkpoint, by name."""
 
     tensors: Mapping[str, StoredTensor]
     states: Mapping[str, Extent]
 
     @classmethod
     def of(cls, metadata: Metadata, extents: Mapping[MetadataIndex, Extent]) -> Contents:
-        """The contents that `torch.distributed.checkpoint` describes, of which each item lies at its extent."""
+        """Convert the description of `torch.distributed.checkpoint`; `extents` says where each item is stored."""
         tensors, states = {}, {}
         for name, item in metadata.state_dict_metadata.items():
             if isinstance(item, BytesStorageMetadata):
@@ -106,10 +106,10 @@ class Contents:
 
     @classmethod
     def read(cls, folder: Path, files: Mapping[str, Sums]) -> Contents:
-        """The contents of the checkpoint in a folder, which has `files`.
+        """Read the contents of the checkpoint in `folder`, which consists of `files`.
 
         Raises:
-            CheckpointError: the table is none that `to_json` gives, or names bytes that no file has.
+            CheckpointError: `to_json` did not write the table, or the table names bytes that no file has.
         """
         path = folder / NAME
         try:
@@ -120,7 +120,7 @@ class Contents:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}. {refused(folder)}") from error
         except (ValueError, PlanMismatchError) as error:
             raise CheckpointError(
-                f"{path} is damaged, or Checkpoints did not write it: it is no table of contents. {refused(folder)}"
+                f"{path} is damaged, or Checkpoints did not write it: it is not a table of contents. {refused(folder)}"
             ) from error
         if not is_sound:
             raise CheckpointError(
@@ -130,7 +130,7 @@ class Contents:
         return found
 
     def extents(self) -> dict[MetadataIndex, Extent]:
-        """Where each item lies, by the library's name of it."""
+        """The extent of each item, by the item's index in `torch.distributed.checkpoint`."""
         pieces = {
             MetadataIndex(name, piece.offset): piece.extent
             for name, tensor in self.tensors.items()
@@ -139,7 +139,7 @@ class Contents:
         return pieces | {MetadataIndex(name): extent for name, extent in self.states.items()}
 
     def metadata(self) -> Metadata:
-        """The contents as `torch.distributed.checkpoint` describes them, to plan reads by."""
+        """The contents in the form of `torch.distributed.checkpoint`, which plans reads by it."""
         tensors = {
             name: TensorStorageMetadata(
                 TensorProperties(dtype_named(tensor.dtype)),

@@ -1,6 +1,6 @@
 """The files of a checkpoint: torch.distributed.checkpoint plans which bytes each rank writes and reads.
 
-Checkpoints of earlier releases are pickles. They are read where the user trusts them, by the library itself.
+Checkpoints of earlier releases are pickles. torch.distributed.checkpoint reads them if the user trusts them.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SHOWN = 4
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """A rank's part: the plan by which it wrote, where each item lies, and the checksums of its files."""
+    """The files that one rank wrote: the plan, the extent of each item, and the checksums of the files."""
 
     plan: SavePlan
     extents: Mapping[MetadataIndex, Extent]
@@ -51,7 +51,7 @@ class Written:
 
 
 class _SummedFile(io.RawIOBase):
-    """A file that is written, with its checksums."""
+    """A file that sums the bytes written to it."""
 
     def __init__(self, path: Path, file: io.IOBase, summer: Summer) -> None:
         self._path, self._file, self._summer = path, file, summer
@@ -75,12 +75,12 @@ class _SummedFile(io.RawIOBase):
                 self._file.flush()
 
     def fileno(self) -> int:
-        self.flush()  # who asks syncs the file
+        self.flush()  # the caller calls os.fsync on the file
         return self._file.fileno()
 
 
 class _SummedFiles(FileSystem):
-    """Files that are written, with their checksums by name."""
+    """Open files for writing, and keep their checksums by name."""
 
     def __init__(self) -> None:
         self.summers: dict[str, Summer] = {}
@@ -97,7 +97,7 @@ class _SummedFiles(FileSystem):
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """Within, errors of the system name the file."""
+    """Add the path to an OSError that names no file."""
     try:
         yield
     except OSError as error:
@@ -107,7 +107,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 class _SavePlanner(DefaultSavePlanner):
-    """Writes items by their names, and forgets the value of each as it is written."""
+    """Writes items by name, and drops the value of each item when it is written."""
 
     def __init__(self, items: Mapping[str, Item]) -> None:
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -126,8 +126,8 @@ class Writer:
     """Writes a checkpoint into a folder that is not complete yet.
 
     Args:
-        folder: of this checkpoint.
-        rank: of this process among those that write.
+        folder: the checkpoint's folder.
+        rank: this process's rank among the writing ranks.
     """
 
     def __init__(self, folder: Path, rank: int) -> None:
@@ -136,10 +136,10 @@ class Writer:
         self._files = _SummedFiles()
 
     def write(self, items: dict[str, Item]) -> Written:
-        """Write what is this rank's, to the disk; `items` is emptied, so that each copy is freed when it is written.
+        """Write this rank's items to the disk. Empties `items`, so that each copy is freed when it is written.
 
         Raises:
-            CheckpointError: a file cannot be written; it names the file and the tensor.
+            CheckpointError: a file cannot be written; the message names the file and the tensor.
         """
         planner = _SavePlanner(items)
         planner.set_up_planner({name: _described(item) for name, item in items.items()})
@@ -162,16 +162,16 @@ class Writer:
             os.fsync(file.fileno())
 
     def finish(self, everyone: Sequence[Written], step: int, mesh: str, plan: str | None) -> None:
-        """On the first rank: write what makes one checkpoint of what all have written.
+        """On the first rank: write the table of contents, the plan and the manifest.
 
         Args:
-            everyone: what each rank has written.
-            step: steps done.
-            mesh: for people.
-            plan: the text of the plan, if there is one.
+            everyone: the `Written` of each rank.
+            step: the number of steps done.
+            mesh: the mesh as text, for people.
+            plan: the text of the plan, or None.
 
         Raises:
-            CheckpointError: a file cannot be written, or what a rank has written is not there.
+            CheckpointError: a file cannot be written, or the file of a rank is missing.
         """
         files = {name: sums for written in everyone for name, sums in written.files.items()}
         planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -191,12 +191,12 @@ class Writer:
 
 
 def _described(item: Item) -> Any:
-    """What tells the planner how an item lies."""
+    """The value from which the planner reads shape and sharding."""
     return item.value if item.source is None else item.source
 
 
 def _bytes_of(value: Any) -> memoryview:
-    """The bytes of a tensor in the order of its indices, or of a state."""
+    """The bytes of a tensor in row-major order, or of a state."""
     if not isinstance(value, torch.Tensor):
         return memoryview(value)
     flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
@@ -207,7 +207,7 @@ def _cannot_be_written(error: OSError, folder: Path, tensor: str) -> CheckpointE
     path = error.filename if error.filename is not None else folder
     while_writing = f", while {tensor} was written" if tensor else ""
     return CheckpointError(
-        f"{path} cannot be written{while_writing}: {error.strerror or error}. What was complete before still is, and "
+        f"{path} cannot be written{while_writing}: {error.strerror or error}. The previous checkpoints are intact, and "
         "training can go on."
     )
 
@@ -216,12 +216,11 @@ class Stored:
     """A complete checkpoint, to read.
 
     Args:
-        folder: where it lies.
-        trust_pickle: read one that an earlier release pickled, which runs whatever code is in it.
+        folder: the checkpoint's folder.
+        trust_pickle: also read a checkpoint that an earlier release pickled; reading it runs the code in it.
 
     Raises:
-        CheckpointError: it is damaged, as far as one sees without reading what it holds; or it is pickled, and not
-            trusted.
+        CheckpointError: the sizes or the table show damage, or the checkpoint is pickled and not trusted.
     """
 
     def __init__(self, folder: Path, *, trust_pickle: bool = False) -> None:
@@ -229,13 +228,13 @@ class Stored:
         self.manifest = Manifest.read(folder)
         if self.manifest.version == PICKLED and not trust_pickle:
             raise CheckpointError(
-                f"{folder} was written by an earlier release, as pickles, which run whatever code is in them when they "
-                "are read. If you trust who wrote it, pass Checkpoints(..., trust_pickle=True); what is saved from "
-                "then on has no pickles."
+                f"{folder} was written by an earlier release, as pickles, which run the code in them when they are "
+                "read. If you trust the writer, pass Checkpoints(..., trust_pickle=True). Checkpoints that you save "
+                "from then on have no pickles."
             )
         table = _PICKLED_TABLE if self.manifest.version == PICKLED else tables.NAME
         if table not in self.manifest.files:
-            raise CheckpointError(f"{folder} names no {table} among its files. {refused(folder)}")
+            raise CheckpointError(f"{folder} does not list {table} among its files. {refused(folder)}")
         _check_sizes(folder, {table: self.manifest.files[table]}, {})
         self._check_blocks(table, range(len(self.manifest.files[table].blocks)), {})
         self.metadata = self._read_metadata()
@@ -258,16 +257,16 @@ class Stored:
         return name in self.metadata.state_dict_metadata
 
     def tensor(self, name: str) -> tuple[torch.Size, torch.dtype]:
-        """Shape and type of a tensor that it holds."""
+        """The shape and dtype of a tensor in the checkpoint."""
         found = self.metadata.state_dict_metadata[name]
         assert isinstance(found, TensorStorageMetadata), f"{name} is no tensor"
         return found.size, found.properties.dtype
 
     def plan_reads(self, state: dict[str, Any]) -> Reads:
-        """What this rank has to read for `state`: tensors, which are written over, and what is no tensor.
+        """Plan this rank's reads for `state`. Its tensors are written over; other values are replaced.
 
         Raises:
-            CheckpointError: a byte of it is another one than was written.
+            CheckpointError: a byte to read differs from the written byte.
         """
         kind = DefaultLoadPlanner if self._is_pickled else _LoadPlanner
         planner = kind(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -279,7 +278,7 @@ class Stored:
         return Reads(reader, planner, plan)
 
     def unpacked(self, state: bytes) -> Any:
-        """What is no tensor of a part, of the bytes that were read for it."""
+        """Decode the bytes of a state."""
         return pickle.loads(state) if self._is_pickled else unpacked(state)
 
     def _check(self, plan: LoadPlan) -> None:
@@ -308,36 +307,36 @@ class Stored:
         ]
         tensors = [tensor for _, tensor in _damaged_items(path, there) or there]
         raise CheckpointError(
-            f"{path} is damaged: its bytes from {start} on are not those that were written{_holding(tensors)}. "
+            f"{path} is damaged: its bytes from {start} on differ from the written bytes{_holding(tensors)}. "
             f"{refused(self.folder)}"
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """What a rank is going to read, found undamaged."""
+    """The reads of one rank, whose bytes are known to be undamaged."""
 
     _reader: FileSystemReader
     _planner: DefaultLoadPlanner
     _plan: LoadPlan
 
     def run(self) -> None:
-        """Read it, into the state that it was planned for."""
+        """Read into the state that was passed to `plan_reads`."""
         self._reader.read_data(self._planner.finish_plan(self._plan), self._planner).wait()
 
 
 class _LoadPlanner(DefaultLoadPlanner):
-    """Leaves states as bytes."""
+    """Keeps states as bytes."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         self.state_dict[read_item.dest_index.fqn] = value.getvalue()
 
 
 class CheckpointReader(FileSystemReader):
-    """A checkpoint for `torch.distributed.checkpoint`: `dcp.load(state, storage_reader=CheckpointReader(path))`.
+    """Reads a checkpoint by `torch.distributed.checkpoint`: `dcp.load(state, storage_reader=CheckpointReader(path))`.
 
     Args:
-        path: the folder of one checkpoint, such as `Checkpoints.latest`.
+        path: the folder of a checkpoint, such as `Checkpoints.latest`.
 
     Example:
         >>> import tempfile, autoshard, torch.distributed.checkpoint as dcp
@@ -353,7 +352,7 @@ class CheckpointReader(FileSystemReader):
         return Stored(Path(self.path)).metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """See `StorageReader`."""
+        """Prepare to read by `metadata`; a method of `StorageReader`."""
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
         self._boxes = {
             MetadataIndex(name, chunk.offsets): (item.properties.dtype, chunk.sizes)
@@ -363,7 +362,7 @@ class CheckpointReader(FileSystemReader):
         }
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """See `StorageReader`."""
+        """Read the items of `plan` into the planner's tensors; a method of `StorageReader`."""
         for item in plan.items:
             data = self._bytes_at(self.storage_data[item.storage_index])
             if item.type == LoadItemType.BYTE_IO:
@@ -390,11 +389,11 @@ class CheckpointReader(FileSystemReader):
 
 
 _Held = Mapping[str, Sequence[tuple[Extent, str]]]
-"""What lies in each file, by the file's name."""
+"""The extents in each file and the names of their items, by the file's name."""
 
 
 def _extents_of(metadata: Metadata) -> Mapping[MetadataIndex, Extent]:
-    """Where each item lies, also in a checkpoint of an earlier release."""
+    """The extent of each item, also in a checkpoint of an earlier release."""
     return {
         index: place if isinstance(place, Extent) else Extent(place.relative_path, place.offset, place.length)
         for index, place in metadata.storage_data.items()
@@ -402,7 +401,7 @@ def _extents_of(metadata: Metadata) -> Mapping[MetadataIndex, Extent]:
 
 
 def _damaged_items(path: Path, there: Sequence[tuple[Extent, str]]) -> list[tuple[Extent, str]]:
-    """Those of some items of a file of which the checksum is another one."""
+    """Return the items whose bytes do not have their checksum."""
     found = []
     with path.open("rb") as file:
         for extent, tensor in there:
@@ -426,13 +425,13 @@ def _check_sizes(folder: Path, files: Mapping[str, Sums], held: _Held) -> None:
         if found != sums.size_bytes:
             tensors = [tensor for extent, tensor in held.get(name, ()) if extent.start + extent.length > found]
             raise CheckpointError(
-                f"{path} is damaged: it has {found} bytes, and {sums.size_bytes} were written{_holding(tensors)}. "
+                f"{path} is damaged: it has {found} bytes instead of {sums.size_bytes}{_holding(tensors)}. "
                 f"{refused(folder)}"
             )
 
 
 def _holding(tensors: Sequence[str]) -> str:
-    """`, of model.a, model.b and 3 more`."""
+    """Format the names of tensors, such as ` (of model.a, model.b and 3 more)`."""
     if not tensors:
         return ""
     more = f" and {len(tensors) - _SHOWN} more" if len(tensors) > _SHOWN else ""

@@ -1,13 +1,14 @@
-"""Where checkpoints lie, and how each becomes complete, and goes, at one moment.
+"""The folder of all checkpoints. One rename makes a checkpoint complete; one rename deletes it.
 
-`step-1000` is a complete checkpoint: it got this name by one rename, when all of its files were on the disk. Names that
-begin with a dot are on their way:
+`step-1000` is a complete checkpoint. It got this name by one rename, after all of its files were on the disk. Other
+names begin with a dot:
 
-* `.step-1000.writing-3f0c...`: a checkpoint that is being written, or that a crash cut short;
-* `.step-1000.replaced`: complete, of an earlier run that came to the same step; it counts where no `step-1000` is;
-* `.step-1000.deleted-3f0c...`: one that is being deleted.
+* `.step-1000.writing-3f0c...`: a checkpoint that is being written, or whose writer crashed;
+* `.step-1000.replaced`: a complete checkpoint of an earlier run that reached the same step; it counts if there is no
+  `step-1000`;
+* `.step-1000.deleted-3f0c...`: a checkpoint that is being deleted.
 
-What a crash leaves behind is removed by the next save.
+The next save removes the remains of a crash.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _LEFT_OVER = re.compile(r"\.step-[0-9]+\.(writing|deleted)-[0-9a-f]+")
 
 
 def complete(folder: Path) -> dict[int, Path]:
-    """The complete checkpoints, by their steps in order."""
+    """The complete checkpoints by step, in ascending order."""
     names = [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
     replaced = {int(found[1]): folder / name for name in names if (found := _REPLACED.fullmatch(name))}
     named = {int(found[1]): folder / name for name in names if (found := _COMPLETE.fullmatch(name))}
@@ -39,29 +40,29 @@ def complete(folder: Path) -> dict[int, Path]:
 
 
 def latest(folder: Path) -> Path | None:
-    """The complete checkpoint of the most steps."""
+    """The complete checkpoint with the most steps."""
     return next(reversed(complete(folder).values()), None)
 
 
 def begin(folder: Path, step: int) -> Path:
-    """A name to write the checkpoint of `step` under; what crashes left is removed.
+    """Return the path under which to write the checkpoint of `step`, and remove the remains of crashes.
 
     Raises:
-        CheckpointError: there is one of more steps, which would stay the latest.
+        CheckpointError: there is a checkpoint of more steps, which would stay the latest.
     """
     folder.mkdir(parents=True, exist_ok=True)
     sweep(folder)
     later = max(complete(folder), default=step)
     if later > step:
         raise CheckpointError(
-            f"{folder} holds a checkpoint of step {later}, after at={step}: it would stay the latest. Load it and go "
-            "on from there, delete it, or save to another folder."
+            f"{folder} holds a checkpoint of step {later}, which is after at={step} and would stay the latest. Load it "
+            "and go on from there, delete it, or save to another folder."
         )
     return folder / f".step-{step}.writing-{secrets.token_hex(4)}"
 
 
 def sweep(folder: Path) -> None:
-    """Remove what crashes left, and put back what was replaced by nothing; what cannot be removed is a warning."""
+    """Remove the remains of crashes, and rename a replaced checkpoint back. Log a warning for a failed removal."""
     for path in list(folder.iterdir()) if folder.is_dir() else []:
         if _LEFT_OVER.fullmatch(path.name):
             _or_warn(path, _remove, path)
@@ -78,7 +79,7 @@ def _settle(folder: Path, replaced: Path, name: Path) -> None:
 
 
 def commit(written: Path, step: int) -> Path:
-    """Make a checkpoint complete, all of whose files are on the disk; one of the same step goes."""
+    """Make a checkpoint complete whose files are all on the disk. An older checkpoint of the same step is deleted."""
     folder = written.parent
     name, replaced = folder / f"step-{step}", folder / f".step-{step}.replaced"
     sync(written)
@@ -93,7 +94,7 @@ def commit(written: Path, step: int) -> Path:
 
 
 def keep_latest(folder: Path, keep: int | None) -> None:
-    """Delete all complete checkpoints but the latest `keep`; one that cannot be deleted is a warning."""
+    """Delete all complete checkpoints but the latest `keep`. Log a warning for a failed deletion."""
     for path in [] if keep is None else list(complete(folder).values())[:-keep]:
         _or_warn(path, _delete, path, path.name)
 
@@ -106,7 +107,7 @@ def _or_warn(path: Path, delete: Callable[..., None], *arguments: Any) -> None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a folder with its files; of a symbolic link, the link alone."""
+    """Remove a folder with its files; a symbolic link is removed without its target."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -114,7 +115,7 @@ def _remove(path: Path) -> None:
 
 
 def _delete(path: Path, name: str) -> None:
-    """Delete a checkpoint, which is none from the first moment on."""
+    """Delete a checkpoint. The first rename makes it incomplete for every reader."""
     gone = path.with_name(f".{name}.deleted-{secrets.token_hex(4)}")
     path.rename(gone)
     sync(path.parent)
@@ -122,12 +123,12 @@ def _delete(path: Path, name: str) -> None:
 
 
 def discard(written: Path) -> None:
-    """Remove a checkpoint that cannot become complete, and the room that it takes."""
+    """Remove a checkpoint that cannot become complete."""
     shutil.rmtree(written, ignore_errors=True)
 
 
 def sync(folder: Path) -> None:
-    """Have the names in a folder on the disk."""
+    """Write the names in a folder to the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

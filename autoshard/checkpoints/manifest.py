@@ -1,7 +1,8 @@
-"""What makes damage visible: of every file of a checkpoint its size, and a checksum of each of its blocks.
+"""The manifest of a checkpoint: the size of every file, and a checksum of each of its blocks.
 
-The checksums are of what was handed to the system, taken while it was written. The manifest, which holds them, has one
-of its own. A checksum is a CRC-32: it tells every change of a byte, and of all other changes all but one in 4 billion.
+The checksums make damage visible. They are computed while the files are written, from the bytes passed to the operating
+system. The manifest has a checksum of its own. Checksums are CRC-32: they detect every change of one byte, and miss 1
+in 4 billion other changes.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ BLOCK_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Of a file: its size, and the checksum of each block of `BLOCK_BYTES`."""
+    """The size of a file, and the checksum of each block of `BLOCK_BYTES`."""
 
     size_bytes: int
     blocks: tuple[int, ...]
 
 
 class Summer:
-    """Takes the bytes of a file in their order."""
+    """Sums the bytes of a file, in their order."""
 
     def __init__(self) -> None:
         self._size_bytes = 0
@@ -41,7 +42,7 @@ class Summer:
         self._last = 0
 
     def add(self, data: memoryview) -> None:
-        """Take the next bytes."""
+        """Add the next bytes."""
         while len(data):
             part = data[: BLOCK_BYTES - self._size_bytes % BLOCK_BYTES]
             self._last = zlib.crc32(part, self._last)
@@ -52,13 +53,13 @@ class Summer:
             data = data[len(part) :]
 
     def sums(self) -> Sums:
-        """Of all bytes so far."""
+        """The sums of all bytes so far."""
         last = (self._last,) if self._size_bytes % BLOCK_BYTES else ()
         return Sums(self._size_bytes, (*self._blocks, *last))
 
 
 def sums_of(data: bytes) -> Sums:
-    """Of a file that holds `data`."""
+    """The sums of a file that consists of `data`."""
     summer = Summer()
     summer.add(memoryview(data))
     return summer.sums()
@@ -66,14 +67,14 @@ def sums_of(data: bytes) -> Sums:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a checkpoint consists of.
+    """The list of a checkpoint's files.
 
     Args:
-        step: steps done when it was saved.
-        ranks: how many ranks saved it.
-        mesh: what it was saved on, for people.
-        files: of each file, by name.
-        version: of the form of the files.
+        step: the number of steps done at the save.
+        ranks: the number of ranks that saved.
+        mesh: the mesh as text, for people.
+        files: the sums of each file, by name.
+        version: the version of the file format.
     """
 
     step: int
@@ -83,7 +84,7 @@ class Manifest:
     version: int = VERSION
 
     def write(self, folder: Path) -> None:
-        """Write it into a folder, to the disk."""
+        """Write the manifest into a folder, to the disk."""
         write_through(folder / NAME, _text(self._as_json()).encode())
 
     def _as_json(self) -> dict[str, Any]:
@@ -94,10 +95,10 @@ class Manifest:
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
-        """The manifest of the checkpoint in a folder.
+        """Read the manifest of the checkpoint in `folder`.
 
         Raises:
-            CheckpointError: there is none, it is damaged, Checkpoints did not write it, or a later release did.
+            CheckpointError: the manifest is missing or damaged, or Checkpoints of this release did not write it.
         """
         path = folder / NAME
         try:
@@ -106,7 +107,7 @@ class Manifest:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}. {refused(folder)}") from error
         found = _parsed(data)
         if found is None:
-            raise CheckpointError(f"{path} is damaged: its checksum is another one. {refused(folder)}")
+            raise CheckpointError(f"{path} is damaged: its checksum does not match. {refused(folder)}")
         version = found.get("version")
         if version not in (PICKLED, VERSION):
             raise CheckpointError(
@@ -117,12 +118,12 @@ class Manifest:
             sums = {name: _sums(name, item["bytes"], item["crc32"]) for name, item in found["files"].items()}
             return cls(_count(found["step"]), _count(found["ranks"]), str(found["mesh"]), sums, version)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise CheckpointError(f"{path} does not hold what Checkpoints writes. {refused(folder)}") from error
+            raise CheckpointError(f"{path} was not written by Checkpoints. {refused(folder)}") from error
 
 
 def _sums(name: str, size: object, blocks: Sequence[object]) -> Sums:
     if Path(name).name != name or name == "..":
-        raise ValueError(f"{name!r} is no name of a file in the folder")
+        raise ValueError(f"{name!r} is not the name of a file in the folder")
     sums = Sums(_count(size), tuple(map(_count, blocks)))
     if len(sums.blocks) != -(-sums.size_bytes // BLOCK_BYTES):
         raise ValueError(f"{len(sums.blocks)} checksums for {sums.size_bytes} bytes")
@@ -131,13 +132,13 @@ def _sums(name: str, size: object, blocks: Sequence[object]) -> Sums:
 
 def _count(value: object) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError("no whole number")
+        raise ValueError("not a whole number")
     return value
 
 
 def refused(folder: Path) -> str:
-    """What to do about a damaged checkpoint."""
-    return f"Restore the file, or delete {folder} to go on from the checkpoint before."
+    """The advice for a damaged checkpoint."""
+    return f"Restore the file, or delete {folder} to go on from the previous checkpoint."
 
 
 def _text(body: Mapping[str, Any]) -> str:
@@ -145,7 +146,7 @@ def _text(body: Mapping[str, Any]) -> str:
 
 
 def _parsed(data: bytes) -> dict[str, Any] | None:
-    """What `Manifest.write` wrote; None where a byte of it is another one."""
+    """Parse the text of `Manifest.write`; None if any byte of it changed."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):
@@ -157,7 +158,7 @@ def _parsed(data: bytes) -> dict[str, Any] | None:
 
 
 def damaged_blocks(path: Path, sums: Sums, blocks: Iterable[int]) -> Iterable[int]:
-    """Those of some blocks of a file that do not have the checksum that was written."""
+    """Yield the blocks whose checksum differs from `sums`."""
     with path.open("rb") as file:
         for block in blocks:
             file.seek(block * BLOCK_BYTES)

@@ -1,4 +1,4 @@
-"""The state of an optimizer by the names of parameters, so that another plan, or another run of it, can read it."""
+"""The state of an optimizer by the names of parameters, so that any plan and any run can load it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autoshard.ir.program import InputKind
 from autoshard.runtime.sharded_module import ShardedModule
 
 _HOW = ("foreach", "fused", "capturable", "differentiable", "param_names")
-"""Options of a group that say how it computes, and nothing of what: those of the optimizer that loads stay."""
+"""Options of a group that choose an implementation and not the mathematics. The loading optimizer keeps its own."""
 _STEP = "step"
 
 
@@ -27,8 +27,8 @@ class NamedOptimizer:
 
     Args:
         optimizer: the optimizer.
-        parameters: its parameters by name, in the order of its own state dict.
-        model: whose plans say how pieces of its state lie; None: there are no plans.
+        parameters: the parameters by name, in the order of the optimizer's state dict.
+        model: the model whose plans say how the optimizer's state is sharded; None if there are no plans.
     """
 
     optimizer: torch.optim.Optimizer
@@ -37,27 +37,27 @@ class NamedOptimizer:
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer, model: nn.Module) -> NamedOptimizer:
-        """An optimizer over parameters of `model`; what is none of them is named by its number."""
+        """Name the parameters of an optimizer as `model` does; others are named by number, such as `#3`."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         every = [item for group in optimizer.param_groups for item in group["params"]]
         parameters = {names.get(id(item), f"#{number}"): item for number, item in enumerate(every)}
         return cls(optimizer, parameters, model if isinstance(model, ShardedModule) else None)
 
     def planned(self) -> dict[str, LocalSlot]:
-        """How plans have pieces of its state lie, by `exp_avg:layers.0.weight`."""
+        """The planned sharding of the optimizer's state, by names such as `exp_avg:layers.0.weight`."""
         programs = () if self.model is None else self.model.programs
         slots = (slot for program in programs for slot in program.phased.lowered.inputs)
         return {slot.slot.name: slot for slot in slots if slot.slot.kind is InputKind.STATE}
 
     def state(self) -> dict[str, Any]:
-        """What to save: groups with the names of their parameters, and the state of each parameter by its name."""
+        """The state to save: groups with the names of their parameters, and states by the parameters' names."""
         found, names = self.optimizer.state_dict(), list(self.parameters)
         state = {names[number]: dict(held) for number, held in found["state"].items()}
         groups = [{**group, "params": [names[number] for number in group["params"]]} for group in found["param_groups"]]
         return {"kind": type(self.optimizer).__name__, "groups": groups, "state": _counted(state)}
 
     def check(self, saved: Mapping[str, Any], keyword: str) -> None:
-        """Raise `CheckpointError` unless `saved` is of an optimizer like this one, over the same parameters."""
+        """Raise `CheckpointError` unless `saved` is of the same class of optimizer, over the same parameters."""
         kind = type(self.optimizer).__name__
         if saved["kind"] != kind:
             raise CheckpointError(f"{keyword!r} is a {kind}, and the checkpoint has the state of a {saved['kind']}.")
@@ -66,12 +66,12 @@ class NamedOptimizer:
         if there != here:
             missing, strange = sorted(here - there), sorted(there - here)
             raise CheckpointError(
-                f"{keyword!r} is over other parameters than when it was saved: "
-                f"the checkpoint has none of {missing[:4]}, and this optimizer none of {strange[:4]}."
+                f"{keyword!r} has other parameters than the checkpoint: "
+                f"{missing[:4]} are not in the checkpoint, and {strange[:4]} are not in this optimizer."
             )
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Take over what `state` gave, tensors in their places."""
+        """Load the result of `state`."""
         numbers = {name: number for number, name in enumerate(self.parameters)}
         state = {numbers[name]: _tensors_of(held) for name, held in saved["state"].items()}
         groups = [self._group(group, saved["groups"], numbers) for group in self.optimizer.param_groups]
@@ -87,8 +87,8 @@ class NamedOptimizer:
         options = [{key: item for key, item in found.items() if key != "params" and key not in _HOW} for found in there]
         if any(other != options[0] for other in options[1:]):
             raise CheckpointError(
-                f"The parameters {names[:4]} are one group of the optimizer, and were in {len(there)} groups of "
-                "different options when it was saved. Make the optimizer with the same groups."
+                f"The parameters {names[:4]} are one group of the optimizer, and were saved in {len(there)} groups "
+                "with different options. Make the optimizer with the saved groups."
             )
         kept = {key: item for key, item in group.items() if key in _HOW}
         return {**(options[0] if options else {}), **kept, "params": [numbers[name] for name in names]}
@@ -103,13 +103,13 @@ class NamedOptimizer:
         *,
         is_sharded: bool,
     ) -> torch.Tensor:
-        """A tensor for the state of a parameter to be read into, which lies as it will be used.
+        """Make a tensor into which a parameter's state is read, sharded as the optimizer uses it.
 
         Args:
             owner, key: names of the parameter and of its state.
-            shape, dtype: of what was saved.
-            planned: what `planned` gave.
-            is_sharded: it was a DTensor.
+            shape, dtype: shape and dtype of the saved state.
+            planned: the result of `planned`.
+            is_sharded: the saved state was a DTensor.
         """
         parameter = self.parameters[owner]
         held = self.optimizer.state.get(parameter, {}).get(key)
@@ -122,7 +122,7 @@ class NamedOptimizer:
 
 
 def _empty(like: torch.Tensor, shape: torch.Size, dtype: torch.dtype, *, is_sharded: bool) -> torch.Tensor:
-    """A tensor that lies as a parameter, or else whole where the parameter is."""
+    """An empty tensor sharded as a parameter of the same shape; else whole, on the parameter's device."""
     if like.shape == shape:
         return torch.empty_like(like, dtype=dtype)
     if not (is_sharded and isinstance(like, DTensor)):
@@ -132,7 +132,7 @@ def _empty(like: torch.Tensor, shape: torch.Size, dtype: torch.dtype, *, is_shar
 
 
 def _counted(state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """The state with counts of steps as numbers."""
+    """Replace the step counts of a state by `StepCount`."""
     tensors = [held[_STEP] for held in state.values() if _is_count(held.get(_STEP))]
     values = _values_of(tensors)
     counts = {id(item): StepCount(values[id(item)], item.dtype, item.shape) for item in tensors}
@@ -143,7 +143,7 @@ def _counted(state: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _values_of(counts: Sequence[torch.Tensor]) -> dict[int, float]:
-    """Their values by `id`, read from each device at once."""
+    """The values of counts by `id`; each device is read once."""
     found: dict[int, float] = {}
     for device in {count.device for count in counts}:
         there = [count for count in counts if count.device == device]

@@ -1,7 +1,7 @@
-"""The processes that save and load together: an error of one is the same error on every rank.
+"""The processes that save and load together. If one rank fails, every rank raises the same error.
 
-Ranks meet over a `ControlChannel` before they communicate, as one may write for longer than another. So a rank at work
-is waited for, and one that ended or hangs is named within a time limit.
+Ranks meet over a `ControlChannel` before they communicate, because one rank may write for longer than another. So the
+ranks wait for a working rank, and name a rank that ended or hangs within a time limit.
 """
 
 from __future__ import annotations
@@ -26,22 +26,23 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True)
 class _FailedPart:
-    """Why a rank could not do its part."""
+    """A failed rank's error."""
 
     error: str
 
 
 def _nothing() -> None:
-    """Nothing to put right."""
+    """Do nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """Processes that save and load together, this one among them.
+    """Processes that save and load together, as seen by this process.
 
     Args:
-        group: a Gloo group of their own, so that a thread may communicate beside training; None for one process.
-        channel: where they meet before they communicate; None for one process.
+        group: a Gloo group for checkpoints alone, so that a thread may communicate beside training; None for one
+            process.
+        channel: the channel on which ranks meet before they communicate; None for one process.
     """
 
     group: dist.ProcessGroup | None = None
@@ -49,12 +50,11 @@ class Ranks:
 
     @classmethod
     def of(cls, model: nn.Module, timeout_s: float | None = None) -> Ranks:
-        """The processes that run `model`: those of its mesh, else all of this run. Called by all of them.
+        """The processes that run `model`: the ranks of its mesh, or all processes. All of them must call.
 
         Args:
-            model: what is saved.
-            timeout_s: how long ranks wait for one that shows no sign of life; None: as long as `model` does, else a
-                minute.
+            model: the model to save or load.
+            timeout_s: seconds to wait for a rank that shows no sign of life. Default: the timeout of `model`, or 60.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return cls()
@@ -76,74 +76,74 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        """The place of this process among them."""
+        """The rank of this process in the group."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
     @property
     def size(self) -> int:
-        """How many there are."""
+        """The number of processes."""
         return 1 if self.group is None else dist.get_world_size(self.group)
 
-    def do(self, what: str, mine: Callable[[], T]) -> T:
-        """What each rank makes by itself, if all can.
+    def do(self, action: str, mine: Callable[[], T]) -> T:
+        """Run `mine` on each rank, and return this rank's result if all ranks succeed.
 
         Raises:
-            CheckpointError: on every rank, where one of them cannot.
+            CheckpointError: on every rank, if one rank fails.
         """
-        return self.merge(what, mine, merge=lambda _: None, shared=lambda _: None)[0]
+        return self.merge(action, mine, merge=lambda _: None, shared=lambda _: None)[0]
 
     def merge(
         self,
-        what: str,
+        action: str,
         mine: Callable[[], T],
         merge: Callable[[Sequence[Any]], R],
         undo: Callable[[], None] = _nothing,
         shared: Callable[[T], Any] = lambda value: value,
     ) -> tuple[T, R]:
-        """What each rank makes, and what the first makes of all of that, on every rank.
+        """Run `mine` on each rank, merge the results on the first rank, and send the merged result to all.
 
         Args:
-            what: names what is done, for the error.
-            mine: what each rank makes by itself.
-            merge: what the first rank makes of all ranks' in their order; small, as every rank gets it.
-            undo: what the first rank does where a rank failed.
-            shared: what of its own a rank sends to the first.
+            action: the name of the action, for the error message.
+            mine: computes this rank's result.
+            merge: merges the results of all ranks, in rank order. Its result is sent to every rank, so keep it small.
+            undo: runs on the first rank if a rank failed.
+            shared: selects the part of this rank's result to send to the first rank.
 
         Raises:
-            CheckpointError: on every rank, with one text, where one of them cannot.
+            CheckpointError: on every rank, with one text, if one rank fails.
             LostRankError: a rank ended, or shows no sign of life.
         """
         try:
-            with self._showing_life(what):
+            with self._showing_life(action):
                 value = mine()
                 sent = shared(value)
         except Exception as error:
-            text = self._settle(what, _FailedPart(_text_of(error)), merge, undo)
+            text = self._settle(action, _FailedPart(_text_of(error)), merge, undo)
             raise CheckpointError(text.error if isinstance(text, _FailedPart) else str(text)) from error
-        merged = self._settle(what, sent, merge, undo)
+        merged = self._settle(action, sent, merge, undo)
         if isinstance(merged, _FailedPart):
             raise CheckpointError(merged.error)
         return value, merged
 
-    def _settle(self, what: str, sent: Any, merge: Callable[[Sequence[Any]], R], undo: Callable[[], None]) -> Any:
-        """The first rank's result of the parts that all ranks sent, or `_FailedPart`; the same on every rank."""
-        self._meet(what)
+    def _settle(self, action: str, sent: Any, merge: Callable[[Sequence[Any]], R], undo: Callable[[], None]) -> Any:
+        """Merge the results of all ranks on the first rank; return the merged result or `_FailedPart` on every rank."""
+        self._meet(action)
         everyone = self._to_first(sent)
-        with self._showing_life(what):
-            merged = None if everyone is None else _merged(what, everyone, merge, undo)
-        self._meet(what)
+        with self._showing_life(action):
+            merged = None if everyone is None else _merged(action, everyone, merge, undo)
+        self._meet(action)
         return self._from_first(merged)
 
-    def _meet(self, what: str) -> None:
-        """Wait for all ranks, as long as those that are missing show that they are at work."""
+    def _meet(self, action: str) -> None:
+        """Wait for all ranks, while the missing ranks show signs of life."""
         if self.channel is not None:
-            self.channel.exchange(b"", f"go on with {what[:1].lower()}{what[1:]}")
+            self.channel.exchange(b"", f"go on with {action[:1].lower()}{action[1:]}")
 
-    def _showing_life(self, what: str) -> AbstractContextManager[None]:
-        return nullcontext() if self.channel is None else self.channel.showing_life(what)
+    def _showing_life(self, action: str) -> AbstractContextManager[None]:
+        return nullcontext() if self.channel is None else self.channel.showing_life(action)
 
     def _to_first(self, value: Any) -> list[Any] | None:
-        """The values of all ranks, on the first."""
+        """The values of all ranks, on the first rank; None on other ranks."""
         if self.group is None:
             return [value]
         found: list[Any] | None = [None] * self.size if self.rank == 0 else None
@@ -152,7 +152,7 @@ class Ranks:
         return found
 
     def _from_first(self, value: Any) -> Any:
-        """The first rank's value, on all."""
+        """The value of the first rank, on every rank."""
         if self.group is None:
             return value
         held = [value]
@@ -161,26 +161,26 @@ class Ranks:
         return held[0]
 
 
-def _merged(what: str, everyone: Sequence[Any], merge: Callable[[Sequence[Any]], R], undo: Callable[[], None]) -> Any:
+def _merged(action: str, everyone: Sequence[Any], merge: Callable[[Sequence[Any]], R], undo: Callable[[], None]) -> Any:
     failed = {rank: sent.error for rank, sent in enumerate(everyone) if isinstance(sent, _FailedPart)}
     if failed:
         undo()
-        return _FailedPart(_describe(what, failed, len(everyone)))
+        return _FailedPart(_describe(action, failed, len(everyone)))
     try:
         return merge(everyone)
-    except Exception as error:  # noqa: BLE001  (it is raised on every rank)
+    except Exception as error:  # noqa: BLE001  (`merge` raises it on every rank)
         undo()
-        return _FailedPart(_describe(what, {0: _text_of(error)}, 1))
+        return _FailedPart(_describe(action, {0: _text_of(error)}, 1))
 
 
-def _describe(what: str, failed: dict[int, str], size: int) -> str:
-    """One text of what went wrong on some ranks; ranks that say the same are named together."""
+def _describe(action: str, failed: dict[int, str], size: int) -> str:
+    """One text for the errors of all ranks; ranks with the same error are listed together."""
     by_text: dict[str, list[int]] = {}
     for rank, text in failed.items():
         by_text.setdefault(text, []).append(rank)
     told = "; ".join(text if size == 1 else f"ranks {ranks}: {text}" for text, ranks in list(by_text.items())[:_SHOWN])
     more = f"; and {len(by_text) - _SHOWN} more" if len(by_text) > _SHOWN else ""
-    return f"{what} failed. {told}{more}"
+    return f"{action} failed. {told}{more}"
 
 
 _SHOWN = 4

@@ -1,6 +1,7 @@
-"""What is saved, at one moment: a copy of what this rank writes, which no later step changes.
+"""Snapshots: copies of the tensors that this rank writes, which later steps do not change.
 
-What several ranks hold alike is shared out among them: each copies and writes its share, found without communication.
+If several ranks hold the same tensor, one of them copies and writes it. Ranks share out the tensors without
+communication.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from autoshard.runtime.agreement.digests import digest_of
 
 
 class Spread(Enum):
-    """How what ranks hold of a part besides DTensors compares."""
+    """Whether the ranks' values of a part are equal, apart from DTensors."""
 
     ALIKE = "alike"
     UNKNOWN = "unknown"
@@ -33,7 +34,7 @@ class Spread(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Something that is saved under a keyword: `state` is what its `state_dict` gave."""
+    """An object that is saved under a keyword: `state` is the result of its `state_dict`."""
 
     keyword: str
     state: Any
@@ -42,12 +43,12 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One thing to write.
+    """One tensor or state to write.
 
     Args:
-        source: the tensor that is saved, which says how it lies; None for what is no tensor.
-        value: this rank's piece of it, or bytes.
-        is_mine: whether this rank writes it, where others hold the same.
+        source: the saved tensor with its sharding; None for a state.
+        value: this rank's piece of the tensor, or the bytes of the state.
+        is_mine: whether this rank writes the piece, if several ranks hold it.
     """
 
     source: torch.Tensor | None
@@ -56,13 +57,13 @@ class Item:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether ranks hold pieces of it."""
+        """Whether each rank holds a piece of the tensor."""
         return isinstance(self.source, DTensor)
 
 
 @dataclass(frozen=True, slots=True)
 class PartSnapshot:
-    """A part at one moment: its items by name, and the text of what is no tensor."""
+    """A part at one moment: its items by name, and the text of its state without tensors."""
 
     keyword: str
     spread: Spread
@@ -70,13 +71,13 @@ class PartSnapshot:
     text: str
 
     def digest(self) -> str:
-        """Equal on ranks that hold the same, DTensors aside."""
+        """A digest that is equal on ranks with equal values, apart from DTensors."""
         values = [item.value for item in self.items.values() if not item.is_sharded]
         plain = [digest_of(value) for value in values if isinstance(value, torch.Tensor)]
         return hashlib.blake2b("\n".join([self.text, *plain]).encode(), digest_size=16).hexdigest()
 
     def to_write(self, ranks: Ranks, *, differs: bool) -> Iterator[tuple[str, Item]]:
-        """What this rank writes, with names; `differs`: ranks do not hold the same."""
+        """Yield the items that this rank writes, with names. `differs`: ranks hold different values."""
         for name, item in self.items.items():
             if item.is_sharded or not differs:
                 if item.is_mine:
@@ -86,23 +87,23 @@ class PartSnapshot:
 
 
 def whole_name(keyword: str) -> str:
-    """The name of what of a part is no tensor."""
+    """The name under which a part's state without tensors is saved."""
     return f"state:{keyword}"
 
 
 def own_name(name: str, rank: int) -> str:
-    """The name of one rank's own, where ranks differ."""
+    """The name of a value that each rank saves for itself."""
     return f"{name}@{rank}"
 
 
 def suffix_of(name: str) -> str:
-    """What `own_name` added to a name of `whole_name`: `@3`, or nothing."""
+    """The suffix that `own_name` added to a name: `@3`, or an empty string."""
     _, mark, rank = name.partition("@")
     return mark + rank
 
 
 def take(parts: Sequence[Part], ranks: Ranks, *, copies: bool) -> list[PartSnapshot]:
-    """The parts now; `copies`: tensors are copied to the host's memory, so that training may go on."""
+    """Take snapshots of `parts`. With `copies`, copy tensors to the host's memory, so that training may go on."""
     shares = _Shares(ranks)
     known: dict[Any, torch.Tensor] = {}
     taken = [_take(part, shares, known, copies=copies) for part in parts]
@@ -132,7 +133,7 @@ def refuse_meta(name: str, tensor: torch.Tensor) -> None:
 
 
 def _copied(tensor: torch.Tensor, known: dict[Any, torch.Tensor]) -> torch.Tensor:
-    """A copy on the host; of memory that has several names, one."""
+    """A copy on the host; tensors that share memory share one copy."""
     key = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device
     if key not in known or not tensor.numel():
         known[key] = _copy(tensor)
@@ -151,8 +152,8 @@ class _Holders:
     """The ranks that hold the same piece of a tensor.
 
     Args:
-        sizes: of the dims of its mesh along which it is copied.
-        place: which of them this rank is; None: none, it is not on the mesh.
+        sizes: the sizes of the mesh axes along which the tensor is replicated.
+        place: the position of this rank among the holders; None if this rank is not on the mesh.
     """
 
     sizes: tuple[int, ...]
@@ -160,7 +161,7 @@ class _Holders:
 
     @classmethod
     def of(cls, tensor: DTensor) -> _Holders:
-        """The ranks that hold the piece of `tensor` that this one does."""
+        """The ranks that hold the same piece of `tensor` as this rank."""
         mesh, own = tensor.device_mesh, tensor.device_mesh.get_coordinate()
         copied = [dim for dim, placement in enumerate(tensor.placements) if isinstance(placement, Replicate)]
         sizes = tuple(mesh.size(dim) for dim in copied)
@@ -173,9 +174,10 @@ class _Holders:
 
 
 class _Shares:
-    """Who writes what several ranks hold: of each kind, who has the fewest bytes to write so far.
+    """Chooses which rank writes a piece that several ranks hold: the rank with the fewest bytes to write so far.
 
-    Every rank counts for all, by names and shapes, which all ranks see alike.
+    Bytes are counted for each set of holders. Every rank counts for all ranks, from names and shapes that all see
+    alike.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -189,7 +191,7 @@ class _Shares:
         return self._ranks.rank == 0
 
     def is_mine(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether this rank writes the piece of a tensor that it holds."""
+        """Whether this rank writes its piece of a tensor."""
         if not isinstance(tensor, DTensor):
             return self._share((self._ranks.size,), tensor.nbytes) == self._ranks.rank
         spec = tensor._spec
@@ -201,7 +203,7 @@ class _Shares:
         return self._share(holders.sizes, tensor.numel() * tensor.element_size()) == holders.place
 
     def _share(self, sizes: tuple[int, ...], size_bytes: int) -> int:
-        """Which of the holders of a tensor writes it; they are numbered."""
+        """The position of the holder that writes a tensor."""
         held = self._bytes.setdefault(sizes, [0] * math.prod(sizes))
         chosen = held.index(min(held))
         held[chosen] += size_bytes + 1
@@ -212,11 +214,11 @@ def _check_placements(name: str, tensor: DTensor) -> None:
     strange = [placement for placement in tensor.placements if type(placement) not in (Shard, Replicate)]
     if strange:
         raise CheckpointError(
-            f"{name!r} lies as {tensor.placements}, and {strange[0]} cannot be saved by shards. Give a DTensor that "
-            "lies by Shard and Replicate (redistribute it in state_dict)."
+            f"{name!r} lies as {tensor.placements}, and {strange[0]} cannot be saved by shards. Redistribute the "
+            "DTensor to Shard and Replicate in state_dict."
         )
 
 
 def differing(everyone: Sequence[Mapping[str, str]]) -> Set[str]:
-    """The keywords under which ranks hold different things, of their digests."""
+    """The keywords under which the digests of ranks differ."""
     return {keyword for keyword in everyone[0] if len({digests.get(keyword) for digests in everyone}) > 1}

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: model, optimizer, random numbers, the step, and what the user adds."""
+"""The contents of a checkpoint: model, optimizer, random numbers, the step, and the user's objects."""
 
 from __future__ import annotations
 
@@ -29,24 +29,24 @@ _SHOWN = 8
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What can be saved under a keyword."""
+    """An object that can be saved under a keyword."""
 
     def state_dict(self) -> Any:
-        """What to save."""
+        """Return the state to save."""
 
     def load_state_dict(self, state: Any) -> Any:
-        """Take over what `state_dict` gave."""
+        """Load a result of `state_dict`."""
 
 
 class TrainingState:
-    """All that is saved of a run, and loaded into it.
+    """All objects of a run that are saved and loaded.
 
     Args:
-        step: what `compile` gave, or a plain module.
-        stateful: by keyword: whatever has `state_dict` and `load_state_dict`.
+        step: the result of `compile`, or a plain module.
+        stateful: by keyword: objects with `state_dict` and `load_state_dict`.
 
     Raises:
-        CheckpointError: one of them has not, or a keyword is taken.
+        CheckpointError: an object lacks `state_dict` or `load_state_dict`, or a keyword is taken.
     """
 
     def __init__(self, step: Any, stateful: Mapping[str, Any]) -> None:
@@ -61,15 +61,15 @@ class TrainingState:
         for key, item in stateful.items():
             if key in taken:
                 raise CheckpointError(
-                    f"{key}= is saved by itself; pass {key}={type(item).__name__}(...) by another name."
+                    f"{key}= is always saved; pass {key}={type(item).__name__}(...) under another name."
                 )
             if not isinstance(item, Stateful):
                 raise CheckpointError(
-                    f"{key}={type(item).__name__}(...) has no state_dict and load_state_dict, by which it is saved."
+                    f"{key}={type(item).__name__}(...) has no state_dict and load_state_dict, so it cannot be saved."
                 )
 
     def parts(self, at: int) -> list[Part]:
-        """What is saved after `at` steps, as it is now."""
+        """The objects to save after `at` steps, with their present states."""
         if isinstance(self.model, ShardedModule):
             self.model.model_weights.refuse_use()
         seeds = self.model.seeds.state().tolist() if isinstance(self.model, ShardedModule) else None
@@ -82,25 +82,26 @@ class TrainingState:
         ]
 
     def wanted(self, stored: Stored, rank: int, size: int) -> dict[str, str]:
-        """Names of what of each part is no tensor, by keyword, for one of `size` ranks.
+        """The names under which the states without tensors are stored, by keyword, for one of `size` ranks.
 
         Raises:
-            CheckpointError: the checkpoint has nothing under a keyword, or each rank's own, of another number of ranks.
+            CheckpointError: nothing is saved under a keyword, or the states are per rank and for another number of
+                ranks.
         """
         keywords = (MODEL, *self.optimizers, *self.others, _PROGRESS)
         found = {key: _name_in(stored, key, rank, size) for key in keywords}
         return {**found, _RANDOM: own_name(whole_name(_RANDOM), rank % stored.manifest.ranks)}
 
     def places(self, stored: Stored, rests: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, torch.Tensor]:
-        """Tensors to be read into, by their names in the checkpoint.
+        """Tensors to read into, by their names in the checkpoint.
 
         Args:
             stored: the checkpoint.
-            rests: by keyword, of each part what is no tensor.
-            names: by keyword, what `wanted` gave.
+            rests: the state of each part without tensors, by keyword.
+            names: the result of `wanted`.
 
         Raises:
-            CheckpointError: it is of another model, or another optimizer.
+            CheckpointError: the checkpoint is of another model or another optimizer.
         """
         places = self._places_in_model(stored, rests[MODEL])
         for key, optimizer in self.optimizers.items():
@@ -130,20 +131,21 @@ class TrainingState:
                 places[slot.name] = tensor
             elif isinstance(tensor, torch.Tensor):
                 problems.append(
-                    f"{name!r} is {tensor.dtype} {list(tensor.shape)} in the model, {dtype} {list(shape)} there"
+                    f"{name!r} is {tensor.dtype} {list(tensor.shape)} in the model, "
+                    f"{dtype} {list(shape)} in the checkpoint"
                 )
             elif name == _EXTRA:
                 places[slot.name] = torch.empty(shape, dtype=dtype)
         if problems:
             more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
             raise CheckpointError(
-                f"{stored.folder} holds another model: {'; '.join(problems[:_SHOWN])}{more}. Load it into the model "
-                "that was saved, or name another folder."
+                f"{stored.folder} holds another model: {'; '.join(problems[:_SHOWN])}{more}. Load it into the saved "
+                "model, or name another folder."
             )
         return places
 
     def load(self, rests: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over what was read."""
+        """Load the tensors and states that were read."""
         state = self.model.state_dict()
         loaded = join(rests[MODEL], tensors)
         keeps_extra = isinstance(self.model, ShardedModule) or _EXTRA in state
@@ -160,30 +162,30 @@ class TrainingState:
 
 
 def _state_of(model: nn.Module) -> dict[str, Any]:
-    """The state dict of a model; of a compiled one, with the parameters themselves, as to detach a DTensor is slow."""
+    """The state dict of a model. A compiled model gives the parameters themselves: detaching DTensors is slow."""
     return dict(model.state_dict(keep_vars=True) if isinstance(model, ShardedModule) else model.state_dict())
 
 
 def model_of(step: Any) -> nn.Module:
-    """The module of what is saved."""
+    """The module of a step."""
     model = step.sharded if isinstance(step, TrainStep) else step
     if not isinstance(model, nn.Module):
-        raise CheckpointError(f"A {type(step).__name__} is no model; pass what autoshard.compile gave.")
+        raise CheckpointError(f"A {type(step).__name__} is not a model; pass the result of autoshard.compile.")
     return model
 
 
 def plan_of(step: Any) -> Plan | None:
-    """The plan that runs, if there is one."""
+    """The plan of a compiled model; None for a plain module."""
     return step.plan if isinstance(step, TrainStep | ShardedModule) else None
 
 
 def mesh_of(step: Any) -> str:
-    """The mesh that it runs on, for people."""
+    """The mesh of a compiled model as text, for people."""
     return str(step.mesh) if isinstance(step, TrainStep | ShardedModule) else ""
 
 
 def ranks_of(step: Any, timeout_s: float | None = None) -> Ranks:
-    """The processes that run it. Called by all of them; `timeout_s` as for `Ranks.of`."""
+    """The processes that run the model of a step. All of them must call; `timeout_s` as for `Ranks.of`."""
     return Ranks.of(model_of(step), timeout_s)
 
 
@@ -192,10 +194,10 @@ def _name_in(stored: Stored, key: str, rank: int, size: int) -> str:
     if name in stored:
         return name
     if own_name(name, 0) not in stored:
-        raise CheckpointError(f"{stored.folder} has nothing under {key}=. Leave {key}= out of load(...).")
+        raise CheckpointError(f"{stored.folder} has nothing saved as {key}=. Leave {key}= out of load(...).")
     if stored.manifest.ranks != size:
         raise CheckpointError(
-            f"{key}=: each of the {stored.manifest.ranks} ranks that saved {stored.folder} had a state of its own, and "
+            f"{key}=: each of the {stored.manifest.ranks} ranks that saved {stored.folder} had a state of its own, but "
             f"{size} ranks load it. Leave {key}= out of load(...), and set it up for {size} ranks."
         )
     return own_name(name, rank)
@@ -216,7 +218,7 @@ def _places_in_optimizer(stored: Stored, optimizer: NamedOptimizer, rest: Mappin
 
 
 def _place(stored: Stored, slot: Slot, now: torch.Tensor | None) -> torch.Tensor:
-    """A tensor as there is now, or a whole one."""
+    """The object's present tensor if shape and dtype match; else a new whole tensor."""
     shape, dtype = stored.tensor(slot.name)
     if now is not None and now.shape == shape and now.dtype == dtype:
         return now.detach()
@@ -224,7 +226,7 @@ def _place(stored: Stored, slot: Slot, now: torch.Tensor | None) -> torch.Tensor
 
 
 def _random_state() -> dict[str, Any]:
-    """Where the generators of this process stand."""
+    """The states of this process's random number generators."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return {
         "torch": _bytes_of(torch.get_rng_state()),

@@ -1,4 +1,4 @@
-"""States as tensors with names, and the rest: so that each tensor is saved and loaded by its shards."""
+"""States split into named tensors and the rest, so that each tensor is saved and loaded by its shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from autoshard.checkpoints.values import Slot, packed
 
 
 def split(keyword: str, state: Any) -> tuple[dict[str, torch.Tensor], Any]:
-    """The tensors of a state, by names that begin with `keyword`, and the state with slots in their places.
+    """Return the tensors of a state, by names that begin with `keyword`, and the state with slots in their places.
 
     Example:
         >>> tensors, rest = split("ema", {"decay": 0.9, "weights": [torch.zeros(2)]})
@@ -39,17 +39,17 @@ def split(keyword: str, state: Any) -> tuple[dict[str, torch.Tensor], Any]:
 
 
 def slots_in(rest: Any) -> list[Slot]:
-    """The slots of what `split` gave."""
+    """The slots in the rest of a `split`."""
     return [leaf for leaf in pytree.tree_leaves(rest) if isinstance(leaf, Slot)]
 
 
 def join(rest: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The state of which `split` gave `rest`, with `tensors` in their places."""
+    """The inverse of `split`: replace the slots of `rest` by `tensors`."""
     return pytree.tree_map(lambda leaf: tensors[leaf.name] if isinstance(leaf, Slot) else leaf, rest)
 
 
 def own_slots(rest: Any, suffix: str) -> Any:
-    """`rest` with names that end in `suffix`, under which a rank saved what is no DTensor."""
+    """Append `suffix` to the names of slots without sharding, which each rank saved for itself."""
 
     def own(leaf: Any) -> Any:
         is_own = isinstance(leaf, Slot) and not leaf.is_sharded
@@ -59,7 +59,7 @@ def own_slots(rest: Any, suffix: str) -> Any:
 
 
 def described(value: Any) -> str:
-    """A text that is the same for equal values on every rank, for what states hold as a rule; else their bytes."""
+    """A text that is the same for equal values on every rank: `repr` of common types, else the packed bytes."""
     if isinstance(value, Mapping):
         return f"{{{','.join(f'{described(key)}:{described(item)}' for key, item in value.items())}}}"
     if isinstance(value, set | frozenset):
@@ -71,7 +71,7 @@ def described(value: Any) -> str:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is the bytes of its elements; sparse, quantized and nested ones are saved with the rest."""
+    """Whether a tensor is the bytes of its elements. Sparse, quantized and nested tensors are saved with the rest."""
     return tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_nested
 
 

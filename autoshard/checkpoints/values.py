@@ -1,8 +1,7 @@
 """Plain values as JSON: states without tensors are written and read without pickle, so reading runs no code.
 
-JSON's own values stand for themselves. Every other value is an object of one key, its kind: `{"tuple": [1, 2]}`.
-A value of a kind that is not listed here goes through `torch.save`, and must be one that
-`torch.load(weights_only=True)` takes.
+JSON's own values stand for themselves. Every other value is an object with one key, its kind: `{"tuple": [1, 2]}`.
+Kinds that are not listed here go through `torch.save`; `torch.load(weights_only=True)` must be able to read them.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from autoshard.ir.read_json import parse
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """In the place of a tensor.
+    """The placeholder of a tensor in a state.
 
     Args:
-        name: under which the tensor is saved.
-        is_sharded: it was a DTensor.
+        name: the name under which the tensor is saved.
+        is_sharded: the tensor was a DTensor.
     """
 
     name: str
@@ -39,22 +38,22 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class StepCount:
-    """Steps that an optimizer has counted in a tensor of one element."""
+    """A tensor of one element in which an optimizer counts steps."""
 
     value: float
     dtype: torch.dtype
     shape: torch.Size
 
     def tensor(self) -> torch.Tensor:
-        """Such a tensor, on the CPU."""
+        """The count as a tensor on the CPU."""
         return torch.full(self.shape, self.value, dtype=self.dtype)
 
 
 def packed(value: Any) -> bytes:
-    """The JSON text of a value, which no later change of the value reaches.
+    """The JSON text of a value. Later changes of the value do not change the text.
 
     Raises:
-        CheckpointError: only pickle can write something in it, or it holds itself.
+        CheckpointError: the value contains an object that only pickle can write, or contains itself.
 
     Example:
         >>> packed({"betas": (0.9, 0.95)})
@@ -64,38 +63,38 @@ def packed(value: Any) -> bytes:
         return json.dumps(_encoded(value), separators=(",", ":"), allow_nan=False).encode()
     except RecursionError as error:
         raise CheckpointError(
-            f"A state of type {type(value).__name__} holds itself, or containers nested too deeply. Give a flatter "
+            f"A state of type {type(value).__name__} contains itself, or containers nested too deeply. Give a flatter "
             "state in state_dict."
         ) from error
 
 
 def unpacked(data: bytes) -> Any:
-    """The value of which `packed` gave `data`.
+    """The inverse of `packed`.
 
     Raises:
-        ValueError: `packed` gives no such text.
+        ValueError: `packed` did not write `data`.
     """
     try:
         return _decoded(parse(bytes(data).decode()))
     except (KeyError, TypeError, AttributeError, RuntimeError, RecursionError, pickle.UnpicklingError) as error:
-        raise ValueError(f"it is no state that Checkpoints wrote ({type(error).__name__}: {error})") from error
+        raise ValueError(f"Checkpoints did not write this state ({type(error).__name__}: {error})") from error
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The type of tensors that has a name such as "float32"; `ValueError` where there is none."""
+    """The dtype with a name such as "float32"; `ValueError` if there is none."""
     found = getattr(torch, name, None) if name.isidentifier() else None
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"{name[:60]!r} is no type of tensors")
+        raise ValueError(f"{name[:60]!r} is not a dtype")
     return found
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """The name of a type of tensors: "float32"."""
+    """The name of a dtype, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 _EXACT = 2**53
-"""Integers from here on are written as text."""
+"""Integers of at least this size are written as text."""
 
 
 def _encoded(value: Any) -> Any:
@@ -121,7 +120,7 @@ def _encoded(value: Any) -> Any:
 
 
 def _saved(value: Any) -> bytes:
-    """A value as `torch.save` writes it, which `weights_only=True` reads."""
+    """A value as `torch.save` writes it, checked to be readable with `weights_only=True`."""
     file = io.BytesIO()
     try:
         torch.save(value, file)
@@ -129,8 +128,8 @@ def _saved(value: Any) -> bytes:
         torch.load(file, weights_only=True)
     except (pickle.PickleError, TypeError, AttributeError, RuntimeError) as error:
         raise CheckpointError(
-            f"A state holds {type(value).__module__}.{type(value).__qualname__}, which only pickle reads, and pickle "
-            "runs code that a file holds. Give numbers, text, tensors and containers in state_dict, or allow the "
+            f"A state contains {type(value).__module__}.{type(value).__qualname__}, which only pickle can read, and "
+            "pickle runs the code in a file. Give numbers, text, tensors and containers in state_dict, or allow the "
             f"class on saving and loading: torch.serialization.add_safe_globals([{type(value).__name__}])."
         ) from error
     return file.getvalue()
@@ -164,7 +163,7 @@ _KINDS: Mapping[type, tuple[str, Callable[[Any], Any]]] = {
     torch.dtype: ("dtype", name_of),
     torch.device: ("device", str),
 }
-"""Kind of a value to the key of its object, and what stands there."""
+"""The JSON key of each type, and the function that encodes its values."""
 
 
 def _decoded(data: Any) -> Any:

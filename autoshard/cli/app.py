@@ -43,13 +43,13 @@ app = typer.Typer(
 console = Console(highlight=False)
 
 _PRODUCTS = {"f32": torch.float32, "f16": torch.float16}
-"""The dtype of a model whose recipes are searched, if it is not bfloat16: recipes are of models in that of products."""
+"""Dtype of a model that is priced in another framework, if not bfloat16: the dtype of its products."""
 
 _WRONG_USAGE = 2
 """Exit status of a command line that cannot be understood, as of Unix's own commands."""
 
 _INTERRUPTED = 130
-"""What typer makes of a KeyboardInterrupt, and shells of a process that SIGINT ended."""
+"""Exit status after a KeyboardInterrupt in typer, and after SIGINT in shells."""
 
 _Cluster = Annotated[str, typer.Option(help="NODE_TYPE:NODESxDEVICES, e.g. h100_sxm:8x8, or a .toml file.")]
 _Axes = Annotated[str | None, typer.Option(help="Axes, e.g. data=8,model=8; else the planner picks them.")]
@@ -65,13 +65,13 @@ _Runtime = Annotated[
 ]
 _Backend = Annotated[str, typer.Option(help="triton: price the program, or recipes, with our Triton kernels.")]
 _TimeBudget = Annotated[float, typer.Option(help="Seconds that the search may take.")]
-_Precision = Annotated[str, typer.Option(help="bf16 or f32: what a model with wider parameters computes in.")]
+_Precision = Annotated[str, typer.Option(help="bf16 or f32: type of computation for a model with wider parameters.")]
 _Optimizer = Annotated[str | None, typer.Option(help="adamw, sgd, or none.")]
 _MemoryGib = Annotated[float | None, typer.Option(help="Limit per device; else the device's own.")]
 _Constrain = Annotated[
     list[str] | None,
     typer.Option(
-        help="NAME=VALUE,VALUE: a recipe's field and what it may be (pipeline=1,2,4), with --global-batch; or a "
+        help="NAME=VALUE,VALUE: a recipe's field and its allowed values (pipeline=1,2,4), with --global-batch; or a "
         "parameter's name and spec, \"up.weight=P('data', None)\". May be given more than once."
     ),
 ]
@@ -172,7 +172,7 @@ def explain(
     trust_remote_code: _TrustCode = False,
     as_json: _Json = False,
 ) -> None:
-    """Plan as plan does, and say where else a value could lie and what the best plan with it there would cost."""
+    """Plan as plan does, and list the possible specs of a value with the best plan for each."""
     result = _plan(
         model, cluster, mesh, batch, seq, precision, optimizer, memory_gib,
         global_batch=global_batch, runtime=runtime, constrain=constrain, backend=backend,
@@ -200,8 +200,9 @@ def _plan(
     trust_remote_code: bool = False,
     previous: Plan | None = None,
 ) -> Plan:
-    """The plan that options of the command line ask for."""
-    dtype = None if global_batch is None else _PRODUCTS.get(precision, torch.bfloat16)
+    """Make the plan for the options of the command line."""
+    is_price = global_batch is not None and runtime != "autoshard"
+    dtype = _PRODUCTS.get(precision, torch.bfloat16) if is_price else None
     loaded = load_model(model, batch=batch, seq=seq, dtype=dtype, trust_remote_code=trust_remote_code)
     return api.plan(
         loaded.model,
@@ -255,7 +256,7 @@ def report(
 
 
 def _bytes(memory_gib: float | None) -> int | None:
-    """The limit that `--memory-gib` gives."""
+    """The memory limit of `--memory-gib` in bytes."""
     if memory_gib is None:
         return None
     if not 0 < memory_gib < math.inf:
@@ -264,12 +265,12 @@ def _bytes(memory_gib: float | None) -> int | None:
 
 
 def _named(optimizer: str | None) -> str | None:
-    """The optimizer that `--optimizer` names, if any."""
+    """The optimizer named by `--optimizer`, or None."""
     return None if optimizer == "none" else optimizer
 
 
 def _check_folder(out: Path | None) -> None:
-    """Refuse a path that cannot be written, before anything is searched for."""
+    """Refuse a path that cannot be written, before the search starts."""
     if out is not None and not out.parent.is_dir():
         raise AutoshardError(f"--out {out} cannot be written: there is no folder {out.parent}.")
 
@@ -307,7 +308,7 @@ def price(
     trust_remote_code: _TrustCode = False,
     as_json: _Json = False,
 ) -> None:
-    """Say what an expert's recipe would take under another framework's runtime: step time, memory, breakdown."""
+    """Predict an expert's recipe under another framework's runtime: step time, memory, breakdown."""
     _check_folder(out)
     dtype = _PRODUCTS.get(precision, torch.bfloat16)
     loaded = load_model(model, batch=1, seq=seq, dtype=dtype, trust_remote_code=trust_remote_code)
@@ -343,7 +344,7 @@ def verify(
     trust_remote_code: _TrustCode = False,
     as_json: _Json = False,
 ) -> None:
-    """Prove that the program which a plan gives each rank computes what the model does; nothing is run."""
+    """Prove that a plan's program computes on all ranks the model's results; nothing runs."""
     if (cluster is None) == (plan is None):
         raise AutoshardError(f"verify {model}: pass --cluster, to plan and prove that, or --plan with a saved plan.")
     loaded = load_model(model, batch=batch, seq=seq, trust_remote_code=trust_remote_code)
@@ -389,7 +390,7 @@ def doctor(
     trust_remote_code: _TrustCode = False,
     as_json: _Json = False,
 ) -> None:
-    """Say what this machine has, or which operators of a model run whole on every device and what that takes."""
+    """Report on this machine, or on a model's operators that run whole on every device, and their time."""
     if model is None:
         _examine_machine(as_json)
         return
@@ -404,7 +405,7 @@ def doctor(
 
 
 def _examine_machine(as_json: bool) -> None:
-    """Say what this machine has, and compile a small model on the simulator as a test."""
+    """Report on this machine, and compile a small model on the simulator as a test."""
     findings = diagnose()
     if as_json:
         _show([{"name": item.name, "found": item.found, "is_good": item.is_good} for item in findings])
@@ -416,7 +417,7 @@ def _examine_machine(as_json: bool) -> None:
 
 
 def parse_cluster(text: str) -> Cluster:
-    """The cluster that `NODE_TYPE:NODESxDEVICES` names (`NODE_TYPE` alone is one whole node), or that of a .toml file.
+    """Parse `NODE_TYPE:NODESxDEVICES` (`NODE_TYPE` alone is one whole node), or the name of a .toml file.
 
     Raises:
         MeshError: the text is not of this form.
@@ -437,13 +438,13 @@ def parse_cluster(text: str) -> Cluster:
 
 
 def _place(cluster: str, mesh: str | None) -> Cluster | ClusterMesh:
-    """The cluster that is named, or a mesh of its devices."""
+    """The named cluster, or a mesh of its devices."""
     found = parse_cluster(cluster)
     return found if mesh is None else found.mesh(parse_mesh(mesh))
 
 
 def parse_mesh(text: str) -> Mesh:
-    """The mesh that `data=8,model=8` describes.
+    """Parse a mesh like `data=8,model=8`.
 
     Raises:
         MeshError: the text is not of this form.

@@ -1,4 +1,4 @@
-"""`autoshard calibrate`: start the ranks, measure, and show what was found."""
+"""`autoshard calibrate`: start the ranks, measure, and show the results."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from cost_models.calibration import Calibration
 
 
 def measure_machine(ranks: int | None, budget_s: float) -> Calibration | None:
-    """Measure the ranks of this `torchrun`, or `ranks` local processes that are started for it.
+    """Measure the ranks of this `torchrun`, or start `ranks` local processes and measure them.
 
     Returns:
-        The calibration; None on ranks of a run other than the first.
+        The calibration; None on all ranks of a run but the first.
 
     Raises:
-        NotAvailableError: `budget_s` is no time.
-        MeshError: `ranks` is below one, or differs from the size of the run that this process is part of.
+        NotAvailableError: `budget_s` is not a positive time.
+        MeshError: `ranks` is below one, or differs from the size of this process's run.
         AutoshardError: a started process failed.
     """
     if not 0 < budget_s < math.inf:
@@ -54,10 +54,10 @@ KEEPING = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**40), "MALLO
 
 
 def keep_freed_memory() -> None:
-    """Have processes that are started from here on keep what they free, where the C library is glibc.
+    """Make processes started from here on keep freed memory, if the C library is glibc.
 
-    Else each step gives its activations back to the system and has them mapped and zeroed anew, page by page, which on
-    a CPU costs as much as reading them (PyTorch's tuning guide advises an allocator that caches, for the same reason).
+    Otherwise each step returns its activations to the system, which maps and zeroes the pages anew. On a CPU this costs
+    as much as reading them. PyTorch's tuning guide advises a caching allocator for the same reason.
     """
     for name, value in KEEPING.items():
         os.environ.setdefault(name, value)
@@ -83,7 +83,7 @@ def _measure(budget_s: float) -> Calibration | None:
 
 
 def calibration_table(found: Calibration, path: Path) -> Table:
-    """What was measured, what the fitted cluster predicts of it, and their ratio."""
+    """Table of measurements, each with the ratio of the fitted cluster's prediction."""
     title = f"{found.cluster.size} ranks of this machine, written to {path}"
     table = Table("measurement", "measured", "predicted / measured", title=title)
     for name, seconds in found.measured_s.items():
@@ -93,5 +93,5 @@ def calibration_table(found: Calibration, path: Path) -> Table:
 
 
 def calibration_json(found: Calibration) -> dict[str, Any]:
-    """The same as data."""
+    """The calibration as JSON data."""
     return {"date": found.date, "measured_s": dict(found.measured_s), "predicted_over_measured": found.ratios}

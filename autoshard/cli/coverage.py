@@ -1,4 +1,4 @@
-"""What `autoshard doctor MODEL` says: operators that run whole on every device, where, and what that takes."""
+"""The report of `autoshard doctor MODEL`: operators that run whole on every device, their lines and time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoshard.ir.text import format_time
 from autoshard.rules import inferred_operators
 
 _LEAST_SHARE = 1e-3
-"""Operators that are replicated by choice and take less of a step than this are only counted."""
+"""Share of a step below which operators replicated by choice are only counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Row:
     Args:
         kind: "without rule", "replicated" or "inferred rule".
         item: the operator, its line and its time.
-        share: its part of the step's predicted time, with that of bringing its operands to it.
+        share: its share of the step's predicted time, including the resharding of its operands.
     """
 
     kind: str
@@ -34,7 +34,7 @@ class Row:
 
 
 def coverage_rows(plan: Plan) -> tuple[Row, ...]:
-    """The operators of a plan that a user may want to know of; replicated ones only if they cost something."""
+    """The noteworthy operators of a plan. Operators replicated by choice appear only if their time matters."""
     return tuple(row for row in _rows(plan) if row.kind != "replicated" or row.share >= _LEAST_SHARE)
 
 
@@ -62,11 +62,11 @@ def coverage_json(plan: Plan) -> dict[str, Any]:
 
 
 def coverage_summary(plan: Plan) -> str:
-    """The report in one sentence."""
+    """Summarise the report in one sentence."""
     counts = {kind: sum(item.calls for item in items) for kind, items in plan.coverage.items()}
     shares = {kind: sum(_share(item, plan) for item in items) for kind, items in plan.coverage.items()}
     return (
-        f"Of {sum(counts.values())} calls in a step on {plan.mesh}, {counts['split']} are split, "
+        f"A step on {plan.mesh} has {sum(counts.values())} calls: {counts['split']} are split, "
         f"{counts['replicated']} run whole on every device by choice ({shares['replicated']:.1%} of "
         f"{format_time(plan.predicted.step_time_s)}) and {counts['without rule']} for want of a sharding rule "
         f"({shares['without rule']:.1%})."

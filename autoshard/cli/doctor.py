@@ -1,4 +1,4 @@
-"""What this machine has for autoshard: versions, devices, process groups, and one compile as a test."""
+"""Examine this machine for autoshard: versions, devices, process groups, and one compile as a test."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TOLERANCE = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at: its name, what was found, and whether autoshard can work with it."""
+    """One examined thing: its name, its state, and whether autoshard can work with it."""
 
     name: str
     found: str
@@ -30,7 +30,7 @@ class Finding:
 
 
 def diagnose() -> tuple[Finding, ...]:
-    """Look at everything that a compile and a run need."""
+    """Examine everything that a compile and a run need."""
     return tuple(look() for look in _LOOKS)
 
 
@@ -70,7 +70,7 @@ def _hardware_files() -> Finding:
 
 
 def _small_compile() -> Finding:
-    """Compile a small model for two simulated ranks and compare its output with one device."""
+    """Compile a small model for two simulated ranks and compare its output with one device's."""
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
     features = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
     sharded = api.compile(copy.deepcopy(model), Mesh({"data": 2}), example_inputs=(features,))

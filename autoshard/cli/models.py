@@ -1,9 +1,9 @@
 """Models named on the command line: a function in a file, a function in a package, or a transformers config.
 
-A model is built on the meta device, so that one larger than this machine can be planned on it. A function
-named on the command line returns `(model, example_inputs)`; it is told `batch` and `seq` if it has parameters
-of these names. A file or package that is named is run. A config is data: neither code beside it nor kernels of a hub
-that it asks for are run, unless the user trusts them.
+A model is built on the meta device, so models larger than this machine can be planned. A function named on the command
+line returns `(model, example_inputs)`. It gets `batch` and `seq` if it has parameters of these names. The named file or
+package is run. A config is data: neither its custom code nor kernels from a repository run, unless the user trusts
+them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class NamedModel:
     inputs: tuple[Any, ...] | Mapping[str, Any]
 
     def to(self, dtype: torch.dtype) -> NamedModel:
-        """The same with floating-point parameters and inputs of a type."""
+        """Convert floating-point parameters and inputs to a type."""
         return NamedModel(self.model.to(dtype), cast_floats(self.inputs, dtype))
 
 
@@ -54,12 +54,12 @@ def load_model(
         reference: "path/to/file.py:build", "package.module:build", or "hf:CONFIG".
         batch: sequences per step over the whole cluster.
         seq: tokens per sequence.
-        dtype: of floating-point parameters and inputs; None: those of the function's model, float32 for a config.
-        trust_remote_code: whether a config may name code and kernels that transformers loads and runs.
+        dtype: type of floating-point parameters and inputs; None: the function's own, float32 for a config.
+        trust_remote_code: whether transformers may load and run code and kernels that a config names.
 
     Raises:
-        ModelReferenceError: nothing of that name, it does not return a model with example inputs, or it needs code that
-            is not trusted.
+        ModelReferenceError: nothing has this name, the function does not return a model with example inputs, or the
+            model needs untrusted code.
     """
     sizes = {"batch": batch, "seq": seq}
     with torch.device("meta"):
@@ -92,7 +92,7 @@ _OPEN = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 @contextlib.contextmanager
 def _named(reference: str) -> Iterator[None]:
-    """What the user's own code raises becomes one sentence, with its line."""
+    """Turn an error in the user's own code into one sentence with its line."""
     try:
         yield
     except AutoshardError:
@@ -150,11 +150,13 @@ def _build_from_config(reference: str, sizes: Mapping[str, int], trusts: bool) -
     if not path.exists():
         raise ModelReferenceError(f"there is no config file or folder {path}, which MODEL {reference!r} names.")
     if not trusts:
-        os.environ.setdefault("USE_HUB_KERNELS", "NO")  # transformers reads it when it is imported
+        os.environ.setdefault("USE_HUB_KERNELS", "NO")  # transformers reads it at import
     try:
         from transformers import AutoConfig
     except ModuleNotFoundError as error:
-        raise ModelReferenceError("MODEL hf:... needs transformers: pip install autoshard[transformers].") from error
+        raise ModelReferenceError(
+            "MODEL hf:... needs transformers; run pip install autoshard[transformers]."
+        ) from error
     _check_config(path, reference, trusts)
     with _named(reference):
         try:
@@ -179,7 +181,7 @@ def _no_config(path: Path, reference: str, error: Exception) -> ModelReferenceEr
 
 
 def _check_config(path: Path, reference: str, trusts: bool) -> None:
-    """Refuse a config that is none, that needs code which is not trusted, or whose model nobody could build."""
+    """Refuse an invalid config, a config that needs untrusted code, and a model too large to build."""
     file = path / "config.json" if path.is_dir() else path
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -200,7 +202,7 @@ def _check_config(path: Path, reference: str, trusts: bool) -> None:
 
 
 def _layer_counts(data: object) -> Iterator[tuple[str, int]]:
-    """The numbers of layers that a config names, those of its parts among them."""
+    """The numbers of layers in a config and its nested parts."""
     for name, value in data.items() if isinstance(data, dict) else ():
         if isinstance(value, int) and name.endswith(("layer", "layers")):
             yield name, value
@@ -208,7 +210,7 @@ def _layer_counts(data: object) -> Iterator[tuple[str, int]]:
 
 
 def _needs_code(data: object) -> bool:
-    """Whether a config names code of its own, and transformers has none for its type."""
+    """Whether a config names custom code and transformers has no code of its own for its type."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     return isinstance(data, dict) and bool(data.get("auto_map")) and data.get("model_type") not in CONFIG_MAPPING
@@ -218,11 +220,14 @@ _BUILT_IN: Mapping[str, Sequence[str | None]] = {
     "attn_implementation": (None, "eager", "sdpa", "flex_attention"),
     "experts_implementation": (None, "eager", "batched_mm", "grouped_mm"),
 }
-"""Implementations that transformers brings along; others, flash attention among them, it may fetch from a hub."""
+"""Implementations inside transformers.
+
+Other implementations, such as flash attention, may be fetched from a repository.
+"""
 
 
 def _refuse_fetched(config: Any, reference: str) -> None:
-    """Refuse a config that asks for kernels which transformers would fetch, itself or in a part of it."""
+    """Refuse a config that asks for kernels which transformers would fetch, in any of its parts."""
     for name, known in _BUILT_IN.items():
         found = getattr(config, f"_{name}", None)
         if found not in known:
@@ -236,7 +241,7 @@ def _refuse_fetched(config: Any, reference: str) -> None:
 
 
 def _language_model(config: Any, trusts: bool) -> Any:
-    """What of transformers makes a model of a config that returns the loss of predicting tokens."""
+    """The transformers class that builds a config's model with a loss of predicted tokens."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
     from transformers.models.auto import modeling_auto
 

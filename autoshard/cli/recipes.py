@@ -1,6 +1,6 @@
 """Recipes on the command line: `data=8,zero=1,tensor=8,sequence_parallel=yes`, or a JSON file with the same fields.
 
-And constraints: `pipeline=1,2,4`, the values that a field may have, or `up.weight=P('data', None)`, a value's spec.
+Constraints are `pipeline=1,2,4`, the allowed values of a field, or `up.weight=P('data', None)`, a value's spec.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _TEXTS = ("recompute", "offload")
 
 
 def parse_recipe(text: str) -> Recipe:
-    """The recipe that a text describes: FIELD=VALUE,..., or the path of a JSON file.
+    """Parse a recipe: FIELD=VALUE,..., or the path of a JSON file.
 
     Raises:
-        RecipeError: no such field, a value that is no number, word or list of numbers, or a file that is no recipe.
+        RecipeError: a field is unknown, a value is no number, word or list of numbers, or a file has no recipe.
 
     Example:
         >>> parse_recipe("data=2,tensor=4,sequence_parallel=yes").devices
@@ -42,10 +42,10 @@ def parse_recipe(text: str) -> Recipe:
 
 
 def parse_constraints(texts: Sequence[str]) -> dict[str, Any]:
-    """The constraints that texts describe, each NAME=VALUE,VALUE or NAME=SPEC.
+    """Parse constraints, each NAME=VALUE,VALUE or NAME=SPEC.
 
     Raises:
-        RecipeError: a text that is neither.
+        RecipeError: a text has neither form.
 
     Example:
         >>> parse_constraints(["tensor=8", "pipeline=1,2", "up.weight=P('data', None)"])
@@ -64,7 +64,7 @@ def parse_constraints(texts: Sequence[str]) -> dict[str, Any]:
 
 
 def named_twice(names: Iterable[str]) -> str | None:
-    """The first of some names that comes again; None where all differ."""
+    """The first repeated name, or None."""
     return next((name for name, count in Counter(names).items() if count > 1), None)
 
 
@@ -74,7 +74,7 @@ def is_whole(text: str) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """The fields that a JSON file has."""
+    """The fields in a JSON file."""
     if not path.is_file():
         raise RecipeError(f"there is no file {path}, which --recipe names.")
     try:

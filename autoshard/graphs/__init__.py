@@ -1,1 +1,1 @@
-"""Rewrites of torch.fx graphs that know no engine."""
+"""Rewrites of torch.fx graphs that are independent of engines."""

@@ -1,7 +1,7 @@
-"""Which operands' memory the results of a call may share, so that writing over one writes over the other.
+"""Operands whose memory the results of a call may share, so that a write to one changes the other operand.
 
-An operator's schema says which results are views. Some operators give back an operand, or a view of it, although their
-schema does not say so; they are listed here, and a test that runs torch's operators holds the list to what they do.
+An operator's schema says which results are views. Some operators return an operand or a view of it although their
+schema does not say so. They are listed here, and a test compares the list with runs of torch's operators.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _MAY_RETURN_OPERANDS = frozenset({
     "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes", "_cast_Byte", "_cast_Char", "_cast_Double",
     "_cast_Float", "_cast_Half", "_cast_Int", "_cast_Long", "_cast_Short", "_saturate_weight_to_fp16",
 })  # fmt: skip
-"""Packets of aten, and other operators by their full names."""
+"""Operators that return an operand: packets of aten, and other operators by their full names."""
 
 
 def aliased_operands(node: fx.Node) -> tuple[fx.Node, ...]:
-    """The operands of a call whose memory its results may share; all, of a function that is no operator.
+    """The operands of a call whose memory its results may share; all operands for a plain Python function.
 
     Example:
         >>> graph = fx.Graph()
@@ -47,7 +47,7 @@ def _returns_operands(target: torch._ops.OpOverload) -> bool:
 
 
 def _annotated(node: fx.Node, target: torch._ops.OpOverload) -> tuple[fx.Node, ...]:
-    """The operands that the schema gives an alias to, where it gives one to a result."""
+    """The operands that share an alias with a result in the schema."""
     found: dict[fx.Node, None] = {}
     for position, name in _aliased_arguments(target):
         given = node.args[position] if position < len(node.args) else node.kwargs.get(name)
@@ -57,7 +57,7 @@ def _annotated(node: fx.Node, target: torch._ops.OpOverload) -> tuple[fx.Node, .
 
 @cache
 def _aliased_arguments(target: torch._ops.OpOverload) -> tuple[tuple[int, str], ...]:
-    """The places and names of arguments with an alias, where a result has one."""
+    """The places and names of arguments with an alias, if a result has an alias too."""
     if not any(item.alias_info is not None for item in target._schema.returns):
         return ()
     arguments = enumerate(target._schema.arguments)

@@ -1,4 +1,4 @@
-"""A graph cut in two: what some of its results need, and the rest, which goes on from there."""
+"""Cuts a graph in two: the calls for some of its results, and the rest, which continues from their values."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from autoshard.ir.collectives import is_wait
 def cut_graph(
     root: fx.GraphModule, results: Collection[int], *, hands_on_inputs: bool = False
 ) -> tuple[fx.GraphModule, fx.GraphModule, int]:
-    """The graph of some results, the graph of all others, and how many values the second takes of the first.
+    """Return the graph of some results, the graph of the other results, and the number of values handed from first to
+    second.
 
-    The first takes the inputs of `root`, and returns its results, then these values; the second takes them, then the
-    same inputs. Collectives are waited for where they are sent.
+    The first graph takes the inputs of `root`, and returns its results, then these values. The second graph takes these
+    values, then the same inputs. Collectives are waited for in the graph that starts them.
 
     Args:
         root: a functional graph that returns a flat tuple.
         results: places of the first graph's results among those of `root`, in order.
-        hands_on_inputs: the second takes the inputs that it reads as values of the first, and no others.
+        hands_on_inputs: the second graph takes its inputs as values of the first, instead of all inputs.
 
     Example:
         >>> graph = fx.Graph()
@@ -51,7 +52,7 @@ def cut_graph(
 
 
 def _needed(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
-    """The calls that results need, with all parts of tuples and the end of each collective among them."""
+    """The calls that results need, with all parts of their tuples and the waits of their collectives."""
     needed, waiting = set[fx.Node](), list(results)
     while waiting:
         node = waiting.pop()

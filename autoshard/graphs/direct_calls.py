@@ -1,9 +1,9 @@
-"""Call torch's own functions for operators in a graph that runs as it is: they reach the same kernels sooner.
+"""Call torch's own functions in place of operators in a graph that runs as it is, to reach the same kernels sooner.
 
 Before → after: `torch.ops.aten.mm.default(x, y)` → `torch.mm(x, y)`; `torch.ops.aten.view.default(x, shape)` →
-`x.view(shape)`. An operator that is called by its name matches its arguments to a schema and puts them on a stack;
-torch's functions read them in generated code. Between large kernels, which empty the caches, a call costs some
-microseconds less. The tables have the operators that steps call most, where both take the same arguments.
+`x.view(shape)`. A call by operator name matches its arguments to a schema and puts the arguments on a stack. torch's
+functions read arguments in generated code. Between large kernels, which empty the caches, a call costs some
+microseconds less. The tables have the most frequent operators whose functions take the same arguments.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ METHODS: Mapping[Any, str] = MappingProxyType(
         _aten.view.default: "view",
     }
 )
-"""Operators that are methods of a tensor, which is their first argument."""
+"""Operators and the methods of their first argument, a tensor."""
 
 FUNCTIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
     {
@@ -63,11 +63,11 @@ FUNCTIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
         _aten.unsqueeze.default: torch.unsqueeze,
     }
 )
-"""Operators that are functions of torch."""
+"""Operators and functions of torch."""
 
 
 def call_directly(graph_module: fx.GraphModule) -> None:
-    """Call what the module's docstring says; the graph is changed."""
+    """Replace operators by functions and methods in place."""
     for node in graph_module.graph.nodes:
         if not node.args or isinstance(node.args[0], int | float):
             continue  # operators take a number for a tensor

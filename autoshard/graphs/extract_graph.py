@@ -1,4 +1,4 @@
-"""A part of a graph as a graph of its own: what phases, halves of a backward and parts of an update are cut with."""
+"""Extracts a part of a graph as a graph of its own: a phase, half of a backward, or part of an update."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def extract_graph(
     results: Sequence[fx.Node],
     copy_node: CopyNode = fx.Graph.node_copy,
 ) -> fx.Graph:
-    """The graph of some calls of another one, from `inputs` to `results`.
+    """Return the graph of some calls of `whole`, from `inputs` to `results`.
 
-    Other nodes that the calls need and that are no inputs (scalars, constants) are copied too.
+    Other nodes that the calls need (scalars, constants) are copied too.
 
     Args:
-        whole: the other graph.
-        inputs: nodes of it that become placeholders, in order.
-        members: calls of it.
-        results: nodes of it that are returned, in order.
-        copy_node: copies a node into a graph, by what each operand becomes there.
+        whole: the whole graph.
+        inputs: its nodes to turn into placeholders, in order.
+        members: its calls to copy.
+        results: its nodes to return, in order.
+        copy_node: copies a node into a graph, given the copy of each operand.
     """
     graph = fx.Graph()
     copies = {node: placeholder_like(graph, node) for node in inputs}

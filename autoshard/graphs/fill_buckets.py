@@ -1,13 +1,13 @@
-"""Buckets that are written as their members are computed, in a graph that runs as it is.
+"""Computes or copies bucket members directly into their bucket, in a graph that runs as it is.
 
-Before → after: `a = mm(x, y); b = f(z); started = all_reduce(cat([view(a, [-1]), view(b, [-1])]))` →
-`flat = new_empty(x, [n]); p, q = split_with_sizes(flat, sizes)`, `mm.out(x, y, out=view(p, [k, n]))`,
-`copy_(q, view(f(z), [-1]))`, `started = all_reduce(flat)`. So a gradient that is a product, or a sum, is computed where
-it is sent from, and others are copied while they are in the cache, and freed. The buffer lives from its first write. Of
-a reduce-scatter each member has a row for each rank, and all are copied.
+Before → after: `a = mm(x, y); b = f(z); started = all_reduce(cat([view(a, [-1]), view(b, [-1])]))` → `flat =
+new_empty(x, [n]); p, q = split_with_sizes(flat, sizes)`, `mm.out(x, y, out=view(p, [k, n]))`, `copy_(q, view(f(z),
+[-1]))`, `started = all_reduce(flat)`. So a gradient that is a product or a sum is computed at its place in the bucket.
+Other gradients are copied while they are in the cache, and freed. The buffer lives from its first write. In a
+reduce-scatter each member has a row for each rank, and all members are copied.
 
-Functional graphs are planned, simulated and proven. Processes run the graph that writes, of which memory and prices
-are too; `passes.verification.pack_buckets` is the way back, by which it is verified.
+Functional graphs are planned, simulated and proven. Processes run the graph with writes, and memory and prices describe
+that graph. `passes.verification.pack_buckets` inverts the rewrite for verification.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _aten = torch.ops.aten
 INTO: Mapping[Any, Any] = MappingProxyType(
     {_aten.mm.default: _aten.mm.out, _aten.sum.dim_IntList: _aten.sum.IntList_out, _aten.add.Tensor: _aten.add.out}
 )
-"""What computes gradients, and what does so into memory that it is given."""
+"""Operators that compute gradients, with their variants that write into given memory."""
 
 _SHAPED = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.contiguous.default)
-"""Calls that keep the elements of their operand in their order."""
+"""Calls that keep the order of their operand's elements."""
 
 _ALIGNED_BYTES = 64
-"""Memory of its own begins at a multiple of this; at other places kernels are slower, and may round otherwise."""
+"""Alignment of fresh memory. At other addresses kernels are slower, and may round differently."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A value that lies in a bucket.
+    """A value in a bucket.
 
     Args:
-        flat: the value in one row, or in one for each rank.
-        computed: the call that computes it into the bucket; None: it is copied.
+        flat: the value in one row, or in one row for each rank.
+        computed: the call that computes the value into the bucket; None for a copied value.
     """
 
     flat: fx.Node
@@ -52,31 +52,31 @@ class Member:
 
     @property
     def value(self) -> fx.Node:
-        """The value as it is copied, or computed."""
+        """The copied or computed value."""
         return self.flat.all_input_nodes[0] if self.computed is None else self.computed
 
     @property
     def size_bytes(self) -> int:
-        """Its bytes."""
+        """Size of the value in bytes."""
         value = self.flat.meta["val"]
         return value.numel() * value.element_size()
 
 
 def fill_buckets(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph with its buckets as the module's docstring says; the graph itself where it has none."""
+    """Return a copy of a graph with its buckets filled in place, or the graph itself without buckets."""
     graph = filled(graph_module.graph)
     return graph_module if graph is graph_module.graph else lazy_module(graph_module, graph)
 
 
 def filled(graph: fx.Graph) -> fx.Graph:
-    """As `fill_buckets`, of a graph."""
+    """Like `fill_buckets`, for an fx graph."""
     packed = graph.find_nodes(op="call_function", target=_aten.cat.default)
     buckets = {node: members for node in packed if (members := members_of(node))}
     return _Filling(graph, buckets).run() if buckets else graph
 
 
 def members_of(packed: fx.Node) -> list[Member]:
-    """The members of a bucket that is reduced, in order; none of another call, or of what a graph is only given."""
+    """The members of a reduced bucket in order; empty for any other call, and if all members are inputs."""
     started = next(iter(packed.users), None)
     if packed.target is not _aten.cat.default or len(packed.users) != 1 or started is None:
         return []
@@ -95,7 +95,7 @@ def _is_flat(item: fx.Node) -> bool:
 
 
 def _computed(flat: fx.Node, place_bytes: int) -> fx.Node | None:
-    """The call that can compute a member at its place: what nothing else reads."""
+    """The call that can compute a member at its place, because nothing else reads its result."""
     value = flat
     while value.target in _SHAPED and len(value.users) == 1:
         (value,) = value.all_input_nodes
@@ -106,15 +106,15 @@ def _computed(flat: fx.Node, place_bytes: int) -> fx.Node | None:
 
 @dataclass(slots=True)
 class _Filling:
-    """A graph that is copied with its buckets filled.
+    """Copies a graph with its buckets filled in place.
 
     Args:
         graph: the graph.
-        buckets: the members of each bucket, by the call that packs them.
+        buckets: the members of each bucket, by the packing call.
         made: the copy.
         copies: the copies of nodes.
-        parts: what each bucket that has begun is split into.
-        given: members that the graph is given, which wait for their bucket to begin.
+        parts: the split of each started bucket.
+        given: member inputs, which wait for their bucket to start.
     """
 
     graph: fx.Graph
@@ -162,7 +162,7 @@ class _Filling:
         self._call(INTO[member.computed.target], args, member.computed, out=place)
 
     def _begin(self, packed: fx.Node, first: Member) -> None:
-        """Take the memory of a bucket, and copy what is there already."""
+        """Allocate a bucket, and copy the members that exist already."""
         value = packed.meta["val"]
         like = next(node for node in (first.value, *first.value.all_input_nodes) if node in self.copies)
         buffer = self._call(_aten.new_empty.default, (self.copies[like], list(value.shape)), packed)
@@ -181,7 +181,7 @@ class _Filling:
 
 
 def _between(member: Member) -> set[fx.Node]:
-    """The calls that flatten a member, behind the one that computes it."""
+    """The calls between the computation of a member and its flat form."""
     found, node = {member.flat}, member.flat
     while member.computed is not None and node is not member.computed:
         found.add(node)

@@ -1,9 +1,9 @@
-"""Leave out views of views in a graph that runs as it is: an operator's call costs the host, whatever it computes.
+"""Removes views of views in a graph that runs as it is, because every call costs the host time.
 
-Before → after: `reshape(reshape(x, a), b)` → `reshape(x, b)`, where nothing else reads the one between; `reshape(x, b)`
-and `permute(x, dims)` → `x`, where they change nothing. Lowered programs have a pair of reshapes around each linear
-layer: to the rows that a product takes, and back. Only views of memory in order are left out, so that none of them is
-a copy, whose memory would live at another time.
+Before → after: `reshape(reshape(x, a), b)` → `reshape(x, b)`, if nothing else reads the inner result. `reshape(x, b)`
+and `permute(x, dims)` → `x`, if they change nothing. Lowered programs have a pair of reshapes around each linear layer:
+to the rows of the product, and back. Only views of contiguous memory are removed, never a copy, whose memory
+would live at another time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _PERMUTE = torch.ops.aten.permute.default
 
 
 def fold_views(graph_module: fx.GraphModule) -> None:
-    """Leave out what the module's docstring says; the graph is changed."""
+    """Remove redundant views in place."""
     graph = graph_module.graph
     results = set(graph.output_node().all_input_nodes)
     for node in list(graph.nodes):
@@ -34,7 +34,7 @@ def fold_views(graph_module: fx.GraphModule) -> None:
 
 
 def _changes_nothing(node: fx.Node) -> bool:
-    """Whether a view has the elements of its operand in the same places."""
+    """Whether a view leaves all elements in place."""
     operand, value = node.args[0] if node.args else None, node.meta.get("val")
     if not isinstance(operand, fx.Node) or not _is_in_order(operand):
         return False

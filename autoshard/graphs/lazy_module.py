@@ -1,7 +1,7 @@
-"""Graph modules whose Python code is written when they are first run or read.
+"""Graph modules whose Python code is written at the first run or read.
 
-`torch.fx.GraphModule` writes and compiles the code of its graph whenever one is made or changed. A compile makes some
-ten, each read node by node by the next pass and never run: that was a tenth of its time.
+`torch.fx.GraphModule` writes and compiles its code at every creation and change. A compile makes some ten modules that
+the next pass reads node by node and that never run. Their code took a tenth of a compile's time.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 
 def lazy_module(root: nn.Module | dict[str, Any], graph: fx.Graph) -> fx.GraphModule:
-    """As `fx.GraphModule(root, graph)`; `recompile()` says that the graph was changed, as ever."""
+    """Like `fx.GraphModule(root, graph)`; `recompile()` marks a changed graph as usual."""
     return _LazyGraphModule(root, graph)

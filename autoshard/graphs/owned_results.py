@@ -1,7 +1,7 @@
-"""Results of a graph that lie in memory of their own, so that its caller may write over them.
+"""Results of a graph that own their memory, so that the caller may overwrite the results.
 
-A result may be added to in place if the graph made its memory, each of its elements has a place of its own, and no
-other result lies there: two results may be parts of one bucket, not a value and a view of it.
+A result may be added to in place if the graph allocated its memory, its elements do not overlap, and no other result
+lies there. Two results may be parts of one bucket, but not a value and its view.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autoshard.graphs.aliases import aliased_operands
 
 _SPLIT = torch.ops.aten.split_with_sizes.default
 _Part = tuple[fx.Node, int] | None
-"""A split and which of its results, or None for all of a value's memory."""
+"""A split and the index of its result, or None for all of a value's memory."""
 
 
 def owned_results(graph: fx.Graph) -> tuple[bool, ...]:
@@ -46,7 +46,7 @@ def owned_results(graph: fx.Graph) -> tuple[bool, ...]:
 
 
 def _places_of(value: fx.Node, part: _Part = None) -> set[tuple[tuple[fx.Node, Any], _Part]]:
-    """The calls and inputs in whose memory a value may lie, which result of a call that is, and which part of it."""
+    """The calls and inputs in whose memory a value may lie, with the result index and the part."""
     operands = aliased_operands(value)
     if value.target is operator.getitem:
         (maker,) = operands
@@ -59,7 +59,7 @@ def _places_of(value: fx.Node, part: _Part = None) -> set[tuple[tuple[fx.Node, A
 
 
 def _lie_apart(parts: Iterable[_Part]) -> bool:
-    """Whether results in one memory are unlike parts of one split, or there is but one."""
+    """Whether results in one memory are different parts of one split, or there is only one result."""
     parts = list(parts)
     splits = {part[0] if part is not None else None for part in parts}
     return len(parts) == 1 or (len(splits) == 1 and None not in splits and len(set(parts)) == len(parts))

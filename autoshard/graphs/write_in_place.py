@@ -1,8 +1,8 @@
-"""Results that take the place of inputs: an update writes over the parameter and the state that it updates.
+"""Results that overwrite inputs: an update writes over the parameter and the state that it updates.
 
-Before → after: `p' = f(p)`, returned beside other results → `p.copy_(f(p))` behind the last use of `p`, and `p` is
-returned. An optimizer's update, `p', m' = update(p, g, m)`, becomes `update_(p, g, m)` where nothing reads what it
-writes over any more, directly or by a view; what something does read is copied first.
+Before → after: `p' = f(p)`, a result, → `p.copy_(f(p))` after the last use of `p`, and `p` is the result. An
+optimizer's update `p', m' = update(p, g, m)` becomes `update_(p, g, m)` if nothing reads the overwritten values later,
+directly or through a view. Values that are read later are copied first.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from autoshard.graphs.lazy_module import lazy_module
 _aten = torch.ops.aten
 _UPDATES = ("sgd_update", "momentum_update", "adam_update", "amsgrad_update")
 _GRADIENT = 1
-"""The operand of an update that it only reads; all others that it returns anew come around it."""
+"""Index of the gradient, which is only read. All operands around the gradient are returned updated."""
 
 
 def write_in_place(graph_module: fx.GraphModule, written: Mapping[int, int]) -> fx.GraphModule:
-    """A copy of a graph of which some results are written over inputs.
+    """Return a copy of a graph in which some results overwrite inputs.
 
     Args:
         graph_module: functional; placeholders are not views of each other.
-        written: index of a result to that of the placeholder whose place it takes.
+        written: index of a result to index of its overwritten placeholder.
     """
     return lazy_module(graph_module, written_in_place(graph_module.graph, written))
 
 
 def written_in_place(graph: fx.Graph, written: Mapping[int, int]) -> fx.Graph:
-    """As `write_in_place`, of a graph."""
+    """Like `write_in_place`, for an fx graph."""
     made = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:
@@ -72,7 +72,7 @@ class _Writing:
         self.graph.lint()
 
     def _keep_results(self) -> None:
-        """Copy results that may lie in an input which is written over, where they are made."""
+        """Copy results that may lie in an overwritten input, right after the results are made."""
         output = self.graph.output_node()
         results = list(output.args[0])  # type: ignore[arg-type]
         for index, result in enumerate(results):
@@ -88,7 +88,7 @@ class _Writing:
         self.order = {node: index for index, node in enumerate(self.graph.nodes)}
 
     def _update_in_place(self, node: fx.Node, twin: torch._ops.OpOverload) -> None:
-        """Let the update write over its operands, or over copies of those that are read later."""
+        """Let the update overwrite its operands, or copies of operands with later readers."""
         selections = {user.args[1]: user for user in node.users if user.target is operator.getitem}
         count = len(selections) and 1 + max(index for index in selections if isinstance(index, int))
         operands = [index for index in range(max(1, count) + 1) if index != _GRADIENT]
@@ -111,7 +111,7 @@ class _Writing:
         self.graph.erase_node(node)
 
     def _dies_at(self, value: fx.Node, reader: fx.Node) -> bool:
-        """Whether the memory of a value is free to be written by `reader`: nothing else reads it then or later."""
+        """Whether `reader` may overwrite a value, because nothing else reads its memory at that time or later."""
         roots = roots_of(value)
         if any(root.op == "placeholder" and root not in self.overwritten for root in roots):
             return False
@@ -121,9 +121,9 @@ class _Writing:
         return reads_once and all(user is reader or self.order[user] < self.order[reader] for user in users)
 
     def _write(self, result: fx.Node, target: fx.Node) -> fx.Node:
-        """`target` with the content of `result`, written behind the last use of what `target` held.
+        """Write `result` into `target` after the last use of the old content of `target`.
 
-        And behind what writes into `result`: an update in place, which is a use of it.
+        In-place updates of `result` count as uses too.
         """
         if result is target:
             return target
@@ -131,7 +131,7 @@ class _Writing:
         last = max([result, *(user for user in uses if user.op != "output")], key=self.order.__getitem__)
         with self.graph.inserting_after(last):
             copied = self._add(_aten.copy_.default, (target, result), last)
-        if target in roots_of(result):  # an update in place of what may be a view of it
+        if target in roots_of(result):  # updated in place, and possibly a view of `target`
             with self.graph.inserting_before(copied):
                 copied.replace_input_with(result, self._add(_aten.clone.default, (result,), last))
         return target
@@ -152,7 +152,7 @@ def _twin(name: str) -> torch._ops.OpOverload:
 
 
 def roots_of(value: fx.Node) -> set[fx.Node]:
-    """What a value may be a view of, or itself."""
+    """The values of which a value may be a view. A fresh value is its own root."""
     found: set[fx.Node] = set()
     waiting = [value]
     while waiting:
@@ -165,7 +165,7 @@ def roots_of(value: fx.Node) -> set[fx.Node]:
 
 
 def _aliases(roots: Iterable[fx.Node]) -> dict[fx.Node, None]:
-    """Values, and all that may share their memory by way of views."""
+    """The values and all their views."""
     found = dict.fromkeys(roots)
     waiting = list(found)
     while waiting:

@@ -1,4 +1,4 @@
-"""Answers of a plan: `explain`, `why_not`, `limits`, `compare`. `autoshard.report` shows them in tables."""
+"""Answers of a plan: `explain`, `why_not`, `limits`, `compare`. `autoshard.report` prints them as tables."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ class Outcome:
     """Cost of the best plan of some kind.
 
     Args:
-        fits: whether there is such a plan within the memory limit (and the user's constraints); without, all below is
-            None but `smallest_bytes`.
+        fits: whether a plan of the kind fits the memory limit and the user's constraints. Otherwise all fields but
+            `smallest_bytes` are None.
         step_time_s: predicted time of a step.
         peak_memory_bytes: predicted peak per rank.
         breakdown: parts of the step time by name, seconds.
-        hidden: communication that takes none of it, by name, seconds.
-        smallest_bytes: where nothing fits for want of memory, the smallest limit that would do, bytes.
-        recipe: of plans of recipes, the best one, or the one that needs the least memory, for `autoshard.price`.
+        hidden: hidden communication by name, seconds.
+        smallest_bytes: the smallest sufficient memory limit in bytes, where no plan fits for want of memory.
+        recipe: in plans of recipes, the best recipe, or the recipe with the least memory; for `autoshard.price`.
     """
 
     fits: bool
@@ -37,30 +37,30 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Alternative(Outcome):
-    """One spec that a value could have, with the best plan that gives it this spec."""
+    """One possible spec of a value, with the best plan that uses it."""
 
     spec: PartitionSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Variant(Outcome):
-    """Something else that could be so, in words, with the best plan then."""
+    """One change, in words, with the best plan under the change."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a value lies as it does: each spec that it could have, and what the best plan with it costs.
+    """Answer of `Plan.explain`: each possible spec of a value, with the cost of the best plan that has it.
 
     Args:
         name: qualified name of the value.
         shape: its global shape.
-        alike: names of the other values that are chosen together with it: the same place of repeated blocks.
+        alike: names of values that share the choice: the same place in repeated blocks.
         chosen: the plan's own spec.
-        others: all others, the cheapest first, those that do not fit last.
+        others: all other specs, the cheapest first; specs that do not fit come last.
         memory_budget: bytes per device, or None.
-        kernels: those with which `backend="triton"` computes or reads it, in words.
+        kernels: kernels of `backend="triton"` that compute or read the value, in words.
     """
 
     name: str
@@ -90,15 +90,15 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class WhyNot:
-    """Why a plan does not do something, or what doing it costs: the best plan that does it in each way.
+    """Answer of `Plan.why_not`: the best plan for each way to have a feature.
 
     Args:
-        feature: what was asked for: "tensor", "fsdp", ...
-        used: where the plan does it already ("over model", "in its recipe (...)"); "" where it does not.
+        feature: the feature in question: "tensor", "fsdp", ...
+        used: the feature's place in the plan ("over model", "in its recipe (...)"), or "" without the feature.
         chosen: the plan itself.
-        variants: each other way of doing it ("tensor over data"), the cheapest first, those that do not fit last.
+        variants: each other way ("tensor over data"), the cheapest first; ways that do not fit come last.
         memory_budget: bytes per device, or None.
-        missing: why there is no such plan at all, in words.
+        missing: the reason why no such plan exists, in words.
     """
 
     feature: str
@@ -118,14 +118,14 @@ class WhyNot:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The worth of more of each resource, found by planning again with it.
+    """Answer of `Plan.limits`: the worth of more of each resource, found by planning with more of it.
 
     Args:
         chosen: the plan itself.
         variants: each change ("10 % more memory") with the best plan under it, in a fixed order.
         memory_budget: bytes per device, or None.
-        memory_worth_s_per_byte: by how much a step is shorter for each byte more, in the mean of a tenth more memory
-            (its shadow price); None without a limit.
+        memory_worth_s_per_byte: seconds saved per step for each further byte (the shadow price), averaged over a tenth
+            more memory; None without a limit.
     """
 
     chosen: Outcome
@@ -135,7 +135,7 @@ class Limits:
 
     @property
     def binding(self) -> str:
-        """The change that is worth most, or "" where none is worth a thousandth of a step."""
+        """The change that is worth most, or "" where no change saves a thousandth of a step."""
         chosen = self.chosen.step_time_s
         gains = {item.name: chosen - item.step_time_s for item in self.variants if item.step_time_s and chosen}
         best = max(gains, key=gains.__getitem__, default="")
@@ -151,17 +151,17 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two plans of one model side by side.
+    """Two plans of one model side by side; each pair has the first plan's value, then the second's.
 
     Args:
-        step_time_s, peak_memory_bytes: of the first and of the second.
-        breakdown, memory_breakdown: part to what each spends on it, seconds and bytes; 0 where it has no such part.
-        hidden: the same of communication that takes none of the step's time, seconds.
-        parameters: parameters whose specs differ, to both; None where a plan has no such parameter.
-        outputs: the same of results of the program ("gradient w", "output output:0").
+        step_time_s, peak_memory_bytes: predicted cost of both plans.
+        breakdown, memory_breakdown: parts by name, in seconds and bytes; 0 for a plan without the part.
+        hidden: hidden communication by name, seconds.
+        parameters: specs of the parameters that differ; None for a plan without the parameter.
+        outputs: specs of the program's results that differ ("gradient w", "output output:0").
         meshes: both meshes as text.
-        tokens_per_s: of both, None where inputs are no tokens. Steps of a recipe and of specs have other batches.
-        recipes: of both; None for a plan that was searched spec by spec.
+        tokens_per_s: tokens of both, None where inputs are no tokens. A recipe's step may have another batch.
+        recipes: recipes of both; None for a plan whose specs were searched.
     """
 
     step_time_s: tuple[float, float]
@@ -177,7 +177,7 @@ class Comparison:
 
     @property
     def recipe_fields(self) -> dict[str, tuple[object, object]]:
-        """The fields in which two recipes differ, with both values; empty where one plan has no recipe."""
+        """The fields in which two recipes differ, with both values; empty if a plan has no recipe."""
         first, second = self.recipes
         if first is None or second is None:
             return {}

@@ -1,8 +1,8 @@
-"""The boundary of a program: between a global tensor and what each rank holds of it.
+"""The boundary of a program: conversion between global tensors and local pieces of ranks.
 
-Inside a program ranks hold padded pieces (see `autoshard.ir.spec`); DTensor holds unpadded chunks. The chunks
-are the pieces without padding, except where several axes split one dim unevenly: of 9 elements on 2 x 2
-ranks, the nested ceil gives 3, 2, 3, 1 and DTensor's nested chunk 3, 2, 2, 2. `matches_dtensor` tells.
+Inside a program ranks hold padded pieces (`autoshard.ir.spec`); DTensor holds unpadded chunks. A chunk is its piece
+without padding, unless several axes split one dim unevenly. Nine elements on 2 x 2 ranks are pieces of 3, 2, 3, 1 by
+nested ceil, and DTensor's chunks of 3, 2, 2, 2. `matches_dtensor` tells the cases apart.
 """
 
 from __future__ import annotations
@@ -22,19 +22,18 @@ from autoshard.ir.spec import PartitionSpec, Reduction
 
 
 def shard(tensor: Tensor, spec: PartitionSpec, mesh: Mesh, rank: int, *, padding: float | int | bool = 0) -> Tensor:
-    """The padded local tensor that `rank` holds of a global `tensor`.
+    """Return the padded local tensor of `rank` for a global `tensor`.
 
     Args:
         tensor: the global value.
-        spec: how it lies on `mesh`. Of a partial value the first rank of the axis holds the value, the others
-            the reduction's identity.
+        spec: its spec on `mesh`. Over a partial axis the first rank gets the value, all other ranks the reduction's
+            identity.
         mesh: the mesh.
         rank: the rank.
-        padding: what the padding is filled with, 0 by default (NaN finds programs that read it).
+        padding: fill value of the padding, 0 by default. NaN reveals programs that read padding.
 
     Returns:
-        A contiguous tensor of shape `spec.local_shape(tensor.shape, mesh)`, which may share memory with
-        `tensor`, or be it.
+        A contiguous tensor of shape `spec.local_shape(tensor.shape, mesh)`. It may be `tensor` or share its memory.
 
     Raises:
         InvalidSpecError: `spec` does not fit the tensor or the mesh.
@@ -51,7 +50,7 @@ def shard(tensor: Tensor, spec: PartitionSpec, mesh: Mesh, rank: int, *, padding
 
 
 def shard_all(tensor: Tensor, spec: PartitionSpec, mesh: Mesh, *, padding: float | int | bool = 0) -> list[Tensor]:
-    """What every rank holds of a global `tensor`, by rank; copies are one tensor. See `shard`."""
+    """Return every rank's local tensor of a global `tensor`, by rank. Copies are one tensor object."""
 
     @cache
     def at(key: tuple[int, ...]) -> Tensor:
@@ -68,11 +67,11 @@ def shard_all(tensor: Tensor, spec: PartitionSpec, mesh: Mesh, *, padding: float
 def unshard(
     locals_: Sequence[Tensor], spec: PartitionSpec, mesh: Mesh, shape: Sequence[int], *, check: bool = False
 ) -> Tensor:
-    """The global tensor that all ranks' padded local tensors stand for; partial values are reduced.
+    """Return the global tensor of all ranks' padded local tensors; partial values are reduced.
 
     Args:
         locals_: the local tensor of each rank, in the order of ranks.
-        spec: how the value lies on `mesh`.
+        spec: the value's spec on `mesh`.
         mesh: the mesh.
         shape: the global shape.
         check: also compare the copies on all ranks, instead of trusting the first.
@@ -92,9 +91,9 @@ def unshard(
 
 
 def matches_dtensor(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> bool:
-    """Whether DTensor cuts a tensor of `shape` into the same pieces, so that only padding differs.
+    """Whether DTensor splits a tensor of `shape` into the same pieces, apart from padding.
 
-    False where the axes on a dim are not in the mesh's order, which placements cannot say.
+    The answer is no where the axes on a dim are not in the mesh's order, which placements cannot express.
 
     Example:
         >>> from autoshard.ir.spec import P
@@ -109,14 +108,14 @@ def matches_dtensor(spec: PartitionSpec, shape: Sequence[int], mesh: Mesh) -> bo
 
 
 def pad_local(chunk: Tensor, spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]) -> Tensor:
-    """The padded local tensor of a DTensor's local `chunk` (padding is 0); the inverse of `unpad_local`.
+    """Pad a DTensor's local `chunk` with zeros; the inverse of `unpad_local`.
 
     Args:
-        chunk: the unpadded piece that a rank holds.
-        spec, mesh, shape: how the value of global `shape` lies on `mesh`.
+        chunk: the unpadded piece of a rank.
+        spec, mesh, shape: spec of the value of global `shape` on `mesh`.
 
     Raises:
-        InvalidSpecError: DTensor cuts such a value into other pieces.
+        InvalidSpecError: DTensor splits the value into other pieces.
     """
     _check_matches(spec, mesh, shape)
     local = spec.local_shape(shape, mesh)
@@ -128,15 +127,15 @@ def pad_local(chunk: Tensor, spec: PartitionSpec, mesh: Mesh, shape: Sequence[in
 
 
 def unpad_local(local: Tensor, spec: PartitionSpec, mesh: Mesh, shape: Sequence[int], rank: int) -> Tensor:
-    """DTensor's local chunk of `rank`: its padded `local` tensor without the padding (contiguous).
+    """Return DTensor's local chunk of `rank`: its padded `local` tensor without padding, contiguous.
 
     Args:
         local: the padded local tensor.
-        spec, mesh, shape: how the value of global `shape` lies on `mesh`.
-        rank: the rank that holds it.
+        spec, mesh, shape: spec of the value of global `shape` on `mesh`.
+        rank: the rank of the tensor.
 
     Raises:
-        InvalidSpecError: DTensor cuts such a value into other pieces.
+        InvalidSpecError: DTensor splits the value into other pieces.
     """
     _check_matches(spec, mesh, shape)
     for dim, size in enumerate(unpadded_shape(spec, mesh, shape, rank)):
@@ -145,7 +144,7 @@ def unpad_local(local: Tensor, spec: PartitionSpec, mesh: Mesh, shape: Sequence[
 
 
 def unpadded_shape(spec: PartitionSpec, mesh: Mesh, shape: Sequence[int], rank: int) -> tuple[int, ...]:
-    """The shape of the part of `rank`'s local tensor that is not padding."""
+    """Shape of `rank`'s local tensor without padding."""
     place = mesh.coordinates(rank)
     return tuple(_real_size(size, spec.axes_of(dim), mesh, place) for dim, size in enumerate(shape))
 
@@ -163,7 +162,7 @@ def _piece(tensor: Tensor, dim: int, pieces: int, index: int, padding: float | i
 
 @dataclass(frozen=True, slots=True)
 class _Level:
-    """One axis to undo: a reduction over it, or a dim to join and to cut to `size`."""
+    """One axis to undo: a reduction over the axis, or a dim to join and trim to `size`."""
 
     axis: str
     reduction: Reduction | None = None
@@ -177,7 +176,7 @@ class _Level:
 
 
 def _levels(spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]) -> list[_Level]:
-    """What to undo, last first: each dim's axes, major to minor, then reductions."""
+    """Levels to undo, last first: each dim's axes, major to minor, then reductions."""
     levels = []
     for dim, size in enumerate(shape):
         for axis in spec.axes_of(dim):
@@ -189,7 +188,7 @@ def _levels(spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]) -> list[_Leve
 def _assembler(
     locals_: Sequence[Tensor], spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]
 ) -> Callable[[int, int], Tensor]:
-    """`value_at(rank, depth)`: what `rank` holds once all but the first `depth` levels are undone."""
+    """Return `value_at(rank, depth)`, the tensor of `rank` after all but the first `depth` levels are undone."""
     levels = _levels(spec, mesh, shape)
     groups = [{rank: group for group in mesh.groups(level.axis) for rank in group} for level in levels]
 
@@ -198,7 +197,7 @@ def _assembler(
     @cache
     def join(group: tuple[int, ...], depth: int) -> Tensor:
         members = [value_at(rank, depth + 1) for rank in group]
-        key = (depth, *map(id, members))  # groups that hold copies of the same tensors are joined once
+        key = (depth, *map(id, members))  # groups with copies of the same tensors are joined once
         if key not in joined:
             joined[key] = levels[depth].undo(members)
         return joined[key]
@@ -233,7 +232,7 @@ def _check_copy(value: Tensor, copy: Tensor, spec: PartitionSpec, mesh: Mesh, ra
 
 
 def _are_equal(left: Tensor, right: Tensor) -> bool:
-    """`torch.equal`, which has no kernel for complex32."""
+    """`torch.equal`, which lacks a kernel for complex32."""
     if left.dtype == torch.complex32:
         left, right = (torch.view_as_real(value.resolve_conj()) for value in (left, right))
     return torch.equal(left, right)
@@ -248,7 +247,7 @@ def _check_matches(spec: PartitionSpec, mesh: Mesh, shape: Sequence[int]) -> Non
 
 
 def _real_size(size: int, axes: Sequence[str], mesh: Mesh, place: Mapping[str, int]) -> int:
-    """How many elements of a dim of `size` the rank at `place` holds without padding."""
+    """Elements of a dim of `size` that the rank at `place` holds, without padding."""
     real = size
     for axis in axes:
         size = -(-size // mesh.axis_size(axis))
@@ -257,7 +256,7 @@ def _real_size(size: int, axes: Sequence[str], mesh: Mesh, place: Mapping[str, i
 
 
 def _chunk_size(size: int, axes: Sequence[str], mesh: Mesh, place: Mapping[str, int]) -> int:
-    """How many elements DTensor gives to the rank at `place`: each axis chunks what is really there."""
+    """Elements of a dim that DTensor gives to the rank at `place`. Each axis chunks the unpadded size."""
     for axis in axes:
         full = -(-size // mesh.axis_size(axis))
         size = min(max(size - place[axis] * full, 0), full)

@@ -1,4 +1,4 @@
-"""Nodes of the forward whose values are not kept for the backward, but come back in it: computed again, or fetched."""
+"""Forward nodes whose values return in the backward by recomputation or from the host, instead of being saved."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from autoshard.ir.repeat import Repeat, names_alike
 
 @dataclass(frozen=True, slots=True)
 class BroughtBack:
-    """A node of the forward, and when its value is there again.
+    """A node of the forward, and the place in the backward where its value returns.
 
     Args:
         name: the node.
-        before: the node of the backward just before which its value comes back.
-        module: the module that issued it.
+        before: the node of the backward just after the value's return.
+        module: the module that issued the node.
     """
 
     name: str
@@ -24,7 +24,7 @@ class BroughtBack:
 
 
 def by_module(nodes: Iterable[BroughtBack], repeats: tuple[Repeat, ...]) -> Mapping[str, tuple[str, ...]]:
-    """The names of nodes by the module that issued them; of blocks left out, the names of those that stand for them."""
+    """Names of nodes by their module. Blocks left out get the names of the blocks that stand for them."""
     found: dict[str, tuple[str, ...]] = {}
     for node in nodes:
         for module in names_alike(repeats, node.module):

@@ -1,4 +1,4 @@
-"""A mesh of a cluster's devices: what plans are made on, and what they are priced for."""
+"""A mesh over the devices of a cluster, for which plans are made and priced."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from cost_models.hardware import Cluster
 
 @dataclass(frozen=True, slots=True)
 class ClusterMesh:
-    """A mesh of all devices of a cluster; see `autoshard.Cluster.mesh`.
+    """A mesh of all devices of a cluster, made by `autoshard.Cluster.mesh`.
 
     Args:
         cluster: the hardware.
-        mesh: its axes.
+        mesh: named axes over its devices.
 
     Raises:
-        MeshError: there is not a rank for each device.
+        MeshError: ranks of the mesh and devices of the cluster differ in number.
     """
 
     cluster: Cluster

@@ -1,4 +1,4 @@
-"""Collectives in lowered graphs: which calls start one, which wait for it, and what of memory they hold meanwhile."""
+"""Collectives in lowered graphs: the calls that start them, wait for them, and hold memory meanwhile."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ def is_collective(node: fx.Node) -> bool:
 
 
 def holds_operand(node: fx.Node) -> bool:
-    """Whether a collective holds its operand until it is waited for; an all-reduce works on a copy of its operand."""
+    """Whether a collective holds its operand until the wait. An all-reduce works on a copy."""
     return is_collective(node) and node.target is not ALL_REDUCE
 
 
 def reduces_in_place(node: fx.Node) -> bool:
-    """Whether an all-reduce may leave its result in the memory of its operand: a fresh buffer that nothing else reads.
+    """Whether an all-reduce may write its result over its operand, a fresh buffer without another reader.
 
-    One that is packed, or is filled (`autoshard.graphs.fill_buckets`). Processes run it so, and memory is counted so.
+    The buffer is packed by `cat`, or filled by `autoshard.graphs.fill_buckets`. The runtime runs it in place, and
+    memory is counted accordingly.
     """
     operand = node.args[0] if node.target is ALL_REDUCE else None
     if not isinstance(operand, fx.Node):

@@ -1,8 +1,8 @@
-"""Names of communicators: the mesh axes that a collective goes along, and what it is for.
+"""Names of communicators: the mesh axes of a collective, and its purpose.
 
-A wait also waits for what was issued before on the same communicator. So collectives of other purposes have
-communicators of their own: `"data"` (values of the forward and the backward), `"data/gradients"`, `"data/parameters"`.
-Axes of a group of several are joined by commas, major to minor: `"data,model/gradients"`.
+Waiting for a collective also waits for earlier collectives on the same communicator. So each purpose has a communicator
+of its own: `"data"` (values of the forward and the backward), `"data/gradients"`, `"data/parameters"`. Commas join
+several axes, major to minor: `"data,model/gradients"`.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from enum import StrEnum
 
 
 class Purpose(StrEnum):
-    """What collectives are for that do not go by the name of their axes alone."""
+    """Purposes of collectives with a communicator of their own."""
 
     GRADIENTS = "gradients"
     NARROW_GRADIENTS = "narrow_gradients"
-    """Gradients that are rounded to 16 bits for their way, and added up in float32."""
+    """Gradients that are sent in 16 bits and added up in float32."""
     PARAMETERS = "parameters"
 
 
 def group_axes(group: str) -> tuple[str, ...]:
-    """The mesh axes along which a communicator goes.
+    """The mesh axes of a communicator.
 
     Example:
         >>> group_axes("data,model/gradients")
@@ -30,7 +30,7 @@ def group_axes(group: str) -> tuple[str, ...]:
 
 
 def without_purpose(group: str) -> str:
-    """The name of the communicator along the same axes for values of the forward and the backward.
+    """The communicator along the same axes for values of the forward and the backward.
 
     Example:
         >>> without_purpose("data/gradients")
@@ -40,7 +40,7 @@ def without_purpose(group: str) -> str:
 
 
 def for_purpose(group: str, purpose: Purpose) -> str:
-    """The name of the communicator along the same axes for another purpose.
+    """The communicator along the same axes for another purpose.
 
     Example:
         >>> for_purpose("data", Purpose.GRADIENTS)

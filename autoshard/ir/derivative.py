@@ -1,4 +1,4 @@
-"""Derivatives of a call: what a program computes that returns gradients, so that they have gradients too."""
+"""Derivatives of a call: programs that return gradients, so that gradients have gradients too."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 class Derivative:
     """Gradients as results of a call.
 
-    The call's arguments are `(args, kwargs, tangents)`: those of the call that is differentiated, and a tangent for
+    The call's arguments are `(args, kwargs, tangents)`: the arguments of the differentiated call, and a tangent for
     each of `outputs`. It returns a tuple of gradients, one for each of `wanted`.
 
     Args:
-        outputs: leaf indices of the outputs that are differentiated.
-        wanted: qualified names of parameters, and inputs ("input:0"), that they are differentiated by.
+        outputs: leaf indices of the differentiated outputs.
+        wanted: names of parameters and inputs ("input:0") whose gradients the call returns.
     """
 
     outputs: tuple[int, ...]

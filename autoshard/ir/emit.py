@@ -1,15 +1,13 @@
-"""Emits the steps of a reshard into an fx graph: local ATen operators and functional collectives.
+"""Emits the steps of a reshard into an fx graph, as local ATen operators and functional collectives.
 
-Each step maps elements by their padded global index. A gather cuts what exceeds the padded size one level up;
-a split pads to a multiple of the axis. Padding never reaches a real element: data movement puts an element
-where its own global index says, and a reduction combines the elements at one local index of ranks that differ
-only in the reduced axis, so at one global index. That index is inside the tensor or not, for all addends
-alike: garbage (NaN too) only ever meets garbage.
+Each step maps elements by their padded global index. A gather trims its result to the padded size one level up; a split
+pads to a multiple of the axis. Padding never reaches a real element. Data movement puts each element at its own global
+index. A reduction combines the elements at one local index of ranks that differ only in the reduced axis, so at one
+global index. That index is inside the tensor for all addends or for none, so garbage (NaN too) meets only garbage.
 
-Collectives are `torch.ops._c10d_functional`, each followed by `wait_tensor`; their group name is the mesh
-axis. They work on dim 0 and on contiguous tensors. Element types that process groups refuse travel as others
-of the same bits, or are reduced in a wider type (`_Wire`). Axes of size one and empty tensors need no
-collective.
+Collectives are `torch.ops._c10d_functional`, each followed by `wait_tensor`; their group name is the mesh axis. They
+need dim 0 and contiguous tensors. Element types that process groups refuse are sent as another type of the same bits,
+or reduced in a wider type (`_Wire`). Axes of size one and empty tensors need no collective.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ _aten = torch.ops.aten
 _c10d = torch.ops._c10d_functional
 
 OnNode = Callable[[fx.Node, PartitionSpec | None], None]
-"""Called for each emitted node, with the spec it has if it completes a step, else None."""
+"""Callback for each emitted node, with the node's spec if it completes a step, else None."""
 
 
 def emit_reshard(
@@ -50,20 +48,19 @@ def emit_reshard(
 ) -> Any:
     """Emit `steps` on `value`.
 
-    Nodes go where the tracer of `value` inserts. If the node of `value` has a tensor `meta["val"]`, each
-    emitted tensor node gets one too (unless the tracer gave it one). Integers of the rank have no `val`.
+    Nodes go where the tracer of `value` inserts. If the node of `value` has a tensor `meta["val"]`, each emitted tensor
+    node gets one too (unless the tracer gave it one). Integers of the rank have no `val`.
 
     Args:
-        value: the local tensor, as a proxy in the graph to extend; or a tensor, and the steps run at once.
-        steps: what to do, from `plan_reshard`.
+        value: the local tensor: a proxy in the graph to extend, or a real tensor, on which the steps run at once.
+        steps: the steps, from `plan_reshard`.
         shape: the global shape.
         mesh: the mesh.
-        dtype: the element type; default that of `value` or of its node's `meta["val"]`.
-        on_node: called for each emitted node, in order; see `OnNode`.
+        dtype: the element type; by default the type of `value` or of its node's `meta["val"]`.
+        on_node: callback for each emitted node, in order.
 
     Returns:
-        The local tensor under the last step's target spec, padded and contiguous; `value` itself where there
-        is nothing to do.
+        The local tensor under the last step's target spec, padded and contiguous; `value` itself without steps.
 
     Raises:
         ValueError: `dtype` is neither given nor known, or has no such reduction.
@@ -94,7 +91,7 @@ class _Wire:
 
     @property
     def extra_dims(self) -> tuple[int, ...]:
-        """Dims that the travelling tensor has after those of the value."""
+        """Further trailing dims of the sent tensor."""
         return (2,) if self.is_complex else ()
 
 
@@ -134,7 +131,7 @@ def _wire_to_reduce(dtype: torch.dtype, reduction: Reduction) -> _Wire:
 
 @dataclass(frozen=True, slots=True)
 class _Emitter:
-    """Emits steps; `nodes` collects what the current step emitted."""
+    """Emits steps; `nodes` collects the nodes of the current step."""
 
     mesh: Mesh
     shape: tuple[int, ...]
@@ -143,7 +140,7 @@ class _Emitter:
     nodes: list[fx.Node]
 
     def step(self, value: Any, step: ReshardStep, reached: PartitionSpec, *, is_last: bool) -> Any:
-        """Emit one step and report its nodes; steps over axes of size one after it lead to `reached`."""
+        """Emit one step and report its nodes. Following steps over axes of size one lead to `reached`."""
         self.nodes.clear()
         value = self._local_value(value, step, is_last=is_last)
         if self.on_node is not None:
@@ -205,7 +202,10 @@ class _Emitter:
         return self._contiguous(self._call(_aten.where.ScalarOther, condition, value, identity))
 
     def _slice(self, value: Any, step: ReshardStep, *, is_last: bool) -> Any:
-        """The rank's piece; the last step copies it, lest it holds the whole in memory or aliases it."""
+        """The rank's piece.
+
+        The last step copies it, because a view would keep the whole tensor in memory and alias it.
+        """
         dim = _known(step.to_dim)
         value = self._pad(value, step)
         size = self._shape_under(step.target)[dim]

@@ -1,4 +1,4 @@
-"""Executions: what a price is of. A complete recipe, the runtime that executes it, and what is trained."""
+"""Executions: a complete recipe, its runtime, and further settings that a price depends on."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _OF_RECIPES = tuple(item.name for item in fields(Recipe))
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution(Recipe):
-    """A recipe with all else that its price depends on. A complete recipe: where nothing is said, fields are plain.
+    """A complete recipe with all else that its price depends on. Fields without a value have plain defaults.
 
     Args:
-        runtime: what executes it.
-        optimizer: "adamw", ...: whose state takes memory and bandwidth.
-        precision: of matrix products inside blocks: "bf16", "f16", "f8" or "f32".
-        global_batch: sequences of a step, over all replicas; None: one micro-batch for each.
+        runtime: runtime that executes the recipe.
+        optimizer: "adamw", ...: its state takes memory and bandwidth.
+        precision: type of matrix products inside blocks: "bf16", "f16", "f8" or "f32".
+        global_batch: sequences of a step, over all replicas; None: one micro-batch for each replica.
 
     Raises:
-        RecipeError: as of `Recipe`; or replicas cannot run whole micro-batches.
+        RecipeError: a reason of `Recipe`'s, or replicas cannot run whole micro-batches.
 
     Example:
         >>> Execution(data=8, tensor=8, pipeline=2, micro_batch=1, global_batch=64).micro_batches
@@ -71,7 +71,7 @@ class Execution(Recipe):
         return Recipe(**{name: getattr(self, name) for name in _OF_RECIPES})
 
     def of(self, recipe: Recipe) -> Execution:
-        """The same of another recipe, whose free fields become plain: sizes 1, `zero` 0, nothing again or on the host.
+        """The execution of another recipe. Free fields become plain: sizes 1, `zero` 0, no recomputation, no offload.
 
         `virtual_stages` becomes the fewest that the schedule takes.
         """
@@ -81,12 +81,12 @@ class Execution(Recipe):
 
     @property
     def replicas(self) -> int:
-        """Ranks that hold the same parameters, before ZeRO: data x context."""
+        """Ranks with the same parameters before ZeRO: data x context."""
         return self.data * self.context
 
     @property
     def expert_ranks(self) -> int:
-        """Ranks of a pipeline stage that hold whole experts, or pieces of the same kind."""
+        """Ranks of a pipeline stage that share out the experts, or equal pieces of them."""
         return self.replicas * self.tensor // self.expert_tensor
 
     @property
@@ -96,7 +96,7 @@ class Execution(Recipe):
 
     @property
     def chosen_schedule(self) -> str:
-        """Name of the pipeline's schedule, the usual one where `schedule` is None."""
+        """Name of the pipeline's schedule. `schedule=None` means the usual schedule."""
         return named_schedule(self)
 
     @property
@@ -106,7 +106,7 @@ class Execution(Recipe):
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches that each replica runs in a step."""
+        """Micro-batches of each replica in a step."""
         return self.batch // (self.micro_batch * self.data)
 
     @property
@@ -119,4 +119,4 @@ class Execution(Recipe):
 
 
 _PLAIN = {item.name: item.default for item in fields(Execution) if item.name in _OF_RECIPES}
-"""Values of fields that recipes leave free."""
+"""Values for the fields that recipes leave free."""

@@ -1,4 +1,4 @@
-"""Files of plans: written and read as text, with one error that names the path."""
+"""Text files of plans, with one error that names the path."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from autoshard.errors import NotAvailableError, PlanMismatchError
 
 
 def write_text(path: str | Path, text: str) -> None:
-    """Write a file; `NotAvailableError` where that cannot be."""
+    """Write a text file. Raises `NotAvailableError` if it cannot be written."""
     checked = _checked(path)
     try:
         checked.write_text(text, encoding="utf-8")
@@ -20,7 +20,7 @@ def write_text(path: str | Path, text: str) -> None:
 
 
 def read_text(path: str | Path) -> str:
-    """What a file holds; `PlanMismatchError` where it cannot be read, or is no text."""
+    """Read a text file. Raises `PlanMismatchError` if it cannot be read, or is no text."""
     checked = _checked(path)
     try:
         return checked.read_text(encoding="utf-8")

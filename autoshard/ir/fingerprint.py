@@ -1,7 +1,7 @@
-"""A hash of all that a traced program computes and gives back: two programs with one fingerprint are the same program.
+"""A hash of everything that a traced program computes and returns. Programs of equal fingerprint are equal.
 
-`Program.digest` is of the text, which is what plans are made for. A program also has tensors of its own, results that
-are no tensors, and values that it relied on.
+`Program.digest`, by which plans are matched, hashes only the text. A program also has constant tensors, results other
+than tensors, and guards.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from autoshard.ir.program import Program
 
 
 def fingerprint(program: Program) -> str:
-    """A short hash, the same in every process that traced the same model alike."""
+    """A short hash, equal in every process that traced the model in the same way."""
     found = hashlib.sha256(program.text().encode())
     for part in _parts(program):
         found.update(part)
@@ -41,7 +41,7 @@ def _text(value: Any) -> str:
 
 
 def _constants(graph_module: fx.GraphModule) -> Iterator[bytes]:
-    """The tensors that a graph has of its own."""
+    """Yield the constant tensors of a graph."""
     for node in graph_module.graph.nodes:
         if node.op != "get_attr":
             continue
@@ -54,7 +54,7 @@ def _constants(graph_module: fx.GraphModule) -> Iterator[bytes]:
 
 
 def bytes_of(value: torch.Tensor) -> bytes:
-    """The elements of a tensor; nothing for one on meta."""
+    """The elements of a tensor as bytes; b"" for a meta tensor."""
     if value.is_meta or value.numel() == 0:
         return b""
     return value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()

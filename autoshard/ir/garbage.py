@@ -1,7 +1,7 @@
-"""Look for garbage seldom while programs are traced, planned and lowered.
+"""Runs Python's garbage collector rarely during tracing, planning and lowering.
 
-Most of the many small objects that a compiler makes live until it is done, so that looking through them finds little:
-at Python's own thresholds it takes 14 % of the time of `compile` (GPT-2, Llama and BERT of two layers), at these 8 %.
+Most of a compiler's many small objects live until it ends, so collections find little. They take 14 % of the time of
+`compile` at Python's own thresholds, 8 % at these (GPT-2, Llama and BERT of two layers).
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 THRESHOLDS = (100_000, 50, 100)
-"""As of `gc.set_threshold`. Where they hold throughout, six calls of `compile`, 20 s, look for garbage 0.9 s, at
-(20_000, 20, 20) 1.2 s, at Python's own 2.8 s (by `gc.callbacks`)."""
+"""Arguments of `gc.set_threshold`. Six calls of `compile`, 20 s, spend 0.9 s in collections at these thresholds. At
+(20_000, 20, 20) they spend 1.2 s, at Python's own 2.8 s (by `gc.callbacks`).
+"""
 
 
 def seldom_collecting(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, during which Python looks for garbage seldom; the user's own thresholds hold again behind it.
+    """Run `function` with rare garbage collections, and restore the user's thresholds afterwards.
 
-    Where the user has turned collections off, or made them rarer, that stays so.
+    If the user has turned collections off or made them rarer, the user's setting stays.
     """
 
     @wraps(function)

@@ -1,7 +1,7 @@
-"""What a model's initialisers do, as operations on memory, so that any part of any weight can be computed alone.
+"""A model's initialisers as operations on memory, so that any part of any weight can be computed alone.
 
-A tensor of the record is a `Place`: which elements of which memory it has, so views need no operation. Random numbers
-come from `autoshard::random`, by their global index: a part of what is drawn is drawn by itself.
+A tensor of the record is a `Place`: the elements of a memory that it refers to. Views therefore need no operation.
+Random numbers come from `autoshard::random` by their global index, so any part can be drawn alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A part of a tensor: where it begins, and how long it is, in each dim."""
+    """A part of a tensor: its start and its size in each dim."""
 
     start: tuple[int, ...]
     size: tuple[int, ...]
@@ -31,25 +31,25 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """How many elements it has."""
+        """Number of elements."""
         return prod(self.size)
 
     def meet(self, other: Box) -> Box:
-        """What both have; nothing where a size is 0."""
+        """The intersection of both boxes; empty where a size is 0."""
         start = tuple(map(max, self.start, other.start))
         ends = (min(s + n, o + m) for s, n, o, m in zip(self.start, self.size, other.start, other.size, strict=True))
         return Box(start, tuple(max(0, end - begin) for begin, end in zip(start, ends, strict=True)))
 
     def seen_from(self, other: Box) -> Box:
-        """The same part, counted from where `other` begins."""
+        """The box with its start relative to the start of `other`."""
         return Box(tuple(s - o for s, o in zip(self.start, other.start, strict=True)), self.size)
 
     def in_dims(self, dims: tuple[int, ...]) -> Box:
-        """The same part of a tensor that has some of the dims."""
+        """The box in a tensor with only some of the dims."""
         return Box(tuple(self.start[dim] for dim in dims), tuple(self.size[dim] for dim in dims))
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This part of a tensor, as a view."""
+        """The part of a tensor inside the box, as a view."""
         for dim, (start, size) in enumerate(zip(self.start, self.size, strict=True)):
             tensor = tensor.narrow(dim, start, size)
         return tensor
@@ -61,8 +61,8 @@ class Place:
 
     Args:
         memory: the number of its memory.
-        shape, stride, offset: which elements of the memory it has, as in torch.
-        dtype: of its elements.
+        shape, stride, offset: its elements in the memory, as in torch.
+        dtype: type of its elements.
     """
 
     memory: int
@@ -86,7 +86,7 @@ class Place:
         return self.has_all(numel) and all(size == 1 or stride == expected for size, stride, expected in pairs)
 
     def box_in(self, shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...]] | None:
-        """The box that it is of a contiguous tensor of `shape`, and the dims of `shape` that it has; None if no box."""
+        """The box that the place covers in a contiguous tensor of `shape`, and its dims there; None if it is no box."""
         strides = contiguous_strides(shape)
         start, left = [], self.offset
         for size, stride in zip(shape, strides, strict=True):
@@ -105,7 +105,7 @@ class Place:
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor, as torch has them."""
+    """Strides of a contiguous torch tensor."""
     result = [1] * len(shape)
     for dim in range(len(shape) - 2, -1, -1):
         result[dim] = result[dim + 1] * max(1, shape[dim + 1])
@@ -119,8 +119,8 @@ class Operation:
     Args:
         target: the operator.
         args, kwargs: its arguments, with places for tensors.
-        results: for each tensor that it gives, its place if it has memory of its own, else None.
-        written: places of what it writes to.
+        results: for each tensor result, its place if it has memory of its own, else None.
+        written: places that the call writes to.
     """
 
     target: Any
@@ -136,17 +136,17 @@ class Operation:
 
     @property
     def overwrites(self) -> bool:
-        """Whether what it writes does not depend on what was there."""
+        """Whether the written values are independent of the earlier content."""
         return self.name in _OVERWRITING or "out" in self.kwargs
 
     @property
     def is_elementwise(self) -> bool:
-        """Whether each element comes from elements at its own place, and from scalars."""
+        """Whether each element depends only on scalars and on elements at its own index."""
         return self.name in _OVERWRITING or torch.Tag.pointwise in self.target.tags
 
     @property
     def operands(self) -> tuple[Place, ...]:
-        """The places in its arguments, in order, that it reads."""
+        """The places among the arguments that the call reads, in order."""
         leaves = pytree.tree_leaves((self.args, dict(self.kwargs)))
         skipped = self.written if self.overwrites else ()
         return tuple(leaf for leaf in leaves if isinstance(leaf, Place) and not any(leaf is item for item in skipped))
@@ -160,11 +160,11 @@ class Initialisation:
     """The record of a model's initialisers.
 
     Args:
-        operations: what they do, in order.
+        operations: the operations, in order.
         numels: the number of elements of each memory.
-        begins: the memory that stands for each parameter and buffer, by name, whole and contiguous.
-        ends: where the value of each is when all is done.
-        constants: memories that were there before, flat.
+        begins: the memory of each parameter and buffer before initialisation, by name, whole and contiguous.
+        ends: the place of each final value.
+        constants: earlier memories with values, flat.
         seed: the memory of the seed.
     """
 
@@ -176,12 +176,12 @@ class Initialisation:
     seed: int
 
     def digest(self) -> str:
-        """The same on ranks whose initialisers do the same."""
+        """A short hash, equal on ranks with equal initialisers."""
         text = [f"{op.target} {op.args} {dict(op.kwargs)} {op.results}" for op in self.operations]
         return hashlib.sha256("\n".join([*text, str(self.begins), str(self.ends)]).encode()).hexdigest()[:16]
 
     def sources(self) -> dict[str, frozenset[str]]:
-        """For each weight, those from whose earlier values its own is computed: itself where nobody writes it."""
+        """For each weight, the weights whose earlier values it depends on; itself if nothing writes it."""
         known = {place.memory: _MemorySource(place.shape, frozenset({name})) for name, place in self.begins.items()}
         for operation in self.operations:
             read = frozenset().union(
@@ -198,12 +198,12 @@ class Initialisation:
 
 @dataclass(frozen=True, slots=True)
 class _MemorySource:
-    """What a memory's present value is computed from.
+    """The sources of a memory's present value.
 
     Args:
-        shape: of the tensor that it was made for.
-        sources: weights whose values from before are in it.
-        boxes: parts that were overwritten since all of it was, with the sources of what was written.
+        shape: shape of the tensor that first had the memory.
+        sources: weights whose earlier values it depends on.
+        boxes: parts overwritten since the last write of the whole, with their sources.
     """
 
     shape: tuple[int, ...]
@@ -211,7 +211,7 @@ class _MemorySource:
     boxes: tuple[tuple[Box, frozenset[str]], ...] = ()
 
     def written(self, place: Place, read: frozenset[str], numel: int, overwrites: bool) -> _MemorySource:
-        """The content after a tensor of it was written."""
+        """The sources after a write to `place`."""
         if overwrites and place.has_all(numel):
             return _MemorySource(self.shape, read)
         found = place.box_in(self.shape) if overwrites else None
@@ -224,7 +224,7 @@ class _MemorySource:
 
 
 def cover(boxes: Sequence[Box], shape: tuple[int, ...]) -> bool:
-    """Whether each element of a tensor of `shape` is in one of the boxes."""
+    """Whether the boxes together cover a tensor of `shape`."""
     if sum(box.numel for box in boxes) < prod(shape):
         return False
     edges = [sorted({0, size}) for size in shape]

@@ -1,4 +1,4 @@
-"""The kernels that a plan is priced with: which there are, what each stands for, and what they save."""
+"""Kernels of a plan's price, with the operators that they replace and their savings."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from autoshard.ir.text import format_bytes, format_time
 
 @dataclass(frozen=True, slots=True)
 class KernelUse:
-    """One kernel in place of calls of a program.
+    """One kernel that replaces calls of a program.
 
     Args:
-        name: its operator's, "triton_add_rms_norm".
-        phase: where it runs.
-        node: the node of the traced program at whose place it runs.
-        stands_for: node of the traced program to the share of its call's time that goes: 1.0 where the kernel does all
-            of it.
-        copies: the same of copies around collectives: the node whose value is brought into another spec, the one that
-            reads it there (itself for what leaves the program), and the share that goes.
-        reads: the nodes whose values it reads.
-        time_s: what it takes on each rank.
-        launches, memory_bytes: what it launches, and what that reads and writes, on each rank.
-        saved_launches, saved_bytes: how much more the calls that it stands for did.
-        times: how often it runs: as often as the blocks of a plan that leaves some out (`Plan.repeats`) say.
+        name: name of its operator, "triton_add_rms_norm".
+        phase: phase of the program.
+        node: node of the traced program at whose place the kernel runs.
+        stands_for: node of the traced program to the share of its time that is saved; 1.0 if the kernel replaces all of
+            the call.
+        copies: replaced copies around collectives, as (value, reader, share of time saved). A result of the program is
+            its own reader.
+        reads: nodes whose values the kernel reads.
+        time_s: time of the kernel on each rank.
+        launches, memory_bytes: launches of the kernel, and their memory traffic, on each rank.
+        saved_launches, saved_bytes: launches and memory traffic that the replaced calls had beyond the kernel's.
+        times: runs of the kernel in a step; several where the plan leaves out repeated blocks (`Plan.repeats`).
     """
 
     name: str
@@ -49,12 +49,12 @@ class KernelUse:
 
 @dataclass(frozen=True, slots=True)
 class Kernels:
-    """The kernels of a step, and what they save; launches and bytes are those of computation on each rank.
+    """The kernels of a step and their savings, counted in computation on each rank.
 
     Args:
         uses: the kernels, by phase, in order.
-        launches, memory_bytes: of the step with kernels.
-        launches_without, memory_bytes_without: of the step without.
+        launches, memory_bytes: launches and memory traffic of the step with kernels.
+        launches_without, memory_bytes_without: launches and memory traffic of the step without kernels.
         breakdown_without: parts of the predicted step time without kernels, seconds (`Prediction.breakdown`).
     """
 
@@ -71,7 +71,7 @@ class Kernels:
         return sum(self.breakdown_without.values())
 
     def of(self, node: str) -> tuple[KernelUse, ...]:
-        """Those that compute or read a value of the traced program."""
+        """The kernels that compute or read a value of the traced program."""
         return tuple(use for use in self.uses if node in use.stands_for or node in use.reads)
 
     def __str__(self) -> str:
@@ -83,4 +83,4 @@ class Kernels:
 
 
 NO_KERNELS = Kernels()
-"""Every call is an operator's own."""
+"""No kernel: every operator runs its own."""

@@ -1,8 +1,7 @@
 """Values of a lowered program that differ from rank to rank.
 
-One program text serves all ranks, so a rank's place on the mesh is itself a value of the program:
-`axis_index("model")` is the index of the running rank along that axis. The runtime says where it runs
-with `running_at`.
+All ranks share one program text, so a rank's place on the mesh is itself a value of the program. `axis_index("model")`
+is the index of the running rank along the axis. The runtime sets the place with `running_at`.
 """
 
 from __future__ import annotations
@@ -17,10 +16,12 @@ _coordinates: ContextVar[Mapping[str, int] | None] = ContextVar("autoshard_coord
 
 
 def axis_index(axis: str) -> int:
-    """The running rank's index along mesh axis `axis`; `MeshError` outside `running_at`."""
+    """The running rank's index along mesh axis `axis`. Raises `MeshError` outside `running_at`."""
     coordinates = _coordinates.get()
     if coordinates is None or axis not in coordinates:
-        raise MeshError(f"axis_index({axis!r}) was asked outside a running program; found coordinates={coordinates!r}.")
+        raise MeshError(
+            f"axis_index({axis!r}) needs a running program with this axis; found coordinates={coordinates!r}."
+        )
     return coordinates[axis]
 
 

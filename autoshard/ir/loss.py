@@ -1,4 +1,4 @@
-"""Which of a model's outputs is the loss that a training step minimises: the first floating scalar."""
+"""The loss of a training step: the first floating scalar among a model's outputs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from autoshard.errors import TraceError
 
 
 class Output(NamedTuple):
-    """An output of a model, "output:0", by its global shape."""
+    """An output of a model, "output:0", with its global shape."""
 
     name: str
     shape: tuple[int, ...]
@@ -20,12 +20,12 @@ class Output(NamedTuple):
 
     @property
     def is_scalar(self) -> bool:
-        """Whether it could be a loss."""
+        """Whether the output could be a loss."""
         return self.shape == () and self.dtype.is_floating_point
 
     @property
     def tangent(self) -> str:
-        """The name of its gradient as an input of the backward."""
+        """The name of the output's gradient as an input of the backward."""
         return self.name.replace("output:", "tangent:")
 
 
@@ -33,11 +33,11 @@ def loss_among(outputs: Sequence[Output], tangents: Collection[str]) -> Output:
     """The loss among the outputs of a training step.
 
     Args:
-        outputs: of the model, in any order.
+        outputs: outputs of the model, in any order.
         tangents: names of the gradients that the step's backward takes.
 
     Raises:
-        TraceError: none is a floating scalar, or the first one depends on no parameter.
+        TraceError: no output is a floating scalar, or the first floating scalar depends on no parameter.
     """
     scalars = [output for output in outputs if output.is_scalar]
     if not scalars:
@@ -52,7 +52,7 @@ def loss_among(outputs: Sequence[Output], tangents: Collection[str]) -> Output:
 
 
 def find_loss(outputs: Any) -> torch.Tensor:
-    """The first floating scalar among a model's outputs; `TraceError` where there is none."""
+    """The first floating scalar among a model's outputs. Raises `TraceError` if there is none."""
     tensors = [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
     for tensor in tensors:
         if tensor.dim() == 0 and tensor.is_floating_point():
@@ -61,7 +61,7 @@ def find_loss(outputs: Any) -> torch.Tensor:
 
 
 def no_loss(shapes: Sequence[tuple[int, ...]]) -> TraceError:
-    """The error of a training step whose model returns no loss, but tensors of these shapes."""
+    """The error for a training step whose model returns tensors of these shapes and no loss."""
     return TraceError(
         f"A loss is needed (by a training step, or outputs='loss'), but the model returns no floating scalar; it "
         f"returns tensors of shapes={shapes}. Return the loss (pass labels), pass loss_fn=, or leave the optimizer "

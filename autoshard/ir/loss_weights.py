@@ -1,8 +1,9 @@
-"""How much each micro-batch's loss counts in that of its batch, as data: found from the program, read by the step.
+"""Weights of micro-batch losses within the batch's loss, as data. A pass derives them, and each step reads them.
 
-The loss of a batch is the sum of its parts' losses, each times a weight: 1 where it is a sum over the batch, one over
-their number where it is a mean, and the part's share of a count where it is divided by one (of targets that are not
-ignored, weights of classes, a mask). Counts are made of inputs alone, so a step knows weights before its first forward.
+The loss of a batch is the weighted sum of its micro-batches' losses. The weight is 1 for a sum over the batch, and 1/n
+for a mean over n micro-batches. If the loss divides by a count (targets not ignored, class weights, a mask), the weight
+is the micro-batch's share of the count. Counts depend on inputs alone, so a step knows the weights before its first
+forward.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from autoshard.errors import NotAvailableError
 from autoshard.ir.spec import Reduction
 
 ReadInput = Callable[[int, str, str], torch.Tensor]
-"""The value of an input of one micro-batch, by the kind and the name of its slot."""
+"""Reads an input of one micro-batch, by the kind and the name of its slot."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Count:
-    """What a loss is divided by.
+    """The divisor of a loss.
 
     Args:
-        of_part: from the inputs of a micro-batch to the count of that part, and the sums that it is made of.
-        of_whole: from the sums of the whole batch, and inputs, to the count of the whole batch.
-        exponents: for each sum, e: that of the batch is the sum over m parts, divided by m ** e.
+        of_part: takes the inputs of a micro-batch; returns its count and the sums inside the count.
+        of_whole: takes the sums of the whole batch, and inputs; returns the count of the whole batch.
+        exponents: for each sum, its exponent e. The batch's sum is the sum over m parts, divided by m ** e.
         inputs: kind and name of each input.
     """
 
@@ -38,7 +39,7 @@ class Count:
     inputs: tuple[tuple[str, str], ...]
 
     def shares(self, parts: int, read: ReadInput) -> list[float]:
-        """The count of each part over that of the batch."""
+        """The share of each part in the batch's count."""
         given = [[read(part, kind, name) for kind, name in self.inputs] for part in range(parts)]
         counted = [self.of_part(*values) for values in given]
         sums = zip(*(sums for _, *sums in counted), strict=True)
@@ -71,13 +72,13 @@ class Term:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Branches:
-    """How the values that the trace of a part branched on follow, for the batch, from its parts.
+    """The values that a micro-batch's trace branched on, and how to compute them for the whole batch.
 
     Args:
-        of_part: from inputs of a micro-batch to results of reductions over its samples.
-        reductions: of those results over the parts.
-        of_whole: from the reduced results, and the number of parts, to the values of the whole batch.
-        expected: the values that the trace of the part relied on.
+        of_part: takes inputs of a micro-batch; returns results of reductions over its samples.
+        reductions: reductions of these results over the parts.
+        of_whole: takes the reduced results and the number of parts; returns the values of the whole batch.
+        expected: the values that the trace of the micro-batch relied on.
         inputs: kind and name of each input.
     """
 
@@ -105,13 +106,13 @@ _REDUCE: Mapping[Reduction, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @dataclass(frozen=True, slots=True)
 class LossWeights:
-    """How the loss of a batch is made of those of its parts.
+    """The loss of a batch as a sum over its parts.
 
     Args:
-        terms: it is their sum; all must weigh a part alike.
-        has_constant: whether what does not depend on the batch is added, which is to count once.
-        refusal: why the loss is not made of those of parts; None where it is.
-        branches: of the batch; None where the program relies on no values, or where they do not follow from the parts.
+        terms: terms of the loss; all must give a part the same weight.
+        has_constant: whether the loss adds a term independent of the batch, which must count once.
+        refusal: reason why the loss is no sum over parts; None if it is.
+        branches: branches of the batch; None without guards, or where the parts do not determine the branches.
     """
 
     terms: tuple[Term, ...]
@@ -120,10 +121,10 @@ class LossWeights:
     branches: Branches | None = None
 
     def of_parts(self, parts: int, read: ReadInput) -> list[float]:
-        """The weight of each of so many micro-batches.
+        """The weights of `parts` micro-batches.
 
         Raises:
-            NotAvailableError: the loss is not made of those of parts, or not for these inputs.
+            NotAvailableError: the loss is no sum over parts, or not for these inputs.
         """
         if self.refusal is not None:
             raise NotAvailableError(self.refusal)
@@ -131,15 +132,16 @@ class LossWeights:
         for term, weights in zip(self.terms, weighed, strict=True):
             if not _are_close(weights, weighed[0]):
                 raise NotAvailableError(
-                    f"micro_batches={parts}: the loss has terms that weigh the parts of this batch differently:"
-                    f" {self.terms[0]} by {_shown(weighed[0])}, {term} by {_shown(weights)}. Give parts equal counts, "
-                    "or leave micro_batches out."
+                    f"micro_batches={parts}: the loss has terms that weigh the parts of this batch differently."
+                    f" {self.terms[0]} weighs them {_shown(weighed[0])}, {term} weighs them {_shown(weights)}. Give "
+                    "parts equal counts, or leave micro_batches out."
                 )
         total = sum(weighed[0])
         if self.has_constant and not math.isnan(total) and not math.isclose(total, 1, rel_tol=1e-6):
             raise NotAvailableError(
-                f"micro_batches={parts}: the loss adds what does not depend on the batch to {self.terms[0]}, whose "
-                f"parts weigh {_shown(weighed[0])} here, so it would count {total:.4g} times. Leave micro_batches out."
+                f"micro_batches={parts}: the loss adds a term independent of the batch to {self.terms[0]}. The "
+                f"parts weigh {_shown(weighed[0])} here, so this term would count {total:.4g} times. Leave out "
+                "micro_batches."
             )
         return weighed[0]
 

@@ -1,8 +1,8 @@
-"""Lowered programs: what each rank runs.
+"""Lowered programs: the programs that ranks run.
 
 The graph of a `LoweredProgram` is a torch.fx graph over local tensors with explicit collectives
-(`torch.ops._c10d_functional`, whose group `autoshard.ir.communicators` names). One text serves all ranks. Node
-metadata: `val` (local), `spec`, `global` (the traced node it stands for), `phase`.
+(`torch.ops._c10d_functional`, with groups named by `autoshard.ir.communicators`). One text serves all ranks. Node
+metadata: `val` (the local value), `spec`, `global` (the node's traced node), `phase`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autoshard.ir.spec import PartitionSpec
 class LocalSlot:
     """A value that enters or leaves a lowered program.
 
-    `shape` is the global shape; each rank passes the padded local shape `spec.local_shape(shape, mesh)`.
+    `shape` is the global shape. Each rank passes the padded local shape `spec.local_shape(shape, mesh)`.
     """
 
     slot: InputSlot | OutputSlot
@@ -34,14 +34,14 @@ class LocalSlot:
 
 @dataclass(frozen=True, slots=True)
 class LoweredProgram:
-    """The joint forward-and-backward program of one rank (of every rank: the text is the same).
+    """The joint forward and backward program of a rank, equal on all ranks.
 
     Args:
-        traced: the program with global shapes that this one computes.
-        mesh: the mesh it runs on.
+        traced: the program with global shapes, before lowering.
+        mesh: the mesh of its ranks.
         graph_module: placeholders in the order of `inputs`; returns a flat tuple in the order of `outputs`.
         inputs, outputs: the slots of `traced`, with specs.
-        without_kernels: the program that this one was before kernels stood in for its operators, if they do.
+        without_kernels: the program before kernels replaced operators, or None.
     """
 
     traced: Program
@@ -54,12 +54,11 @@ class LoweredProgram:
 
 @dataclass(frozen=True, slots=True)
 class BackwardHalves:
-    """A backward in two halves: for the stages before, which wait for it, and for the update (Qi et al. 2023).
+    """A backward split in two: for previous stages, which wait for gradients, and for the update (Qi et al. 2023).
 
     Args:
-        inputs: takes what the backward takes; returns what that returns for others, `backward_outputs`, then the values
-            that the second half reads.
-        weights: takes these values; returns those carried into the update.
+        inputs: takes the backward's inputs; returns `backward_outputs` for other stages, then the inputs of `weights`.
+        weights: takes these inputs; returns the values carried into the update.
     """
 
     inputs: fx.GraphModule
@@ -68,23 +67,23 @@ class BackwardHalves:
 
 @dataclass(frozen=True, slots=True)
 class PhasedProgram:
-    """A lowered program cut into what runs in the forward and in the backward call, and in an optimizer's update.
+    """A lowered program cut into forward, backward and the optimizer's update.
 
     Args:
-        lowered: the whole.
+        lowered: the uncut program.
         forward: takes `forward_inputs` (indices into `lowered.inputs`: all but the tangents), then the results of
-            `hoisted`; returns a flat tuple of `forward_outputs` (indices into `lowered.outputs`: outputs and buffer
+            `hoisted`. Returns a flat tuple of `forward_outputs` (indices into `lowered.outputs`: outputs and buffer
             updates), then the saved values.
-        backward: takes the saved values, then `backward_inputs` (the tangents); returns `backward_outputs`
-            (gradients), then the values carried into the update: gradients as the update reads them, each a sum, or an
-            addend of one, so that those of micro-batches add up.
-        saved: names of the forward's nodes that are kept for the backward, in order.
-        update: takes the carried values, then `update_inputs` (parameters, optimizer state, hyper-parameters); returns
-            `update_outputs` (the parameters and the state, updated). None in programs without one.
-        carried: names of the backward's nodes that the update reads, in order.
-        hoisted: what depends on parameters alone, computed once for all micro-batches of a step: takes
-            `hoisted_inputs`, parameters and buffers that stay. None where each micro-batch computes everything.
-        halves: the backward in two, of a stage whose order cuts it.
+        backward: takes the saved values, then `backward_inputs` (the tangents). Returns `backward_outputs` (gradients),
+            then the carried values.
+        saved: names of the forward's nodes that are saved for the backward, in order.
+        update: takes the carried values, then `update_inputs` (parameters, optimizer state, hyper-parameters). Returns
+            `update_outputs` (the updated parameters and state). None in programs without an update.
+        carried: names of the backward's nodes that the update reads, in order. Each is a gradient, or an addend of a
+            gradient, so micro-batches can be added up.
+        hoisted: computation on parameters alone, run once for all micro-batches of a step. Takes `hoisted_inputs`,
+            parameters and buffers. None where each micro-batch computes everything.
+        halves: the split backward, for a stage whose order splits backwards.
     """
 
     lowered: LoweredProgram
@@ -105,11 +104,11 @@ class PhasedProgram:
 
     @property
     def phases(self) -> Mapping[str, fx.GraphModule]:
-        """The graphs by name, in the order in which they run."""
+        """The graphs by name, in running order."""
         named = {"hoisted": self.hoisted, "forward": self.forward, "backward": self.backward, "update": self.update}
         return {name: graph_module for name, graph_module in named.items() if graph_module is not None}
 
     def digest(self) -> str:
-        """A short hash of the text of the graphs, which is the same on all ranks."""
+        """A short hash of the graphs' text, equal on all ranks."""
         graphs = [graph_module.graph for graph_module in self.phases.values()]
         return hashlib.sha256("\n".join(map(str, graphs)).encode()).hexdigest()[:16]

@@ -1,7 +1,7 @@
 """Meshes: named axes over which tensors are split.
 
-A mesh is abstract: it names axes and sizes and says how ranks are numbered (row-major, the last axis
-fastest, as `torch.distributed.DeviceMesh` does); it holds no devices.
+A mesh is abstract: it has axis names and sizes, and no devices. Ranks are numbered row-major with the last axis
+fastest, like those of `torch.distributed.DeviceMesh`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 MAX_RANKS = 2**20
-"""Ranks of the largest mesh: ten times the largest cluster that trained a model, and what can still be listed."""
+"""Most ranks of a mesh: ten times the largest cluster that trained a model, and few enough to list."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -30,7 +30,7 @@ class Mesh:
         axes: axis name to size (at least 1), in order, e.g. `{"data": 2, "model": 4}`.
 
     Raises:
-        MeshError: no axis, a name that is not an identifier, a size below one, or more ranks than `MAX_RANKS`.
+        MeshError: the mesh has no axis, a name is no identifier, a size is below one, or ranks exceed `MAX_RANKS`.
 
     Example:
         >>> mesh = Mesh({"data": 2, "model": 4})
@@ -58,7 +58,7 @@ class Mesh:
 
     @classmethod
     def from_device_mesh(cls, device_mesh: DeviceMesh) -> Mesh:
-        """The abstract mesh of a torch `DeviceMesh`, which must name its dims."""
+        """Make the abstract mesh of a torch `DeviceMesh` with named dims."""
         names = device_mesh.mesh_dim_names
         if names is None:
             raise MeshError(
@@ -90,7 +90,7 @@ class Mesh:
         raise MeshError(f"{self} has no axis {axis!r}; its axes are {', '.join(map(repr, self.axis_names))}.")
 
     def shards(self, axes: Sequence[str]) -> int:
-        """The number of pieces that `axes` together cut a dim into."""
+        """The number of pieces into which `axes` together split a dim."""
         return math.prod(self.axis_size(axis) for axis in axes)
 
     def coordinates(self, rank: int) -> dict[str, int]:
@@ -103,7 +103,10 @@ class Mesh:
         return {name: result[name] for name in self.axis_names}
 
     def rank_at(self, coordinates: Mapping[str, int]) -> int:
-        """The rank at the given index along every axis, the inverse of `coordinates`; `MeshError` where none is."""
+        """The rank at an index along every axis, the inverse of `coordinates`.
+
+        Raises `MeshError` for unknown places.
+        """
         rank = 0
         for name, size in self.axes:
             index = coordinates.get(name)
@@ -113,7 +116,7 @@ class Mesh:
         return rank
 
     def groups(self, *axes: str) -> tuple[tuple[int, ...], ...]:
-        """The ranks that communicate along `axes`: one tuple per group, ordered with the last axis fastest."""
+        """The groups of ranks that communicate along `axes`, each with the last axis fastest."""
         for axis in axes:
             self.axis_size(axis)
         others = [name for name in self.axis_names if name not in axes]

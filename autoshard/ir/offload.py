@@ -1,4 +1,4 @@
-"""What of a program lies in the host's memory between the forward and the backward."""
+"""Values of a program in host memory between forward and backward."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from dataclasses import dataclass
 from autoshard.ir.brought_back import BroughtBack
 
 LABEL = "offload"
-"""What the time of copies to and from the host counts as in a prediction's breakdown."""
+"""Name in a prediction's breakdown for the time of copies to and from the host."""
 
 
 @dataclass(frozen=True, slots=True)
 class OffloadedNode(BroughtBack):
-    """A node of the forward whose value goes to the host when it is made; `before` says when it comes back."""
+    """A node of the forward whose value moves to the host at once and returns before node `before`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """The nodes of a plan that are offloaded, in program order, and what that does.
+    """The offloaded nodes of a plan in program order, with their effect.
 
     Args:
         nodes: the nodes.
-        candidates: how many nodes the search might have offloaded.
-        host_bytes: what lies in the host's memory at the end of the forward, for each rank.
-        saved_bytes: by how much the peak would be larger without, all else alike, on each rank.
-        time_s: what the copies add to the objective, seconds.
+        candidates: number of nodes that the search could have offloaded.
+        host_bytes: bytes in host memory at the end of the forward, for each rank.
+        saved_bytes: reduction of the peak by offload, all else equal, on each rank.
+        time_s: seconds that the copies add to the objective.
     """
 
     nodes: tuple[OffloadedNode, ...] = ()

@@ -1,4 +1,4 @@
-"""What a call hands out of what its model returns."""
+"""The outputs of a model that a call returns."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Outputs(StrEnum):
-    """What a call hands out."""
+    """The outputs that a call returns."""
 
     AS_PLANNED = "all outputs, as the plan has them"
     WHOLE = "all outputs, whole"

@@ -1,4 +1,4 @@
-"""The tasks of each pipeline rank in a step, transfers included, as data: the order that is proven runs.
+"""The tasks of each pipeline rank in a step, transfers included, as data. The runtime executes the proven order.
 
 A step without stages is a pipeline of one stage on one rank. The update follows the last task.
 """
@@ -17,9 +17,10 @@ from autoshard.ir.read_json import read
 
 
 class Work(StrEnum):
-    """What a task does for a stage and a micro-batch; the letters are those of `torch.distributed.pipelining`.
+    """Kind of a task for a stage and a micro-batch, in the letters of `torch.distributed.pipelining`.
 
-    A backward is whole, or cut in two: for the stage's input, which the stage before waits for, and for its weights.
+    A backward is whole or split: `BACKWARD_INPUT` computes the gradient that the previous stage waits for,
+    `BACKWARD_WEIGHT` those of the weights.
     """
 
     FORWARD = "F"
@@ -38,12 +39,12 @@ class Work(StrEnum):
 
     @property
     def is_transfer(self) -> bool:
-        """Whether it is one end of a transfer between two ranks."""
+        """Whether the task is one end of a transfer between two ranks."""
         return self.is_send or self in (Work.RECEIVE_FORWARD, Work.RECEIVE_BACKWARD)
 
 
 class Message(NamedTuple):
-    """What a stage makes for a neighbour: its output, or the gradient of its input."""
+    """A stage's value for a neighbour: its output, or the gradient of its input."""
 
     stage: int
     is_forward: bool
@@ -51,23 +52,23 @@ class Message(NamedTuple):
 
     @property
     def reader(self) -> int:
-        """The stage that waits for it."""
+        """The stage that receives the message."""
         return self.stage + (1 if self.is_forward else -1)
 
     def __str__(self) -> str:
-        what = "output" if self.is_forward else "input's gradient"
-        return f"stage {self.stage}'s {what} of micro-batch {self.micro_batch}"
+        kind = "output" if self.is_forward else "input's gradient"
+        return f"stage {self.stage}'s {kind} of micro-batch {self.micro_batch}"
 
 
 @dataclass(frozen=True, slots=True)
 class StageTask:
-    """One thing that a rank does; written `1SEND_F0`: stage 1 sends its output of micro-batch 0.
+    """One task of a rank. `1SEND_F0` is stage 1's send of its output of micro-batch 0.
 
     Args:
-        work: what it does.
-        stage: whose work it is; of a receive, the stage that reads the message.
-        micro_batch: which it is of.
-        tag: of a transfer: what the message is called on the wire; both ends must say the same.
+        work: kind of task.
+        stage: the working stage; for a receive, the stage that reads the message.
+        micro_batch: number of the micro-batch.
+        tag: tag of a transfer's message, equal at both ends.
     """
 
     work: Work
@@ -80,7 +81,7 @@ class StageTask:
 
     @property
     def message(self) -> Message:
-        """What a transfer carries, or what a forward or backward makes."""
+        """The message of a transfer, or the message that a forward or backward produces."""
         is_forward = self.work in (Work.FORWARD, Work.SEND_FORWARD, Work.RECEIVE_FORWARD)
         maker = self.stage
         if self.work.is_transfer and not self.work.is_send:
@@ -89,19 +90,18 @@ class StageTask:
 
 
 Slot = tuple[StageTask, ...]
-"""What a rank begins at once: a task, a forward and a backward that run as one, or transfers that are issued as one."""
+"""Tasks that a rank starts at once: one task, a fused forward and backward, or transfers issued together."""
 
 
 @dataclass(frozen=True, slots=True)
 class PipelineOrder:
-    """A step of a pipeline.
+    """The order of a pipeline's step.
 
     Args:
-        stage_ranks: by stage, the rank that it lies on.
-        micro_batches: number of equal parts of the batch. A mean over the batch is the mean over these parts; see
+        stage_ranks: by stage, the number of its rank.
+        micro_batches: number of equal parts of the batch. A mean over the batch is the mean over these parts, by
             `autoshard.ir.loss_weights`.
-        ranks: by rank, what it does, in order. A rank issues transfers and goes on; it waits for what it receives
-            where that is read.
+        ranks: by rank, its slots in order. Transfers are asynchronous: a rank waits for a message at its first reader.
     """
 
     stage_ranks: tuple[int, ...]
@@ -114,28 +114,28 @@ class PipelineOrder:
         return len(self.stage_ranks) // len(self.ranks)
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON data that a person can read and edit: each rank's tasks as one line."""
+        """Return JSON data that a person can read and edit, each rank's tasks as one line."""
         lines = [" ".join("+".join(map(str, slot)) for slot in slots) for slots in self.ranks]
         return {"stage_ranks": list(self.stage_ranks), "micro_batches": self.micro_batches, "ranks": lines}
 
     @classmethod
     def from_json(cls, data: Any) -> PipelineOrder:
-        """The inverse of `to_json`; a transfer is called on the wire by its micro-batch.
+        """Read the data of `to_json`. A transfer's tag is its micro-batch.
 
         Raises:
-            PlanMismatchError: it is no order; names what is none.
+            PlanMismatchError: the data is no order. The message names the wrong part.
         """
         found = read(_OrderInFile, data, ("order",))
         ranks = tuple(tuple(map(_read_slot, line.split())) for line in found.ranks)
         return cls(found.stage_ranks, found.micro_batches, ranks)
 
     def tasks(self, rank: int) -> Iterator[StageTask]:
-        """The tasks of a rank, one after the other."""
+        """The tasks of a rank in order."""
         return chain.from_iterable(self.ranks[rank])
 
     @property
     def trains(self) -> bool:
-        """Whether it has backwards."""
+        """Whether the order has backwards."""
         return any(
             task.work is not Work.FORWARD and not task.work.is_transfer
             for slots in self.ranks
@@ -145,13 +145,13 @@ class PipelineOrder:
 
     @property
     def cuts_backwards(self) -> bool:
-        """Whether a backward is cut in two."""
+        """Whether a backward is split in two."""
         return any(task.work is Work.BACKWARD_INPUT for slots in self.ranks for slot in slots for task in slot)
 
     def places(self) -> Mapping[tuple[int, bool, int], int]:
-        """Where in its rank's order each stage's forward (True) and backward of each micro-batch stand.
+        """Place of each (stage, is forward, micro-batch) in its rank's order.
 
-        Of a backward that is cut in two, its first half, which reads and makes what crosses stages.
+        The place of a split backward is that of its first half, which sends and receives the messages.
         """
         return {
             (task.stage, task.work is Work.FORWARD, task.micro_batch): place
@@ -162,7 +162,7 @@ class PipelineOrder:
         }
 
     def crosses_ranks(self, message: Message) -> bool:
-        """Whether a message has a reader, on another rank than its maker's."""
+        """Whether a message goes to another rank."""
         is_there = 0 <= message.reader < len(self.stage_ranks)
         return is_there and self.stage_ranks[message.reader] != self.stage_ranks[message.stage]
 
@@ -172,7 +172,7 @@ class PipelineOrder:
 
 
 def one_after_another(micro_batches: int) -> PipelineOrder:
-    """Order a step without stages: one micro-batch's activations are held at a time.
+    """Order a step without stages, so that only one micro-batch's activations are in memory.
 
     Example:
         >>> print(one_after_another(2))
@@ -200,6 +200,6 @@ def _read_slot(text: str) -> Slot:
 def _read_task(text: str) -> StageTask:
     found = _TASK.fullmatch(text)
     if found is None or found[2] not in list(Work):
-        raise PlanMismatchError(f"'order' has the task {text!r}, which is none; one is written 0F1 or 1SEND_B0.")
+        raise PlanMismatchError(f"'order' has the unknown task {text!r}; write a task like 0F1 or 1SEND_B0.")
     work, micro_batch = Work(found[2]), int(found[3])
     return StageTask(work, int(found[1]), micro_batch, micro_batch if work.is_transfer else 0)

@@ -1,7 +1,7 @@
-"""Plans: the choice for a whole program, with its predicted cost.
+"""Plans: the layout of a whole program, with its predicted cost.
 
-A plan names, for every node of a traced program, the specs of its operands and results. It is saved as
-JSON that a person can read: specs are written as `P('data', None)`, sizes in bytes and times in seconds.
+A plan gives the specs of operands and results for every node of a traced program. The file is readable JSON: specs are
+text such as `P('data', None)`, sizes are in bytes, times in seconds.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-SCHEMA_VERSION = 9
-"""The version that files have; a file of another version is refused."""
+SCHEMA_VERSION = 10
+"""Schema version of saved files. Files of another version are refused."""
 
 _Specs = tuple[PartitionSpec, ...]
 _OF_OTHER_FORM: Mapping[str, Any] = {
@@ -47,16 +47,16 @@ _OF_OTHER_FORM: Mapping[str, Any] = {
     "nodes": Mapping[str, tuple[_Specs, _Specs]],
     "memory_budget": float | None,
 }
-"""Fields that a file has in another form."""
+"""Types of the fields whose JSON value differs from the attribute."""
 
 _VERSION, _TIMELINE = "autoshard_plan", "timeline"
 _NOT_IN_FILES = ("formulas", "alternatives")
 _OF_STAGES = ("stages", "order")
-"""Fields that read themselves."""
+"""Fields with readers of their own."""
 
 
 class Formulas(Protocol):
-    """What makes a plan's formulas; it has the model at hand, and does nothing until it is asked."""
+    """Makes the formulas of a plan from its model, when the first formula is requested."""
 
     def formula(
         self,
@@ -67,64 +67,65 @@ class Formulas(Protocol):
         fixed: Collection[str],
         even: bool,
     ) -> sympy.Expr:
-        """Find a formula; see `Plan.formula`."""
+        """Find a formula for `Plan.formula`."""
         ...
 
 
 class Alternatives(Protocol):
-    """What searches again for other plans; it has the program at hand, and does nothing until it is asked."""
+    """Plans the program under other choices, when a question is put to the plan."""
 
     def why_not(self, plan: Plan, feature: str) -> WhyNot:
-        """See `Plan.why_not`."""
+        """Answer `Plan.why_not`."""
         ...
 
     def limits(self, plan: Plan) -> Limits:
-        """See `Plan.limits`."""
+        """Answer `Plan.limits`."""
         ...
 
     def explain(self, plan: Plan, name: str) -> Explanation:
-        """See `Plan.explain`."""
+        """Answer `Plan.explain`."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How a program runs on a mesh.
+    """A program's layout on a mesh, with its predicted cost.
 
     Args:
         mesh: the mesh.
-        program_digest: digest of the traced program that the plan is for.
-        inputs: name of each input to `dtype[shape]`, to say what a mismatching call differs in.
+        program_digest: digest of the traced program that the plan belongs to.
+        inputs: name of each input to `dtype[shape]`; error messages compare a call with it.
         nodes: specs of every node of the program, by node name.
         outputs: spec of every result of the program, by "kind name" ("gradient wte.weight", "output output:0").
-        parameters: where each parameter lies, by qualified name.
+        parameters: layout of each parameter, by qualified name.
         predicted: cost of the plan.
-        objective: what the search minimised, seconds; `lower_bound`: proven bound of it, or None.
+        objective: the sum that the search minimised, in seconds; `lower_bound`: its proven bound, or None.
         search_time_s: wall time of the search.
-        baselines: predicted step of known recipes, seconds, each on the mesh where it is fastest; None where it fits on
-            none. Recipes that are far slower than the plan are lowered when their step is first read.
+        baselines: predicted step of known recipes, in seconds, each on its fastest mesh; None where the recipe fits on
+            no mesh. Recipes far slower than the plan are lowered when their step is first read.
         hardware: name of the cluster that priced the plan.
-        memory_budget: bytes per device that the plan had to fit in, or None.
-        precision: "bf16", "f16" or "f32" where the program casts wider parameters; None where it computes in the
-            model's own types.
-        recompute: what of the forward is computed again in the backward; such nodes are in `nodes` twice.
-        offload: what of the forward lies on the host until the backward; its copies there and back are in `nodes` too.
-        replicated_operators: operators that run whole on every rank for want of a rule: (operator, source line).
-        operators: all operators with what the plan does with them, the most expensive first; see `coverage`.
-        repeats: blocks that are not among `nodes`, nor among those of `recompute` and `offload`, as they lie like the
-            ones behind them; all else is of the whole model. The plan's program is the one without these blocks.
-        recipe: the recipe within which it was searched, or that it prices; None: all specs were searched.
-        runtime: what runs it: "autoshard", that is `compile`; otherwise the plan is a price, see `autoshard.Runtime`.
-        micro_batches: how many a step has; `inputs` and `nodes` are of one.
-        was_interrupted: whether Ctrl-C ended the search: it is the best until then.
-        was_cut: whether time_budget_s did: with more time, or on a faster machine, it may be another.
-        stages: of a mesh with an axis "pipeline", the plan of each stage, on the mesh of the other axes. The figures
-            of such a plan are those of the step; `nodes` is empty, as each stage has its own.
-        order: what each rank of the pipeline does in a step, and how many micro-batches that has.
-        schedule: the name of the order ("1F1B").
-        cuts: the nodes of the traced forward that the second stage and those behind it begin with.
-        formulas: what makes `formula`; None for a plan without its model (one from a file, or of another process).
-        alternatives: what answers `explain`; None likewise.
+        memory_budget: memory limit of a device in bytes, or None.
+        precision: "bf16", "f16" or "f32" where the program casts wider parameters; None where the model computes in its
+            own types.
+        recompute: nodes of the forward that the backward computes a second time. `nodes` has both copies.
+        offload: nodes of the forward whose values wait in host memory for the backward. `nodes` has their copies to the
+            host and back.
+        replicated_operators: operators without a sharding rule, which run whole on every rank: (operator, source line).
+        operators: all operators and how each is split, the most expensive first; `coverage` groups them.
+        repeats: blocks that the plan's program leaves out because they equal the blocks behind them. `nodes`,
+            `recompute` and `offload` omit the nodes of these blocks; all other fields describe the whole model.
+        recipe: the recipe that restricted the search or was priced; None where all specs were searched.
+        runtime: "autoshard" for plans that `compile` runs. A plan of any other `autoshard.Runtime` is only a price.
+        micro_batches: micro-batches of a step; `inputs` and `nodes` describe one micro-batch.
+        was_interrupted: Ctrl-C ended the search; the plan is the best found until then.
+        was_cut: `time_budget_s` ended the search; more time or a faster machine may find another plan.
+        stages: on a mesh with an axis "pipeline", the plan of each stage on the other axes. `nodes` is then empty, and
+            the figures are those of the whole step.
+        order: tasks of each pipeline rank in a step, in their order.
+        schedule: name of the order ("1F1B").
+        cuts: first node of each stage but the first, in the traced forward.
+        formulas: the maker of `formula`; None for a plan from a file or from another process.
+        alternatives: the maker of `explain`, `why_not` and `limits`; None for the same plans.
     """
 
     mesh: Mesh
@@ -159,15 +160,15 @@ class Plan:
     alternatives: Alternatives | None = field(default=None, repr=False, compare=False)
 
     def __getstate__(self) -> list[Any]:
-        """The fields as they are pickled: without the model, which `formulas` and `alternatives` hold."""
+        """The pickled fields. `formulas` and `alternatives` hold the model and become None."""
         return [None if item.name in _NOT_IN_FILES else getattr(self, item.name) for item in fields(self)]
 
     @property
     def coverage(self) -> Mapping[str, tuple[OperatorCoverage, ...]]:
-        """The program's operators by what the plan does with them, the most expensive first.
+        """The program's operators by their layout, the most expensive first.
 
-        "split" over some axis; "replicated": run whole on every rank by choice; "without rule": run whole for want of
-        a sharding rule.
+        The keys are "split" (over some axis), "replicated" (whole on every rank, by choice) and "without rule" (whole,
+        for want of a sharding rule).
         """
         return {
             "split": tuple(item for item in self.operators if item.is_split),
@@ -177,19 +178,20 @@ class Plan:
 
     @property
     def updates(self) -> bool:
-        """Whether it is the plan of a whole training step, an optimizer's update included."""
+        """Whether the program is a whole training step, the optimizer's update included."""
         return any(name.startswith("parameter_update ") for name in self.outputs)
 
     @property
     def runs(self) -> bool:
-        """Whether `compile` runs it; else it is a price, of what another runtime would do."""
+        """Whether `compile` runs the plan. Otherwise the plan is the price of another runtime."""
         return self.runtime == AUTOSHARD
 
     @property
     def layouts(self) -> Mapping[str, int]:
-        """Elements of parameters by the words for where they, their gradients and their state lie, most first.
+        """Elements of parameters by layout, most first; empty without an update.
 
-        {"ZeRO-3 over data; split over model": 8000000000, "copied over data, model": 4096}; empty without an update.
+        A layout names the places of parameter, gradient and optimizer state, as in `{"ZeRO-3 over data; split over
+        model": 8000000000, "copied over data, model": 4096}`.
         """
         counts: dict[str, int] = {}
         for item in self.parameters.values():
@@ -199,22 +201,22 @@ class Plan:
 
     @property
     def recomputed(self) -> Mapping[str, tuple[str, ...]]:
-        """The nodes of the forward that the backward computes again, by the module that issued them.
+        """Nodes of the forward that the backward computes a second time, by module.
 
-        Blocks that the plan leaves out (`repeats`) have the nodes of the blocks that stand for them.
+        Blocks that the plan leaves out (`repeats`) list the nodes of the blocks that stand for them.
         """
         return by_module(self.recompute.nodes, self.repeats)
 
     @property
     def offloaded(self) -> Mapping[str, tuple[str, ...]]:
-        """The nodes of the forward whose values lie on the host until the backward, by the module that issued them."""
+        """Nodes of the forward whose values wait in host memory for the backward, by module."""
         return by_module(self.offload.nodes, self.repeats)
 
     @property
     def gap(self) -> float | None:
-        """Relative distance of this plan's objective to its proven lower bound, or None where there is no bound.
+        """Relative distance of the objective to its proven lower bound, or None without a bound.
 
-        Both are sums that the search minimises, and not predicted steps, but for the price of a recipe.
+        Both are sums that the search minimises. Only for the price of a recipe are they predicted steps.
         """
         if self.lower_bound is None:
             return None
@@ -229,7 +231,7 @@ class Plan:
         """Read a plan that `save` wrote.
 
         Raises:
-            PlanMismatchError: there is no such file, it is no plan, or of another schema version.
+            PlanMismatchError: the file is missing, is no plan, or has another schema version.
         """
         text, refused = read_text(path), f"{os.fspath(path)!r} is not a plan that autoshard wrote"
         try:
@@ -244,12 +246,12 @@ class Plan:
             raise PlanMismatchError(f"{path}: {error}") from error
 
     def trace(self, path: str | Path) -> None:
-        """Write the predicted step as a file that ui.perfetto.dev and chrome://tracing open.
+        """Write the predicted step as a file for ui.perfetto.dev and chrome://tracing.
 
-        One process per rank that differs from the others, one thread per stream.
+        Ranks with equal timelines share one process; each stream is a thread.
 
         Raises:
-            NotAvailableError: the plan has no timeline: it is a price, which `compile` does not run.
+            NotAvailableError: the plan is a price, which has no timeline.
         """
         if self.predicted.timeline is None:
             raise NotAvailableError(
@@ -261,8 +263,8 @@ class Plan:
     def report(self, path: str | Path) -> None:
         """Write the plan as one page of HTML, which opens without a network.
 
-        It draws where the time of a step goes, what fills the memory at its peak, and the timeline; and lists the known
-        recipes, where parameters lie, the operators, and every spec.
+        The page draws the parts of the step's time, the memory at its peak, and the timeline. Tables list the known
+        recipes, the layouts of parameters, the operators and every spec.
         """
         write_text(path, page_of(self))
 
@@ -274,79 +276,78 @@ class Plan:
         fixed: Collection[str] = (),
         even: bool = False,
     ) -> sympy.Expr:
-        """A cost of this plan as an expression in sizes of the inputs, numbers of blocks, and sizes of mesh axes.
+        """Return a cost of this plan as an expression in sizes of inputs, numbers of blocks and sizes of mesh axes.
 
-        The first call traces and lowers the model at a few more sizes; specs stay those of the plan. See
-        docs/formulas.md.
+        The first call traces and lowers the model at a few more sizes. Specs stay the plan's own. The page is
+        docs/reference/formulas.md.
 
         Args:
             name: "step_flops", "rank_flops", "communication_bytes" (of one axis: "communication_bytes_data"),
                 "parameters", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "activation_bytes" or "tokens".
-            dims: symbol to the dim of the inputs that it is the size of, or to such dims by input
-                (`{"height": {"input:0": 2}}`); default: `batch` is dim 0, and `sequence` dim 1 of inputs that look like
-                sequences.
-            fixed: symbols to hold at the plan's own sizes.
-            even: leave out the ceilings of uneven splits; it then holds where all splits are even.
+            dims: symbol to the number of an inputs' dim, or to dims by input (`{"height": {"input:0": 2}}`).
+                Default: `batch` is dim 0, `sequence` is dim 1 of inputs that look like sequences.
+            fixed: symbols that keep the plan's own sizes.
+            even: leave out the ceilings of uneven splits. The expression then holds where all splits are even.
 
         Returns:
-            In symbols `sympy.Symbol("batch")` and so on; `autoshard.vectorise` makes it a numpy function.
+            An expression in `sympy.Symbol("batch")` and its like; `autoshard.vectorise` makes a numpy function of it.
 
         Raises:
-            FormulaError: no such formula, the cost is no polynomial in a size, or the plan has no model at hand.
+            FormulaError: no formula has this name, the cost is no polynomial in a size, or the plan has no model at
+                hand.
         """
         if self.formulas is None:
             raise FormulaError(
-                f"formula({name!r}) traces the model at more sizes, and this plan has no model at hand: it is from a "
-                "file, from `compile` or from another process. Call autoshard.plan or autoshard.price with the model."
+                f"formula({name!r}) traces the model at more sizes, and this plan has no model at hand. It comes from "
+                "a file, from `compile` or from another process. Call autoshard.plan or autoshard.price with the model."
             )
         return self.formulas.formula(self, name, dims=dims, fixed=fixed, even=even)
 
     @seldom_collecting
     def explain(self, name: str) -> Explanation:
-        """Why a value lies as it does: each spec that it could have, and what the best plan with it costs.
+        """Explain the spec of a value: each possible spec, with the cost of the best plan that has it.
 
-        Each alternative is planned anew, within the plan's own memory limit and constraints: its figures are those of
-        `autoshard.plan` with the spec as a constraint. All else is free to change; of a plan with stages, all else of
-        the stage that has the value. Print the result.
+        Each alternative is planned as `autoshard.plan` would with the spec as a constraint, within the plan's memory
+        limit and constraints. All other specs may change. With stages, only those of the value's own stage may. Print
+        the result.
 
         Args:
             name: qualified name of a parameter or buffer, "input:0", "output:0", "exp_avg:w" (optimizer state), or a
                 node of `nodes`.
 
         Raises:
-            InvalidSpecError: no such name.
-            NotAvailableError: the plan has no model at hand, as it is from a file or `compile` made it; or it is the
-                price of a recipe under another runtime.
+            InvalidSpecError: the plan has no value of this name.
+            NotAvailableError: the plan has no model at hand, because it came from a file or from `compile`; or it is a
+                price under another runtime.
         """
         return self._alternatives(f"explain({name!r})").explain(self, name)
 
     @seldom_collecting
     def why_not(self, feature: str) -> WhyNot:
-        """Why the plan does not do something: what the best plan that does it costs, in each way. Print the result.
+        """Explain why the plan lacks a feature: the cost of the best plan for each way to have the feature.
 
-        Each figure is the predicted step of a plan that is made anew, within the same memory limit and constraints. A
-        feature that no axis of the mesh can have, a pipeline say, is planned on other meshes of the same devices, for
-        the same batch.
+        Each figure is the predicted step of a plan made for the question, within the same memory limit and constraints.
+        A feature that needs another mesh, such as a pipeline, is planned on other meshes of the same devices and batch.
+        Print the result.
 
         Args:
-            feature: "data" (parameters copied over an axis), "zero-1", "zero-2", "fsdp", "hsdp", "tensor", "sequence",
-                "context", "expert", "pipeline", "recompute" or "offload", or what else people call these ("ddp",
-                "zero-3", "tp", "sp", "cp", "ep", "pp", "checkpointing"). Where a plan does it already, the best that
-                does not.
+            feature: one of "data" (parameters copied over an axis), "zero-1", "zero-2", "fsdp", "hsdp", "tensor",
+                "sequence", "context", "expert", "pipeline", "recompute", "offload". Usual synonyms work too: "ddp",
+                "zero-3", "tp", "sp", "cp", "ep", "pp", "checkpointing". If the plan has the
+                feature already, the answer is the best plan without it.
 
         Raises:
-            InvalidSpecError: no such feature.
-            NotAvailableError: the plan has no model at hand, as for `explain`; or other meshes are asked for, and the
-                plan has no optimizer, or constraints. The message says what to call instead.
+            InvalidSpecError: no feature has this name.
+            NotAvailableError: the plan has no model at hand, as for `explain`; or the question needs other meshes and
+                the plan has constraints or no optimizer. The message names the call to make instead.
         """
         return self._alternatives(f"why_not({feature!r})").why_not(self, feature)
 
     @seldom_collecting
     def limits(self) -> Limits:
-        """What limits the plan: what more memory, or a part of the hardware that is faster, would be worth.
+        """Find the limit of the plan: the worth of more memory, or of a faster part of the hardware.
 
-        Each figure is that of a plan that is searched for anew with it. Print the result; `binding` names the change
-        that is worth most.
+        Each figure is that of a new search with the change. Print the result; `binding` names the change worth most.
 
         Raises:
             NotAvailableError: the plan has no model at hand, as for `explain`.
@@ -354,19 +355,19 @@ class Plan:
         return self._alternatives("limits()").limits(self)
 
     def _alternatives(self, question: str) -> Alternatives:
-        """What searches again; raises `NotAvailableError` where there is no model to search for."""
+        """Return `alternatives`, or raise `NotAvailableError` for a plan without its model."""
         if self.alternatives is None:
             raise NotAvailableError(
-                f"{question} plans again, and this plan has no model at hand: it is from a file, from "
-                "autoshard.price, or `compile` made it. Call autoshard.plan with the model."
+                f"{question} plans the model again, and this plan has no model at hand: it comes from a file, from "
+                "autoshard.price or from `compile`. Call autoshard.plan with the model."
             )
         return self.alternatives
 
     def compare(self, other: Plan) -> Comparison:
-        """This plan beside another one of the model: times, memory, and the specs that differ. Print the result.
+        """Compare with another plan of the model: times, memory, and differing specs. Print the result.
 
         Raises:
-            PlanMismatchError: the other is no plan.
+            PlanMismatchError: `other` is no plan.
         """
         if not isinstance(other, Plan):
             raise PlanMismatchError(
@@ -376,7 +377,7 @@ class Plan:
         return _side_by_side(self, other)
 
     def to_json(self) -> dict[str, Any]:
-        """The plan as JSON data; the schema is the fields of this class, specs as text."""
+        """Return the plan as JSON data. The keys are the fields of this class; specs are text."""
         return {
             _VERSION: SCHEMA_VERSION,
             "mesh": dict(self.mesh.axes),
@@ -412,11 +413,11 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Plan:
-        """The inverse of `to_json`; fields that are not there have their defaults.
+        """Read the data that `to_json` returns. Missing optional fields take their defaults.
 
         Raises:
-            PlanMismatchError: it is no plan, or of another schema version; names the field that is missing,
-                unknown, or not what it must be.
+            PlanMismatchError: the data is no plan or has another schema version, or a field is missing, unknown or of
+                the wrong type. The message names the field.
         """
         _check_version(data.get(_VERSION))
         kinds = {**get_type_hints(cls), **_OF_OTHER_FORM}
@@ -445,7 +446,7 @@ class Plan:
 
 
 def _side_by_side(first: Plan, second: Plan) -> Comparison:
-    """The differences between two plans."""
+    """Return the differences between two plans."""
     mine, others = first.predicted, second.predicted
     specs = [{name: item.spec for name, item in plan.parameters.items()} for plan in (first, second)]
     return Comparison(

@@ -1,4 +1,4 @@
-"""The parts of a plan: what it says of a node, of a parameter, of an operator's calls, and of the whole step."""
+"""Parts of a plan: of a node, of a parameter, of an operator's calls, and of the whole step."""
 
 from __future__ import annotations
 
@@ -13,25 +13,27 @@ from autoshard.ir.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """The specs of one node's tensor operands and results, in order (a placeholder has one result)."""
+    """Specs of one node's tensor operands and results, in order. A placeholder has one result."""
 
     inputs: tuple[PartitionSpec, ...]
     outputs: tuple[PartitionSpec, ...]
 
     def to_json(self) -> list[list[str]]:
-        """Specs as text: those of the operands, then those of the results."""
+        """Return specs as text: the operands' list, then the results'."""
         return [[repr(spec) for spec in self.inputs], [repr(spec) for spec in self.outputs]]
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterPlan:
-    """Where one parameter lies, and, in the plan of a whole training step, what belongs to it.
+    """Layout of one parameter, and of its gradient and optimizer state in a whole training step.
 
     Args:
-        spec, shape, local_bytes: of the parameter; bytes are those on each device.
-        gradient: how its gradient lies once it is reduced (or partial, where the update itself reduces it).
-        state: how each tensor of its optimizer state lies.
-        layout: the same in words, "ZeRO-2 over data; split over model"; "" without an update.
+        spec: spec of the parameter.
+        shape: global shape.
+        local_bytes: bytes of the parameter on each device.
+        gradient: spec of the reduced gradient; a partial spec where the update itself reduces.
+        state: spec of each tensor of optimizer state.
+        layout: all layouts in words, "ZeRO-2 over data; split over model"; "" without an update.
     """
 
     spec: PartitionSpec
@@ -42,7 +44,7 @@ class ParameterPlan:
     layout: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON data, specs as text; without an update its fields are left out."""
+        """Return JSON data with specs as text. Without an update, `gradient`, `state` and `layout` are left out."""
         data = {"spec": repr(self.spec), "shape": list(self.shape), "local_bytes": self.local_bytes}
         if not self.layout:
             return data
@@ -53,16 +55,16 @@ class ParameterPlan:
 
 @dataclass(frozen=True, slots=True)
 class OperatorCoverage:
-    """What a plan does with the calls of one operator on one line of the user's code.
+    """Layout and time of the calls of one operator on one line of the user's code.
 
     Args:
-        operator: its name, "aten.mm.default".
+        operator: name, "aten.mm.default".
         source: the line, "model.py:12 in forward"; "" where unknown.
-        has_rule: whether a sharding rule covers these calls.
-        is_split: whether they are split over some axis; else they run whole on every rank.
-        calls: how many there are in a step.
-        time_s: predicted time of all of them on each rank.
-        reshard_time_s: predicted time of bringing their operands into the specs they read.
+        has_rule: whether a sharding rule covers the calls.
+        is_split: whether some axis splits the calls. Otherwise they run whole on every rank.
+        calls: number of calls in a step.
+        time_s: predicted time of all calls on each rank.
+        reshard_time_s: predicted time of resharding the calls' operands.
     """
 
     operator: str
@@ -78,8 +80,8 @@ class Communication(NamedTuple):
     """Communication of a step over one mesh axis.
 
     Args:
-        exposed_s: seconds that computation waits for it.
-        hidden_s: seconds in which it runs beside computation.
+        exposed_s: seconds in which computation waits for communication.
+        hidden_s: seconds of communication beside computation.
     """
 
     exposed_s: float
@@ -87,32 +89,32 @@ class Communication(NamedTuple):
 
 
 _OVER = "communication over "
-"""How the part of a step is named that waits for communication over a mesh axis."""
+"""Prefix for the exposed communication over an axis, in `Prediction.breakdown`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What the cost models say of a plan, from a simulation of its step on one rank of each kind.
+    """Predicted cost of a plan, from a simulation of its step on one rank of each kind.
 
     Args:
-        step_time_s: time of one step (forward and backward, and the update where the plan covers it).
-        peak_memory_bytes: largest amount of device memory in use, per rank.
-        breakdown: parts of `step_time_s` by name, in seconds: computation by phase, communication that is waited for by
-            mesh axis, waiting for the host, bubble, and so on.
+        step_time_s: time of one step (forward and backward, and the update in plans of a whole training step).
+        peak_memory_bytes: peak device memory, per rank.
+        breakdown: parts of `step_time_s` by name, in seconds: computation by phase, exposed communication by mesh axis,
+            waiting for the host, bubble, and so on.
         memory_breakdown: parts of the peak by name ("parameters", "gradients", ...), in bytes.
         tokens_per_s: elements of the first integer input per second, or None without such an input.
-        mfu: the model's FLOPs per second over the mesh's peak, or None where the device's peak is unknown.
-        hfu: the same of the FLOPs that all ranks run, those that are run twice included.
-        overlaps: whether this is a forecast for another runtime than `compile`'s, which overlaps all that it can.
-        overlapped: communication that runs beside computation and is not waited for, by mesh axis, in seconds.
-        step_time_interval_s: interval that holds the measured step time with probability `interval_coverage`, by the
-            errors of past predictions on hardware of this kind; None where there are none.
-        kernels: the Triton kernels that the step is taken to run in place of operators.
-        timeline: what runs when; None where it was not kept.
-        launches: how often the host issues something: calls but for views, and collectives.
+        mfu: model FLOPs utilisation, FLOPs of the model per second over the mesh's peak; None without a known peak.
+        hfu: hardware FLOPs utilisation, which also counts recomputed FLOPs.
+        overlaps: whether the prediction is for another runtime, which overlaps all that it can.
+        overlapped: hidden communication by mesh axis, in seconds.
+        step_time_interval_s: interval that contains the measured step time with probability `interval_coverage`, from
+            the errors of past predictions on hardware of this kind; None without past predictions.
+        kernels: Triton kernels that replace operators in the predicted step.
+        timeline: spans of the step; None where the timeline was not kept.
+        launches: launches by the host in a step: collectives, and calls other than views.
         sent_bytes: bytes that a rank sends over each mesh axis.
-        expert_load: tokens of the rank whose experts are taken to be chosen most, in multiples of the mean; None where
-            ranks do not have different experts.
+        expert_load: tokens of the busiest expert-parallel rank, in multiples of the mean; None where all ranks have the
+            same experts.
     """
 
     step_time_s: float
@@ -134,7 +136,7 @@ class Prediction:
 
     @property
     def communication(self) -> Mapping[str, Communication]:
-        """Mesh axis to the time of what is sent over it, exposed (a part of the step) and hidden.
+        """Exposed and hidden communication over each mesh axis.
 
         Example:
             >>> parts = {"forward compute": 2.0, "communication over x": 1.0}
@@ -149,15 +151,15 @@ class Prediction:
 
     @property
     def hidden(self) -> Mapping[str, float]:
-        """Communication that takes none of the step's time, in seconds, named as parts of the step are."""
+        """Hidden communication in seconds, by names like the step's parts have."""
         return {f"hidden: {_OVER}{axis}": seconds for axis, seconds in self.overlapped.items()}
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON data, without the timeline."""
+        """Return JSON data without the timeline."""
         data = asdict(replace(self, timeline=None))
         del data["timeline"]
         return data
 
 
 UNKNOWN = Prediction(0.0, 0, {}, {})
-"""Prediction of a plan that is only made to be lowered."""
+"""Prediction of a plan that is lowered before a prediction exists."""

@@ -1,7 +1,7 @@
-"""Precisions by name: the floating type that a model computes in where its own types are wider.
+"""Precisions by name: the floating type of a model's computation, where the model's own types are wider.
 
-Parameters keep their types, and are what an optimizer updates (master weights); the program casts them. See
-docs/precision.md.
+Parameters keep their types, and the optimizer updates them (master weights). The program casts the parameters before it
+computes with them. The page is docs/reference/precision.md.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _SPELLINGS: Mapping[str, str] = MappingProxyType(
     | {"fp16": "f16", "half": "f16", "fp32": "f32", "float": "f32", "16": "f16", "32": "f32"}
     | {"16-mixed": "f16", "bf16-mixed": "bf16", "bf16-true": "bf16", "16-true": "f16", "32-true": "f32"}
 )
-"""Other libraries' names of the precisions, without "torch." and in lower case."""
+"""Names of precisions in other libraries, without "torch." and in lower case."""
 
 
 def is_wider(tensor: Tensor, dtype: torch.dtype) -> bool:
@@ -33,7 +33,7 @@ def is_wider(tensor: Tensor, dtype: torch.dtype) -> bool:
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor in `dtype` if it is wider; otherwise itself.
+    """Return the tensor in `dtype` if it is wider; otherwise the tensor itself.
 
     Example:
         >>> cast(torch.ones(2), torch.bfloat16).dtype, cast(torch.arange(2), torch.bfloat16).dtype
@@ -43,16 +43,16 @@ def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def widen(tensor: Tensor) -> Tensor:
-    """Real numbers of fewer bits than float32 has as float32; otherwise the tensor itself."""
+    """Return real numbers narrower than float32 as float32; any other tensor itself."""
     is_narrow = tensor.is_floating_point() and tensor.dtype.itemsize < torch.float32.itemsize
     return tensor.to(torch.float32) if is_narrow else tensor
 
 
 def effective_precision(model: nn.Module, precision: str | None) -> str | None:
-    """`precision` if some parameter of a model is wider; None where the model computes in its own types anyway.
+    """Return `precision` if some parameter of the model is wider, or None where the model's own types already agree.
 
     Raises:
-        NotAvailableError: no such precision, or the model's parameters are in another type that is not wider.
+        NotAvailableError: the precision is unknown, or the parameters have another type that is not wider.
     """
     if precision is None:
         return None

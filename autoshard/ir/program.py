@@ -1,11 +1,11 @@
-"""Programs: a traced graph with names for everything that enters and leaves it.
+"""Programs: traced graphs with names for inputs and results.
 
-A program's graph is a `torch.fx.Graph` over ATen and semantic operators, with global shapes. It is
-functional: no node changes its operands. Its placeholders come in the order of `inputs`, and its output
-node returns a flat tuple in the order of `outputs`. Node metadata:
+A program's graph is a `torch.fx.Graph` over ATen and semantic operators, with global shapes. It is functional: no node
+changes its operands. Its placeholders come in the order of `inputs`, and its output node returns a flat tuple in the
+order of `outputs`. Node metadata:
 
 * `val`: a fake or meta tensor of global shape (a tuple of them for operators with several results);
-* `phase`: "forward", "backward" or "update", which only the program of a whole training step has;
+* `phase`: "forward", "backward", or, in the program of a whole training step, "update";
 * `module`: qualified path of the user's module that issued the operator, or "";
 * `source`: the user's line, "model.py:12 in forward", or "".
 """
@@ -28,7 +28,7 @@ from autoshard.ir.repeat import Repeat
 
 
 class InputKind(StrEnum):
-    """What a placeholder of a program stands for."""
+    """Kind of a program's placeholder."""
 
     PARAMETER = "parameter"
     BUFFER = "buffer"
@@ -38,11 +38,11 @@ class InputKind(StrEnum):
     STATE = "state"
     HYPER = "hyper"
     SQUARES = "squares"
-    """Of a pipeline's stage: the sum of the squares of all stages' gradients."""
+    """Input of a pipeline's stage: the squares of all stages' gradients, summed."""
 
 
 class OutputKind(StrEnum):
-    """What a result of a program stands for."""
+    """Kind of a program's result."""
 
     OUTPUT = "output"
     GRADIENT = "gradient"
@@ -51,9 +51,9 @@ class OutputKind(StrEnum):
     PARAMETER_UPDATE = "parameter_update"
     STATE_UPDATE = "state_update"
     SENT_GRADIENT = "sent_gradient"
-    """Of a pipeline's stage: a value of the backward that a stage before reads."""
+    """Result of a pipeline's stage: a value of the backward that a previous stage reads."""
     SQUARES = "squares"
-    """Of a pipeline's stage: the sum of the squares of its own gradients."""
+    """Result of a pipeline's stage: the squares of its own gradients, summed."""
 
 
 _TRAINING = (OutputKind.GRADIENT, OutputKind.PARAMETER_UPDATE, OutputKind.SENT_GRADIENT)
@@ -61,7 +61,7 @@ _TRAINING = (OutputKind.GRADIENT, OutputKind.PARAMETER_UPDATE, OutputKind.SENT_G
 
 @dataclass(frozen=True, slots=True)
 class InputSlot:
-    """One placeholder: its node, what it is, and its qualified name (other names of a tied one in `aliases`)."""
+    """One placeholder: its node, kind and qualified name. `aliases` has the further names of a tied parameter."""
 
     node: str
     kind: InputKind
@@ -71,11 +71,11 @@ class InputSlot:
 
 @dataclass(frozen=True, slots=True)
 class OutputSlot:
-    """One result: the node that yields it, what it is, and the name of what it belongs to.
+    """One result: its node, its kind, and a name.
 
-    `name` is "output:0" for outputs, the parameter's name for gradients, "input:0" for gradients of
-    inputs, for updates the name of what is updated ("exp_avg:wte.weight" for optimizer state).
-    `detached`: it does not require grad on one device either.
+    The name is "output:0" for an output, the parameter's name for a gradient, and "input:0" for the gradient of an
+    input. An update has the updated tensor's name ("exp_avg:wte.weight" for optimizer state). `detached` outputs do not
+    require grad on one device either.
     """
 
     node: str
@@ -93,7 +93,7 @@ OWNERS: Mapping[OutputKind, InputKind] = MappingProxyType(
         OutputKind.STATE_UPDATE: InputKind.STATE,
     }
 )
-"""What a result belongs to, and lies like: an input of this kind and its name; outputs belong to nothing."""
+"""Kind of the input whose name and spec a result has. Outputs have none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,17 +109,17 @@ class Program:
     """A traced graph with global shapes.
 
     Args:
-        graph_module: the graph; see the module's docstring for its form.
+        graph_module: the graph, in the form that the module's docstring describes.
         inputs: one slot per placeholder, in order.
         outputs: one slot per element of the output tuple, in order.
-        output_tree: how flat outputs nest into what the model returns; leaves that are no tensors are kept
-            in `output_constants` by leaf index.
+        output_tree: nesting of the flat outputs into the model's result. Leaves other than tensors are in
+            `output_constants`, by leaf index.
         guards: values that the trace relied on; `guard_program` computes them from the inputs.
-        repeats: blocks of the model that the program leaves out; it is for planning only then.
-        python: what the model's Python read and set while it was traced.
-        unreached: by the name of a tangent, what has no gradient (None, not zeros) in a backward from its output alone.
-        own_gradients: functions of `torch.autograd.Function` in the model, whose gradients are as their authors say.
-        kept: outputs that the call leaves in attributes of modules ("router.aux_loss"), by leaf index; not returned.
+        repeats: blocks of the model that a program for planning leaves out.
+        python: Python state that the model read and set during the trace.
+        unreached: tangent name to the slots without a gradient (None, not zeros) in a backward from its output alone.
+        own_gradients: `torch.autograd.Function` classes in the model, whose gradients the authors wrote.
+        kept: outputs that the call stores in attributes of modules ("router.aux_loss"), by leaf index; not returned.
     """
 
     graph_module: fx.GraphModule
@@ -141,7 +141,7 @@ class Program:
         return self.graph_module.graph
 
     def nodes_by_name(self) -> dict[str, fx.Node]:
-        """All nodes, in program order; listed anew at every call."""
+        """All nodes in program order, listed at every call."""
         return {node.name: node for node in self.graph.nodes}
 
     def inputs_of(self, kind: InputKind) -> tuple[InputSlot, ...]:
@@ -149,7 +149,7 @@ class Program:
         return tuple(slot for slot in self.inputs if slot.kind == kind)
 
     def read_by_guards(self) -> tuple[InputSlot, ...]:
-        """The input slots that `guard_program` takes, in its order."""
+        """The input slots of `guard_program`'s placeholders, in order."""
         if self.guard_program is None:
             return ()
         slots = {slot.node: slot for slot in self.inputs}
@@ -161,7 +161,7 @@ class Program:
 
     @property
     def trains(self) -> bool:
-        """Whether it gives gradients or updates of parameters."""
+        """Whether the program has gradients or updates of parameters."""
         return any(slot.kind in _TRAINING for slot in self.outputs)
 
     def text(self) -> str:
@@ -181,7 +181,7 @@ _DIGEST = "autoshard: digest"
 
 
 def tensor_values(node: fx.Node) -> tuple[torch.Tensor | None, ...]:
-    """The global values a node yields: one for most operators, several for operators with a tuple result."""
+    """The global values of a node, several for operators with a tuple result."""
     value = node.meta.get("val")
     if isinstance(value, torch.Tensor):
         return (value,)

@@ -1,8 +1,8 @@
-"""Python values that a trace relied on, besides tensors: they are checked before a later call runs its program.
+"""Guards on Python values that a trace relied on. A later call checks the guards before it runs the program.
 
-Code of a model reads attributes (`self.scale`, `dropout.p`, a configuration), submodules, hooks and methods, and the
-trace has them built in. A guard remembers who held what, and compares by identity first, so that a check costs
-microseconds; values that are no longer the same object are compared by type and value.
+A model's code reads attributes (`self.scale`, `dropout.p`, a configuration), submodules, hooks and methods, and the
+trace has their values built in. A guard remembers an object, a name and the value. It compares by identity first, so a
+check costs microseconds; other objects are compared by type and value.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from autoshard.ir.python_values import (
 from autoshard.ir.watched_numbers import Condition
 
 _COMPARED_BYTES = 4 << 20
-"""Bytes of arrays and tensors that a call compares, for all of them together: 0.25 ms."""
+"""Most bytes of arrays and tensors that a call compares, in total; comparing them takes 0.25 ms."""
 
 _SAMPLED = 2048
-"""Elements of an array or a tensor that a call compares where there is no room for it."""
+"""Sampled elements of an array or tensor beyond that limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """The type of an object, and what its `vars` held under some names.
+    """The type of an object, and the values in its `vars` under some names.
 
     Args:
         title: the object in the user's words: "layers.0", or "" for the model itself.
-        holder: the object: a module, a class, or what holds settings.
-        names: the names that were looked up.
-        values: what was found, `MISSING` where there was nothing.
+        holder: the object: a module, a class, or an object with settings.
+        names: the names that the trace looked up.
+        values: the values found, `MISSING` for absent names.
     """
 
     title: str
@@ -58,29 +58,29 @@ class Namespace:
 
     @classmethod
     def of(cls, title: str, holder: Any, names: Iterable[str]) -> Namespace:
-        """Look up the values that the object holds now."""
+        """Look up the object's present values."""
         names = tuple(names)
         held = vars(holder)
         return cls(title, holder, type(holder), names, tuple(held.get(name, MISSING) for name in names))
 
     def found(self) -> dict[str, Any]:
-        """Names to what was found."""
+        """Values by name."""
         return dict(zip(self.names, self.values, strict=True))
 
     def without(self, names: Collection[str]) -> Namespace:
-        """The same, without some names."""
+        """The namespace without some names."""
         found = {name: value for name, value in self.found().items() if name not in names}
         return replace(self, names=tuple(found), values=tuple(found.values()))
 
     def holds(self) -> bool:
-        """Whether the object still holds the same."""
+        """Whether the object's values are unchanged."""
         found = map(self.holder.__dict__.get, self.names, repeat(MISSING))
         if type(self.holder) is self.kind and all(map(is_, found, self.values)):
             return True
         return not self.changes()
 
     def changes(self) -> list[str]:
-        """The names under which the object holds something else."""
+        """The names whose values have changed."""
         held = vars(self.holder)
         changed = [] if type(self.holder) is self.kind else ["__class__"]
         pairs = zip(self.names, self.values, strict=True)
@@ -93,9 +93,9 @@ class Content:
     """Content of a dict, list, set, deque, array of objects or object with slots, at one moment.
 
     Args:
-        title: who holds it in the user's words: "layers.0.sizes".
+        title: the container in the user's words: "layers.0.sizes".
         holder: the container.
-        items: keys and values of a dict, elements of others.
+        items: keys and values of a dict, elements of any other container.
     """
 
     title: str
@@ -108,14 +108,14 @@ class Content:
         return cls(title, holder, items_of(holder))
 
     def holds(self) -> bool:
-        """Whether the container still holds the same."""
+        """Whether the container's content is unchanged."""
         found = items_of(self.holder)
         return len(found) == len(self.items) and (
             all(map(is_, found, self.items)) or all(map(are_alike, found, self.items))
         )
 
     def changes(self) -> list[str]:
-        """The container, if it holds something else."""
+        """The container's title if its content has changed."""
         return [] if self.holds() else [self.title]
 
 
@@ -124,12 +124,12 @@ class Memory:
     """The numbers in an array, a bytearray or a tensor.
 
     Args:
-        title: who holds it in the user's words.
+        title: the attribute in the user's words.
         holder: the array or tensor.
-        form: shape and type; of a tensor its version and the address of its memory.
-        read: gives the bytes that are compared: all, or a sample; none of memory that cannot be looked at.
-        found: these bytes.
-        alias: what keeps the memory of a tensor, so that its address stays its own.
+        form: shape and type; for a tensor its version and the address of its memory.
+        read: returns the compared bytes: all, a sample, or none where the memory cannot be read.
+        found: bytes that `read` returned during the trace.
+        alias: keeps the memory of a tensor alive, so that no other tensor gets its address.
     """
 
     title: str
@@ -141,17 +141,17 @@ class Memory:
 
     @classmethod
     def of(cls, title: str, holder: Any, room: int) -> Memory:
-        """Take down what is there now, whole if it fits into `room` bytes."""
+        """Record the present numbers, all of them if they fit into `room` bytes."""
         alias = holder.detach() if isinstance(holder, torch.Tensor) else None
         read = _reader_of(holder, room)
         return cls(title, holder, _form_of(holder), read, read(), alias)
 
     def holds(self) -> bool:
-        """Whether the memory still holds the same."""
+        """Whether the numbers are unchanged."""
         return _form_of(self.holder) == self.form and self.read() == self.found
 
     def changes(self) -> list[str]:
-        """The array, if it holds something else."""
+        """The array's title if its numbers have changed."""
         return [] if self.holds() else [self.title]
 
 
@@ -165,7 +165,7 @@ def _form_of(value: Any) -> tuple[Any, ...]:
 def _reader_of(value: Any, room: int) -> Callable[[], bytes]:
     if isinstance(value, (bytearray, array.array)):
         step = 1 if len(value) * memoryview(value).itemsize <= room else -(-len(value) // _SAMPLED)
-        return lambda: bytes(memoryview(value)[::step])  # a view that is kept would keep them from growing
+        return lambda: bytes(memoryview(value)[::step])  # a kept view would stop the array from growing
     elements = as_array(value)
     if elements is None:
         return bytes
@@ -183,16 +183,16 @@ def _spread(elements: NDArray[Any]) -> NDArray[Any]:
 
 @dataclass(frozen=True, slots=True)
 class PythonGuards:
-    """All that a trace relied on in Python.
+    """All Python values that a trace relied on.
 
     Args:
-        namespaces: objects and what they held under the names that were read.
-        contents: containers among these values, and what they held.
-        empties: containers that held nothing, each with its title.
+        namespaces: objects with the values that the trace read.
+        contents: containers among these values, with their content.
+        empties: empty containers, each with its title.
         memories: arrays, and tensors that are neither parameters, buffers nor inputs.
-        conditions: what Python did with numbers that are not compared by value.
-        settings: see `PythonUse`; what a call sets when these guards hold.
-        of_another: they are on another model than the one that is called, of which it is a copy: they do not hold.
+        conditions: conditions on watched numbers, which are not compared by value.
+        settings: attributes that a call sets when the guards hold, as in `PythonUse`.
+        of_another: whether the guards belong to a model of which the called model is a copy. They never hold then.
     """
 
     namespaces: tuple[Namespace, ...] = ()
@@ -205,7 +205,7 @@ class PythonGuards:
     of_another: bool = False
 
     def hold(self) -> bool:
-        """Whether a program that was traced under these guards is what a trace would give now."""
+        """Whether a new trace would give the program traced under these guards."""
         return (
             not self.of_another
             and not any(self.empties)
@@ -216,7 +216,7 @@ class PythonGuards:
         )
 
     def without(self, attributes: Collection[tuple[int, str]]) -> PythonGuards:
-        """The same, without some attributes: `id` of an object, and a name."""
+        """The guards without some attributes, each given by `id` of its object and name."""
         holders = {holder for holder, _ in attributes}
         return replace(
             self,
@@ -229,7 +229,7 @@ class PythonGuards:
         )
 
     def changes(self) -> Sequence[str]:
-        """The names of what changed, in the user's words: `layers.0.dropout.p`."""
+        """Titles of the changed values, in the user's words: `layers.0.dropout.p`."""
         found = [name for item in (*self.namespaces, *self.contents) for name in item.changes()]
         found += [title for title, held in zip(self.empty_titles, self.empties, strict=True) if held]
         found += [name for item in (*self.memories, *self.conditions) for name in item.changes()]
@@ -238,14 +238,14 @@ class PythonGuards:
 
 @dataclass(frozen=True, slots=True)
 class PythonUse:
-    """What a trace read and set in Python.
+    """Python values that a trace read and set.
 
     Args:
-        names: for each object its title, itself and the names that were looked up in it.
-        containers: dicts, lists and sets that were read as a whole, with their titles.
+        names: for each object its title, the object and the names that the trace looked up in it.
+        containers: dicts, lists and sets that the trace read as a whole, with their titles.
         settings: attributes that the call sets to plain values: object, name and value.
-        notes: sentences for the user: what a compiled call does not do.
-        counting: titles of attributes that every call changes and that do not matter: they are not guarded.
+        notes: sentences for the user about effects that a compiled call does not have.
+        counting: titles of attributes that every call changes without effect on the result. They have no guards.
     """
 
     names: tuple[tuple[str, Any, tuple[str, ...]], ...] = ()
@@ -255,7 +255,7 @@ class PythonUse:
     counting: frozenset[str] = frozenset()
 
     def beside(self, other: PythonUse) -> PythonUse:
-        """The same, and what another trace read."""
+        """Join with the values that another trace read."""
         names = {id(holder): (title, holder, found) for title, holder, found in self.names}
         for title, holder, found in other.names:
             mine = names.get(id(holder), (title, holder, ()))[2]
@@ -265,7 +265,7 @@ class PythonUse:
         return replace(self, names=tuple(names.values()), containers=tuple(containers.values()), counting=counting)
 
     def guards(self, registered: Iterable[torch.Tensor]) -> PythonGuards:
-        """Guards on what is there now; `registered` are tensors that the program takes as inputs."""
+        """Make guards on the present values. `registered` are tensors that the program takes as inputs."""
         collected = _Collected({id(tensor) for tensor in registered}, self.counting)
         for title, holder, names in self.names:
             collected.add(title, holder, names)
@@ -275,7 +275,7 @@ class PythonUse:
 
 
 class _Collected:
-    """Guards on what was read: the values themselves, and what containers and records among them hold."""
+    """Collects guards on values, and on the content of containers and records among the values."""
 
     def __init__(self, registered: set[int], counting: frozenset[str]) -> None:
         self._seen = registered
@@ -287,14 +287,14 @@ class _Collected:
         self._room = _COMPARED_BYTES
 
     def add(self, title: str, holder: Any, names: Iterable[str]) -> None:
-        """Guard what an object holds under some names."""
+        """Guard an object's values under some names."""
         namespace = Namespace.of(title, holder, self._without_counting(title, names))
         self._namespaces.append(namespace)
         for name, value in zip(namespace.names, namespace.values, strict=True):
             self.open(f"{title}.{name}".removeprefix("."), value)
 
     def open(self, title: str, value: Any) -> None:
-        """Guard what a container, a record, an array or a tensor holds; other values hold nothing that could change."""
+        """Guard the content of a container, record, array or tensor. Other values have no content that could change."""
         if isinstance(value, PLAIN) or id(value) in self._seen:
             return
         self._seen.add(id(value))
@@ -329,7 +329,7 @@ class _Collected:
         return [name for name in names if f"{title}.{name}".removeprefix(".") not in self._counting]
 
     def guards(self) -> PythonGuards:
-        """The guards on all that was added."""
+        """The guards on everything added."""
         titles, empties = zip(*self._empties, strict=True) if self._empties else ((), ())
         namespaces, contents = tuple(self._namespaces), tuple(self._contents)
         return PythonGuards(namespaces, contents, empties, titles, tuple(self._memories))

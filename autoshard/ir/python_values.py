@@ -1,4 +1,4 @@
-"""Python values as guards see them: which are plain, what others hold, and whether two are alike."""
+"""Python values as guards compare them: plain values, containers and their content, equality."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ import torch
 from numpy.typing import NDArray
 
 MISSING = enum.Enum("Missing", "NAME").NAME  # type: ignore[attr-defined]
-"""Stands for the value of a name that a namespace does not have."""
+"""The value of a name that a namespace lacks."""
 
 PLAIN = (
     bool, int, float, complex, str, bytes, type(None), enum.Enum, slice, range, types.EllipsisType, Fraction, PurePath,
     torch.dtype, torch.device, torch.layout, torch.memory_format, np.generic,
 )  # fmt: skip
-"""Types of values that are compared by type and value."""
+"""Types compared by type and value."""
 
 CONTAINERS = (dict, types.MappingProxyType, list, set, tuple, frozenset, deque)
 
 MEMORIES = (bytearray, array.array, np.ndarray)
-"""Types of values that hold numbers side by side, which may be changed in place."""
+"""Types that store numbers contiguously and may change in place."""
 
 _CALLABLE = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, types.ModuleType)
 
 
 def is_container(value: Any) -> bool:
-    """Whether a value holds other values; an array of objects does."""
+    """Whether a value contains other values, such as a list or an array of objects."""
     return isinstance(value, CONTAINERS) or (isinstance(value, np.ndarray) and value.dtype.hasobject)
 
 
@@ -48,7 +48,7 @@ def items_of(value: Any) -> tuple[Any, ...]:
 
 
 def slots_of(value: Any) -> dict[str, Any]:
-    """The slots of an object that are set, by name."""
+    """The set slots of an object, by name."""
     found = {}
     for kind in type(value).__mro__:
         names = vars(kind).get("__slots__", ())
@@ -60,9 +60,9 @@ def slots_of(value: Any) -> dict[str, Any]:
 
 
 def as_array(value: Any) -> NDArray[Any] | None:
-    """An array, or one on the memory of a tensor; None for a tensor that has no plain memory.
+    """The array itself, or an array on a tensor's memory; None for a tensor without plain memory.
 
-    Numbers of a tensor are taken as integers: numpy has no bfloat16.
+    A tensor's numbers are viewed as integers, because numpy has no bfloat16.
     """
     if isinstance(value, np.ndarray):
         return value
@@ -78,7 +78,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def are_alike(found: Any, value: Any) -> bool:
-    """Whether two values are the same object, or of equal type and value: plain ones, arrays, containers of them."""
+    """Whether two values are one object, or of equal type and content (plain values, arrays, containers of them)."""
     if found is value:
         return True
     if type(found) is not type(value):
@@ -101,7 +101,7 @@ def are_alike(found: Any, value: Any) -> bool:
 
 
 def held_by(value: Any) -> dict[str, Any]:
-    """The attributes of an object: those of its dict, and its slots."""
+    """The attributes of an object, from its dict and its slots."""
     held = getattr(value, "__dict__", None)
     return {**(held if isinstance(held, dict) else {}), **slots_of(value)}
 

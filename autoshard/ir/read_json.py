@@ -1,7 +1,7 @@
-"""Data of a JSON file, read as the dataclasses that wrote it.
+"""Reads the data of a JSON file as the dataclasses that wrote it.
 
-What does not fit is refused with its place in the file, what is there, and what must be; so is what JSON leaves open:
-a key that stands twice, numbers that are not finite or longer than 64 bits, nesting without end.
+A wrong value is refused with its place in the file, the value, and the expected type. Also refused are duplicate keys,
+numbers that are not finite or exceed 64 bits, and endless nesting, which the JSON standard leaves open.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from autoshard.errors import PlanMismatchError
 from autoshard.ir.spec import PartitionSpec
 
 Place = tuple[str, ...]
-"""The keys under which something lies in a file, outermost first; an entry of a list by its number."""
+"""The keys of a value in a file, outermost first. List entries have their number as key."""
 
 _IN_JSON: Mapping[Any, tuple[tuple[type, ...], str]] = {
     bool: ((bool,), "bool"),
@@ -32,14 +32,14 @@ _IN_JSON: Mapping[Any, tuple[tuple[type, ...], str]] = {
     Sequence: ((list, tuple), "list"),
     tuple: ((list, tuple), "list"),
 }
-"""What a file has for values of a kind, and its name; for dataclasses what it has for mappings."""
+"""The JSON types of a kind of value, and the kind's name. Dataclasses count as mappings."""
 
 
 def parse(text: str) -> Any:
-    """What a JSON text holds.
+    """Parse a JSON text.
 
     Raises:
-        ValueError: it is no JSON, or one of the things in it that JSON leaves open; says which.
+        ValueError: the text is no JSON, or contains something that the JSON standard leaves open. The message names it.
 
     Example:
         >>> parse('{"data": 2}')
@@ -80,10 +80,10 @@ def _float(digits: str) -> float:
 
 
 def read(kind: Any, data: object, place: Place = ()) -> Any:
-    """Data as a value of a kind: a dataclass, a spec (text in the file), what JSON has, mappings and tuples of these.
+    """Convert data to a kind: a dataclass, a spec (text in the file), a JSON type, mappings or tuples.
 
     Raises:
-        PlanMismatchError: it is something else, a field that must be there is missing, or one is there that is unknown.
+        PlanMismatchError: the data is of another kind, a required field is missing, or a field is unknown.
 
     Example:
         >>> read(tuple[int, ...], [2, 4])
@@ -94,14 +94,14 @@ def read(kind: Any, data: object, place: Place = ()) -> Any:
         return None
     types, name = _IN_JSON[_origin(inner)]
     if not isinstance(data, types) or (isinstance(data, bool) and inner is not bool) or data != data:
-        where = f"{_words(place)} is" if place else "what the file holds is"
+        where = f"{_words(place)} is" if place else "the content of the file is"
         null = " or null" if _is_optional(kind) else ""
         raise PlanMismatchError(f"{where} {_SHORT.repr(data)} in the plan; it must be of {name}{null}.")
     return _read_inner(inner, data, place)
 
 
 def _read_inner(kind: Any, data: Any, place: Place) -> Any:
-    """Data that has the form of a kind, as far as can be seen without what is in it."""
+    """Convert data whose outer type is already checked."""
     if kind is PartitionSpec:
         return PartitionSpec.parse(data)
     if is_dataclass(kind):
@@ -133,7 +133,7 @@ def _read_fields(kind: Any, data: Mapping[str, Any], place: Place) -> Any:
 def check_keys(
     data: Mapping[str, Any], known: Sequence[str] | Mapping[str, Any], required: Sequence[str], place: Place = ()
 ) -> None:
-    """Raise `PlanMismatchError` where something lacks a key that it must have, or has one that is not known."""
+    """Raise `PlanMismatchError` if `data` lacks a required key or has an unknown key."""
     for name in required:
         if name not in data:
             raise PlanMismatchError(f"{_words((*place, name))} is missing in the plan: something was taken out.")

@@ -1,8 +1,8 @@
-"""Recipes: how an expert lays out a training run, in the words of Megatron-LM, DeepSpeed and FSDP.
+"""Recipes: layouts of a training run in the words of Megatron-LM, DeepSpeed and FSDP.
 
-A recipe names sizes of mesh axes (pipeline x data x context x tensor; experts share the data and context axes), what
-ZeRO shards, and what is computed twice. `autoshard.plan` turns it into a restriction of its search, `autoshard.price`
-into constraints on a traced program. How a framework runs it is a `Runtime`; see `autoshard.ir.execution`.
+A recipe gives the sizes of the axes (pipeline x data x context x tensor), the ZeRO stage and the recomputation. Experts
+share the data and context axes. `autoshard.plan` restricts its search by a recipe. `autoshard.price` turns a complete
+recipe into constraints on a traced program. A `Runtime` says how a framework runs it.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ OFFLOADS = ("none", "activations", "optimizer", "parameters")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """An expert's plan of a training step, complete or not.
+    """An expert's layout of a training step, complete or partial.
 
-    A field that is None is free: `autoshard.plan` and `autoshard.compile` search it. `autoshard.price` takes complete
-    recipes, and plain values for the fields that are free, see `autoshard.ir.execution.Execution.of`.
+    `autoshard.plan` and `autoshard.compile` search the fields that are None. `autoshard.price` takes complete recipes;
+    `autoshard.ir.execution.Execution.of` gives plain values to the fields that may stay None.
 
     Args:
-        data: replicas of the model (full width; FSDP's shards are among them).
-        zero: what is sharded over `data` x `context`: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
-        zero_group: ranks over which ZeRO shards, for hybrid sharding; None: all of `data` x `context`, or as the axes
-            "replica" and "data" of a mesh say.
+        data: replicas of the model; FSDP's shards count among the replicas.
+        zero: ZeRO stage over `data` x `context`: 0 nothing, 1 optimizer state, 2 gradients too, 3 parameters too.
+        zero_group: ranks over which ZeRO shards, for hybrid sharding. None: all of `data` x `context`, or the mesh axes
+            "replica" and "data".
         tensor: ranks that split heads, hidden units and the vocabulary of each layer.
-        sequence_parallel: between split regions activations are split over `tensor` along the sequence.
+        sequence_parallel: outside tensor-parallel regions, `tensor` splits activations along the sequence.
         context: ranks that split the sequence.
         expert: ranks that share out the experts, taken from `data` x `context` x `tensor` / `expert_tensor`.
         expert_tensor: ranks among `tensor` that split each expert.
-        pipeline: stages that a micro-batch passes. On a mesh None is the size of its axis "pipeline".
-        schedule: the order of the stages' work, by its name in torch.distributed.pipelining ("1F1B", "ZBVZeroBubble"),
-            see docs/pipelines.md. On a mesh None is "1F1B", or "Interleaved1F1B" where there are virtual stages.
-        virtual_stages: model chunks on each pipeline rank. On a mesh None is the fewest that the schedule takes.
-        stage_layers: blocks on each stage (of `pipeline` x `virtual_stages`); None: stages are balanced.
-        micro_batch: sequences of one replica's forward.
-        recompute: what the backward computes again: "none"; "selective", attention's core; "full", every block.
-        offload: what lies in the host's memory: "none"; "activations", what blocks keep from their forward to their
-            backward; "optimizer" (its state), "parameters" (with it).
+        pipeline: stages that a micro-batch passes. None on a mesh: the size of its axis "pipeline".
+        schedule: pipeline schedule by its name in torch.distributed.pipelining ("1F1B", "ZBVZeroBubble"), listed in
+            docs/tutorials/pipelines_and_experts.md. None on a mesh: "1F1B", or "Interleaved1F1B" with virtual stages.
+        virtual_stages: model chunks on each pipeline rank. None on a mesh: the fewest that the schedule takes.
+        stage_layers: blocks of each stage, `pipeline` x `virtual_stages` entries; None balances the stages.
+        micro_batch: sequences of one replica in one forward.
+        recompute: the backward's recomputation: "none"; "selective", the core of attention; "full", every block.
+        offload: tensors in host memory: "none"; "activations", saved activations of blocks; "optimizer", optimizer
+            state; "parameters", parameters and optimizer state.
 
     Raises:
-        RecipeError: a field is out of range, or two fields contradict each other; names them.
+        RecipeError: a field is out of range, or two fields contradict each other. The message names the fields.
 
     Example:
         >>> Recipe(data=8, tensor=8, pipeline=2).devices
@@ -77,29 +77,29 @@ class Recipe:
                 check_count(name, value)
         try:
             _check_kinds(*_kinds_of(self))
-        except TypeError:  # one cannot be hashed
+        except TypeError:  # a value cannot be hashed
             _check_kinds.__wrapped__(*_kinds_of(self))
         self._check_axes()
         self._check_stages()
 
     @property
     def is_complete(self) -> bool:
-        """Whether no field is free. Complete recipes may have None for `zero_group`, `schedule`, `stage_layers`."""
+        """Whether no field is free. Complete recipes may have None for `zero_group`, `schedule` and `stage_layers`."""
         return None not in _decided_of(self)
 
     @property
     def of_stage(self) -> Recipe:
-        """The recipe of each stage, on the axes that the pipeline leaves."""
+        """The recipe of each stage, on the axes beside the pipeline."""
         return replace(self, pipeline=1, schedule=None, virtual_stages=1, stage_layers=None)
 
     @property
     def devices(self) -> int:
-        """Ranks that the axes make whose sizes are given."""
+        """Product of the axis sizes; free axes count 1."""
         return math.prod(size or 1 for size in (self.pipeline, self.data, self.context, self.tensor))
 
     @property
     def words(self) -> str:
-        """What the recipe does, in a sentence's words.
+        """The recipe as text for people.
 
         Example:
             >>> Recipe(data=4, zero=1, recompute="none").words
@@ -128,7 +128,7 @@ class Recipe:
         return f"micro-batches of {self.micro_batch}"
 
     def _partial_words(self) -> str:
-        """The fields that are given, and those that are free where they are few."""
+        """The given fields, and the free fields where they are few."""
         given = {item.name: getattr(self, item.name) for item in fields(Recipe)}
         said = [
             f"{name}={value!r}"
@@ -148,7 +148,7 @@ class Recipe:
 
     @property
     def without_program(self) -> str:
-        """The field that no program of `compile` has yet, "recompute='selective'" say; "" where each has one."""
+        """The first field value that `compile` cannot run yet, such as "recompute='selective'"; "" if there is none."""
         has_experts, has_groups = is_several(self.expert), self.zero_group is not None
         refused = {
             f"expert={self.expert} with data={self.data}": has_experts and (self.data or 0) % (self.expert or 1) != 0,
@@ -181,7 +181,7 @@ class Recipe:
                 f"zero_group={group} must divide data={self.data} x context={self.context}, over which ZeRO shards."
             )
         if self.offload in ("optimizer", "parameters") and self.zero == 0:
-            raise RecipeError(f"offload={self.offload!r} needs zero of at least 1: what is offloaded is ZeRO's shard.")
+            raise RecipeError(f"offload={self.offload!r} needs zero of at least 1: ZeRO's shard goes to the host.")
 
     def _check_stages(self) -> None:
         if is_several(self.virtual_stages) and self.pipeline == 1:
@@ -205,17 +205,17 @@ class Recipe:
 
 
 def is_several(size: int | None) -> bool:
-    """Whether a size is given, and more than one."""
+    """Whether a size is given and exceeds one."""
     return size is not None and size > 1
 
 
 def named_schedule(recipe: Recipe) -> str:
-    """Name of a pipeline's schedule, the usual one where `schedule` is None."""
+    """Name of the pipeline schedule. `schedule=None` means the usual schedule."""
     return recipe.schedule or usual_schedule(recipe.virtual_stages or 1)
 
 
 def least_stages(recipe: Recipe) -> int:
-    """Stages on each pipeline rank: as given, or the fewest that the schedule takes."""
+    """Stages on each pipeline rank: `virtual_stages`, or the fewest that the schedule takes."""
     return recipe.virtual_stages or SCHEDULES[named_schedule(recipe)].least_stages
 
 
@@ -236,7 +236,7 @@ DECIDED = tuple(item.name for item in fields(Recipe) if item.name not in ("zero_
 """Fields that a complete recipe gives."""
 
 _NAMED = 4
-"""Free fields that `words` names."""
+"""Most free fields that `words` lists."""
 
 _counts_of = attrgetter(*_COUNTS)
 _kinds_of = attrgetter(*_CHOICES, *_FLAGS)
@@ -245,14 +245,14 @@ _decided_of = attrgetter(*DECIDED)
 
 @lru_cache(maxsize=1024, typed=True)
 def _check_kinds(*values: object) -> None:
-    """Check the choices and flags of a recipe; many recipes of a search have the same."""
+    """Check the choices and flags of a recipe. Cached, since a search makes many recipes with equal values."""
     for name, value in zip((*_CHOICES, *_FLAGS), values, strict=True):
         if value is not None:
             check_field(name, value)
 
 
 def check_field(name: str, value: object) -> None:
-    """Whether a field of a recipe may have a value, whatever the others are. Raises RecipeError if not."""
+    """Check one field's value, whatever the other fields are. Raises `RecipeError` if the value is invalid."""
     if name in _COUNTS and not (value is None and name in _OPTIONAL):
         check_count(name, value)
     if name in _CHOICES:
@@ -262,20 +262,20 @@ def check_field(name: str, value: object) -> None:
 
 
 def _entries(name: str, given: object) -> tuple[object, ...]:
-    """The entries of a field that holds several."""
+    """Return the entries of a field that holds several."""
     if not isinstance(given, Iterable):
         raise RecipeError(f"{name}={given!r} is a {type(given).__name__}; pass a tuple of whole numbers.")
     return tuple(given)
 
 
 def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
-    """Raise RecipeError for a field's value that is none of some."""
+    """Raise `RecipeError` for a value outside `choices`."""
     if value not in choices:
         raise RecipeError(f"{name}={value!r} is unknown; use one of {', '.join(map(str, choices))}.")
 
 
 def check_flag(name: str, value: object) -> None:
-    """Raise RecipeError for a field's value that is neither True nor False."""
+    """Raise `RecipeError` for a value other than True and False."""
     if not isinstance(value, bool):
         raise RecipeError(f"{name}={value!r} must be True or False.")
 
@@ -284,10 +284,8 @@ _MAX_BITS = 63
 
 
 def check_count(name: str, value: object) -> None:
-    """Raise RecipeError for a field's value that is no whole number of at least 1, or one too large to count with."""
+    """Raise `RecipeError` for a value that is no whole number from 1 to 2**63 - 1."""
     if type(value) is not int or value < 1:
         raise RecipeError(f"{name}={value!r} must be a whole number of at least 1.")
     if value.bit_length() > _MAX_BITS:
-        raise RecipeError(
-            f"{name} is a number of {value.bit_length()} bits; at most {_MAX_BITS} bits are counted with."
-        )
+        raise RecipeError(f"{name} is a number of {value.bit_length()} bits; pass at most {_MAX_BITS} bits.")

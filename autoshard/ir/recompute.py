@@ -1,4 +1,4 @@
-"""What of a program is computed again in the backward instead of being kept for it."""
+"""Values of a program that the backward recomputes instead of reading saved copies."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from dataclasses import dataclass
 from autoshard.ir.brought_back import BroughtBack
 
 PHASE = "recompute"
-"""The phase of nodes that compute a value of the forward once more, for the backward; they run within the backward."""
+"""The phase of recomputed nodes. They run within the backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputedNode(BroughtBack):
-    """A node of the forward that is run again; `before` says just before which node of the backward."""
+    """A node of the forward that runs a second time, just before node `before` of the backward."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """The nodes of a plan that are recomputed, in program order, and what that does.
+    """The recomputed nodes of a plan in program order, with their effect.
 
     Args:
         nodes: the nodes.
-        candidates: how many nodes the search might have recomputed.
-        saved_bytes: by how much the peak would be larger without, all specs alike, on each rank.
-        time_s: what it adds to the objective, seconds.
+        candidates: number of nodes that the search could have recomputed.
+        saved_bytes: reduction of the peak by recomputation, with equal specs, on each rank.
+        time_s: seconds that recomputation adds to the objective.
     """
 
     nodes: tuple[RecomputedNode, ...] = ()
@@ -33,4 +33,4 @@ class Recompute:
 
 
 NO_RECOMPUTE = Recompute()
-"""Everything that the backward reads is kept."""
+"""No recomputation: everything that the backward reads is saved."""

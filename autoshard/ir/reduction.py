@@ -1,4 +1,4 @@
-"""Reductions: their identities, and how addends combine.
+"""Reductions: their identities, and the combination of addends.
 
 The identity of a sum of floating-point numbers is -0.0: `x + -0.0` is `x` bit for bit, also for `x = -0.0`.
 """
@@ -21,7 +21,7 @@ _OPERATORS = {
 
 
 def identity_of(reduction: Reduction, dtype: torch.dtype) -> bool | int | float:
-    """The element of `dtype` that changes nothing when it is reduced with another.
+    """The element of `dtype` that leaves any other element unchanged in a reduction.
 
     Example:
         >>> identity_of(Reduction.MAX, torch.float32), identity_of(Reduction.MIN, torch.int8)
@@ -46,7 +46,7 @@ def _integer_identity(reduction: Reduction, dtype: torch.dtype) -> int:
 
 
 def combine(reduction: Reduction, addends: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The reduction of `addends` (equal shapes), taken in order; for bool a sum is `or`, a product `and`.
+    """Reduce `addends` of equal shapes in order. For bool, a sum is `or` and a product is `and`.
 
     Sums and products of types narrower than float32 are computed in float32 and rounded once.
     """

@@ -1,8 +1,9 @@
-"""Blocks of a model that a program leaves out, as they are like those beside them.
+"""Repeated blocks that a program leaves out, because equal blocks beside them stand for them.
 
-A model with a long list of blocks is planned by a few of them. Blocks of a list that repeat are cut into *units* of
-`period` blocks each (two where blocks alternate between two kinds). The program holds the units at both ends of the
-list; those between are *elided*, and the first unit behind them stands for them. Blocks keep their own numbers.
+A model with a long list of blocks is planned by a few of the blocks. Repeating blocks of a list are grouped into
+*units* of `period` blocks each (two where blocks of two kinds alternate). The program contains the units at both ends
+of the list. The units in between are left out, and the first unit behind the gap stands for them. Blocks keep their own
+numbers.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Repeat:
-    """A run of alike units of a list of blocks.
+    """A run of equal units in a list of blocks, with the middle units left out.
 
     Args:
-        path: of the list ("model.layers").
+        path: path of the list ("model.layers").
         period: blocks in a unit.
-        before: number of the first block of the last unit ahead of the elided ones.
-        behind: number of the first block of the first unit behind them; it stands for them.
+        before: number of the first block of the last unit ahead of the gap.
+        behind: number of the first block of the first unit behind the gap, which stands for the units left out.
 
     Example:
-        >>> Repeat("layers", period=1, before=1, behind=30).elided
+        >>> Repeat("layers", period=1, before=1, behind=30).left_out
         28
     """
 
@@ -31,17 +32,17 @@ class Repeat:
     behind: int
 
     @property
-    def elided(self) -> int:
-        """How many units are left out."""
+    def left_out(self) -> int:
+        """Number of units left out."""
         return (self.behind - self.before) // self.period - 1
 
     @property
     def units(self) -> tuple[int, ...]:
-        """The first blocks of the two units ahead of the elided ones, and of the two behind them."""
+        """The first blocks of the two units ahead of the gap, and of the two units behind it."""
         return self.before - self.period, self.before, self.behind, self.behind + self.period
 
     def place(self, path: str) -> tuple[int, str] | None:
-        """Which of `units` a module or parameter is in, and where in it; None outside of them."""
+        """Index in `units` of a module or parameter, and its path within the unit; None outside these units."""
         block, rest = self._split(path)
         for index, first in enumerate(self.units):
             if block is not None and first <= block < first + self.period:
@@ -49,17 +50,20 @@ class Repeat:
         return None
 
     def alike(self, path: str) -> tuple[str, ...]:
-        """What a path in the unit behind the elided ones stands for: itself last; any other path for itself."""
+        """The paths for which a path stands, its own last.
+
+        Paths outside the unit behind the gap stand for themselves.
+        """
         block, rest = self._split(path)
         if block is None or not self.behind <= block < self.behind + self.period:
             return (path,)
-        numbers = range(block - self.elided * self.period, block + 1, self.period)
+        numbers = range(block - self.left_out * self.period, block + 1, self.period)
         return tuple(".".join((self.path, str(number), *filter(None, (rest,)))) for number in numbers)
 
     def unit(self, path: str) -> tuple[int, str] | None:
-        """First block of the unit that a path of the whole model is in, and its path in the unit that stands for it.
+        """First block of the unit of a path in the whole model, and the path in the unit that stands for it.
 
-        None outside of the units that are elided or stand for them.
+        None outside the units in the gap and the unit behind it.
         """
         block, rest = self._split(path)
         if block is None or not self.before + self.period <= block < self.behind + self.period:
@@ -68,7 +72,7 @@ class Repeat:
         return block - offset, ".".join((self.path, str(self.behind + offset), *filter(None, (rest,))))
 
     def beside(self, path: str, other: str) -> str | None:
-        """The path at the same place of the unit that another path is in; None where one of them is in no block."""
+        """The same place as `path` in the unit of `other`; None if one of the paths lies in no block."""
         (block, rest), (unit, _) = self._split(path), self._split(other)
         if block is None or unit is None:
             return None
@@ -76,7 +80,7 @@ class Repeat:
         return ".".join((self.path, str(number), *filter(None, (rest,))))
 
     def first_block(self, path: str) -> int | None:
-        """First block of the unit that a path is in; None outside of `units` and of those between them."""
+        """First block of the unit of a path; None outside `units` and the gap between them."""
         block, _ = self._split(path)
         ahead, *_, last = self.units
         return self._first(block) if block is not None and ahead <= block < last + self.period else None
@@ -85,7 +89,7 @@ class Repeat:
         return block - (block - self.before) % self.period
 
     def _split(self, path: str) -> tuple[int | None, str]:
-        """Number of the block, None for what is in none of the list, and the path within."""
+        """Number of a path's block, None outside the list, and the path within the block."""
         number, _, rest = path.removeprefix(f"{self.path}.").partition(".")
         return (int(number), rest) if path.startswith(f"{self.path}.") and number.isdigit() else (None, "")
 

@@ -27,14 +27,14 @@ class CompiledProgram:
 
     Args:
         phased: the lowered program, cut into forward and backward.
-        plan: the plan it was lowered from, or None for a program written by hand.
-        sharded_outputs: names of the outputs ("output:0") that are handed out as they lie; others are whole.
-        update: what the program's update was traced for, if it is that of a whole training step.
-        fingerprint: of the traced program, see `autoshard.ir.fingerprint`; "" if there is none.
-        python: what the trace read in Python.
-        weights: how its loss is part of that of a batch, where the step has micro-batches.
-        staged: the stages of a pipeline; `phased` then says what they take and update together, and is not run.
-        own_stages: those that this process runs.
+        plan: the plan of the program, or None for a program written by hand.
+        sharded_outputs: names of the outputs ("output:0") that are returned sharded; all other outputs are whole.
+        update: the traced update of a whole training step, or None.
+        fingerprint: hash of the traced program by `autoshard.ir.fingerprint`, or "".
+        python: Python state that the trace read.
+        weights: weights of micro-batch losses within the batch's loss, where the step has micro-batches.
+        staged: the stages of a pipeline. `phased` then describes their common inputs and update, and does not run.
+        own_stages: stages that this process runs.
     """
 
     phased: PhasedProgram
@@ -49,7 +49,7 @@ class CompiledProgram:
 
     @property
     def parts(self) -> tuple[PhasedProgram, ...]:
-        """The programs that run: of a pipeline, those of all stages."""
+        """The programs that run. A pipeline has those of all stages."""
         return (self.phased,) if self.staged is None else tuple(stage.phased for stage in self.staged.stages)
 
 
@@ -58,22 +58,22 @@ class Request:
     """A call of a model that needs a program.
 
     Args:
-        model: the user's model, holding outlines of its parameters: global shapes, on the meta device.
+        model: the user's model with its parameters on the meta device, in global shapes.
         args, kwargs: example inputs, global.
-        grad: whether gradients can be asked for: the program then has a backward, unless it is `forward_only`.
+        grad: whether the caller may take gradients. The program then has a backward, unless `forward_only` is set.
         all_tangents: whether each output gets a tangent, not only losses.
         placed: specs that parameters and optimizer state already have, by qualified name; empty for the first program.
         signature: text of the call, for messages.
-        update: what an optimizer does; the program is then that of the whole training step.
-        seed: of the call's random operators, for a model that branches on what they give.
-        device: where parameters are.
-        values: within it, a model (or one that shares its parameters) holds their global values. Entered only where
-            they must be read: that gathers them on every rank.
-        known: programs of calls of this kind, traced when the model's Python held something else.
-        derivatives: what the call returns instead of the model's outputs, the innermost first; see `Derivative`.
-        outputs: what the call hands out.
-        forward_only: leave out the backward, for one who only looks at the forward.
-        as_compiled: tell the model's Python that it is compiled (`torch.compiler.is_compiling()`), from the start.
+        update: the optimizer's update. The program is then that of the whole training step.
+        seed: seed of the call's random operators, for a model that branches on random values.
+        device: device of the parameters.
+        values: context in which a model, or a model that shares its parameters, holds their global values. Entering
+            gathers the parameters on every rank, so it happens only where their values must be read.
+        known: programs of similar calls, traced under other Python state of the model.
+        derivatives: derivatives that the call returns in place of the model's outputs, the innermost first.
+        outputs: outputs that the call returns.
+        forward_only: leave out the backward, for callers that inspect only the forward.
+        as_compiled: make `torch.compiler.is_compiling()` true for the model's Python from the start.
     """
 
     model: nn.Module

@@ -1,13 +1,11 @@
-"""Reshards: the cheapest way from one spec to another, as steps that each change one mesh axis.
+"""Reshards: the cheapest way from one spec to another, in steps that each change one mesh axis.
 
-A plan is a shortest path in the graph of specs (`autoshard.ir.spec_graph`), each step priced by a `cost`. All
-axes take part in the search, also those on which the two specs agree: an all-reduce of copies, for example,
-moves fewer bytes when another axis slices the value first and gathers it afterwards, and the plan does so
-where the cost says that it pays.
+A reshard is a shortest path in the graph of specs (`autoshard.ir.spec_graph`), with each step priced by a `cost`. Axes
+on which the two specs agree take part too. For example, an all-reduce of copies may send fewer bytes if another axis
+slices the value first and gathers it afterwards.
 
-The search assumes of `cost` that it is not negative, and that it depends on a step's kind, axis, reduction
-and bytes
-only: steps that agree in these are priced once.
+The search assumes that `cost` is not negative and depends only on a step's kind, axis, reduction and bytes. Steps that
+agree in these are priced once.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ __all__ = [
 ]
 
 STEP_COST_BYTES = 2.0**-10
-"""What `bytes_sent` adds for each step, so that of plans that send as much the one with fewer steps wins."""
+"""Price of a step beside its bytes in `bytes_sent`. Among paths of equal bytes, the path with fewer steps wins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +41,12 @@ class ReshardStep:
     """A change of spec along one mesh axis.
 
     Args:
-        kind: what ranks do.
+        kind: kind of step.
         axis: the mesh axis that changes.
-        axis_size: the number of ranks along it.
+        axis_size: number of ranks along the axis.
         dim: the dim that `axis` splits before (ALL_GATHER, ALL_TO_ALL), or None.
         to_dim: the dim that `axis` splits after (SLICE, REDUCE_SCATTER, ALL_TO_ALL), or None.
-        reduction: of the partial value before (ALL_REDUCE, REDUCE_SCATTER) or after (MAKE_PARTIAL), or None.
+        reduction: reduction of the partial value before (ALL_REDUCE, REDUCE_SCATTER) or after (MAKE_PARTIAL), or None.
         source, target: the specs before and after.
         bytes_before, bytes_after: bytes of the padded local tensor before and after.
     """
@@ -75,9 +73,8 @@ StepCost = Callable[[ReshardStep], float]
 def bytes_sent(step: ReshardStep) -> float:
     """Bytes that each rank sends for `step` with ring algorithms, plus `STEP_COST_BYTES`.
 
-    All-gather and reduce-scatter send the local piece to `axis_size - 1` ranks, an all-reduce is both, an
-    all-to-all keeps one piece of `axis_size` (Thakur, Rabenseifner, Gropp 2005, section 4). Local steps send
-    nothing.
+    All-gather and reduce-scatter send the local piece to `axis_size - 1` ranks. An all-reduce is both. An all-to-all
+    sends all pieces but one (Thakur, Rabenseifner, Gropp 2005, section 4). Local steps send nothing.
     """
     others = step.axis_size - 1
     sent = {
@@ -100,19 +97,18 @@ def plan_reshard(
     itemsize: int = 4,
     cost: StepCost | None = None,
 ) -> tuple[ReshardStep, ...]:
-    """The cheapest steps that take a tensor from `source` to `target`; none where the specs are equal.
+    """Find the cheapest steps that bring a tensor from `source` to `target`; no steps where the specs are equal.
 
     Args:
         source, target: specs before and after.
         shape: the tensor's global shape.
         mesh: the mesh of both specs.
         itemsize: bytes of one element.
-        cost: the price of a step (see the module's docstring); default `bytes_sent`. Plans are cached by it,
-            so pass the same function (or an equal one) each time.
+        cost: price of a step, as the module's docstring demands; default `bytes_sent`. Plans are cached by `cost`, so
+            pass the same or an equal function each time.
 
     Returns:
-        The steps in order. Of equally cheap plans: the fewest steps, then the first in the order of their
-        texts.
+        The steps in order. Among equally cheap paths, the fewest steps win, then the first in the order of their texts.
 
     Raises:
         InvalidSpecError: a spec does not fit the mesh or the shape, or mixes reductions.
@@ -165,7 +161,7 @@ def reshard_costs(
 
 @lru_cache(maxsize=64)
 def _distances_to(graph: SpecGraph, shape: tuple[int, ...], itemsize: int, cost: StepCost) -> dict[int, NDArray]:
-    """What is known so far of the prices from every node, [nodes], by the node that they lead to."""
+    """A cache of prices from every node, [nodes], by target node. Later searches fill it."""
     return {}
 
 
@@ -191,7 +187,7 @@ def _plan(
 
 @lru_cache(maxsize=256)
 def _weights(graph: SpecGraph, shape: tuple[int, ...], itemsize: int, cost: StepCost) -> NDArray[np.float64]:
-    """The price of every edge; edges that agree in class and bytes share one call of `cost`."""
+    """The price of every edge. Edges of equal class and bytes share one call of `cost`."""
     sizes = graph.local_bytes(shape, itemsize)
     values, size_ids = np.unique(sizes, return_inverse=True)
     keys = graph.classes * len(values) + size_ids[graph.sources]

@@ -1,4 +1,4 @@
-"""Runtimes: what executes a training step. Ours is `compile`; those of others have profiles that price their runs."""
+"""Runtimes that execute training steps: our own is `compile`; other frameworks have profiles that price their runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autoshard.ir.recipe import check_choice, check_count, check_flag
 from cost_models.schedule_orders import SCHEDULES
 
 AUTOSHARD = "autoshard"
-"""The runtime of `autoshard.compile`: what it does is read off the lowered program, not said by a profile."""
+"""The runtime of `autoshard.compile`. Its behaviour is read off the lowered program, so it needs no profile."""
 
 MEGATRON = "megatron"
 GRADIENT_DTYPES = ("bf16", "f16", "f32")
@@ -21,37 +21,41 @@ class Runtime:
     """How a framework executes a recipe.
 
     Args:
-        name: of the framework.
-        early_stop: recomputing a block ends with the last value that its backward needs, before its last product
-            (torch's checkpoints that are not reentrant).
-        attention: the kernel of fused attention, by the device's names ("flash2"); None: the device's usual one.
-        gradient_dtype: in which gradients are summed over micro-batches and reduced over replicas.
-        separate_sum: a micro-batch's gradients, in 16 bits, are kept beside their sum in float32 (DeepSpeed's bf16
-            optimizer; Megatron-LM adds each product to the sum at once).
+        name: name of the framework.
+        early_stop: recomputation of a block ends with the last value that the backward needs, before the block's last
+            product (torch's checkpoints that are not reentrant).
+        attention: kernel of fused attention, by the device's names ("flash2"); None: the device's usual kernel.
+        gradient_dtype: type in which gradients are summed over micro-batches and reduced over replicas.
+        separate_sum: a micro-batch's 16-bit gradients are stored beside their float32 sum (DeepSpeed's bf16 optimizer).
+            Megatron-LM adds each product to the sum at once.
         master_weights: the optimizer keeps parameters in float32.
-        overlap_gradients: gradients are reduced while the backward of the last micro-batch runs.
-        overlap_parameters: ZeRO-1/2 gather the updated parameters while the next forward runs, ZeRO-3 gathers each
-            block's while the block before it runs.
+        overlap_gradients: gradients are reduced during the backward of the last micro-batch.
+        overlap_parameters: ZeRO-1/2 gather the updated parameters during the next forward; ZeRO-3 gathers each block's
+            parameters during the block before it.
         overlap_tensor: the backward's collectives over `tensor` run beside the products of weight gradients.
-        overlap_pipeline: activations are sent between stages while others are computed.
+        overlap_pipeline: messages between stages travel during computation.
         overlap_expert: expert all-to-alls of one micro-batch run beside the computation of another.
-        merged_dispatch: a token goes once to a rank that has several of its experts, over the network once to a node
-            (DeepEP, HybridEP); otherwise once for each expert, and ranks sort by expert what comes.
-        separate_experts: each expert's product is a kernel of its own (Transformer Engine's grouped layers on cuBLAS);
-            otherwise one kernel has all experts of a rank.
-        bucket_bytes: gradients and parameters are exchanged in pieces of about this size, at least one for each block
-            under ZeRO-3.
-        listed_collectives: gathers and scatters go through lists of a tensor for each rank, which the host copies one
-            by one (torch.distributed.all_gather before torch 1.10).
-        fused: chains of memory-bound operators run as one kernel each. The optimizer always does.
+        overlap_offload: activations go to the host and return beside computation; otherwise the step waits for them.
+        merged_dispatch: a token is sent once to a rank with several of its experts, and once to a node over the network
+            (DeepEP, HybridEP). Otherwise it is sent once for each expert, and ranks sort received tokens by expert.
+        folded_experts: the ranks of an expert group are neighbours, whatever tensor and context ranks attention has
+            (Megatron-Core's parallel folding). Otherwise an expert group has one rank of each tensor and context group.
+        separate_experts: each expert's product is a kernel of its own (Transformer Engine's grouped layers on cuBLAS).
+            Otherwise one kernel computes all experts of a rank.
+        bucket_bytes: size of the buckets in which gradients and parameters are exchanged; ZeRO-3 has at least one
+            bucket for each block.
+        listed_collectives: all-gathers and reduce-scatters use lists with a tensor for each rank, which the host copies
+            one by one (torch.distributed.all_gather before torch 1.10).
+        fused: chains of memory-bound operators run as one kernel each. The optimizer is always fused.
         cuda_graph: kernels are launched from a captured graph.
         blocking_launches: the host waits for each kernel before it issues the next (CUDA_LAUNCH_BLOCKING=1).
-        schedules: of pipelines that it has, by the names of `Recipe.schedule`; (): all. A search proposes no other.
-        zero_stages: ZeRO stages that it has; `zero_in_pipelines`: of these, the stages that it has with a pipeline.
+        schedules: pipeline schedules of the framework, by the names of `Recipe.schedule`; (): all. A search proposes no
+            other schedule.
+        zero_stages: ZeRO stages of the framework; `zero_in_pipelines`: ZeRO stages that work with a pipeline.
         offloads_in_pipelines: whether activations may go to the host with a pipeline.
 
     Raises:
-        RecipeError: a field has no such value; names it.
+        RecipeError: a field has an invalid value. The message names the field.
 
     Example:
         >>> RUNTIMES["fsdp2"].fused
@@ -69,7 +73,9 @@ class Runtime:
     overlap_tensor: bool = True
     overlap_pipeline: bool = False
     overlap_expert: bool = False
+    overlap_offload: bool = True
     merged_dispatch: bool = False
+    folded_experts: bool = True
     separate_experts: bool = False
     bucket_bytes: int = 200_000_000
     listed_collectives: bool = False
@@ -93,18 +99,25 @@ class Runtime:
                 check_flag(item.name, getattr(self, item.name))
 
 
-OURS = Runtime(name=AUTOSHARD, early_stop=True, bucket_bytes=10**12, fused=False)
-"""Our own runtime where recipes are ranked before their programs are there; their prices are read off those."""
+OURS = Runtime(
+    name=AUTOSHARD,
+    early_stop=True,
+    bucket_bytes=10**12,
+    fused=False,
+    overlap_offload=False,
+    folded_experts=False,
+)
+"""Our own runtime, for ranking recipes before their programs exist. Final prices are read off the programs."""
 
 USUAL = Runtime(name=MEGATRON)
-"""The choices of most frameworks; its prices are named after Megatron-LM."""
+"""The common choices of frameworks, shown under Megatron-LM's name."""
 
 RUNTIMES: Mapping[str, Runtime] = {
     runtime.name: runtime
     for runtime in (
         # Megatron Core 0.15: p2p overlap, a product of cuBLAS for each expert. Experts' exchanges overlap another
         # micro-batch (overlap_moe_expert_parallel_comm) and go by DeepEP (moe_token_dispatcher_type "flex"). Schedules:
-        # pipeline_parallel/schedules.py. The distributed optimizer is ZeRO-1; Megatron-FSDP's ZeRO-2 and -3, and
+        # pipeline_parallel/schedules.py. The distributed optimizer is ZeRO-1. Megatron-FSDP's ZeRO-2 and -3, and
         # offloaded activations (cpu_offloading_num_layers), have no pipeline.
         Runtime(
             name=MEGATRON,
@@ -116,11 +129,12 @@ RUNTIMES: Mapping[str, Runtime] = {
             zero_in_pipelines=(0, 1),
             offloads_in_pipelines=False,
         ),
-        # torch 2.13, torch/distributed/fsdp: a block's parameters at a time, checkpoints that are not reentrant, eager;
-        # DistributedDataParallel, and fully_shard that frees parameters after the forward or keeps them
+        # torch 2.13, torch/distributed/fsdp: a bucket for each block, checkpoints that are not reentrant, eager mode.
+        # DistributedDataParallel is stage 0; fully_shard is 2 or 3, by reshard_after_forward.
         Runtime(name="fsdp2", early_stop=True, bucket_bytes=10**12, fused=False, zero_stages=(0, 2, 3)),
-        # DeepSpeed 0.17, runtime/bf16_optimizer.py, zero/config.py: gradients beside their sum, pieces of 5e8 elements;
-        # runtime/pipe/engine.py: "ZeRO-2 and ZeRO-3 are incompatible with pipeline parallelism", one schedule
+        # DeepSpeed 0.17. Its bf16_optimizer.py and zero/config.py have gradients beside their sum, in pieces of 5e8
+        # elements. Its pipe/engine.py has one schedule and says "ZeRO-2 and ZeRO-3 are incompatible with pipeline
+        # parallelism".
         Runtime(
             name="deepspeed",
             separate_sum=True,
@@ -132,14 +146,14 @@ RUNTIMES: Mapping[str, Runtime] = {
         ),
     )
 }
-"""Runtimes by name, as their defaults are; sources beside each."""
+"""Runtimes by name, with the frameworks' default settings and their sources."""
 
 
 def runtime_named(given: str | Runtime | None) -> Runtime | None:
-    """The profile of another framework; None for our own runtime.
+    """Return the profile of another framework, or None for our own runtime.
 
     Raises:
-        NotAvailableError: no such runtime; lists those that there are.
+        NotAvailableError: no runtime has this name. The message lists the known names.
     """
     if given in (None, AUTOSHARD) or isinstance(given, Runtime):
         return given if isinstance(given, Runtime) else None

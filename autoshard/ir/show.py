@@ -7,7 +7,7 @@ from functools import singledispatch
 
 @singledispatch
 def text_of(item: object) -> str:
-    """An item as text, as `print` shows it."""
+    """Text of an item, for `print`."""
     raise TypeError(f"no text is registered for {type(item).__name__}: import autoshard.report")
 
 

@@ -1,13 +1,13 @@
-"""Partition specs: how one tensor lies on a mesh.
+"""Partition specs: the layout of one tensor on a mesh.
 
-A spec says, for each dim of a tensor, which mesh axes split it (major to minor), and over which axes the
-tensor is *partial*: each rank holds an addend, and the value is their reduction over the axis. Axes that
-a spec does not name hold copies.
+A spec names the mesh axes that split each dim of a tensor, major to minor, and the axes over which the tensor is
+*partial*. Over a partial axis each rank holds an addend, and the value is their reduction. Ranks along all other axes
+hold copies.
 
-Uneven dims. An axis of size `a` splits a dim of size `n` into chunks of `ceil(n / a)`: full chunks, one
-smaller, then empty ones, as `torch.chunk` and DTensor do. Inside a program each rank holds the padded
-chunk, so that local shapes are the same on every rank; several axes on one dim nest this. What the
-padding holds is undefined.
+Uneven dims. An axis of size `a` splits a dim of size `n` into chunks of `ceil(n / a)` elements. Full chunks come first,
+then a smaller chunk, then empty chunks, like those of `torch.chunk` and DTensor. Several axes on one dim nest this
+split. Inside a program each rank holds the padded chunk, so local shapes are equal on all ranks. Values in the padding
+are undefined.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autoshard.ir.mesh import Mesh
 
 
 class Reduction(StrEnum):
-    """How the addends of a partial value combine."""
+    """The operator that combines the addends of a partial value."""
 
     SUM = "sum"
     MAX = "max"
@@ -37,11 +37,11 @@ DimAxes = str | Sequence[str] | None
 
 @dataclass(frozen=True, slots=True, init=False)
 class PartitionSpec:
-    """How a tensor is laid out over the axes of a mesh; usually written `P(...)`.
+    """Layout of a tensor over the axes of a mesh, usually written `P(...)`.
 
     Args:
-        *dims: for each dim, the axis that splits it, a tuple of axes (major to minor), or None. Missing
-            trailing dims are not split.
+        *dims: for each dim, the axis that splits it, a tuple of axes (major to minor), or None. Missing trailing dims
+            are not split.
         partial: axis to reduction ("sum", "max", "min", "product") over which the value is partial.
 
     Raises:
@@ -78,7 +78,7 @@ class PartitionSpec:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Every axis that splits a dim or is partial."""
+        """Every axis that splits a dim or over which the value is partial."""
         return (*self.sharded_axes, *(axis for axis, _ in self.partial))
 
     @property
@@ -88,7 +88,7 @@ class PartitionSpec:
 
     @property
     def is_partial(self) -> bool:
-        """Whether some axis still holds addends."""
+        """Whether the value is partial over some axis."""
         return bool(self.partial)
 
     @property
@@ -108,11 +108,11 @@ class PartitionSpec:
         return None
 
     def reduction_over(self, axis: str) -> Reduction | None:
-        """The reduction with which the value is partial over `axis`, or None."""
+        """The reduction of the value's addends over `axis`, or None."""
         return dict(self.partial).get(axis)
 
     def check(self, mesh: Mesh, ndim: int) -> None:
-        """Raise `InvalidSpecError` unless this spec can describe a tensor of `ndim` dims on `mesh`."""
+        """Raise `InvalidSpecError` unless the spec fits a tensor of `ndim` dims on `mesh`."""
         for axis in self.axes:
             if axis not in mesh.axis_names:
                 raise InvalidSpecError(
@@ -123,7 +123,7 @@ class PartitionSpec:
             raise InvalidSpecError(f"{self!r} splits {len(self.dims)} dims, but the tensor has ndim={ndim}.")
 
     def local_shape(self, shape: Sequence[int], mesh: Mesh) -> tuple[int, ...]:
-        """The padded shape that each rank holds of a tensor of global `shape`."""
+        """The padded local shape of a tensor of global `shape`."""
         return tuple(self._local_size(dim, size, mesh) for dim, size in enumerate(shape))
 
     def _local_size(self, dim: int, size: int, mesh: Mesh) -> int:
@@ -136,11 +136,11 @@ class PartitionSpec:
         return all(size % mesh.shards(self.axes_of(dim)) == 0 for dim, size in enumerate(shape))
 
     def to_placements(self, mesh: Mesh) -> tuple[Placement, ...]:
-        """The torch DTensor placements, one per mesh axis.
+        """Return the torch DTensor placements, one per mesh axis.
 
         Raises:
-            InvalidSpecError: several axes split a dim in another order than the mesh's, which placements
-                cannot say.
+            InvalidSpecError: several axes split a dim in another order than the mesh's. Placements cannot express
+                another order.
         """
         self._check_mesh_order(mesh)
         return tuple(self._placement(axis) for axis in mesh.axis_names)
@@ -156,13 +156,13 @@ class PartitionSpec:
         for axes in self.dims:
             if list(axes) != sorted(axes, key=order.__getitem__):
                 raise InvalidSpecError(
-                    f"{self!r} splits one dim in an order other than {mesh}'s; torch placements cannot say "
-                    "so. Name the axes in the order of the mesh."
+                    f"{self!r} splits one dim in an order other than {mesh}'s; torch placements cannot "
+                    "express this. Name the axes in the order of the mesh."
                 )
 
     @classmethod
     def from_placements(cls, placements: Sequence[Placement], mesh: Mesh) -> PartitionSpec:
-        """The spec that DTensor `placements` (one per axis of `mesh`) describe."""
+        """Return the spec of DTensor `placements`, one per axis of `mesh`."""
         dims: dict[int, list[str]] = {}
         partial: dict[str, str] = {}
         for axis, placement in zip(mesh.axis_names, placements, strict=True):
@@ -174,7 +174,7 @@ class PartitionSpec:
 
     @classmethod
     def parse(cls, text: str) -> PartitionSpec:
-        """The spec that `text`, as printed by `repr`, describes.
+        """Read a spec from `text`, as printed by `repr`.
 
         Raises:
             InvalidSpecError: the text is not of the form `P('data', None, partial={'model': 'sum'})`.
@@ -203,7 +203,7 @@ class PartitionSpec:
 P = PartitionSpec
 
 _MAX_TEXT = 10_000
-"""Characters of a spec's text: Python's parser takes long over longer nested ones."""
+"""Most characters of a spec's text. Python's parser is slow on longer nested text."""
 
 
 def _dim_axes(dim: DimAxes) -> tuple[str, ...]:

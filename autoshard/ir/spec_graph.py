@@ -1,19 +1,19 @@
-"""The graph of partition specs: its nodes are specs, its edges the moves that change a single mesh axis.
+"""The graph of partition specs. Nodes are specs; edges are moves, each of which changes a single mesh axis.
 
-Several axes on one dim form a stack, major to minor. Only the minor-most can leave, and an axis that arrives
-becomes the minor-most, as only then do ranks hold contiguous pieces. So an axis may
+Several axes on one dim form a stack, major to minor. Only the minor-most axis can leave, and an arriving axis becomes
+the minor-most, since ranks hold contiguous pieces only then. So an axis may
 
-* leave a dim (all-gather) or move from there to another dim (all-to-all), if it is the minor-most of its dim;
-* where it holds copies: split a dim (slice), or become partial (one rank keeps the value);
-* where it is partial: be reduced (all-reduce), or be reduced and split a dim (reduce-scatter).
+* leave a dim (all-gather), or move to another dim (all-to-all), if it is the minor-most of its dim;
+* if it holds copies, split a dim (slice), or become partial (one rank keeps the value);
+* if it is partial, be reduced (all-reduce), or be reduced and split a dim (reduce-scatter).
 
-All partial axes of a spec have one reduction: those of two kinds do not commute, so a spec that mixed them
-would not say what the value is. A partial value never changes its reduction without being reduced.
+All partial axes of a spec have one reduction. Two reductions do not commute, so a spec that mixed them would have no
+defined value. A partial value changes its reduction only by being reduced.
 
-The graph depends on the mesh, the rank of the tensor and the reductions only, so it is built once for each;
-weights depend on the shape. Shortest distances come from the Bellman-Ford iteration (Bellman 1958), all
-targets at once and vectorised over edges; it takes as many rounds as the longest shortest path has steps
-(about twice the number of axes).
+The graph depends only on the mesh, the rank of the tensor and the reductions, so one graph serves all shapes. Edge
+weights depend on the shape. Shortest distances come from the Bellman-Ford iteration (Bellman 1958), all targets at once
+and vectorised over edges. It takes as many rounds as the longest shortest path has steps, about twice the number of
+axes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from autoshard.ir.spec import PartitionSpec, Reduction
 
 
 class ReshardKind(StrEnum):
-    """What one step of a reshard does along its axis."""
+    """Kind of a reshard's step along its axis."""
 
     ALL_GATHER = "all_gather"
     ALL_REDUCE = "all_reduce"
@@ -50,7 +50,7 @@ class ReshardKind(StrEnum):
 class Move:
     """A change of one axis, which splits `dim` before and `to_dim` after.
 
-    `reduction` is that of the partial value before (ALL_REDUCE, REDUCE_SCATTER) or after (MAKE_PARTIAL).
+    `reduction` belongs to the partial value before (ALL_REDUCE, REDUCE_SCATTER) or after (MAKE_PARTIAL).
     """
 
     kind: ReshardKind
@@ -71,26 +71,26 @@ class Move:
 def _move(
     kind: ReshardKind, axis: str, dim: int | None, to_dim: int | None, reduction: Reduction | None = None
 ) -> Move:
-    """The move; equal ones are one object, as a graph of many axes has hundreds of thousands of edges."""
+    """Return the move. Equal moves are one object, because graphs of many axes have hundreds of thousands of edges."""
     return Move(kind, axis, dim, to_dim, reduction)
 
 
 Partials = tuple[tuple[str, Reduction], ...]
 
 Stacks = tuple[tuple[str, ...], ...]
-"""For each dim of the tensor, the axes that split it."""
+"""For each dim of the tensor, its stack of axes."""
 
 State = tuple[Stacks, Partials]
-"""A spec with one stack for every dim, and its partial axes sorted by name: cheap to build and to hash."""
+"""A spec with one stack for every dim, and its partial axes sorted by name. Cheap to build and to hash."""
 
 
 def state_of(spec: PartitionSpec, ndim: int) -> State:
-    """The node of a graph of tensors with `ndim` dims that stands for `spec`."""
+    """The node of `spec` in a graph of tensors with `ndim` dims."""
     return tuple(spec.axes_of(dim) for dim in range(ndim)), spec.partial
 
 
 def moves_from(state: State, mesh: Mesh, reductions: Sequence[Reduction]) -> Iterator[tuple[Move, State]]:
-    """Every move that leads away from `state`, with where it leads; new partials are in `reductions`."""
+    """Yield every move from `state` with the state after it. New partial axes have one of `reductions`."""
     stacks, partial = state
     used = {axis for axes in stacks for axis in axes}
     yield from _moves_of_splits(stacks, partial)
@@ -148,11 +148,11 @@ class SpecGraph:
         mesh: the mesh.
         ndim: the number of dims.
         specs: the nodes, by index.
-        moves: the edges' moves, sorted by the node they leave.
-        sources, targets: the nodes that each edge joins, [edges].
+        moves: the moves of edges, sorted by source node.
+        sources, targets: source and target node of each edge, [edges].
         starts: index of each node's first edge, [nodes].
-        classes: edges with equal kind, axis and reduction have an equal number here, [edges].
-        stack_ids: the index in `stacks` of what splits each dim, [nodes, ndim].
+        classes: numbers of edges, equal for equal kind, axis and reduction, [edges].
+        stack_ids: index in `stacks` of each dim's stack, [nodes, ndim].
         stacks: the distinct stacks.
         index: node index by state.
     """
@@ -170,7 +170,7 @@ class SpecGraph:
     index: dict[State, int] = field(repr=False)
 
     def node_of(self, spec: PartitionSpec) -> int:
-        """The index of the node that stands for `spec`."""
+        """The node index of `spec`."""
         return self.index[state_of(spec, self.ndim)]
 
     def local_bytes(self, shape: Sequence[int], itemsize: int) -> NDArray[np.int64]:
@@ -182,7 +182,7 @@ class SpecGraph:
         return result
 
     def edges_from(self, node: int) -> range:
-        """The indices of the edges that leave `node`."""
+        """The indices of the edges from `node`."""
         end = self.starts[node + 1] if node + 1 < len(self.starts) else len(self.moves)
         return range(int(self.starts[node]), int(end))
 
@@ -226,7 +226,7 @@ def spec_graph(mesh: Mesh, ndim: int, reductions: tuple[Reduction, ...]) -> Spec
     stack_index: dict[tuple[str, ...], int] = {}
     stack_ids = [[stack_index.setdefault(axes, len(stack_index)) for axes in state[0]] for state in index]
     classes: dict[tuple[ReshardKind, str, Reduction | None], int] = {}
-    class_of = {  # of each object: hashing its fields takes long
+    class_of = {  # # by object: hashing a move's fields is slow
         id(move): classes.setdefault((move.kind, move.axis, move.reduction), len(classes))
         for move in {id(move): move for move, _, _ in edges}.values()
     }
@@ -250,11 +250,11 @@ def spec_graph(mesh: Mesh, ndim: int, reductions: tuple[Reduction, ...]) -> Spec
 def _explore(
     mesh: Mesh, ndim: int, reductions: Sequence[Reduction]
 ) -> tuple[dict[State, int], list[tuple[Move, int, int]]]:
-    """All states reached from the replicated one, breadth first, and the edges by the node they leave."""
+    """Return all states reachable from the replicated state, breadth first, and the edges sorted by source."""
     states: list[State] = [(((),) * ndim, ())]
     index = {states[0]: 0}
     edges = []
-    for node, state in enumerate(states):  # grows while it is walked
+    for node, state in enumerate(states):  # grows during the loop
         for move, after in moves_from(state, mesh, reductions):
             if after not in index:
                 index[after] = len(states)

@@ -1,8 +1,7 @@
 """Training steps, and calls without gradients, cut into the stages of a pipeline, as data.
 
-Each stage has a program of its own, on the mesh of the axes that the pipeline leaves. Values that cross stages are
-results of one program and inputs of others, under one name; they go from the rank that makes them to the rank with the
-same coordinates in the reading stage.
+Each stage has a program of its own, on the mesh axes beside the pipeline. A value that crosses stages is a result of
+one program and an input of another, under one name. It goes to the rank with the same coordinates in the reading stage.
 """
 
 from __future__ import annotations
@@ -17,37 +16,38 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind, OutputKind, Program
 
 PIPELINE_AXIS = "pipeline"
-"""The axis of a mesh that carries stages."""
+"""The mesh axis of pipeline stages."""
 
 ALONE = "data"
-"""The axis, of one rank, of a stage that has no other."""
+"""The axis of size one for stages on a mesh without another axis."""
 
 _CROSSING, _WEIGHTS = "<", "<weights "
 
 
 def crossing_name(node: str, *, is_of_weights: bool) -> str:
-    """The name of the slots of a value that crosses stages, by its node."""
+    """The name of a crossing value's slots, from its node."""
     return f"{_WEIGHTS if is_of_weights else _CROSSING}{node}>"
 
 
 def crosses_stages(name: str) -> bool:
-    """Whether a slot's name is that of a value that crosses stages."""
+    """Whether a slot's name is that of a crossing value."""
     return name.startswith(_CROSSING)
 
 
 def is_of_weights(name: str) -> bool:
-    """Whether a slot's name is that of a value that crosses stages and is computed from parameters alone."""
+    """Whether a slot's name is that of a crossing value computed from parameters alone."""
     return name.startswith(_WEIGHTS)
 
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """A value that one stage makes and another reads, for each micro-batch.
+    """A value that one stage makes and another stage reads, for each micro-batch.
 
     Args:
-        name: of its slots in both programs.
-        maker: the stage whose forward (`is_forward`) or backward gives it.
-        reader: the stage whose forward or backward takes it; after the maker in the forward, before it in the backward.
+        name: name of its slots in both programs.
+        maker: stage whose forward (`is_forward`) or backward makes the value.
+        reader: stage whose forward or backward reads the value; later than the maker in the forward, earlier in the
+            backward.
     """
 
     name: str
@@ -61,9 +61,9 @@ class CutProgram:
     """A traced step cut into stages.
 
     Args:
-        stages: the program of each, with global shapes: forward and backward, and gradients of its own parameters.
+        stages: program of each stage, with global shapes: forward, backward, and gradients of its own parameters.
         crossings: the values that cross stages.
-        cuts: names of the calls of the forward that the second stage and those behind it begin with.
+        cuts: name of each stage's first call in the forward, except the first stage's.
     """
 
     stages: tuple[Program, ...]
@@ -73,13 +73,13 @@ class CutProgram:
 
 @dataclass(frozen=True, slots=True)
 class StageProgram:
-    """Program of a stage, and the plan that it was lowered from.
+    """Lowered program of a stage, with its plan.
 
     Args:
         phased: its phases.
         plan: its plan.
-        is_alike: whether the phases are those of a stage like this one, under the names of this one's slots: they tell
-            time and memory, and do not run.
+        is_alike: whether the phases were lowered for an equal stage and only renamed. They serve to predict time and
+            memory, and do not run.
     """
 
     phased: PhasedProgram
@@ -94,8 +94,8 @@ class StagedProgram:
     Args:
         stages: in the order of the forward.
         crossings: the values that cross stages.
-        order: what each pipeline rank does in a step.
-        results: what is handed out ("output:0"), of a step the loss alone, and the stage that computes each.
+        order: tasks of each pipeline rank in a step.
+        results: returned outputs ("output:0"), each with its stage; a step returns only the loss.
     """
 
     stages: tuple[StageProgram, ...]
@@ -104,14 +104,14 @@ class StagedProgram:
     results: Mapping[str, int]
 
     def digest(self) -> str:
-        """A short hash of the text of all stages and of their order, which is the same on all ranks."""
+        """A short hash of all stages' text and their order, equal on all ranks."""
         parts = [*(stage.phased.digest() for stage in self.stages), str(self.order), str(self.crossings)]
         halves = (stage.phased.halves for stage in self.stages if stage.phased.halves is not None)
         parts += [str(half.graph) for pair in halves for half in (pair.inputs, pair.weights)]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
     def made(self, name: str, maker: int, *, is_forward: bool) -> LocalSlot:
-        """The slot of a value that crosses stages, as its maker has it."""
+        """The slot of a crossing value in its maker's program."""
         kind = OutputKind.OUTPUT if is_forward else OutputKind.SENT_GRADIENT
         slots = self.stages[maker].phased.lowered.outputs
         return next(slot for slot in slots if (slot.slot.kind, slot.slot.name) == (kind, name))

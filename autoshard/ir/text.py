@@ -1,4 +1,4 @@
-"""Text for people: sizes and times with their units, names of several values as one, lines and tables."""
+"""Text for people: sizes and times with their units, common names of several values, lines and tables."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def as_text(*parts: str | Table) -> str:
 
 
 def any_block(name: str) -> str:
-    """A qualified name without the numbers in it: "layers.*.mlp.*.weight"."""
+    """A qualified name with "*" in place of its numbers: "layers.*.mlp.*.weight"."""
     return re.sub(r"\.\d+(?=\.|$)", ".*", name)
 
 
 def common_name(names: Sequence[str]) -> str:
-    """What names that differ in numbers have in common: "layers.*.mlp.2.weight"."""
+    """The common part of names that differ in numbers: "layers.*.mlp.2.weight"."""
     parts = zip(*(name.split(".") for name in names), strict=True)
     return ".".join(part[0] if len(set(part)) == 1 else "*" for part in parts)
 
@@ -43,7 +43,7 @@ def format_bytes(size: float) -> str:
 
 
 def format_time(seconds: float) -> str:
-    """A time with a unit that suits it: `12.3 ms`."""
+    """A time with a suitable unit: `12.3 ms`."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
         if abs(seconds) >= scale:
             return f"{seconds / scale:.3g} {unit}"

@@ -1,7 +1,8 @@
-"""Timelines as data that a plan carries, and as files that chrome://tracing and ui.perfetto.dev open.
+"""Timelines of steps, as data of a plan and as files for chrome://tracing and ui.perfetto.dev.
 
-The file is Chrome's trace event format in its JSON object form: one process per rank that differs from the others, one
-thread per stream, one complete event ("ph": "X", times in microseconds) per span, and metadata that names them.
+The file is the JSON object form of Chrome's trace event format. Ranks with equal timelines share one process, and each
+stream is a thread. Each span is one complete event ("ph": "X", times in microseconds); metadata names processes and
+threads.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _SEPARATOR = " | "
 
 
 class TraceSpan(NamedTuple):
-    """What ran on a stream of a process (an index into the trace's processes), in whole nanoseconds."""
+    """Work on a stream of a process, in whole nanoseconds. `process` is an index into `Trace.processes`."""
 
     process: int
     stream: str
@@ -32,14 +33,14 @@ class TraceSpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """A timeline: names of its processes, and its spans, which do not overlap on a stream."""
+    """A timeline: names of its processes, and spans, which do not overlap on a stream."""
 
     processes: tuple[str, ...]
     spans: tuple[TraceSpan, ...]
 
     @classmethod
     def of(cls, processes: Sequence[str], spans: Iterable[tuple[int, str, str, float, float]]) -> Trace:
-        """A trace of (process, stream, name, start, end), times in seconds."""
+        """Make a trace of (process, stream, name, start, end), times in seconds."""
         made = []
         for process, stream, name, start_s, end_s in spans:
             start = round(start_s * 1e9)
@@ -47,7 +48,7 @@ class Trace:
         return cls(tuple(processes), tuple(made))
 
     def events(self) -> list[dict[str, Any]]:
-        """The trace events: metadata first, then the spans."""
+        """Return the trace events: metadata first, then the spans."""
         streams = dict.fromkeys((span.process, span.stream) for span in self.spans)
         threads = {key: number for number, key in enumerate(streams)}
         events: list[dict[str, Any]] = [_name("process_name", pid, 0, name) for pid, name in enumerate(self.processes)]
@@ -66,7 +67,7 @@ class Trace:
         write_text(path, json.dumps(document) + "\n")
 
     def to_json(self) -> dict[str, Any]:
-        """As JSON data: a line per span, `process | start_ns | duration_ns | stream | name`."""
+        """Return JSON data with a line for each span, `process | start_ns | duration_ns | stream | name`."""
         lines = [
             _SEPARATOR.join((str(span.process), str(span.start_ns), str(span.duration_ns), span.stream, span.name))
             for span in self.spans
@@ -75,7 +76,7 @@ class Trace:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Trace:
-        """The inverse of `to_json`; `PlanMismatchError` for what it did not write."""
+        """Read the data of `to_json`. Raises `PlanMismatchError` for any other data."""
         found = read(Mapping[str, tuple[str, ...]], data, _PLACE)
         check_keys(found, _KEYS, _KEYS, _PLACE)
         processes, lines = (found[key] for key in _KEYS)
@@ -91,8 +92,8 @@ def _span(line: str, processes: int) -> TraceSpan:
     found = _SPAN.fullmatch(line)
     if found is None or int(found[1]) >= processes:
         raise PlanMismatchError(
-            f"{line!r} is no span of the timeline's {processes} processes; one reads 'process | start_ns | duration_ns "
-            "| stream | name', its process counted from 0."
+            f"{line!r} is no span of the timeline's {processes} processes. A span reads "
+            "'process | start_ns | duration_ns | stream | name', with processes counted from 0."
         )
     process, start, duration, stream, name = found.groups()
     return TraceSpan(int(process), stream, name, int(start), int(duration))

@@ -1,4 +1,4 @@
-"""Whether a model runs to be traced: its tensors have no values then."""
+"""Whether a model runs under the tracer. Its tensors have no values then."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What an optimizer does to a model's parameters, as data: what is traced behind the backward of a training step.
+"""An optimizer's update of a model's parameters, as data. The update is traced after the backward of a training step.
 
-Parameters whose updates share their hyper-parameters and have taken equally many steps form a group; a group's
-hyper-parameters are one input of the program, a vector, so that a schedule may change them from step to step.
+Parameters with the same hyper-parameters and number of steps form a group. A group's hyper-parameters are one vector
+input of the program, so that a schedule may change them from step to step.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from autoshard.errors import NotAvailableError
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """How a parameter is updated.
+    """Update rule of a parameter.
 
     Args:
         operator: name of the update in `torch.ops.autoshard`.
-        state: names of the tensors that it keeps for each parameter, as torch's optimizer calls them.
+        state: names of its state tensors for each parameter, as in torch's optimizer.
         flags: the operator's last arguments.
         hyper: names of the hyper-parameters, in the order of their vector.
     """
@@ -33,7 +33,7 @@ class UpdateRule:
 
 @dataclass(frozen=True, slots=True)
 class UpdateGroup:
-    """Parameters, by qualified name, that are updated alike."""
+    """Parameters, by qualified name, with a common update rule."""
 
     rule: UpdateRule
     parameters: tuple[str, ...]
@@ -45,8 +45,8 @@ class Update:
 
     Args:
         optimizer: name of the optimizer's class.
-        groups: what is updated how; what is in no group stays as it is.
-        max_grad_norm: gradients of all parameters together are scaled down to this norm first; None leaves them.
+        groups: groups of parameters with their rules. Parameters in no group stay unchanged.
+        max_grad_norm: norm to which the gradients of all parameters together are clipped first, or None.
     """
 
     optimizer: str
@@ -58,11 +58,11 @@ class Update:
         return {name: number for number, group in enumerate(self.groups) for name in group.parameters}
 
     def serves(self, other: Update, updated: Collection[str]) -> bool:
-        """Whether a program traced for this update does what `other` asks for.
+        """Whether a program traced for this update also performs `other`.
 
         Args:
-            other: what is asked for.
-            updated: the parameters that the program updates: what has no gradient is in no group's way.
+            other: the required update.
+            updated: parameters that the program updates. Parameters without a gradient do not restrict groups.
         """
         if (self.optimizer, self.max_grad_norm) != (other.optimizer, other.max_grad_norm):
             return False
@@ -78,7 +78,7 @@ class Update:
 
 
 def check_norm(max_grad_norm: Any) -> None:
-    """Raise `NotAvailableError` unless gradients can be clipped to this norm; None does not clip."""
+    """Raise `NotAvailableError` unless `max_grad_norm` is a valid norm for clipping, or None."""
     is_number = isinstance(max_grad_norm, Real) and not isinstance(max_grad_norm, bool)
     if max_grad_norm is not None and not (is_number and float(max_grad_norm) > 0):
         raise NotAvailableError(f"max_grad_norm={max_grad_norm!r} must be a positive number.")
@@ -90,12 +90,12 @@ def state_slot(state: str, parameter: str) -> str:
 
 
 def parameter_of(slot_name: str) -> str:
-    """The parameter that a slot of optimizer state belongs to."""
+    """The parameter of a slot of optimizer state."""
     return slot_name.partition(":")[2]
 
 
 def names_state(pattern: str) -> bool:
-    """Whether a constraint is one on optimizer state: "exp_avg:*.weight", not "input:0" or "*.weight"."""
+    """Whether a constraint is on optimizer state: "exp_avg:*.weight", not "input:0" or "*.weight"."""
     kind, colon, _ = pattern.partition(":")
     return bool(colon) and kind not in ("input", "output", "tangent", "hyper")
 
@@ -106,5 +106,5 @@ def hyper_slot(group: int) -> str:
 
 
 def group_of(slot_name: str) -> int:
-    """The group whose hyper-parameters a slot has."""
+    """The group of a hyper-parameter slot."""
     return int(slot_name.partition(":")[2])

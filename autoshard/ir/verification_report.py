@@ -1,4 +1,4 @@
-"""The report of a proof: what was proven, and what the proof rests on."""
+"""The report of a proof: its statements and its assumptions."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from autoshard.ir.mesh import Mesh
 
 @dataclass(frozen=True, slots=True)
 class VerificationReport:
-    """The statements that were proven, and the assumptions of the proof.
+    """The proven statements, and the assumptions of the proof.
 
     Args:
-        mesh: the mesh of the plan, the axis of its stages included.
-        nodes: nodes of the lowered program, each part of a proof.
+        mesh: the mesh of the plan, including its pipeline axis.
+        nodes: nodes of the lowered program, all covered by the proof.
         values: values of the traced program whose local form was derived.
-        results: kind of result to how many there are, each of which arrives as its slot promises.
-        collectives: "all_reduce over data" to how many there are.
+        results: number of results by kind, each in the spec of its slot.
+        collectives: number of collectives by name, "all_reduce over data".
         rules: operator to the number of traced calls that rest on its sharding rule.
-        assumptions: what the proof takes for granted, one sentence each.
-        seconds: how long it took.
+        assumptions: assumptions of the proof, one sentence each.
+        seconds: wall time of the proof.
     """
 
     mesh: Mesh
@@ -36,7 +36,7 @@ class VerificationReport:
 
     @classmethod
     def together(cls, reports: Sequence[VerificationReport]) -> VerificationReport:
-        """The report of a proof of several programs, on the mesh of the first one."""
+        """Join the reports of several programs, on the mesh of the first."""
         return cls(
             reports[0].mesh,
             sum(report.nodes for report in reports),

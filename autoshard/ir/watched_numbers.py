@@ -1,11 +1,12 @@
-"""Numbers that tell what Python does with them, while the call of a model is traced.
+"""Numbers that record how Python uses them while a call of a model is traced.
 
-A watched number stands in an attribute's place. Arithmetic with it gives another watched number, whose expression is of
-attributes. Where a plain value leaves it (a comparison, a truth value, a conversion, a text) the expression and that
-value are noted as a condition. A call under which all conditions hold takes the same way through the model's Python.
+A watched number stands in for an attribute. Arithmetic with it gives another watched number, whose expression is in
+terms of attributes. When Python takes a plain value from it (a comparison, a truth value, a conversion, a text), the
+expression and the value become a condition. A call under which all conditions hold takes the same path through the
+model's Python.
 
-No number is a subclass of `int` or `float`: C code would read its value without a word. What `type(number)` says cannot
-be answered; code that asks for types is found by its bytecode, and then nothing is known of the numbers.
+Watched numbers do not subclass `int` or `float`, because C code would read their values unnoticed. `type(number)`
+cannot be intercepted. Code that calls `type` is found by its bytecode, and its numbers are then guarded by value.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ from torch.utils import _pytree as pytree
 from autoshard.ir.python_values import MISSING, PLAIN, are_alike
 
 KINDS = (int, float)
-"""Types of the attributes that are watched."""
+"""Types of attributes that are watched."""
 
 _MOST_CONDITIONS, _MOST_OPERATIONS = 64, 128
-"""Conditions of a trace, and operations in one; beyond these, numbers are compared by value. Checking 60 conditions
-takes 0.13 ms of a call."""
+"""Most conditions of a trace, and operations in a condition. Beyond these, numbers are compared by value. Checking 60
+conditions takes 0.13 ms of a call.
+"""
 
 _DIVIDING = (operator.truediv, operator.floordiv, operator.mod)
 _FAILING = (pow, operator.lshift, operator.rshift, round, math.trunc, math.floor, math.ceil)
@@ -55,12 +57,12 @@ _IS_WATCHING: ContextVar[bool] = ContextVar("autoshard_is_watching", default=Fal
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Attribute:
-    """A number that an object holds.
+    """A number in an attribute.
 
     Args:
         title: the object in the user's words.
         holder: the object.
-        name: under which its `vars` hold the number.
+        name: name of the attribute in the object's `vars`.
         kind: the number's type.
     """
 
@@ -73,7 +75,7 @@ class Attribute:
 
     @property
     def key(self) -> tuple[int, str]:
-        """Equal for the same attribute of the same object alone."""
+        """Identifies the attribute of this object."""
         return id(self.holder), self.name
 
     @property
@@ -87,10 +89,10 @@ class Attribute:
         return (self,)
 
     def value(self) -> Any:
-        """The number now.
+        """The attribute's present value.
 
         Raises:
-            TypeError: it is of another type, or gone.
+            TypeError: the value has another type, or is gone.
         """
         found = vars(self.holder).get(self.name, MISSING)
         if type(found) is not self.kind:
@@ -112,12 +114,12 @@ class NumberOperation:
 
     @property
     def size(self) -> int:
-        """Attributes and operations in it."""
+        """Number of attributes and operations in the expression."""
         return 1 + sum(item.size for item in self.operands if isinstance(item, (Attribute, NumberOperation)))
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Equal for the same function of the same operands alone."""
+        """Equal for equal functions of equal operands."""
         keys = (
             item.key if isinstance(item, (Attribute, NumberOperation)) else (type(item), repr(item))
             for item in self.operands
@@ -126,7 +128,7 @@ class NumberOperation:
 
     @property
     def attributes(self) -> tuple[Attribute, ...]:
-        """The attributes in it."""
+        """The attributes in the expression."""
         inner = (item for item in self.operands if isinstance(item, (Attribute, NumberOperation)))
         return tuple(attribute for item in inner for attribute in item.attributes)
 
@@ -141,8 +143,8 @@ class Condition:
     """The outcome of an expression in a trace.
 
     Args:
-        expression: of attributes.
-        outcome: its value, which Python saw.
+        expression: an expression in attributes.
+        outcome: the value that Python saw.
     """
 
     expression: Attribute | NumberOperation
@@ -150,7 +152,7 @@ class Condition:
 
     @property
     def fixed(self) -> Attribute | None:
-        """The attribute of which no other value gives this outcome, if it is one alone."""
+        """The attribute whose value is determined by the outcome, or None."""
         match self.expression:
             case Attribute():
                 return self.expression
@@ -159,19 +161,19 @@ class Condition:
         return None
 
     def holds(self) -> bool:
-        """Whether the expression has the same value now."""
+        """Whether the expression still has this outcome."""
         try:
             return are_alike(self.expression.value(), self.outcome)
         except _ERRORS:
             return False
 
     def changes(self) -> list[str]:
-        """The attributes in it, if it does not hold."""
+        """The attributes in the condition, if it no longer holds."""
         return [] if self.holds() else [item.path for item in self.expression.attributes]
 
 
 class Watch:
-    """The conditions that were noted of some numbers, in their order."""
+    """Records the conditions on some numbers, in order."""
 
     def __init__(self) -> None:
         self._conditions: dict[Any, Condition] = {}
@@ -186,13 +188,13 @@ class Watch:
         return tuple(self._conditions.values())
 
     def number(self, expression: Attribute | NumberOperation, value: float) -> Any:
-        """A number that is watched."""
+        """Make a watched number."""
         number = (_Float if isinstance(value, float) else _Integer)(expression, value, self)
         self._made.append(weakref.ref(number))
         return number
 
     def derived(self, function: Callable[..., Any], *operands: Any) -> Any:
-        """A number that is computed with watched ones, watched too."""
+        """Compute with watched numbers; the result is watched too."""
         value = self._apply(function, operands)
         expression = NumberOperation(function, tuple(map(_expression_of, operands)))
         if type(value) not in (bool, *KINDS) or expression.size > _MOST_OPERATIONS:
@@ -205,13 +207,13 @@ class Watch:
         return self.number(expression, value) if self._is_watching() else value
 
     def noted(self, function: Callable[..., Any], *operands: Any) -> Any:
-        """A plain value that is computed with watched numbers, which is a condition."""
+        """Compute a plain value with watched numbers, and record a condition."""
         value = self._apply(function, operands)
         self._note(NumberOperation(function, tuple(map(_expression_of, operands))), value)
         return value
 
     def exact(self, number: _Number) -> Any:
-        """The plain value of a number, which is a condition."""
+        """The plain value of a number, recorded as a condition."""
         self._note(number._expression, number._value)
         return number._value
 
@@ -219,7 +221,7 @@ class Watch:
         try:
             return function(*(item._value if isinstance(item, _Number) else item for item in operands))
         except _ERRORS:
-            self._note_exactly(operands)  # that it is raised depends on the values
+            self._note_exactly(operands)  # whether it raises depends on the values
             raise
 
     def _note_exactly(self, operands: Iterable[Any]) -> None:
@@ -239,7 +241,7 @@ class Watch:
         return self._is_open and not _IS_PAUSED.get()
 
     def close(self) -> None:
-        """Note nothing more; put plain numbers in the place of those that were left in containers and objects."""
+        """Stop recording. Replace watched numbers left in containers and objects by plain numbers."""
         self._is_open = False
         left = [number for made in self._made if (number := made()) is not None]
         plain = {id(number): number._value for number in left}
@@ -314,7 +316,7 @@ def _put(item: Attribute, value: Any) -> None:
 
 @contextlib.contextmanager
 def unwatched() -> Iterator[None]:
-    """Within, what is done with watched numbers is not noted."""
+    """Pause the recording of conditions within the context."""
     token = _IS_PAUSED.set(True)
     try:
         yield
@@ -323,12 +325,12 @@ def unwatched() -> Iterator[None]:
 
 
 def is_watching() -> bool:
-    """Whether numbers are watched: they can be traced by running Python alone."""
+    """Whether numbers are being watched. Such a call can only be traced by running its Python."""
     return _IS_WATCHING.get()
 
 
 def plain_number(value: Any) -> Any:
-    """A value, and for a watched number its plain value, which is a condition."""
+    """The value itself, or a watched number's plain value, recorded as a condition."""
     return value._watch.exact(value) if isinstance(value, _Number) else value
 
 
@@ -380,7 +382,7 @@ def _converted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Number:
-    """A number that is watched."""
+    """A watched number."""
 
     __slots__ = ("__weakref__", "_expression", "_value", "_watch")
 
@@ -392,7 +394,7 @@ class _Number:
         return type(self._value)
 
     def __getattr__(self, name: str) -> Any:
-        getattr(self._value, name)  # that there is none does not depend on the value
+        getattr(self._value, name)  # an AttributeError does not depend on the value
         return getattr(self._watch.exact(self), name)
 
     @classmethod

@@ -1,9 +1,9 @@
-"""Semantic operators and their kernels; nothing here knows of graphs, meshes or plans.
+"""Semantic operators and their kernels; this package knows no graphs, meshes or plans.
 
-Importing this package defines the semantic operators of the torch library "autoshard" (attention, dropout, random
-numbers, cross-entropy, recurrent layers, experts and their backwards), each with a plain PyTorch
-reference. The Triton kernels and the table that says which operator they may stand in for are in
-`autoshard.kernels.registry`, which imports triton.
+Importing the package defines the semantic operators of the torch library "autoshard": attention, dropout, random
+numbers, cross-entropy, recurrent layers, experts and their backwards. Each has a plain PyTorch reference. The module
+`autoshard.kernels.registry`, which imports triton, has the Triton kernels and a table of the operators that they
+replace.
 """
 
 from autoshard.kernels.attention import attention, attention_backward, attention_composite

@@ -1,7 +1,7 @@
 """`autoshard::attention` and its backward: softmax(scale q k^T + mask) v, one operator on every device.
 
-Vaswani et al., "Attention is all you need" (2017), section 3.2.1; the backward from the log-sum-exp follows
-Dao et al., "FlashAttention" (2022), appendix B.4; grouped heads follow Ainslie et al., "GQA" (2023).
+Vaswani et al., "Attention is all you need" (2017), section 3.2.1. The backward from the log-sum-exp follows
+Dao et al., "FlashAttention" (2022), appendix B.4. Grouped heads follow Ainslie et al., "GQA" (2023).
 Shapes: B batch, H query heads, G key heads (H = G g), S queries, T keys, D head size, E value size.
 
     s   = scale q k^T + mask                  [B, H, S, T]   (-inf where masked)
@@ -12,11 +12,11 @@ Shapes: B batch, H query heads, G key heads (H = G g), S queries, T keys, D head
     dv = w^T dout,  dw = dout v^T,  delta = sum_e dout out = sum_t w dw
     ds = w dw - p delta,  dq = scale ds k,  dk = scale ds^T q
 
-Causal means: the query of global row i sees the keys of global columns j <= i. `offset` and `global_shape`
+Causal attention: the query of global row i attends to the keys of global columns j <= i. `offset` and `global_shape`
 place the shard's probability matrix in the global one.
 
-Results lie in memory as those of torch's fused kernels: out as q does, gradients by rows, head beside head
-([B, S, H, D]). What follows attention in a model, and its backward, is views of them then, as in eager.
+Results have the memory layout of torch's fused kernels: `out` has q's, and gradients have row-major [B, S, H, D]. So
+the operators after attention and in its backward are views, as in eager mode.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def attention_reference(
         mask: broadcastable to [B, H, S, T]; bool (True = may attend) or float (added to the scores).
         seed: int64 scalar tensor; needed when dropout_p > 0.
         dropout_p: the probability of dropping a probability, in [0, 1].
-        is_causal: mask the columns beyond the row's global index; may be combined with `mask`.
+        is_causal: mask the columns beyond the row's global index; can be combined with `mask`.
         scale: factor on the scores, usually 1 / sqrt(D).
         site: the number of this random operator in the program.
         offset: global index of the first element of [B, H, S, T].
@@ -126,10 +126,10 @@ def attention_composite(
     global_shape: Sequence[int],
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[Tensor]:
-    """Attention made of small differentiable operators: for a mask that requires grad (arguments as above).
+    """Attention made of small differentiable operators, for a mask that requires grad (arguments as above).
 
-    Its dropout is `drop`'s, or goes through `autoshard::dropout`, which is differentiable, at the same global index
-    and so with the same mask as `autoshard::attention`.
+    Dropout is done by `drop`, or by the differentiable `autoshard::dropout` at the same global index. Both
+    `autoshard::dropout` and `autoshard::attention` then drop the same elements.
     """
     check_attention(q, k, v, seed, dropout_p)
     scores = _scores(q, k, mask, is_causal, scale, offset)
@@ -144,7 +144,7 @@ def attention_composite(
 
 
 def check_attention(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, dropout_p: float) -> None:
-    """Raise `ValueError` for operands that do not fit each other, or dropout without a seed."""
+    """Raise `ValueError` if operands do not fit each other, or dropout has no seed."""
     shapes = f"q={tuple(q.shape)}, k={tuple(k.shape)}, v={tuple(v.shape)}"
     if not (q.dim() == k.dim() == v.dim() == 4):
         raise ValueError(f"attention takes q [B, H, S, D], k [B, G, T, D], v [B, G, T, E]; found {shapes}.")
@@ -172,7 +172,7 @@ def _scores(q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, scale: f
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    """exp(scores - lse), 0 throughout a row that is masked throughout (lse = -inf)."""
+    """exp(scores - lse); 0 in a row that is masked throughout (lse = -inf)."""
     lse = lse.to(scores.dtype)
     return torch.exp(scores - torch.where(lse == -_INFINITY, _INFINITY, lse).unsqueeze(-1))
 
@@ -185,14 +185,14 @@ def _keep(
     offset: Sequence[int],
     global_shape: Sequence[int],
 ) -> Tensor:
-    """[B, H, S, T]: 1 / (1 - dropout_p) where a probability is kept, else 0."""
+    """[B, H, S, T]: 1 / (1 - dropout_p) for kept probabilities, else 0."""
     assert seed is not None
     keep = keep_mask(scores.shape, offset, global_shape, seed, site, dropout_p)
     return keep.to(scores.dtype) * keep_scale(dropout_p)
 
 
 def _group(x: Tensor, k: Tensor) -> Tensor:
-    """[B, H, S, X] to [B, G, g S, X]: the heads that share a key head become rows of one matrix."""
+    """[B, H, S, X] to [B, G, g S, X]: heads that share a key head become rows of one matrix."""
     b, h, s, width = x.shape
     groups = k.shape[1]
     return x.reshape(b, groups, h // groups * s, width)
@@ -229,7 +229,7 @@ def fake_attention_backward(
 
 
 def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Memory for out [B, H, S, E] and lse [B, H, S], lying as torch's kernel for the device has them."""
+    """Memory for out [B, H, S, E] and lse [B, H, S], with the strides of torch's kernel for the device."""
     out = torch.empty_like(q) if q.shape[3] == v.shape[3] else empty_by_rows(q, v.shape[3])
     batch, heads, rows, _ = q.shape
     dtype = accumulation_dtype(q.dtype)
@@ -239,14 +239,14 @@ def empty_results(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def empty_by_rows(x: Tensor, size: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Memory for [B, H, S, size], lying as [B, S, H, size]; as long as x [B, H, S, D], and of its dtype if None."""
+    """Memory for [B, H, S, size] in the layout [B, S, H, size]. By default, size and dtype are those of x."""
     batch, heads, rows, width = x.shape
     shape = (batch, rows, heads, width if size is None else size)
     return x.new_empty(shape, dtype=dtype or x.dtype).transpose(1, 2)
 
 
 def lying_as(like: Tensor, x: Tensor) -> Tensor:
-    """A tensor without gaps, its dims in the order of another's; a copy only where it does not lie so."""
+    """A dense tensor with its dims in the order of another tensor's; a copy only if its order differs."""
     order = sorted(range(x.dim()), key=like.stride, reverse=True)
     ordered = x.permute(order)
     if ordered.is_contiguous():
@@ -255,14 +255,14 @@ def lying_as(like: Tensor, x: Tensor) -> Tensor:
 
 
 def claimed(q: Tensor, out: Tensor) -> Tensor:
-    """A kernel's result by rows, lying as `empty_results` has it: a copy where `q` lies otherwise."""
+    """A kernel's row-major result in the layout of `empty_results`: a copy if `q` has another layout."""
     batch, head, row, element = q.stride()
     is_by_rows = batch >= row >= head >= element
     return out if is_by_rows or q.shape != out.shape else lying_as(torch.empty_like(q), out)
 
 
 def by_rows(x: Tensor) -> Tensor:
-    """[B, H, S, D] lying as [B, S, H, D]; a copy only where it does not."""
+    """[B, H, S, D] in the layout [B, S, H, D]; a copy only if its layout differs."""
     rows = x.transpose(1, 2)
     return x if rows.is_contiguous() else rows.clone(memory_format=torch.contiguous_format).transpose(1, 2)
 

@@ -1,8 +1,8 @@
-"""A product of matrices that takes its bias along: `autoshard::biased_product`, out = a b + bias.
+"""A matrix product that adds a bias: `autoshard::biased_product`, out = a b + bias.
 
-No kernel of ours: `torch.addmm` hands the bias to the library's product (cuBLASLt's epilogue), which adds it in float32
-before it rounds and stores. So nothing is lost where the product is the library's own, and what goes is the bias's
-launch, and a result written and read.
+It has no kernel of ours. `torch.addmm` passes the bias to the library's product (cuBLASLt's epilogue), which adds it in
+float32 before it rounds and stores. The product stays the library's own. The operator saves the launch of the addition,
+and one result that would be written and read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _aten = torch.ops.aten
 
 
 def why_not_biased_product(a: Tensor, b: Tensor, bias: Tensor) -> str | None:
-    """Why the library does not take these, or None."""
+    """The reason that the library cannot take these operands, or None."""
     if a.dim() != 2 or b.dim() != 2 or tuple(bias.shape) != (b.shape[1],):
         shapes = f"{tuple(a.shape)}, {tuple(b.shape)}, {tuple(bias.shape)}"
         return f"the library takes a [M, K], b [K, N] and bias [N]; found {shapes}."
@@ -49,7 +49,7 @@ FUSED = (
         why_not_biased_product,
         (Form(_sum, dims=2),),
         (),
-        readers_of_anew=frozenset(),
+        allowed_readers=frozenset(),
         keeps_place=True,
     ),
 )

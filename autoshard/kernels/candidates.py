@@ -1,8 +1,8 @@
 """Launch configurations that a kernel may have: the heuristic's block sizes and warps, and their neighbours.
 
-A neighbour is one step away, a factor of two, in one block size or in the warps; or in a block size and the warps
-alike, so that each thread keeps its work. The block sizes that are not in `TUNABLE` cover a whole row or head, or are
-written into what the kernel reads.
+A neighbour is one step away, a factor of two, in one block size or in the warps. It may also differ in a block size
+and the warps alike, so that each thread keeps its work. Block sizes that are not in `TUNABLE` cover a whole row or
+head, or determine the operands' layout.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 _MAX_WARPS = 16
-# Elements of a tile for each thread of a warp of 32: with fewer, threads idle; with more, tiles leave the registers.
+# Elements of a tile per thread of a warp of 32. With fewer elements threads idle; with more, tiles leave the registers.
 _MIN_PER_THREAD, _MAX_PER_THREAD = 1, 64
 
 _BOTH = ("BLOCK_R", "BLOCK_C")
 _ROWS = ("BLOCK_R",)
-# By the name of its function, the block sizes of a kernel that may vary; of others only the warps may.
+# The block sizes of a kernel that may vary, by the name of its function. Other kernels may only vary their warps.
 TUNABLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "bias_gelu_backward_kernel": _BOTH,
@@ -41,18 +41,18 @@ TUNABLE: Mapping[str, tuple[str, ...]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What a kernel is launched with.
+    """A launch configuration of a kernel.
 
     Args:
         blocks: the `constexpr` arguments that may vary, with their values.
-        num_warps: warps of a program.
+        num_warps: the warps of a program.
     """
 
     blocks: tuple[tuple[str, int], ...]
     num_warps: int
 
     def __str__(self) -> str:
-        """For example "BLOCK_R 2, BLOCK_C 64, 8 warps"."""
+        """Format the choice, such as "BLOCK_R 2, BLOCK_C 64, 8 warps"."""
         blocks = "".join(f"{name} {size}, " for name, size in self.blocks)
         return f"{blocks}{self.num_warps} warps"
 
@@ -60,18 +60,18 @@ class Choice:
 def choice_of(
     constants: Mapping[str, object], tunable: Sequence[str], num_warps: int
 ) -> tuple[Choice, dict[str, object]]:
-    """The heuristic's choice, and those of a kernel's `constexpr` arguments that do not vary."""
+    """The heuristic's choice, and the `constexpr` arguments that do not vary."""
     blocks = {name: value for name, value in constants.items() if name in tunable and isinstance(value, int)}
     fixed = {name: value for name, value in constants.items() if name not in blocks}
     return Choice(tuple(blocks.items()), num_warps), fixed
 
 
 def neighbours(choice: Choice, fixed: Mapping[str, object]) -> tuple[Choice, ...]:
-    """What may be chosen in a heuristic's place, itself first.
+    """The candidates that may replace a heuristic's choice; the choice itself is first.
 
     Args:
-        choice: the heuristic's.
-        fixed: the kernel's other `constexpr` arguments, of which BLOCK_* are sides of its tile.
+        choice: the heuristic's choice.
+        fixed: the kernel's other `constexpr` arguments; BLOCK_* among them are sides of its tile.
     """
     around = (choice, *_steps(choice))
     sides = {name: value for name, value in fixed.items() if name.startswith("BLOCK") and isinstance(value, int)}
@@ -90,7 +90,7 @@ def _steps(choice: Choice) -> Iterator[Choice]:
 
 
 def _per_thread(choice: Choice, sides: Mapping[str, int]) -> float:
-    """Elements of a tile for each thread."""
+    """Elements of a tile per thread."""
     return math.prod(size for _, size in choice.blocks) * math.prod(sides.values()) / (32 * choice.num_warps)
 
 

@@ -1,8 +1,8 @@
-"""`autoshard::checked`: a value, once a check of another has passed.
+"""`autoshard::checked`: a value, returned after a check of another value has passed.
 
-What a model asserts of values (`torch._assert_async`), and what torch's linear algebra finds while it factorises
-(`torch.linalg.cholesky` of a matrix that is not positive definite), are errors on one device. A program has no calls
-without a result, so the check goes with a value that the program hands out.
+A model may assert values (`torch._assert_async`), and torch's linear algebra may fail (`torch.linalg.cholesky` of a
+matrix that is not positive definite). Both raise an error on one device. A program has no calls without a result, so a
+check is attached to a value that the program returns.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ aten = torch.ops.aten
 
 
 def _checked(x: Tensor, status: Tensor, message: str, is_matrix: bool | None = None) -> Tensor:
-    """A copy of `x`.
+    """A copy of `x`, after the check.
 
     Args:
         x: any value.
-        status: what must be true, or the `info` of a factorisation, of any shape, which must be zero.
-        message: of an assertion; of a factorisation the function's name.
-        is_matrix: of a factorisation, whether it was of a single matrix; None of an assertion.
+        status: an assertion's condition; or the `info` of a factorisation, of any shape, which must be zero.
+        message: the assertion's message, or the factorisation's function name.
+        is_matrix: whether a factorisation was of a single matrix; None for an assertion.
 
     Raises:
-        RuntimeError: what must be true is not.
+        RuntimeError: the assertion failed.
         torch.linalg.LinAlgError: a factorisation failed.
     """
     if is_matrix is None:

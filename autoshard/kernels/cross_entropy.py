@@ -7,7 +7,7 @@ architecture", CVPR 2016, section 7, for the smoothing):
     loss = lse - (1 - e) x_t - (e / C) sum_c x_c                      (0 where t = ignore_index)
     dx_c = grad_loss (exp(x_c - lse) - (1 - e) [c = t] - e / C)       (0 where t = ignore_index)
 
-The reduction over rows and class weights are composed around it.
+The caller reduces over rows, and applies class weights.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def cross_entropy_reference(
     Args:
         logits: [N, C], any float dtype.
         target: [N] int64, each in [0, C) or equal to ignore_index.
-        ignore_index: the target whose rows have loss 0.
+        ignore_index: the target of rows whose loss is 0.
         label_smoothing: weight of the uniform distribution in the target's, in [0, 1].
 
     Returns:
@@ -50,8 +50,8 @@ def cross_entropy_reference(
 
 
 def cross_entropy_composite(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> tuple[Tensor]:
-    """The loss of each row, in operators that have derivatives; arguments as of `cross_entropy_reference`."""
-    is_counted = (target != ignore_index).unsqueeze(1)  # a row that does not count may hold infinities
+    """The loss of each row, by operators with derivatives; arguments as for `cross_entropy_reference`."""
+    is_counted = (target != ignore_index).unsqueeze(1)  # ignored rows may contain infinities
     loss, _ = cross_entropy_reference(torch.where(is_counted, logits, 0.0), target, ignore_index, label_smoothing)
     return (loss,)
 
@@ -59,7 +59,7 @@ def cross_entropy_composite(logits: Tensor, target: Tensor, ignore_index: int, l
 def cross_entropy_backward_reference(
     grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
 ) -> Tensor:
-    """The gradient of the logits, [N, C] in their dtype; arguments as the forward's, grad_loss [N]."""
+    """The gradient of the logits, [N, C] in their dtype; grad_loss is [N], other arguments as for the forward."""
     x = logits.to(lse.dtype)
     is_counted = target != ignore_index
     grad = torch.where(is_counted, grad_loss.to(lse.dtype), 0.0).unsqueeze(1)  # [N, 1]
@@ -68,17 +68,17 @@ def cross_entropy_backward_reference(
         dx = dx - label_smoothing / x.shape[1]
     dx = dx * grad
     dx = dx.scatter_add(1, _safe(target, is_counted), grad * (label_smoothing - 1.0))
-    # A row that does not count may hold anything, even infinities.
+    # An ignored row may contain any values, even infinities.
     return torch.where(is_counted.unsqueeze(1), dx, 0.0).to(logits.dtype).contiguous()
 
 
 def _safe(target: Tensor, is_counted: Tensor) -> Tensor:
-    """[N, 1] indices that may be gathered: 0 stands for rows that do not count."""
+    """[N, 1] indices for gather; 0 for ignored rows."""
     return torch.where(is_counted, target, 0).unsqueeze(1)
 
 
 def fake_loss(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> tuple[Tensor, Tensor]:
-    """Empty tensors for what the forward gives."""
+    """Empty tensors for the results of the forward."""
     rows = (logits.shape[0],)
     dtype = accumulation_dtype(logits.dtype)
     return logits.new_empty(rows, dtype=dtype), logits.new_empty(rows, dtype=dtype)
@@ -87,7 +87,7 @@ def fake_loss(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing
 def fake_backward(
     grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
 ) -> Tensor:
-    """An empty tensor for what the backward gives."""
+    """An empty tensor for the result of the backward."""
     return logits.new_empty(logits.shape)
 
 

@@ -1,9 +1,9 @@
 """`autoshard::ctc_loss` and its backward: the loss of each sequence by connectionist temporal classification.
 
-The negative log of the probability that a sequence of T distributions over C symbols gives a target, summed over all
-alignments with blanks (Graves et al., "Connectionist Temporal Classification", ICML 2006). torch computes it; here its
-table `log_alpha` has a size that the operands' shapes tell: it is as wide as the longest target could be, not as the
-longest target is.
+A sequence of T distributions over C symbols gives a target with some probability, summed over all alignments with
+blanks. The loss is its negative log (Graves et al., "Connectionist Temporal Classification", ICML 2006). The library
+torch computes it. Unlike torch's table, `log_alpha` here has a size that follows from the operands' shapes: it is as
+wide as for the longest possible target.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ aten = torch.ops.aten
 def ctc_loss_reference(
     log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int
 ) -> tuple[Tensor, Tensor]:
-    """The loss of each sequence, infinite where no alignment gives the target, and the forward variables.
+    """The loss of each sequence, infinite if no alignment gives the target, and the forward variables.
 
     Args:
         log_probs: [T, N, C], float32 or float64.
-        targets: [N, S] integers in [0, C), none of them blank; what is behind a target's length is not looked at.
+        targets: [N, S] integers in [0, C), none of them blank; values beyond a target's length are ignored.
         input_lengths: [N] integers, each at most T.
         target_lengths: [N] integers, each at most S.
         blank: the class of the blank.
 
     Returns:
-        loss [N] and log_alpha [N, T, 2 S + 1], in the type of log_probs; -inf behind a sequence's lengths.
+        loss [N] and log_alpha [N, T, 2 S + 1], in the dtype of log_probs; -inf beyond a sequence's lengths.
     """
     loss, log_alpha = aten._ctc_loss.Tensor(log_probs, targets, input_lengths, target_lengths, blank)
     width = 2 * targets.shape[1] + 1
     log_alpha = F.pad(log_alpha, (0, width - log_alpha.shape[2]))
-    device = log_probs.device  # of lengths and targets that may be elsewhere, as torch takes them
+    device = log_probs.device  # lengths and targets may be on another device, as in torch
     states = torch.arange(width, device=device) <= 2 * target_lengths.to(device)[:, None, None]
     times = torch.arange(len(log_probs), device=device)[:, None] < input_lengths.to(device)[:, None, None]
-    return loss, torch.where(states & times, log_alpha, float("-inf"))  # torch leaves the others as they were in memory
+    return loss, torch.where(states & times, log_alpha, float("-inf"))  # torch leaves the rest uninitialised
 
 
 def ctc_loss_backward_reference(
@@ -54,7 +54,7 @@ def ctc_loss_backward_reference(
     blank: int,
     zero_infinity: bool,
 ) -> Tensor:
-    """The gradient of the log-probabilities, [T, N, C]; with `zero_infinity`, that of infinite losses is zero."""
+    """The gradient of the log-probabilities, [T, N, C]; `zero_infinity` makes gradients of infinite losses zero."""
     lengths = (input_lengths, target_lengths)
     return aten._ctc_loss_backward.Tensor(
         grad_loss, log_probs, targets, *lengths, loss, log_alpha, blank, zero_infinity
@@ -87,7 +87,7 @@ def _backward(ctx: Any, grad_loss: Tensor | None, _: None) -> tuple[Tensor | Non
 
 
 def _implementation(*args: Any) -> tuple[Tensor, Tensor]:
-    return ctc_loss_reference(*args[:-1])  # zero_infinity is for the backward
+    return ctc_loss_reference(*args[:-1])  # only the backward reads zero_infinity
 
 
 _OPERANDS = "Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths"

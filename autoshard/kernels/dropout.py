@@ -1,7 +1,7 @@
-"""`autoshard::dropout`: dropout whose mask depends on the global index, so no mesh changes it.
+"""`autoshard::dropout`: dropout whose mask depends on the global index, so that it is equal on every mesh.
 
 Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting" (JMLR 2014), with the
-mask from Philox (`philox.py`). Nothing is saved for the backward: it draws the mask again.
+mask from Philox (`philox.py`). Nothing is saved for the backward, which draws the same mask.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autoshard.kernels.philox import keep_mask, keep_scale
 def dropout_reference(
     x: Tensor, seed: Tensor, p: float, site: int, offset: Sequence[int], global_shape: Sequence[int]
 ) -> Tensor:
-    """Zero each element with probability p, scale the others by 1 / (1 - p).
+    """Zero each element with probability p, and scale the other elements by 1 / (1 - p).
 
     Args:
         x: any shape, any float dtype; a shard of a global array.

@@ -1,8 +1,8 @@
-"""Operators of ours that exchange rows between ranks while they run: to which rank how many go may be known only then.
+"""Operators that exchange rows between ranks while they run; the number of rows per rank may only then be known.
 
-Such an operator is written down once, as *steps*: a generator that yields each `Exchange` and gets what arrived. With a
-process per rank an all-to-all answers it (`run_steps`); the simulator answers all ranks of a group together
-(`run_together`). Operands and results have static shapes, what travels in between need not.
+Such an operator is written as *steps*: a generator that yields each `Exchange` and receives the arrived rows. With a
+process per rank, an all-to-all answers it (`run_steps`). The simulator answers all ranks of a group together
+(`run_together`). Operands and results have static shapes; the exchanged rows need not.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class Exchange:
     """Rows for each rank of a group.
 
     Args:
-        tensors: each has the rows for the first rank first, on dim 0.
-        sent: how many rows of each tensor are for which rank.
-        received: how many come from which.
-        is_awaited: else the answer is still on its way, until it is asked for by `arrived`.
+        tensors: tensors of rows on dim 0, the rows for the first rank first.
+        sent: the number of rows of each tensor for each rank.
+        received: the number of rows from each rank.
+        is_awaited: wait for the answer; else the steps wait for it by `arrived`.
     """
 
     tensors: Sequence[Tensor]
@@ -39,16 +39,16 @@ class Exchange:
 
 
 Steps = Generator[Exchange, list[Tensor], Any]
-"""Yields exchanges, gets for each tensor what came, the first rank's rows first; returns the operator's results.
+"""Yields exchanges, receives the arrived rows of each tensor (the first rank's first), and returns the results.
 
-The list is the steps' own: what they take off it is held by nobody else.
+The steps own the received list, so a tensor that they remove from it is freed.
 """
 
 
 _STEPS: dict[OpOverload, Callable[..., Steps]] = {}
 
 EXCHANGING: Mapping[OpOverload, Callable[..., Steps]] = MappingProxyType(_STEPS)
-"""Operators that communicate within, and their steps; the last argument of a call is the group, which steps lack."""
+"""Operators that communicate inside, and their steps; a call's last argument is the group, which steps lack."""
 
 
 def define_exchanging(
@@ -65,17 +65,17 @@ def define_exchanging(
 
 
 def arrived(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Wait for tensors that are on their way; those that are there already stay as they are."""
+    """Wait for tensors that are in transit; tensors that have arrived stay as they are."""
     return [_c10d.wait_tensor(tensor) for tensor in tensors]
 
 
 def run_steps(steps: Steps, group: str) -> Any:
-    """The results of one rank's steps, whose exchanges go over the process group that torch knows as `group`."""
+    """The results of one rank's steps; exchanges use the process group with torch's name `group`."""
     try:
         exchange = next(steps)
         while True:
             answer = _all_to_all(exchange, group)
-            del exchange  # else what was sent would stay until the next one
+            del exchange  # otherwise the sent tensors would stay until the next exchange
             exchange = steps.send(answer)
     except StopIteration as done:
         return done.value
@@ -88,10 +88,10 @@ def _all_to_all(exchange: Exchange, group: str) -> list[Tensor]:
 
 
 def run_together(ranks: Sequence[Steps]) -> list[Any]:
-    """The results of the steps of all ranks of a group, in order, in this process.
+    """The results of the steps of all ranks of a group, in rank order, run in this process.
 
     Raises:
-        ValueError: a rank expects other rows than it is sent.
+        ValueError: a rank expects other numbers of rows than it is sent.
     """
     results: list[Any] = [None] * len(ranks)
     arrived: list[list[Tensor] | None] = [None] * len(ranks)
@@ -105,14 +105,14 @@ def run_together(ranks: Sequence[Steps]) -> list[Any]:
         if not exchanges:
             return results
         if len(exchanges) != len(ranks):
-            raise ValueError(f"{len(exchanges)} of {len(ranks)} ranks exchange rows, others have ended.")
+            raise ValueError(f"{len(exchanges)} of {len(ranks)} ranks exchange rows, but the others have ended.")
         arrived = [_arriving(exchanges, rank) for rank in range(len(ranks))]
 
 
 def _arriving(exchanges: Sequence[Exchange], rank: int) -> list[Tensor]:
-    """Rows that reach a rank, for each tensor."""
+    """The rows that reach a rank, for each tensor."""
     sent = [exchange.sent[rank] for exchange in exchanges]
     if sent != list(exchanges[rank].received):
-        raise ValueError(f"rank {rank} expects {list(exchanges[rank].received)} rows of each rank, and is sent {sent}.")
+        raise ValueError(f"rank {rank} expects {list(exchanges[rank].received)} rows of each rank, but is sent {sent}.")
     parts = [[t.split(list(exchange.sent))[rank] for t in exchange.tensors] for exchange in exchanges]
     return [torch.cat(pieces) for pieces in zip(*parts, strict=True)]

@@ -1,16 +1,17 @@
-"""`autoshard::exchanged_experts` and its backward: experts of several ranks, to which tokens are sent and come back.
+"""`autoshard::exchanged_experts` and its backward: experts on several ranks, between which tokens are exchanged.
 
-Lepikhin et al., "GShard" (2020), section 3.2, without capacities: each rank of the group holds other tokens and other
-experts, the first ones on the first rank. It sends each token to the ranks of its experts, once for each expert, and
-gets back what they make of it. How many rows go where is exchanged first, so that nothing is dropped or padded. The
-host reads these numbers, as collectives want them there: on an accelerator it waits for them once in each call.
+Lepikhin et al., "GShard" (2020), section 3.2, without capacities. Each rank of the group holds other tokens and other
+experts; the first experts are on the first rank. A rank sends each token to the ranks of its experts, once per expert,
+and receives the experts' results. Ranks first exchange the numbers of rows, so no row is dropped or padded. The host
+reads these numbers, because collectives need them there; on an accelerator it waits for them once per call.
 
-Operands and results are as of `autoshard::experts`, of a rank's own tokens and its own experts; `index` counts experts
-over the whole group, of which there are `experts`.
+Operands and results are those of `autoshard::experts`, for a rank's own tokens and its own experts. `index` counts
+experts over the whole group, which has `experts` of them.
 
-`exchanged_experts_keeping` returns besides what `exchanged_experts_kept_backward` would else ask for and compute again:
-the rows that came, [R, H], and their first products u, [R, g I], both in the order of experts, and how many went and
-came, [2, ranks, experts of a rank] on the host. R depends on what routers choose; the fake value has the mean.
+`exchanged_experts_keeping` also returns values that the backward would otherwise receive and compute a second time.
+They are the arrived rows, [R, H], and their first products u, [R, g I], both in the order of experts. The numbers of
+sent and arrived rows, [2, ranks, experts of a rank], are returned on the host. `exchanged_experts_kept_backward` takes
+these values. R depends on the routers' choices; the fake value has the mean.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ from autoshard.kernels.experts import (
 )
 
 Travelling = Generator[Exchange, list[Tensor], list[Tensor]]
-"""Steps that return tensors which are on their way."""
+"""Steps that return tensors in transit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where rows go.
+    """The routes of rows to experts.
 
     Args:
-        order: of the rows that this rank sends, in the order of experts, which assignment of T k each is.
-        sent, received: rows to each rank, and from each.
-        arrived: the experts of what comes, in the order of ranks and then of experts.
+        order: for each sent row, in the order of experts, its assignment among T k.
+        sent, received: the number of rows to each rank, and from each.
+        arrived: the experts of arriving rows, in the order of ranks and then of experts.
     """
 
     order: Tensor
@@ -58,7 +59,7 @@ class Route:
 
     @classmethod
     def of(cls, order: Tensor, counts: Tensor) -> Route:
-        """The route of assignments that `order` sorts by expert; `counts` as `_counted` gives them."""
+        """The route of assignments that `order` sorts by expert; `counts` is the result of `_counted`."""
         _, ranks, held = counts.shape
         sent, received = counts.sum(2).tolist()
         ids = torch.arange(held, device=order.device).repeat(ranks)
@@ -66,23 +67,23 @@ class Route:
         return cls(order[: sum(sent)], sent, received, group_by_expert(ids, held))
 
     def there(self, *tensors: Tensor) -> Travelling:
-        """Send rows of assignments to their experts; `take` gives what arrives."""
+        """Send rows of assignments to their experts; `take` returns the arrived rows."""
         return (yield Exchange(tensors, self.sent, self.received, is_awaited=False))
 
     def take(self, pending: list[Tensor]) -> Tensor:
-        """The first tensor on its way, which leaves the list so that nothing else holds it; in the order of experts."""
+        """Wait for the first tensor in transit, remove it from the list, and return it in the order of experts."""
         (rows,) = arrived([pending.pop(0)])
         return rows.index_select(0, self.arrived.order)
 
     def back(self, *tensors: Tensor) -> Travelling:
-        """Send rows sorted by expert back to where they came from; in the order of `order`."""
+        """Send rows sorted by expert back to their ranks, where they arrive in the order of `order`."""
         rows = [torch.empty_like(tensor).index_copy_(0, self.arrived.order, tensor) for tensor in tensors]
         del tensors
         return (yield Exchange(rows, self.received, self.sent, is_awaited=False))
 
 
 def _counted(groups: ExpertGroups, held: int) -> Generator[Exchange, list[Tensor], Tensor]:
-    """Rows to each expert of each rank, and from each rank to each expert here: [2, ranks, held] on the host."""
+    """Numbers of rows to each expert of each rank, and from each rank to each local expert: [2, ranks, held]."""
     counts = torch.diff(groups.ends.to(torch.int64), prepend=groups.ends.new_zeros(1, dtype=torch.int64)).view(-1, held)
     ones = [1] * counts.shape[0]
     (arriving,) = yield Exchange([counts], ones, ones)
@@ -94,7 +95,7 @@ def _forward(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, experts: int,
     *constants: Any,
 ) -> Generator[Exchange, list[Tensor], tuple[Tensor, ...]]:  # fmt: skip
-    """The result, and where it `keeps` them, rows, first products and counts."""
+    """The result; if it `keeps` them, also rows, first products and counts."""
     check_experts(x, index, weights, gate_up, down)
     held = ExpertWeights(gate_up, gate_up_bias, down, *constants)
     groups = group_by_expert(index.flatten(), experts)
@@ -128,7 +129,7 @@ def backward_steps(
     grad_out: Tensor, x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None,
     down: Tensor, experts: int, *constants: Any,
 ) -> Steps:  # fmt: skip
-    """The steps of `exchanged_experts_backward`; the first product runs while gradients of results are on their way."""
+    """The steps of `exchanged_experts_backward`; the first product runs while the results' gradients are in transit."""
     held = ExpertWeights(gate_up, gate_up_bias, down, *constants)
     groups = group_by_expert(index.flatten(), experts)
     route = Route.of(groups.order, (yield from _counted(groups, held.count)))
@@ -144,7 +145,7 @@ def kept_backward_steps(
     grad_out: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor,
     rows: Tensor, u: Tensor, counts: Tensor, experts: int, *constants: Any,
 ) -> Steps:  # fmt: skip
-    """The steps of `exchanged_experts_kept_backward`; the gate runs while gradients of results are on their way."""
+    """The steps of `exchanged_experts_kept_backward`; the gate runs while the results' gradients are in transit."""
     held = ExpertWeights(gate_up, gate_up_bias, down, *constants)
     route = Route.of(group_by_expert(index.flatten(), experts).order, counts)
     pending = yield from route.there(
@@ -156,13 +157,13 @@ def kept_backward_steps(
 def _gradients(
     held: ExpertWeights, route: Route, pending: list[Tensor], rows: Tensor, u: Tensor, index: Tensor
 ) -> Steps:
-    """Gradients of x, weights and matrices; those of matrices are computed while those of rows are on their way.
+    """Gradients of x, weights and matrices; those of matrices are computed while the rows' gradients are in transit.
 
     Args:
-        held, route: the rank's experts, and how rows came to them.
-        pending: gradients of results and weights of rows, on their way here.
-        rows, u: what came in the forward, and its first products.
-        index: of this rank's tokens.
+        held, route: the rank's experts, and the routes of rows to them.
+        pending: gradients of results and weights of rows, in transit to this rank.
+        rows, u: the arrived rows of the forward, and their first products.
+        index: the experts of this rank's tokens.
     """
     groups = route.arrived
     hidden, backward = held.hidden(u)

@@ -1,18 +1,18 @@
-"""`autoshard::experts` and its backward: each token through the experts that it chose, and their weighted sum.
+"""`autoshard::experts` and its backward: each token through its chosen experts, and the weighted sum of the results.
 
-Shazeer et al., "Outrageously large neural networks" (2017), equation 1, without its router; tokens are sorted by
-expert and each product is one in groups, so that nothing is dropped and nothing padded (Gale et al., "MegaBlocks",
-2022). Shapes: T tokens, k experts of each, H hidden size, E experts, I intermediate size, g = 2 halves with a gate or
-1 without. Of token t with j in 1 .. k and e = index[t, j]:
+Shazeer et al., "Outrageously large neural networks" (2017), equation 1, without the router. Tokens are sorted by
+expert, and each product is a grouped product, so no token is dropped or padded (Gale et al., "MegaBlocks", 2022).
+Shapes: T tokens, k experts per token, H hidden size, E experts, I intermediate size, g = 2 halves with a gate or 1
+without. For token t, j in 1 .. k and e = index[t, j]:
 
     u = x_t A_e + a_e                    [g I]
     out_t = sum_j weights[t, j] gate(u) B_e
 
-An index outside 0 .. E - 1 stands for no expert: it adds nothing. So a rank that has some of the experts subtracts the
-number of its first one, and its result is an addend of the whole.
+An index outside 0 .. E - 1 stands for no expert and adds nothing. So a rank with some of the experts subtracts the
+number of its first expert from the index. Its result is an addend of the whole.
 
-The backward computes u again: what is kept for it are the operands alone. Where tokens are exchanged between ranks,
-`exchanged_experts_keeping` hands it what came and u as well.
+The backward computes u a second time, so only the operands are saved for it. If ranks exchange tokens,
+`exchanged_experts_keeping` saves the arrived rows and u as well.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from autoshard.kernels.library import define, differentiate
 
 @dataclass(frozen=True, slots=True)
 class ExpertGroups:
-    """Rows sorted by expert: those of expert e are from ends[e - 1] to ends[e].
+    """Rows sorted by expert: the rows of expert e are from ends[e - 1] to ends[e].
 
     Args:
-        order: for each sorted row which row it was before, [R].
-        ids: the expert of each sorted row, [R]; E for rows of no expert, which come last.
+        order: for each sorted row, its index before sorting, [R].
+        ids: the expert of each sorted row, [R]; E for rows without an expert, which come last.
         ends: int32 [E].
-        is_cut: rows of no expert are left out. Else what is computed of them is undefined: `without_unknown`.
+        is_cut: rows without an expert are left out. Otherwise their results are undefined; see `without_unknown`.
     """
 
     order: Tensor
@@ -46,14 +46,14 @@ class ExpertGroups:
     is_cut: bool
 
     def without_unknown(self, values: Tensor) -> Tensor:
-        """Values of sorted rows, [R] or [R, N], with zeros written in place of those of rows of no expert."""
+        """Values of sorted rows, [R] or [R, N], with zeros written for rows without an expert."""
         if self.is_cut:
             return values
         is_unknown = self.ids == self.ends.shape[0]
         return values.masked_fill_(is_unknown if values.dim() == 1 else is_unknown.unsqueeze(1), 0)
 
     def of_each(self, vectors: Tensor) -> Tensor:
-        """Each row's expert's vector, of [E, N]: [R, N]."""
+        """The vector of each row's expert, from [E, N]: [R, N]."""
         return vectors.index_select(0, self.ids if self.is_cut else self.ids.clamp(max=vectors.shape[0] - 1))
 
     def products(self, rows: Tensor, matrices: Tensor) -> Tensor:
@@ -66,7 +66,7 @@ class ExpertGroups:
         return out
 
     def gradients(self, left: Tensor, right: Tensor) -> Tensor:
-        """For each expert the product of its rows, left [R, M] transposed times right [R, N]: [E, M, N]."""
+        """For each expert, the product of its rows, left [R, M] transposed times right [R, N]: [E, M, N]."""
         if _is_grouped(left, right):
             return F.grouped_mm(left.mT, right, offs=self.ends)
         out = left.new_zeros((self.ends.shape[0], left.shape[1], right.shape[1]))
@@ -86,7 +86,7 @@ class ExpertGroups:
 
 
 def _is_grouped(left: Tensor, right: Tensor) -> bool:
-    """Whether torch's grouped product takes the operands: rows of whole 16 bytes, of a type that it has."""
+    """Whether torch's grouped product takes the operands: rows of whole 16 bytes, of a supported dtype."""
     is_known = left.dtype in (torch.bfloat16, torch.float16, torch.float32) and left.dtype == right.dtype
     return is_known and left.shape[0] > 0 and all(map(_is_aligned, (left, right)))
 
@@ -98,9 +98,9 @@ def _is_aligned(operand: Tensor) -> bool:
 
 
 def group_by_expert(ids: Tensor, experts: int) -> ExpertGroups:
-    """Rows in the order of their experts [R]; a number that is not in 0 .. experts - 1 is no expert.
+    """Sort rows by their experts [R]; a number outside 0 .. experts - 1 is no expert.
 
-    How many rows have an expert is read on the CPU alone: elsewhere the host would wait for it.
+    The number of rows with an expert is only read on the CPU; on other devices, the host would wait for it.
     """
     known = torch.where((ids >= 0) & (ids < experts), ids, experts)
     ids, order = torch.sort(known, stable=True)
@@ -112,18 +112,18 @@ def group_by_expert(ids: Tensor, experts: int) -> ExpertGroups:
 
 
 def _is_read_at_once(tensor: Tensor) -> bool:
-    """Whether the host need not wait for a device to read a tensor."""
+    """Whether the host can read a tensor without waiting for a device."""
     return tensor.device.type == "cpu"
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """Experts' weights as they lie in a model, and what is between their products.
+    """Experts' weights in the layout of a model, and the function between their products.
 
     Args:
-        gate_up: A, [E, g, I, H] or [E, I, g, H] (`interleaved`); [E, H, ...] where `transposed`.
-        gate_up_bias: a, [E, g, I] or [E, I, g], or None: zero.
-        down: B, [E, H, I], or [E, I, H] where `transposed`.
+        gate_up: A, [E, g, I, H] or [E, I, g, H] (`interleaved`); [E, H, ...] if `transposed`.
+        gate_up_bias: a, [E, g, I] or [E, I, g], or None for zero.
+        down: B, [E, H, I], or [E, I, H] if `transposed`.
     """
 
     gate_up: Tensor
@@ -137,34 +137,34 @@ class ExpertWeights:
 
     @property
     def count(self) -> int:
-        """E."""
+        """E, the number of experts."""
         return self.down.shape[0]
 
     def first_products(self, x: Tensor, groups: ExpertGroups) -> Tensor:
-        """u of experts' rows x [R, H]: [R, g I]; undefined for rows of no expert, as all that is made of it."""
+        """u of experts' rows x [R, H]: [R, g I]; undefined for rows without an expert, and so all that follows."""
         u = groups.products(x, self._gate_up)
         return u if self.gate_up_bias is None else u + groups.of_each(self.gate_up_bias.flatten(1))
 
     def results(self, u: Tensor, groups: ExpertGroups) -> Tensor:
-        """Results of experts, [R, H], not weighed."""
+        """Results of experts, [R, H], not weighted."""
         return groups.products(self._gate.forward(u), self._down)
 
     def results_of_all(self, x: Tensor, is_chosen: Tensor) -> Tensor:
-        """Results of each expert for each token x [T, H], not weighed: [E, T, H]; of use where is_chosen [E, T, 1]."""
+        """Results of each expert for each token x [T, H], not weighted: [E, T, H]; valid where is_chosen [E, T, 1]."""
         u = torch.matmul(x, self._gate_up)  # [E, T, g I]
         u = u if self.gate_up_bias is None else u + self.gate_up_bias.flatten(1).unsqueeze(1)
-        hidden, _ = self.hidden(torch.where(is_chosen, u, 0.0).flatten(0, 1))  # finite where it is of no use
+        hidden, _ = self.hidden(torch.where(is_chosen, u, 0.0).flatten(0, 1))  # finite where it is not used
         return torch.matmul(hidden.unflatten(0, u.shape[:2]), self._down)
 
     def backward(self, grad: Tensor, x: Tensor, weights: Tensor, groups: ExpertGroups) -> tuple[Any, ...]:
-        """Gradients of x [R, H], weights [R], gate_up, gate_up_bias (None without one) and down.
+        """Gradients of x [R, H], weights [R], gate_up, gate_up_bias (None without a bias) and down.
 
-        The first two are undefined for rows of no expert.
+        The first two are undefined for rows without an expert.
 
         Args:
-            grad: of the weighed results [R, H].
+            grad: the gradient of the weighted results [R, H].
             x, weights: the rows and their weights.
-            groups: which rows are whose.
+            groups: the experts of the rows.
         """
         hidden, backward = self.hidden(self.first_products(x, groups))
         d_x, d_weights, d_u, grad = self.backward_of_rows(grad, weights, hidden, backward, groups)
@@ -172,14 +172,14 @@ class ExpertWeights:
         return d_x, d_weights, *self.backward_of_matrices(grad, x, hidden, d_u, groups)
 
     def hidden(self, u: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """What is between both products of rows, [R, I], and the function from its gradient to that of u."""
+        """The value between both products of rows, [R, I], and the function from its gradient to the gradient of u."""
         return self._gate.with_backward(u)
 
     def backward_of_rows(
         self, grad: Tensor, weights: Tensor, hidden: Tensor, backward: Callable[[Tensor], Tensor], groups: ExpertGroups
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Gradients of x, weights and u, and that of the results before they are weighed; see `hidden`, `backward`."""
-        unweighed = groups.products(grad, self._down.mT)  # of hidden, [R, I]
+        """Gradients of x, weights, u and the results before weighting; other arguments are from `hidden`."""
+        unweighed = groups.products(grad, self._down.mT)  # the gradient of hidden, [R, I]
         d_weights = (unweighed.to(weights.dtype) * hidden).sum(1)
         weights = weights.unsqueeze(1)
         d_u = backward(unweighed.mul_(weights))
@@ -189,7 +189,7 @@ class ExpertWeights:
     def backward_of_matrices(
         self, grad: Tensor, x: Tensor, hidden: Tensor, d_u: Tensor, groups: ExpertGroups
     ) -> tuple[Tensor, Tensor | None, Tensor]:
-        """Gradients of gate_up, gate_up_bias and down; `grad` and `d_u` as `backward_of_rows` gives them."""
+        """Gradients of gate_up, gate_up_bias and down; `grad` and `d_u` are from `backward_of_rows`."""
         d_down = groups.gradients(hidden, grad) if self.transposed else groups.gradients(grad, hidden)
         d_gate_up = groups.gradients(x, d_u) if self.transposed else groups.gradients(d_u, x)
         d_bias = None if self.gate_up_bias is None else groups.sums(d_u).view(self.gate_up_bias.shape)
@@ -212,7 +212,7 @@ class ExpertWeights:
 
 
 def add_up(rows: Tensor, order: Tensor, index: Tensor) -> Tensor:
-    """For each token the sum of its rows, [T, H]: row r [R, H] is its assignment order[r] % k, with k of T k."""
+    """For each token the sum of its rows, [T, H]: row r [R, H] is assignment order[r] of T k."""
     tokens, chosen = index.shape
     is_whole = rows.shape[0] == index.numel()
     apart = (rows.new_empty if is_whole else rows.new_zeros)((tokens * chosen, rows.shape[1]))
@@ -221,7 +221,7 @@ def add_up(rows: Tensor, order: Tensor, index: Tensor) -> Tensor:
 
 
 def spread(values: Tensor, order: Tensor, index: Tensor) -> Tensor:
-    """[T, k] with values [R] at the assignments `order`, and zero at others."""
+    """[T, k] with values [R] at the assignments `order`, and zero elsewhere."""
     return values.new_zeros(index.numel()).index_copy_(0, order, values).view(index.shape)
 
 
@@ -229,20 +229,20 @@ def experts_reference(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, experts: int,
     activation: str, transposed: bool, interleaved: bool, alpha: float, limit: float,
 ) -> Tensor:  # fmt: skip
-    """Tokens through their experts.
+    """The weighted sum of each token's results.
 
     Args:
         x: [T, H].
         index: int64 [T, k], each token's experts; outside 0 .. E - 1: none.
         weights: [T, k].
         gate_up, gate_up_bias, down, activation, transposed, interleaved, alpha, limit: see `ExpertWeights`, `Gate`.
-        experts: how many experts tokens choose from: E, or more where these are a part of them.
+        experts: the number of experts that tokens choose from: E, or more if these are a part of them.
 
     Returns:
-        out [T, H] in x's dtype; products are in it, sums over k in that of products with the weights.
+        out [T, H] in x's dtype. Products have x's dtype; sums over k have the dtype of a product with a weight.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes do not fit.
     """
     check_experts(x, index, weights, gate_up, down)
     held = ExpertWeights(gate_up, gate_up_bias, down, activation, transposed, interleaved, alpha, limit)
@@ -256,7 +256,7 @@ def experts_composite(
     x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, gate_up_bias: Tensor | None, down: Tensor, experts: int,
     activation: str, transposed: bool, interleaved: bool, alpha: float, limit: float,
 ) -> tuple[Tensor]:  # fmt: skip
-    """`experts_reference` in operators that have derivatives: each token goes through all experts."""
+    """`experts_reference` by operators with derivatives: each token goes through all experts."""
     held = ExpertWeights(gate_up, gate_up_bias, down, activation, transposed, interleaved, alpha, limit)
     is_chosen = index.unsqueeze(2) == torch.arange(held.count, device=index.device)  # [T, k, E]
     share = torch.where(is_chosen, weights.unsqueeze(2), 0.0).sum(1).mT.unsqueeze(2)  # [E, T, 1]
@@ -279,7 +279,7 @@ def experts_backward_reference(
 
 
 def check_experts(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor) -> None:
-    """Raise `ValueError` for operands that do not fit each other."""
+    """Raise `ValueError` if operands do not fit each other."""
     fits = (
         (x.dim(), index.dim(), gate_up.dim(), down.dim()) == (2, 2, 4, 3)
         and index.shape == weights.shape
@@ -290,7 +290,7 @@ def check_experts(x: Tensor, index: Tensor, weights: Tensor, gate_up: Tensor, do
         shapes = {"x": x, "index": index, "weights": weights, "gate_up": gate_up, "down": down}
         found = ", ".join(f"{name}={tuple(tensor.shape)}" for name, tensor in shapes.items())
         raise ValueError(
-            f"experts takes x [T, H], index and weights [T, k], gate_up [E, g, I, H], down [E, H, I]; found {found}."
+            f"experts: pass x [T, H], index and weights [T, k], gate_up [E, g, I, H], down [E, H, I]. Found {found}."
         )
 
 

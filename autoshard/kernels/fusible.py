@@ -1,13 +1,13 @@
-"""Semantic operators in the form that a compiler fuses: functions of operators that it knows, to be traced through.
+"""Semantic operators in a form that a compiler can fuse: functions of operators that it knows.
 
-| operator | becomes |
+| operator | its form |
 |---|---|
-| attention | torch's fused kernel for the device, and what its form needs (`native_attention`) |
+| attention | torch's fused kernel for the device, and the operands' layout for it (`native_attention`) |
 | cross-entropy | its definition; the backward without a scatter, so that it is one pass over the logits |
 | dropout, random numbers | Philox in integers, drawn where they are used |
 | squared norms | their definition |
 
-Attention with dropout, or with a mask that takes many blocks, stays a call: written out, each block would be code.
+Attention with dropout, or with a mask that takes many blocks, stays a call, because each block would be code.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from autoshard.kernels.split_cross_entropy import (
 )
 
 _DROPOUT_P = {native_attention.native: 5, native_attention.native_backward: 8}
-"""Where attention's arguments have the probability of dropout."""
+"""The position of the dropout probability among attention's arguments."""
 
 
 def fusible_cross_entropy_backward(
     grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
 ) -> Tensor:
-    """The gradient of the logits; arguments and result are those of `cross_entropy_backward_reference`."""
+    """The gradient of the logits; arguments and result as for `cross_entropy_backward_reference`."""
     x = logits.to(lse.dtype)
     is_counted = (target != ignore_index).unsqueeze(1)  # [N, 1]
     grad = grad_loss.to(lse.dtype).unsqueeze(1)
@@ -69,9 +69,9 @@ _FUSIBLE: Mapping[OpOverload, Callable[..., Any]] = MappingProxyType(
 
 
 def traced_through(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph whose semantic operators a compiler traces through, where that helps it.
+    """A copy of a graph whose semantic operators a compiler can trace through, where that helps.
 
-    Before → after: `autoshard.native_attention(...)` → the Python function that the operator runs.
+    Before → after: `autoshard.native_attention(...)` → the Python function that implements the operator.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -84,6 +84,6 @@ def traced_through(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _is_one_call(node: fx.Node) -> bool:
-    """Whether what an operator becomes is not many blocks."""
+    """Whether the function of an operator is a few calls, not many blocks."""
     place = _DROPOUT_P.get(node.target)  # type: ignore[arg-type]
     return place is None or bool(node.args[place] == 0.0)

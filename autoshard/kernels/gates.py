@@ -1,7 +1,7 @@
-"""Functions between the two products of an expert: an activation, or one whose result scales the other half.
+"""Functions between the two products of an expert: an activation, or a gate that scales the other half.
 
-Shazeer, "GLU variants improve transformer" (2020): h = act(gate) up. `clamped_silu` is that of GPT-OSS (OpenAI, 2025):
-with both halves clamped to a limit, h = (up + 1) gate sigmoid(alpha gate).
+Shazeer, "GLU variants improve transformer" (2020): h = act(gate) up. `clamped_silu` is the gate of GPT-OSS (OpenAI,
+2025): with both halves clamped to a limit, h = (up + 1) gate sigmoid(alpha gate).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """An activation and its derivative: `backward(grad, x, out)` writes the gradient of x, where `grad` may lie too."""
+    """An activation and its derivative; `backward(grad, x, out)` writes the gradient of x to `out`, or over `grad`."""
 
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -50,7 +50,7 @@ class Gate:
         name: one of `NAMES`.
         halves: g.
         interleaved: gate and up alternate; else all of the gate comes first.
-        alpha, limit: of `clamped_silu`.
+        alpha, limit: parameters of `clamped_silu`.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Gate:
     limit: float = 0.0
 
     def forward(self, u: Tensor) -> Tensor:
-        """h [R, I] of u [R, g I]."""
+        """h [R, I] from u [R, g I]."""
         if self.halves == 1:
             return ACTIVATIONS[self.name].forward(u)
         gate, up = self._halves(u)
@@ -70,7 +70,7 @@ class Gate:
         return ACTIVATIONS[self.name].forward(gate).mul_(up)
 
     def with_backward(self, u: Tensor) -> tuple[Tensor, Callable[[Tensor], Tensor]]:
-        """h of u, and the function from the gradient of h to that of u."""
+        """h from u, and the function from the gradient of h to the gradient of u."""
         if self.halves == 1:
             activation = ACTIVATIONS[self.name]
             return activation.forward(u), lambda grad: activation.backward(grad, u, torch.empty_like(u))

@@ -1,4 +1,4 @@
-"""What is known of a Triton kernel: which calls it may stand in for, when, and how to compile it ahead."""
+"""Descriptions of Triton kernels: the calls that they may replace, their conditions, and their specialisations."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from torch._ops import OpOverload
 
 from autoshard.kernels.launch import Tile
 
-# Specimens of kernels over rows are made for rows of these many elements: several rows a program, one, the longest.
+# Specimens of kernels over rows have rows of these sizes: several rows per program, one row, and the longest row.
 SPECIMEN_COLUMNS = (200, 4096, 16384)
 
 
 @dataclass(frozen=True, slots=True)
 class Specimen:
-    """One representative compilation of a `@triton.jit` function.
+    """One representative specialisation of a `@triton.jit` function.
 
     Args:
         function: the `@triton.jit` function.
-        signature: every argument's triton type in order, e.g. `{"x_ptr": "*bf16", "rows": "i32"}`;
+        signature: the triton type of every argument in order, such as `{"x_ptr": "*bf16", "rows": "i32"}`;
             "constexpr" for those in `constants`.
         size: elements of a row.
         constants: the values of the `constexpr` arguments (None for an absent pointer).
@@ -46,13 +46,12 @@ class Kernel:
     """A Triton implementation of one operator.
 
     Args:
-        operator: the operator that it may stand in for.
-        replacement: takes the same arguments and gives the same results, so that rewriting a node is
-            changing its target. Results may be wider: statistics are float32 where ATen's are half.
-        why_not: called with the operator's own arguments (fake tensors will do); None where the kernel
-            applies, else the reason, one sentence. It does not look at the device: plans for a GPU are made
-            on machines without one.
-        specimens: compilations that tests and cost models may ask for.
+        operator: the operator that it may replace.
+        replacement: an operator with the same arguments and results, so that rewriting a node only changes its
+            target. Results may have wider dtypes: statistics are float32 where ATen's are half.
+        why_not: called with the operator's own arguments, real or fake. Returns the reason that the kernel does not
+            apply, one sentence, or None. It ignores the device, because plans for a GPU are made without one.
+        specimens: specialisations for tests and cost models.
     """
 
     operator: OpOverload
@@ -62,24 +61,24 @@ class Kernel:
 
     @property
     def name(self) -> str:
-        """The replacement's name, e.g. "autoshard::triton_layer_norm"."""
+        """The replacement's name, such as "autoshard::triton_layer_norm"."""
         return self.replacement._schema.name
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Form:
-    """One way to write what a fused kernel computes as calls of other operators; also its reference.
+    """One way to write the computation of a fused kernel as calls of other operators; also its reference.
 
-    Which operator gives the first result depends on the result's dtype alone, so that most calls are seen not to be of
-    a form before it is written down for their shape.
+    The operator of the first result depends only on the result's dtype. So most calls are known not to match before
+    the form is written for their shape.
 
     Args:
-        compose: `compose(like, *variables)`, where `like` is a tensor with the first result's shape, dtype and device,
-            and the variables' names are those of the kernel's own arguments; gives its results, or the one. None
-            stands for a result that this form does not have, which is then not to be read.
-        constants: from `like`, the kernel's other arguments by name.
-        free: variables of `compose` that the kernel does not take, by name: their value from its arguments.
-        dims: how many dims the first result has; None for any number but none.
+        compose: `compose(like, *variables)` returns the results, or the only one. `like` is a tensor with the first
+            result's shape, dtype and device; the variables are named as the kernel's arguments. None stands for a
+            result that this form lacks, which no operator may then read.
+        constants: computes the kernel's other arguments by name from `like`.
+        free: for variables of `compose` that the kernel does not take, by name: functions of its arguments.
+        dims: the number of dims of the first result; None for any number above 0.
     """
 
     compose: Callable[..., Any]
@@ -88,7 +87,7 @@ class Form:
     dims: int | None = None
 
     def may_yield(self, like: Tensor) -> bool:
-        """Whether the first result may be like this: a float tensor of the right number of dims."""
+        """Whether the first result can be like this: a float tensor with the right number of dims."""
         return like.is_floating_point() and like.dim() > 0 and self.dims in (None, like.dim())
 
     @property
@@ -97,36 +96,36 @@ class Form:
         return tuple(signature(self.compose).parameters)[1:]
 
     def results(self, like: Tensor, variables: Mapping[str, Any]) -> tuple[Any, ...]:
-        """What `compose` gives, as a tuple."""
+        """The results of `compose`, as a tuple."""
         results = self.compose(like, *(variables[name] for name in self.variables))
         return results if isinstance(results, tuple) else (results,)
 
 
 @dataclass(frozen=True, slots=True)
 class FusedKernel:
-    """An implementation of several operators at once, in Triton but for `biased_product`.
+    """An implementation of several operators at once, in Triton except for `biased_product`.
 
     Args:
-        operator: the operator of ours that runs the kernel; functional and opaque.
-        why_not: called with its arguments (fake tensors will do); None where it applies, else the reason.
-        forms: the calls that it may stand in for.
-        specimens: compilations that tests and cost models may ask for.
-        readers_of_anew: the operators that alone may read, elsewhere, a value that the kernel computes anew: where it
-            is dear, the kernel pays only if the value is then computed nowhere else. None where any may read it.
-        keeps_place: whether the call stays where its first result was computed, beside the communication that it hides,
-            rather than come as early as its operands allow.
+        operator: our operator that runs the kernel; functional and opaque.
+        why_not: called with its arguments, real or fake; returns the reason that it does not apply, or None.
+        forms: the calls that it may replace.
+        specimens: specialisations for tests and cost models.
+        allowed_readers: the only operators outside the kernel that may read a value which the kernel computes again. A
+            costly value pays off only if it is not computed elsewhere too. None: any operator may read it.
+        keeps_place: whether the call stays at the position of its first result, beside the communication that it
+            hides. Otherwise it moves as early as its operands allow.
     """
 
     operator: OpOverload
     why_not: Callable[..., str | None]
     forms: tuple[Form, ...]
     specimens: tuple[Specimen, ...]
-    readers_of_anew: frozenset[OpOverload] | None = None
+    allowed_readers: frozenset[OpOverload] | None = None
     keeps_place: bool = False
 
     @property
     def name(self) -> str:
-        """The operator's name, e.g. "autoshard::triton_gated"."""
+        """The operator's name, such as "autoshard::triton_gated"."""
         return self.operator._schema.name
 
     @property
@@ -136,7 +135,7 @@ class FusedKernel:
 
     @property
     def tensors(self) -> frozenset[str]:
-        """The names of the arguments that are tensors, or may be None in place of one."""
+        """The names of the arguments that are tensors or optional tensors."""
         arguments = self.operator._schema.arguments
         return frozenset(item.name for item in arguments if str(item.type) in ("Tensor", "Optional[Tensor]"))
 
@@ -146,7 +145,7 @@ def specimen(function: Any, types: str, tile: Tile, size: int, **constants: obje
 
     Args:
         function: the `@triton.jit` function; its last two arguments are BLOCK_R and BLOCK_C.
-        types: triton types, e.g. `"*bf16 i32"`; None is an absent pointer.
+        types: triton types, such as `"*bf16 i32"`; None is an absent pointer.
         tile: the values of BLOCK_R and BLOCK_C, and the warps.
         size: elements of a row.
         constants: the values of the other `constexpr` arguments.
@@ -156,7 +155,7 @@ def specimen(function: Any, types: str, tile: Tile, size: int, **constants: obje
 
 
 def block_specimen(function: Any, types: str, size: int, num_warps: int, **constants: object) -> Specimen:
-    """As `specimen`, for a function with any block sizes among its constants."""
+    """A `Specimen` of a function with any block sizes among its constants; arguments as for `specimen`."""
     names, kinds = list(function.arg_names), types.split()
     absent = {name: None for name, kind in zip(names, kinds, strict=False) if kind == "None"}
     kinds_of = dict(zip(names, kinds, strict=False)) | dict.fromkeys(absent, "constexpr")

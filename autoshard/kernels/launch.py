@@ -1,4 +1,4 @@
-"""How Triton kernels are launched: tile sizes, views of rows, and the errors of what cannot run."""
+"""The launch of Triton kernels: tile sizes, views of rows, and errors for unsupported operands."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from autoshard.kernels.tuning import Launch, tuner_of
 from autoshard.kernels.tuning_switch import active_tuning
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-# A row is held in registers: 16384 float32 in 16 warps are 32 registers a thread for each array.
+# Registers hold a row: 16384 float32 in 16 warps are 32 registers per thread and array.
 MAX_COLUMNS = 16384
 _TILE_ELEMENTS = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The rows and columns (powers of two) that one program holds, and its warps."""
+    """The rows and columns (powers of two) of one program, and its warps."""
 
     rows: int
     columns: int
@@ -32,14 +32,14 @@ class Tile:
 
 
 def row_tile(columns: int, max_columns: int = MAX_COLUMNS) -> Tile:
-    """The tile for rows of `columns` elements; wider rows than `max_columns` are walked in blocks of that."""
+    """The tile for rows of `columns` elements; rows wider than `max_columns` are walked in blocks of that width."""
     width = min(triton.next_power_of_2(max(columns, 1)), max_columns)
     rows = max(1, min(16, _TILE_ELEMENTS // width))
     return Tile(rows, width, num_warps=max(4, min(16, width // 512)))
 
 
 def cdiv(count: int, size: int) -> int:
-    """How many blocks of `size` cover `count`: `triton.cdiv`, which takes 5 us on the host, several times a launch."""
+    """The number of blocks of `size` that cover `count`; `triton.cdiv` would take 5 us, several times a launch."""
     return -(-count // size)
 
 
@@ -54,13 +54,13 @@ def over_pieces(rows: int, columns: int) -> Callable[[Mapping[str, Any]], tuple[
 
 
 def as_rows(x: Tensor, columns: int) -> Tensor:
-    """`x` as [rows, columns] with adjacent columns; a copy only where the layout has no such view."""
+    """`x` as [rows, columns] with adjacent columns; a copy only if there is no such view."""
     matrix = x.reshape(-1, columns)
     return matrix if columns == 1 or matrix.stride(1) == 1 else matrix.contiguous()
 
 
 def refuse_dtypes(**tensors: Tensor | None) -> str | None:
-    """The reason why a kernel does not take these tensors' dtypes, or None."""
+    """The reason that a kernel does not support these tensors' dtypes, or None."""
     for name, tensor in tensors.items():
         if tensor is not None and tensor.dtype not in FLOATS:
             return f"{name} has dtype {tensor.dtype}; the kernel takes float32, bfloat16 and float16."
@@ -68,7 +68,7 @@ def refuse_dtypes(**tensors: Tensor | None) -> str | None:
 
 
 def refuse_columns(columns: int) -> str | None:
-    """The reason why a kernel that holds whole rows does not take rows this long, or None."""
+    """The reason that a kernel of whole rows does not support rows of this length, or None."""
     if 1 <= columns <= MAX_COLUMNS:
         return None
     return f"a row has {columns} elements; the kernel holds whole rows of 1 to {MAX_COLUMNS}."
@@ -77,7 +77,7 @@ def refuse_columns(columns: int) -> str | None:
 def require(name: str, reason: str | None) -> None:
     """Raise `KernelError` with the reason, if there is one."""
     if reason is not None:
-        raise KernelError(f"{name} does not apply: {reason} Use the operator that it stands in for.")
+        raise KernelError(f"{name} does not apply: {reason} Use the operator that it replaces.")
 
 
 def launch(
@@ -95,14 +95,14 @@ def launch(
 
     Args:
         kernel: the function.
-        grid: the number of programs along each axis, from the block sizes by name.
-        device: where the tensors are.
-        arguments: what is not `constexpr`, in order.
-        num_warps: the heuristic's.
-        tunable: the constants that tuning may change; by default what `TUNABLE` says.
-        follow: from these constants, those that follow from them.
+        grid: maps block sizes by name to the number of programs along each axis.
+        device: the device of the tensors.
+        arguments: the arguments that are not `constexpr`, in order.
+        num_warps: the heuristic's number of warps.
+        tunable: the constants that tuning may change; default: the kernel's entry in `TUNABLE`.
+        follow: computes the constants that follow from these.
         changes: the tensors that the kernel reads and writes.
-        constants: the `constexpr` arguments, block sizes among them, the heuristic's.
+        constants: the `constexpr` arguments, including the heuristic's block sizes.
 
     Raises:
         KernelError: the tensors are not on a GPU, and the kernel was not loaded for Triton's interpreter.
@@ -123,5 +123,5 @@ def launch(
 
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
-    """Triton launches on the current device: make it the tensors' one."""
+    """Make the tensors' device the current device, on which Triton launches."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,11 +1,10 @@
-"""The torch library "autoshard": how its operators are defined.
+"""The torch library "autoshard", and the definition of its operators.
 
-An operator is a schema, an implementation in plain PyTorch that runs on every backend, and a shape function
-for fake tensors. It is opaque to tracing (`CompositeExplicitAutograd`), functional, and no output aliases an
-input.
+An operator is a schema, an implementation in plain PyTorch that runs on every backend, and a shape function for fake
+tensors. It is opaque to tracing (`CompositeExplicitAutograd`) and functional, and no output aliases an input.
 
-Its derivative is another opaque operator, which has none. A second derivative goes through its *composite*: the same
-results, made of small operators that torch differentiates as often as asked.
+Its derivative is another opaque operator, which has no derivative. A second derivative uses the *composite* of the
+operator: the same results by small operators, which torch can differentiate any number of times.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from autoshard.errors import NotAvailableError
 NAMESPACE = "autoshard"
 
 Composite = Callable[..., tuple[Tensor, ...]]
-"""An operator's differentiable results, which are its first ones, in operators that torch differentiates."""
+"""Computes an operator's differentiable results, which are its first ones, by operators that torch differentiates."""
 
-# Operators live as long as the library object that defined them.
+# Operators live as long as the library object that defines them.
 _LIBRARY = Library(NAMESPACE, "FRAGMENT")
 _IMPLEMENTATIONS: dict[torch._ops.OpOverload, Callable[..., object]] = {}
 _COMPOSITES: dict[torch._ops.OpOverload, Composite] = {}
@@ -37,9 +36,9 @@ def define(
 
     Args:
         name: the operator's name, without the namespace.
-        schema: arguments and returns, e.g. `"(Tensor x) -> Tensor"`.
+        schema: arguments and returns, such as `"(Tensor x) -> Tensor"`.
         implementation: plain PyTorch, on any device; outputs alias no input.
-        fake: same arguments, gives empty tensors of the right shape, dtype and device.
+        fake: takes the same arguments, and returns empty tensors of the right shape, dtype and device.
 
     Returns:
         `torch.ops.autoshard.<name>.default`.
@@ -53,7 +52,7 @@ def define(
 
 
 def implementation_of(overload: torch._ops.OpOverload) -> Callable[..., object]:
-    """The function in plain PyTorch that an operator of this library runs."""
+    """The plain PyTorch function of an operator of this library."""
     return _IMPLEMENTATIONS[overload]
 
 
@@ -63,9 +62,9 @@ def differentiate(
     backward: Callable[..., object],
     composite: Composite | None = None,
 ) -> None:
-    """Give an operator its derivative: `setup_context` saves the tensors that `backward` needs.
+    """Set the derivative of an operator: `setup_context` saves the tensors that `backward` needs.
 
-    With `composite`, derivatives that are differentiated again (`create_graph=True`) are those of the composite.
+    With `composite`, derivatives that are differentiated again (`create_graph=True`) are derivatives of the composite.
     """
     if composite is None:
         torch.library.register_autograd(overload, backward, setup_context=setup_context, lib=_LIBRARY)
@@ -87,15 +86,15 @@ def differentiate(
 def gradients_with_graph(
     ctx: Any, composite: Composite, operands: Sequence[Any], grads: Sequence[Tensor | None]
 ) -> tuple[Tensor | None, ...]:
-    """The gradient of each operand, as results of small operators that have derivatives themselves.
+    """The gradient of each operand, computed by small operators that are differentiable themselves.
 
     Args:
-        ctx: of the forward's `torch.autograd.Function`.
+        ctx: the context of the forward's `torch.autograd.Function`.
         composite: called with the operands.
         operands: the forward's arguments.
-        grads: of the forward's results; None is zero.
+        grads: the gradients of the forward's results; None stands for zero.
     """
-    _ = ctx.saved_tensors  # raises where one was changed in place since the forward
+    _ = ctx.saved_tensors  # raises if a saved tensor was changed in place since the forward
     needed = ctx.needs_input_grad
     if all(grad is None for grad in grads):
         return (None,) * len(needed)
@@ -116,11 +115,11 @@ def gradients_with_graph(
 
 
 def refuse_derivative(overload: torch._ops.OpOverload, of: str) -> None:
-    """Make the derivative of an operator without a composite an error, raised where a gradient reaches it."""
+    """Let the derivative of an operator without a composite raise an error when a gradient reaches it."""
 
     def refuse(ctx: Any, *grads: Tensor | None) -> None:
         raise NotAvailableError(
-            f"{of} has no second derivative: torch differentiates its gradient no further either "
+            f"{of} has no second derivative, because torch does not differentiate its gradient either "
             f"(autoshard::{overload._opname}). Leave it out of the value whose gradient is differentiated."
         )
 

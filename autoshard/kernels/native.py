@@ -1,8 +1,8 @@
 """Native operators: they take the arguments of semantic operators and call torch's fused kernels.
 
-A semantic operator's own implementation is its definition in plain PyTorch: its meaning, and the reference of tests. A
-program runs the native one in its place (`passes.lowering.select_kernels`), unless `backend="reference"` asks for the
-definition.
+The implementation of a semantic operator is its definition in plain PyTorch, which is also the reference of tests. A
+program runs the native operator in its place (`passes.lowering.select_kernels`), except with `backend="reference"`,
+which runs the definition.
 """
 
 from __future__ import annotations

@@ -1,23 +1,24 @@
 """Attention on torch's fused kernels: `autoshard::attention` and its backward with memory linear in the sequence.
 
-Which kernel runs depends on the device, the types and the shapes alone:
+The kernel depends only on the device, the dtypes and the shapes:
 
 | call | kernel |
 |---|---|
 | CPU | `aten._scaled_dot_product_flash_attention_for_cpu` |
 | CUDA, 16 bits, no mask, not causal unless square | `aten._scaled_dot_product_flash_attention` |
 | the same, where torch prefers cuDNN (`_prefers_cudnn`) | `aten._scaled_dot_product_cudnn_attention` |
-| CUDA, others | `aten._scaled_dot_product_efficient_attention` |
-| dropout; heads that no kernel takes | the definition, a block of queries at a time |
+| CUDA, otherwise | `aten._scaled_dot_product_efficient_attention` |
+| dropout; head sizes that no kernel takes | the definition, a block of queries at a time |
 
 Three steps bring a call into a form that the kernels take:
 
-1. A causal call whose queries begin `shift` rows below the keys (a shard of the sequence) is two calls: all queries see
-   the first `shift` keys, and the others causally. The results are merged by their log-sum-exp. The backward of each,
-   given the merged result and log-sum-exp, is its share of the gradients (Dao et al. 2022, appendix B.4).
-2. A mask becomes numbers to add, of a block of queries at a time; causality beside a mask is part of these.
-3. Key heads that several query heads share are repeated where a kernel takes none that are shared, and their gradients
-   are summed.
+1. Queries of a causal call may begin `shift` rows below the keys (a shard of the sequence). Such a call becomes two
+   calls: all queries attend to the first `shift` keys, and causally to the others. Their log-sum-exps merge the
+   results. The backward of each call, given the merged result and log-sum-exp, is its share of the gradients (Dao et
+   al. 2022, appendix B.4).
+2. A mask becomes numbers to add, for a block of queries at a time; causality beside a mask is part of these numbers.
+3. Key heads that several query heads share are repeated if the kernel takes no shared heads, and their gradients are
+   summed.
 
 A row that is masked throughout has log-sum-exp -inf and a result of zeros. Dropout is Philox at the global index, which
 no fused kernel of torch draws.
@@ -52,13 +53,13 @@ from autoshard.kernels.library import accumulation_dtype, define
 aten = torch.ops.aten
 
 _BLOCK_ELEMENTS = 1 << 22
-"""Scores, or numbers of a mask, of a block of queries: 16 MiB of float32."""
+"""Scores, or numbers of a mask, per block of queries: 16 MiB of float32."""
 _LARGEST_FLASH_HEAD = 256
 """Largest head size of the flash kernels for CUDA (Dao 2023, FlashAttention-2)."""
 _LARGEST_CUDNN_HEAD, _FIRST_CUDNN = 128, 91500
 """Largest head size of cuDNN's kernels, backward included, and the version from which torch prefers them."""
 HEAD_STEP = 8
-"""Heads of the fused kernels for CUDA have a multiple of so many elements."""
+"""Head sizes of the fused kernels for CUDA are multiples of this."""
 _ROW_STEP, _MASK_STEP = 32, 16
 """Steps of the memory-efficient kernel: rows of log-sum-exp, and columns of masks."""
 
@@ -81,7 +82,7 @@ class _LibraryKernel:
 
 @dataclass(frozen=True, slots=True)
 class _AttentionCall:
-    """One call of a kernel: some queries on some keys, causally from the first of both or not."""
+    """One call of a kernel: some queries on some keys, causal from the first of both, or not causal."""
 
     rows: range
     keys: range
@@ -89,12 +90,12 @@ class _AttentionCall:
     bias: Tensor | None = None
 
     def of(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The operands of the part."""
+        """The operands of the call."""
         return _cut(q, self.rows), _cut(k, self.keys), _cut(v, self.keys)
 
 
 def _cut(x: Tensor, places: range) -> Tensor:
-    """The part of [B, H, S, ...] at consecutive places of the sequence."""
+    """The slice of [B, H, S, ...] at consecutive positions of the sequence."""
     return x if len(places) == x.shape[2] else x.narrow(2, places.start, len(places))
 
 
@@ -102,7 +103,7 @@ def native_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, seed: Tensor | None, dropout_p: float, is_causal: bool,
     scale: float, site: int, offset: Sequence[int], global_shape: Sequence[int],
 ) -> Result:  # fmt: skip
-    """Attention of grouped heads; arguments, results and errors are those of `attention_reference`."""
+    """Attention of grouped heads; arguments, results and errors as for `attention_reference`."""
     check_attention(q, k, v, seed, dropout_p)
     found: list[Result] = []
     if dropout_p > 0.0 or not _has_kernel(q, k, v):
@@ -136,7 +137,7 @@ def native_attention_backward(
     seed: Tensor | None, dropout_p: float, is_causal: bool, scale: float, site: int, offset: Sequence[int],
     global_shape: Sequence[int],
 ) -> Gradients:  # fmt: skip
-    """Gradients of q, k and v in their shapes and dtypes; arguments are those of `attention_backward_reference`."""
+    """Gradients of q, k and v in their shapes and dtypes; arguments as for `attention_backward_reference`."""
     sums = _GradientSums(q, k, v)
     if dropout_p > 0.0 or not _has_kernel(q, k, v):
         for rows in _blocks(q, q.shape[0] * q.shape[1] * k.shape[2]):
@@ -165,7 +166,7 @@ def native_attention_backward(
 
 
 class _GradientSums:
-    """Gradients as sums over parts; where one part is everything, its own."""
+    """Sums of the gradients of parts; a part that covers everything is kept without a sum."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         self._like = (q, k, v)
@@ -195,7 +196,7 @@ class _GradientSums:
 
 
 def _has_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether a fused kernel takes the types and head sizes: on CUDA, of 64 bits none does."""
+    """Whether a fused kernel takes the dtypes and head sizes; on CUDA, none takes 64 bits."""
     if q.device.type == "cpu":
         return q.shape[-1] == v.shape[-1]
     is_narrow = q.dtype in (torch.float16, torch.bfloat16, torch.float32)
@@ -203,7 +204,7 @@ def _has_kernel(q: Tensor, k: Tensor, v: Tensor) -> bool:
 
 
 def _kernel_of(q: Tensor, part: _AttentionCall) -> _LibraryKernel:
-    """The kernel of a part, of those that take its types."""
+    """The kernel of a part, among those that take its dtypes."""
     if q.device.type == "cpu":
         return _CPU
     is_square = not part.is_causal or len(part.rows) == len(part.keys)
@@ -215,7 +216,7 @@ def _kernel_of(q: Tensor, part: _AttentionCall) -> _LibraryKernel:
 
 @cache
 def _prefers_cudnn(device: torch.device) -> bool:
-    """Whether torch's own attention would ask cuDNN first: on Hopper and Blackwell, with cuDNN 9.15 or later."""
+    """Whether torch's own attention would try cuDNN first: on Hopper and Blackwell, with cuDNN 9.15 or later."""
     if not torch.cuda.is_available() or torch.version.hip or not torch.backends.cuda.cudnn_sdp_enabled():
         return False
     version = torch.backends.cudnn.version()
@@ -234,7 +235,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, part: _AttentionCall, scale: float
 def _parts(
     q: Tensor, k: Tensor, mask: Tensor | None, is_causal: bool, offset: Sequence[int]
 ) -> Iterator[tuple[range, Sequence[_AttentionCall]]]:
-    """The queries in blocks, in order, with the parts of each; none of those that see no key."""
+    """The queries in blocks, in order, with the parts of each; queries that attend to no key have no parts."""
     shift, queries, keys = offset[2] - offset[3], range(q.shape[2]), range(k.shape[2])
     if mask is not None:
         for rows in _blocks(q, mask.shape[0] * mask.shape[1] * len(keys)):
@@ -252,7 +253,7 @@ def _parts(
 
 
 def _bias_of(mask: Tensor, rows: range, q: Tensor, k: Tensor, shift: int | None) -> Tensor:
-    """The numbers to add to the scores of a block of queries; with `shift`, causality as well."""
+    """The numbers to add to the scores of a block of queries; with `shift`, also for causality."""
     block = _rows_of(mask, rows)
     if block.dtype == torch.bool:
         block = q.new_zeros(block.shape).masked_fill(block.logical_not(), -math.inf)
@@ -269,39 +270,39 @@ def _rows_of(mask: Tensor, rows: range) -> Tensor:
 
 
 def _blocks(q: Tensor, elements_of_row: int) -> list[range]:
-    """The queries, in blocks of at most `_BLOCK_ELEMENTS` elements, and at least a row."""
+    """The queries in blocks of at most `_BLOCK_ELEMENTS` elements, but at least one row."""
     count = q.shape[2]
     size = max(1, _BLOCK_ELEMENTS // max(1, elements_of_row))
     return [range(start, min(start + size, count)) for start in range(0, count, size)]
 
 
 def _moved(offset: Sequence[int], rows: range) -> list[int]:
-    """Where the probabilities of a block of queries begin."""
+    """The offset of the probabilities of a block of queries."""
     return [offset[0], offset[1], offset[2] + rows.start, offset[3]]
 
 
 def _repeated(x: Tensor, q: Tensor) -> Tensor:
-    """[B, G, T, D] to [B, H, T, D], by rows: each key head for the query heads that share it."""
+    """[B, G, T, D] to [B, H, T, D], row-major: repeat each key head for the query heads that share it."""
     if x.shape[1] == q.shape[1]:
         return x
     return x.transpose(1, 2).repeat_interleave(q.shape[1] // x.shape[1], 2).transpose(1, 2)
 
 
 def _summed(gradient: Tensor, x: Tensor) -> Tensor:
-    """The way back of `_repeated`, for gradients."""
+    """The reverse of `_repeated`, for gradients."""
     if gradient.shape[1] == x.shape[1]:
         return gradient
     return gradient.transpose(1, 2).unflatten(2, (x.shape[1], -1)).sum(3).transpose(1, 2)
 
 
 def _nothing(q: Tensor, v: Tensor) -> Result:
-    """The result of queries that see no key."""
+    """The result of queries that attend to no key."""
     out, lse = empty_results(q, v)
     return out.zero_(), lse.fill_(-math.inf)
 
 
 def _merge(results: Sequence[Result]) -> Result:
-    """Attention over all keys from that over one or two parts of them."""
+    """Merge the results of attention over one or two parts of the keys."""
     (first, lse), *others = results
     out = first if not others else first.to(lse.dtype)
     for other, other_lse in others:
@@ -310,12 +311,12 @@ def _merge(results: Sequence[Result]) -> Result:
 
 
 def merge_into(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Tensor:
-    """Add to attention over some keys that of the same queries over others.
+    """Merge attention over other keys into attention of the same queries over some keys.
 
     Args:
-        out: [B, H, S, E] in the accumulation type; becomes the result over all these keys.
+        out: [B, H, S, E] in the accumulation dtype; becomes the result over all these keys.
         lse: its log-sum-exp [B, H, S].
-        other, other_lse: result and log-sum-exp over other keys; -inf where a row sees none of them.
+        other, other_lse: result and log-sum-exp over the other keys; -inf for a row that attends to none of them.
 
     Returns:
         The log-sum-exp over all these keys.
@@ -328,7 +329,7 @@ def merge_into(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> Te
 
 
 def _without_dead_rows(lse: Tensor) -> Tensor:
-    """Log-sum-exp by which the probabilities of rows that see no key are 0, not NaN."""
+    """A log-sum-exp that makes the probabilities of rows without a key 0 instead of NaN."""
     return lse.masked_fill(lse == -math.inf, math.inf)
 
 
@@ -354,11 +355,11 @@ def _flash_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: None, out: Tensor, lse: Tensor, is_causal: bool,
     scale: float,
 ) -> Gradients:  # fmt: skip
-    state = q.new_empty((), dtype=torch.int64)  # of a generator that nothing draws from
+    state = q.new_empty((), dtype=torch.int64)  # the state of a generator that is not used
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
         grad_out, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, is_causal, state, state, scale=scale
     )
-    return by_rows(dq), by_rows(dk), by_rows(dv)  # the kernel has them lie as q, k and v, which lie so in most models
+    return by_rows(dq), by_rows(dk), by_rows(dv)  # the kernel gives them the layouts of q, k and v, mostly row-major
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, bias: None, is_causal: bool, scale: float) -> Result:
@@ -370,9 +371,9 @@ def _cudnn_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: None, out: Tensor, lse: Tensor, is_causal: bool,
     scale: float,
 ) -> Gradients:  # fmt: skip
-    state = q.new_empty((1,), dtype=torch.int64)  # of a generator that nothing draws from
-    # Torch keeps plans by how q, k and v lie, up to 2.13 (pytorch/pytorch#191576 adds the others): one made for a
-    # result or a gradient that lay otherwise would read wrong elements. So both lie as torch's forward makes them.
+    state = q.new_empty((1,), dtype=torch.int64)  # the state of a generator that is not used
+    # Up to 2.13, torch caches plans by the layouts of q, k and v only (pytorch/pytorch#191576 adds the others). A plan
+    # made for another layout of the result or gradient would read wrong elements. So both get the forward's layout.
     grad_out, out = lying_as(q, grad_out), lying_as(q, out)
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
         grad_out, q, k, v, out, lse.unsqueeze(-1), state, state, None, None, None, q.shape[2], k.shape[2], 0.0,
@@ -396,7 +397,7 @@ def _efficient_backward(
     state = q.new_empty((), dtype=torch.int64)
     lse = torch.nn.functional.pad(_without_dead_rows(lse), (0, -lse.shape[2] % _ROW_STEP), value=math.inf)
     wanted = [True, True, True, False]
-    # Of 16 bits the kernel takes rows of the result to be all heads wide, whatever their stride is (`o_strideM`).
+    # In 16 bits, the kernel assumes rows of the result as wide as all heads, whatever their stride is (`o_strideM`).
     out = out if out.stride(2) == out.shape[1] * out.shape[3] else by_rows(out)
     return aten._scaled_dot_product_efficient_attention_backward(
         grad_out, q, k, v, _aligned(bias, q), out, lse, state, state, 0.0, wanted, is_causal, scale=scale
@@ -404,7 +405,7 @@ def _efficient_backward(
 
 
 def _aligned(bias: Tensor | None, q: Tensor) -> Tensor | None:
-    """A bias [B, H, S, T] whose rows begin at multiples of `_MASK_STEP`, as the kernel reads them."""
+    """A bias [B, H, S, T] whose rows begin at multiples of `_MASK_STEP`, as the kernel requires."""
     if bias is None:
         return None
     columns = bias.shape[-1]

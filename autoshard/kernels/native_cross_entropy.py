@@ -1,14 +1,14 @@
 """Cross-entropy on fused kernels: `autoshard::cross_entropy`, its parts over a split vocabulary, and their backward.
 
-On a GPU that is our Triton kernel (`triton_cross_entropy.py`), which reads the logits once and, in the backward, writes
-them once: torch has none that is fused. Elsewhere, and for types that it does not take, torch's softmax kernels run, in
-blocks of rows.
+On a GPU, our Triton kernel (`triton_cross_entropy.py`) reads the logits once, and writes them once in the backward;
+torch has no fused kernel. On other devices, and for unsupported dtypes, torch's softmax kernels run in blocks of rows.
 
-Forward: `aten._log_softmax` gives the loss; the log-sum-exp is what it took from the greatest logit of a row. Backward:
-with a target distribution q of rows (1 - e at the target, e / C everywhere) and their gradients g,
-`aten._log_softmax_backward_data` of -g q is g (softmax(x) - q) in one pass. A block is what a core's cache holds, so no
-probabilities are written to memory. The parts of a split vocabulary (`split_cross_entropy.py`) are computed in such
-blocks as they are defined; on a GPU they are one kernel each (`triton_split_cross_entropy.py`).
+Forward: `aten._log_softmax` gives the loss. The log-sum-exp is the difference between the greatest logit of a row and
+its greatest log-probability. Backward: let q be the target distribution of rows (1 - e at the target, e / C everywhere)
+and g their gradients. Then `aten._log_softmax_backward_data` of -g q is g (softmax(x) - q) in one pass. A block fits
+into a core's cache, so no probabilities are written to memory. The parts of a split vocabulary
+(`split_cross_entropy.py`) are computed in such blocks by their definition. On a GPU, one kernel each computes them
+(`triton_split_cross_entropy.py`).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from autoshard.kernels.triton_split_cross_entropy import (
 aten = torch.ops.aten
 
 _CPU_BLOCK, _BLOCK = 1 << 18, 1 << 24
-"""Logits of a block: 1 MiB of float32 on a CPU, 64 MiB elsewhere."""
+"""Logits per block: 1 MiB of float32 on a CPU, 64 MiB elsewhere."""
 
 
 def native_cross_entropy(
     logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """Loss and log-sum-exp of each row; arguments and results are those of `cross_entropy_reference`."""
+    """Loss and log-sum-exp of each row; arguments and results as for `cross_entropy_reference`."""
     given = (logits, target, ignore_index, label_smoothing)
     if logits.is_cuda and why_not_cross_entropy(*given) is None:
         return triton_cross_entropy(*given)
@@ -63,7 +63,7 @@ def native_cross_entropy(
 
 
 def _expected(log_p: Tensor, chosen: Tensor, label_smoothing: float) -> Tensor:
-    """Logarithms of probabilities [n, C], expected under the target's distribution: [n]."""
+    """The expectation of log-probabilities [n, C] under the target's distribution: [n]."""
     at_target = log_p.gather(1, chosen).squeeze(1)
     if label_smoothing == 0.0:
         return at_target
@@ -73,7 +73,7 @@ def _expected(log_p: Tensor, chosen: Tensor, label_smoothing: float) -> Tensor:
 def native_cross_entropy_backward(
     grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
 ) -> Tensor:
-    """The gradient of the logits; arguments and result are those of `cross_entropy_backward_reference`."""
+    """The gradient of the logits; arguments and result as for `cross_entropy_backward_reference`."""
     given = (grad_loss, logits, target, lse, ignore_index, label_smoothing)
     if logits.is_cuda and why_not_cross_entropy_backward(*given) is None:
         return triton_cross_entropy_backward(*given)
@@ -95,7 +95,7 @@ def native_cross_entropy_backward(
 def native_split_cross_entropy(
     logits: Tensor, top: Tensor, indices: Tensor, elsewhere: Tensor, factor: float
 ) -> tuple[Tensor, Tensor]:
-    """Sum and target's logit of each row; arguments and results are those of `split_cross_entropy_reference`."""
+    """Sum and target's logit of each row; arguments and results as for `split_cross_entropy_reference`."""
     given = (logits, top, indices, elsewhere, factor)
     if logits.is_cuda and why_not_split_cross_entropy(*given) is None:
         return triton_split_cross_entropy(*given)
@@ -117,7 +117,7 @@ def native_split_cross_entropy_backward(
     correction: float,
     shift: float,
 ) -> Tensor:
-    """The gradient of the logits; arguments and result are those of `split_cross_entropy_backward_reference`."""
+    """The gradient of the logits; arguments and result as for `split_cross_entropy_backward_reference`."""
     given = (logits, lse, scale, indices, elsewhere, is_ignored, correction, shift)
     if logits.is_cuda and why_not_split_cross_entropy_backward(*given) is None:
         return triton_split_cross_entropy_backward(*given)
@@ -131,10 +131,10 @@ def native_split_cross_entropy_backward(
 
 
 def _without_rows(result: Tensor, is_left_out: Tensor) -> Tensor:
-    """Zeros in the rows that do not count: these may have held anything, even infinities."""
+    """Write zeros into ignored rows, which may contain any values, even infinities."""
     if result.is_cpu:
         return result.index_fill_(0, is_left_out.nonzero().squeeze(1), 0.0)
-    return result.masked_fill_(is_left_out.unsqueeze(1), 0.0)  # without waiting for the device to count rows
+    return result.masked_fill_(is_left_out.unsqueeze(1), 0.0)  # does not wait for the device to count rows
 
 
 def _blocks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:

@@ -1,7 +1,7 @@
-"""`autoshard::to_host` and `autoshard::from_host`: a value moves to the memory of its device's host, and back.
+"""`autoshard::to_host` and `autoshard::from_host`: they move a value to the memory of its device's host, and back.
 
-On an accelerator the copies are to and from pinned memory, queued on the stream that computes: what follows waits for
-them, and the host's processor does not. On a CPU, whose memory is the host's, each makes a copy.
+On an accelerator, the copies use pinned memory and are queued on the computing stream. Later operators wait for them,
+but the host does not. On a CPU, whose memory is the host's, each makes a copy.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from autoshard.kernels.library import define
 
 
 def _to_host(x: Tensor) -> Tensor:
-    """The value in memory of the host, laid out as `x`."""
+    """The value in the host's memory, with the strides of `x`."""
     if x.device.type == "cpu":
         return x.clone()
     return torch.empty_like(x, device="cpu", pin_memory=True).copy_(x, non_blocking=True)
 
 
 def _from_host(x: Tensor) -> Tensor:
-    """The value that `to_host` gave, back in memory of the current accelerator if it came from one."""
+    """The value from `to_host`, moved back to the current accelerator if it came from one."""
     if not x.is_pinned():
         return x.clone()
     accelerator = torch.accelerator.current_accelerator()
@@ -37,4 +37,4 @@ to_host = define("to_host", "(Tensor x) -> Tensor", _to_host, _fake)
 from_host = define("from_host", "(Tensor x) -> Tensor", _from_host, _fake)
 
 TRANSFERS = (to_host, from_host)
-"""The operators that change where a value lies, not what it is."""
+"""The operators that change the device of a value and not the value itself."""

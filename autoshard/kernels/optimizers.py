@@ -1,16 +1,16 @@
-"""Updates of optimizers as operators: one call for each parameter, with all that it reads and writes.
+"""Updates of optimizers as operators: one call for each parameter, with all tensors that it reads and writes.
 
-Each runs the function that torch's own optimizer runs (`torch.optim.sgd.sgd`, `torch.optim.adam.adam`), so a traced
-update is torch's, in the order of its arithmetic, on torch's fused kernels where they take the tensors. Results are new
-tensors; `IN_PLACE` names the twin of each operator that writes over its operands instead, and `MANY` the one that does
-so for many parameters in a call.
+Each runs the function of torch's own optimizer (`torch.optim.sgd.sgd`, `torch.optim.adam.adam`). So a traced update has
+torch's arithmetic in torch's order, and uses torch's fused kernels if they take the tensors. Results are new tensors.
+`IN_PLACE` maps each operator to its twin that writes over its operands. `MANY` maps the twin to an operator that
+updates many parameters in a call.
 
-Hyper-parameters come in a vector, float64 [k] on the CPU, so that schedulers change them without another trace:
+Hyper-parameters come in a vector, float64 [k] on the CPU, so that schedulers can change them without another trace:
 
     sgd:   lr, weight_decay, momentum, dampening, whether this is the first step (1 or 0)
     adam:  lr, beta1, beta2, eps, weight_decay, steps taken before this one
 
-`scale`, a scalar or None, multiplies the gradient first: that of clipping.
+`scale`, a scalar or None, multiplies the gradient first, to clip it.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ SGD_HYPER = ("lr", "weight_decay", "momentum", "dampening", "first")
 ADAM_HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "step")
 
 _SGD_ON_CPUS = (torch.float32, torch.float64)
-"""What torch's fused SGD takes on CPUs. Of narrower types torch 2.13's updates only the last few elements, which do not
-fill a vector, and its momentum is wrong (pytorch#191763)."""
+"""Dtypes of torch's fused SGD on CPUs. In narrower dtypes, torch 2.13's kernel updates only the last few elements,
+which do not fill a vector, and its momentum is wrong (pytorch#191763)."""
 
 _ADAM_ON_CPUS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-"""What torch's fused Adam takes on CPUs. It computes in float32 and rounds narrower types once. The plain loop rounds
-after each of a dozen operators; its bfloat16 is up to 4 units in the last place from the exact update."""
+"""Dtypes of torch's fused Adam on CPUs. It computes in float32 and rounds narrower dtypes once. The plain loop rounds
+after each of a dozen operators. Its bfloat16 is up to 4 units in the last place from the exact update."""
 
 _SCALED_AT_ONCE = 1 << 26
-"""Bytes of parameters whose gradients are scaled at once, if there is more than one of them."""
+"""Bytes of parameters whose gradients are scaled at once, if there are several."""
 
 
 def sgd_(params: Tensors, grads: Tensors, scale: Tensor | None, hyper: Tensor, maximize: bool) -> None:
     """Gradient descent: p -= lr (g + weight_decay p), in place.
 
     Args:
-        params, grads: as many of each; a gradient has the shape and dtype of its parameter.
+        params, grads: lists of equal length; a gradient has the shape and dtype of its parameter.
         scale: scalar that multiplies gradients, or None.
         hyper: `SGD_HYPER`, float64 [5].
         maximize: ascend.
@@ -66,7 +66,7 @@ def momentum_(
     nesterov: bool,
     maximize: bool,
 ) -> None:
-    """Gradient descent with momentum, in place; the first step makes the buffers the gradients. See `sgd_`."""
+    """Gradient descent with momentum, in place; the first step sets the buffers to the gradients. Arguments: `sgd_`."""
     _run_sgd(params, grads, momentum_buffers, scale, hyper, nesterov=nesterov, maximize=maximize)
 
 
@@ -83,10 +83,10 @@ def adam_(
     """Adam (Kingma, Ba 2015), or AdamW (Loshchilov, Hutter 2019) if `decoupled`, in place.
 
     Args:
-        params, grads, exp_avgs, exp_avg_sqs: as many of each, of the shape and dtype of the parameter.
+        params, grads, exp_avgs, exp_avg_sqs: lists of equal length, with the shapes and dtypes of the parameters.
         scale: scalar that multiplies gradients, or None.
         hyper: `ADAM_HYPER`, float64 [6].
-        decoupled: weight decay shrinks the parameter itself, not by way of the gradient.
+        decoupled: weight decay shrinks the parameter itself instead of changing the gradient.
         maximize: ascend.
     """
     _run_adam([params, grads, exp_avgs, exp_avg_sqs], scale, hyper, decoupled=decoupled, maximize=maximize)
@@ -159,9 +159,9 @@ def _values(names: Sequence[str], hyper: Tensor) -> dict[str, Any]:
 def _calls(
     groups: Sequence[Tensors], scale: Tensor | None, on_cpus: Collection[torch.dtype], *, may_fuse: bool = True
 ) -> Iterator[tuple[bool, list[Tensors]]]:
-    """The calls that update parameters, fused or not: of each group the members that a call takes.
+    """The calls that update parameters, fused or not, with the members of each group that a call takes.
 
-    Gradients, the second group, come scaled and in order; scaled ones are copies, so that a call takes few of them.
+    Gradients, the second group, are scaled and contiguous. Scaled gradients are copies, so a call takes only a few.
     """
     members = list(zip(*groups, strict=True))
     fused = [may_fuse and _may_fuse(on_cpus, *member) for member in members]
@@ -173,7 +173,7 @@ def _calls(
 
 
 def _parts(members: Sequence[tuple[Tensor, ...]]) -> Iterator[list[tuple[Tensor, ...]]]:
-    """Members in order, cut where the parameters of a part would be more than `_SCALED_AT_ONCE` bytes."""
+    """Members in order, split into parts of at most `_SCALED_AT_ONCE` bytes of parameters."""
     part: list[tuple[Tensor, ...]] = []
     taken = 0
     for member in members:
@@ -191,9 +191,9 @@ def _scaled(grad: Tensor, scale: Tensor | None) -> Tensor:
 
 
 def _may_fuse(on_cpus: Collection[torch.dtype], param: Tensor, grad: Tensor, *state: Tensor) -> bool:
-    """Whether torch's fused kernels take these: they read memory in order, and know CPUs and CUDA.
+    """Whether torch's fused kernels take these tensors: contiguous ones, on CPUs and CUDA.
 
-    The gradient is put in order for them. `on_cpus` has the types that they take on a CPU.
+    The gradient is made contiguous for them. `on_cpus` lists the kernel's dtypes on a CPU.
     """
     if param.device.type not in ("cpu", "cuda") or (param.is_cpu and param.dtype not in on_cpus):
         return False
@@ -201,7 +201,7 @@ def _may_fuse(on_cpus: Collection[torch.dtype], param: Tensor, grad: Tensor, *st
 
 
 def _out_of_place(in_place: Callable[..., None], written: Sequence[int]) -> Callable[..., Tensor | tuple[Tensor, ...]]:
-    """The function that returns copies of the operands at `written`, as `in_place` leaves them."""
+    """The function that returns the operands at `written` as `in_place` leaves them, in new tensors."""
 
     def run(*args: object) -> Tensor | tuple[Tensor, ...]:
         values = list(args)
@@ -215,12 +215,12 @@ def _out_of_place(in_place: Callable[..., None], written: Sequence[int]) -> Call
 
 
 def _copy(value: object) -> Tensor:
-    assert isinstance(value, Tensor), "operands that are written are tensors"
+    assert isinstance(value, Tensor), "written operands are tensors"
     return value.clone(memory_format=torch.contiguous_format)
 
 
 def _empty(written: Sequence[int]) -> Callable[..., Tensor | tuple[Tensor, ...]]:
-    """The shapes of the results of an out-of-place update."""
+    """Empty results of an out-of-place update."""
 
     def fake(*args: object) -> Tensor | tuple[Tensor, ...]:
         operands = [args[index] for index in written]
@@ -232,7 +232,7 @@ def _empty(written: Sequence[int]) -> Callable[..., Tensor | tuple[Tensor, ...]]
 
 @dataclass(frozen=True, slots=True)
 class _UpdateTwins:
-    """An update of one parameter, its twin in place, and the twin that updates many in a call."""
+    """An update of one parameter, its in-place twin, and the twin that updates many in a call."""
 
     functional: OpOverload
     in_place: OpOverload
@@ -240,7 +240,7 @@ class _UpdateTwins:
 
 
 def _define(name: str, in_place: Callable[..., None], state: Sequence[str], flags: Sequence[str]) -> _UpdateTwins:
-    """An update and its twins: they write `param` and `state`, which come with the gradient between them."""
+    """Define an update and its twins, which write `param` and `state`; the gradient stands between these."""
     tensors = ["param", "grad", *state]
     written = [index for index, tensor in enumerate(tensors) if tensor != "grad"]
     rest = ["Tensor? scale", "Tensor hyper", *(f"bool {flag}" for flag in flags)]
@@ -283,12 +283,12 @@ _UPDATES = (_SGD, _MOMENTUM, _ADAM, _AMSGRAD)
 sgd_update, momentum_update, adam_update, amsgrad_update = (update.functional for update in _UPDATES)
 
 IN_PLACE: Mapping[OpOverload, OpOverload] = MappingProxyType({item.functional: item.in_place for item in _UPDATES})
-"""Each update to its twin, which writes over the operands that the update returns anew: all but the gradient."""
+"""Each update's twin, which writes over the operands that the update returns as new tensors: all but the gradient."""
 
 MANY: Mapping[OpOverload, OpOverload] = MappingProxyType({item.in_place: item.many for item in _UPDATES})
-"""Each twin to the one that updates many parameters: it takes a list in the place of each tensor before `scale`."""
+"""Each twin's twin that updates many parameters: it takes a list in place of each tensor before `scale`."""
 
 
 def tensors_of(many: Any) -> int:
-    """How many lists an operator that updates many parameters takes: of parameters, gradients, and state."""
+    """The number of lists that an operator on many parameters takes: parameters, gradients, and state."""
     return next(index for index, item in enumerate(many._schema.arguments) if item.name == "scale")

@@ -1,9 +1,10 @@
-"""`autoshard::packed_attention` and its backward: attention within sequences that lie behind each other in one tensor.
+"""`autoshard::packed_attention` and its backward: attention within sequences that are concatenated in one tensor.
 
-As `attention.py`, for sequences of unequal length without padding. S and T are the queries and keys of all sequences;
-sequence i has queries query_starts[i], ..., query_starts[i + 1] - 1, and keys likewise. The first start is 0, the last
-S or T. The last query of a sequence is beside its last key: of s queries and t keys, query i is at place i + t - s.
-Causal means that it sees no later places, a window w > 0 that it sees the last w places, its own included.
+The definition is that of `attention.py`, for sequences of unequal length without padding. S and T are the queries and
+keys of all sequences. Sequence i has queries query_starts[i], ..., query_starts[i + 1] - 1, and keys likewise. The
+first start is 0, the last S or T. The last query of a sequence is aligned with its last key: of s queries and t keys,
+query i is at position i + t - s. A causal query attends to no later positions. With a window w > 0, a query attends to
+the last w positions, including its own.
 """
 
 from __future__ import annotations
@@ -34,15 +35,15 @@ def packed_attention_reference(
         q: [S, H, D].
         k, v: [T, G, D], with G a divisor of H.
         query_starts, key_starts: [sequences + 1] int32; see the module's docstring.
-        is_causal: queries see no later places.
-        window: how many places a query sees; 0 for all.
+        is_causal: queries attend to no later positions.
+        window: the number of positions that a query attends to; 0 for all.
         scale: factor on the scores, usually 1 / sqrt(D).
 
     Returns:
         out [S, H, D] in q's dtype, and the log-sum-exp [H, S] in float32 (float64 for float64 inputs).
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes do not fit.
     """
     out, lse = _fake(q, k, v, query_starts, key_starts, is_causal, window, scale)
     for rows, columns in _sequences(query_starts, key_starts):
@@ -95,7 +96,7 @@ def _heads_second(x: Tensor) -> Tensor:
 
 
 def _options(q: Tensor, k: Tensor, is_causal: bool, window: int, scale: float) -> tuple[Any, ...]:
-    """The arguments of `attention_reference` behind its operands, for one sequence."""
+    """The arguments of `attention_reference` after its operands, for one sequence."""
     queries, keys = q.shape[2], k.shape[2]
     place = torch.arange(keys - queries, keys, device=q.device)[:, None]
     mask = place - torch.arange(keys, device=q.device) < window if window > 0 else None
@@ -110,7 +111,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, query_starts: Tensor, key_starts: Te
         raise ValueError(f"packed attention's query heads must be a multiple of its key heads: {shapes}.")
     starts = f"{tuple(query_starts.shape)} {query_starts.dtype} and {tuple(key_starts.shape)} {key_starts.dtype}"
     if query_starts.dim() != 1 or query_starts.shape != key_starts.shape or len(query_starts) < 2:
-        raise ValueError(f"packed attention takes as many starts of queries as of keys, and an end; found {starts}.")
+        raise ValueError(f"packed attention takes equally many starts of queries and keys, and an end; found {starts}.")
     if not query_starts.dtype == key_starts.dtype == torch.int32:
         raise ValueError(f"packed attention takes starts in int32; found {starts}.")
 

@@ -1,4 +1,4 @@
-"""Philox 4x32-10: random numbers that depend on the element's global index, not on who computes it.
+"""Philox 4x32-10: random numbers that depend on the element's global index, and not on the rank that draws them.
 
 Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011), section 3.3.
 The generator is a keyed bijection of a 128 bit counter. Element `i` (linear, row-major) of the array drawn at
@@ -6,9 +6,9 @@ The generator is a keyed bijection of a 128 bit counter. Element `i` (linear, ro
 
     philox(counter = (i mod 2^32, i div 2^32, site, block), key = (seed mod 2^32, seed div 2^32)),
 
-so every shard of an array, on any mesh, draws the numbers that the whole array would. Dropout takes the first word of
-block 0, other distributions all four, and those that draw until a number is accepted more blocks. Arithmetic is int64
-with 32 bit masks, hence the same on every device; `kernels/triton_dropout.py` draws the same bits.
+so every shard of an array, on any mesh, draws the same numbers as the whole array. Dropout takes the first word of
+block 0. Other distributions take all four words, and those with rejection take more blocks. Arithmetic is int64 with 32
+bit masks, and therefore equal on every device; `kernels/triton_dropout.py` draws the same bits.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def random_words(
     Args:
         shape: the shard's shape.
         offset: the global index of the shard's first element, one entry per dim.
-        global_shape: the shape of the whole array. Elements beyond it (padding) get words of no meaning.
+        global_shape: the shape of the whole array. Elements beyond it (padding) get meaningless words.
         seed: int64 scalar tensor; its device is the result's.
         site: the number of the random operator in the program, in [0, 2^32).
 
@@ -77,7 +77,7 @@ def random_words(
 def random_block(
     shape: Sequence[int], offset: Sequence[int], global_shape: Sequence[int], seed: Tensor, site: int, block: int = 0
 ) -> Words:
-    """Four words per element (arguments as `random_words`); those of each block, in [0, 2^32), are independent."""
+    """Four words in [0, 2^32) per element (arguments: `random_words`); different blocks are independent."""
     index = _global_index(shape, offset, global_shape, seed.device)
     seed = seed.reshape(())
     zero = torch.zeros_like(seed)
@@ -94,7 +94,7 @@ def keep_mask(
     site: int,
     p: float,
 ) -> Tensor:
-    """Which elements dropout keeps: bool, True with probability 1 - p (arguments as `random_words`)."""
+    """The elements that dropout keeps, bool: True with probability 1 - p (arguments as `random_words`)."""
     return random_words(shape, offset, global_shape, seed, site) >= drop_threshold(p)
 
 
@@ -110,7 +110,7 @@ def drop_threshold(p: float) -> int:
 
 
 def keep_scale(p: float) -> float:
-    """`1 / (1 - p)`, the factor on what dropout keeps; 0 when everything is dropped."""
+    """`1 / (1 - p)`, the factor on kept elements; 0 if every element is dropped."""
     return 0.0 if p >= 1.0 else 1.0 / (1.0 - p)
 
 

@@ -1,4 +1,4 @@
-"""Folders that only their user can write: what a process runs, or is tuned by, lies in no other."""
+"""Folders that only their user can write, for code that a process runs and measurements that tune it."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ _OF_OTHERS = stat.S_IWGRP | stat.S_IWOTH
 
 
 def make_private(folder: Path, purpose: str) -> None:
-    """Make a folder that only this user can open, and its parents; one that is there must be private already.
+    """Make a folder that only this user can open, and its parents; an existing folder must already be private.
 
     Args:
         folder: the folder.
-        purpose: what lies there, for the error: "generated kernels".
+        purpose: the folder's contents, for the error message, such as "generated kernels".
 
     Raises:
-        OSError: it cannot be made.
-        KernelError: it is another user's, or others can write to it.
+        OSError: the folder cannot be made.
+        KernelError: the folder is another user's, or others can write to it.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -28,7 +28,7 @@ def make_private(folder: Path, purpose: str) -> None:
 
 
 def check_private(folder: Path, purpose: str) -> None:
-    """Raise `KernelError` where a folder is another user's, or others can write to it; none is as good as private."""
+    """Raise `KernelError` if a folder is another user's, or others can write to it; a missing folder is private."""
     try:
         found = folder.stat()
     except OSError:
@@ -40,6 +40,6 @@ def check_private(folder: Path, purpose: str) -> None:
     else:
         return
     raise KernelError(
-        f"{purpose} are not kept in {str(folder)!r}: {reason}, so what lies there may be anybody's. Remove it, "
-        "make it yours alone (chmod 700), or name another folder: XDG_CACHE_HOME, of block sizes AUTOSHARD_TUNE."
+        f"{purpose} are not kept in {str(folder)!r}: {reason}, so its files may be anybody's. Remove it, make it yours "
+        "alone (chmod 700), or set another folder by XDG_CACHE_HOME (for block sizes, by AUTOSHARD_TUNE)."
     )

@@ -1,16 +1,16 @@
-"""`autoshard::random`: an array of random numbers that depend on the global index, so no mesh changes them.
+"""`autoshard::random`: an array of random numbers that depend on the global index, so they are equal on every mesh.
 
-Each element has its own four words of Philox (`philox.py`). From these come two numbers u, v in [0, 1) with 53 bits,
-and all distributions in float64, rounded to the type of the result at the end:
+Each element has its own four words of Philox (`philox.py`). They give two numbers u, v in [0, 1) with 53 bits.
+Distributions are computed from these in float64, and rounded to the dtype of the result at the end.
 
-    uniform      low + (high - low) u, where u is cut to the bits that the type can hold, so that it is never 1
+    uniform      low + (high - low) u, with u cut to the bits of the dtype, so that it is never 1
     normal       mean + std sqrt(-2 ln(1 - u)) cos(2 pi v)      Box, Muller 1958
     log_normal   exp of a normal number
-    truncated_normal  a normal number from low to high: mean + std sqrt(2) erfinv(p), p uniform between the ends' erf
+    truncated_normal  mean + std sqrt(2) erfinv(p), between low and high, with p uniform between the ends' erf
     exponential  -ln(1 - u) / rate, never 0
     cauchy       median + sigma tan(pi (u - 1/2))
-    geometric    1 + floor(ln(1 - u) / ln(1 - p)): the number of trials up to the first success
-    bernoulli    1 where u < p
+    geometric    1 + floor(ln(1 - u) / ln(1 - p)), the number of trials up to the first success
+    bernoulli    1 if u < p
     integer      low + (63 bits mod (high - low))
 
 A new distribution is one more entry of `DISTRIBUTIONS`.
@@ -55,18 +55,18 @@ def random_reference(
     Args:
         seed: int64 scalar tensor; its device is the result's.
         distribution: a name in `DISTRIBUTIONS`.
-        parameters: of the distribution, in the order of the module's table.
+        parameters: the distribution's parameters, in the order of the module's table.
         site: the number of this random operator in the program.
         shape: the shard's shape.
         offset: global index of the shard's first element, one entry per dim.
         global_shape: the shape of the whole array.
-        dtype: of the result.
+        dtype: the dtype of the result.
 
     Returns:
         Tensor of `shape`, contiguous.
 
     Raises:
-        KernelError: the distribution is not known, or its parameters are out of range.
+        KernelError: the distribution is unknown, or its parameters are out of range.
 
     Example:
         >>> whole = random_reference(torch.tensor(7), "normal", (0, 1), 3, (4,), (0,), (4,), dtype=torch.float32)
@@ -90,7 +90,7 @@ def unit(high: Tensor, low: Tensor) -> Tensor:
 
 
 def standard_exponential(words: Words) -> Tensor:
-    """Float64, never 0 and never infinite: from the first two words."""
+    """Float64, never 0 and never infinite, from the first two words."""
     return -torch.log1p(-unit(words[0], words[1]).clamp_min(_LEAST))
 
 
@@ -103,7 +103,7 @@ def _uniform(words: Words, low: Number, high: Number, *, dtype: torch.dtype) -> 
     cut = _BITS - _UNIFORM_BITS.get(dtype, _BITS)
     u = (bits_53(words[0], words[1]) >> cut).to(torch.float64) * 2.0 ** (cut - _BITS)
     drawn = (u * (high - low) + low).to(dtype)
-    return torch.where(drawn < high, drawn, low).to(dtype)  # rounding may have reached the end
+    return torch.where(drawn < high, drawn, low).to(dtype)  # rounding may have reached `high`
 
 
 def _normal(words: Words, mean: Number, std: Number, *, dtype: torch.dtype) -> Tensor:
@@ -149,9 +149,9 @@ class Distribution:
     """One distribution.
 
     Args:
-        draw: from the words of each element, and the parameters, to numbers of `dtype`.
+        draw: maps each element's words, and the parameters, to numbers of `dtype`.
         accepts: whether parameters are in range.
-        range: what `accepts` asks, for messages.
+        range: the condition of `accepts`, for messages.
     """
 
     draw: Callable[..., Tensor]
@@ -180,7 +180,7 @@ DISTRIBUTIONS: Mapping[str, Distribution] = MappingProxyType(
 
 def _check(distribution: str, parameters: Sequence[Number]) -> None:
     if distribution not in DISTRIBUTIONS:
-        raise KernelError(f"distribution={distribution!r} is not known. Known: {', '.join(DISTRIBUTIONS)}.")
+        raise KernelError(f"distribution={distribution!r} is unknown. Known: {', '.join(DISTRIBUTIONS)}.")
     found = DISTRIBUTIONS[distribution]
     if not found.accepts(*parameters):
         raise KernelError(f"{distribution} numbers need {found.range}; got {', '.join(map(str, parameters))}.")

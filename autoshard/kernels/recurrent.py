@@ -1,21 +1,22 @@
 """`autoshard::lstm`, `gru`, `rnn` and their backwards: one layer in one direction, every time step in one operator.
 
 Hochreiter, Schmidhuber, "Long short-term memory" (1997), with the forget gate of Gers et al. (2000) and the projection
-of Sak et al. (2014); Cho et al., "Learning phrase representations using RNN encoder-decoder" (2014), where the reset
-gate acts after the product, as in cuDNN; Elman, "Finding structure in time" (1990).
+of Sak et al. (2014). Cho et al., "Learning phrase representations using RNN encoder-decoder" (2014); the reset gate
+acts after the product, as in cuDNN. Elman, "Finding structure in time" (1990).
 
-The product with the input's weights does not wait for the recurrence: it is taken for all steps at once, outside, as an
-ordinary product that shards like one (Appleyard et al., "Optimizing performance of recurrent neural networks on GPUs",
-2016; FlashRNN, Poeppel et al. 2024, has the same operands). Shapes: B batch, T time, H hidden, P what is put out and
-fed back (H, or less with a projection), x_t [B, gates H] the operand `inputs` at step t; h', c' the state before it.
+The product with the input's weights does not depend on the recurrence. The caller computes it for all steps at once
+(Appleyard et al., "Optimizing performance of recurrent neural networks on GPUs", 2016). It is an ordinary product and
+can be sharded. FlashRNN (Poeppel et al. 2024) has the same operands. Shapes: B batch, T time, H hidden, P output size.
+The output is fed back; P = H, or less with a projection. x_t [B, gates H] is the operand `inputs` at step t. h', c' are
+the previous state.
 
     lstm   i, f, g, o = x_t + h' W^T;  c = sigmoid(f) c' + sigmoid(i) tanh(g);  h = (sigmoid(o) tanh(c)) R^T
     gru    r, z, n = x_t;  u, v, q = h' W^T + b;  r = sigmoid(r + u), z = sigmoid(z + v), n = tanh(n + r q);
            h = n + z (h' - n)
     rnn    h = tanh(x_t + h' W^T), or relu
 
-With `lengths` [B], row b runs on its first lengths[b] steps and keeps its state beside them: packed sequences. Products
-are in the operands' dtype, gates and cells in the accumulation dtype.
+With `lengths` [B], row b runs on its first lengths[b] steps, and keeps its state in the others (packed sequences).
+Products are in the operands' dtype, gates and cells in the accumulation dtype.
 """
 
 from __future__ import annotations
@@ -44,10 +45,11 @@ def lstm_reference(
         reverse: from the last step to the first.
 
     Returns:
-        y [B, T, P]; the states after the last step, [B, P] and [B, H]; and for the backward: gates [B, T, 4 H] after
-        their nonlinearities, cells [B, T, H].
+        y [B, T, P] and the states after the last step, [B, P] and [B, H]. For the backward, also gates [B, T, 4 H]
+        after their nonlinearities, and cells [B, T, H].
 
     Raises:
+        ValueError: shapes do not fit, or there is no time step.
         ValueError: shapes that do not fit, or no time step.
     """
     _check("lstm", 4, inputs, (h0, c0), w_hh, w_hr)
@@ -74,7 +76,7 @@ def lstm_reference(
 def lstm_composite(
     inputs: Tensor, h0: Tensor, c0: Tensor, w_hh: Tensor, w_hr: Tensor | None, lengths: Tensor | None, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The first three results of `lstm_reference`, with nothing in place, so that they have derivatives."""
+    """The first three results of `lstm_reference`, without in-place operators, so that they have derivatives."""
     h, c, outputs = h0, c0.to(accumulation_dtype(inputs.dtype)), []
     for t in _order(inputs, reverse):
         i, f, g, o = torch.addmm(inputs[:, t], h, w_hh.mT).to(c.dtype).chunk(4, dim=1)
@@ -94,14 +96,14 @@ def lstm_backward_reference(
     """Gradients of inputs, h0, c0, w_hh and w_hr (None without one), in their shapes and dtypes.
 
     Args:
-        grad_y, grad_h, grad_c: of the first three results; None is zero.
-        y, gates, cells: results of the forward; the others are its operands.
+        grad_y, grad_h, grad_c: gradients of the first three results; None stands for zero.
+        y, gates, cells: results of the forward; the other arguments are its operands.
     """
     dtype = accumulation_dtype(y.dtype)
     i, f, g, o = gates.to(dtype).chunk(4, dim=2)  # [B, T, H]
     tanh_c, before = torch.tanh(cells.to(dtype)), _before(cells, c0, reverse)
     slopes = (g * _sigmoid_slope(i), before * _sigmoid_slope(f), i * _tanh_slope(g), tanh_c * _sigmoid_slope(o))
-    slopes = _where_running(lengths, torch.cat(slopes, dim=2))  # of i, f, g to c and of o to the output
+    slopes = _where_running(lengths, torch.cat(slopes, dim=2))  # from i, f, g to c, and from o to the output
     slope_c = o * _tanh_slope(tanh_c)
     dh, dc = _start(grad_h, h0, dtype), _start(grad_c, c0, dtype)
     d_inputs, d_hidden = [], []
@@ -130,15 +132,15 @@ def gru_reference(
         inputs: [B, T, 3 H], x W_ih^T + b_ih, gates in the order r, z, n.
         h0: [B, H].
         w_hh: W [3 H, H].
-        b_hh: b [3 H], or None: zero. It cannot join the input's: the reset gate scales it.
-        lengths, reverse: as of `lstm_reference`.
+        b_hh: b [3 H], or None for zero. It cannot be added to the input's bias, because the reset gate scales it.
+        lengths, reverse: see `lstm_reference`.
 
     Returns:
-        y [B, T, H]; the state after the last step [B, H]; and for the backward: gates [B, T, 4 H], the values of
+        y [B, T, H] and the state after the last step [B, H]. For the backward, also gates [B, T, 4 H], the values of
         r, z, n and q.
 
     Raises:
-        ValueError: shapes that do not fit, or no time step.
+        ValueError: shapes do not fit, or there is no time step.
     """
     _check("gru", 3, inputs, (h0,), w_hh)
     dtype, parts = accumulation_dtype(inputs.dtype), (2 * h0.shape[1], h0.shape[1])
@@ -159,7 +161,7 @@ def gru_backward_reference(
     grad_y: Tensor | None, grad_h: Tensor | None, h0: Tensor, w_hh: Tensor, lengths: Tensor | None, y: Tensor,
     gates: Tensor, reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of inputs, h0, w_hh and b_hh, in their shapes and dtypes; arguments as of `lstm_backward_reference`."""
+    """Gradients of inputs, h0, w_hh and b_hh, in their shapes and dtypes; arguments: `lstm_backward_reference`."""
     dtype = accumulation_dtype(y.dtype)
     r, z, n, q = gates.to(dtype).chunk(4, dim=2)  # [B, T, H]
     before = _before(y, h0, reverse)
@@ -189,13 +191,13 @@ def rnn_reference(
         h0: [B, H].
         w_hh: W [H, H].
         relu: relu in place of tanh.
-        lengths, reverse: as of `lstm_reference`.
+        lengths, reverse: see `lstm_reference`.
 
     Returns:
         y [B, T, H], and the state after the last step [B, H].
 
     Raises:
-        ValueError: shapes that do not fit, or no time step.
+        ValueError: shapes do not fit, or there is no time step.
     """
     _check("rnn", 1, inputs, (h0,), w_hh)
     nonlinearity = torch.relu if relu else torch.tanh
@@ -210,7 +212,7 @@ def rnn_backward_reference(
     grad_y: Tensor | None, grad_h: Tensor | None, h0: Tensor, w_hh: Tensor, lengths: Tensor | None, y: Tensor,
     relu: bool, reverse: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of inputs, h0 and w_hh, in their shapes and dtypes; arguments as of `lstm_backward_reference`."""
+    """Gradients of inputs, h0 and w_hh, in their shapes and dtypes; arguments: `lstm_backward_reference`."""
     dtype = accumulation_dtype(y.dtype)
     slopes = _where_running(lengths, (y > 0).to(dtype) if relu else _tanh_slope(y.to(dtype)))
     dh, d_inputs = _start(grad_h, h0, dtype), []
@@ -243,18 +245,18 @@ def _check(
 
 
 def _order(x: Tensor, reverse: bool) -> range:
-    """The steps of x [B, T, ...] in the order in which they run."""
+    """The steps of x [B, T, ...] in the order of execution."""
     steps = range(x.shape[1])
     return steps[::-1] if reverse else steps
 
 
 def _stack(steps: list[Tensor], like: Tensor, reverse: bool) -> Tensor:
-    """[B, T, ...] in `like`'s dtype from what was found step after step, the last first with `reverse`."""
+    """[B, T, ...] in `like`'s dtype, from the values of steps in the order of execution."""
     return torch.stack(steps[::-1] if reverse else steps, dim=1).to(like.dtype)
 
 
 def _before(states: Tensor, first: Tensor, reverse: bool) -> Tensor:
-    """The state before each step, [B, T, ...], from those after it and the first one."""
+    """The state before each step, [B, T, ...], from the states after each step and the first state."""
     first = first.unsqueeze(1).to(states.dtype)
     if reverse:
         return torch.cat((states[:, 1:], first), dim=1)
@@ -262,17 +264,17 @@ def _before(states: Tensor, first: Tensor, reverse: bool) -> Tensor:
 
 
 def _running(lengths: Tensor | None, t: int) -> Tensor | None:
-    """Which rows have a step t, [B, 1]; None where all have."""
+    """Whether each row has a step t, [B, 1]; None if all rows have it."""
     return None if lengths is None else (lengths > t).unsqueeze(1)
 
 
 def _advance(running: Tensor | None, new: Tensor, old: Tensor) -> Tensor:
-    """`new`, and `old` for rows that have no such step."""
+    """`new`, but `old` for rows without this step."""
     return new if running is None else torch.where(running, new, old)
 
 
 def _where_running(lengths: Tensor | None, values: Tensor) -> Tensor:
-    """values [B, T, ...], zero beyond each row's length: nothing goes through a step that did not run."""
+    """values [B, T, ...], zero beyond each row's length, so that no gradient passes a step that did not run."""
     if lengths is None:
         return values
     runs = torch.arange(values.shape[1], device=values.device) < lengths.unsqueeze(1)
@@ -280,7 +282,7 @@ def _where_running(lengths: Tensor | None, values: Tensor) -> Tensor:
 
 
 def _start(grad: Tensor | None, state: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient of a last state, zero where nothing uses it."""
+    """The gradient of a last state; zero if it is not used."""
     return torch.zeros_like(state, dtype=dtype) if grad is None else grad.to(dtype)
 
 
@@ -293,7 +295,7 @@ def _tanh_slope(value: Tensor) -> Tensor:
 
 
 def _weight_gradient(grad: Tensor, operand: Tensor) -> Tensor:
-    """[M, N] from the gradient of products [B, T, M] and what was multiplied, [B, T, N]."""
+    """[M, N] from the gradient of products [B, T, M] and the operand [B, T, N]."""
     return torch.mm(grad.flatten(0, 1).mT, operand.flatten(0, 1))
 
 

@@ -1,15 +1,15 @@
-"""The tables of Triton kernels: what each may stand in for, and the condition under which it applies.
+"""The tables of Triton kernels: the operators that each may replace, and its condition.
 
-Kernels for one operator (`KERNELS`) and for several at once (`FUSED`).
+`KERNELS` has kernels for one operator, and `FUSED` has kernels for several operators at once.
 
-A pass that fuses rewrites a node when a kernel is found, by changing its target alone:
+If a kernel is found, a pass that fuses rewrites a node by changing only its target:
 
     kernel = find_kernel(node.target, args, kwargs)      # args with fake tensors: node.meta["val"]
     if kernel is not None:
         node.target = kernel.replacement                 # same arguments, same results
 
-Importing this module imports triton and defines the replacements as operators `autoshard::triton_*`. Each is
-functional and opaque; run on what it does not cover it raises `KernelError`, it never falls back.
+Importing this module imports triton and defines the replacements as operators `autoshard::triton_*`. Each is functional
+and opaque. For unsupported operands it raises `KernelError`; it never falls back.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ def _tabulate(kernels: Iterable[Kernel]) -> Mapping[OpOverload, tuple[Kernel, ..
     return MappingProxyType(table)
 
 
-# Operator to its kernels, the preferred one first.
+# Each operator's kernels, the preferred one first.
 KERNELS = _tabulate(kernel for module in _MODULES for kernel in module.KERNELS)
 
 
-# Kernels for several operators at once, in the order in which they are looked for: larger patterns before their parts.
+# Kernels for several operators at once, in the order of the search: larger patterns before their parts.
 FUSED: tuple[FusedKernel, ...] = tuple(kernel for module in _FUSED_MODULES for kernel in module.FUSED)
 
 
 def kernels_of(operator: OpOverload) -> tuple[Kernel, ...]:
-    """The kernels that may stand in for an operator, the preferred one first; empty if there is none."""
+    """The kernels that may replace an operator, the preferred one first; empty if there is none."""
     return KERNELS.get(operator, ())
 
 

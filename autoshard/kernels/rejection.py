@@ -1,13 +1,15 @@
 """`autoshard::poisson`, `binomial` and `gamma`: random numbers of distributions whose parameters are tensors.
 
-Each element draws until a number is accepted, attempt k from block k of its own words (`philox.py`), so how often the
-others draw changes nothing. Arithmetic is float64; parameters that are out of range give NaN.
+Each element draws until a number is accepted. Attempt k uses block k of the element's own words (`philox.py`), so it
+does not matter how often other elements draw. Arithmetic is float64; parameters that are out of range give NaN.
 
-    poisson, binomial   inversion by sequential search where the mean is below 10; else transformed rejection:
-                        Hörmann, "The transformed rejection method for generating Poisson random variables"
-                        (Insurance: Mathematics and Economics 12, 1993), PTRS; Hörmann, "The generation of binomial
-                        random variates" (J. Statistical Computation and Simulation 46, 1993), BTRS
-    gamma               Marsaglia, Tsang, "A simple method for generating gamma variables" (ACM TOMS 26, 2000)
+Poisson and binomial numbers with a mean below 10 are drawn by inversion with sequential search. The other algorithms:
+
+* poisson: transformed rejection (PTRS). Hörmann, "The transformed rejection method for generating Poisson random
+  variables" (Insurance: Mathematics and Economics 12, 1993).
+* binomial: transformed rejection (BTRS). Hörmann, "The generation of binomial random variates" (J. Statistical
+  Computation and Simulation 46, 1993).
+* gamma: Marsaglia, Tsang, "A simple method for generating gamma variables" (ACM TOMS 26, 2000).
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ Proposal = Callable[[int], tuple[Tensor, Tensor]]
 def poisson_reference(
     rate: Tensor, seed: Tensor, site: int, offset: Sequence[int], global_shape: Sequence[int]
 ) -> Tensor:
-    """A Poisson number for each rate, in the type of `rate`.
+    """A Poisson number for each rate, in the dtype of `rate`.
 
     Args:
         rate: any shape; a shard of a global array.
@@ -48,7 +50,7 @@ def poisson_reference(
 
 
 def _transformed_poisson(mean: Tensor, blocks: Blocks, wanted: Tensor) -> Tensor:
-    """PTRS, with the names of the paper."""
+    """PTRS, with the paper's names."""
     b = 0.931 + 2.53 * mean.sqrt()
     a = -0.059 + 0.02483 * b
     inverse_alpha, v_r = 1.1239 + 1.1328 / (b - 3.4), 0.9277 - 3.6224 / (b - 2.0)
@@ -66,10 +68,10 @@ def _transformed_poisson(mean: Tensor, blocks: Blocks, wanted: Tensor) -> Tensor
 def binomial_reference(
     count: Tensor, p: Tensor, seed: Tensor, site: int, offset: Sequence[int], global_shape: Sequence[int]
 ) -> Tensor:
-    """The successes of `count` trials with probability `p` each, in the type of `count`.
+    """The successes of `count` trials with probability `p` each, in the dtype of `count`.
 
     Args:
-        count, p: of one shape; shards of global arrays.
+        count, p: tensors of one shape; shards of global arrays.
         seed, site, offset, global_shape: see `random_reference`.
     """
     blocks = _blocks(count, seed, site, offset, global_shape)
@@ -84,7 +86,7 @@ def binomial_reference(
 
 
 def _transformed_binomial(n: Tensor, q: Tensor, blocks: Blocks, wanted: Tensor) -> Tensor:
-    """BTRS, with the names of the paper; factorials by the logarithm of the gamma function."""
+    """BTRS, with the paper's names; factorials use the logarithm of the gamma function."""
     spread = torch.sqrt(n * q * (1.0 - q))
     b = 1.15 + 2.53 * spread
     a = -0.0873 + 0.0248 * b + 0.01 * q
@@ -106,7 +108,7 @@ def _transformed_binomial(n: Tensor, q: Tensor, blocks: Blocks, wanted: Tensor) 
 def gamma_reference(
     shape: Tensor, seed: Tensor, site: int, offset: Sequence[int], global_shape: Sequence[int]
 ) -> Tensor:
-    """A number of the gamma distribution of rate 1 for each parameter `shape`, in its type; 0 where it is 0.
+    """A gamma number of rate 1 for each parameter `shape`, in its dtype; 0 if the parameter is 0.
 
     Args:
         shape: the distribution's parameter, of any tensor shape; a shard of a global array.
@@ -139,13 +141,13 @@ def _uniforms(words: Words) -> tuple[Tensor, Tensor]:
 
 
 def _hat(words: Words) -> tuple[Tensor, Tensor, Tensor]:
-    """What transformed rejection draws: U in [-1/2, 1/2), V in [0, 1), and 1/2 - |U|."""
+    """The random numbers of transformed rejection: U in [-1/2, 1/2), V in [0, 1), and 1/2 - |U|."""
     u, v = _uniforms(words)
     return u - 0.5, v, 0.5 - (u - 0.5).abs()
 
 
 def _until_accepted(propose: Proposal, wanted: Tensor) -> Tensor:
-    """For each wanted element the first proposal that is accepted."""
+    """For each wanted element, the first accepted proposal."""
     result, waiting = torch.full(wanted.shape, torch.nan, dtype=torch.float64, device=wanted.device), wanted
     for attempt in itertools.count():
         if not bool(waiting.any()):
@@ -157,13 +159,13 @@ def _until_accepted(propose: Proposal, wanted: Tensor) -> Tensor:
 
 
 def _invert(u: Tensor, none: Tensor, growth: Callable[[int], Tensor], wanted: Tensor) -> Tensor:
-    """The least k whose cumulated probability exceeds `u`.
+    """The least k whose cumulative probability exceeds `u`.
 
     Args:
         u: in [0, 1).
         none: the probability of 0.
-        growth: from k to the probability of k over that of k - 1.
-        wanted: elsewhere the result means nothing.
+        growth: maps k to the probability of k over that of k - 1.
+        wanted: the elements to compute; other elements of the result are meaningless.
     """
     k, probability, reached = torch.zeros_like(u), none, none
     for step in range(1, _MOST_STEPS):
@@ -177,7 +179,7 @@ def _invert(u: Tensor, none: Tensor, growth: Callable[[int], Tensor], wanted: Te
 
 
 def _choose(*cases: tuple[Tensor, Tensor]) -> Tensor:
-    """The value of the case that holds, NaN where none does."""
+    """The value of the case that holds; NaN if none does."""
     result = torch.full_like(cases[0][1], torch.nan)
     for holds, value in cases:
         result = torch.where(holds, value, result)

@@ -1,23 +1,23 @@
-"""`autoshard::ring_attention` and its backward: attention of one sequence on several ranks, round which its keys go.
+"""`autoshard::ring_attention` and its backward: attention of one sequence on several ranks, which pass keys in a ring.
 
 Liu, Zaharia, Abbeel, "Ring attention with blockwise transformers for near-infinite context" (2023), section 3. Each
-rank of the group has a piece of the queries and one of the keys and values. At hop r of n it computes its queries on
-the piece of the rank r places before it, while it sends that piece on to the next rank, so that it never holds more
-than two pieces that are not its own.
+rank of the group has one piece of the queries and one of the keys and values. At hop r of n, a rank computes attention
+of its queries on the piece of the rank r places before it. Meanwhile it sends that piece on to the next rank. So it
+never holds more than two pieces of other ranks.
 
-* Forward: results of the hops are merged by their log-sum-exp (Dao et al. 2022, section 3.1), in the accumulation type:
+* Forward: the log-sum-exps merge the results of the hops (Dao et al. 2022, section 3.1), in the accumulation dtype.
   lse = log(exp(lse_A) + exp(lse_B)), out = exp(lse_A - lse) out_A + exp(lse_B - lse) out_B.
-* Backward: the merged result and log-sum-exp give each hop's share of the gradients. Gradients of keys and values go
-  round one hop behind these, each rank adding its share, and are home after n hops.
+* Backward: the merged result and log-sum-exp give each hop's share of the gradients. Gradients of keys and values
+  travel one hop behind the keys and values. Each rank adds its share, and they are complete after n hops.
 
-A hop of which causality masks everything computes nothing. So in a causal ring all ranks wait for the last one, which
-skips none. `is_paired`: pieces are relaid before and behind the ring, so that rank r of n has the blocks r and
-2 n - 1 - r of 2 n, an early and a late one, and each rank has as much to do at each hop: all its queries on the early
-keys of ranks before it, its late queries on all keys of ranks behind it (Grattafiori et al., "The Llama 3 herd of
-models" (2024), section 3.3.2).
+A hop that causality masks completely computes nothing. So in a causal ring all ranks wait for the last one, which skips
+no hop. With `is_paired`, each rank computes equally much at each hop (Grattafiori et al., "The Llama 3 herd of models"
+(2024), section 3.3.2). Pieces are resharded before and after the ring. Rank r of n gets the blocks r and 2 n - 1 - r of
+2 n, an early and a late one. All its queries attend to the early keys of ranks before it. Its late queries attend to
+all keys of ranks after it.
 
-Operands and results are as of `autoshard::attention`, of a rank's own pieces; the mask has its rows of queries, and all
-columns. Lengths of pieces need not be the same: what is behind `lengths` in one is padding.
+Operands and results are those of `autoshard::attention`, for a rank's own pieces. The mask has the rows of its queries,
+and all columns. Pieces may have unequal lengths; keys beyond `lengths` are padding.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from autoshard.kernels.library import accumulation_dtype
 from autoshard.kernels.native_attention import merge_into, native_attention, native_attention_backward
 
 Travelling = Generator[Exchange, Sequence[Tensor], list[Tensor]]
-"""Steps that return the tensors that came."""
+"""Steps that return the received tensors."""
 
 
 class _VisitingKeys(NamedTuple):
-    """Some of a rank's queries on some of the keys that visit it; `columns` are these among the keys of all ranks."""
+    """Some of a rank's queries on some of the visiting keys; `columns` is their range among the keys of all ranks."""
 
     rows: slice
     keys: slice
@@ -59,13 +59,13 @@ class _VisitingKeys(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """A rank's place in the ring, and what the call says.
+    """A rank's place in the ring, and the constants of the call.
 
     Args:
-        dropout_p, is_causal, scale, site, offset, global_shape: of `autoshard::attention`; `offset` is that of the
-            rank's queries and of the first key of all.
+        dropout_p, is_causal, scale, site, offset, global_shape: see `autoshard::attention`; `offset` is for the rank's
+            queries and the first of all keys.
         index: the rank's number.
-        starts, lengths: of each rank's keys.
+        starts, lengths: the range of each rank's keys.
         is_paired: each rank computes on an early and a late block.
     """
 
@@ -82,11 +82,11 @@ class Ring:
 
     @property
     def ranks(self) -> int:
-        """How many there are."""
+        """The number of ranks."""
         return len(self.starts)
 
     def send_on(self, *tensors: Tensor) -> Generator[Exchange, Sequence[Tensor], Sequence[Tensor]]:
-        """Pieces [B, H, T, ...] on their way from the rank before, as this one's go to the next; see `came`."""
+        """Send pieces [B, H, T, ...] to the next rank, and begin to receive the previous rank's; see `came`."""
         if not tensors:
             return ()
         rows = tensors[0].shape[0]
@@ -97,7 +97,7 @@ class Ring:
         return [rows if number == rank % self.ranks else 0 for number in range(self.ranks)]
 
     def parts(self, hop: int, queries: int) -> Iterator[_VisitingKeys]:
-        """The parts that are computed at a hop; none where causality masks everything."""
+        """The parts that are computed at a hop; none if causality masks everything."""
         visitor = (self.index - hop) % self.ranks
         start, length = self.starts[visitor], self.lengths[visitor]
         batch, head, row, column = self.offset
@@ -124,7 +124,7 @@ class Ring:
         self, part: _VisitingKeys, grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor,
         lse: Tensor, seed: Tensor | None,
     ) -> Any:  # fmt: skip
-        """Share of a part in the gradients of q, k and v, where `out` and `lse` are of all keys."""
+        """The share of a part in the gradients of q, k and v; `out` and `lse` are those of all keys."""
         grad_out, q, out, lse = (tensor[:, :, part.rows] for tensor in (grad_out, q, out, lse))
         operands = (grad_out, q, k[:, :, part.keys], v[:, :, part.keys], _columns(mask, part), out, lse)
         return native_attention_backward(*operands, seed, *self._constants(part))
@@ -133,16 +133,16 @@ class Ring:
         return self.dropout_p, part.is_causal, self.scale, self.site, part.offset, self.global_shape
 
     def to_pairs(self, *tensors: Tensor) -> Travelling:
-        """Pieces [B, H, S, ...] relaid, so that each rank has an early and a late block of the sequence."""
+        """Reshard pieces [B, H, S, ...] so that each rank has an early and a late block of the sequence."""
         return self._relaid(tensors, self._neighbours, self._pair)
 
     def from_pairs(self, *tensors: Tensor) -> Travelling:
-        """The way back of `to_pairs`."""
+        """The inverse of `to_pairs`."""
         return self._relaid(tensors, self._pair, self._neighbours)
 
     @staticmethod
     def _neighbours(rank: int) -> tuple[int, int]:
-        """The two blocks of the piece of a rank."""
+        """The two blocks of a rank's piece."""
         return 2 * rank, 2 * rank + 1
 
     def _pair(self, rank: int) -> tuple[int, int]:
@@ -152,7 +152,7 @@ class Ring:
     def _relaid(
         self, tensors: Sequence[Tensor], before: Callable[[int], Sequence[int]], after: Callable[[int], Sequence[int]]
     ) -> Travelling:
-        """Halves of pieces, whose blocks are `before` of the rank, sent to where they are `after` of a rank."""
+        """Exchange halves of pieces: a rank has the blocks of `before`, and gets the blocks of `after`."""
         ranks = range(self.ranks)
         target, source = ({block: rank for rank in ranks for block in of(rank)} for of in (after, before))
         going, coming = before(self.index), after(self.index)
@@ -170,7 +170,7 @@ class Ring:
 
 
 def came(pending: Sequence[Tensor]) -> list[Tensor]:
-    """The pieces [B, H, T, ...] that `Ring.send_on` has on their way."""
+    """Wait for the pieces [B, H, T, ...] that `Ring.send_on` receives."""
     return [rows.transpose(1, 2) for rows in arrived(pending)]
 
 

@@ -1,12 +1,12 @@
-"""RMS norm's backward on CPUs, where torch has none: `aten::_fused_rms_norm` stays whole in our graphs.
+"""RMS norm's backward on CPUs, which torch lacks: `aten::_fused_rms_norm` stays whole in our graphs.
 
 Zhang, Sennrich, "Root mean square layer normalization" (NeurIPS 2019). C columns, n = x rstd, g = dout w:
 
     rstd = 1 / sqrt(mean_c x_c^2 + eps)
     dx   = rstd (g - n mean_c(g n)),    dw = sum over rows of dout n
 
-Torch (2.11 to 2.13) traces `aten::_fused_rms_norm_backward` and runs it on GPUs only. Importing this module
-registers the formula for CPU tensors, unless torch has learned it.
+Torch (2.11 to 2.13) traces `aten::_fused_rms_norm_backward`, but runs it only on GPUs. Importing this module registers
+the formula for CPU tensors, unless torch has its own by then.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from autoshard.kernels.library import accumulation_dtype
 def rms_norm_composite(
     x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
 ) -> tuple[Tensor, Tensor]:
-    """Both results of `aten::_fused_rms_norm`, in operators that have derivatives.
+    """Both results of `aten::_fused_rms_norm`, by operators with derivatives.
 
     Args:
         x: [*, C].
         normalized_shape: the trailing dims that one norm spans.
         weight: `normalized_shape`, or None.
-        eps: added to the mean of squares; None: the smallest difference from one in the accumulation dtype.
+        eps: added to the mean of squares. None: the smallest difference from one in the accumulation dtype.
     """
     values = x.to(accumulation_dtype(x.dtype))
     eps = torch.finfo(values.dtype).eps if eps is None else eps
@@ -48,15 +48,15 @@ def rms_norm_backward_reference(
     weight: Tensor | None,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of x [*, C] and weight [C], in their dtypes; None where `output_mask` does not ask for one.
+    """Gradients of x [*, C] and weight [C], in their dtypes; None if `output_mask` is False.
 
     Args:
         grad_out: [*, C], like x.
-        x: the forward's input, [*, C], where C stands for all of `normalized_shape`.
+        x: the forward's input, [*, C]; C stands for all of `normalized_shape`.
         normalized_shape: the trailing dims that one norm spans.
         rstd: [*, 1], the forward's second result.
         weight: `normalized_shape`, or None.
-        output_mask: whether x's and the weight's gradients are wanted.
+        output_mask: whether x's and the weight's gradients are needed.
     """
     columns = math.prod(normalized_shape)
     dtype = accumulation_dtype(x.dtype)

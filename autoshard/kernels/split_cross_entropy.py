@@ -1,11 +1,11 @@
 """The local parts of cross-entropy over a split vocabulary: `autoshard::split_cross_entropy` and its backward.
 
-Shoeybi et al., "Megatron-LM" (2019), section 3. Between them `autoshard.rules.losses` sends one number of each row: the
-greatest logit before, the sum and the target's logit behind. Of a rank's classes c, with e where the target lies on
-another rank, and i where it is ignored:
+Shoeybi et al., "Megatron-LM" (2019), section 3. Between the parts, `autoshard.rules.losses` communicates one number per
+row: the greatest logit before the forward, the sum and the target's logit after it. For a rank's classes c, with e if
+the target is on another rank, and i if it is ignored:
 
-    forward:   total = sum_c exp(x_c - top),    expected = factor x_target        (0 where e)
-    backward:  dx_c  = scale (exp(x_c - lse) - shift) + correction scale [c = target, not e]    (0 where i)
+    forward:   total = sum_c exp(x_c - top),    expected = factor x_target        (0 if e)
+    backward:  dx_c  = scale (exp(x_c - lse) - shift) + correction scale [c = target, not e]    (0 if i)
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ def split_cross_entropy_reference(
         logits: [N, C], the rank's classes, any float dtype.
         top: [N], the greatest logit over all classes; float32, or float64 when the logits are.
         indices: [N] int64, the target among the rank's classes, each in [0, C).
-        elsewhere: [N] bool, where the target is not among them.
-        factor: of the target's logit.
+        elsewhere: [N] bool, whether the target is on another rank.
+        factor: the factor on the target's logit.
 
     Returns:
         total [N] and expected [N], in the dtype of `top`.
@@ -57,12 +57,12 @@ def split_cross_entropy_backward_reference(
     """The gradient of the logits, [N, C] in their dtype.
 
     Args:
-        logits, indices, elsewhere: as the forward's.
-        lse: [N], the log-sum-exp over all classes, in the dtype in which sums are kept.
+        logits, indices, elsewhere: see `split_cross_entropy_reference`.
+        lse: [N], the log-sum-exp over all classes, in the accumulation dtype.
         scale: [N], the gradients of the losses.
-        is_ignored: [N] bool, the rows that do not count.
-        correction: what the class of the target has besides.
-        shift: what each class has less.
+        is_ignored: [N] bool, the ignored rows.
+        correction: added for the class of the target.
+        shift: subtracted from every class.
     """
     classes = torch.arange(logits.shape[1], device=logits.device)
     is_target = (classes == indices.unsqueeze(1)) & ~elsewhere.unsqueeze(1)
@@ -72,12 +72,12 @@ def split_cross_entropy_backward_reference(
 
 
 def fake_forward(logits: Tensor, top: Tensor, *_: object) -> tuple[Tensor, Tensor]:
-    """Empty tensors for what the forward gives."""
+    """Empty tensors for the results of the forward."""
     return torch.empty_like(top), torch.empty_like(top)
 
 
 def fake_backward(logits: Tensor, *_: object) -> Tensor:
-    """An empty tensor for what the backward gives."""
+    """An empty tensor for the result of the backward."""
     return logits.new_empty(logits.shape)
 
 

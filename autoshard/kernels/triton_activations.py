@@ -1,10 +1,11 @@
-"""Activations and their slopes inside Triton kernels, and the pieces of rows that pointwise kernels work on.
+"""Activations and their slopes inside Triton kernels, and the tiles of pointwise kernels.
 
 s is the logistic function, P and p the standard normal distribution and density (Hendrycks, Gimpel, "Gaussian error
 linear units", 2016, section 2, with u = sqrt(2 / pi) (x + 0.044715 x^3) for the tanh form):
 
-    silu:  x s(x)            gelu:  x P(x)          gelu_tanh:  x (1 + tanh u) / 2 = x s(2 u)
-    slope: s (1 + x (1 - s))        P + x p         s(2u) + 2 x u' s(2u) (1 - s(2u))
+    silu         x s(x)                             slope  s (1 + x (1 - s))
+    gelu         x P(x)                             slope  P + x p
+    gelu_tanh    x (1 + tanh u) / 2 = x s(2 u)      slope  s(2u) + 2 x u' s(2u) (1 - s(2u))
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def slope(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def piece(rows, columns, BLOCK_R: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Row indices [BLOCK_R, 1] (int64), column indices [1, BLOCK_C] and what is inside, of a two-dim grid's program."""
+    """Row indices [BLOCK_R, 1] (int64), column indices [1, BLOCK_C] and the mask of a program in a 2-D grid."""
     row = (tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R))[:, None]
     column = (tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C))[None, :]
     return row, column, (row < rows) & (column < columns)
@@ -57,5 +58,5 @@ def piece_tile(columns: int) -> Tile:
 
 
 def refuse_activation(activation: str) -> str | None:
-    """The reason why there is no such activation here, or None."""
-    return None if activation in ACTIVATIONS else f"activation={activation!r} is none of {ACTIVATIONS}."
+    """The reason that there is no such activation here, or None."""
+    return None if activation in ACTIVATIONS else f"activation={activation!r} is not one of {ACTIVATIONS}."

@@ -1,14 +1,14 @@
 """Adam and AdamW of many parameters in one launch: `autoshard::adam_update_` of each, in place.
 
-Kingma, Ba (2015), algorithm 1; Loshchilov, Hutter (2019) for weight decay that is decoupled. Of a parameter p with its
-gradient g (scaled first, negated to maximise), at step t, in float32:
+Kingma, Ba (2015), algorithm 1; Loshchilov, Hutter (2019) for decoupled weight decay. For a parameter p with gradient g
+(first scaled, and negated to maximise), at step t, in float32:
 
     coupled:    g' = g + decay p                        decoupled:  p' = p (1 - lr decay)
     m' = m + (1 - beta1) (g' - m),  v' = beta2 v + (1 - beta2) g'^2
     p'' = p' - lr / (1 - beta1^t) m' / (sqrt(v' / (1 - beta2^t)) + eps)
 
-A table on the device holds the addresses and sizes of all tensors and the first block of each; a program finds its
-parameter by bisection. The tensors of one launch agree in their dtypes.
+A table on the device has the addresses and sizes of all tensors, and the first block of each. A program finds its
+parameter by bisection. The tensors of a launch have equal dtypes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16:
 
 @triton.jit
 def _pointers(addresses_ptr, element, TYPE: tl.constexpr):
-    """Where elements of a tensor of this type lie, whose address is at addresses_ptr."""
+    """Pointers to elements of a tensor of this type, whose address is at addresses_ptr."""
     return tl.load(addresses_ptr).to(tl.pointer_type(TYPE)) + element  # type: ignore[arg-type]
 
 
@@ -58,7 +58,9 @@ def adam_kernel(
     BLOCK: tl.constexpr,
 ):
     """table_ptr [6, count] int64: addresses of parameters, gradients, first and second moments; elements; first blocks.
-    scale_ptr a float32 scalar, or None. 2^STEPS >= count. Programs: blocks of all parameters."""
+
+    The scalar scale_ptr is float32, or None. 2^STEPS >= count. Programs: blocks of all parameters.
+    """
     block = tl.program_id(0)
     found, above = 0, count
     for _ in range(STEPS):
@@ -92,11 +94,11 @@ def adam_kernel(
 def why_not_adam_updates(
     params: Sequence[Tensor], grads: Sequence[Tensor], exp_avgs: Sequence[Tensor], exp_avg_sqs: Sequence[Tensor]
 ) -> str | None:
-    """Why one launch cannot update these, or None."""
+    """The reason that one launch cannot update these tensors, or None."""
     for name, group in (("params", params), ("grads", grads), ("exp_avgs", exp_avgs), ("exp_avg_sqs", exp_avg_sqs)):
         kinds = {(tensor.dtype, tensor.device) for tensor in group}
         if len(group) != len(params) or len(kinds) != 1 or not {dtype for dtype, _ in kinds} <= set(FLOATS):
-            return f"it takes as many {name} as params, of one dtype out of {FLOATS} and one device; found {kinds}."
+            return f"it takes equally many {name} and params, of one dtype out of {FLOATS}, one device; found {kinds}."
     if exp_avgs[0].dtype != exp_avg_sqs[0].dtype:
         return f"it takes moments of one dtype; found {exp_avgs[0].dtype} and {exp_avg_sqs[0].dtype}."
     unlike = [tuple(x.shape) for x, *others in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True)
@@ -114,7 +116,7 @@ def _adam_updates(
     decoupled: bool,
     maximize: bool,
 ) -> None:
-    """In place; tensors that do not lie in order are updated by way of a copy."""
+    """Update in place; tensors that are not contiguous are updated through a copy."""
     require("triton_adam_updates_", why_not_adam_updates(params, grads, exp_avgs, exp_avg_sqs))
     written = (params, exp_avgs, exp_avg_sqs)
     ordered = [[tensor.contiguous() for tensor in group] for group in (params, grads, exp_avgs, exp_avg_sqs)]
@@ -123,7 +125,7 @@ def _adam_updates(
     addresses = [[tensor.data_ptr() for tensor in group] for group in ordered]
     device = params[0].device
     table = torch.tensor([*addresses, sizes, blocks[:-1]], dtype=torch.int64, pin_memory=device.type == "cuda")
-    table = table.to(device, non_blocking=True)  # a blocking copy waits for all that the device has yet to do
+    table = table.to(device, non_blocking=True)  # a blocking copy would wait for the device's queue
     options: dict[str, float] = dict(zip(ADAM_HYPER, hyper.tolist(), strict=True))
     launch(
         adam_kernel,
@@ -174,7 +176,7 @@ adam_updates_ = define(
 
 
 def specimens() -> tuple[Specimen, ...]:
-    """Compilations for parameters and state in float32, and for parameters in bfloat16."""
+    """Specialisations for parameters and state in float32, and for parameters in bfloat16."""
     constants = {"MAXIMIZE": False, "STEPS": 9, "BLOCK": _BLOCK, "GRAD": tl.float32, "STATE": tl.float32}
     types = "*i64 *fp32 i32" + " fp32" * 8
     return tuple(

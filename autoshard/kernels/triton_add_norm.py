@@ -1,10 +1,10 @@
-"""RMS norm and layer norm with what surrounds them: the addition of a residual before, of its gradient behind.
+"""RMS norm and layer norm fused with the residual additions around them.
 
-    forward:   total = x + residual,  out = norm(total)          (pre-norm blocks: the total goes on as the residual)
+    forward:   total = x + residual,  out = norm(total)          (pre-norm blocks: the total is the next residual)
     backward:  dx = residual_grad + norm's gradient              (of both x and residual)
 
-The kernels are those of `triton_norm.py`. The forms are what models write: torch's whole operators, and the RMS norm
-that transformers writes out (in float32, and cast around it for narrower types).
+The kernels are those of `triton_norm.py`. The forms are those of models. One is torch's fused operators. The other is
+the RMS norm of transformers, in small operators (in float32, with casts around it for narrower dtypes).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _aten = torch.ops.aten
 
 
 def why_not_add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor | None, eps: float | None) -> str | None:
-    """Why the kernel does not take these, or None."""
+    """The reason that the kernel does not take these operands, or None."""
     return _refuse(x, residual, weight=weight)
 
 
@@ -44,14 +44,14 @@ def why_not_add_rms_norm_backward(
     weight: Tensor,
     weight_shape: Sequence[int],
 ) -> str | None:
-    """Why the kernel does not take these, or None."""
+    """The reason that the kernel does not take these operands, or None."""
     return _refuse(input, grad_out if residual_grad is None else residual_grad, grad_out=grad_out, weight=weight)
 
 
 def why_not_add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> str | None:
-    """Why the kernel does not take these, or None."""
+    """The reason that the kernel does not take these operands, or None."""
     return _refuse(x, residual, weight=weight, bias=bias)
 
 
@@ -64,17 +64,15 @@ def why_not_add_layer_norm_backward(
     weight: Tensor,
     bias: Tensor,
 ) -> str | None:
-    """Why the kernel does not take these, or None."""
+    """The reason that the kernel does not take these operands, or None."""
     return _refuse(input, residual_grad, grad_out=grad_out, weight=weight, bias=bias)
 
 
 def _refuse(x: Tensor, other: Tensor, **tensors: Tensor | None) -> str | None:
-    """The reason why a kernel that adds `other` to rows of `x` does not take these, or None."""
+    """The reason that a kernel cannot add `other` to rows of `x`, or None."""
     reason = refuse_dtypes(x=x, other=other, **tensors)
     if reason is None and (x.shape != other.shape or x.dtype != other.dtype or x.dim() == 0):
-        return (
-            f"the tensors that are added have shapes {tuple(x.shape)}, {tuple(other.shape)}, {x.dtype}, {other.dtype}."
-        )
+        return f"the added tensors have shapes {tuple(x.shape)}, {tuple(other.shape)}, dtypes {x.dtype}, {other.dtype}."
     return reason or refuse_columns(x.shape[-1])
 
 
@@ -196,12 +194,12 @@ add_layer_norm_backward = define(
 
 
 def _wide(like: Tensor, x: Any) -> Any:
-    """x in float32, as the forward of a written-out norm casts it."""
+    """x in float32, as the forward of a norm of small operators casts it."""
     return x if like.dtype == torch.float32 else _aten._to_copy.default(x, dtype=torch.float32)
 
 
 def _narrow(like: Tensor, x: Any) -> Any:
-    """x in the model's type, as the forward casts back."""
+    """x in the model's dtype, as the forward casts it back."""
     return x if like.dtype == torch.float32 else _aten._to_copy.default(x, dtype=like.dtype)
 
 
@@ -226,7 +224,7 @@ def _add_written_out(like: Tensor, x: Any, residual: Any, weight: Any, eps: Any)
 
 
 def _written_out_backward(like: Tensor, grad_out: Any, input: Any, rstd: Any, weight: Any) -> tuple[Any, Any]:
-    """Autograd's of `written_out`, operator by operator; the weight's gradient keeps the summed dims."""
+    """The backward that autograd derives from `written_out`; the weight's gradient keeps the summed dims."""
     last, x = like.dim() - 1, _wide(like, input)
     weighted = _cast_gradient(like, _aten.mul.Tensor(grad_out, weight), torch.float32)
     normed = _narrow(like, _aten.mul.Tensor(x, rstd))
@@ -246,7 +244,7 @@ def _alone_backward(like: Tensor, grad_out: Any, input: Any, rstd: Any, weight: 
 def _added_backward(
     like: Tensor, grad_out: Any, residual_grad: Any, input: Any, rstd: Any, weight: Any
 ) -> tuple[Any, Any]:
-    """Where nothing is cast, autograd adds each part to the residual's gradient by itself."""
+    """Without casts, autograd adds each part to the residual's gradient separately."""
     (direct, through), grad_weight = _written_out_backward(like, grad_out, input, rstd, weight)
     if like.dtype == torch.float32:
         return _aten.add.Tensor(_aten.add.Tensor(residual_grad, direct), through), grad_weight
@@ -292,7 +290,7 @@ _BACKWARD = "*bf16 *bf16 {mean} *fp32 *bf16 *bf16 *bf16 *fp32 {bias} i32 i32 i32
 
 
 def forward_specimens(centred: bool, has_x_bias: bool = False) -> tuple[Any, ...]:
-    """Compilations of the forward with a residual, of layer norm (`centred`) or RMS norm."""
+    """Specialisations of the forward with a residual, for layer norm (`centred`) or RMS norm."""
     kinds = {True: "*bf16", False: "None"}
     types = _NORM.format(x_bias=kinds[has_x_bias], bias=kinds[centred], mean="*fp32" if centred else "None")
     flags = {"CENTRED": centred, "HAS_X_BIAS": has_x_bias, "HAS_RESIDUAL": True, "HAS_WEIGHT": True}

@@ -1,10 +1,10 @@
-"""RMS norm and layer norm with a bias and a residual before them: what follows a layer's product.
+"""RMS norm and layer norm after the addition of a bias and a residual, as they follow a layer's product.
 
     total = x + x_bias + residual,  out = norm(total)
 
-Where x is a product of which each rank has an addend, this is what comes right behind the reduce-scatter or all-reduce:
-one kernel, from what the collective received to what the next layer reads. The kernel is that of `triton_norm.py`; the
-backward is that of `triton_add_norm.py`, as the bias's gradient is a sum of the residual's.
+If x is a product of which each rank has an addend, these operators follow the reduce-scatter or all-reduce. One kernel
+then runs from the collective's result to the next layer's input. The kernel is that of `triton_norm.py`. The backward
+is that of `triton_add_norm.py`, because the bias's gradient is a sum of the residual's.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ _aten = torch.ops.aten
 def why_not_bias_add_rms_norm(
     x: Tensor, x_bias: Tensor, residual: Tensor, weight: Tensor | None, eps: float | None
 ) -> str | None:
-    """Why the kernel does not take these, or None."""
+    """The reason that the kernel does not take these operands, or None."""
     return _refuse(x, x_bias, residual, weight=weight)
 
 
 def why_not_bias_add_layer_norm(
     x: Tensor, x_bias: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
 ) -> str | None:
-    """Why the kernel does not take these, or None."""
+    """The reason that the kernel does not take these operands, or None."""
     return _refuse(x, x_bias, residual, weight=weight, bias=bias)
 
 
@@ -43,11 +43,11 @@ def _refuse(x: Tensor, x_bias: Tensor, residual: Tensor, **tensors: Tensor | Non
     if reason is not None:
         return reason
     if x.dim() == 0 or residual.dim() == 0 or x.shape[-1] != residual.shape[-1] or x.numel() != residual.numel():
-        return f"x {tuple(x.shape)} and residual {tuple(residual.shape)} are not the same rows."
+        return f"x {tuple(x.shape)} and residual {tuple(residual.shape)} have different rows."
     if x_bias.shape != x.shape[-1:]:
         return f"x_bias {tuple(x_bias.shape)} is not a row of x {tuple(x.shape)}."
     if len({x.dtype, x_bias.dtype, residual.dtype}) > 1:
-        return f"what is added has different dtypes: {x.dtype}, {x_bias.dtype}, {residual.dtype}."
+        return f"the added tensors have different dtypes: {x.dtype}, {x_bias.dtype}, {residual.dtype}."
     return refuse_columns(x.shape[-1])
 
 
@@ -101,7 +101,7 @@ bias_add_layer_norm = define(
 
 
 def _total(like: Tensor, x: Any, x_bias: Any, residual: Any) -> Any:
-    """x is what a product gave: rows, in the residual's shape only once the bias is added."""
+    """x is the result of a product: rows, which get the residual's shape after the bias is added."""
     biased = _aten.reshape.default(_aten.add.Tensor(x, x_bias), list(like.shape))
     return _aten.add.Tensor(biased, residual)
 
@@ -111,7 +111,7 @@ def _total_alike(like: Tensor, x: Any, x_bias: Any, residual: Any) -> Any:
 
 
 def _layer_norm_of(total: Any) -> Any:
-    """A form with this sum, and torch's layer norm."""
+    """A form with this sum and torch's layer norm."""
 
     def compose(like: Tensor, x: Any, x_bias: Any, residual: Any, weight: Any, bias: Any, eps: Any) -> tuple[Any, ...]:
         summed = total(like, x, x_bias, residual)
@@ -122,7 +122,7 @@ def _layer_norm_of(total: Any) -> Any:
 
 
 def _rms_norm_of(total: Any) -> Any:
-    """A form with this sum, and torch's RMS norm."""
+    """A form with this sum and torch's RMS norm."""
 
     def compose(like: Tensor, x: Any, x_bias: Any, residual: Any, weight: Any, eps: Any) -> tuple[Any, ...]:
         summed = total(like, x, x_bias, residual)
@@ -133,7 +133,7 @@ def _rms_norm_of(total: Any) -> Any:
 
 
 def _written_out_of(total: Any) -> Any:
-    """A form with this sum, and the RMS norm that transformers writes out."""
+    """A form with this sum and the small operators of transformers' RMS norm."""
 
     def compose(like: Tensor, x: Any, x_bias: Any, residual: Any, weight: Any, eps: Any) -> tuple[Any, ...]:
         summed = total(like, x, x_bias, residual)

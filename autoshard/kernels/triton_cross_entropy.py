@@ -1,12 +1,12 @@
 """Cross-entropy of each row in one pass over the logits, and a backward that may overwrite them.
 
-The formulas are those of `cross_entropy.py`. The forward walks a row in blocks and keeps a running maximum m
-and sum s of exp(x - m) (Milakov, Gimelshein, "Online normalizer calculation for softmax", 2018, algorithm 3):
+The formulas are those of `cross_entropy.py`. The forward walks a row in blocks (Milakov, Gimelshein, "Online normalizer
+calculation for softmax", 2018, algorithm 3). It keeps a running maximum m and a sum s of exp(x - m):
 
     m' = max(m, max x),  s' = s exp(m - m') + sum_c exp(x_c - m'),  lse = m + log s
 
-Logits may also come in chunks of classes, one launch each (`triton_linear_cross_entropy.py`): then the log-sum-exp and
-what the target is worth, (1 - e) x_t + (e / C) sum_c x_c, are carried from chunk to chunk, and the last loss counts.
+Logits may also come in chunks of classes, one launch each (`triton_linear_cross_entropy.py`). Then the log-sum-exp and
+the target's worth, (1 - e) x_t + (e / C) sum_c x_c, are carried from chunk to chunk. The last launch gives the loss.
 
 A target that is neither a class nor `ignore_index` gives NaN, in the loss and in the row's gradient.
 """
@@ -47,7 +47,7 @@ def cross_entropy_forward_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """logits_ptr [rows, columns], of the classes from `first` on; target_ptr [rows] int64; loss_ptr, lse_ptr and
-    worth_ptr [rows] float32, the last two read where first > 0; worth_ptr None where one chunk has all classes.
+    worth_ptr [rows] float32, the last two read if first > 0; worth_ptr is None if one chunk has all classes.
 
     STEPS blocks of BLOCK_C cover the columns.
     """
@@ -66,7 +66,7 @@ def cross_entropy_forward_kernel(
         x = tl.load(block, mask=inside, other=-float("inf")).to(tl.float32)
         total += tl.sum(tl.where(inside, x, 0.0), axis=1)
         above = tl.maximum(maximum, tl.max(x, axis=1))
-        # While a row has seen nothing but -inf, subtract 0: exp(-inf - 0) = 0, not NaN.
+        # While a row has only -inf so far, subtract 0: exp(-inf - 0) = 0, not NaN.
         base = tl.where(above == -float("inf"), 0.0, above)
         normaliser = normaliser * tl.exp(maximum - base) + tl.sum(tl.exp(x - base[:, None]), axis=1)
         maximum = above
@@ -127,11 +127,11 @@ def cross_entropy_backward_kernel(
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Which classes logits are of.
+    """The classes of some logits.
 
     Args:
-        first: the first one.
-        classes: how many there are in all chunks.
+        first: the first class.
+        classes: the number of classes in all chunks.
     """
 
     first: int
@@ -151,12 +151,12 @@ def cross_entropy_into(
     """Loss and log-sum-exp of the chunks of classes up to this one.
 
     Args:
-        loss, lse: [N] float32, contiguous; overwritten, and lse read but for the first chunk.
+        loss, lse: [N] float32, contiguous; overwritten; lse is read except for the first chunk.
         logits: [N, columns], adjacent columns.
         target: [N], contiguous.
-        ignore_index, label_smoothing: as for `autoshard::cross_entropy`.
-        chunk: which classes the logits are of; chunks are given in order.
-        worth: [N] float32, carried from chunk to chunk; None where there is one.
+        ignore_index, label_smoothing: see `autoshard::cross_entropy`.
+        chunk: the classes of the logits; pass chunks in order.
+        worth: [N] float32, carried from chunk to chunk; None if there is only one.
     """
     rows, columns = logits.shape
     tile = row_tile(columns, _MAX_BLOCK)
@@ -184,14 +184,14 @@ def cross_entropy_backward_into(
     label_smoothing: float,
     chunk: Chunk,
 ) -> None:
-    """The gradient of the logits of a chunk into `grad` [N, columns], which may be the logits themselves.
+    """Write the gradient of a chunk's logits to `grad` [N, columns], which may be the logits themselves.
 
     Args:
         grad: [N, columns], adjacent columns; overwritten.
         grad_loss, target, lse: [N], contiguous; lse is that of all classes.
         logits: [N, columns], adjacent columns.
-        ignore_index, label_smoothing: the forward's.
-        chunk: which classes the logits are of.
+        ignore_index, label_smoothing: see `cross_entropy_into`.
+        chunk: the classes of the logits.
     """
     rows, columns = logits.shape
     tile = row_tile(columns, _MAX_BLOCK)
@@ -209,14 +209,14 @@ def cross_entropy_backward_into(
 
 
 def why_not_cross_entropy(logits: Tensor, target: Tensor, ignore_index: int, label_smoothing: float) -> str | None:
-    """Why the kernel cannot stand in for `autoshard::cross_entropy`, or None."""
+    """The reason that the kernel cannot replace `autoshard::cross_entropy`, or None."""
     return refuse_dtypes(logits=logits)
 
 
 def why_not_cross_entropy_backward(
     grad_loss: Tensor, logits: Tensor, target: Tensor, lse: Tensor, ignore_index: int, label_smoothing: float
 ) -> str | None:
-    """Why the kernel cannot stand in for `autoshard::cross_entropy_backward`, or None."""
+    """The reason that the kernel cannot replace `autoshard::cross_entropy_backward`, or None."""
     return refuse_dtypes(grad_loss=grad_loss, logits=logits, lse=lse)
 
 
@@ -271,7 +271,7 @@ triton_cross_entropy_backward = define(
 
 
 def forward_specimens(*, chunked: bool) -> tuple[Specimen, ...]:
-    """Compilations of the forward over logits of all classes, or of a chunk."""
+    """Specialisations of the forward, for logits of all classes or of a chunk."""
     worth = "*fp32" if chunked else "None"
     return tuple(
         specimen(

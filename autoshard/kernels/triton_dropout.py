@@ -1,4 +1,4 @@
-"""Dropout, its mask from Philox at the global index: the same bits as `dropout.py` draws.
+"""Dropout with a mask from Philox at the global index: the same bits as in `dropout.py`.
 
 Srivastava et al., "Dropout" (JMLR 2014); Salmon et al., "Parallel random numbers" (SC 2011).
 """
@@ -44,8 +44,8 @@ def dropout_kernel(
 ):
     """x_ptr, out_ptr [rows, columns] with rows = [*, size_1, size_2]; seed_ptr [] int64.
 
-    Row (i, j, k), column l has global index start + i step_0 + j step_1 + k step_2 + l; the element is
-    dropped where its random word is below `threshold`, else multiplied by `scale`.
+    Row (i, j, k), column l has global index start + i step_0 + j step_1 + k step_2 + l. An element is
+    dropped if its random word is below `threshold`, else multiplied by `scale`.
     """
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     column = tl.program_id(1).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
@@ -66,7 +66,7 @@ def dropout_kernel(
 def why_not_dropout(
     x: Tensor, seed: Tensor, p: float, site: int, offset: Sequence[int], global_shape: Sequence[int]
 ) -> str | None:
-    """Why the kernel cannot stand in for `autoshard::dropout`, or None. Looks at `x` only."""
+    """The reason that the kernel cannot replace `autoshard::dropout`, or None. Inspects only `x`."""
     if not 1 <= x.dim() <= _MAX_DIMS:
         return f"x has {x.dim()} dims; the kernel takes 1 to {_MAX_DIMS}."
     return refuse_dtypes(x=x)
@@ -100,7 +100,7 @@ def _dropout(
 def _place(
     shape: Sequence[int], offset: Sequence[int], global_shape: Sequence[int]
 ) -> tuple[list[int], list[int], int]:
-    """(sizes of four dims, global steps of the first three, global index of the first element)."""
+    """Sizes of four dims, global steps of the first three, and the global index of the first element."""
     missing = _MAX_DIMS - len(shape)
     sizes = [*[1] * missing, *shape]
     wholes = [*[1] * missing, *global_shape]

@@ -1,7 +1,7 @@
 """Gated linear units: activation(gate) up, in one pass, forward and backward.
 
-Shazeer, "GLU variants improve transformer" (2020): SwiGLU with silu, GeGLU with gelu. Nothing but gate and up is kept
-for the backward (a the activation):
+Shazeer, "GLU variants improve transformer" (2020): SwiGLU with silu, GeGLU with gelu. Only gate and up are saved for
+the backward. With the activation a:
 
     out = a(gate) up,    dgate = dout up a'(gate),    dup = dout a(gate)
 """
@@ -36,7 +36,7 @@ def gated_forward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """gate_ptr, up_ptr, out_ptr [rows, columns]; the last is contiguous."""
+    """gate_ptr, up_ptr, out_ptr [rows, columns]; out_ptr is contiguous."""
     row, column, inside = piece(rows, columns, BLOCK_R, BLOCK_C)
     gate = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -70,12 +70,12 @@ def gated_backward_kernel(
 
 
 def why_not_gated(gate: Tensor, up: Tensor, activation: str) -> str | None:
-    """Why the kernel does not take these, or None."""
+    """The reason that the kernel does not take these operands, or None."""
     return _refuse(activation, gate=gate, up=up)
 
 
 def why_not_gated_backward(grad_out: Tensor, gate: Tensor, up: Tensor, activation: str) -> str | None:
-    """Why the kernel does not take these, or None."""
+    """The reason that the kernel does not take these operands, or None."""
     return _refuse(activation, gate=gate, up=up, grad_out=grad_out)
 
 

@@ -2,7 +2,7 @@
 
     out = gelu(x + bias),    dx = dout gelu'(x + bias)
 
-The bias's gradient is the sum of dx over rows, and stays an operator of its own.
+The bias's gradient, the sum of dx over rows, stays a separate operator.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def bias_gelu_forward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """x_ptr, out_ptr [rows, columns], the last contiguous; bias_ptr [columns]."""
+    """x_ptr, out_ptr [rows, columns], out_ptr contiguous; bias_ptr [columns]."""
     row, column, inside = piece(rows, columns, BLOCK_R, BLOCK_C)
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     x += tl.load(bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)
@@ -57,7 +57,7 @@ def bias_gelu_backward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """grad_out_ptr, x_ptr, grad_ptr [rows, columns], the last contiguous; bias_ptr [columns]."""
+    """grad_out_ptr, x_ptr, grad_ptr [rows, columns], grad_ptr contiguous; bias_ptr [columns]."""
     row, column, inside = piece(rows, columns, BLOCK_R, BLOCK_C)
     grad_out = tl.load(grad_out_ptr + row * grad_out_stride + column, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
@@ -66,12 +66,12 @@ def bias_gelu_backward_kernel(
 
 
 def why_not_bias_gelu(x: Tensor, bias: Tensor, shape: Sequence[int], activation: str) -> str | None:
-    """Why the kernel does not take these, or None."""
+    """The reason that the kernel does not take these operands, or None."""
     return _refuse(x, bias, activation) or _refuse_shape("shape", shape, x)
 
 
 def why_not_bias_gelu_backward(grad_out: Tensor, x: Tensor, bias: Tensor, activation: str) -> str | None:
-    """Why the kernel does not take these, or None."""
+    """The reason that the kernel does not take these operands, or None."""
     reason = _refuse(x, bias, activation) or _refuse_shape("grad_out", grad_out.shape, x)
     return reason or refuse_dtypes(grad_out=grad_out)
 
@@ -84,10 +84,10 @@ def _refuse(x: Tensor, bias: Tensor, activation: str) -> str | None:
 
 
 def _refuse_shape(name: str, shape: Sequence[int], x: Tensor) -> str | None:
-    """Rows of the result are rows of x."""
+    """Check that a shape has the same rows as x; return the reason if it has not."""
     if len(shape) > 0 and shape[-1] == x.shape[-1] and torch.Size(shape).numel() == x.numel():
         return None
-    return f"{name}={tuple(shape)} has not the rows of x={tuple(x.shape)}."
+    return f"{name}={tuple(shape)} does not have the rows of x={tuple(x.shape)}."
 
 
 def _bias_gelu(x: Tensor, bias: Tensor, shape: Sequence[int], activation: str) -> Tensor:
@@ -161,7 +161,7 @@ def _add_of(rank_changes: bool) -> Any:
 
 
 def _forward_form(rank_changes: bool, activation: str) -> Form:
-    """gelu(x + bias), where the sum may be reshaped in between."""
+    """gelu(x + bias); the sum may be reshaped before the gelu."""
     add = _add_of(rank_changes)
 
     def compose(like: Tensor, x: Any, bias: Any) -> Any:

@@ -1,14 +1,14 @@
-"""Cross-entropy of a linear layer's results that never holds them: logits are made chunk by chunk of the classes.
+"""Cross-entropy of a linear layer's results, which computes the logits chunk by chunk and never holds all of them.
 
-Wijmans et al., "Cut your losses in large-vocabulary language models" (ICLR 2025), section 4; they tile inside a kernel,
-here a chunk is one product of the device's own library. For x [N, K], w [C, K] and the classes c of a chunk:
+Wijmans et al., "Cut your losses in large-vocabulary language models" (ICLR 2025), section 4. They tile inside a kernel;
+here a chunk of classes is one product of the device's own library. For x [N, K], w [C, K] and the classes c of a chunk:
 
     forward:   z = x w_c^T,  lse' = log(exp(lse) + sum_c exp(z)),  worth' = worth + (1 - e) z_t + (e / C) sum_c z
     backward:  z = x w_c^T,  dz = dloss (exp(z - lse) - (1 - e) [c = t] - e / C),  dx += dz w_c,  dw_c = dz^T x
 
-A chunk has as many classes as x has features, and `LEAST_CLASSES` at least: where x is wide, its logits take the memory
-of x. Chunks of classes, not of rows, leave each row of dw to one chunk: only dx is summed, in float32. The backward
-makes the logits again: of the products there are four in place of three.
+A chunk has as many classes as x has features, but at least `LEAST_CLASSES`. For wide x, its logits take the memory of
+x. With chunks of classes instead of rows, each row of dw belongs to one chunk, so only dx is summed, in float32. The
+backward computes the logits a second time: four products instead of three.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from autoshard.kernels.triton_cross_entropy import (
 
 _aten = torch.ops.aten
 LEAST_CLASSES = 4096
-"""A chunk has at least so many classes: fewer make more launches than a host keeps up with (GPT-2: 50 chunks)."""
+"""The least number of classes per chunk. Smaller chunks make more launches than a host can do in time (GPT-2: 50)."""
 
 
 def chunk_classes(depth: int) -> int:
-    """The classes of a chunk where the layer has `depth` features."""
+    """The number of classes per chunk for a layer with `depth` features."""
     return max(LEAST_CLASSES, triton.next_power_of_2(depth))
 
 
 def why_not_linear_cross_entropy(
     hidden: Tensor, weight: Tensor, target: Tensor, ignore_index: int, label_smoothing: float
 ) -> str | None:
-    """Why the kernel does not take these, or None."""
+    """The reason that the kernel does not take these operands, or None."""
     shapes = f"hidden={tuple(hidden.shape)}, weight={tuple(weight.shape)}, target={tuple(target.shape)}"
     if hidden.dim() < 2 or weight.dim() != 2 or 0 in (*hidden.shape, *weight.shape):
         return f"the kernel takes hidden [..., K] and weight [C, K], not empty; found {shapes}."
@@ -55,7 +55,7 @@ def why_not_linear_cross_entropy(
     if hidden.dtype != weight.dtype:
         return f"the kernel takes hidden and weight of one dtype; found {hidden.dtype} and {weight.dtype}."
     if classes <= chunk_classes(depth):
-        return f"all {classes} classes are one chunk of up to {chunk_classes(depth)}, whose logits are held at once."
+        return f"all {classes} classes fit into one chunk of {chunk_classes(depth)}, whose logits are held at once."
     return refuse_dtypes(hidden=hidden, weight=weight)
 
 
@@ -68,13 +68,13 @@ def why_not_linear_cross_entropy_backward(
     ignore_index: int,
     label_smoothing: float,
 ) -> str | None:
-    """Why the kernel does not take these, or None."""
+    """The reason that the kernel does not take these operands, or None."""
     reason = why_not_linear_cross_entropy(hidden, weight, target, ignore_index, label_smoothing)
     return reason or refuse_dtypes(grad_loss=grad_loss, lse=lse)
 
 
 def _chunks(x: Tensor, weight: Tensor) -> Iterator[tuple[Chunk, slice, Tensor]]:
-    """Each chunk, its classes, and their logits [N, classes], which lie in one piece of memory for all chunks."""
+    """Each chunk, its classes, and their logits [N, classes]; all chunks share the memory of the logits."""
     classes, depth = weight.shape
     size = chunk_classes(depth)
     memory = x.new_empty((len(x), size))
@@ -156,7 +156,7 @@ linear_cross_entropy_backward = define(
 
 
 def _product(x: Any, weight: Any, *, is_wide: bool) -> Any:
-    """The logits x w^T, made float32 for the loss if `is_wide`, as transformers does."""
+    """The logits x w^T, converted to float32 for the loss if `is_wide`, as in transformers."""
     logits = _aten.mm.default(x, _aten.t.default(weight))
     return _aten._to_copy.default(logits, dtype=torch.float32) if is_wide else logits
 
@@ -178,12 +178,12 @@ def _narrow(like: Tensor, grad: Any, *, is_wide: bool) -> Any:
 
 
 def _grads(grad: Any, x: Any, weight: Any) -> tuple[Any, Any]:
-    """Those of x and of the weight from that of the logits."""
+    """The gradients of x and the weight from the gradient of the logits."""
     return _aten.mm.default(grad, weight), _aten.mm.default(_aten.t.default(grad), x)
 
 
 def _rows_forward(*, is_wide: bool) -> Form:
-    """Of hidden [N, K]."""
+    """The form for hidden [N, K]."""
 
     def compose(like: Tensor, hidden: Any, weight: Any, target: Any, ignore_index: Any, label_smoothing: Any) -> Any:
         return _losses(_product(hidden, weight, is_wide=is_wide), target, ignore_index, label_smoothing)
@@ -204,7 +204,7 @@ def _rows_backward(*, is_wide: bool) -> Form:
 
 
 def _sequence_product(hidden: Any, weight: Any, sizes: Sequence[Any], *, is_wide: bool) -> tuple[Any, Any]:
-    """hidden [B, S, K] as rows, and its logits [B S, C] by way of [B, S, C]."""
+    """hidden [B, S, K] as rows, and its logits [B S, C], reshaped through [B, S, C]."""
     batch, length, rows, depth, classes = sizes
     x = _aten.reshape.default(hidden, [rows, depth])
     logits = _aten.mm.default(x, _aten.t.default(weight))
@@ -215,7 +215,7 @@ def _sequence_product(hidden: Any, weight: Any, sizes: Sequence[Any], *, is_wide
 
 
 def _sequence_forward(*, is_wide: bool) -> Form:
-    """Of hidden [B, S, K]."""
+    """The form for hidden [B, S, K]."""
 
     def compose(
         like: Tensor, hidden: Any, weight: Any, target: Any, ignore_index: Any, label_smoothing: Any,
@@ -241,7 +241,7 @@ def _sequence_backward(*, is_wide: bool) -> Form:
 
 
 def _dim_of_hidden(index: int) -> Callable[[Mapping[str, Any]], object]:
-    """A dim of hidden [B, S, K]; no size where it has another number of them."""
+    """A dim of hidden [B, S, K]; None if hidden has another number of dims."""
 
     def compute(arguments: Mapping[str, Any]) -> object:
         shape = arguments["hidden"].shape
@@ -264,7 +264,7 @@ FUSED = (
         why_not_linear_cross_entropy_backward,
         tuple(make(is_wide=is_wide) for make in (_sequence_backward, _rows_backward) for is_wide in (False, True)),
         (),
-        readers_of_anew=frozenset({cross_entropy}),
+        allowed_readers=frozenset({cross_entropy}),
     ),
     FusedKernel(
         linear_cross_entropy,

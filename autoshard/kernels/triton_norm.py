@@ -1,14 +1,14 @@
-"""What layer norm and RMS norm share: one forward and one backward kernel, each reading its input once.
+"""The common part of layer norm and RMS norm: one forward and one backward kernel, each reading its input once.
 
 Ba, Kiros, Hinton, "Layer normalization" (2016); Zhang, Sennrich, "Root mean square layer normalization" (NeurIPS 2019).
-For a row x of C columns (after a residual is added, if there is one), n = (x - mean) rstd and g = dout w; RMS norm has
+For a row x of C columns (after a residual is added, if there is one), n = (x - mean) rstd and g = dout w. RMS norm has
 mean = 0 and lacks the term with the mean of g:
 
     mean = mean_c x_c,  rstd = 1 / sqrt(mean_c (x_c - mean)^2 + eps),  out = n w + b
     dx   = rstd (g - mean_c g - n mean_c(g n)),  dw = sum over rows of dout n,  db = sum over rows of dout
 
-The backward's programs each walk many rows and keep one partial dw and db; these are summed at the end, in a
-fixed order.
+Each program of the backward walks many rows, and keeps one partial dw and db; these are summed at the end, in a fixed
+order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from autoshard.kernels.launch import as_rows, cdiv, launch, over_rows, row_tile
 
-# Backward programs that each sum the weight gradients of many rows; fixed, so that no device changes the sum.
+# Backward programs, each of which sums the weight gradients of many rows. A fixed number, so all devices sum alike.
 SUMMING_PROGRAMS = 256
 
 
@@ -49,7 +49,7 @@ def norm_forward_kernel(
     BLOCK_C: tl.constexpr,
 ):
     """x_ptr, residual_ptr, out_ptr, total_ptr [rows, columns], the last two contiguous; x_bias_ptr, weight_ptr,
-    bias_ptr [columns]; mean_ptr, rstd_ptr [rows] float32. total_ptr takes x + x_bias + residual."""
+    bias_ptr [columns]; mean_ptr, rstd_ptr [rows] float32. total_ptr receives x + x_bias + residual."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.arange(0, BLOCK_C)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
@@ -59,7 +59,7 @@ def norm_forward_kernel(
         x += tl.load(x_bias_ptr + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     if HAS_RESIDUAL:
         residual = tl.load(residual_ptr + row[:, None] * residual_stride + column[None, :], mask=inside, other=0.0)
-        # Rounded as it is stored, so that the backward normalises what the forward did.
+        # Rounded as it is stored, so that the backward normalises the same values as the forward.
         total = (x + residual.to(tl.float32)).to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + place, total, mask=inside)
         x = total.to(tl.float32)
@@ -103,9 +103,11 @@ def norm_backward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """grad_out_ptr, x_ptr, residual_grad_ptr, grad_ptr [rows, columns], the last contiguous; mean_ptr, rstd_ptr [rows];
-    weight_ptr [columns]; grad_weight_ptr, grad_bias_ptr [programs, columns] float32: program i sums row blocks
-    i, i + programs, ... What residual_grad_ptr holds is added to the gradient."""
+    """grad_out_ptr, x_ptr, residual_grad_ptr, grad_ptr [rows, columns], the last contiguous.
+
+    mean_ptr, rstd_ptr [rows]; weight_ptr [columns]; grad_weight_ptr, grad_bias_ptr [programs, columns] float32. Program
+    i sums row blocks i, i + programs, ... The values at residual_grad_ptr are added to the gradient.
+    """
     program = tl.program_id(0)
     column = tl.arange(0, BLOCK_C)
     weight = tl.full((BLOCK_C,), 1.0, dtype=tl.float32)
@@ -159,15 +161,15 @@ def norm_forward(
     residual: Tensor | None = None,
     total: Tensor | None = None,
 ) -> None:
-    """Normalise rows of `columns` elements of x (+ x_bias) (+ residual): RMS norm, or layer norm where `mean` is given.
+    """Normalise rows of `columns` elements of x (+ x_bias) (+ residual): layer norm if `mean` is given, else RMS norm.
 
     Args:
-        x, residual: any shape of rows; what is normalised.
+        x, residual: any shape of rows.
         columns: elements of a row.
-        x_bias, weight, bias: of a row's shape, or None.
+        x_bias, weight, bias: tensors with a row's shape, or None.
         eps: added to the mean square.
-        out, total: contiguous, overwritten: the result, and x + x_bias + residual.
-        rstd, mean: float32, one element a row, overwritten.
+        out, total: contiguous, overwritten by the result and by x + x_bias + residual.
+        rstd, mean: float32, one element per row, overwritten.
     """
     rows = as_rows(x, columns)
     added = None if residual is None else as_rows(residual, columns)
@@ -202,12 +204,12 @@ def norm_backward(
     grad_weight: Tensor | None = None,
     grad_bias: Tensor | None = None,
 ) -> None:
-    """The gradients of `norm_forward`'s input (added to `residual_grad`), weight and bias, into those that are given.
+    """Write the gradients of `norm_forward`'s input (plus `residual_grad`), weight and bias into the given tensors.
 
     Args:
-        grad_out, x, residual_grad: of one shape, rows of `columns` elements.
-        weight, rstd, mean: as in the forward.
-        grad, grad_weight, grad_bias: contiguous, overwritten; None where not wanted.
+        grad_out, x, residual_grad: tensors of one shape, rows of `columns` elements.
+        weight, rstd, mean: see `norm_forward`.
+        grad, grad_weight, grad_bias: contiguous, overwritten; None if not needed.
     """
     rows, grads = as_rows(x, columns), as_rows(grad_out, columns)
     others = None if residual_grad is None else as_rows(residual_grad, columns)
@@ -240,7 +242,7 @@ def norm_backward(
 
 
 def statistics_of(x: Tensor, dims: int) -> Tensor:
-    """An empty float32 tensor with one element for each row that spans `x`'s last `dims` dims."""
+    """An empty float32 tensor with one element per row; a row spans `x`'s last `dims` dims."""
     return x.new_empty((*x.shape[: x.dim() - dims], *(1,) * dims), dtype=torch.float32)
 
 

@@ -23,7 +23,7 @@ from autoshard.kernels.triton_norm import (
 def why_not_rms_norm(
     input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
 ) -> str | None:
-    """Why the kernel cannot stand in for `aten::_fused_rms_norm`, or None."""
+    """The reason that the kernel cannot replace `aten::_fused_rms_norm`, or None."""
     return refuse_dtypes(input=input, weight=weight) or refuse_columns(math.prod(normalized_shape))
 
 
@@ -35,7 +35,7 @@ def why_not_rms_norm_backward(
     weight: Tensor | None,
     output_mask: Sequence[bool],
 ) -> str | None:
-    """Why the kernel cannot stand in for `aten::_fused_rms_norm_backward`, or None."""
+    """The reason that the kernel cannot replace `aten::_fused_rms_norm_backward`, or None."""
     reason = refuse_dtypes(grad_out=grad_out, input=input, rstd=rstd, weight=weight)
     return reason or refuse_columns(math.prod(normalized_shape))
 

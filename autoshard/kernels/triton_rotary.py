@@ -1,12 +1,12 @@
 """Rotary embedding of queries and keys in one launch, and its inverse, which is the backward.
 
-Su et al., "RoFormer" (2021), section 3.4.2. Elements i and j of a head are one pair, rotated by the angle whose cosine
-and sine are given at both places (halves: j = i + D/2; interleaved: j = i + 1, i even):
+Su et al., "RoFormer" (2021), section 3.4.2. Elements i and j of a head form a pair, which is rotated by an angle. The
+angle's cosine and sine are given at both positions (for halves, j = i + D/2; interleaved, j = i + 1 with i even):
 
     forward:  y_i = x_i cos_i - x_j sin_i,    y_j = x_j cos_j + x_i sin_j
     inverse:  x_i = y_i cos_i + y_j sin_j,    x_j = y_j cos_j - y_i sin_i      (the transpose)
 
-Positions are in cos and sin, so a shard of the sequence passes its own rows of them.
+Positions are part of cos and sin, so a shard of the sequence passes its own rows of them.
 """
 
 from __future__ import annotations
@@ -69,8 +69,10 @@ def rotary_kernel(
     BLOCK_S: tl.constexpr,
     BLOCK_P: tl.constexpr,
 ):
-    """q_ptr [B, H, S, D], k_ptr [B, G, S, D] with adjacent elements of a head; q_out_ptr, k_out_ptr contiguous;
-    cos_ptr, sin_ptr [1 or B, S, D], the last two dims contiguous. Programs: blocks of S, heads of q and then k, B."""
+    """q_ptr [B, H, S, D], k_ptr [B, G, S, D], with adjacent elements of a head; q_out_ptr, k_out_ptr contiguous.
+
+    Tensors cos_ptr, sin_ptr [1 or B, S, D], the last two dims contiguous. Programs: blocks of S, heads of q, then k, B.
+    """
     row = (tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)).to(tl.int64)[:, None]
     head = tl.program_id(1).to(tl.int64)
     batch = tl.program_id(2).to(tl.int64)
@@ -94,7 +96,7 @@ def rotary_kernel(
 
 
 def why_not_rotary(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, inverse: bool) -> str | None:
-    """Why the kernel does not take these, or None."""
+    """The reason that the kernel does not take these operands, or None."""
     reason = refuse_dtypes(q=q, k=k, cos=cos, sin=sin)
     if reason is not None:
         return reason
@@ -157,7 +159,7 @@ def _halves(like: Tensor, q: Any, k: Any, cos: Any, sin: Any) -> tuple[Any, Any]
 
 
 def _halves_backward(like: Tensor, q: Any, k: Any, cos: Any, sin: Any, k_heads: Any) -> tuple[Any, Any]:
-    """Autograd's of `_halves`, operator by operator: here q and k are gradients."""
+    """The backward that autograd derives from `_halves`; here q and k are gradients."""
     batch, heads, length, size = like.shape
     half = size // 2
 

@@ -1,7 +1,7 @@
 """Softmax over the last dim in one pass, forward and backward.
 
-With x a row, y = softmax(x) (Milakov, Gimelshein, "Online normalizer calculation for softmax", 2018, for why
-one pass over memory suffices when a row is held on chip):
+For a row x, y = softmax(x). One pass over memory suffices if a row is held on chip (Milakov, Gimelshein, "Online
+normalizer calculation for softmax", 2018):
 
     y_c  = exp(x_c - max x) / sum_c exp(x_c - max x)
     dx_c = y_c (dy_c - sum_c dy_c y_c)
@@ -30,11 +30,11 @@ def softmax_forward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """x_ptr, out_ptr: [rows, columns], adjacent columns. A program makes BLOCK_R rows; BLOCK_C >= columns."""
+    """x_ptr, out_ptr: [rows, columns], adjacent columns. A program computes BLOCK_R rows; BLOCK_C >= columns."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)[:, None]
     column = tl.arange(0, BLOCK_C)[None, :]
     inside = (row < rows) & (column < columns)
-    # A row of padding is 0, not -inf, so that it makes no NaN.
+    # A row of padding is 0 instead of -inf, so that it gives no NaN.
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=-float("inf")).to(tl.float32)
     x = tl.where(row < rows, x, 0.0)
     numerator = tl.exp(x - tl.max(x, axis=1, keep_dims=True))
@@ -66,7 +66,7 @@ def softmax_backward_kernel(
 
 
 def softmax_into(x: Tensor, out: Tensor) -> None:
-    """Softmax of the rows of `x` [rows, columns] into `out` [rows, columns]; both with adjacent columns."""
+    """Write the softmax of the rows of `x` [rows, columns] to `out` [rows, columns]; both with adjacent columns."""
     rows, columns = x.shape
     tile = row_tile(columns)
     launch(
@@ -81,7 +81,7 @@ def softmax_into(x: Tensor, out: Tensor) -> None:
 
 
 def softmax_backward_into(grad_out: Tensor, out: Tensor, grad: Tensor) -> None:
-    """The gradient of softmax's input into `grad`, all [rows, columns] with adjacent columns."""
+    """Write the gradient of softmax's input to `grad`; all are [rows, columns] with adjacent columns."""
     rows, columns = out.shape
     tile = row_tile(columns)
     launch(
@@ -96,12 +96,12 @@ def softmax_backward_into(grad_out: Tensor, out: Tensor, grad: Tensor) -> None:
 
 
 def why_not_softmax(x: Tensor, dim: int, half_to_float: bool) -> str | None:
-    """Why the kernel cannot stand in for `aten::_softmax`, or None."""
+    """The reason that the kernel cannot replace `aten::_softmax`, or None."""
     return _refuse_dim(x, dim) or refuse_dtypes(x=x) or refuse_columns(x.shape[-1])
 
 
 def why_not_softmax_backward(grad_output: Tensor, output: Tensor, dim: int, input_dtype: torch.dtype) -> str | None:
-    """Why the kernel cannot stand in for `aten::_softmax_backward_data`, or None."""
+    """The reason that the kernel cannot replace `aten::_softmax_backward_data`, or None."""
     reason = refuse_dtypes(grad_output=grad_output, output=output)
     return _refuse_dim(output, dim) or reason or refuse_columns(output.shape[-1])
 

@@ -1,4 +1,4 @@
-"""The local parts of cross-entropy over a split vocabulary (`split_cross_entropy.py`), in one pass over logits each."""
+"""The local parts of cross-entropy over a split vocabulary (`split_cross_entropy.py`), each in one pass over logits."""
 
 from __future__ import annotations
 
@@ -39,8 +39,10 @@ def split_cross_entropy_forward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """logits_ptr [rows, columns]; top_ptr, total_ptr, expected_ptr [rows] float32; indices_ptr [rows] int64 within the
-    columns; elsewhere_ptr [rows] int8. STEPS blocks of BLOCK_C cover the columns."""
+    """logits_ptr [rows, columns]; top_ptr, total_ptr, expected_ptr [rows] float32.
+
+    indices_ptr [rows] int64 within the columns; elsewhere_ptr [rows] int8. STEPS blocks of BLOCK_C cover the columns.
+    """
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     is_row = row < rows
     top = tl.load(top_ptr + row, mask=is_row, other=0.0)
@@ -75,8 +77,10 @@ def split_cross_entropy_backward_kernel(
     BLOCK_R: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
-    """logits_ptr, grad_ptr [rows, columns], the last contiguous; lse_ptr, scale_ptr [rows] float32; indices_ptr [rows]
-    int64 within the columns; elsewhere_ptr, ignored_ptr [rows] int8."""
+    """logits_ptr, grad_ptr [rows, columns], the last contiguous; lse_ptr, scale_ptr [rows] float32.
+
+    indices_ptr [rows] int64 within the columns; elsewhere_ptr, ignored_ptr [rows] int8.
+    """
     row, column, inside = piece(rows, columns, BLOCK_R, BLOCK_C)
     x = tl.load(logits_ptr + row * logits_stride + column, mask=inside, other=-float("inf")).to(tl.float32)
     lse = tl.load(lse_ptr + row, mask=row < rows, other=0.0)
@@ -92,7 +96,7 @@ def split_cross_entropy_backward_kernel(
 def why_not_split_cross_entropy(
     logits: Tensor, top: Tensor, indices: Tensor, elsewhere: Tensor, factor: float
 ) -> str | None:
-    """Why the kernel does not take these, or None."""
+    """The reason that the kernel does not take these operands, or None."""
     return _refuse(logits, {"top": top, "indices": indices, "elsewhere": elsewhere}, {"top": top})
 
 
@@ -106,7 +110,7 @@ def why_not_split_cross_entropy_backward(
     correction: float,
     shift: float,
 ) -> str | None:
-    """Why the kernel does not take these, or None."""
+    """The reason that the kernel does not take these operands, or None."""
     rows = {"lse": lse, "scale": scale, "indices": indices, "elsewhere": elsewhere, "is_ignored": is_ignored}
     return _refuse(logits, rows, {"lse": lse, "scale": scale})
 
@@ -117,7 +121,7 @@ def _refuse(logits: Tensor, rows: dict[str, Tensor], wide: dict[str, Tensor]) ->
     if reason is None and (
         logits.dim() != 2 or logits.numel() == 0 or any(x.numel() != len(logits) for x in rows.values())
     ):
-        return f"the kernel takes logits [N, C] and one number of each row; found {tuple(logits.shape)}, {shapes}."
+        return f"the kernel takes logits [N, C] and one number per row; found {tuple(logits.shape)}, {shapes}."
     narrow = {name: tensor.dtype for name, tensor in wide.items() if tensor.dtype != torch.float32}
     return reason or (f"the kernel takes {', '.join(wide)} in float32; found {narrow}." if narrow else None)
 
@@ -172,7 +176,7 @@ def _split_cross_entropy_backward(
 
 
 def _bytes(flags: Tensor) -> Tensor:
-    """Flags as int8, which every Triton loads; no copy."""
+    """Flags as int8, which every version of Triton can load; no copy."""
     return flags.contiguous().view(torch.int8)
 
 

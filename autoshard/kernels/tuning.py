@@ -1,19 +1,19 @@
-"""Block sizes measured: `triton.autotune` chooses among a heuristic's neighbours, once for each class of launches.
+"""Measured block sizes: `triton.autotune` chooses among a heuristic's neighbours, once per class of launches.
 
-Off unless asked for, by `tune_kernels` or the variable AUTOSHARD_TUNE, and without a GPU: a kernel in Triton's
-interpreter is tuned only by a timer that is handed in. What is measured lies in a folder (`tuning_store.py`), from
-which later processes read it.
+Tuning is off by default; `tune_kernels` or the variable AUTOSHARD_TUNE turn it on. It needs a GPU: a kernel in Triton's
+interpreter is only tuned with a given timer. Measurements are kept in a folder (`tuning_store.py`), from which later
+processes read them.
 
-*Results.* Every candidate computes the same function; sums over other blocks may differ in the last place. While it is
-measured a kernel runs many times: what it reads and writes is copied before, and put back behind. A kernel whose copies
-would take more than 256 MiB keeps the heuristic's choice, and so does what is first launched while a CUDA graph is
-captured, until it is launched outside.
+*Results.* Every candidate computes the same function; sums over other blocks may differ in the last place. A kernel
+runs many times while it is measured, so the tensors that it reads and writes are saved before and restored after. A
+kernel whose copies would exceed 256 MiB keeps the heuristic's choice. So does a kernel that is first launched while a
+CUDA graph is captured, until it is launched outside of a capture.
 
-*Ranks.* Ranks that compute the same values (replicas of a norm, say) must do so with equal bits, so with one choice.
-They launch a kernel with the same key, and of a key the folder holds one choice, that of the first rank to publish; a
-rank takes no choice that is not published. Kernels are launched at different times on different ranks, so they do not
-talk to each other about it; instead, before a program runs, they compare whether they tune, and in which folder
-(`folder_identity`). Not covered is a file that is damaged, or a disk that fills up, while ranks run.
+*Ranks.* Ranks that compute the same values (replicas of a norm, say) must get equal bits, and therefore use one choice.
+They launch a kernel with the same key, and the folder holds one choice per key, that of the first rank to publish. A
+rank uses only published choices. Ranks launch kernels at different times, so they do not communicate about choices.
+Instead, before a program runs, they compare whether they tune, and in which folder (`folder_identity`). Damaged files
+and full disks during the run are not covered.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ _MAX_COPIED_BYTES = 2**28
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """A launch but for what may be chosen.
+    """A launch without its choice of block sizes and warps.
 
     Args:
         kernel: the `@triton.jit` function.
-        grid: the number of programs, from all arguments by name, the block sizes among them.
-        device: where it runs, which is the current device.
-        arguments: what is not `constexpr`, in order.
+        grid: maps all arguments by name, including block sizes, to the number of programs.
+        device: the device, which is the current device.
+        arguments: the arguments that are not `constexpr`, in order.
         constants: the `constexpr` arguments that do not vary.
-        follow: those that follow from the block sizes.
-        changes: the tensors that it reads and writes.
+        follow: computes the arguments that follow from the block sizes.
+        changes: the tensors that the kernel reads and writes.
     """
 
     kernel: Any
@@ -69,22 +69,22 @@ class Launch:
         return not isinstance(self.kernel, triton.JITFunction)
 
     def run(self, choice: Choice) -> None:
-        """Launch it."""
+        """Launch the kernel with a choice."""
         options = {"num_warps": choice.num_warps, "enable_fp_fusion": True}
         self.kernel[self.grid](*self.arguments, **self.constants, **self.blocks(choice), **options)
 
     def blocks(self, choice: Choice) -> dict[str, int]:
-        """A choice's block sizes, and what follows from them."""
+        """A choice's block sizes, and the arguments that follow from them."""
         return dict(choice.blocks) | dict(self.follow(dict(choice.blocks)))
 
 
 @dataclass(slots=True)
 class Tuner:
-    """Chooses for launches, and remembers.
+    """Chooses for launches, and remembers the choices.
 
     Args:
         store: the choices that processes share.
-        timer: measures in place of `triton.testing.do_bench`; it also tunes kernels that are interpreted.
+        timer: measures in place of `triton.testing.do_bench`; it also tunes interpreted kernels.
     """
 
     store: Store
@@ -94,14 +94,14 @@ class Tuner:
     _measures: bool = True
 
     def choose(self, launch: Launch, heuristic: Choice) -> Choice:
-        """What to launch with: what is known, else what is measured now, else the heuristic's choice."""
+        """The choice for a launch: the known one, or else measured now, or else the heuristic's."""
         if launch.is_interpreted and self.timer is None:
             return heuristic
         arguments = tuple(_class_of(argument) for argument in launch.arguments)
         short = (launch.kernel, launch.device, heuristic, arguments, *launch.constants.items())
         if short in self._known:
             return self._known[short]
-        with self._lock:  # the backward runs in threads of its own
+        with self._lock:  # autograd runs the backward in other threads
             key = _key(launch, heuristic, arguments)
             choice = self.store.read(key)
             if choice is None:
@@ -112,7 +112,7 @@ class Tuner:
         return choice
 
     def _measure(self, launch: Launch, key: Key) -> Choice | None:
-        """What is published now; None where nothing can be measured or kept."""
+        """Measure, and return the published choice; None if measuring or publishing is impossible."""
         copied = sum(tensor.numel() * tensor.element_size() for tensor in launch.changes)
         if not self._measures or copied > _MAX_COPIED_BYTES or len(key.candidates) == 1:
             return None
@@ -124,8 +124,8 @@ class Tuner:
         except OSError as error:
             self._measures = False
             _LOGGER.warning(
-                "Measured block sizes cannot be kept in %s (%s): kernels that are not known there run with the "
-                "heuristic's. Make room, or name another folder in %s.", self.store.folder, error, VARIABLE,
+                "Measured block sizes cannot be kept in %s (%s): kernels without a known choice run with the "
+                "heuristic's. Free disk space, or set another folder in %s.", self.store.folder, error, VARIABLE,
             )  # fmt: skip
             return None
 
@@ -145,7 +145,7 @@ def measure(launch: Launch, candidates: Sequence[Choice], timer: Timer | None) -
 
 @cache
 def tuner_of(tuning: Tuning) -> Tuner:
-    """The one that chooses under a switch."""
+    """The tuner of a switch."""
     return Tuner(tuning.store, tuning.timer)
 
 
@@ -161,7 +161,7 @@ def _key(launch: Launch, heuristic: Choice, arguments: Sequence[str]) -> Key:
 
 
 def _class_of(argument: object) -> str:
-    """Tensors by dtype; integers by the power of two above, and whether 16 divides them: then 16 bytes load at once."""
+    """A tensor's dtype, or an integer's next power of two and whether 16 divides it, so that 16 bytes load at once."""
     if isinstance(argument, Tensor):
         return str(argument.dtype)
     if isinstance(argument, int):
@@ -171,7 +171,7 @@ def _class_of(argument: object) -> str:
 
 @cache
 def _source_digest(kernel: Any) -> str:
-    """Of a kernel's source and of what it calls; where it is interpreted, of its own source alone."""
+    """A digest of a kernel's source and the functions it calls; for an interpreted kernel, only of its own source."""
     if isinstance(kernel, triton.JITFunction):
         return kernel.cache_key
     return hashlib.sha256(inspect.getsource(kernel.fn).encode()).hexdigest()
@@ -188,7 +188,7 @@ def _is_capturing(device: torch.device) -> bool:
 
 @contextmanager
 def _restored(tensors: Sequence[Tensor]) -> Iterator[None]:
-    """What tensors hold is what they held before."""
+    """Within the context, tensors may change; afterwards they have their old values."""
     copies = [tensor.clone() for tensor in tensors]
     try:
         yield

@@ -1,10 +1,10 @@
-"""Where measured choices lie: a folder with one JSON file for each, which the first to publish it decides.
+"""The folder of measured choices: one JSON file per choice, written by the first process that publishes it.
 
-A file holds the whole key of what was measured, the choice, and every candidate's median. It is read only if its key is
-the one that is looked for and its choice one of the candidates, so what a file says can make a kernel slow, not wrong;
-any other content counts as no file. A writer holds a lock of the folder (`flock`, which local disks have and NFS since
-version 4), looks again, and publishes by renaming: readers never see half a file. The folder is made for its user
-alone. Removing it is safe.
+A file contains the whole key of the measurement, the choice, and every candidate's median. It is used only if its key
+matches and its choice is one of the candidates. So a bad file can make a kernel slow, but not wrong; any other content
+counts as no file. A writer locks the folder (`flock`, which local disks have, and NFS since version 4), looks for a
+choice once more, and publishes by renaming. So readers never see half a file. The folder is private to its user, and
+can be removed safely.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _IDENTITY = "identity"
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What a choice was measured for.
+    """The conditions of a measurement.
 
     Args:
         kernel: the function's name.
         facts: all that the choice depends on, as JSON.
-        candidates: what was to choose from.
+        candidates: the candidates.
     """
 
     kernel: str
@@ -55,7 +55,7 @@ class Store:
     folder: Path
 
     def read(self, key: Key) -> Choice | None:
-        """The choice that is known for a key; None where there is no file, or it is damaged."""
+        """The known choice for a key; None if there is no file, or it is damaged."""
         try:
             entry = json.loads(self._path(key).read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError):
@@ -65,11 +65,11 @@ class Store:
         return next((choice for choice in key.candidates if str(choice) == entry.get("choice")), None)
 
     def publish(self, key: Key, choice: Choice, times_ms: Mapping[Choice, float]) -> Choice:
-        """The choice that holds from now on: what another process published in the meantime, else this one.
+        """Publish a choice, unless another process has published one; return the choice that holds from now on.
 
         Raises:
-            OSError: the folder cannot be written, or not be locked.
-            KernelError: it is not this user's alone.
+            OSError: the folder cannot be written, or cannot be locked.
+            KernelError: the folder is not private to this user.
         """
         times = {str(item): time_ms if math.isfinite(time_ms) else "does not fit" for item, time_ms in times_ms.items()}
         text = json.dumps({"choice": str(choice), "median_ms": times, "key": key.record}, indent=1) + "\n"
@@ -81,11 +81,11 @@ class Store:
         return choice
 
     def identity(self) -> str:
-        """A text that no other folder has: processes with the same share their choices.
+        """A text unique to the folder; processes with the same text share their choices.
 
         Raises:
-            OSError: the folder cannot be written, or not be locked.
-            KernelError: it is not this user's alone.
+            OSError: the folder cannot be written, or cannot be locked.
+            KernelError: the folder is not private to this user.
         """
         path = self.folder / _IDENTITY
         with self._locked():

@@ -1,4 +1,4 @@
-"""Whether this process measures block sizes, and where it keeps them. Imports no triton: the public face has it."""
+"""The switch for measuring block sizes, and the folder for them. Imports no triton, because the public API uses it."""
 
 from __future__ import annotations
 
@@ -14,47 +14,47 @@ from autoshard.kernels.private_folder import check_private
 from autoshard.kernels.tuning_store import Store
 
 Timer = Callable[..., Sequence[float]]
-"""As `triton.testing.do_bench`: called with a function and `quantiles`, gives its times in milliseconds."""
+"""A function like `triton.testing.do_bench`: `timer(function, quantiles=...)` returns times in milliseconds."""
 VARIABLE = "AUTOSHARD_TUNE"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tuning:
-    """That block sizes are measured; see `tune_kernels`."""
+    """The switch for measuring block sizes; see `tune_kernels`."""
 
     store: Store
     timer: Timer | None
 
 
-# What `tune_kernels` asked for last. Of the process, not of a thread: autograd has threads of its own.
-_ASKED: list[Tuning | None] = []
+# The last setting of `tune_kernels`. It is per process and not per thread, because autograd has threads of its own.
+_SET: list[Tuning | None] = []
 
 
 def tune_kernels(is_on: bool = True, *, folder: str | Path | None = None, timer: Timer | None = None) -> None:
     """Measure block sizes of Triton kernels from now on, and keep them; or stop.
 
-    The variable AUTOSHARD_TUNE does the same for a whole run: "1", or a folder.
+    The variable AUTOSHARD_TUNE does the same for a whole run. Set it to "1", or to a folder.
 
     Args:
         is_on: False: kernels run with the heuristic's block sizes.
-        folder: where choices lie; by default `autoshard/tuned` of the user's cache (`XDG_CACHE_HOME`, else
-            `~/.cache`). Ranks on several machines need one that all see.
-        timer: in place of `triton.testing.do_bench`: called with a function and `quantiles=`, gives milliseconds. Given
-            one, kernels in Triton's interpreter are tuned too.
+        folder: the folder of the choices. Default: `autoshard/tuned` in the user's cache (`XDG_CACHE_HOME`, or
+            `~/.cache`). Ranks on several machines need a folder that all of them see.
+        timer: replaces `triton.testing.do_bench`: `timer(function, quantiles=...)` returns milliseconds. With a timer,
+            kernels in Triton's interpreter are tuned too.
 
     Raises:
         KernelError: the folder is another user's, or others can write to it.
     """
-    _ASKED[:] = [_tuning(Path(folder or _default_folder()), timer) if is_on else None]
+    _SET[:] = [_tuning(Path(folder or _default_folder()), timer) if is_on else None]
 
 
 def active_tuning() -> Tuning | None:
-    """What `tune_kernels` asked for last, else the variable."""
-    return _ASKED[0] if _ASKED else _from_environment(os.environ.get(VARIABLE, ""))
+    """The last setting of `tune_kernels`, or else of the variable."""
+    return _SET[0] if _SET else _from_environment(os.environ.get(VARIABLE, ""))
 
 
 def folder_identity() -> str:
-    """Which choices this process shares with others; "none" where it does not measure.
+    """A text that is equal for processes which share their choices; "none" if this process does not measure.
 
     Raises:
         KernelError: the folder cannot be written.
@@ -67,16 +67,16 @@ def folder_identity() -> str:
         return f"{folder} ({tuning.store.identity()})"
     except OSError as error:
         raise KernelError(
-            f"block sizes cannot be kept in {str(folder)!r}: {error}. Name a folder that can be written, and that all "
-            f"ranks see, in {VARIABLE}, or leave it out."
+            f"block sizes cannot be kept in {str(folder)!r}: {error}. Set {VARIABLE} to a writable folder that all "
+            "ranks see, or leave it out."
         ) from error
 
 
 @cache
-def _from_environment(asked: str) -> Tuning | None:
-    if asked in ("", "0"):
+def _from_environment(value: str) -> Tuning | None:
+    if value in ("", "0"):
         return None
-    return _tuning(_default_folder() if asked == "1" else Path(asked), None)
+    return _tuning(_default_folder() if value == "1" else Path(value), None)
 
 
 def _tuning(folder: Path, timer: Timer | None) -> Tuning:

@@ -1,6 +1,6 @@
-"""Text, HTML pages and tables of plans and of their answers.
+"""Text, HTML pages and tables of plans and their answers.
 
-Importing this folder registers them with `autoshard.ir.show`.
+Importing this folder registers the functions with `autoshard.ir.show`.
 """
 
 from autoshard.report import explanation, page, printer

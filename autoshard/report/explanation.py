@@ -1,4 +1,4 @@
-"""Tables of what a plan answers: `explain`, `why_not`, `limits`, `compare`."""
+"""Tables of a plan's answers: `explain`, `why_not`, `limits`, `compare`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from autoshard.ir.show import text_of
 from autoshard.ir.text import any_block, as_text, common_name, format_bytes, format_time
 
 _SHOWN_S = 1e-9
-"""Parts of a step that differ by less than this, seconds, are rounding of sums."""
+"""Differences between parts of a step below this, in seconds, are rounding of sums."""
 
 
 @text_of.register
 def explanation_text(explained: Explanation) -> str:
-    """Each spec that a value could have, with the best plan for it."""
+    """Table of each possible spec of a value, with the best plan for it."""
     limit = (
         "without a memory limit"
         if explained.memory_budget is None
@@ -34,7 +34,7 @@ def explanation_text(explained: Explanation) -> str:
 
 @text_of.register
 def why_not_text(answer: WhyNot) -> str:
-    """Each way of using a feature, with the best plan that does."""
+    """Table of each way to use a feature, with the best plan for it."""
     return as_text(_answer(answer), _variants_table(answer.chosen, answer.variants))
 
 
@@ -56,10 +56,10 @@ def _answer(answer: WhyNot) -> str:
 
 @text_of.register
 def limits_text(limits: Limits) -> str:
-    """Each change of a limit, with the best plan under it."""
+    """Table of each changed limit, with the best plan under it."""
     limit = "no limit" if limits.memory_budget is None else f"a limit of {format_bytes(limits.memory_budget)}"
     used = format_bytes(limits.chosen.peak_memory_bytes or 0)
-    head = f"Peak memory {used} of {limit}. What more of each would be worth, planned again with it:"
+    head = f"Peak memory {used} of {limit}. The worth of more of each, by planning with more:"
     end = f"Worth most: {limits.binding}." if limits.binding else "No single change is worth a thousandth of a step."
     if limits.memory_worth_s_per_byte:
         end += f" A GiB more of memory is worth {format_time(2**30 * limits.memory_worth_s_per_byte)} at first."
@@ -89,7 +89,7 @@ def comparison_text(both: Comparison) -> str:
 
 
 def _specs(both: Comparison) -> Table | None:
-    """The specs that differ; values that differ in numbers of their names alone share a row."""
+    """Table of differing specs. Values whose names differ only in numbers share a row."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for name, pair in {**both.parameters, **both.outputs}.items():
         specs = ("-" if spec is None else repr(spec) for spec in pair)
@@ -111,7 +111,7 @@ def _variants_table(chosen: Outcome, variants: tuple[Variant, ...]) -> Table:
 
 
 def _cells(item: Outcome, chosen: Outcome) -> list[str]:
-    """Step time, that beside the chosen plan's, peak memory, and the parts that differ most."""
+    """Step time, its difference to the chosen plan's, peak memory, and the parts that differ most."""
     if item.step_time_s is None or item.peak_memory_bytes is None or item.breakdown is None:
         return ["does not fit" if item.smallest_bytes else "excluded", "", _needs(item), ""]
     if item is chosen or chosen.step_time_s is None or chosen.breakdown is None:
@@ -126,7 +126,7 @@ def _cells(item: Outcome, chosen: Outcome) -> list[str]:
 
 
 def _largest_differences(parts: Mapping[str, float], others: Mapping[str, float]) -> str:
-    """The two parts that differ most: `communication over data +1.2 ms`."""
+    """The two largest differences between parts: `communication over data +1.2 ms`."""
     changes = {name: parts.get(name, 0.0) - others.get(name, 0.0) for name in {**parts, **others}}
     largest = sorted(changes.items(), key=lambda item: -abs(item[1]))[:2]
     return ", ".join(f"{name} {_signed(change, format_time)}" for name, change in largest if abs(change) >= _SHOWN_S)

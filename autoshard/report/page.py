@@ -1,7 +1,7 @@
-"""Plans as one page of HTML that opens without a network: what `plan.report` writes.
+"""The page of `plan.report`: one HTML file that opens without a network.
 
-The template is `page.html.j2`; this module gives it what it draws. Bars and the timeline are SVG with lengths in shares
-of the whole, so that the page needs no script.
+The template is `page.html.j2`; this module computes its drawings. Bars and the timeline are SVG with relative lengths,
+so the page needs no script.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ WIDTH = 1000.0
 """Units of the width of a drawing."""
 
 _NARROWEST = 0.5
-"""Spans of the timeline narrower than this are drawn together with their neighbours."""
+"""Width below which spans of the timeline are merged with their neighbours."""
 
 _TASK = re.compile(r"\d+([FBIW])\d+")
 _WORKS = {"F": "forward", "B": "backward", "I": "backward, of inputs", "W": "backward, of weights"}
-"""Work of a stage in a span named "1F0", by its letter; see `autoshard.ir.pipeline_order.Work`."""
+"""Work of a stage by the letter in its span's name, "1F0"; letters are those of `Work`."""
 
 _MOST_OPERATORS = 50
-"""Rows of the table of operators: the most expensive ones."""
+"""Most rows of the table of operators, which lists the most expensive."""
 
 _TEMPLATES = Environment(
     loader=PackageLoader("autoshard.report", ""),
@@ -52,7 +52,7 @@ _TEMPLATES = Environment(
 
 
 class Piece(NamedTuple):
-    """A part of a bar, or of a lane of the timeline: its place in units of `WIDTH`, and what to say of it."""
+    """A part of a bar, or of a lane of the timeline: its place in units of `WIDTH`, and its tooltip."""
 
     left: float
     width: float
@@ -70,7 +70,7 @@ class Lane(NamedTuple):
 
 @page_of.register
 def render_page(plan: Plan) -> str:
-    """A plan as HTML: in a few sentences, where the time goes, what fills the memory, the timeline, and all specs."""
+    """Render a plan as HTML: a summary, the parts of time and memory, the timeline, and all specs."""
     predicted = plan.predicted
     return _TEMPLATES.get_template("page.html.j2").render(
         title=title(plan),
@@ -93,7 +93,7 @@ def render_page(plan: Plan) -> str:
 
 
 def _node_rows(plan: Plan) -> list[tuple[str, str, str]]:
-    """The specs of all nodes; of stages, one after the other."""
+    """Specs of all nodes, stage by stage."""
     rows = [(name, _specs(node.inputs), _specs(node.outputs)) for name, node in plan.nodes.items()]
     for number, stage in enumerate(plan.stages):
         rows += [(f"stage {number}: {name}", taken, given) for name, taken, given in _node_rows(stage)]
@@ -137,7 +137,7 @@ def lanes(trace: Trace) -> tuple[Lane, ...]:
 
 
 def works(trace: Trace) -> tuple[Piece, ...]:
-    """The colours by which lanes of a pipeline tell forwards, backwards and their halves apart; none of other plans.
+    """Legend of a pipeline's lanes: forwards, backwards and their halves by colour; empty without a pipeline.
 
     Example:
         >>> trace = Trace.of(["rank 0"], [(0, "compute", "0F0", 0.0, 1.0), (0, "compute", "0B0", 1.0, 3.0)])
@@ -152,13 +152,13 @@ def _colours(trace: Trace) -> dict[str, int]:
 
 
 def _kind(span: TraceSpan) -> str:
-    """The kind of a span, which its colour shows: the work of a stage, else the stream."""
+    """The kind of a span, which decides its colour: the work of a stage, else the stream."""
     found = _TASK.fullmatch(span.name)
     return span.stream if found is None else _WORKS[found[1]]
 
 
 def _pieces(spans: Sequence[TraceSpan], end: int, colours: Mapping[str, int]) -> Iterable[Piece]:
-    """The spans of a stream in order; runs of narrow ones as one piece, up to the width of one that can be seen."""
+    """The spans of a stream in order. Runs of narrow spans become one piece, up to a visible width."""
     narrow: list[TraceSpan] = []
     for span in sorted(spans, key=lambda item: item.start_ns):
         is_narrow = WIDTH * span.duration_ns / end < _NARROWEST
@@ -174,7 +174,7 @@ def _pieces(spans: Sequence[TraceSpan], end: int, colours: Mapping[str, int]) ->
 
 
 def _piece(spans: Sequence[TraceSpan], end: int, colours: Mapping[str, int]) -> Piece:
-    """Spans that follow each other, as one piece, in the colour of the first."""
+    """Join consecutive spans into one piece, in the colour of the first."""
     start = spans[0].start_ns
     busy = sum(span.duration_ns for span in spans)
     last = spans[-1].start_ns + spans[-1].duration_ns

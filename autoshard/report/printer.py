@@ -1,4 +1,4 @@
-"""Plans as text: the tables that `print(plan)` shows."""
+"""Plans as text: the tables of `print(plan)`."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _TOLD = 0.05
 
 @text_of.register
 def render_plan(plan: Plan) -> str:
-    """A plan as text and tables, without colours, as wide as the terminal but at most 110 columns.
+    """Render a plan as text and tables, without colours, as wide as the terminal but at most 110 columns.
 
-    First the figures that a person asks for, and what each axis of the mesh does; then all else.
+    The main figures come first, then the work of each mesh axis, then everything else.
     """
     kernels, whole, known = plan.predicted.kernels, plan.replicated_operators, baseline_rows(plan)
     tables = [_table("Known recipes", ("recipe", "step", "of this plan's"), known)] if known else []
@@ -38,7 +38,7 @@ def render_plan(plan: Plan) -> str:
 
 
 def title(plan: Plan) -> str:
-    """The mesh of a plan, and the hardware that it is priced for."""
+    """The mesh of a plan, and the hardware of its price."""
     gap = "" if plan.gap is None or plan.nodes or plan.stages else f", at most {plan.gap:.2%} from the fastest recipe"
     precision = "" if plan.precision is None else f" in {plan.precision}"
     searched = f"searched {format_time(plan.search_time_s)}{gap}"
@@ -46,7 +46,7 @@ def title(plan: Plan) -> str:
 
 
 def lead_rows(plan: Plan) -> list[tuple[str, str]]:
-    """The figures that a person asks for first: step, tokens per second, utilisation, memory of its limit."""
+    """The main figures: step time, tokens per second, utilisation, peak memory and its limit."""
     predicted = plan.predicted
     rows = [("step", f"{format_time(predicted.step_time_s)}{_interval(plan)}")]
     if predicted.tokens_per_s is not None:
@@ -58,10 +58,12 @@ def lead_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def notes(plan: Plan) -> list[str]:
-    """Lines about the schedule, what is recomputed and offloaded, kernels, and how far the figures may be trusted."""
+    """Notes on the schedule, recomputation, offload and kernels, and on the reliability of the figures."""
     predicted = plan.predicted
     lines = [
-        "A forecast: communication runs beside computation." if predicted.overlaps else "",
+        "A prediction for another runtime, which overlaps communication with computation."
+        if predicted.overlaps
+        else "",
         "The search was interrupted: this is the best plan until then." if plan.was_interrupted else "",
         "The search was cut by time_budget_s: with more time the plan may be another." if plan.was_cut else "",
         _schedule(plan),
@@ -73,7 +75,7 @@ def notes(plan: Plan) -> list[str]:
 
 
 def in_words(plan: Plan) -> list[str]:
-    """One sentence: what each axis of the mesh does; nothing for a price, which has a recipe, or without parameters.
+    """A sentence on the work of each mesh axis; none for a price, which has a recipe, or without parameters.
 
     "Axis data splits inputs and copies all parameters; axis model splits 98% of parameters."
     """
@@ -114,7 +116,7 @@ def _work_of(axis: str, plan: Plan) -> str:
 
 
 def _kinds(item: ParameterPlan) -> dict[str, str]:
-    """The layout of a parameter over each axis, in a word; axes that are left out copy it."""
+    """The layout of a parameter over each axis, in a word. Axes left out have copies."""
     if not item.layout:
         return dict.fromkeys(item.spec.sharded_axes, "split")
     parts = (part.partition(" over ") for part in item.layout.split("; "))
@@ -122,7 +124,7 @@ def _kinds(item: ParameterPlan) -> dict[str, str]:
 
 
 def running_lines(plan: Plan) -> list[str]:
-    """The recipe of a plan, where it has one; the batch of a step; and whether `compile` runs the plan."""
+    """The recipe of a plan, the batch of a step, and whether `compile` runs the plan."""
     lines = [_batch(plan)]
     if plan.recipe is not None:
         lines.insert(0, f"Recipe: {plan.recipe.words}.")
@@ -157,7 +159,7 @@ def _batch(plan: Plan) -> str:
 
 
 def _schedule(plan: Plan) -> str:
-    """How stages take turns, as a line of its own."""
+    """The order of stages, as one line."""
     if plan.order is None:
         return ""
     ranks, virtual, bubble = len(plan.order.ranks), plan.order.virtual_stages, plan.predicted.breakdown.get("bubble", 0)
@@ -198,12 +200,12 @@ def stage_rows(plan: Plan) -> list[tuple[str, ...]]:
 
 
 def _recompute(plan: Plan) -> str:
-    """One line on recomputation: its nodes, the bytes that it saves and the time that it costs."""
+    """One line on recomputation: its nodes, the bytes saved and the time spent."""
     return f"Recompute: {_saving(plan.recompute, plan.recomputed)}." if plan.recompute.nodes else ""
 
 
 def _offload(plan: Plan) -> str:
-    """One line on offload: its nodes, the bytes that it saves and the time that it costs."""
+    """One line on offload: its nodes, the bytes saved and the time spent."""
     if not plan.offload.nodes:
         return ""
     host = format_bytes(plan.offload.host_bytes)
@@ -211,7 +213,7 @@ def _offload(plan: Plan) -> str:
 
 
 def _saving(item: Recompute | Offload, nodes: Mapping[str, Sequence[str]]) -> str:
-    """Count and modules of nodes, by module, with the bytes they save and the time they cost."""
+    """Number and modules of nodes, with the bytes saved and the time spent."""
     saved, time, count = format_bytes(item.saved_bytes), format_time(item.time_s), sum(map(len, nodes.values()))
     modules = ", ".join(dict.fromkeys(any_block(module) or "the model" for module in nodes))
     return f"{count} of {item.candidates} nodes, {saved} saved for {time}: {modules}"
@@ -233,7 +235,7 @@ def _parameter_table(parameters: Mapping[str, ParameterPlan]) -> Table:
 
 
 def parameter_rows(parameters: Mapping[str, ParameterPlan]) -> list[tuple[str, str, str, str, str]]:
-    """Name, count, shape, spec, bytes on each device; parameters that differ in numbers of their names share a row."""
+    """Name, count, shape, spec, bytes on each device. Parameters whose names differ only in numbers share a row."""
     groups: dict[tuple[str, tuple[int, ...], str], list[str]] = {}
     for name, item in parameters.items():
         groups.setdefault((any_block(name), item.shape, repr(item.spec)), []).append(name)
@@ -277,7 +279,7 @@ def figure_rows(plan: Plan) -> list[tuple[str, str]]:
 
 
 def baseline_rows(plan: Plan) -> list[tuple[str, str, str]]:
-    """Known recipes: name, predicted step, and that as a multiple of the plan's."""
+    """Known recipes: name, predicted step, and its ratio to the plan's."""
     own_s = plan.predicted.step_time_s
     return [
         (name, "does not fit", "")

@@ -1,6 +1,6 @@
-"""Sharding rules: what each operator does to indices, and the strategies that follow.
+"""Sharding rules: the effect of each operator on indices, and the strategies that follow.
 
-Importing this package fills the registry: one module per family of operators.
+Importing this package fills the registry, from one module per family of operators.
 """
 
 from __future__ import annotations
@@ -57,21 +57,21 @@ __all__ = ["Rule", "has_rule", "infer_rule", "inferred_operators", "sharding_rul
 def strategies(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any] | None, axis_size: int
 ) -> list[tuple[tuple[Placement, ...], tuple[Placement, ...]]]:
-    """Every strategy that the rules admit for one call on a mesh of one axis.
+    """Return every strategy that the rules admit for one call on a mesh of one axis.
 
     Args:
         op: a `torch.ops` overload, or a custom operator.
-        args, kwargs: its arguments; tensors may be real, fake or on "meta": only shapes and dtypes count, but for an
-            operator whose result's shape depends on values.
+        args, kwargs: its arguments. Tensors may be real, fake or on "meta", since only shapes and dtypes count. Only
+            operators whose result's shape depends on values need real tensors.
         axis_size: the number of ranks along the axis.
 
     Returns:
-        Pairs of placements for the tensor operands and for the tensor results, in order; the replicated
-        strategy first, and alone where the operator has no rule.
+        Pairs of placements for the tensor operands and for the tensor results, in order. The replicated strategy is
+        first, and the only one for an operator without a rule.
 
     Raises:
-        OperatorError: `op` is no operator, or refuses the call; a result's shape depends on values, and an operand has
-            none.
+        OperatorError: `op` is no operator, or refuses the call; or the result's shape depends on an operand's missing
+            values.
 
     Example:
         >>> import torch
@@ -103,7 +103,7 @@ def strategies(
 
 
 def _results(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    """The results of a call on "meta"; `OperatorError` where there are none."""
+    """The results of a call on "meta". Raises `OperatorError` if the operator gives none."""
     if not isinstance(args, tuple | list):
         raise OperatorError(f"strategies({op}, ...): args is a {type(args).__name__}; pass a tuple of arguments.")
     if not isinstance(kwargs, Mapping):

@@ -1,6 +1,6 @@
-"""Rules of operators that arrange elements in ways of their own: quarter turns, blocks, and places that masks choose.
+"""Rules of operators that rearrange elements: quarter turns, blocks, and places chosen by masks.
 
-They stay whole along the dims that they rearrange. Partial values pass, as elements are moved.
+The rearranged dims stay whole. Partial values pass, because elements are only moved.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ aten = torch.ops.aten
 
 @sharding_rule(aten.rot90.default)
 def quarter_turns(x: torch.Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Rule:
-    """Of the two dims that an odd turn exchanges, one keeps its direction."""
+    """An odd turn exchanges two dims, one of which keeps its direction."""
     first, second = (normal_dim(dim, x.dim()) for dim in dims)
     turns = k % 4
     reversed_dims = {0: (), 1: (second,), 2: (first, second), 3: (first,)}[turns]
@@ -80,7 +80,7 @@ def masked_scatter(x: torch.Tensor, mask: torch.Tensor, source: torch.Tensor) ->
 
 @sharding_rule(aten.masked_select.default)
 def masked_select(x: torch.Tensor, mask: torch.Tensor) -> Rule:
-    """How much a mask selects depends on its values, so all is whole."""
+    """The number of selected elements depends on the mask's values, so everything is whole."""
     return Rule(((all_blocked(x.dim()), all_blocked(mask.dim())), (all_blocked(1),)), transparent=True)
 
 
@@ -92,7 +92,7 @@ def masked_scatter_backward(grad: torch.Tensor, mask: torch.Tensor, sizes: Seque
 
 @sharding_rule(aten.put.default)
 def put(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: bool = False) -> Rule:
-    """What is added to is linear in both, and keeps the order of the target only: a maximum of sums is not a sum."""
+    """The sum is linear in both tensors. Maxima pass only through the target: a maximum of sums is not a sum."""
     target = all_blocked(x.dim())
     whole = (target, all_blocked(index.dim()), all_blocked(source.dim())), (target,)
     if not accumulate:
@@ -106,7 +106,7 @@ def put(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor, accumulate: 
 
 
 def _written(sides: tuple[Sequence[Dims], Sequence[Dims]], x: torch.Tensor, source: torch.Tensor, index: int) -> Rule:
-    """Some elements of operand 0 are replaced by those of operand `index`."""
+    """Elements of operand `index` replace some elements of operand 0."""
     carries: list[Carry] = meaningful({0: x, index: source}, [*increasing((0,), (index,)), *moving((0, index))])
     return Rule(sides, linear=[(0, index)] if is_additive(x, source) else (), carries=carries)
 
@@ -144,7 +144,7 @@ def masked_index_put(
 def _places(
     x: torch.Tensor, mask: torch.Tensor, indices: Sequence[torch.Tensor | None]
 ) -> tuple[tuple[Dims, ...], Dims] | None:
-    """The dims of tensor, mask and indices, and of the places that they choose; None where a dim has no index."""
+    """The dims of the tensor, of mask and indices, and of the chosen places; None if a dim has no index."""
     present = tensors(*indices)
     if len(present) != x.dim():
         return None

@@ -1,9 +1,9 @@
-"""Rules of `autoshard::attention`, of sequences that are packed too.
+"""Rules of `autoshard::attention`, with and without packed sequences.
 
-Batch, heads and query rows are independent. A group of query heads shares a key head, so a split of heads
-is a split of key heads first. The masks of dropout and causality follow the global index, so that a piece
-needs its offset in the matrix of probabilities. Rows of queries are split with all keys on each rank (gathered), or by
-the same axis as keys are, which then go round its ranks (`autoshard.kernels.ring_attention`).
+Batch, heads and query rows are independent. A group of query heads shares a key head, so heads are split by key heads
+first. The masks of dropout and causality follow the global index, so a piece needs its offset in the matrix of
+probabilities. Query rows are split in one of two ways. Keys are gathered on each rank, or the same axis splits the keys
+and they go round its ranks (`autoshard.kernels.ring_attention`).
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from autoshard.rules.registry import sharding_rule
 aten = torch.ops.aten
 autoshard_ops = torch.ops.autoshard
 
-# b batch, h key heads, g query heads per key head, s queries, t keys, d head size, e value size; m columns of a mask,
-# which are not split.
+# In order: batch, key heads h, query heads per key head g, queries s, keys t, head size d, value size e. Columns m of a
+# mask are not split.
 _Q, _K, _V, _OUT, _LSE, _PROBABILITIES = parse(
     "b (h g) s d, b h t d, b h t e, b (h g) s e, b (h g) s, b (h g) s m -> scalar"
 )[0]
 _BLOCKED = ("t", "m", "d", "e")
 _RING = (("s", "t"),)
 _QUERIES = {kernels.attention: 0, kernels.attention_backward: 1}
-"""Which operand has the queries; keys are the next one."""
+"""Index of the queries among the operands; keys follow."""
 _ROWS = 2
-"""The dim of keys and queries that attention is over."""
+"""The dim of keys and queries along which attention runs."""
 
 
 @sharding_rule(autoshard_ops.attention.default)
@@ -57,7 +57,7 @@ def attention_backward(
     grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None,
     out: torch.Tensor, lse: torch.Tensor, seed: torch.Tensor | None, *_: Any,
 ) -> Rule:  # fmt: skip
-    """Gradients of keys and values are sums over the queries and over the heads that share them."""
+    """Gradients of keys and values are sums over queries, and over the query heads of a key head."""
     operands = (_OUT, _Q, _K, _V, *_optional(mask, None), _OUT, _LSE, *_optional(None, seed))
     return Rule(
         (operands, (_Q, _K, _V)), sizes=_head_sizes(q, k), reduce={"s": "sum", "g": "sum"}, linear=[(0,)],
@@ -72,7 +72,7 @@ _PACKED_BLOCKED = ("s", "t", "d", "n")
 
 @sharding_rule(autoshard_ops.packed_attention.default)
 def packed_attention(q: torch.Tensor, k: torch.Tensor, *_: Any) -> Rule:
-    """Heads are independent; sequences are not told apart before they are known."""
+    """Heads are independent. Sequences are not split, because their boundaries are values."""
     operands = (_PACKED_Q, _PACKED_K, _PACKED_K, _STARTS, _STARTS)
     results = (_PACKED_Q, _PACKED_LSE)
     return Rule((operands, results), sizes=_packed_sizes(q, k), blocked=_PACKED_BLOCKED, padding={})
@@ -80,7 +80,7 @@ def packed_attention(q: torch.Tensor, k: torch.Tensor, *_: Any) -> Rule:
 
 @sharding_rule(autoshard_ops.packed_attention_backward.default)
 def packed_attention_backward(grad_out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, *_: Any) -> Rule:
-    """Gradients of keys and values are sums over the heads that share them."""
+    """Gradients of keys and values are sums over the query heads of a key head."""
     operands = (_PACKED_Q, _PACKED_Q, _PACKED_K, _PACKED_K, _PACKED_Q, _PACKED_LSE, _STARTS, _STARTS)
     return Rule(
         (operands, (_PACKED_Q, _PACKED_K, _PACKED_K)), sizes=_packed_sizes(q, k), reduce={"g": "sum"}, linear=[(0,)],
@@ -112,7 +112,7 @@ def _local_backward(context: LocalContext, grad_out: Any, q: Any, k: Any, v: Any
 def _call(context: LocalContext, ring: Any, operands: Sequence[Any], rest: Sequence[Any], is_unmasked: bool) -> Any:
     """The call on a rank's piece; the last two arguments place it in the global matrix of probabilities."""
     *others, offset, global_shape = rest
-    batch, heads, queries, _ = context.input_offset(0)  # of q, or of the gradient in its shape
+    batch, heads, queries, _ = context.input_offset(0)  # of q, or of the gradient in q's shape
     placed = shifted(offset, [batch, heads, queries, 0])
     group = context.group("s", "t")
     if group is None:
@@ -124,12 +124,12 @@ def _call(context: LocalContext, ring: Any, operands: Sequence[Any], rest: Seque
 
 
 def is_ring(target: Any, inputs: Sequence[PartitionSpec]) -> bool:
-    """Whether an operator with operands of these specs is attention whose keys go round the ranks."""
+    """Whether an attention call with operands of these specs sends keys round the ranks."""
     return _splits_rows(target, inputs, 1)
 
 
 def splits_queries(target: Any, inputs: Sequence[PartitionSpec]) -> bool:
-    """Whether an operator with operands of these specs is attention of which each rank has some of the queries."""
+    """Whether an attention call with operands of these specs splits the query rows."""
     return _splits_rows(target, inputs, 0)
 
 
@@ -139,7 +139,7 @@ def _splits_rows(target: Any, inputs: Sequence[PartitionSpec], behind_queries: i
 
 
 def _may_pair(context: LocalContext, others: Sequence[Any], offset: Sequence[int]) -> bool:
-    """Whether ranks of a causal ring can have an early and a late block each: of queries those of their keys."""
+    """Whether ranks of a causal ring can each take an early and a late block of queries, paired with their keys."""
     *_, dropout_p, is_causal, _, _ = others
     ranks, length = context.shards("t"), context.global_size("t")
     is_square = (ranks, length) == (context.shards("s"), context.global_size("s")) and not any(offset[2:])
@@ -151,7 +151,7 @@ def cpu_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, dropout_p: float = 0.0, is_causal: bool = False,
     *, attn_mask: torch.Tensor | None = None, scale: float | None = None,
 ) -> Rule | None:  # fmt: skip
-    """Batch and heads; traces have it only where a model calls it by name."""
+    """Splits batch and heads. The operator occurs only where a model calls it by name."""
     if dropout_p or q.shape[1] != k.shape[1]:
         return None
     operands = (_Q, _K, _V, *_optional(attn_mask, None))

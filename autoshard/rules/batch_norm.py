@@ -30,7 +30,7 @@ def _x_dims(x: torch.Tensor) -> Dims:
 
 
 def _elements(x: torch.Tensor) -> tuple[str, ...]:
-    """The factors that count the elements of a channel."""
+    """Factors of the dims that a channel's statistics average over."""
     return names(dim for dim in _x_dims(x) if dim != ("c",))
 
 
@@ -39,7 +39,7 @@ def batch_norm(
     x: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, running_mean: torch.Tensor | None,
     running_var: torch.Tensor | None, training: bool, momentum: float, eps: float,
 ) -> Rule | None:  # fmt: skip
-    """Not where it changes its running statistics: programs are functional."""
+    """None if the call updates its running statistics, because programs are functional."""
     if training and running_mean is not None:
         return None
     return _forward(x, [weight, bias, running_mean, running_var], training, updates=False)
@@ -83,7 +83,7 @@ def _forward(x: torch.Tensor, others: Sequence[torch.Tensor | None], training: b
 
 
 def _carried(x: torch.Tensor, others: Sequence[torch.Tensor | None]) -> list[Carry]:
-    """What passes into the output: it is affine in weight and bias."""
+    """Partial values that pass into the output, which is affine in weight and bias."""
     weight, bias = others[:2]
     if bias is None:
         return sums((1,)) if weight is not None else []
@@ -92,19 +92,22 @@ def _carried(x: torch.Tensor, others: Sequence[torch.Tensor | None]) -> list[Car
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which statistics are computed."""
+    """The dtype of computed statistics."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
 def _saved(x: torch.Tensor, others: Sequence[torch.Tensor | None]) -> torch.dtype:
-    """The dtype of the mean and inverse deviation that are saved: on a CPU that of `x`, unless a parameter is wider."""
+    """The dtype of the saved mean and inverse deviation.
+
+    On a CPU it is the dtype of `x`, unless a parameter is wider.
+    """
     is_wide = any(tensor is not None and tensor.dtype == _wide(x.dtype) for tensor in others)
     return _wide(x.dtype) if is_wide or x.device.type != "cpu" else x.dtype
 
 
 @dataclass(frozen=True, slots=True)
 class _Types:
-    """Of the operand, of what is saved for the backward, and of the running statistics (None: there are none)."""
+    """Dtypes of the operand, of statistics saved for the backward, and of running statistics (or None)."""
 
     x: torch.dtype
     saved: torch.dtype
@@ -115,7 +118,7 @@ def _local_forward(
     context: LocalContext, x: Any, weight: Any, bias: Any, *rest: Any, dtypes: _Types, updates: bool,
     elements: Sequence[str],
 ) -> Any:  # fmt: skip
-    """`rest`: running mean and variance unless the operator has none, training, momentum, eps."""
+    """`rest` is the running mean and variance if the operator has them, training, momentum, eps."""
     if not any(map(context.is_split, elements)):
         return context.default(x, weight, bias, *rest)
     call, wide = context.call, _wide(dtypes.x)
@@ -194,8 +197,10 @@ def _local_backward(like: torch.Tensor, weight_dtype: torch.dtype) -> Rewrite:
         context: LocalContext, grad: Any, x: Any, weight: Any, running_mean: Any, running_var: Any,
         mean: Any, invstd: Any, train: bool, eps: float, output_mask: Sequence[bool],
     ) -> Any:  # fmt: skip
-        """xhat = (x - mean) invstd, dweight = sum(g xhat), dbias = sum(g) over the global batch of `count` elements;
-        dx = weight invstd (g - dbias / count - xhat dweight / count)."""
+        """xhat = (x - mean) invstd, dweight = sum(g xhat), dbias = sum(g) over the global batch of `count` elements; dx
+        =
+        weight invstd (g - dbias / count - xhat dweight / count).
+        """
         call = context.call
         if not any(map(context.is_split, elements)):
             statistics = (running_mean, running_var, mean, invstd)

@@ -1,8 +1,8 @@
-"""Ways for partial values to pass through a call, beside sums through what is linear.
+"""Ways for partial values to pass through a call, beside sums through linear operands.
 
-A pending maximum passes through what never decreases, and leaves as a minimum what never increases; of several operands
-it passes through each by itself, and through those of a lattice polynomial (`max`, `where`) together. A pending product
-passes through products and powers. Rules put these together in `Rule.carries`.
+A pending maximum passes through an operator that never decreases; through an operator that never increases it becomes a
+minimum. It passes through each of several operands alone, and through all operands of a lattice polynomial (`max`,
+`where`) together. A pending product passes through products and powers. Rules list these ways in `Rule.carries`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _OPPOSITE = {Reduction.MAX: Reduction.MIN, Reduction.MIN: Reduction.MAX}
 
 
 def increasing(*groups: Operands) -> list[Carry]:
-    """Maxima and minima through each group of operands in which results never decrease."""
+    """Maxima and minima through each group of operands, in which results never decrease."""
     return [Carry(frozenset(group), reduction) for group in groups for reduction in _OPPOSITE]
 
 
 def decreasing(*groups: Operands) -> list[Carry]:
-    """Maxima through operands in which the only result never increases: it awaits a minimum; and minima likewise."""
+    """Maxima through operands in which the only result never increases become minima, and minima become maxima."""
     return [Carry(frozenset(group), given, (left,)) for group in groups for given, left in _OPPOSITE.items()]
 
 
@@ -41,9 +41,9 @@ def scaled(scale: Any, operand: int) -> list[Carry]:
 
 
 def increasing_addend(*addends: torch.Tensor, operand: int) -> list[Carry]:
-    """Maxima and minima through an operand that something is added to; `addends` are all that is summed.
+    """Maxima and minima through one operand of a sum; `addends` are all operands of the sum.
 
-    Not of integers: a rank with nothing has the least one there is, and adding to it wraps round.
+    Integers do not qualify: a rank without elements has the smallest integer, and adding to it wraps round.
     """
     keeps_order = all(x.is_floating_point() or x.dtype == torch.bool for x in addends)
     return increasing((operand,)) if keeps_order else []
@@ -65,14 +65,16 @@ def products(*groups: Operands) -> list[Carry]:
 
 
 def moving(*groups: Operands) -> list[Carry]:
-    """All but sums (see `Rule.linear`), through groups of operands of which each element is one of the result."""
+    """All reductions but sums (`Rule.linear` has sums), through groups of operands whose elements are moved to the
+    result.
+    """
     return [*increasing(*groups), *products(*groups)]
 
 
 def meaningful(operands: Sequence[torch.Tensor] | Mapping[int, torch.Tensor], carries: Iterable[Carry]) -> list[Carry]:
-    """Those of `carries` that the operands of a call can have: booleans have no product.
+    """The carries that the operands' types allow: booleans have no product.
 
-    Of complex numbers the registry leaves sums alone.
+    The registry later removes all carries of complex numbers but sums.
     """
     known = operands if isinstance(operands, Mapping) else dict(enumerate(operands))
     return [carry for carry in carries if all(_can_await(known.get(i), carry.reduction) for i in carry.operands)]
@@ -85,9 +87,10 @@ def _can_await(operand: torch.Tensor | None, reduction: Reduction) -> bool:
 
 
 def keeps_sums(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether converting addends converts their sum.
+    """Whether converted addends add up to the converted sum.
 
-    Not where it rounds to integers or to booleans, nor where addends of few bits may have wrapped round.
+    They do not where conversion rounds to integers or booleans, nor where narrow integer addends may have wrapped
+    round.
     """
     if source == target:
         return True
@@ -96,8 +99,11 @@ def keeps_sums(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def through_conversion(source: torch.dtype, target: torch.dtype, operand: int) -> list[Carry]:
-    """Converting keeps the order, but not as booleans (zero or not) or as integers that wrap; and products, but not
-    those of complex numbers as their real part."""
+    """Maxima, minima and products that pass through a conversion.
+
+    Conversion keeps the order, except to booleans (zero or not) and to integers that wrap. It keeps products, except
+    from complex numbers to their real part.
+    """
     carries: list[Carry] = []
     if not source.is_complex and _keeps_order(source, target):
         carries += increasing((operand,))
@@ -111,14 +117,14 @@ def _keeps_order(source: torch.dtype, target: torch.dtype) -> bool:
 
 
 def _wraps(source: torch.dtype, target: torch.dtype) -> bool:
-    """Whether numbers may lie outside the range of an integer type, and what they become does not keep the order."""
+    """Whether values may exceed an integer type's range and lose their order in the conversion."""
     if target.is_floating_point or source in (torch.bool, target):
         return False
     return source.is_floating_point or not target.is_signed or source.itemsize >= target.itemsize
 
 
 def only_in(result: int, results: int, carries: Iterable[Carry]) -> list[Carry]:
-    """The same where one of several results is concerned, and others are whole."""
+    """The carries for one of several results; all other results are whole."""
     return [
         Carry(carry.operands, carry.reduction, tuple(carry.result(0) if i == result else None for i in range(results)))
         for carry in carries
@@ -126,13 +132,13 @@ def only_in(result: int, results: int, carries: Iterable[Carry]) -> list[Carry]:
 
 
 def sums(*groups: Operands) -> list[Carry]:
-    """Sums, through each group; for a rule all of whose results are linear in them, say `Rule.linear`."""
+    """Sums through each group. A rule whose results are all linear in them uses `Rule.linear` instead."""
     return [Carry(frozenset(group), Reduction.SUM) for group in groups]
 
 
 @dataclass(frozen=True, slots=True)
 class LinearResult:
-    """On which operands one of several results depends, and the sets of them in which it is linear."""
+    """The operands that one of several results depends on, and the sets of operands in which it is linear."""
 
     operands: frozenset[int]
     linear: tuple[frozenset[int], ...]
@@ -144,7 +150,7 @@ def linear_result(operands: Operands, *linear: Operands) -> LinearResult:
 
 
 def sums_by_result(results: Sequence[LinearResult]) -> list[Carry]:
-    """Sums through operands that each result is linear in, or does not depend on: then it is whole."""
+    """Sums through operands in which each result is linear, or on which it does not depend."""
     sets = list(dict.fromkeys(group for result in results for group in result.linear))
     unions = dict.fromkeys(frozenset().union(*chosen) for chosen in _subsets(sets))
     found = (_sum_through(operands, results) for operands in unions if operands)

@@ -1,4 +1,4 @@
-"""A check needs what it looks at whole, and the value that goes with it may lie in any way."""
+"""A check reads its condition whole; the value beside it may have any spec."""
 
 from __future__ import annotations
 

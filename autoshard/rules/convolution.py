@@ -44,9 +44,9 @@ def _windows(
     x: torch.Tensor, weight: torch.Tensor, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
     transposed: bool, output_padding: Sequence[int],
 ) -> tuple[HaloWindow, ...]:  # fmt: skip
-    """The windows of each spatial dim; those of a transposed convolution slide over its result.
+    """The windows of each spatial dim. The windows of a transposed convolution slide over its result.
 
-    Complex numbers do not travel between ranks, so their dims stay whole.
+    Complex numbers are not sent between ranks, so their dims stay whole.
     """
     size, kernel, space = x.shape[_FIRST:], weight.shape[_FIRST:], x.dim() - _FIRST
     options = [each(option, space) for option in (stride, padding, dilation, output_padding)]
@@ -68,7 +68,7 @@ def _operand_dims(windows: Sequence[HaloWindow], *, transposed: bool) -> tuple[D
 
 
 def _needed(window: HaloWindow) -> Halo:
-    """What a rank's piece of the operand of a transposed convolution lacks to compute its piece of the result.
+    """The halo of a rank's operand in a transposed convolution, from which it computes its piece of the result.
 
     Element i of the operand adds to elements i s - p + d j of the result, j < kernel.
     """
@@ -115,8 +115,10 @@ def _local_transposed(
     context: LocalContext, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, *rest: Any,
     windows: Sequence[HaloWindow],
 ) -> Any:  # fmt: skip
-    """What the elements with halos add to, cut to the rank's piece. `rest`: dilation, transposed, output_padding,
-    groups."""
+    """Convolve the piece with halos, and trim the result to the rank's piece.
+
+    `rest` is dilation, transposed, output_padding, groups.
+    """
     *others, _ = rest
     split = [window for window in windows if context.shards(window.factor) > 1]
     halos = [_needed(window) for window in split]

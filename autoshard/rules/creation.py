@@ -68,7 +68,7 @@ def _local_new(context: LocalContext, x: Any, size: Sequence[int], *rest: Any, *
 
 
 def _new(x: torch.Tensor, size: Sequence[int], *, is_zero: bool = False, local: Rewrite = _local_new) -> Rule:
-    """The operand gives its dtype and device; if it has the result's shape, it may be split like the result."""
+    """The operand gives dtype and device. If it has the result's shape, it may be split like the result."""
     result = named(len(size))
     source = result if tuple(x.shape) == tuple(size) else all_blocked(x.dim())
     return Rule(((source,), (result,)), linear=_ZERO if is_zero else (), local=local, padding={})
@@ -76,7 +76,7 @@ def _new(x: torch.Tensor, size: Sequence[int], *, is_zero: bool = False, local: 
 
 @sharding_rule(aten.new_empty_strided.default)
 def new_empty_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], **kwargs: Any) -> Rule:
-    """A local piece is contiguous: what the whole's strides are does not matter for empty memory."""
+    """A local piece is contiguous; the strides of empty memory do not matter."""
     return _new(x, size, local=_local_new_empty)
 
 
@@ -115,7 +115,7 @@ def arange_by(start: float, end: float, step: float = 1, **kwargs: Any) -> Rule 
 
 
 def _arange(start: float, end: float, step: float) -> Rule | None:
-    """Integers only: steps of floats round by their distance from the start."""
+    """Integers only, because steps of floats round by their distance from the start."""
     if not all(isinstance(value, int) for value in (start, end, step)):
         return None
 

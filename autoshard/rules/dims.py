@@ -1,7 +1,7 @@
-"""Names for the dims of operands: what rule functions are built from.
+"""Names for the dims of operands, from which rule functions build their notation.
 
-A rule for tensors of any rank cannot be one fixed string. It names the dims of its main tensor
-`d0, d1, ...` and derives the dims of the others from them.
+A rule for tensors of any rank cannot be one fixed string. It names the dims of its main tensor `d0, d1, ...` and
+derives the dims of other tensors from these names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def named(ndim: int, prefix: str = "d") -> Dims:
 
 
 def all_blocked(ndim: int) -> Dims:
-    """`ndim` dims that may not be split."""
+    """`ndim` dims that cannot be split."""
     return (BLOCKED,) * ndim
 
 
@@ -45,7 +45,9 @@ def broadcast_shape(shapes: Iterable[Sequence[int]]) -> tuple[int, ...]:
 
 
 def broadcast_dims(shape: Sequence[int], dims: Dims) -> Dims:
-    """The dims of an operand of `shape` that broadcasts to a tensor with `dims`: right aligned, none for size one."""
+    """The dims of an operand of `shape` that broadcasts to a tensor with `dims`: right aligned, no factor for size
+    one.
+    """
     aligned = dims[len(dims) - len(shape) :]
     return tuple(ONE if size == 1 else dim for size, dim in zip(shape, aligned, strict=True))
 
@@ -60,14 +62,14 @@ def elementwise(shapes: Sequence[Sequence[int]], results: int = 1) -> tuple[tupl
 
 
 def without(dims: Dims, removed: Collection[int], *, keepdim: bool = False) -> Dims:
-    """`dims` without those at the positions `removed`, or with dims of size one in their place."""
+    """`dims` without the positions `removed`, or with dims of size one there."""
     if keepdim:
         return tuple(ONE if position in removed else dim for position, dim in enumerate(dims))
     return tuple(dim for position, dim in enumerate(dims) if position not in removed)
 
 
 def with_blocked(dims: Dims, positions: Collection[int]) -> Dims:
-    """`dims` with those at `positions` blocked."""
+    """`dims` with blocked dims at `positions`."""
     return tuple(BLOCKED if position in positions else dim for position, dim in enumerate(dims))
 
 
@@ -77,7 +79,7 @@ def normal_dim(dim: int, ndim: int) -> int:
 
 
 def normal_dims(dims: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
-    """`dims` counted from the front; None and the empty list mean all of them."""
+    """`dims` counted from the front. None and the empty list mean all dims."""
     if dims is None:
         return tuple(range(ndim))
     listed = [dims] if isinstance(dims, int) else list(dims)
@@ -90,17 +92,17 @@ def names(dims: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def is_additive(*tensors: torch.Tensor) -> bool:
-    """Whether partial sums of these tensors make sense: everything but booleans."""
+    """Whether these tensors may be partial sums. All types but booleans may."""
     return all(tensor.dtype != torch.bool for tensor in tensors)
 
 
 def are_finite(*numbers: Any) -> bool:
-    """Whether none of the numbers among a call's arguments is infinite, or none at all."""
+    """Whether all numbers among a call's arguments are finite."""
     return all(cmath.isfinite(number) for number in numbers)
 
 
 def tensors(*values: object) -> list[torch.Tensor]:
-    """The tensors among `values`, absent optional ones left out."""
+    """The tensors among `values`; absent optional tensors are left out."""
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
@@ -110,9 +112,9 @@ def moves(source: Dims, result: Dims, **options: object) -> Rule:
 
 
 def joins(operands: Sequence[Dims], result: Dims, xs: Sequence[torch.Tensor]) -> Rule:
-    """The rule of an operator whose every element is one of some operand, or zero.
+    """The rule of an operator whose every result element is an element of some operand, or zero.
 
-    Maxima and minima pass through any of the operands; of more than six, through one or through all.
+    Maxima and minima pass through any subset of the operands; of more than six operands, through one or through all.
     """
     together = tuple(range(len(xs)))
     largest = len(xs) - 1 if len(xs) <= 6 else 1

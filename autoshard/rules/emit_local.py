@@ -1,8 +1,8 @@
-"""The local form of one call: what each rank runs for it under a strategy.
+"""Emits the local form of one call: the calls that each rank runs for it under a strategy.
 
-`emit_local` appends nodes to the graph of an fx tracer. A call whose rule has no rewrite, or none of whose
-factors is split, is emitted as it is; others through the rule's rewrite, which sees its place on the mesh
-through a `LocalContext`. Before either, padding of operands is filled where the rule says so (`BoundRule.padding`).
+`emit_local` appends nodes to the graph of an fx tracer. A call is emitted unchanged if its rule has no rewrite, or if
+no factor is split. Otherwise the rule's rewrite emits it, and sees its place on the mesh through a `LocalContext`.
+Beforehand, padding of operands is filled where the rule needs it (`BoundRule.padding`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STRIDE_FREE: dict[Any, Any] = {
     _aten.view.default: _aten.reshape.default,
     _aten._unsafe_view.default: _aten.reshape.default,
 }
-"""A view that was legal on the traced strides need not be on those of a local piece."""
+"""Views that may be illegal on the strides of a local piece, and their replacements."""
 
 _READ_IN_ORDER: dict[Any, tuple[int, ...]] = {
     _aten.native_group_norm.default: (0,),
@@ -40,21 +40,21 @@ _READ_IN_ORDER: dict[Any, tuple[int, ...]] = {
     _aten.view.dtype: (0,),
     _aten.view_as_complex.default: (0,),
 }
-"""Arguments that kernels read in the order of their dims, however they lie: they raise, or read other elements.
+"""Operands that kernels read as if contiguous; with other strides they raise, or read wrong elements.
 
-On one device their caller makes them contiguous, which a trace does not show where they are so already. On ranks they
-may lie otherwise, as a reshard leaves dims in order. Found with the samples of torch's own tests (`op_db` of torch
-2.13, on CPUs) on permuted memory.
+On one device their caller makes them contiguous, which the trace may not show. On ranks they may have other strides,
+since a reshard keeps the order of dims. Found with the samples of torch's own tests (`op_db` of torch 2.13, on CPUs) on
+permuted memory.
 """
 
 
 def stride_free(target: Any) -> Any:
-    """The operator that takes its operand however it lies, of one that takes it as it lies in the trace."""
+    """The operator that accepts any strides, in place of one that needs the strides of the trace."""
     return _STRIDE_FREE.get(target, target)
 
 
 def in_order(target: Any) -> tuple[int, ...]:
-    """The arguments of an operator that its local form makes contiguous."""
+    """The operands that an operator's local form makes contiguous."""
     return _READ_IN_ORDER.get(target, ())
 
 
@@ -74,15 +74,15 @@ def emit_local(
     Args:
         target: the operator of the traced call.
         args, kwargs: its arguments, with local values as `fx.Proxy` of `tracer` where the trace has tensors.
-        rule: the call's rule; None emits the call as it is.
-        strategy: one of `enumerate_strategies(rule, mesh)`; None emits the call as it is.
-        mesh: the mesh that the strategy is for.
+        rule: the call's rule; None emits the call unchanged.
+        strategy: one of `enumerate_strategies(rule, mesh)`; None emits the call unchanged.
+        mesh: the mesh of the strategy.
         output_shapes: global shapes of the results (None entries of a tuple result left out).
-        tracer: owner of the graph that nodes are appended to, e.g. `GraphAppendingTracer(graph)`.
+        tracer: owner of the extended graph, e.g. `GraphAppendingTracer(graph)`.
 
     Returns:
-        A proxy of what `target` returns; for an operator with several results a proxy of the tuple or a
-        tuple of proxies (`result[i]` works on both).
+        A proxy of the result of `target`. Operators with several results give a proxy of the tuple or a tuple of
+        proxies; `result[i]` works on both.
     """
     if rule is None or strategy is None or not strategy.splits(mesh):
         return _call_itself(target, args, kwargs, tracer)
@@ -95,7 +95,7 @@ def emit_local(
 
 
 def _call_itself(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], tracer: TracerBase) -> Proxy:
-    """The operator on local operands, which lie in memory as its kernel wants them."""
+    """Emit the operator on local operands, made contiguous where its kernel needs it."""
     given = list(args)
     for place in in_order(target):
         given[place] = tracer.create_proxy("call_function", _aten.contiguous.default, (given[place],), {})
@@ -123,7 +123,7 @@ def fills(rule: BoundRule, splits: Mapping[str, Sequence[str]], mesh: Mesh) -> d
 def _fill_padding(
     context: FxLocalContext, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-    """The arguments with what padding the rule wants filled."""
+    """Fill the padding of the arguments where the rule needs it."""
     wanted = fills(context.rule, context.splits, context.mesh)
     if not wanted:
         return args, kwargs

@@ -1,8 +1,8 @@
 """From a rule to strategies: every assignment of mesh axes to factors.
 
-Each axis of a mesh, independently, does one of these for a call: nothing (every rank computes the whole),
-split a factor, or carry a partial value through a set of operands in which the operator is linear. What the
-operands and results look like then is derived here, never listed by hand.
+Each axis of a mesh makes one of three choices for a call, independently. It does nothing (every rank computes the
+whole), splits a factor, or carries a partial value through operands in which the operator is linear. The specs of
+operands and results follow from the choices and are never listed by hand.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ class Split:
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """All that it splits."""
+        """All factors that the choice splits."""
         return (self.factor, *self.others)
 
 
 Choice = Split | Carry | None
-"""What one axis does for one call; None: nothing, the call is repeated on every rank of the axis."""
+"""The choice of one axis for one call. None repeats the call on every rank of the axis."""
 
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """One way to run a call on a mesh: specs of its tensor operands and results, in order.
 
-    `choices` holds what each axis of the mesh does, in the mesh's order.
+    `choices` has the choice of each mesh axis, in the mesh's order.
     """
 
     inputs: tuple[PartitionSpec, ...]
@@ -49,7 +49,7 @@ class Strategy:
     choices: tuple[Choice, ...]
 
     def splits(self, mesh: Mesh) -> dict[str, tuple[str, ...]]:
-        """The axes that split each factor, major to minor; those of one rank split nothing."""
+        """The axes that split each factor, major to minor; axes of size one split nothing."""
         result: dict[str, tuple[str, ...]] = {}
         for (axis, size), choice in zip(mesh.axes, self.choices, strict=True):
             for factor in choice.factors if isinstance(choice, Split) and size > 1 else ():
@@ -58,13 +58,13 @@ class Strategy:
 
 
 def replicated(rule_inputs: int, rule_outputs: int, mesh: Mesh) -> Strategy:
-    """The strategy that repeats a call on every rank; the only one of a call without a rule."""
+    """The strategy that repeats a call on every rank, the only strategy of a call without a rule."""
     whole = PartitionSpec()
     return Strategy((whole,) * rule_inputs, (whole,) * rule_outputs, (None,) * len(mesh.axes))
 
 
 Groups = Sequence[Sequence[str]]
-"""The axes of a mesh in order, in groups of neighbours; those of a group do the same."""
+"""The axes of a mesh in order, in groups of neighbours. Axes of a group make the same choice."""
 
 
 def choices_of_groups(mesh: Mesh, options: Sequence[T], groups: Groups | None = None) -> Iterator[tuple[T, ...]]:
@@ -75,10 +75,10 @@ def choices_of_groups(mesh: Mesh, options: Sequence[T], groups: Groups | None = 
 
 
 def enumerate_strategies(rule: BoundRule, mesh: Mesh, groups: Groups | None = None) -> list[Strategy]:
-    """Every strategy that `rule` admits on `mesh`; the fully replicated one first.
+    """Return every strategy that `rule` admits on `mesh`, the fully replicated strategy first.
 
-    A factor is split where it leads its dim in every operand and result (or all factors before it are split to single
-    elements), and where its size divides by the number of pieces, or the rule minds no padding.
+    A split factor must lead its dim in every operand and result, or all factors before it must be split to single
+    elements. Its size must divide by the number of pieces, or the rule must allow padding.
     """
     found = {}
     for choices in choices_of_groups(mesh, axis_choices(rule), groups):
@@ -89,7 +89,7 @@ def enumerate_strategies(rule: BoundRule, mesh: Mesh, groups: Groups | None = No
 
 
 def axis_choices(rule: BoundRule) -> list[Choice]:
-    """What a single axis may do for a call."""
+    """The choices of a single axis for a call."""
     together = (Split(first, tuple(others)) for first, *others in rule.together)
     return [None, *(Split(factor) for factor in rule.splittable), *together, *_carries(rule)]
 
@@ -104,7 +104,7 @@ def _carries(rule: BoundRule) -> Iterator[Carry]:
 
 
 def assemble_strategy(rule: BoundRule, mesh: Mesh, choices: Sequence[Choice]) -> Strategy | None:
-    """What operands and results look like if each axis does what `choices` says; None where no spec can say it."""
+    """The strategy of the axes' choices; None if no spec expresses it."""
     splits: dict[str, tuple[str, ...]] = {}
     for axis, choice in zip(mesh.axis_names, choices, strict=True):
         for factor in choice.factors if isinstance(choice, Split) else ():
@@ -127,9 +127,9 @@ def assemble_strategy(rule: BoundRule, mesh: Mesh, choices: Sequence[Choice]) ->
 
 
 def _may_split(rule: BoundRule, mesh: Mesh, factor: str, axes: Sequence[str], carried: Mapping[str, Carry]) -> bool:
-    """Whether axes may split a factor: evenly, or with padding that is filled alike in all addends.
+    """Whether axes may split a factor: evenly, or with padding filled alike in all addends.
 
-    Pieces must be as large as the exchange between ranks needs them.
+    Pieces must not be smaller than the exchange between ranks needs.
     """
     if rule.sizes[factor] // mesh.shards(axes) < rule.exchanged.get(factor, 0):
         return False
@@ -155,7 +155,7 @@ def _carries_agree(rule: BoundRule, splits: Mapping[str, tuple[str, ...]], carri
 def _pending(
     rule: BoundRule, index: int, splits: Mapping[str, tuple[str, ...]], carried: Mapping[str, Carry]
 ) -> dict[str, str]:
-    """The reductions that operand `index` awaits: carried ones, and for an addend those of the reduced factors."""
+    """The reductions pending on operand `index`: carried reductions, and for an addend those of the reduced factors."""
     pending = {axis: carry.reduction.value for axis, carry in carried.items() if index in carry.operands}
     if index in rule.added:
         reduced = (f for f in splits if any(rule.is_reduced(f, output) for output in range(len(rule.outputs))))
@@ -179,12 +179,12 @@ def _result_spec(
 
 
 def _alone(factor: str, axes: Sequence[str], splits: Mapping[str, Sequence[str]]) -> list[str]:
-    """Axes that split a factor and no other factor."""
+    """Axes that split this factor alone."""
     return [axis for axis in axes if not any(axis in found for other, found in splits.items() if other != factor)]
 
 
 def _keeps_apart(splits: Mapping[str, Sequence[str]], choices: Sequence[Choice]) -> bool:
-    """Whether each factor behind the first that an axis splits at once is split by such axes alone."""
+    """Whether each `others` factor of a joint split is split by such axes alone."""
     others = {factor for choice in choices if isinstance(choice, Split) for factor in choice.others}
     return all(not _alone(factor, splits[factor], splits) for factor in others)
 
@@ -200,14 +200,14 @@ def _operand_spec(
 
 @lru_cache(maxsize=2**16)
 def _spec(axes: tuple[tuple[str, ...], ...], partial: tuple[tuple[str, str], ...]) -> PartitionSpec:
-    """The spec that splits each dim over some axes; equal ones are one object."""
+    """The spec that splits each dim over some axes. Equal specs are one object."""
     return PartitionSpec(*axes, partial=dict(partial))
 
 
 def _dim_axes(
     rule: BoundRule, mesh: Mesh, dim: tuple[str, ...], splits: Mapping[str, tuple[str, ...]]
 ) -> tuple[str, ...] | None:
-    """The axes that split a dim, or None where the split would leave a stride that no spec can say."""
+    """The axes that split a dim, or None if the split has a stride that no spec expresses."""
     if len(dim) == 1:
         return splits.get(dim[0], ())
     axes: tuple[str, ...] = ()

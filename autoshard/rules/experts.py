@@ -1,10 +1,10 @@
-"""Rules of `autoshard::experts`: four ways to split a layer of experts, and all mixtures of them.
+"""Rules of `autoshard::experts`: four ways to split a layer of experts, in any mixture.
 
 * Tokens: each rank has all experts, and their gradients are sums.
-* Experts, of all tokens: a rank computes what its experts add; results are sums. Tokens are gathered for it.
-* Intermediate values of each expert, as of any two products behind each other.
-* Tokens and experts by the same axis: tokens are sent to the ranks of their experts and come back
-  (`autoshard.kernels.exchanged_experts`); nothing is a sum over the axis.
+* Experts, with gathered tokens: a rank computes the addends of its experts; results are sums.
+* Intermediate values of each expert, like any two consecutive products.
+* Tokens and experts by the same axis: all-to-alls send tokens to the ranks of their experts and back
+(`autoshard.kernels.exchanged_experts`). Nothing is a sum over the axis.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def experts_backward(
 
 
 def _held(has_bias: bool, transposed: bool, interleaved: bool) -> list[str]:
-    """The dims of gate_up, its bias and down; which half of the gate it is leads the intermediate values or not."""
+    """The dims of gate_up, its bias and down. The two halves of gate_up are interleaved or follow each other."""
     inner = "i _" if interleaved else "_ i"
     gate_up = f"e _ {inner}" if transposed else f"e {inner} _"
     return [gate_up, *([f"e {inner}"] if has_bias else []), "e i _" if transposed else "e _ i"]
@@ -70,7 +70,7 @@ def _local_backward(context: LocalContext, grad_out: Any, x: Any, index: Any, *r
 
 
 def _call(context: LocalContext, exchanged: Any, tokens: tuple[Any, ...], index: Any, rest: tuple[Any, ...]) -> Any:
-    """The call on a rank's experts: with an exchange, or of indices that count from the first of these experts."""
+    """Emit the call on a rank's experts, with an exchange, or with indices relative to the rank's first expert."""
     group = context.group("t", "e")
     if group is not None:
         return context.call(exchanged, *tokens, index, *rest, group)

@@ -1,15 +1,15 @@
 """Halo exchange: operators that slide windows over a dim that is split between ranks.
 
-Window o of an operator with stride s and padding p reads the elements o s - p ... o s - p + e - 1, where
-e = dilation (kernel - 1) + 1. If size = windows x s, the dim is a product of factors (o s): the ranks that split o
-hold the windows and just the elements between them. To compute its windows a rank lacks p elements before its piece
-and e - s - p after it, the *halos* (where the latter is negative, it has more than it needs). They come from the
-neighbours, and from the operator's own padding at the ends of the line. A gradient goes the other way: what a rank
-found for elements of its halos is sent back and added. (Dryden et al. 2019, "Improving strong-scaling of CNN training
-by exploiting finer-grained parallelism", section III.)
+Window o of an operator with stride s and padding p reads the elements o s - p ... o s - p + e - 1, where e = dilation
+(kernel - 1) + 1. If size = windows x s, the dim is a product of factors (o s). The ranks that split o then hold their
+windows and just the elements between them. To compute its windows a rank lacks the *halos*, p elements before its piece
+and e - s - p after it. If the latter is negative, the rank has surplus elements. Halos come from the neighbours, and
+from the operator's own padding at the ends of the line. A gradient goes the other way: a rank sends the gradients of
+its halos back, and the neighbour adds them. (Dryden et al. 2019, "Improving strong-scaling of CNN training by
+exploiting finer-grained parallelism", chapter III.)
 
-Where several dims are split they are extended one after the other, so that corners travel in two steps, and gradients
-are folded in reverse order.
+Several split dims are extended one after the other, so that corners travel in two steps. Gradients are folded in
+reverse order.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class HaloWindow:
     """The windows along one dim of an operand.
 
     Args:
-        dim: the dim in operand and result, counted from the last one, which is -1.
-        size: how many elements it has.
-        count: how many windows there are.
-        kernel, stride, padding, dilation: of the windows.
-        is_plain: whether all windows are alike, those that reach into padding too.
+        dim: the dim in operand and result, negative, counted from the last.
+        size: number of elements.
+        count: number of windows.
+        kernel, stride, padding, dilation: parameters of the windows.
+        is_plain: whether all windows are alike, even those that reach into padding.
     """
 
     dim: int
@@ -50,12 +50,12 @@ class HaloWindow:
 
     @property
     def factor(self) -> str:
-        """The factor of the rule that counts windows."""
+        """The rule's factor that counts windows."""
         return f"o{-self.dim}"
 
     @property
     def within(self) -> str:
-        """The factor that counts the elements between the starts of two windows."""
+        """The rule's factor that counts the elements between the starts of two windows."""
         return f"s{-self.dim}"
 
     @property
@@ -65,12 +65,12 @@ class HaloWindow:
 
     @property
     def extent(self) -> int:
-        """The number of elements from the first to the last that a window reads."""
+        """The number of elements from the first to the last of a window."""
         return self.dilation * (self.kernel - 1) + 1
 
     @property
     def halo(self) -> Halo:
-        """What a rank's piece of the elements lacks to compute its windows."""
+        """The halo that a rank's piece of the elements needs for its windows."""
         return Halo(self.dim, self.factor, self.stride, self.padding, self.extent - self.stride - self.padding)
 
     @property
@@ -86,13 +86,13 @@ class HaloWindow:
 
 @dataclass(frozen=True, slots=True)
 class Halo:
-    """What a rank's piece of a dim lacks on either side.
+    """Missing elements of a rank's piece of a dim, on either side.
 
     Args:
-        dim: the dim, counted from the last one, which is -1.
-        factor: the factor of the rule that splits it.
-        scale: how many elements of the dim belong to one of the factor.
-        left, right: how many elements are missing; a negative `right` is how many are too many.
+        dim: the dim, negative, counted from the last.
+        factor: the rule's factor that splits it.
+        scale: elements of the dim for each element of the factor.
+        left, right: number of missing elements; a negative `right` is a number of surplus elements.
     """
 
     dim: int
@@ -103,7 +103,9 @@ class Halo:
 
     @property
     def least(self) -> int:
-        """The smallest piece, counted in the factor, from which a neighbour can take its halo; 0 for an empty halo."""
+        """The smallest piece, in elements of the factor, from which a neighbour can take its halo; 0 for an empty
+        halo.
+        """
         return -(-max(self.left, self.right, 0) // self.scale)
 
     def size(self, context: LocalContext) -> int:
@@ -129,7 +131,7 @@ def sliding(
     *,
     is_plain: bool = True,
 ) -> tuple[HaloWindow, ...]:
-    """The windows of each spatial dim; these are the last dims. Options of length one hold for all."""
+    """The windows of each spatial dim; spatial dims are the last. Options of length one hold for all dims."""
     space = len(elements)
     options = (each(option, space) for option in (kernel, stride, padding, dilation))
     rows = zip(elements, windows, *options, strict=True)
@@ -143,27 +145,27 @@ def each(option: int | Sequence[int], space: int) -> tuple[int, ...]:
 
 
 def within(windows: Sequence[HaloWindow]) -> dict[str, int]:
-    """The factors of a rule that count elements between windows, with their sizes; they cannot be split."""
+    """The rule's factors that count elements between windows, with their sizes. They cannot be split."""
     return {window.within: window.stride for window in windows if window.fits}
 
 
 def counted(windows: Sequence[HaloWindow]) -> tuple[str, ...]:
-    """The factors of a rule that count windows; they can only be split evenly."""
+    """The rule's factors that count windows. They can only be split evenly."""
     return tuple(window.factor for window in windows if window.fits)
 
 
 def exchanged(halos: Sequence[Halo]) -> dict[str, int]:
-    """The factors over which neighbours talk, for `Rule.exchanged`."""
+    """The factors along which neighbours communicate, for `Rule.exchanged`."""
     return {halo.factor: halo.least for halo in halos if halo.least}
 
 
 def split_halos(context: LocalContext, halos: Sequence[Halo]) -> list[Halo]:
-    """Those of dims that some axis splits."""
+    """The halos of split dims."""
     return [halo for halo in halos if context.shards(halo.factor) > 1]
 
 
 def inner_padding(padding: int | Sequence[int], space: int, halos: Sequence[Halo]) -> list[int]:
-    """The padding that the operator still does itself: none along extended dims."""
+    """The padding left to the operator itself: none along extended dims."""
     extended = {halo.dim + space for halo in halos}
     return [0 if dim in extended else amount for dim, amount in enumerate(each(padding, space))]
 
@@ -176,20 +178,20 @@ def extend_all(context: LocalContext, value: Any, halos: Sequence[Halo], fill: f
 
 
 def fold_all(context: LocalContext, value: Any, halos: Sequence[Halo]) -> Any:
-    """`fold` along several dims that `extend_all` extended."""
+    """`fold` along several dims, after `extend_all`."""
     for halo in reversed(halos):
         value = fold(context, value, halo)
     return value
 
 
 def extend(context: LocalContext, value: Any, halo: Halo, fill: float) -> Any:
-    """A rank's piece with what it lacks: elements of the neighbours, and `fill` beyond the ends of the line.
+    """Extend a rank's piece by its halo: elements of the neighbours, and `fill` beyond the ends of the line.
 
     Args:
         context: the place of the rank.
-        value: the piece; its size along `halo.dim` is `halo.size(context)`, along others anything.
-        halo: what it lacks; the neighbours have as much (`Halo.least`).
-        fill: what the operator pads with.
+        value: the piece; its size along `halo.dim` is `halo.size(context)`.
+        halo: its missing elements; neighbours have at least as many (`Halo.least`).
+        fill: the operator's padding value.
     """
     size, right = halo.size(context), max(halo.right, 0)
     to_right = _narrow(context, value, halo, size - halo.left, halo.left)
@@ -202,9 +204,9 @@ def extend(context: LocalContext, value: Any, halo: Halo, fill: float) -> Any:
 
 
 def fold(context: LocalContext, value: Any, halo: Halo) -> Any:
-    """The gradient of a rank's piece from that of the piece with halos: the transpose of `extend`.
+    """The gradient of a rank's piece from the gradient of the piece with halos, the transpose of `extend`.
 
-    What was found for a neighbour's elements is sent there and added; what was found for padding is dropped.
+    Gradients of a neighbour's elements are sent and added there; gradients of padding are dropped.
     """
     size, right = halo.size(context), max(halo.right, 0)
     if not halo.left and not halo.right:
@@ -228,7 +230,7 @@ def fold(context: LocalContext, value: Any, halo: Halo) -> Any:
 
 
 def _narrow(context: LocalContext, value: Any, halo: Halo, start: int, length: int) -> Any:
-    """Some elements of the dim; None for none."""
+    """Some elements of the dim, or None for length 0."""
     return context.call(aten.narrow.default, value, halo.dim, start, length) if length else None
 
 
@@ -240,9 +242,9 @@ def _join(context: LocalContext, first: Any, second: Any, halo: Halo) -> Any:
 def _swap(
     context: LocalContext, halo: Halo, to_right: Any, to_left: Any, sizes: tuple[int, int], fill: float
 ) -> tuple[Any, Any]:
-    """What the left and the right neighbour send, `fill` where there is none; None for strips of no size.
+    """The strips sent by the left and the right neighbour, or `fill` without a neighbour; None for empty strips.
 
-    One all-gather moves both strips: they are thin, and it is the one collective with the same shapes on all ranks.
+    One all-gather moves both strips. They are thin, and no other collective has equal shapes on all ranks.
     """
     sent = [strip for strip in (to_right, to_left) if strip is not None]
     if not sent:
@@ -252,7 +254,7 @@ def _swap(
     ranks, index = context.shards(halo.factor), context.index(halo.factor)
 
     def receive(step: int, first: int, start: int, length: int) -> Any:
-        """The strip of the rank `step` further on, `fill` on the rank `first`, which has no such neighbour."""
+        """The strip of the rank `step` further on; `fill` on the rank `first`, which has no neighbour there."""
         if not length:
             return None
         strip = context.call(aten.select.int, strips, 0, (index + step) % ranks)

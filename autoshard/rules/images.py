@@ -22,7 +22,7 @@ _LINEAR = ((0,),)
 
 
 def _planes(x: torch.Tensor, space: int) -> Dims:
-    """Parallel dims, then `space` blocked ones."""
+    """Independent dims, then `space` blocked dims."""
     return (*named(x.dim() - space), *all_blocked(space))
 
 
@@ -112,7 +112,7 @@ def _grid_dims(space: int) -> tuple[Dims, Dims, Dims]:
 
 
 def _within_planes(space: int) -> dict[str, Fill]:
-    """What padding of a grid holds: some place. Of one that is not a number, ATen's kernels read anywhere in memory."""
+    """Padding of a grid is 0, a valid place. With NaN there, ATen's kernels would read anywhere in memory."""
     return dict.fromkeys(("n", *names(named(space, "p"))), 0)
 
 

@@ -1,7 +1,7 @@
-"""Rules of operators that look up or write by index.
+"""Rules of operators that read or write by index.
 
-The dims of the index are parallel: each looks up by itself. The dim that is indexed can be split where the
-local form can leave out the indices of other ranks: what they look up is zero, and the pieces add up.
+The dims of the index are independent. The indexed dim can be split if the local form can skip the indices of other
+ranks. Their look-ups are zero, and the pieces add up.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 
 def local_indices(context: LocalContext, indices: Any, factor: str) -> tuple[Any, Any]:
-    """Indices into the rank's piece of `factor` (0 for those of other ranks), and where they are of other ranks."""
+    """Indices into the rank's piece of `factor`, 0 for those of other ranks, and a mask of the latter."""
     shifted = context.call(aten.sub.Tensor, indices, context.offset(factor))
     too_low = context.call(aten.lt.Scalar, shifted, 0)
     too_high = context.call(aten.ge.Scalar, shifted, context.real_size(factor))
@@ -65,7 +65,7 @@ def embedding_backward(
 ) -> Rule:
     rows = named(indices.dim(), "i")
     sides = (((*rows, ("d",)), rows), ((("v",), ("d",)),))
-    blocked = ("v", *names(rows)) if scale_grad_by_freq else ()  # what counts is all occurrences of a row
+    blocked = ("v", *names(rows)) if scale_grad_by_freq else ()  # the scale counts all occurrences of a row
     reduce = dict.fromkeys(names(rows), "sum")
     return Rule(sides, reduce=reduce, linear=[(0,)], blocked=blocked, local=_local_embedding_backward, padding={})
 
@@ -78,7 +78,7 @@ def _local_embedding_backward(
     padding_idx: int,
     scale_grad_by_freq: bool,
 ) -> Any:
-    """Rows of other ranks and padding add zero to row 0."""
+    """Indices of other ranks, and padding, add zero to row 0."""
     if not context.is_split("v"):
         return context.default(grad, indices, num_weights, padding_idx, scale_grad_by_freq)
     local, skipped = local_indices(context, indices, "v")
@@ -89,7 +89,7 @@ def _local_embedding_backward(
     return context.default(grad, local, context.local_size("v"), -1, scale_grad_by_freq)
 
 
-# One index tensor along one dim.
+# One index tensor, along one dim.
 
 
 @sharding_rule(aten.index_select.default)
@@ -174,7 +174,7 @@ def _written(x: torch.Tensor, index: torch.Tensor, source: torch.Tensor) -> Rule
     return Rule(_whole([x, index, source]), linear=[(0, 2)] if is_additive(x) else (), carries=_beside(x, source, 2))
 
 
-# An index of the result's shape along one dim.
+# An index of the result's shape, along one dim.
 
 
 @sharding_rule(aten.gather.default)
@@ -203,7 +203,7 @@ def gather(x: torch.Tensor, dim: int, index: torch.Tensor, *, sparse_grad: bool 
 
 
 def _aligned(shape: Sequence[int], index_shape: Sequence[int], position: int) -> tuple[Dims, Dims]:
-    """The dims of an operand and of its index: shared where they have one size, `v` and `i` along `position`."""
+    """The dims of an operand and of its index: shared where sizes agree, `v` and `i` along `position`."""
     dims = named(len(shape))
     shared = [size == other for size, other in zip(shape, index_shape, strict=True)]
     others = with_blocked(dims, [dim for dim, is_shared in enumerate(shared) if not is_shared])
@@ -274,7 +274,7 @@ _REDUCED: dict[str, tuple[list[tuple[int, ...]], list[Carry]]] = {
     "amax": ([], [*increasing((0,)), *maxima((2,), (0, 2))]),
     "amin": ([], [*increasing((0,)), *minima((2,), (0, 2))]),
 }
-"""What passes through a tensor and what is reduced into it, for each way to reduce.
+"""Partial values that pass through the tensor, and through the reduced operand, for each reduction.
 
 Several elements of operand 2 may meet at one place, so only the reduction itself passes through it.
 """
@@ -293,19 +293,19 @@ def index_reduce(
 
 
 def _beside_number(x: torch.Tensor, value: float) -> list[Carry]:
-    """What passes through a tensor of which some elements are replaced by a number."""
+    """Partial values that pass through a tensor if a number replaces some of its elements."""
     return meaningful([x], [*increasing((0,)), *(products((0,)) if value in (0, 1) else [])])
 
 
 def _beside(x: torch.Tensor, other: torch.Tensor, index: int) -> list[Carry]:
-    """What passes through a tensor of which some elements are replaced by those of operand `index`."""
+    """Partial values that pass through a tensor if operand `index` replaces some of its elements."""
     return meaningful({0: x, index: other}, [*increasing((0,), (index,)), *moving((0, index))])
 
 
 def _scattered(
     x: torch.Tensor, dim: int, index: torch.Tensor, src: torch.Tensor | None = None
 ) -> tuple[tuple[Dims, ...], tuple[Dims, ...]] | None:
-    """The notation: the dim written to is blocked, `i` is the index along it."""
+    """The notation: the written dim is blocked, `i` is the index along it."""
     if x.dim() == 0 or any(t is not None and t.dim() != x.dim() for t in (index, src)):
         return _whole(tensors(x, index, src))
     position = normal_dim(dim, x.dim())
@@ -317,7 +317,7 @@ def _scattered(
     return ((target, *[moved] * len(shapes)), (target,))
 
 
-# Index tensors for several dims, broadcast against each other.
+# Index tensors for several dims, broadcast to each other.
 
 
 @sharding_rule(aten.index.Tensor, aten._unsafe_index.Tensor)
@@ -339,7 +339,7 @@ def index_put(
     target, index_dims, selected = dims
     sides = ((target, *index_dims, broadcast_dims(values.shape, selected)), (target,))
     linear = [(0, len(index_dims) + 1)] if is_additive(x, values) else ()
-    of_index = {factor for operand in index_dims for factor in names(operand)}  # none of masks
+    of_index = {factor for operand in index_dims for factor in names(operand)}  # masks have none
     last = len(index_dims) + 1
     if not accumulate or not linear:
         return Rule(sides, linear=linear, blocked=of_index, carries=_beside(x, values, last))
@@ -348,9 +348,9 @@ def index_put(
 
 
 def _indexed(x: torch.Tensor, indices: Sequence[torch.Tensor | None]) -> tuple[Dims, tuple[Dims, ...], Dims] | None:
-    """The dims of the operand, of each index, and of what they select; None where there is no index.
+    """The dims of the operand, of each index, and of the selection; None without an index.
 
-    A mask stands for the indices of as many dims as it has, one vector each. How long they are depends on its values.
+    A mask stands for one index vector per mask dim. Their length depends on its values.
     """
     tensors = [index for index in indices if index is not None]
     if not tensors:
@@ -372,7 +372,7 @@ def _is_mask(index: torch.Tensor) -> bool:
 
 
 def _indexed_dims(indices: Sequence[torch.Tensor | None]) -> list[int]:
-    """The dims that indices stand for; a mask stands for several, and all behind it move on."""
+    """The dims of each index. A mask covers several dims, so later indices move on."""
     found: list[int] = []
     dim = 0
     for index in indices:
@@ -396,7 +396,7 @@ def embedding_bag(
     weight: torch.Tensor, indices: torch.Tensor, offsets: torch.Tensor, scale_grad_by_freq: bool = False, mode: int = 0,
     sparse: bool = False, per_sample_weights: torch.Tensor | None = None, *_: Any,
 ) -> Rule | None:  # fmt: skip
-    """Columns of the table are independent; a maximum (mode 2) also yields which row each column of it came from."""
+    """Columns of the table are independent. A maximum (mode 2) also returns the row of each column's maximum."""
     columns = (BLOCKED, ("d",))
     others = ((BLOCKED,),) * (2 if per_sample_weights is None else 3)
     rows = (columns, (1, 2)) if mode == 2 else ((BLOCKED,), (1, 2, 3))

@@ -1,15 +1,16 @@
 """Find the sharding rule of an operator by running it on shards.
 
-1. Find which dims of the operands change their size together: each such set may be a factor (`sampling`).
+1. Find the dims of the operands that change their size together. Each set of dims may be a factor (`sampling`).
 2. Draw operands of several sizes and values, and run the operator whole.
-3. For each factor, cut the operands that have it, run the operator on each piece, and keep, for each result,
-   the ways in which the pieces make up the whole: concatenated along a dim, reduced, or all equal.
-   Where nothing does, try also with other operands cut into random addends (the bias of a product).
-4. For each set of operands, cut them into random addends and keep it if the results add up: there it is linear.
+3. For each factor, cut the operands along it and run the operator on each piece. For each result, keep the ways in
+   which the pieces form the whole (concatenated along a dim, reduced, all equal). If no way works, cut other operands
+   into random addends too (the bias of a product).
+4. For each set of operands, cut them into random addends, and keep the set if the results add up. The operator is
+   linear in it.
 
-What held on all draws is kept; a factor that fails once, or could not be tried at two sizes, is blocked. This is
-evidence, no proof: inferred rules are listed by `registry.inferred_operators`. The idea of finding parallel
-dims by execution follows EasyDist's ShardCombine (Alibaba, 2023); redrawn sizes, addends and linearity are ours.
+The rule has the factors that work on all draws. A factor that fails once, or cannot be tried at two sizes, is blocked.
+This is evidence, no proof, so `registry.inferred_operators` lists inferred rules. The idea of finding parallel dims by
+execution follows EasyDist's ShardCombine (Alibaba, 2023). Redrawn sizes, addends and linearity are ours.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class FoundFactor:
     """A factor that may be split.
 
     Args:
-        tie: the operand dims that carry it.
-        outcomes: for each result, how its pieces make it up.
+        tie: the operand dims of the factor.
+        outcomes: for each result, how its pieces form it.
         added: operands that must be addends where the factor is split.
     """
 
@@ -57,37 +58,37 @@ class FoundFactor:
 
     @property
     def reduction(self) -> str | None:
-        """The reduction over this factor, or None where no result needs one."""
+        """The reduction over this factor, or None if no result needs a reduction."""
         return next((outcome for outcome in self.outcomes if outcome in _REDUCTIONS), None)  # type: ignore[return-value]
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """A rule, and the calls it was found for: those with the same ranks, types and other arguments."""
+    """A rule with its calls: calls of equal ranks, types and other arguments."""
 
     kind: str
     rule: Rule
 
 
 def infer_rule(operator: Any, sample_inputs: Sequence[Any] | Mapping[str, Any]) -> Rule:
-    """Find the sharding rule of an operator by running it on shards, and register it.
+    """Find the sharding rule of an operator by running it on shards, and register the rule.
 
-    The rule covers calls like the sample: operands of the same ranks, all other arguments equal. Infer again with
-    another sample to cover other calls. Calls not covered run whole on every device.
+    The rule covers calls like the sample: operands of the same ranks, all other arguments equal. Infer from another
+    sample to cover other calls. Calls without a rule run whole on every device.
 
     Args:
-        operator: a `torch.ops` overload, or what `torch.library.custom_op` or `triton_op` gave.
+        operator: a `torch.ops` overload, or the result of `torch.library.custom_op` or `triton_op`.
         sample_inputs: a tuple of positional or a dict of keyword arguments that the operator accepts, with real
-            tensors. Dims of size one are taken to be of size one always; let other dims be 2 or larger, with sizes
-            that differ where they may. The operator is run hundreds of times: small tensors will do.
+            tensors. Dims of size one are assumed to be always of size one. Give other dims sizes of 2 or more,
+            different where possible. The operator runs hundreds of times, so use small tensors.
 
     Returns:
-        The rule. Dims that may not be split are `_`; all of them, where nothing could be split.
+        The rule. Dims that cannot be split are `_`.
 
     Raises:
-        RuleInferenceError: the operator is random, writes to an operand, gives no tensors, or refuses what is drawn.
-        OperatorError: it is no operator, or has a rule that was written; or the sample is no call's arguments, or
-            those of one that it refuses.
+        RuleInferenceError: the operator is random, writes to an operand, returns no tensors, or refuses sampled
+            operands.
+        OperatorError: `operator` is no operator or has a written rule, or the operator refuses the sample.
 
     Example:
         >>> @torch.library.custom_op("autoshard_doctest::scaled_sum", mutates_args=())
@@ -153,7 +154,7 @@ def _kind_of_tensor(x: Tensor) -> str:
 
 
 def _fits(rule: Rule, shapes: Sequence[Sequence[int]]) -> bool:
-    """Whether each factor has one size over all operands, and dims without a factor are of size one."""
+    """Whether each factor has one size over all operands, and dims without a factor have size one."""
     assert isinstance(rule.notation, str)
     operands, _ = parse(rule.notation)
     sizes: dict[str, set[int]] = {"1": {1}}
@@ -164,7 +165,7 @@ def _fits(rule: Rule, shapes: Sequence[Sequence[int]]) -> bool:
 
 
 def find_rule(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Rule:
-    """The rule that holds on all draws; see `infer_rule`. Nothing is registered."""
+    """Find the rule that works on all draws, without registering it."""
     call, sample = call_of(operator, args, kwargs)
     _check_operator(call, sample)
     sampler = Sampler(call, sample).in_widest_type()
@@ -179,7 +180,7 @@ def find_rule(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def _check_operator(call: SampledCall, sample: Sequence[Tensor]) -> None:
-    """Refuse what no rule can be found for, by what the operator says and by what it does."""
+    """Refuse operators that cannot have an inferred rule, by their schema and by a run."""
     name, schema = str(call.operator), call.operator._schema
     if schema.is_mutable:
         raise RuleInferenceError(
@@ -204,7 +205,7 @@ def _run(call: SampledCall, sample: Sequence[Tensor]) -> Sequence[Tensor]:
         return call.run(sample)
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         raise OperatorError(
-            f"{call.operator} refuses sample_inputs: {str(error).splitlines()[0]} Pass one call's arguments: a tuple "
+            f"{call.operator} refuses sample_inputs: {str(error).splitlines()[0]} Pass one call's arguments, a tuple "
             "of positional or a dict of keyword arguments."
         ) from error
 
@@ -215,7 +216,7 @@ _BY_HAND = "Write its rule by hand, with @autoshard.sharding_rule."
 def _check_trials(call: SampledCall, trials: Sequence[Trial]) -> None:
     ranks = {tuple(x.dim() for x in trial.results) for trial in trials}
     if len(ranks) != 1:
-        raise RuleInferenceError(f"{call.operator}: the ranks of its results vary: {sorted(ranks)}. {_BY_HAND}")
+        raise RuleInferenceError(f"{call.operator}: the ranks of its results vary, {sorted(ranks)}. {_BY_HAND}")
     if len(trials) < _FEWEST_TRIALS:
         raise RuleInferenceError(
             f"{call.operator} accepts the sample, but only {len(trials) - 1} draws with other sizes and values: "
@@ -224,7 +225,7 @@ def _check_trials(call: SampledCall, trials: Sequence[Trial]) -> None:
 
 
 def _find_factor(sampler: Sampler, tie: Tie, trials: Sequence[Trial]) -> FoundFactor | None:
-    """The factor that `tie` carries, or None where splitting it is wrong in some trial."""
+    """The factor of `tie`, or None if splitting it is wrong in some trial."""
     carriers = {operand for operand, _ in tie}
     addends = [i for i in _additive(sampler.sample) if i not in carriers]
     for added in chain([()], combinations(addends, 1), combinations(addends, 2)):
@@ -238,7 +239,7 @@ def _find_factor(sampler: Sampler, tie: Tie, trials: Sequence[Trial]) -> FoundFa
 
 
 def _outcomes(sampler: Sampler, tie: Tie, added: frozenset[int], trials: Sequence[Trial]) -> list[set[Outcome]]:
-    """For each result, the outcomes that held in all trials; none where there were fewer than two sizes to try."""
+    """For each result, the outcomes that held in all trials; empty if fewer than two sizes could be tried."""
     found: list[set[Outcome]] = [
         {*range(x.dim()), "whole", *(_REDUCTIONS if x.dtype != torch.bool and not x.is_complex() else ())}
         for x in trials[0].results
@@ -280,7 +281,7 @@ def _cut(sampler: Sampler, tie: Tie, added: frozenset[int], trial: Trial, pieces
 
 
 def _makes_up(outcome: Outcome, parts: Sequence[Tensor | None], whole: Tensor) -> bool:
-    """Whether `parts` make up `whole` in this way; a piece is None where the operator refused its operands."""
+    """Whether `parts` form `whole` in this way. A piece is None if the operator refused its operands."""
     present = [part for part in parts if part is not None]
     if len(present) < len(parts) or len({part.shape for part in present}) != 1:
         return False
@@ -296,7 +297,10 @@ def _makes_up(outcome: Outcome, parts: Sequence[Tensor | None], whole: Tensor) -
 
 
 def _choose(tie: Tie, outcomes: Sequence[set[Outcome]], trials: Sequence[Trial]) -> tuple[Outcome, ...] | None:
-    """One outcome for each result: a dim before "whole" before a reduction, which is the same for all results."""
+    """One outcome for each result.
+
+    A dim is preferred to "whole", "whole" to a reduction; all results share the reduction.
+    """
     for reduction in _REDUCTIONS:
         chosen = [_best(tie, index, found, reduction, trials) for index, found in enumerate(outcomes)]
         if all(outcome is not None for outcome in chosen):
@@ -313,7 +317,7 @@ def _best(tie: Tie, index: int, found: set[Outcome], reduction: str, trials: Seq
 
 
 def _compatible(factors: Sequence[FoundFactor]) -> list[FoundFactor]:
-    """The factors that one rule can hold: each result dim has one factor, and all sums agree on what is added."""
+    """The factors that one rule can contain: one factor for each result dim, and the same addends for all sums."""
     kept: list[FoundFactor] = []
     for factor in factors:
         taken = {(i, outcome) for other in kept for i, outcome in enumerate(other.outcomes) if isinstance(outcome, int)}
@@ -325,7 +329,7 @@ def _compatible(factors: Sequence[FoundFactor]) -> list[FoundFactor]:
 
 
 def _assemble(sampler: Sampler, factors: Sequence[FoundFactor], trials: Sequence[Trial]) -> Rule:
-    """The rule that these factors, and the linearity that all trials show, make up."""
+    """Build the rule of these factors, with the linearity that all trials show."""
     names = {factor: _name(position) for position, factor in enumerate(factors)}
     operands = tuple(_operand_dims(index, x, names) for index, x in enumerate(sampler.sample))
     results = tuple(_result_dims(index, names, trials) for index in range(len(trials[0].results)))
@@ -337,7 +341,7 @@ def _assemble(sampler: Sampler, factors: Sequence[FoundFactor], trials: Sequence
         f"{render(operands)} -> {render(results)}",
         reduce={name: factor.reduction for factor, name in names.items() if factor.reduction is not None},
         linear=_linear_sets(sampler, trials),
-        beside=dict.fromkeys(range(len(sampler.sample)), Beside.NEVER),  # trials do not show where it has poles
+        beside=dict.fromkeys(range(len(sampler.sample)), Beside.NEVER),  # trials do not reveal poles
         added=sorted({index for factor in factors for index in factor.added}),
         whole={name: results for name, results in whole.items() if results},
     )
@@ -360,7 +364,7 @@ def _result_dims(index: int, names: Mapping[FoundFactor, str], trials: Sequence[
 def _result_dim(
     index: int, dim: int, owner: tuple[FoundFactor, str] | None, trials: Sequence[Trial]
 ) -> tuple[str, ...]:
-    """A factor; with a blocked minor one where the dim is a multiple of it."""
+    """The factors of a result dim: one factor, with a blocked minor factor if the dim is a multiple of it."""
     sizes = [trial.results[index].shape[dim] for trial in trials]
     if owner is None:
         return () if set(sizes) == {1} else ("_",)

@@ -28,9 +28,9 @@ aten = torch.ops.aten
 def _batched(
     operands: Sequence[int], results: Sequence[int], linear: Sequence[Sequence[int]] = ()
 ) -> Callable[..., Rule]:
-    """The rule of operators that act on the last dims: how many for each operand and for each result.
+    """The rule of operators on the last dims, given their number for each operand and result.
 
-    Decompositions refuse matrices that have none, as padding may be, so batches are only split evenly.
+    Batches are only split evenly, because padding may be a matrix without a decomposition, which raises.
     """
 
     def rule(*args: Any, **kwargs: Any) -> Rule:
@@ -68,9 +68,9 @@ for _operands, _results, _linear, _operators in (
 def lu_unpack(
     lu: torch.Tensor, pivots: torch.Tensor, unpack_data: bool = True, unpack_pivots: bool = True
 ) -> Rule | None:
-    """Results that are not asked for are empty, without batches.
+    """Unrequested results are empty, without batches.
 
-    The factors hold what the pivots do not touch, zeros, and ones: no sum passes into them.
+    No sum passes into the factors, because they contain constant zeros and ones.
     """
     if not (unpack_data and unpack_pivots):
         return None
@@ -109,7 +109,7 @@ def trilinear(
     a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, expand1: Sequence[int], expand2: Sequence[int],
     expand3: Sequence[int], sumdim: Sequence[int], unroll_dim: int = 1,
 ) -> Rule:  # fmt: skip
-    """The product of three tensors, each with new dims of size one where its `expand` says, summed over `sumdim`."""
+    """The product of three tensors with new dims of size one at `expand`, summed over `sumdim`."""
     dims = named(a.dim() + len(expand1))
     operands = [
         broadcast_dims(x.shape, without(dims, expand))
@@ -131,7 +131,7 @@ def cdist(a: torch.Tensor, b: torch.Tensor, p: float, mode: int | None) -> Rule:
 def cdist_backward(
     grad: torch.Tensor, a: torch.Tensor, b: torch.Tensor, p: float, distances: torch.Tensor
 ) -> Rule | None:
-    """The gradient of the first points is a sum over the second ones."""
+    """The gradient of the first points is a sum over the second points."""
     if a.shape[:-2] != b.shape[:-2]:
         return None
     batch = named(a.dim() - 2, "b")
@@ -149,7 +149,7 @@ def cross(a: torch.Tensor, b: torch.Tensor, *, dim: int = -1) -> Rule:
 
 @sharding_rule(aten._fft_r2c.default, aten._fft_c2c.default, aten._fft_c2r.default)
 def fourier(x: torch.Tensor, dim: Sequence[int], *_: Any) -> Rule:
-    """Padding is zero: libraries transform several rows at once, and what is not a number spreads to rows beside it."""
+    """Padding is zero. Libraries transform several rows at once, and NaN would spread to neighbouring rows."""
     dims = with_blocked(named(x.dim()), [normal_dim(entry, x.dim()) for entry in dim])
     rows = [factor for (factor,) in dims if (factor,) != BLOCKED]
     return Rule(((dims,), (dims,)), linear=[(0,)], padding=dict.fromkeys(rows, 0))
@@ -157,7 +157,7 @@ def fourier(x: torch.Tensor, dim: Sequence[int], *_: Any) -> Rule:
 
 @sharding_rule(aten.searchsorted.Tensor)
 def searchsorted(sequence: torch.Tensor, x: torch.Tensor, *, sorter: torch.Tensor | None = None, **kwargs: Any) -> Rule:
-    """A sequence for all, or one for each row."""
+    """The sequence is shared, or each row has its own."""
     dims = named(x.dim())
     of_sequence = (BLOCKED,) if sequence.dim() == 1 else (*dims[:-1], BLOCKED)
     operands = (of_sequence, dims) if sorter is None else (of_sequence, dims, of_sequence)

@@ -1,15 +1,15 @@
-"""Which pending sums pass through a call, by what is known of the numbers that its other operands hold.
+"""Pending sums that may pass through a call, given the possible values of its other operands.
 
-A call that is linear in an operand may take addends of it: f(a + b) = f(a) + f(b) over the real numbers. Beside an
-infinity that is not so. (3 - 2) / 0 is infinite on one device, where shards make 3 / 0 - 2 / 0, which is no number; a
-clamp behind it, or a choice of elements, makes a finite result of the infinity. So a sum passes
+A call that is linear in an operand may take addends of it: f(a + b) = f(a) + f(b) over the real numbers. Infinities
+break this. (3 - 2) / 0 is infinite on one device, where shards compute 3 / 0 - 2 / 0, which is NaN. A later clamp or
+selection turns the infinity into a finite result. So a sum passes
 
-* a product only beside what cannot be infinite;
-* a quotient only over what cannot be zero.
+* a product only beside an operand that cannot be infinite;
+* a quotient only over a divisor that cannot be zero.
 
-Zero times infinity is no number on one device either, so a factor may be zero; an infinite divisor yields zeros. What
-a value cannot be follows from how it was made (`autoshard.rules.ranges`), not from the numbers of a call. Where finite
-numbers overflow, sums differ by the order of their addends, as by rounding: that is not looked at.
+A factor may be zero, because zero times infinity is NaN on one device too. An infinite divisor yields zeros. The
+possible values of an operand follow from the calls that made it (`autoshard.rules.ranges`), not from the numbers of a
+call. Overflow of finite numbers depends on the order of addends, as rounding does, and is ignored.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autoshard.rules.notation import Beside, BoundRule
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The numbers from `low` to `high`, infinities included where a bound is one.
+    """The numbers from `low` to `high`, including an infinite bound.
 
     Example:
         >>> Range(0.5, math.inf).excludes_zero, Range(0.5, math.inf).is_finite
@@ -36,17 +36,17 @@ class Range:
 
     @property
     def is_finite(self) -> bool:
-        """Whether no number in it is infinite."""
+        """Whether all numbers in the range are finite."""
         return math.isfinite(self.low) and math.isfinite(self.high)
 
     @property
     def excludes_zero(self) -> bool:
-        """Whether zero is not in it."""
+        """Whether the range excludes zero."""
         return self.low > 0 or self.high < 0
 
 
 def with_safe_sums(rule: BoundRule, ranges: Sequence[Range]) -> BoundRule:
-    """The rule of a call whose operands have these ranges: with the pending sums that may pass, no others."""
+    """The rule of a call with operands of these ranges, restricted to the pending sums that may pass."""
     return replace(
         rule,
         linear=tuple(group for group in rule.linear if _passes(rule, group, ranges)),

@@ -1,9 +1,9 @@
-"""What a local rewrite may ask of lowering.
+"""The interface between local rewrites and lowering.
 
-Most operators run unchanged on their local operands. One whose arguments name shapes, or whose value
-depends on the global index, has a *rewrite*: a function that emits the local form of the call in terms of a
-`LocalContext`. Operands come as fx proxies; every call goes through `context.call`, so that one without
-tensor operands (`arange`) is emitted too, and not run.
+Most operators run unchanged on their local operands. An operator whose arguments name shapes, or whose value depends on
+the global index, has a *rewrite*. A rewrite emits the local form of the call in terms of a `LocalContext`. Operands are
+fx proxies. Every call goes through `context.call`, so that calls without tensor operands (`arange`) are emitted too
+instead of run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class LocalContext(Protocol):
 
     @property
     def factors(self) -> tuple[str, ...]:
-        """The factors of the call that are not of size one."""
+        """The factors of the call larger than one."""
         ...
 
     def is_split(self, factor: str) -> bool:
@@ -26,7 +26,7 @@ class LocalContext(Protocol):
         ...
 
     def shards(self, factor: str) -> int:
-        """The number of pieces that `factor` is cut into (1 where it is not split)."""
+        """The number of pieces of `factor`, 1 if nothing splits it."""
         ...
 
     def index(self, factor: str) -> Any:
@@ -38,7 +38,7 @@ class LocalContext(Protocol):
         ...
 
     def local_size(self, factor: str) -> int:
-        """The number of elements of `factor` that each rank holds, padding included."""
+        """The number of elements of `factor` on each rank, padding included."""
         ...
 
     def real_size(self, factor: str) -> Any:
@@ -78,7 +78,7 @@ class LocalContext(Protocol):
         ...
 
     def group(self, *factors: str) -> str | None:
-        """The name of the group of ranks along the axes that split all of `factors` at once; None without one."""
+        """The name of the group of ranks along the axes that split all of `factors` at once, or None."""
         ...
 
     def fill(self, value: Any, operand: int, factor: str, number: bool | int | float) -> Any:
@@ -101,5 +101,5 @@ def whole_to_piece(context: LocalContext, factors: Iterable[str]) -> float:
 
 
 def shifted(offset: Sequence[Any], shift: Sequence[Any]) -> list[Any]:
-    """The global index of a piece's first element: that of what it is a piece of, moved by `shift`."""
+    """The global index of a piece's first element, given the offset of its whole and a `shift` within it."""
     return [by if start == 0 else start + by for start, by in zip(offset, shift, strict=True)]

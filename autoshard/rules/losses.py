@@ -41,11 +41,11 @@ def cross_entropy(logits: torch.Tensor, target: torch.Tensor, ignore_index: int,
 def _split_cross_entropy(
     context: LocalContext, logits: Any, target: Any, ignore_index: int, smoothing: float, dtype: torch.dtype
 ) -> tuple[Any, Any]:
-    """Loss and log-sum-exp of each row from the pieces of its classes, as in Megatron-LM (2019), section 3.
+    """Loss and log-sum-exp of each row from the pieces of its classes, as in Megatron-LM (2019), part 3.
 
-    1. The greatest logit of each row, over all ranks (0 for an infinite one); then the sum of exponentials.
-    2. The logit of the target from the rank that has it.
-    3. loss = lse - (1 - smoothing) x_target - smoothing mean(x), and 0 where the target is ignored.
+    1. The greatest logit of each row over all ranks (0 for an infinite logit), then the sum of exponentials.
+    2. The logit of the target, from its rank.
+    3. loss = lse - (1 - smoothing) x_target - smoothing mean(x), and 0 for ignored targets.
     """
     call = context.call
     indices, elsewhere = local_indices(context, target, "c")
@@ -66,7 +66,7 @@ def _split_cross_entropy(
 
 @sharding_rule(autoshard_ops.ctc_loss.default)
 def ctc_loss(log_probs: torch.Tensor, targets: torch.Tensor, *_: Any) -> str:
-    """Sequences are independent; alignments go through all of their times and classes."""
+    """Sequences are independent; alignments run through all times and classes of a sequence."""
     return "_ n _, n _, n, n -> n, n _ _"
 
 
@@ -119,7 +119,7 @@ def _accumulation_dtype(x: torch.Tensor) -> torch.dtype:
 def nll_loss(
     x: torch.Tensor, target: torch.Tensor, weight: torch.Tensor | None, reduction: int, ignore_index: int
 ) -> Rule | None:
-    """A mean divides by the weight of all rows, so its pieces are not addends of it; sums are."""
+    """A mean divides by the weight of all rows, so its pieces are no addends. Pieces of a sum are."""
     if x.dim() != 2:
         return None
     return _nll(2, weight is not None, reduction)
@@ -147,7 +147,10 @@ def _nll(ndim: int, is_weighted: bool, reduction: int) -> Rule:
 
 
 def _nll_carries(is_weighted: bool, reduction: int) -> list[Carry]:
-    """The loss is linear in its operand, and in the weights unless it is divided by their total, the other result."""
+    """The loss is linear in its operand.
+
+    It is linear in the weights unless it divides by their total, the other result.
+    """
     of_weight = [(2,)] if is_weighted and reduction != _MEAN else []
     total = linear_result((), ()) if reduction == _NONE else linear_result((2,), (2,))
     return sums_by_result([linear_result((0, 2), (0,), *of_weight), total])
@@ -156,7 +159,7 @@ def _nll_carries(is_weighted: bool, reduction: int) -> list[Carry]:
 def _local_nll_mean(
     context: LocalContext, x: Any, target: Any, weight: Any, reduction: int, ignore_index: int
 ) -> tuple[Any, Any]:
-    """The sum and the total weight over all ranks, then their quotient."""
+    """Sum and total weight over all ranks, then their quotient."""
     summed = context.default(x, target, weight, _SUM, ignore_index)
     loss, total = summed[0], summed[1]
     for factor in (f"r{dim}" for dim in range(3)):
@@ -191,7 +194,7 @@ def nll_loss_2d_backward(
 
 
 def _nll_backward(ndim: int, is_weighted: bool, reduction: int) -> Rule:
-    """The total weight is an operand, so each row needs only its own."""
+    """Each row needs only its own operands, because the total weight is one of them."""
     rows = named(ndim - 1, "r")
     x = (rows[0], ("c",), *rows[1:])
     grad = rows if reduction == _NONE else ()
@@ -230,9 +233,10 @@ def binary_cross_entropy_with_logits(
 
 
 def _pointwise_loss(operands: Sequence[torch.Tensor], reduction: int, *, of_zeros: int | None = None) -> Rule:
-    """`of_zeros` is the loss where operand and target are zero: where it is 0, padding adds nothing to a sum.
+    """The rule of a pointwise loss. `of_zeros` is its value for operand and target zero.
 
-    Only where both have the dim: one that broadcasts has no padding to fill.
+    If `of_zeros` is 0, zero padding adds nothing to a sum. Both operands must have the dim, since a broadcast operand
+    has no padding to fill.
     """
     sides, (dims,) = elementwise([operand.shape for operand in operands])
     both = set(names(sides[0])) & set(names(sides[1]))
@@ -277,5 +281,5 @@ def _pointwise_loss_backward(operands: Sequence[torch.Tensor], reduction: int) -
 
 
 def _local_mean(context: LocalContext, *args: Any, **kwargs: Any) -> Any:
-    """A mean over the piece, or its gradient, as its share of the mean over the whole."""
+    """A mean over the piece, or its gradient, scaled to its share of the mean over the whole."""
     return context.call(aten.div.Scalar, context.default(*args, **kwargs), whole_to_piece(context, context.factors))

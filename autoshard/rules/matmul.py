@@ -29,7 +29,7 @@ def mm(a: torch.Tensor, b: torch.Tensor, *_: Any) -> Rule:
 
 
 def _of_one(a: torch.Tensor, b: torch.Tensor) -> list[Carry]:
-    """Products pass where each element of the result is one product: where a single one is summed."""
+    """Partial products pass if each element of the result is a single product."""
     return meaningful([a, b], products((0, 1))) if a.shape[-1] == 1 else []
 
 
@@ -132,10 +132,10 @@ def scaled_mm(
     a: torch.Tensor, b: torch.Tensor, scale_a: torch.Tensor, scale_b: torch.Tensor, bias: torch.Tensor | None = None,
     scale_result: torch.Tensor | None = None, out_dtype: torch.dtype | None = None, *_: Any, **kwargs: Any,
 ) -> Rule | None:  # fmt: skip
-    """One scale for each operand, or one for each of its rows; blocks of scales are not split.
+    """One scale for each operand, or for each of its rows. Blocks of scales are not split.
 
-    Products are summed in a wider type than the operands', so the contracted factor is split unless the result is as
-    narrow as they are.
+    Products are summed in a wider type than the operands'. The contracted factor may be split unless the result is as
+    narrow as the operands.
     """
     wide = (out_dtype or kwargs.get("out_dtype") or a.dtype).itemsize > a.dtype.itemsize
     scales = (_scale_dims(scale_a, a.shape[0], (("m",), ())), _scale_dims(scale_b, b.shape[1], ((), ("n",))))
@@ -153,7 +153,7 @@ def scaled_mm(
 
 
 def _scale_dims(scale: torch.Tensor, rows: int, by_row: Dims) -> Dims | None:
-    """The dims of a scale: of one element, or with one for each row of its operand."""
+    """The dims of a scale with one element, or with one element for each row of its operand."""
     if scale.numel() == 1:
         return ((),) * scale.dim()
     return by_row if scale.dim() == 2 and scale.numel() == rows and 1 in scale.shape else None
@@ -185,7 +185,7 @@ def grouped_mm(
 
 @sharding_rule("transformers.grouped_mm_fallback.default")
 def grouped_mm_fallback(x: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> Rule:
-    """As `aten._grouped_mm`, whose alignment it does not need."""
+    """Like `aten._grouped_mm`, but without its alignment."""
     return _GROUPED
 
 

@@ -1,8 +1,8 @@
 """Rules of normalisations.
 
-Rows (all but the normalised dims) are independent. Where a normalised dim is split, the rewrite sums the moments of
-each row over the ranks (see `autoshard.rules.split_norms`). Gradients of weights and biases are sums over rows. Every
-backward is linear in the gradient of the output.
+Rows (all but the normalised dims) are independent. If a normalised dim is split, the rewrite sums the moments of each
+row over the ranks (`autoshard.rules.split_norms`). Gradients of weights and biases are sums over rows. Every backward
+is linear in the gradient of the output.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ def _norm(x: torch.Tensor, normalized: Sequence[int], weights: Sequence[Any], lo
 
 
 def affine(weights: Sequence[torch.Tensor | None], first: int, results: int) -> list[Carry]:
-    """What passes through a weight and a bias (`None` where absent) into the first of `results`.
+    """Partial values that pass through weight and bias (`None` if absent) into the first of `results`.
 
     Args:
-        weights: weight, and bias if the operator has one.
-        first: index of the first of them among the operands.
-        results: how many results there are.
+        weights: weight, and bias if the operator has a bias.
+        first: index of the weight among the operands.
+        results: number of results.
     """
     present = tensors(*weights)
     if not present:
@@ -129,7 +129,9 @@ def _norm_backward(
 
 
 def _carried_back(weights: Sequence[Any], statistics: int, output_mask: Sequence[bool]) -> list[Carry]:
-    """Operands: gradient, operand, statistics of its rows (mean, and inverse deviation last), weight."""
+    """Operands are the gradient, the operand, statistics of its rows (mean, and last inverse deviation), and the
+    weight.
+    """
     weight, inverse = 2 + statistics, 1 + statistics
     centred = (1, *range(2, inverse))
     everything = range(weight + 1)

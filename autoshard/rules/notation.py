@@ -1,13 +1,13 @@
-"""The factor notation: what an operator does to indices.
+"""The factor notation: the effect of an operator on indices.
 
-Each dim of each operand and result is a product of *factors*, written major to minor. `"m k, k n -> m n"`
-is a matrix product; `"(a b) c -> a b c"` a view that splits a dim; `1` is a dim of size one without a
-factor; `_` a dim that may not be split (each `_` is a factor of its own, blocked). Factors that appear in
-every result are parallel; one that is missing from a result while an operand has it is *reduced* there, and
-the rule must say how (`reduce={"k": "sum"}`) or block it.
+Each dim of each operand and result is a product of *factors*, written major to minor. `"m k, k n -> m n"` is a matrix
+product; `"(a b) c -> a b c"` is a view that splits a dim. `1` is a dim of size one without a factor. `_` is a dim that
+cannot be split (each `_` is a blocked factor of its own). Factors that appear in every result are parallel. A factor
+that is missing from a result while an operand has it is *reduced* there. The rule must then give its reduction
+(`reduce={"k": "sum"}`) or block it.
 
-From a rule follow all strategies of a call: see `strategies`. The idea of factors follows Shardy's sharding
-rules (OpenXLA, 2024) and JAX's `custom_partitioning` rule strings; linearity, rewrites and blocked dims are ours.
+All strategies of a call follow from its rule, by `strategies`. The idea of factors follows Shardy's sharding rules
+(OpenXLA, 2024) and JAX's `custom_partitioning` rule strings. Linearity, rewrites and blocked dims are ours.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from autoshard.errors import InvalidSpecError
 from autoshard.ir.spec import Reduction
 
 Fill = bool | int | float | Reduction | None
-"""What padding is filled with before a call: a number, the identity of a reduction, or None: it stays as it is."""
+"""Fill value of padding before a call: a number, the identity of a reduction, or None to leave it unchanged."""
 
 Dims = tuple[tuple[str, ...], ...]
-"""One operand: for each dim, its factors, major to minor. `()` is a dim of size one without a factor."""
+"""Dims of one operand: for each dim, its factors, major to minor. `()` is a dim of size one without a factor."""
 
 Rewrite = Callable[..., Any]
 """`rewrite(context, *args, **kwargs)`: emits the local form of a call; see `autoshard.rules.local`."""
 
 
 class Beside(StrEnum):
-    """What must be known of an operand for a sum to pass that is pending in others; see `autoshard.rules.linearity`."""
+    """Condition on an operand for a sum pending in other operands to pass, from `autoshard.rules.linearity`."""
 
     FINITE = "finite"
-    """It is multiplied with: it must hold no infinity. Any operand of which a rule says nothing else."""
+    """The pending sum is multiplied by the operand, which must be finite. The default of all operands."""
 
     NOT_ZERO = "not zero"
-    """It is divided by."""
+    """The pending sum is divided by the operand."""
 
     ANYTHING = "anything"
-    """What the pending operand is multiplied with is bounded, whatever the operand holds; or nothing is."""
+    """The multiplier of the pending operand is bounded for any value of this operand, or independent of it."""
 
     NEVER = "never"
     """Results are infinite for some finite numbers that no range tells: a logarithm, a singular matrix."""
@@ -54,10 +54,9 @@ class Carry:
     """An axis carries a partial value through the operands with these indices.
 
     Args:
-        operands: they all await `reduction`, others do not.
-        reduction: of the operands.
-        results: the reduction that each result then awaits, None for one that is whole; left out where all await that
-            of the operands.
+        operands: operands with `reduction` pending; no other operand is partial.
+        reduction: pending reduction of the operands.
+        results: pending reduction of each result, None for a whole result. Left out if all have that of the operands.
     """
 
     operands: frozenset[int]
@@ -65,41 +64,39 @@ class Carry:
     results: tuple[Reduction | None, ...] | None = None
 
     def result(self, index: int) -> Reduction | None:
-        """The reduction that result `index` awaits."""
+        """The pending reduction of result `index`."""
         return self.reduction if self.results is None else self.results[index]
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What a rule function returns for one call: the notation, before sizes are known.
+    """The result of a rule function for one call: the notation, before sizes are known.
 
     Args:
-        notation: `"m k, k n -> m n"`, or a pair of sequences of `Dims` for operands and results. Operands are
-            the tensors among the call's arguments, in order, lists flattened, absent optional ones left out.
-        reduce: factor to reduction, where a result lacks a factor that an operand has.
-        linear: sets of operand indices in which all results are jointly linear: if exactly those
-            operands are partial sums, so are the results. `[(0,), (1,)]` for a product, `[(0, 1)]` for a sum, `[()]`
-            for a result that is zero.
-        beside: what must be known of an operand outside such a set for the sum to pass, where that is not that it holds
-            no infinity: `{1: Beside.NOT_ZERO}` for a quotient.
+        notation: `"m k, k n -> m n"`, or a pair of sequences of `Dims` for operands and results. Operands are the
+            tensors among the call's arguments, in order, lists flattened, absent optional tensors left out.
+        reduce: factor to reduction, for factors of an operand that a result lacks.
+        linear: sets of operand indices in which all results are jointly linear. If exactly these operands are partial
+            sums, so are the results. `[(0,), (1,)]` is a product, `[(0, 1)]` a sum, `[()]` a result that is zero.
+        beside: conditions on operands outside the set for its sum to pass, `{1: Beside.NOT_ZERO}` for a quotient. The
+            default condition is that the operand is finite.
         transparent: the operator only moves elements of operand 0, so any partial reduction passes through.
-        carries: other ways for partial values to pass through: a maximum through what is monotone.
-        added: operands that enter results by addition beside a reduced factor (the bias of `addmm`): where an axis
-            splits a reduced factor they must be partial sums over it, else they would be added once per rank.
-        whole: factor to the results that lack it and are whole where it is split all the same: they do not depend on
-            it, or the rewrite reduces it itself (`context.all_reduce`).
-        exchanged: factors over which the rewrite communicates although no result lacks them (a softmax, a halo), and
-            the least number of elements that each rank's piece must have for it.
-        together: groups of factors that one axis may split at once, as operands that do not share a factor cannot
-            otherwise: tokens and experts. The rewrite then communicates along the axis (`context.group`), and no result
-            awaits a reduction over it.
-        blocked: factors that may not be split, but `together` with others.
+        carries: further ways for partial values to pass, such as a maximum through a monotone operator.
+        added: operands that a result adds beside a reduced factor (the bias of `addmm`). If an axis splits the factor,
+            the operands must be partial sums over the axis, or each rank would add them once.
+        whole: factor to the results that lack it and are whole even if it is split. They do not depend on it, or the
+            rewrite reduces it itself (`context.all_reduce`).
+        exchanged: factors along which the rewrite communicates although no result lacks them (a softmax, a halo), with
+            the least number of elements in each rank's piece.
+        together: groups of factors that one axis may split at once, such as tokens and experts, which share no operand
+            dim. The rewrite then communicates along the axis (`context.group`), and no reduction over it is pending.
+        blocked: factors that cannot be split, except in a group of `together`.
         sizes: sizes of factors that shapes leave open (all but one factor of a product).
-        local: rewrite that emits the local form of the call when some factor is split; None runs the operator as it
-            is on the local operands.
-        padding: factor to what the padding of its operands is filled with where it is split unevenly, for factors of
-            which `autoshard.rules.padding` cannot tell by itself. A rule with a rewrite says `{}` where the rewrite
-            minds no padding; without it, it is only split evenly.
+        local: rewrite that emits the local form of the call when some factor is split. None runs the operator unchanged
+            on the local operands.
+        padding: factor to the fill values of its operands' padding where it is split unevenly, for factors that
+            `autoshard.rules.padding` cannot decide. A rewrite that tolerates padding says `{}`. A rewrite without this
+            field is only split evenly.
         even: factors that may only be split evenly; `"*"` is all of them.
     """
 
@@ -120,7 +117,7 @@ class Rule:
     even: Iterable[str] = ()
 
     def __str__(self) -> str:
-        """The notation, and in brackets what it cannot say."""
+        """The notation, with further properties in brackets."""
         notes = [f"{factor}: {reduction}" for factor, reduction in (self.reduce or {}).items()]
         if self.linear:
             notes.append("linear in " + ", ".join(f"({' '.join(map(str, group))})" for group in self.linear))
@@ -133,10 +130,10 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class BoundRule:
-    """A rule with the sizes of one call: the form that strategies, lowering and verification read.
+    """A rule with the sizes of one call, the form that strategies, lowering and verification read.
 
-    Factors of size one are dropped from `inputs` and `outputs`, as they cannot be split. `padding` says of each factor
-    that may be split unevenly what padding is filled with, operand by operand.
+    `inputs` and `outputs` omit factors of size one, which cannot be split. `padding` gives, for each factor that may be
+    split unevenly, the fill value of each operand's padding.
     """
 
     sizes: Mapping[str, int]
@@ -166,7 +163,7 @@ class BoundRule:
         return tuple(factor for factor in self.sizes if factor not in self.blocked)
 
     def may_communicate(self, factor: str) -> bool:
-        """Whether ranks that split `factor` may communicate within the call's rewrite."""
+        """Whether the call's rewrite may communicate between the ranks that split `factor`."""
         return factor in self.whole or factor in self.exchanged
 
     def is_reduced(self, factor: str, output: int) -> bool:
@@ -313,7 +310,7 @@ def _check_reductions(rule: Rule, bound: BoundRule) -> None:
         for output in range(len(bound.outputs)):
             if bound.is_reduced(factor, output) and factor not in bound.reduce:
                 raise InvalidSpecError(
-                    f"rule {rule.notation!r}: factor {factor!r} vanishes from result {output}; give its reduction "
+                    f"rule {rule.notation!r}: factor {factor!r} vanishes from result {output}. Give its reduction "
                     f"(reduce={{{factor!r}: 'sum'}}) or block it (blocked=[{factor!r}])."
                 )
 

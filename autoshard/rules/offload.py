@@ -1,4 +1,4 @@
-"""Moving a value to the host's memory and back: each rank moves the piece, or the addend, that it holds."""
+"""Copies of a value to host memory and back. Each rank copies its own piece or addend."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Rules of optimizer updates: each element of a parameter is updated by itself, whatever the mesh.
+"""Rules of optimizer updates. Each element of a parameter is updated independently.
 
 The vector of hyper-parameters and the scale of clipping are whole everywhere. An update is not linear in its gradient,
-so that gradients are reduced before it.
+so gradients are reduced before it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ autoshard_ops = torch.ops.autoshard
 def update(param: torch.Tensor, grad: torch.Tensor, *rest: object) -> Rule:
     """Operands and results have the dims of the parameter; all but the gradient are returned updated."""
     tensors = [index for index, item in enumerate(rest) if isinstance(item, torch.Tensor)]
-    scale = tensors[-1] - 1  # the hyper-parameters are last, and behind the scale, which may be absent
+    scale = tensors[-1] - 1  # hyper-parameters come last, after the optional scale
     count = 2 + len([index for index in tensors if index < scale])
     operands, results = elementwise([tuple(param.shape)] * count, count - 1)
     return Rule(((*operands, *[()] * (scale in tensors), (BLOCKED,)), results))

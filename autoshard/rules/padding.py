@@ -1,13 +1,13 @@
-"""Which factors of a call may be split unevenly, and what padding must hold for it.
+"""Factors of a call that may be split unevenly, and the fill values of their padding.
 
-Where a factor does not divide by the number of pieces, ranks hold padded pieces, and what lies in padding is
-arbitrary (NaN, or an index of nothing). Such a split is right
+If a factor does not divide by the number of pieces, ranks hold padded pieces, and padding is arbitrary (NaN, or an
+invalid index). The split is right
 
-* where the factor is parallel: padding yields padding. Indices are made 0 first, so that they point at something. A
-  factor over which a rewrite communicates needs a statement of its rule;
-* where the factor is reduced: if padding holds what changes nothing. Of a sum linear in operands that all have the
-  factor, that is zero. Other reductions say it in their rules (`Rule.padding`);
-* only if the factor stands alone in its dims: padding in the midst of a dim is not something that a spec can say.
+* if the factor is parallel, since padding yields padding. Indices are made 0 first, so that they are valid. A factor
+along which a rewrite communicates needs a statement of its rule;
+* if the factor is reduced, and padding changes nothing. The fill value is zero for a sum linear in operands that all
+have the factor. Other reductions state theirs in their rules (`Rule.padding`);
+* only if the factor is alone in its dims, because no spec expresses padding inside a dim.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _INTEGER_DIVISIONS = frozenset(
 def padding_of(
     operator: Any, rule: Rule, bound: BoundRule, dtypes: Sequence[torch.dtype]
 ) -> Mapping[str, tuple[Fill, ...]]:
-    """For each factor that may be split unevenly, the number that padding of each operand is filled with, or None.
+    """For each factor that may be split unevenly, the fill value of each operand's padding, or None.
 
     Args:
         operator: the call's operator.
         rule: its rule.
         bound: the rule with the call's sizes.
-        dtypes: of the call's tensor operands.
+        dtypes: types of the call's tensor operands.
     """
     if rule.local is not None and rule.padding is None:
         return {}
@@ -87,7 +87,7 @@ def _is_parallel(bound: BoundRule, factor: str) -> bool:
 
 
 def _is_linear_sum(bound: BoundRule, factor: str) -> bool:
-    """Whether results are zero on padding if operands are: they are linear in some that all have the factor."""
+    """Whether results are zero on zero padding, because they are linear in operands that all have the factor."""
     if bound.reduce.get(factor) is not Reduction.SUM or factor in bound.whole:
         return False
     groups = [group - bound.added for group in bound.linear]

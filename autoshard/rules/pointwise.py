@@ -1,7 +1,7 @@
-"""Rules of operators that act on each element by itself, after broadcasting.
+"""Rules of operators that act on each element independently, after broadcasting.
 
-Any dim may be split. What differs is in which operands a partial value passes through: a sum where the operator is
-linear, a maximum where it keeps the order of numbers, a product where it is a product or a power.
+Any dim may be split. Rules differ in the partial values that pass. A sum passes through linear operands, a maximum
+through monotone operands, a product through products and powers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ aten = torch.ops.aten
 
 Linear = Sequence[Sequence[int]]
 
-# Overloads are named once; a packet stands for all its functional overloads.
+# Names of overloads. A packet stands for all its functional overloads.
 _NONLINEAR = """
     __lshift__ __rshift__ __xor__ __and__ __or__ acos asin atan2 atanh bitwise_and.Scalar
     bitwise_and.Scalar_Tensor bitwise_or.Scalar bitwise_or.Scalar_Tensor
@@ -53,13 +53,13 @@ _NONLINEAR = """
     special_zeta tan _prelu_kernel div.Tensor_mode xlogy.Scalar_Self special_xlog1py.self_scalar
 """
 
-# In the first operand, with the others fixed: scalings, and backwards, which are linear in the gradient.
+# Linear in the first operand with the others fixed: scalings, and backwards, which are linear in the gradient.
 _LINEAR_IN_FIRST = "real imag _neg_view sigmoid_backward tanh_backward rrelu_with_noise_backward"
 
-# The same, with a scale that has poles at finite numbers, or overflows at some.
+# Linear in the first operand, with a scale that has poles at finite numbers, or overflows at some.
 _LINEAR_BETWEEN_POLES = "ldexp.Tensor xlogy.Tensor special_xlog1py.default logit_backward"
 
-# The same, with a scale that is bounded whatever the second operand is.
+# Linear in the first operand, with a scale that is bounded for any second operand.
 _LINEAR_AND_BOUNDED = """
     polar gelu_backward silu_backward hardswish_backward mish_backward softplus_backward hardsigmoid_backward
 """
@@ -75,14 +75,14 @@ _DECREASING = "angle erfc signbit special_erfcx le.Scalar lt.Scalar bitwise_not"
 # The gradient where the operand is in some range, zero elsewhere.
 _MASKING_BACKWARDS = "threshold_backward hardtanh_backward softshrink_backward hardshrink_backward"
 
-# Never decreasing, but only defined from some number on: minima stay above it.
+# Never decreasing, but only defined above some number, so minima stay in the domain.
 _INCREASING_ABOVE = "acosh log log10 log1p log2 sqrt"
 
 _COPIES = "clone contiguous alias alias_copy detach detach_copy positive lift_fresh_copy lift_fresh"
 
 
 def _overloads(names: str) -> Iterator[Any]:
-    """The functional overloads that `names` stand for ("pow" for all of them, "max.other" for one)."""
+    """The functional overloads of `names`: "pow" is all of its overloads, "max.other" is one."""
     for name in names.split():
         packet_name, _, overload = name.partition(".")
         packet = getattr(aten, packet_name)
@@ -104,9 +104,9 @@ def _pointwise(
     carries: Sequence[Carry] = (),
     second: Beside = Beside.FINITE,
 ) -> None:
-    """Register the pointwise rule for `names`, with linearity as a function of the tensor operands.
+    """Register the pointwise rule of `names`, with linearity as a function of the tensor operands.
 
-    `second`: what the second operand must be for a sum to pass through the first.
+    `second` is the condition on the second operand for a sum to pass through the first.
     """
 
     @sharding_rule(*_overloads(names))
@@ -165,7 +165,7 @@ _pointwise("conj_physical _conj_physical _conj resolve_conj resolve_neg", _in_fi
 _pointwise("deg2rad rad2deg", _in_first, increasing((0,)))
 
 
-# Where numbers or types among the arguments decide.
+# Operators whose rules depend on numbers or types among the arguments.
 
 
 def _if(condition: bool, carries: list[Carry]) -> list[Carry]:
@@ -210,7 +210,7 @@ def _scaled(x: torch.Tensor, other: Any, *, is_linear: bool) -> Rule:
 
 @sharding_rule(aten.xlogy.Scalar_Other, aten.special_xlog1py.other_scalar)
 def scale_by_logarithm(x: torch.Tensor, other: Any) -> Rule:
-    """By that of a number whose logarithm, and that of one more, is finite."""
+    """Scales by the logarithm of a number, or of that number plus one, which must be finite."""
     return _rule([x], _in_first([x]) if are_finite(other) and other > 0 else ())
 
 
@@ -236,7 +236,7 @@ def scale_rounded(x: torch.Tensor, other: Any, *, rounding_mode: str | None) -> 
 
 
 def _keeps_type(x: torch.Tensor, number: Any) -> bool:
-    """Whether arithmetic with a number stays in the type of `x`: integers wrap round, what they become does not."""
+    """Whether arithmetic with a number stays in the type of `x`. Integers wrap round, wider results do not."""
     return x.is_floating_point() or x.is_complex() or isinstance(number, int)
 
 
@@ -273,10 +273,10 @@ def rsub(x: torch.Tensor, other: Any, *, alpha: Any = 1) -> Rule:
 
 
 def _sum(x: torch.Tensor, other: Any, scale: Any, other_scale: Any) -> Rule:
-    """The weighted sum of two tensors, or of a tensor and a number, which may come first.
+    """The weighted sum of two tensors, or of a tensor and a number in either order.
 
-    A tensor may hold -inf (a mask). So may what awaits a maximum, on a rank with nothing; what awaits a minimum, +inf.
-    Where the two become infinities of different signs, their sum is no number.
+    A tensor may contain -inf (a mask). A rank without elements has -inf for a pending maximum, +inf for a pending
+    minimum. Infinities of different signs add up to NaN.
     """
     if not isinstance(other, torch.Tensor):
         is_ordered = x.is_floating_point() and _is_finite(other)
@@ -309,7 +309,7 @@ def power(x: torch.Tensor, exponent: Any) -> Rule:
 
 @sharding_rule(aten.pow.Scalar)
 def exponential(base: Any, exponent: torch.Tensor) -> Rule:
-    """Powers of one and more rise with the exponent, those of smaller positive numbers fall."""
+    """Powers of a base of at least one rise with the exponent; powers of smaller positive bases fall."""
     is_ordered = exponent.is_floating_point() and _is_finite(base) and base > 0
     return _rule([exponent], (), _if(is_ordered, increasing((0,)) if base >= 1 else decreasing((0,))))
 
@@ -342,7 +342,7 @@ def elu_backward(
 
 @sharding_rule(aten.softplus.default)
 def softplus(x: torch.Tensor, beta: float = 1, threshold: float = 20) -> Rule:
-    """Above the threshold it is `x`: a step down, which rounding hides only far from zero."""
+    """Above the threshold the result is `x`, a step down that rounding hides only far from zero."""
     return _rule([x], (), _if(beta > 0 and threshold >= 20, increasing((0,))))
 
 
@@ -430,7 +430,7 @@ def where_self(condition: torch.Tensor, a: float, b: torch.Tensor) -> Rule:
 
 
 def _beside(number: Any, operand: int) -> list[Carry]:
-    """What passes through an operand of which some elements are replaced by a number."""
+    """Partial values that pass through an operand if a number replaces some of its elements."""
     return [*increasing((operand,)), *_if(number in (0, 1), products((operand,)))]
 
 
@@ -469,7 +469,7 @@ def addcdiv(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, value: float =
 
 @sharding_rule(aten.fill.Tensor)
 def fill_tensor(x: torch.Tensor, value: torch.Tensor) -> Rule:
-    """The values of `x` do not matter, only its shape."""
+    """Only the shape of `x` matters."""
     linear = [(1,)] if keeps_sums(value.dtype, x.dtype) else ()
     return _rule([x, value], linear, through_conversion(value.dtype, x.dtype, 1), {0: Beside.ANYTHING})
 

@@ -1,4 +1,4 @@
-"""Rules of pointwise operators with several results, or with an operand whose dims are its own."""
+"""Rules of pointwise operators with several results, or with an operand of other dims."""
 
 from __future__ import annotations
 

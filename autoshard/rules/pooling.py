@@ -38,7 +38,7 @@ aten = torch.ops.aten
 
 _LINEAR = ((0,),)
 _BACKWARD: Mapping[str, Any] = MappingProxyType({"linear": _LINEAR, "beside": {1: Beside.ANYTHING}})
-"""In the gradient; of the operand beside it only the shape counts."""
+"""Linear in the gradient. Only the shape of the operand beside it matters."""
 
 Ints = int | Sequence[int]
 
@@ -84,7 +84,7 @@ def _count(size: int, kernel: int, stride: int, padding: int, dilation: int, *, 
 
 
 def _adaptive_windows(x: torch.Tensor, sizes: Sequence[int]) -> tuple[HaloWindow, ...]:
-    """Windows side by side where they divide the plane."""
+    """Adjacent windows, if they divide the plane."""
     pairs = zip(x.shape[x.dim() - len(sizes) :], sizes, strict=True)
     return tuple(
         HaloWindow(dim - len(sizes), size, count, size // max(count, 1), size // max(count, 1), 0)
@@ -96,10 +96,10 @@ def _adaptive_windows(x: torch.Tensor, sizes: Sequence[int]) -> tuple[HaloWindow
 
 
 def _to_whole(context: LocalContext, indices: Any, windows: Sequence[HaloWindow], split: Sequence[Halo]) -> Any:
-    """Indices into the whole plane from those into the rank's piece with halos.
+    """Convert indices into the rank's piece with halos to indices into the whole plane.
 
-    Where all of a window is the least number there is, the index is that of its first element, which in the rank's
-    piece may be padding; in the whole plane it is the first beyond the padding.
+    If all elements of a window are the smallest number, the index is that of its first element. In the rank's piece
+    this may be padding; in the whole plane it is the first element beyond the padding.
     """
     call, starts = context.call, {halo.dim: halo.start(context) for halo in split}
     places = _places(context, indices, _extended_sizes(context, windows, split))
@@ -114,7 +114,7 @@ def _to_whole(context: LocalContext, indices: Any, windows: Sequence[HaloWindow]
 
 
 def _to_piece(context: LocalContext, indices: Any, windows: Sequence[HaloWindow], split: Sequence[Halo]) -> Any:
-    """The inverse of `_to_whole`; what is not in the piece (0 in padding of the batch) becomes some index in it."""
+    """The inverse of `_to_whole`. Indices outside the piece (0 in padding of the batch) become some index inside."""
     starts = {halo.dim: halo.start(context) for halo in split}
     places = _places(context, indices, [window.size for window in windows])
     found = [
@@ -126,7 +126,7 @@ def _to_piece(context: LocalContext, indices: Any, windows: Sequence[HaloWindow]
 
 
 def _extended_sizes(context: LocalContext, windows: Sequence[HaloWindow], split: Sequence[Halo]) -> list[int]:
-    """The sizes of the plane of which the rank's piece with halos consists."""
+    """The sizes of the rank's plane with halos."""
     extended = {halo.dim: halo.extended_size(context) for halo in split}
     return [extended.get(window.dim, window.size) for window in windows]
 
@@ -232,7 +232,7 @@ def _adaptive_max_pool_backward(space: int) -> Callable[..., Rule]:
 
 
 def _local_sizes(context: LocalContext, windows: Sequence[HaloWindow], sizes: Sequence[int]) -> list[int]:
-    """The number of windows that each rank has along each dim."""
+    """The number of each rank's windows along each dim."""
     pairs = zip(windows, sizes, strict=True)
     return [context.local_size(window.factor) if window.fits else size for window, size in pairs]
 
@@ -244,7 +244,10 @@ def _average_windows(
     x: torch.Tensor, space: int, kernel: Ints, stride: Ints, padding: Ints, ceil_mode: bool, counts_padding: bool,
     divisor: int | None,
 ) -> tuple[HaloWindow, ...]:  # fmt: skip
-    """Where windows divide by how many elements they have, those that reach into padding are not like the others."""
+    """The windows of an average.
+
+    If the divisor counts real elements, windows that reach into padding differ from others.
+    """
     windows = _windows(x, space, kernel, stride, padding, 1, ceil_mode)
     return tuple(
         HaloWindow(

@@ -1,11 +1,11 @@
-"""Ranges of values: what numbers a value of a traced program can be, by how it was made.
+"""Ranges of values: the possible numbers of each value in a traced program.
 
-Interval arithmetic (Moore, 1966) over the graph, in the order of its nodes. A range says nothing of NaN. Parameters,
-buffers and inputs of floating point may hold any number, infinities too; so may results of operators that the table
-below does not name.
+Interval arithmetic (Moore, 1966) over the graph, in the order of its nodes. A range ignores NaN. Floating-point
+parameters, buffers and inputs may be any number, infinities included. So may results of operators outside the table
+below.
 
-Sums pending over an axis pass through a product only beside what cannot be infinite, and through a quotient only over
-what cannot be zero (`autoshard.rules.linearity`); this module says which values those are.
+Pending sums pass a product only beside a finite operand, and a quotient only over a nonzero divisor
+(`autoshard.rules.linearity`). The ranges say which values qualify.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import fx
 
 from autoshard.kernels.offload import TRANSFERS
-from autoshard.rules.hub import hub
+from autoshard.rules.fan_out import fan_out
 from autoshard.rules.linearity import Range
 
 aten = torch.ops.aten
@@ -30,13 +30,13 @@ _UNIT = Range(0.0, 1.0)
 _FROM_ZERO = Range(0.0, math.inf)
 
 _RangeFunction = Callable[[fx.Node, Sequence[Range]], Range]
-"""From a call and the ranges of its tensor operands to the range of its results."""
+"""Computes the range of a call's results from the call and the ranges of its tensor operands."""
 
 _functions: dict[Any, _RangeFunction] = {}
 
 
 Ranges = Mapping[fx.Node, Range]
-"""Of the values of a program."""
+"""Ranges of a program's values."""
 
 
 def find_ranges(graph_module: fx.GraphModule) -> Ranges:
@@ -51,7 +51,9 @@ def find_ranges(graph_module: fx.GraphModule) -> Ranges:
 
 
 def facts_of(node: fx.Node, ranges: Ranges) -> tuple[tuple[bool, bool], ...]:
-    """What decides which sums pass a call: of each operand whether it is finite, and whether it is not zero."""
+    """The facts that decide whether sums pass a call: for each operand, whether it is finite and whether it is
+    nonzero.
+    """
     return tuple((found.is_finite, found.excludes_zero) for found in map(ranges.__getitem__, _operands(node)))
 
 
@@ -66,7 +68,7 @@ def range_of_type(dtype: torch.dtype) -> Range:
 
 
 def range_of_values(values: torch.Tensor) -> Range:
-    """From the least to the greatest number that a tensor holds."""
+    """From the smallest to the largest number in a tensor."""
     numbers = values.abs().double() if values.is_complex() else values.double()
     numbers = numbers[~numbers.isnan()]
     if not numbers.numel():
@@ -75,7 +77,7 @@ def range_of_values(values: torch.Tensor) -> Range:
 
 
 def _of_constant(value: Any) -> Range:
-    """A constant of the program is looked at; where it has no values (on "meta"), its type says what it may hold."""
+    """The range of a constant's values, or of its type if it has no values (on "meta")."""
     if not isinstance(value, torch.Tensor) or value.is_complex():
         return ANYTHING
     is_known = not value.is_meta and type(value) in (torch.Tensor, torch.nn.Parameter)
@@ -92,7 +94,7 @@ def _of_node(node: fx.Node, found: dict[fx.Node, Range]) -> Range:
 
 
 def range_of_call(node: fx.Node, operands: Sequence[Range]) -> Range:
-    """The range of a call's results before they are rounded to their type, from the ranges of its tensor operands."""
+    """The range of a call's results before rounding to their type, from the ranges of its tensor operands."""
     function = _functions.get(node.target)
     return ANYTHING if function is None else function(node, operands)
 
@@ -104,7 +106,7 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 
 
 def _rounded(made: Range, dtype: torch.dtype) -> Range:
-    """As a type holds it: beyond its greatest number lies infinity, below its least one zero."""
+    """The range after rounding to a type: overflow becomes infinity, underflow zero."""
     if not dtype.is_floating_point:
         return _both(made, range_of_type(dtype))
     limits = torch.finfo(dtype)
@@ -130,7 +132,7 @@ def _either(ranges: Iterable[Range]) -> Range:
 
 
 def _ranges(names: str) -> Callable[[_RangeFunction], _RangeFunction]:
-    """Register the function for the overloads that `names` stand for ("sum" for all of them, "max.dim" for one)."""
+    """Register the function for the overloads of `names`: "sum" is all of its overloads, "max.dim" is one."""
 
     def register(function: _RangeFunction) -> _RangeFunction:
         for name in names.split():
@@ -149,11 +151,11 @@ def _ranges(names: str) -> Callable[[_RangeFunction], _RangeFunction]:
     "split_with_sizes squeeze t topk transpose unbind _unsafe_view unsqueeze view.default _to_copy"
 )
 def _of_first(_: fx.Node, ranges: Sequence[Range]) -> Range:
-    """Elements of the first operand, or numbers between them."""
+    """Results are elements of the first operand, or lie between them."""
     return ranges[0] if ranges else ANYTHING
 
 
-_functions.update(dict.fromkeys((hub, operator.getitem, *TRANSFERS), _of_first))
+_functions.update(dict.fromkeys((fan_out, operator.getitem, *TRANSFERS), _of_first))
 
 
 @_ranges("cat stack maximum minimum")
@@ -238,7 +240,7 @@ def _clamped(node: fx.Node, ranges: Sequence[Range]) -> Range:
 
 @_ranges("nan_to_num")
 def _finite_instead(node: fx.Node, ranges: Sequence[Range]) -> Range:
-    """Infinities become the greatest numbers of the type, where no others are named."""
+    """Infinities become the largest numbers of the type, unless the call names replacements."""
     greatest = torch.finfo(node.meta["val"].dtype).max * (1 - 2**-20)
     if len(node.args) > 2 or {"posinf", "neginf"} & set(node.kwargs):
         return ANYTHING
@@ -260,7 +262,7 @@ def _magnitude(_: fx.Node, ranges: Sequence[Range]) -> Range:
 
 @_ranges("add.Tensor add.Scalar sub.Tensor sub.Scalar")
 def _added(node: fx.Node, ranges: Sequence[Range]) -> Range:
-    """Where the operands differ in sign, rounding may bring the sum to zero."""
+    """The sum of both operands. Operands of different signs may round to zero."""
     if len(node.args) > 2 or "alpha" in node.kwargs:
         return ANYTHING
     one, other = _operand_ranges(node, ranges)
@@ -337,11 +339,11 @@ def _summed(node: fx.Node, ranges: Sequence[Range]) -> Range:
 
 
 _OF_INTEGERS = frozenset({aten.sum.default, aten.sum.dim_IntList, aten.clamp.default, aten.clamp_min.default})
-"""Operators on integers whose results are less than any integer, or more: counts."""
+"""Operators on integers whose results may exceed the operands' range, such as counts."""
 
 
 def _operand_ranges(node: fx.Node, ranges: Sequence[Range]) -> tuple[Range, Range]:
-    """The ranges of both operands, of which one may be a number."""
+    """The ranges of both operands, one of which may be a number."""
     given = iter(ranges)
     first, second = (next(given) if isinstance(item, fx.Node) else _number(item) for item in node.args[:2])
     return first, second
@@ -354,7 +356,7 @@ def _number(value: Any) -> Range:
 
 
 def _times(one: float, other: float) -> float:
-    """Infinity times zero is no number, which no range speaks of."""
+    """A product with zero counted as zero, because infinity times zero is NaN, which ranges ignore."""
     return 0.0 if one == 0 or other == 0 else one * other
 
 
@@ -370,7 +372,7 @@ def _inverse(divisor: Range) -> Range:
 
 
 def _power(base: Range, exponent: float) -> Range:
-    """Of squares, roots and their inverses; a root of what is negative is no number."""
+    """Squares, roots and their inverses. The root of a negative number is NaN, which ranges ignore."""
     if exponent == 2:
         ends = [_times(bound, bound) for bound in (base.low, base.high)]
         return Range(min(ends) if base.excludes_zero else 0.0, max(ends))

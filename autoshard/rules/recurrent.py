@@ -1,8 +1,8 @@
-"""Rules of recurrent layers: rows of the batch are independent; steps wait for each other.
+"""Rules of recurrent layers: rows of the batch are independent, steps are sequential.
 
-The product with the input's weights is outside (see `autoshard.kernels.recurrent`), where `aten.mm`'s rule splits
-features and gates. Within, each step multiplies the whole hidden state: to split it would take a collective at every
-step. So `b` is all that is split; gradients of weights are sums over it, linear in the gradients that come in.
+The product with the input's weights is outside (`autoshard.kernels.recurrent`), where the rule of `aten.mm` splits
+features and gates. Inside, each step multiplies the whole hidden state, and splitting it would need a collective at
+every step. So only `b` is split. Gradients of weights are sums over `b`, linear in the incoming gradients.
 """
 
 from __future__ import annotations

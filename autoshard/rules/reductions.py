@@ -1,8 +1,8 @@
 """Rules of operators that reduce, scan or order dims.
 
-A reduced dim is a reduced factor where the reduction is one that addends can have (sum, max, min, product);
-where every element of the dim is needed at once, the rewrite lets ranks exchange what they must know (softmax, argmax;
-see `autoshard.rules.split_dims`), or the dim is blocked (sort, median).
+A reduced dim is a reduced factor if addends can have the reduction (sum, max, min, product). Other operators need every
+element of the dim at once. Their rewrite exchanges a summary between ranks (softmax, argmax; by
+`autoshard.rules.split_dims`), or the dim is blocked (sort, median).
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def _reduction(
     """One reduction over some dims.
 
     Args:
-        is_linear: whether it is a sum; then zeros in padding change nothing.
-        fill: in padding it changes nothing; None where no number does, or linearity says that it is zero.
+        is_linear: whether it is a sum, for which zeros in padding change nothing.
+        fill: padding value that changes nothing; None if no number does, or if linearity implies zero.
         carries: partial values that pass through.
-        is_move: whether elements stay as they are where all reduced dims are of size one.
-        dtype: what elements are converted to first; None leaves it to `_widened`.
+        is_move: whether elements are unchanged if all reduced dims have size one.
+        dtype: type to which elements are converted first; None means `_widened`.
     """
     dtype = dtype or (_widened(x) if reduction in ("sum", "product") else x.dtype)
     dims, removed = named(x.dim()), _positions(x, dim)
@@ -74,17 +74,17 @@ def _reduction(
 
 
 def _widened(x: torch.Tensor) -> torch.dtype:
-    """What sums and products of elements of `x` are taken in: integers in 64 bits."""
+    """The type in which elements of `x` are summed and multiplied: integers in 64 bits."""
     return x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
 
 
 def _of_operand(source: torch.dtype, target: torch.dtype) -> list[Carry]:
-    """What but sums passes where the result is the operand, converted."""
+    """Partial values other than sums that pass if the result is the converted operand."""
     return moving((0,)) if source == target else through_conversion(source, target, 0)
 
 
 def _positions(x: torch.Tensor, dim: DimList) -> tuple[int, ...]:
-    """The reduced dims; a scalar has none, whatever `dim` says."""
+    """The reduced dims; a scalar has none, whatever `dim` is."""
     return normal_dims(dim, x.dim()) if x.dim() else ()
 
 
@@ -98,7 +98,7 @@ def _split_inside(
     x: torch.Tensor, dim: DimList, keepdim: bool, local: Rewrite, fill: Fill, *, results: int = 1,
     carries: Sequence[Carry] = (), is_even: bool = False,
 ) -> Rule:  # fmt: skip
-    """A reduction whose rewrite reduces split dims itself, `fill` being what padding holds for it.
+    """A reduction whose rewrite reduces split dims itself; `fill` is the padding value.
 
     `local` takes the factors of the reduced dims as the keyword `factors`.
     """
@@ -115,7 +115,7 @@ def _split_inside(
 
 
 def _of_one(x: torch.Tensor, dim: DimList, results: int = 1) -> list[Carry]:
-    """What passes into the first result where the reduced or ordered dims are of size one: it is the operand."""
+    """Partial values that pass into the first result if the reduced dims have size one, so that it is the operand."""
     if any(x.shape[position] != 1 for position in _positions(x, dim)):
         return []
     return meaningful([x], only_in(0, results, [*sums((0,)), *moving((0,))]))
@@ -196,7 +196,7 @@ def _is_boolean(x: torch.Tensor) -> bool:
 
 
 def _of_booleans(x: torch.Tensor, carries: list[Carry]) -> list[Carry]:
-    """Of numbers it counts which are zero, which does not keep their order."""
+    """The carries for booleans. On numbers the operator counts zeros, which does not keep their order."""
     return carries if _is_boolean(x) else []
 
 
@@ -241,7 +241,7 @@ def vector_norm(x: torch.Tensor, ord: float = 2, dim: DimList = None, keepdim: b
     made = kwargs.get("dtype") or x.dtype.to_real()
 
     def local(context: LocalContext, *args: Any, **kwargs: Any) -> Any:
-        """Powers of what half precision holds need not fit there."""
+        """Powers are computed in a wider type, because half precision may overflow."""
         norm = context.default(*args, **kwargs)
         if not any(map(context.is_split, reduced)):
             return norm
@@ -283,7 +283,7 @@ sharding_rule(aten.min.dim)(_extreme(aten.min.dim, Reduction.MIN))
 
 @sharding_rule(aten.aminmax.default)
 def aminmax(x: torch.Tensor, *, dim: int | None = None, keepdim: bool = False) -> Rule:
-    """Where the reduced dims are of size one, both results are the operand."""
+    """If the reduced dims have size one, both results are the operand."""
     is_move = all(x.shape[position] == 1 for position in _positions(x, dim))
     carries = meaningful([x], [*sums((0,)), *moving((0,))]) if is_move else []
     if not can_travel(x.dtype):
@@ -334,7 +334,7 @@ sharding_rule(aten.argmin.default)(_arg_extreme(aten.min.dim, Reduction.MIN))
 
 @sharding_rule(aten.logsumexp.default)
 def logsumexp(x: torch.Tensor, dim: DimList, keepdim: bool = False) -> Rule:
-    """Of integers no number adds nothing."""
+    """Integers need even splits, because no integer leaves the result unchanged."""
     carries = _of_one(x, dim)
     if x.is_complex():
         return _over_whole(x, dim, keepdim, carries=carries)
@@ -350,7 +350,7 @@ def _local_logsumexp(
 
 
 def _variance(*, is_root: bool, results: int = 1) -> RuleFunction:
-    """The rule of variances or their roots, and of the mean beside them."""
+    """The rule of variances or their roots, with or without the mean."""
 
     def rule(x: torch.Tensor, dim: DimList = None, *, keepdim: bool = False, **kwargs: Any) -> Rule:
         if x.is_complex():
@@ -383,7 +383,7 @@ sharding_rule(aten.var_mean.correction)(_variance(is_root=False, results=2))
 sharding_rule(aten.std_mean.correction)(_variance(is_root=True, results=2))
 
 
-# Along one dim, keeping it.
+# Operators along one dim, which the result has too.
 
 
 def _along(

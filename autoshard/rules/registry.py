@@ -1,8 +1,8 @@
 """The table of sharding rules, keyed by operator.
 
-A rule function takes the call's arguments (tensors as fake or meta tensors of global shape) and returns a
-`Rule`, the notation alone as a string, or None where the call cannot be split at all. Our rules are registered
-when the family modules are imported; registering an operator twice raises.
+A rule function takes the call's arguments (tensors as fake or meta tensors of global shape). It returns a `Rule`, a
+notation string, or None if the call cannot be split. Our rules are registered when the family modules are imported;
+registering an operator twice raises.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ _inferred: dict[Any, tuple[str, ...]] = {}
 def sharding_rule(*operators: Any) -> Callable[[_Function], _Function]:
     """Register the decorated function as the sharding rule of `operators`.
 
-    Operators are `torch.ops` overloads, what `torch.library.custom_op` or `triton_op` gave, or names
-    ("library.name.overload") where the library that defines them may not be imported yet.
+    Operators are `torch.ops` overloads, results of `torch.library.custom_op` or `triton_op`, or names
+    ("library.name.overload") of operators in libraries that may not be imported yet.
 
-    The function takes the arguments of a call, tensors as fake tensors of global shape, and returns a `Rule`, its
+    The function takes the arguments of a call, tensors as fake tensors of global shape. It returns a `Rule`, its
     notation alone as a string, or None for a call that cannot be split.
 
     Raises:
-        OperatorError: no operator, an operator that already has a rule, or no function is decorated.
+        OperatorError: an argument is no operator, an operator already has a rule, or the decorated object is no
+            function.
     """
     return rule_of(*(operator if _is_name(operator) else checked_operator(operator) for operator in operators))
 
 
 def rule_of(*targets: Any) -> Callable[[_Function], _Function]:
-    """As `sharding_rule`, of whatever nodes of programs call: functions of the planner's own too."""
+    """Like `sharding_rule`, for any call target in programs, including the planner's own functions."""
 
     def register(function: _Function) -> _Function:
         if not callable(function):
@@ -60,7 +61,7 @@ def rule_of(*targets: Any) -> Callable[[_Function], _Function]:
 
 
 def _is_name(operator: Any) -> bool:
-    """Whether it is "library.name.overload"; `OperatorError` for another text."""
+    """Whether the operator is given as "library.name.overload". Raises `OperatorError` for any other text."""
     if not isinstance(operator, str):
         return False
     if len(operator.split(".")) != 3 or not all(part.isidentifier() for part in operator.split(".")):
@@ -69,20 +70,20 @@ def _is_name(operator: Any) -> bool:
 
 
 def checked_operator(operator: Any) -> OpOverload:
-    """The overload that an operator is in traced programs; `OperatorError` for what is none."""
+    """The overload of an operator in traced programs. Raises `OperatorError` for anything else."""
     found = as_overload(operator)
     if not isinstance(found, OpOverload):
         name = getattr(operator, "__name__", "mm")
         known = f"torch.ops.aten.{name}.default" if hasattr(torch.ops.aten, name) else "torch.ops.aten.mm.default"
         raise OperatorError(
-            f"{operator!r} is a {type(operator).__name__}; pass an operator of torch.ops ({known}), or what "
-            "torch.library.custom_op or triton_op gave."
+            f"{operator!r} is a {type(operator).__name__}; pass an operator of torch.ops ({known}), or the "
+            "result of torch.library.custom_op or triton_op."
         )
     return found
 
 
 def as_overload(operator: Any) -> Any:
-    """The overload that stands in traced programs for `operator`; what is no operator of torch.ops, as it is.
+    """The overload of `operator` in traced programs; an object that is no operator of torch.ops itself.
 
     Raises:
         OperatorError: a name in `torch.ops` that stands for several overloads.
@@ -104,23 +105,23 @@ def has_rule(operator: Any) -> bool:
 
 
 def author_of_rule(operator: Any) -> str | None:
-    """The module that an operator's sharding rule was written in; None without a rule."""
+    """The module of an operator's sharding rule, or None without a rule."""
     function = find_rule(as_overload(operator))
     return None if function is None else function.__module__
 
 
 def mark_inferred(operator: Any, rules: tuple[str, ...]) -> None:
-    """Note that the rules of an operator were found by running it; `rules` as text."""
+    """Record that an operator's rules, given as text, were found by running it."""
     _inferred[operator] = rules
 
 
 def inferred_operators() -> dict[str, tuple[str, ...]]:
-    """Operators whose rules were found by running them, with these rules: assumptions of every plan that uses them."""
+    """Operators with inferred rules, and these rules. Every plan that uses them assumes that they are right."""
     return {str(operator): rules for operator, rules in _inferred.items()}
 
 
 def find_rule(operator: Any) -> RuleFunction | None:
-    """The function that gives an operator's rule for a call; None without a rule."""
+    """The rule function of an operator, or None."""
     return _rules.get(operator) or _rules.get(str(operator))
 
 
@@ -131,13 +132,13 @@ def bound_rule(
     outputs: Sequence[torch.Tensor | None],
     ranges: Sequence[Range] | None = None,
 ) -> BoundRule | None:
-    """The rule of one call with its factor sizes, or None where the operator has none or refuses the call.
+    """The rule of one call with its factor sizes, or None if the operator has no rule or its rule refuses the call.
 
     Args:
         operator: a `torch.ops` overload.
         args, kwargs: the call's arguments, tensors as fake or meta tensors of global shape.
-        outputs: the call's results, likewise; None entries of a tuple result are skipped.
-        ranges: what numbers each tensor operand can hold; left out, finite ones other than zero.
+        outputs: the call's results, as fake or meta tensors; None entries of a tuple result are skipped.
+        ranges: possible numbers of each tensor operand; by default finite and nonzero.
     """
     function = find_rule(operator)
     rule = function(*args, **kwargs) if function is not None else None
@@ -159,15 +160,15 @@ def bound_rule(
 
 
 def _wraps(dtype: torch.dtype, results: Sequence[torch.Tensor]) -> bool:
-    """Whether addends are integers of few bits and a result is not: where they wrap round, it has another sum."""
+    """Whether addends are narrow integers and a result is wider, so that wrapped addends change its sum."""
     is_narrow = dtype.itemsize < 8 and dtype != torch.bool and not dtype.is_floating_point and not dtype.is_complex
     return is_narrow and any(result.dtype != dtype for result in results)
 
 
 def _with_complex_sums_alone(rule: Rule, operands: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> Rule:
-    """The rule without partial values of complex numbers other than sums.
+    """The rule with sums as the only partial values of complex numbers.
 
-    They have no order, and travel as pairs of reals, whose products are not theirs.
+    Complex numbers have no order. They are sent as pairs of reals, whose products are not complex products.
     """
     if rule.transparent:
         rule = replace(rule, transparent=False, linear=[*rule.linear, (0,)])
@@ -183,12 +184,12 @@ def _with_complex_sums_alone(rule: Rule, operands: Sequence[torch.Tensor], resul
 
 
 def evaluate(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensor results of one call, on the "meta" device: shapes and dtypes, nothing is computed.
+    """The tensor results of one call on the "meta" device: shapes and dtypes without computation.
 
-    Where shapes depend on values (a mask as an index), the call is made as it is, if there are values.
+    If shapes depend on values (a mask as an index), the call runs on the real operands.
 
     Raises:
-        NotImplementedError: they depend on values, and an operand is on "meta" or fake.
+        NotImplementedError: shapes depend on values, and an operand is on "meta" or fake.
     """
     named: dict[str, Any] = dict(_on_meta(kwargs))
     if any(argument.name == "device" for argument in operator._schema.arguments):

@@ -1,8 +1,8 @@
-"""Calls to learn from: an operator's arguments, redrawn in other sizes and values.
+"""Sample calls of an operator: its arguments, redrawn in other sizes and values.
 
-What is drawn must be able to expose a wrong rule. Values are normal, small and large, and also like the
-sample's own, as an operator may be defined for positive numbers only. Sizes are those the operator accepts:
-dims that can only change together are found by trying.
+Draws must be able to expose a wrong rule. Values are normal, small and large, and also like the sample's own, as an
+operator may be defined for positive numbers only. Sizes are those the operator accepts. Dims that only change together
+are found by trial.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Tie = frozenset[Dim]
 """Dims whose sizes change together."""
 
 _REFUSALS = (RuntimeError, ValueError, IndexError, TypeError, AssertionError, ArithmeticError)
-"""What operators raise on operands that do not suit them."""
+"""Errors that operators raise on unsuitable operands."""
 
 _SMALL_SIZES = (2, 3, 4, 6, 8, 9, 12)
 _NORMAL_SCALES = (1.0, 10.0, 100.0)
@@ -47,7 +47,7 @@ class SampledCall:
     places: tuple[int, ...]
 
     def run(self, operands: Sequence[Tensor]) -> list[Tensor]:
-        """The tensor results of the call on `operands`, in order; raises what the operator raises."""
+        """The tensor results of the call on `operands`, in order. Raises the operator's own errors."""
         leaves = list(self.leaves)
         for place, operand in zip(self.places, operands, strict=True):
             leaves[place] = operand
@@ -57,7 +57,7 @@ class SampledCall:
         return [leaf for leaf in pytree.tree_leaves(results) if isinstance(leaf, Tensor)]
 
     def attempt(self, operands: Sequence[Tensor]) -> list[Tensor] | None:
-        """The tensor results, or None where the operator refuses the operands."""
+        """The tensor results, or None if the operator refuses the operands."""
         try:
             return self.run(operands)
         except _REFUSALS:
@@ -72,7 +72,7 @@ class Trial:
     results: tuple[Tensor, ...]
 
     def size(self, tie: Tie) -> int:
-        """The size that the dims of `tie` have here."""
+        """The size of the dims of `tie` in this trial."""
         operand, dim = min(tie)
         return self.operands[operand].shape[dim]
 
@@ -83,8 +83,8 @@ class Sampler:
 
     Args:
         call: the call.
-        sample: operands it accepts.
-        generator: of all random numbers, so that a rule does not depend on the run.
+        sample: operands that the call accepts.
+        generator: source of all random numbers, seeded so that rules are reproducible.
     """
 
     call: SampledCall
@@ -92,12 +92,12 @@ class Sampler:
     generator: torch.Generator = field(default_factory=lambda: torch.Generator("cpu").manual_seed(0))
 
     def in_widest_type(self) -> Sampler:
-        """The same with floats in double precision, if the operator takes it: there less is lost by rounding."""
+        """The sampler with floats in double precision, if the operator accepts them, for less rounding."""
         wide = tuple(map(_widened, self.sample))
         return replace(self, sample=wide) if self.call.attempt(wide) is not None else self
 
     def ties(self) -> list[Tie]:
-        """The smallest sets of dims that the operator lets change together; dims of size one never change."""
+        """The smallest sets of dims that the operator lets change together. Dims of size one never change."""
         open_dims = [(i, dim) for i, x in enumerate(self.sample) for dim in range(x.dim()) if x.shape[dim] > 1]
         found: list[Tie] = []
         while open_dims:
@@ -145,7 +145,7 @@ class Sampler:
             yield Trial(tuple(operands), tuple(results))
 
     def _small_size(self, tie: Tie) -> int:
-        """Not smaller than in the sample if there are integers, which may index this dim."""
+        """A random size, not below the sample's if there are integers, which may index this dim."""
         if any(not _is_float(x) for x in self.sample):
             return self._multiple(tie)
         return _SMALL_SIZES[self._integer(len(_SMALL_SIZES))]
@@ -161,7 +161,7 @@ class Sampler:
 
         Args:
             sizes: new size of the dims of each tie; others stay.
-            scale: of normal values; None draws values like the sample's. Integers are always like the sample's.
+            scale: factor of normal values; None draws values like the sample's. Integers are always like the sample's.
         """
         shapes = [list(x.shape) for x in self.sample]
         for tie, size in sizes.items():
@@ -196,7 +196,7 @@ class Sampler:
 
 
 def call_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[SampledCall, tuple[Tensor, ...]]:
-    """A call taken apart: what stays, and its tensor operands, detached."""
+    """Split a call into its tensor operands, detached, and everything else."""
     leaves, spec = pytree.tree_flatten((tuple(args), dict(kwargs)))
     places = tuple(place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
     rest = tuple(None if isinstance(leaf, Tensor) else leaf for leaf in leaves)

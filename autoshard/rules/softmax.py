@@ -1,4 +1,4 @@
-"""Rules of softmax and its logarithm: the dim along which they run is split with two reductions of its rows."""
+"""Rules of softmax and its logarithm. Splitting their dim takes two reductions for each row."""
 
 from __future__ import annotations
 

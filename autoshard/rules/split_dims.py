@@ -1,8 +1,8 @@
-"""Local forms on pieces of a dim that an operator needs whole.
+"""Local forms of operators that need a dim whole, on pieces of the dim.
 
-What ranks must know of each other is small: the greatest element of a row, its sum, the last element of a scan. Each
-function here does for pieces what the operator does for the whole, with reductions or gathers of such row statistics
-over the ranks that split the dim. Padding of pieces holds what the rules ask for: 0 in sums, the least in maxima.
+Ranks exchange only small summaries: the maximum of a row, its sum, the last element of a scan. Each function here
+computes the operator's result for the whole, by reducing or gathering the summaries of the ranks that split the dim.
+Padding has the rules' fill values: 0 for sums, the smallest number for maxima.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ def split_along(
         x: an operand; all operands and the result have its shape.
         dim: the dim.
         local: the rewrite; it takes the factor of the dim as the keyword `factor`.
-        fill: what padding holds.
-        operands: how many there are.
-        is_linear: whether the operator is linear in the first one.
+        fill: padding value.
+        operands: number of operands.
+        is_linear: whether the operator is linear in the first operand.
         carries: other partial values that pass through.
         is_even: whether the dim may only be split evenly.
     """
@@ -57,12 +57,12 @@ def split_along(
 
 
 def can_travel(*dtypes: torch.dtype) -> bool:
-    """Whether collectives take these element types as they are."""
+    """Whether collectives accept these element types."""
     return _TRAVELLING.issuperset(dtypes)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which statistics of a row are kept."""
+    """The dtype for statistics of a row."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
@@ -77,14 +77,14 @@ def converted(context: LocalContext, value: Any, source: torch.dtype, target: to
 
 
 def reduce_over(context: LocalContext, value: Any, reduction: str, factors: Iterable[str]) -> Any:
-    """The reduction of the values of all ranks that hold pieces of some factors."""
+    """Reduce the values of all ranks with pieces of some factors."""
     for factor in factors:
         value = context.all_reduce(value, reduction, factor) if context.shards(factor) > 1 else value
     return value
 
 
 def total(context: LocalContext, value: Any, dims: Sequence[int], factors: Iterable[str]) -> Any:
-    """The sum over `dims`, kept with size one, of which `factors` are split."""
+    """The sum over `dims`, kept with size one; `factors` are the split factors of these dims."""
     return reduce_over(context, context.call(aten.sum.dim_IntList, value, list(dims), True), "sum", factors)
 
 
@@ -129,14 +129,14 @@ def moments(
 
     Args:
         context: the place of the rank.
-        x: its piece, with zeros in padding; it has the dims of the rule's `operand`.
-        dims: over which moments are taken.
-        factors: those of `dims`.
+        x: its piece, with zeros in padding, in the dims of the rule's `operand`.
+        dims: dims over which moments are taken.
+        factors: factors of `dims`.
         count: the number of elements over all ranks.
-        operand: see `x`.
+        operand: index of the operand with the dims of `x`.
 
     Returns:
-        Centred elements are zero in padding.
+        The three tensors. Centred elements are zero in padding.
     """
     mean = context.call(aten.div.Scalar, total(context, x, dims, factors), count)
     centred = without_padding(context, context.call(aten.sub.Tensor, x, mean), factors, operand)
@@ -164,7 +164,7 @@ def variance(
 def first_extreme(context: LocalContext, op: Any, x: Any, dim: int, keepdim: bool, factor: str) -> tuple[Any, Any]:
     """Value and index of the first extreme along a split dim; `op` is `max.dim` or `min.dim`.
 
-    Of the pieces' extremes, in order, the operator itself takes the first one, or NaN.
+    The operator itself selects the first extreme, or NaN, among the pieces' extremes in order.
     """
     call = context.call
     own = call(op, x, dim, keepdim)
@@ -175,13 +175,13 @@ def first_extreme(context: LocalContext, op: Any, x: Any, dim: int, keepdim: boo
 
 
 def scan(context: LocalContext, scanned: Any, dim: int, factor: str, dtype: torch.dtype, *, is_product: bool) -> Any:
-    """Running sums or products of the whole from those of the pieces: with what came before each piece.
+    """Running sums or products of the whole from those of the pieces, combined with the total before each piece.
 
     Args:
         context: the place of the rank.
         scanned: the running sums of the rank's piece.
-        dim: the dim along which they run, split by `factor`.
-        dtype: of the result.
+        dim: the dim of the scan, split by `factor`.
+        dtype: type of the result.
         is_product: products instead of sums.
     """
     call = context.call

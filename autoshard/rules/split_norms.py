@@ -1,12 +1,12 @@
-"""Local forms of normalisations whose normalised dims are split: the moments of each row are summed over the ranks.
+"""Local forms of normalisations with split normalised dims. The moments of each row are summed over the ranks.
 
 With m elements x of a row (over all ranks), weight w, bias b and gradient g of the result:
 
-    n = (x - mean) rstd,  rstd = 1 / sqrt(mean((x - mean)^2) + eps);  y = n w + b       (RMS norm: mean = 0, b = 0)
-    dx = rstd (g w - sum(g w) / m - n sum(g w n) / m)                                     (RMS norm: no second term)
+    n = (x - mean) rstd,  rstd = 1 / sqrt(mean((x - mean)^2) + eps);  y = n w + b       (RMS norm has mean = 0, b = 0)
+    dx = rstd (g w - sum(g w) / m - n sum(g w n) / m)                                   (RMS norm has no second term)
     dw = sum over rows of g n,  db = sum over rows of g
 
-Each function takes what is known of the global call and gives the rewrite of a rule.
+Each function takes facts about the global call and returns the rewrite of a rule.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ def _count(x: torch.Tensor, ndim: int) -> int:
 
 
 def _statistics_dtype(x: torch.Tensor, weights: Sequence[torch.Tensor | None]) -> torch.dtype:
-    """What ATen keeps mean and deviation in: on CPUs the operand's dtype, unless the weights have another."""
+    """The dtype of ATen's mean and deviation. On CPUs it is the operand's dtype, unless the weights have another."""
     is_mixed = any(weight.dtype != x.dtype for weight in tensors(*weights))
     return wide(x.dtype) if is_mixed or x.device.type != "cpu" else x.dtype
 
 
 def _promoted(x: torch.Tensor, weights: Sequence[torch.Tensor | None]) -> torch.dtype:
-    """The dtype of what is computed with weights in the dtype of statistics."""
+    """The dtype of computation with weights in the dtype of statistics."""
     return reduce(torch.promote_types, (weight.dtype for weight in tensors(*weights)), wide(x.dtype))
 
 
 def layer_norm(like: torch.Tensor, ndim: int, weights: Sequence[torch.Tensor | None]) -> Rewrite:
-    """For `native_layer_norm` of an operand `like` over its last `ndim` dims."""
+    """The rewrite of `native_layer_norm` for an operand `like` over its last `ndim` dims."""
     (dims, factors), count = _width(ndim), _count(like, ndim)
     dtype, kept, made = like.dtype, _statistics_dtype(like, weights), _promoted(like, weights)
 
@@ -67,7 +67,7 @@ def layer_norm(like: torch.Tensor, ndim: int, weights: Sequence[torch.Tensor | N
 
 
 def rms_norm(like: torch.Tensor, ndim: int, weight: torch.Tensor | None) -> Rewrite:
-    """For `_fused_rms_norm` of an operand `like` over its last `ndim` dims."""
+    """The rewrite of `_fused_rms_norm` for an operand `like` over its last `ndim` dims."""
     (dims, factors), count = _width(ndim), _count(like, ndim)
     dtype, made = like.dtype, _promoted(like, [weight])
 
@@ -157,7 +157,7 @@ def _row_gradients(
 def _all_converted(
     context: LocalContext, values: Sequence[Any], sources: Sequence[torch.dtype], targets: Sequence[torch.dtype]
 ) -> tuple[Any, ...]:
-    """Values, some of which are None, from dtypes to others."""
+    """Convert values between dtypes; None stays None."""
     rows = zip(values, sources, targets, strict=False)
     return tuple(None if value is None else converted(context, value, source, to) for value, source, to in rows)
 
@@ -166,7 +166,7 @@ def _operand_gradient(
     context: LocalContext, weighted: Any, normal: Any, rstd: Any, over: tuple[list[int], Sequence[str], int],
     *, is_centred: bool,
 ) -> Any:  # fmt: skip
-    """dx from g w, n and rstd; `over`: the dims of a row, their factors, and how many elements it has."""
+    """dx from g w, n and rstd; `over` has the dims of a row, their factors, and its number of elements."""
     call, (dims, factors, count) = context.call, over
     along = call(aten.sum.dim_IntList, call(aten.mul.Tensor, weighted, normal), dims, True)
     if is_centred:
@@ -187,7 +187,7 @@ def _sum_of_rows(context: LocalContext, value: Any, rows: list[int]) -> Any:
 
 
 def group_norm(like: torch.Tensor, weights: Sequence[torch.Tensor | None], space: Sequence[str]) -> Rewrite:
-    """For `native_group_norm` of an operand `like`, whose spatial dims have the factors `space`."""
+    """The rewrite of `native_group_norm` for an operand `like` with spatial factors `space`."""
     dtype, kept, made = like.dtype, _statistics_dtype(like, weights), _promoted(like, weights)
 
     def local(

@@ -1,8 +1,8 @@
 """Rules of operators that move elements: views, copies, joins and cuts.
 
-They compute nothing, so partial values of any reduction pass through a single operand (`transparent`; zeros beside
-its elements do not matter, as they reduce to zero), and through several jointly. Dims that are cut, shifted or joined
-are blocked.
+They compute nothing. Partial values of any reduction pass through a single operand (`transparent`) and through several
+operands jointly. Inserted zeros are harmless, because they reduce to zero. Dims that are cut, shifted or joined are
+blocked.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def reshape_alias(x: torch.Tensor, size: Sequence[int], stride: Sequence[int]) -
 
 @sharding_rule(aten.as_strided.default, aten.as_strided_copy.default)
 def as_strided(x: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> Rule | None:
-    """Splits only where it reshapes contiguous memory."""
+    """Splits only a reshape of contiguous memory."""
     is_plain = x.is_contiguous() and x.numel() == math.prod(size) and list(stride) == _contiguous_stride(size)
     whole = moves(all_blocked(x.dim()), all_blocked(len(size)))
     return (_reshape(x, size, _local_view) or whole) if is_plain and not offset else whole
@@ -68,7 +68,7 @@ def view_dtype(x: torch.Tensor, dtype: torch.dtype) -> Rule | None:
 
 
 def _local_view(context: LocalContext, x: Any, *_: Any) -> Any:
-    """A local piece may have strides that forbid a view, so it is a reshape."""
+    """A reshape, because the strides of a local piece may forbid a view."""
     return context.call(aten.reshape.default, x, context.output_shape())
 
 
@@ -98,10 +98,10 @@ def _contiguous_stride(size: Sequence[int]) -> list[int]:
 def common_factors(source: Sequence[int], result: Sequence[int]) -> tuple[Dims, Dims, dict[str, int]]:
     """The dims of two shapes of one memory as products of common factors.
 
-    1. Walk both shapes from the major end, keeping what is left of the current dim on each side.
-    2. Both sides share the factor gcd(left, left). What is left on the finished side leads to its next dim.
-    3. Where neither side is finished (sizes with no common divisor), the rest up to where the products of
-       both sides meet again cannot be written in factors: its dims get the factors `rest...`, one each.
+    1. Walk both shapes from the major end. Each side has a remainder of its current dim.
+    2. Both sides share the factor gcd(left, left). When a side's dim is used up, go to its next dim.
+    3. If neither dim is used up (sizes without a common divisor), no factors describe the part until the products of
+       both sides meet. Its dims get factors `rest...`, one each.
 
     Example:
         >>> common_factors([6, 4], [2, 12])
@@ -123,7 +123,7 @@ def common_factors(source: Sequence[int], result: Sequence[int]) -> tuple[Dims, 
 
 
 class _Side:
-    """One shape while its factors are found: those of each dim, and what is left of the current dim."""
+    """One shape while its factors are being found: the factors of each dim, and the remainder of the current dim."""
 
     def __init__(self, shape: Sequence[int], rest: str) -> None:
         self._shape = shape
@@ -147,7 +147,7 @@ class _Side:
         self._advance()
 
     def take_rest(self, sizes: dict[str, int]) -> int:
-        """Make what is left of the current dim one factor, and return its size."""
+        """Make the remainder of the current dim one factor, and return its size."""
         size, name = self.left, f"{self._rest}{len(sizes)}"
         sizes[name] = size
         self.take(name, size)
@@ -160,7 +160,7 @@ class _Side:
 
 
 def _skip_to_meeting(sides: tuple[_Side, _Side], sizes: dict[str, int]) -> None:
-    """Give both sides factors of their own until they have covered the same number of elements."""
+    """Give both sides factors of their own until both cover the same number of elements."""
     covered = [side.take_rest(sizes) for side in sides]
     while covered[0] != covered[1]:
         behind = 0 if covered[0] < covered[1] else 1
@@ -227,7 +227,7 @@ def squeeze_dims(x: torch.Tensor, dim: int | Sequence[int]) -> Rule:
 
 
 def _squeeze(x: torch.Tensor, removed: Sequence[int]) -> Rule:
-    """A local piece may have size one where the whole has not, so the local form names its shape."""
+    """The local form names its shape, because a local piece may have size one where the whole has not."""
     dims = named(x.dim())
     gone = [dim for dim in removed if dim < x.dim() and x.shape[dim] == 1]
     return moves(dims, without(dims, gone), local=_local_view, padding={})
@@ -249,7 +249,7 @@ def _local_expand(context: LocalContext, x: Any, *_: Any, **__: Any) -> Any:
 
 @sharding_rule(aten.repeat.default)
 def repeat(x: torch.Tensor, repeats: Sequence[int]) -> Rule | None:
-    """Copy major, element minor: a split of the elements needs one rank per copy."""
+    """Copies are the major factor, elements the minor, so splitting the elements needs one rank per copy."""
     if 0 in repeats or x.numel() == 0:
         return None
     new = len(repeats) - x.dim()
@@ -388,7 +388,7 @@ def unfold_backward(grad: torch.Tensor, sizes: Sequence[int], dim: int, size: in
 
 @sharding_rule(aten.cat.default)
 def cat(xs: Sequence[torch.Tensor], dim: int = 0) -> Rule:
-    """Empty vectors may stand among the operands, whatever the rank of the others."""
+    """Operands may include empty vectors, whatever the rank of the other operands."""
     ndim = max(x.dim() for x in xs)
     dims = with_blocked(named(ndim), [normal_dim(dim, ndim)])
     operands = tuple(dims if x.dim() == ndim else all_blocked(x.dim()) for x in xs)
@@ -415,7 +415,7 @@ def constant_pad_nd(x: torch.Tensor, pad: Sequence[int], value: float = 0) -> Ru
 
 
 def _padded(x: torch.Tensor, pad: Sequence[int]) -> Dims:
-    """`pad` holds (before, after) for dims from the last one on."""
+    """`pad` has (before, after) for dims from the last backwards."""
     changed = [x.dim() - 1 - index // 2 for index, amount in enumerate(pad) if amount]
     return with_blocked(named(x.dim()), changed)
 

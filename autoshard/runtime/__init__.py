@@ -1,1 +1,1 @@
-"""Running: the simulator, torch.distributed, and the modules a user holds."""
+"""Execution: the simulator, torch.distributed, and the modules that `compile` returns."""

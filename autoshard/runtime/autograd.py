@@ -1,12 +1,12 @@
 """One node of torch's autograd graph per call of a compiled program.
 
-The forward of the node runs the program's forward phase and keeps what the backward phase needs, as torch
-keeps tensors of any operator: an in-place change between the two is noticed, and memory is freed while the backward
-runs, each value after its last use.
+The node's forward runs the program's forward phase and saves the tensors of the backward phase, as torch saves tensors
+of any operator. So torch notices an in-place change between the two. The backward frees each saved value after its
+last use.
 
-A program has tangents for the outputs that its trace took to be the loss. A backward that reaches another
-output runs the whole of a second program, with a tangent for each output, from the inputs that the node
-keeps. So does the backward of a gradient (`create_graph=True`): that of a program which returns the gradients.
+A program has tangents for the outputs that were the loss when it was traced. A backward from another output runs all
+of a second program, which has a tangent for each output, from the inputs that the node saves. The backward of a
+gradient (`create_graph=True`) does the same with a program that returns the gradients.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class ProgramCall:
 
     Args:
         executable: the program.
-        all_tangents: gives the program that has a tangent for each output; compiled when first asked for.
-        inputs: the tensors among its arguments, by name ("input:0").
-        differentiate: gives the call that returns gradients of this one, from the tangents that it takes besides
-            this one's inputs; compiled when first asked for.
+        all_tangents: returns the program with a tangent for each output; its first call compiles the program.
+        inputs: the tensors among the program's arguments, by name ("input:0").
+        differentiate: returns a call that computes this call's gradients, from its inputs and tangents; its first
+            call compiles the program.
     """
 
     executable: Executable
@@ -44,18 +44,18 @@ class ProgramCall:
 
 
 def run(call: ProgramCall, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """The outputs of a call, by the program's output slots; a node of autograd's graph where gradients are wanted."""
+    """The outputs of a call, by the program's output slots. If gradients are enabled, a node of autograd's graph."""
     if torch.is_grad_enabled():
         return ProgramFunction.apply(call, *tensors)
     return _distinct(call.executable.run_forward(tensors)[0])
 
 
 class ProgramFunction(torch.autograd.Function):
-    """`apply(call, *tensors)`: tensors by the program's input slots, to tensors by its output slots."""
+    """`apply(call, *tensors)` maps tensors of the program's input slots to tensors of its output slots."""
 
     @staticmethod
     def forward(ctx: Any, call: ProgramCall, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run the forward phase; see `torch.autograd.Function`."""
+        """Run the forward phase; a method of `torch.autograd.Function`."""
         outputs, saved = call.executable.run_forward(tensors)
         ctx.call = call
         ctx.set_materialize_grads(False)
@@ -75,9 +75,9 @@ class ProgramFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Run the backward phase; see `torch.autograd.Function`."""
+        """Run the backward phase; a method of `torch.autograd.Function`."""
         tangents = _tangents(ctx.call.executable, grads)
-        if not tangents:  # nothing comes in, so nothing goes on
+        if not tangents:  # no gradient arrives, so none leaves
             return (None,) * (1 + len(ctx.needs_input_grad[1:]))
         if torch.is_grad_enabled():
             gradients = _differentiable_gradients(ctx, tangents)
@@ -88,15 +88,15 @@ class ProgramFunction(torch.autograd.Function):
 
 
 class GradientFunction(torch.autograd.Function):
-    """`apply(first, names, *tensors, *tangents)`: the gradients of a call's node, which can be differentiated.
+    """`apply(first, names, *tensors, *tangents)` computes the gradients of a call's node, differentiably.
 
-    `first` is the context of the call's node, `names` are those of its tangents; `first.gradient_names` become those of
-    what is returned.
+    `first` is the context of the call's node, `names` are the names of its tangents. `forward` sets
+    `first.gradient_names`, the names of the returned gradients.
     """
 
     @staticmethod
     def forward(ctx: Any, first: Any, names: tuple[str, ...], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run the backward phase; see `torch.autograd.Function`."""
+        """Run the backward phase; a method of `torch.autograd.Function`."""
         ctx.set_materialize_grads(False)
         ctx.first, ctx.names = first, names
         ctx.tangents = tensors[len(tensors) - len(names) :]
@@ -106,17 +106,17 @@ class GradientFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        """Gradients of gradients, through the program that returns gradients; see `torch.autograd.Function`."""
+        """Gradients of gradients, by the program that returns gradients; a method of `torch.autograd.Function`."""
         create_graph, needed = torch.is_grad_enabled(), ctx.needs_input_grad[2:]
         with torch.enable_grad():
-            # Views: a tangent may come from an input by a way of its own, which is not this node's to go.
+            # Views, because a tangent may depend on an input by a path that is not part of this node.
             tensors = [
                 tensor.view_as(tensor) if wanted else tensor
                 for tensor, wanted in zip((*ctx.first.tensors, *ctx.tangents), needed, strict=True)
             ]
             given = {name: grad for name, grad in zip(ctx.gradient_names, grads, strict=True) if grad is not None}
-            again = zip(_gradients_again(ctx, tuple(given), tensors), given.values(), strict=True)
-            pairs = [(gradient, _plain(grad)) for gradient, grad in again if gradient.requires_grad]
+            recomputed = zip(_recomputed_gradients(ctx, tuple(given), tensors), given.values(), strict=True)
+            pairs = [(gradient, _plain(grad)) for gradient, grad in recomputed if gradient.requires_grad]
             found = torch.autograd.grad(
                 [gradient for gradient, _ in pairs],
                 [tensor for tensor, wanted in zip(tensors, needed, strict=True) if wanted],
@@ -128,8 +128,8 @@ class GradientFunction(torch.autograd.Function):
         return (None, None, *(next(rest) if wanted else None for wanted in needed))
 
 
-def _gradients_again(ctx: Any, names: tuple[str, ...], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What a `GradientFunction` returned under these names, for `tensors`, as results of a program."""
+def _recomputed_gradients(ctx: Any, names: tuple[str, ...], tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The results of a `GradientFunction` by `names`, computed for `tensors` by a compiled program."""
     first, slots = ctx.first, [slot.slot for slot in ctx.first.call.executable.inputs]
     check_versions(slots, first.tensors, first.versions)
     outputs = tuple(int(name.removeprefix("tangent:")) for name in ctx.names)
@@ -143,20 +143,20 @@ def _gradients_again(ctx: Any, names: tuple[str, ...], tensors: Sequence[torch.T
 
 
 def _differentiable_gradients(ctx: Any, tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What `_gradients` gives, as a node of the graph that `create_graph=True` asks for."""
+    """The results of `_gradients`, as a node of autograd's graph, for `create_graph=True`."""
     results = GradientFunction.apply(ctx, tuple(tangents), *ctx.tensors, *tangents.values())
     return dict(zip(ctx.gradient_names, results, strict=True))
 
 
 def _gradients(ctx: Any, tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The gradients that autograd asks for, by name, of the program's backward phase or of a whole other program."""
+    """The gradients that autograd needs, by name, from the program's backward phase or from a second program."""
     executable, likes = ctx.call.executable, _wanted(ctx)
     if not tangents.keys() <= {slot.slot.name for slot in executable.tangents}:
         return _run_whole(ctx, ctx.call.all_tangents(), tangents)
     needed = frozenset().union(*(executable.read_by_backward.get(name, frozenset()) for name in likes))
     check_versions([slot.slot for slot in executable.inputs], ctx.tensors, ctx.versions, needed)
     saved = _saved(ctx)
-    ctx.maybe_clear_saved_tensors()  # they live in `saved` now, unless the user retains the graph
+    ctx.maybe_clear_saved_tensors()  # `saved` holds them now, unless the user retains the graph
     return executable.run_backward(saved, tangents, likes)
 
 
@@ -165,13 +165,13 @@ def _is_returned_with_grad(slot: InputSlot | OutputSlot) -> bool:
 
 
 def _wanted(ctx: Any) -> dict[str, torch.Tensor]:
-    """The inputs whose gradients autograd asks for, by name."""
+    """The inputs whose gradients autograd needs, by name."""
     inputs = zip(ctx.call.executable.inputs, ctx.tensors, ctx.needs_input_grad[1:], strict=True)
     return {slot.slot.name: tensor for slot, tensor, needed in inputs if needed}
 
 
 def _tangents(executable: Executable, grads: Sequence[torch.Tensor | None]) -> dict[str, torch.Tensor]:
-    """Gradients of outputs by the name of the tangent: that of "output:3" is "tangent:3"."""
+    """Gradients of outputs by the name of the tangent: "tangent:3" for "output:3"."""
     return {
         slot.slot.name.replace("output:", "tangent:"): grad
         for slot, grad in zip(executable.outputs, grads, strict=True)
@@ -180,7 +180,7 @@ def _tangents(executable: Executable, grads: Sequence[torch.Tensor | None]) -> d
 
 
 def _run_whole(ctx: Any, executable: Executable, tangents: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Gradients from the kept inputs, through a program with more tangents than the one that ran."""
+    """Gradients from the saved inputs, by a program with more tangents than the program that ran."""
     check_versions([slot.slot for slot in ctx.call.executable.inputs], ctx.tensors, ctx.versions)
     kept = zip(ctx.call.executable.inputs, ctx.tensors, strict=True)
     by_key = {(slot.slot.kind, slot.slot.name): tensor for slot, tensor in kept}
@@ -193,7 +193,7 @@ def _plain(grad: torch.Tensor) -> torch.Tensor:
 
 
 def _distinct(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs, with a tensor object of its own for each: autograd tells results apart by identity."""
+    """The outputs, each as a tensor object of its own, because autograd tells results apart by identity."""
     seen: set[int] = set()
     result = []
     for output in outputs:
@@ -203,9 +203,9 @@ def _distinct(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _save(ctx: Any, saved: Sequence[LocalValue]) -> tuple[Any, ...]:
-    """Hand all tensors of `saved` to autograd; returns what `_saved` needs to put them together again.
+    """Save all tensors of `saved` in autograd; return the layout by which `_saved` restores the values.
 
-    A local value is a tensor, a list of tensors, or a number of the program (a rank's offset).
+    A local value is a tensor, a list of tensors, or a number of the program (such as a rank's offset).
     """
     tensors: list[torch.Tensor] = []
     layout: list[Any] = []
@@ -223,7 +223,7 @@ def _save(ctx: Any, saved: Sequence[LocalValue]) -> tuple[Any, ...]:
 
 
 def _saved(ctx: Any) -> list[LocalValue]:
-    """The local values that `_save` kept."""
+    """The local values that `_save` saved."""
     tensors = iter(ctx.saved_tensors)
     result: list[LocalValue] = []
     for kind, content in ctx.layout:

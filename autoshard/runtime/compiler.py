@@ -1,4 +1,4 @@
-"""Who answers a sharded module's requests for programs."""
+"""The interface through which a sharded module requests programs."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from autoshard.runtime.engine import Engine
 
 
 class Compiler(Protocol):
-    """Traces, plans and lowers; given by `autoshard.api`, which may import what the runtime may not."""
+    """Traces, plans and lowers. `autoshard.api` implements it, because the runtime may not import the passes."""
 
     def __call__(self, request: Request, engine: Engine) -> CompiledProgram:
-        """The program for a call. Called by all ranks."""
+        """The program for a call. All ranks must call."""
         ...
 
     def trace(self, request: Request) -> Program:
-        """The program of a call, traced and not planned."""
+        """The traced program of a call, without a plan."""
         ...
 
     def record_initialisation(
         self, model: nn.Module, device: torch.device, init_fn: Callable[[nn.Module], Any] | None
     ) -> Initialisation:
-        """What the initialisers of a model do, whose tensors are on `device`; `init_fn` comes after its own."""
+        """Record the operations of a model's initialisers on `device`; `init_fn` runs after them."""
         ...
 
     def guards_hold(self, program: Program, inputs: Sequence[torch.Tensor], state: Mapping[str, torch.Tensor]) -> bool:
-        """Whether a program whose trace relied on values serves these inputs; `state` has what its guards read."""
+        """Whether a program whose trace depends on values serves these inputs; `state` has the tensors it read."""
         ...

@@ -1,7 +1,7 @@
-"""CUDA graphs: the kernels that a function launches, recorded once and launched together from then on.
+"""CUDA graphs: the kernels of a function, recorded once and launched together from then on.
 
-Where a step is many small kernels the host is slower than the device: of BERT on 8 x 128 tokens an H200 computed 4 ms
-while the host took 23 ms to launch it. A graph is one launch.
+In a step of many small kernels, the host is slower than the device. For BERT on 8 x 128 tokens, an H200 computed 4 ms
+and the host took 23 ms to launch the kernels. A graph is one launch.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from torch import Tensor
 from autoshard.errors import NotAvailableError
 
 Function = Callable[[list[Tensor]], list[Tensor]]
-"""Results on a device from tensors there; it may empty the list."""
+"""Maps tensors on a device to results there; it may empty the list."""
 
 Record = Callable[[Callable[[], list[Tensor]]], tuple[Callable[[], None], list[Tensor]]]
-"""Records what a function launches, without results yet: what launches it again, and where results then lie."""
+"""Records a function's launches without running them; returns a function that launches them, and the results."""
 
 _CALLS_BEFORE = 2
-"""Calls that run as they are: compilers compile, libraries take their workspaces, and memory finds its places."""
+"""Calls before recording: compilers compile, libraries allocate workspaces, and allocations settle."""
 
 
 def record_on_cuda(function: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
-    """A `Record` by CUDA, of this thread's launches alone."""
+    """Record the launches of this thread by CUDA; a `Record`."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     generator = torch.cuda.default_generators[stream.device_index]
     state = generator.get_state()
@@ -39,7 +39,7 @@ def record_on_cuda(function: Callable[[], list[Tensor]]) -> tuple[Callable[[], N
 
 
 def _leave(stream: torch.cuda.Stream, generator: torch.Generator, state: Tensor) -> None:
-    """Leave a recording that failed: torch stays on its stream, and its random numbers would still be recorded."""
+    """Leave a failed recording: reset torch's stream, and a generator that would go on recording."""
     torch.cuda.set_stream(stream)
     anew = torch.Generator(generator.device)
     anew.set_state(state)
@@ -48,14 +48,15 @@ def _leave(stream: torch.cuda.Stream, generator: torch.Generator, state: Tensor)
 
 @dataclass(slots=True)
 class CudaGraph:
-    """Runs one function, from its third call on as a graph.
+    """Runs one function, from the third call on as a graph.
 
-    A graph reads and writes the memory that it was recorded with. What lies elsewhere at each call is copied into
-    memory of the graph's own; whatever else is met elsewhere, is from then on, and the graph is recorded anew.
+    A graph reads and writes the memory with which it was recorded. Tensors at a new address in each call are copied
+    into memory of the graph. If another tensor moves, the graph is recorded again, and that tensor is copied from then
+    on.
 
     Args:
-        moving: the places of tensors that lie elsewhere at each call.
-        record: records what a function launches.
+        moving: the positions of tensors whose address changes at each call.
+        record: records the launches of a function.
     """
 
     moving: set[int]
@@ -67,14 +68,14 @@ class CudaGraph:
     _results: list[Tensor] = field(default_factory=list)
 
     def run(self, function: Function, values: Sequence[Tensor]) -> list[Tensor]:
-        """The results, which are valid until the next call.
+        """The results, valid until the next call.
 
         Args:
-            function: the same at each call, as are the shapes of values.
-            values: what it takes.
+            function: the same function at each call, with values of the same shapes.
+            values: the function's tensors.
 
         Raises:
-            NotAvailableError: it cannot be recorded: it waits for the device.
+            NotAvailableError: the function cannot be recorded, because it waits for the device.
         """
         self._calls += 1
         if self._calls <= _CALLS_BEFORE:
@@ -100,6 +101,6 @@ class CudaGraph:
         except RuntimeError as error:
             raise NotAvailableError(
                 f"cuda_graph=True, but the step cannot be recorded: {next(iter(str(error).splitlines()), '')} A graph "
-                "runs without the host, so no operator may read a value there, as experts read counts. Leave "
+                "runs without the host, so no operator may read a value on the host, as experts read counts. Leave "
                 "cuda_graph out. No parameter has changed at this step."
             ) from error

@@ -1,8 +1,7 @@
 """The engine of torch.distributed: one process per rank, process groups from a `DeviceMesh`.
 
-Parameters are DTensors, and each rank keeps its shard. Local tensors are taken out of them and put into them
-at the boundary of a program; the program itself, reshards at the boundary included, is plain operators and
-collectives.
+Parameters are DTensors, and each rank holds its shard. At the boundary of a program, local tensors are taken out of
+DTensors and put into them. The program, with the reshards at its boundary, consists of plain operators and collectives.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from autoshard.runtime.pickled_shards import pickle_wholes_alone
 from autoshard.runtime.process_groups import ProcessGroups, bind, reduce_in_place, taking_from_a_list
 from autoshard.runtime.split_output import SplitOutput
 from autoshard.runtime.stages.stage_meshes import StageMeshes, is_elsewhere
-from autoshard.runtime.state_in_loops import look_at_state_again
+from autoshard.runtime.state_in_loops import check_states_again
 from autoshard.runtime.weights.gather_region import gather_region
 from autoshard.runtime.weights.local_part import index_of
 from autoshard.runtime.weights.unread import shape_of
@@ -56,24 +55,24 @@ FinishInPlace = Callable[[fx.GraphModule], fx.GraphModule]
 REPLICATED = PartitionSpec()
 
 SMALL_BYTES = 2**20
-"""Bytes of a tensor that may be whole for a moment, several times over."""
+"""Bytes of a tensor that may be gathered whole for a moment, in several copies."""
 
 _MOST_RESHARDS = 1024
-"""Reshards at the boundary that are kept ready to run: some for each input and output of the programs in use."""
+"""The number of loaded boundary reshards to keep: some for each input and output of the programs in use."""
 
 
 class DistributedEngine:
-    """This process is one rank of `device_mesh`. A local value is a tensor.
+    """This process as one rank of `device_mesh`. A local value is a tensor.
 
     Args:
-        device_mesh: the mesh, with names for its dims; this process must be on it.
-        wrap: applied to each bound graph before it runs, e.g. a compiler.
-        check_in_place: sees each graph that writes: the functional one, the other, and what inputs are written.
-        finish_in_place: rewrites each graph that writes over inputs, before it is checked.
-        timeout_s: how long ranks wait for one that shows no sign of life.
-        control: the ranks that agree on what runs; default: those of `device_mesh`.
+        device_mesh: the mesh, with named dims; this process must be on it.
+        wrap: applied to each bound graph before it runs, such as a compiler.
+        check_in_place: checks each writing graph, given the functional graph, the writing graph and the written inputs.
+        finish_in_place: rewrites each graph that writes over inputs, before the check.
+        timeout_s: seconds that ranks wait for a rank that shows no sign of life.
+        control: the ranks that agree on programs; default: the ranks of `device_mesh`.
         outer: see `ProcessGroups`.
-        stages: of a pipeline, of which `device_mesh` has the ranks at one place.
+        stages: the meshes of a pipeline's stages; `device_mesh` is one of them.
     """
 
     def __init__(
@@ -103,30 +102,28 @@ class DistributedEngine:
             keep_freed_memory()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DistributedEngine:
-        """The engine itself: copies of a model run on the same ranks."""
+        """Return the engine itself: copies of a model run on the same ranks."""
         return self
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse to be pickled: process groups are this run's, and a rank has its shards alone."""
+        """Refuse to pickle: process groups belong to this run, and a rank holds only its shards."""
         raise NotAvailableError(
-            f"A model that runs on {self.mesh} with a process per rank cannot be pickled (by torch.save, say): its "
-            "process groups are this run's, and a rank holds its shards alone. Save sharded.state_dict() with "
-            "torch.distributed.checkpoint, and load it into a model that was compiled anew; copy.deepcopy works."
+            f"A model that runs on {self.mesh} with a process per rank cannot be pickled (by torch.save, say). Its "
+            "process groups belong to this run, and a rank holds only its shards. Save sharded.state_dict() with "
+            "torch.distributed.checkpoint, and load it into a newly compiled model; copy.deepcopy works."
         )
 
     @property
     def mesh(self) -> Mesh:
-        """See `Engine`."""
         return self.groups.mesh
 
     @property
     def device(self) -> torch.device:
-        """See `Engine`."""
         kind = self.device_mesh.device_type
         return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
     def load(self, graph_module: fx.GraphModule, written: Mapping[int, int] = NOTHING) -> Loaded:
-        """See `Engine`: results are written over inputs; such a graph calls fused updates, which need no compiler."""
+        """Results are written over inputs. A writing graph calls fused updates and is not compiled."""
         wrap = None if written else self._wrap
         bound = bind(graph_module if wrap is not None else self._writing(graph_module, written), self.groups)
         if wrap is None:
@@ -147,7 +144,7 @@ class DistributedEngine:
         return run if wrap is None else self._showing_life_once(run)
 
     def _showing_life_once(self, run: Loaded) -> Loaded:
-        """As `run`, whose first run compiles: meanwhile other ranks wait for this one."""
+        """Wrap `run` to show signs of life in its first run, which compiles, so that other ranks wait."""
         has_run = [False]
 
         def run_showing_life(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -161,7 +158,7 @@ class DistributedEngine:
         return run_showing_life
 
     def _writing(self, graph_module: fx.GraphModule, written: Mapping[int, int]) -> fx.GraphModule:
-        """The graph that writes: over inputs if it may, else into buckets."""
+        """The graph that writes results over inputs, or else into buckets."""
         writing = write_in_place(graph_module, written) if written else fill_buckets(graph_module)
         if self._finish_in_place is not None and written:
             writing = self._finish_in_place(writing)
@@ -170,7 +167,6 @@ class DistributedEngine:
         return writing
 
     def read(self, tensor: torch.Tensor, slot: LocalSlot) -> torch.Tensor:
-        """See `Engine`."""
         if tuple(tensor.shape) != slot.shape:
             raise MeshError(f"{slot.slot.name} has shape={tuple(tensor.shape)}, but the program expects {slot.shape}.")
         if isinstance(tensor, DTensor):
@@ -180,23 +176,18 @@ class DistributedEngine:
         return self._reshard(value, spec, slot.spec, slot)
 
     def reader(self, slots: Sequence[LocalSlot]) -> Reader:
-        """See `Engine`."""
         return Reader(slots, self.read)
 
     def like_writer(self, slots: Sequence[LocalSlot]) -> LikeWriter:
-        """See `Engine`."""
         return LikeWriter(slots, self.write_like)
 
     def write(self, value: torch.Tensor, slot: LocalSlot) -> torch.Tensor:
-        """See `Engine`."""
         return self._reshard(value, slot.spec, REPLICATED, slot)
 
     def write_sharded(self, value: torch.Tensor, slot: LocalSlot) -> torch.Tensor:
-        """See `Engine`."""
         return SplitOutput.of(self._put_in(value, slot, self._layouts.stored(slot.spec, slot.shape)))
 
     def write_like(self, value: torch.Tensor, slot: LocalSlot, like: torch.Tensor) -> torch.Tensor:
-        """See `Engine`."""
         if not isinstance(like, DTensor):
             return self.write(value, slot)
         return self._put_in(value, slot, self._layouts.of(like.placements, slot.shape))
@@ -204,7 +195,7 @@ class DistributedEngine:
     def store(
         self, tensors: Sequence[torch.Tensor], values: Sequence[torch.Tensor], slots: Sequence[LocalSlot]
     ) -> None:
-        """See `Engine`: where the program wrote over the tensor's own memory, it is done."""
+        """Copy only values that the program did not write into the tensor's own memory."""
         if are_dtensors(tensors) and all(map(is_, map(local_of, tensors), values)):
             return
         for tensor, value, slot in zip(tensors, values, slots, strict=True):
@@ -223,7 +214,6 @@ class DistributedEngine:
             local.copy_(found._local_tensor)
 
     def zeros(self, slot: LocalSlot, beside: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Engine`."""
         layout = self._layouts.stored(slot.spec, slot.shape)
         if beside is not None and is_elsewhere(beside):
             return self._on_mesh_of(beside, slot.shape, slot.dtype, layout.placements)
@@ -231,11 +221,9 @@ class DistributedEngine:
         return self._from_local(unpad_local(local, layout.spec, self.mesh, slot.shape, self.groups.rank), layout)
 
     def reshard(self, value: torch.Tensor, source: LocalSlot, target: LocalSlot) -> torch.Tensor:
-        """See `Engine`."""
         return self._reshard(value, source.spec, target.spec, target)
 
     def lay_out(self, tensor: torch.Tensor, slot: LocalSlot) -> torch.Tensor:
-        """See `Engine`."""
         layout = self._layouts.stored(slot.spec, slot.shape)
         if isinstance(tensor, DTensor):
             if tensor.placements == layout.placements and self._is_on_mesh(tensor):
@@ -245,14 +233,13 @@ class DistributedEngine:
 
     @torch.no_grad()
     def lay_out_like(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """See `Engine`."""
         if is_elsewhere(like):
             return self._on_mesh_of(like, like.shape, tensor.dtype, like.placements)
         return self._shard(tensor.to(self.device), like.placements) if isinstance(like, DTensor) else tensor
 
     @torch.no_grad()
     def add(self, sums: list[torch.Tensor], addends: list[torch.Tensor], owned: Sequence[bool] | None = None) -> None:
-        """See `Engine`; a compiler may have given results one memory that have two in the graph."""
+        """Never add in place with a compiler, which may share memory among results that are distinct in the graph."""
         if owned is not None and self._wrap is not None:
             owned = [False] * len(sums)
         in_place = [index for index in range(len(sums)) if owned is None or owned[index]]
@@ -266,18 +253,17 @@ class DistributedEngine:
             sums[index] = sums[index] + left.pop(0)
 
     def adopt(self, model: nn.Module) -> None:
-        """See `Engine`: parameters become DTensors, for now with a copy on each rank."""
+        """Parameters become DTensors, replicated at first."""
         take_over_parameters(model, self._replicate)
-        look_at_state_again()
+        check_states_again()
 
     def has_adopted(self, parameter: torch.Tensor) -> bool:
-        """See `Engine`."""
         return isinstance(parameter, DTensor)
 
     def place(
         self, model: nn.Module, specs: Mapping[str, PartitionSpec], holders: Mapping[str, int] = NO_HOLDERS
     ) -> None:
-        """See `Engine`: each rank keeps its shard."""
+        """Each rank keeps its shard."""
         for name, parameter in model.named_parameters():
             placements = self._layouts.stored(specs.get(name, REPLICATED), parameter.shape).placements
             if self._stages is not None and name in holders and holders[name] != self._stages.place:
@@ -289,13 +275,12 @@ class DistributedEngine:
         give_buffers_memory(model, self.device)
 
     def global_copy(self, tensor: torch.Tensor, holder: int | None = None) -> torch.Tensor:
-        """See `Engine`."""
         if holder is not None and self._stages is not None:
             return self._stages.share(holder, lambda: self.global_copy(tensor), tensor.shape, tensor)
         return whole(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
     def gather_region(self, tensor: torch.Tensor, region: tuple[slice, ...], holder: int | None = None) -> torch.Tensor:
-        """See `Engine`: small tensors are gathered whole, in one collective."""
+        """Small tensors are gathered whole, in one collective."""
         if holder is not None and self._stages is not None:
             shape = shape_of(region)
             return self._stages.share(holder, lambda: self.gather_region(tensor, region), shape, tensor)
@@ -305,18 +290,16 @@ class DistributedEngine:
             return gather_region(tensor, region, self.groups.name(",".join(self.mesh.axis_names)))
 
     def agree(self, facts: Callable[[], Facts]) -> None:
-        """See `Engine`."""
         self.control.agree(facts)
 
     def share(self, compute: Callable[[], T]) -> T:
-        """See `Engine`."""
         return self.control.share(compute)
 
     def _on_mesh_of(
         self, tensor: DTensor, shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Placement]
     ) -> DTensor:
-        """A tensor of which the ranks have parts that have those of another, this one not among them."""
-        assert self._stages is not None, "only of a pipeline there are ranks elsewhere"
+        """A tensor whose shards are on the ranks that hold `tensor`; this rank is not among them."""
+        assert self._stages is not None, "only a pipeline has ranks elsewhere"
         return self._stages.elsewhere_on(tensor.device_mesh, shape, dtype, placements)
 
     def _replicate(self, parameter: torch.Tensor) -> torch.Tensor:
@@ -327,19 +310,19 @@ class DistributedEngine:
         return DTensor.from_local(parameter.detach(), self.device_mesh, everywhere, run_check=False)
 
     def _shard(self, tensor: torch.Tensor, placements: Sequence) -> DTensor:
-        """The shards of a parameter, or its gradient, that every rank holds whole, in memory of their own."""
+        """The shard of a parameter or gradient that every rank holds whole, in memory of its own."""
         full = whole(tensor) if isinstance(tensor, DTensor) else tensor.detach()
         local = memory_of(self._part(full, placements), self.device)
         return self._from_local(local, self._layouts.of(placements, full.shape))
 
     def _part(self, full: torch.Tensor, placements: Sequence) -> torch.Tensor:
-        """What this rank is to hold of a whole tensor; by shards it is a view, as memory for a copy may be short."""
+        """This rank's part of a whole tensor: a view for shards, because memory for a copy may be short."""
         if not all(type(placement) in (Shard, Replicate) for placement in placements):
             return distribute_tensor(full, self.device_mesh, placements, src_data_rank=None).to_local().detach()
         coordinate = self.device_mesh.get_coordinate()
         assert coordinate is not None, "this process is on the mesh"
         index = index_of(full.shape, placements, tuple(self.device_mesh.shape), coordinate)
-        for dim, kept in enumerate(index):  # not `full[index]`, which asks for the device of a fake CUDA tensor
+        for dim, kept in enumerate(index):  # not `full[index]`, which needs the device of a fake CUDA tensor
             full = full.narrow(dim, kept.start, kept.stop - kept.start)
         return full
 
@@ -354,7 +337,7 @@ class DistributedEngine:
         return local if is_padded else pad_local(local, layout.spec, self.mesh, layout.shape), layout.spec
 
     def _put_in(self, value: torch.Tensor, slot: LocalSlot, layout: TensorLayout) -> DTensor:
-        """The DTensor that lies as `layout`, of a padded local value that lies as its slot says."""
+        """Make a DTensor with `layout` from a padded local value with the slot's spec."""
         if not layout.is_cut_alike:
             return distribute_tensor(self.write(value, slot), self.device_mesh, layout.placements, src_data_rank=None)
         local = self._reshard(value, slot.spec, layout.spec, slot)
@@ -394,7 +377,7 @@ class DistributedEngine:
 def whole(tensor: DTensor) -> torch.Tensor:
     """The global value of a DTensor, gathered on every rank, without gradient.
 
-    Gloo copies what it gathers: of a large tensor slices are gathered, along a dim that is not cut.
+    Gloo copies the gathered bytes, so a large tensor is gathered in slices along a dim that is not split.
     """
     dim = _dim_to_slice(tensor)
     with naming_lost_ranks():
@@ -406,7 +389,7 @@ def whole(tensor: DTensor) -> torch.Tensor:
         for first in range(0, tensor.shape[dim], step):
             size = min(step, tensor.shape[dim] - first)
             part = tensor.detach().narrow(dim, first, size)
-            assert isinstance(part, DTensor), "a slice of shards"
+            assert isinstance(part, DTensor), "a slice of a DTensor is a DTensor"
             result.narrow(dim, first, size).copy_(part.full_tensor())
         return result
 
@@ -415,7 +398,7 @@ _GATHERED_AT_ONCE_BYTES = 8 << 20
 
 
 def _dim_to_slice(tensor: DTensor) -> int | None:
-    """The dim along which a tensor is gathered slice by slice; None where it is gathered at once."""
+    """The dim along which a tensor is gathered in slices; None to gather it at once."""
     if tensor.device.type != "cpu" or tensor.nbytes <= _GATHERED_AT_ONCE_BYTES:
         return None
     if all(placement.is_replicate() for placement in tensor.placements):
@@ -425,7 +408,7 @@ def _dim_to_slice(tensor: DTensor) -> int | None:
 
 
 def _spread(function: Callable) -> Callable[[list[torch.Tensor]], tuple[torch.Tensor, ...]]:
-    """A function of tensors as one of the list of them, last first, which is emptied."""
+    """A function of the list of tensors in reverse order; it empties the list, then calls `function` with them."""
 
     def run(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         inputs = values[::-1]
@@ -438,7 +421,7 @@ def _spread(function: Callable) -> Callable[[list[torch.Tensor]], tuple[torch.Te
 def reshard_program(
     source: PartitionSpec, target: PartitionSpec, shape: Sequence[int], dtype: torch.dtype, mesh: Mesh
 ) -> fx.GraphModule:
-    """A lowered program that takes one local value from `source` to `target`."""
+    """A lowered program that reshards one local value from `source` to `target`."""
     graph = fx.Graph()
     tracer = GraphAppendingTracer(graph)
     steps = plan_reshard(source, target, shape, mesh, itemsize=dtype.itemsize)

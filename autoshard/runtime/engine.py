@@ -1,9 +1,9 @@
-"""Engines: where the ranks of a lowered program run.
+"""Engines: they run the ranks of a lowered program.
 
-An engine holds *local values*. In one process per rank that is the rank's tensor; in the simulator it is a
-list of tensors, one per rank. A local value has the padded local shape of its spec (see
-`autoshard.ir.spec`). The boundary between local values and what a user holds (parameters, inputs, results)
-is the engine's too, and nothing but an engine knows which kind of value it has at hand.
+An engine holds *local values*: with one process per rank, the rank's tensor; in the simulator, a list of tensors, one
+per rank. A local value has the padded local shape of its spec (see `autoshard.ir.spec`). The engine also converts
+between local values and the user's tensors: parameters, inputs, results. Only an engine knows which kind of local value
+it has.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from autoshard.runtime.simulator import simulate
 T = TypeVar("T")
 
 LocalValue = Any
-"""`torch.Tensor` in a process of its own; `list[torch.Tensor]`, one per rank, in the simulator."""
+"""`torch.Tensor` with a process per rank; `list[torch.Tensor]`, one per rank, in the simulator."""
 
 NOTHING: Mapping[int, int] = MappingProxyType({})
 NO_HOLDERS: Mapping[str, int] = MappingProxyType({})
 
 Loaded = Callable[[list[LocalValue]], tuple[LocalValue, ...]]
-"""A graph made ready to run: local values of its placeholders to local values of its results."""
+"""A graph ready to run: maps local values of its placeholders to local values of its results."""
 
 Reader = Callable[[Sequence[torch.Tensor]], list[LocalValue]]
-"""What users hold to local values, in the order of some slots."""
+"""Maps the user's tensors to local values, in the order of some slots."""
 
 LikeWriter = Callable[[Sequence[LocalValue], Sequence[torch.Tensor | None]], list[torch.Tensor | None]]
-"""Local values, in the order of some slots, to tensors that are as others; None where there is no other."""
+"""Maps local values, in the order of some slots, to tensors sharded like given tensors; None where none is given."""
 
 
 class Engine(Protocol):
-    """Where programs run. Every method that communicates is called by all ranks, in the same order."""
+    """Runs programs. All ranks must call every method that communicates, in the same order."""
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh whose ranks run."""
+        """The mesh of the ranks that run."""
         ...
 
     @property
@@ -59,62 +59,61 @@ class Engine(Protocol):
 
     @property
     def control(self) -> ControlGroup | None:
-        """The processes that run the mesh together; None where one runs it alone."""
+        """The processes that run the mesh together; None if one process runs it alone."""
         ...
 
     def load(self, graph_module: fx.GraphModule, written: Mapping[int, int] = NOTHING) -> Loaded:
         """Make a lowered graph ready to run; the graph itself is not changed.
 
-        What it gives takes its list of values over and empties it, so that each value is freed after its last use.
+        The result takes a list of values and empties it, so that each value is freed after its last use.
 
         Args:
             graph_module: the graph.
-            written: index of a result to that of the placeholder which nobody needs afterwards: the result may be
-                written over it. What then becomes of both is for `store`.
+            written: maps the index of a result to the index of a placeholder that is not needed afterwards. The result
+                may be written over the placeholder's value; pass both to `store`.
         """
         ...
 
     def store(self, tensors: Sequence[torch.Tensor], values: Sequence[LocalValue], slots: Sequence[LocalSlot]) -> None:
-        """Give each tensor, which a user holds, the local value that stands for what its slot says; in place."""
+        """Store a local value, with the slot's spec, into each of the user's tensors, in place."""
         ...
 
     def zeros(self, slot: LocalSlot, beside: torch.Tensor | None = None) -> torch.Tensor:
-        """A tensor of zeros for a user to hold, that lies as `slot` says, on the ranks that hold parameter `beside`."""
+        """A tensor of zeros for the user, sharded as `slot` says, on the ranks that hold parameter `beside`."""
         ...
 
     def reshard(self, value: LocalValue, source: LocalSlot, target: LocalSlot) -> LocalValue:
-        """A local value that lies as one slot says, lying as another does."""
+        """Reshard a local value from the spec of `source` to the spec of `target`."""
         ...
 
     def lay_out(self, tensor: torch.Tensor, slot: LocalSlot) -> torch.Tensor:
-        """`tensor`, which lies as `slot` says, or else a tensor with its value that does."""
+        """`tensor` itself if it is sharded as `slot` says, or a resharded copy."""
         ...
 
     def lay_out_like(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """A tensor with the value of `tensor`, which is whole, that lies as `like` does."""
+        """A copy of the whole tensor `tensor`, sharded as `like` is."""
         ...
 
     def add(self, sums: list[LocalValue], addends: list[LocalValue], owned: Sequence[bool] | None = None) -> None:
-        """Add `addends`, which is emptied, to `sums`, pairs of local values under one spec.
+        """Add `addends` to `sums`, pairs of local values with equal specs; empties `addends`.
 
         Args:
-            sums: sums, or addends of sums.
-            addends: what is added to each.
-            owned: which of `sums`, results of a graph, may be written over as that says; None: all, as they were made
-                here.
+            sums: the sums so far, or first addends.
+            addends: an addend for each sum.
+            owned: which of `sums`, results of a graph, may be written over; None: all, since this engine made them.
         """
         ...
 
     def read(self, tensor: torch.Tensor, slot: LocalSlot) -> LocalValue:
-        """The local value of what a user holds: a global tensor, or a DTensor."""
+        """The local value of a user's tensor: a global tensor, or a DTensor."""
         ...
 
     def reader(self, slots: Sequence[LocalSlot]) -> Reader:
-        """A function that does `read` for each slot; a value may be the very tensor that a DTensor holds."""
+        """A function that applies `read` to each slot; a value may be the very tensor inside a DTensor."""
         ...
 
     def like_writer(self, slots: Sequence[LocalSlot]) -> LikeWriter:
-        """A function that does `write_like` for each slot; None for a value that is like none."""
+        """A function that applies `write_like` to each slot; None where `like` is None."""
         ...
 
     def write(self, value: LocalValue, slot: LocalSlot) -> torch.Tensor:
@@ -122,33 +121,33 @@ class Engine(Protocol):
         ...
 
     def write_sharded(self, value: LocalValue, slot: LocalSlot) -> torch.Tensor:
-        """The tensor of a local value that stays where it lies: a DTensor with processes, else a global tensor."""
+        """The tensor of a local value with its sharding: a DTensor with processes, else a global tensor."""
         ...
 
     def write_like(self, value: LocalValue, slot: LocalSlot, like: torch.Tensor) -> torch.Tensor:
-        """The tensor of a local value, as `like` is: a DTensor with its placements, else a global tensor."""
+        """The tensor of a local value in the form of `like`: a DTensor with its placements, or a global tensor."""
         ...
 
     def adopt(self, model: nn.Module) -> None:
-        """Take over the parameters of `model`, before it is known how they will lie."""
+        """Take over the parameters of `model`, before their sharding is known."""
         ...
 
     def has_adopted(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter is one that was taken over."""
+        """Whether `adopt` took over a parameter."""
         ...
 
     def place(
         self, model: nn.Module, specs: Mapping[str, PartitionSpec], holders: Mapping[str, int] = NO_HOLDERS
     ) -> None:
-        """Lay the parameters of `model` out as `specs` (by qualified name) say, keeping their identity.
+        """Shard the parameters of `model` by `specs` (by qualified name), keeping their identity.
 
-        What is on the meta device gets memory, filled with zeros.
+        Parameters and buffers on the meta device get memory, filled with zeros.
 
         Args:
-            model: the user's.
-            specs: how each lies on the ranks that hold it.
-            holders: of each parameter, the place of the pipeline whose ranks alone hold it; empty: every rank has its
-                part of all.
+            model: the user's model.
+            specs: the spec of each parameter on the ranks that hold it.
+            holders: the pipeline stage mesh whose ranks alone hold a parameter; empty: every rank has its shard of all
+                parameters.
         """
         ...
 
@@ -156,13 +155,13 @@ class Engine(Protocol):
         """A plain tensor with the global value and shape of a parameter, buffer or input.
 
         Args:
-            tensor: what a user holds.
-            holder: the place of the pipeline whose ranks alone hold it; None: every rank has its part.
+            tensor: the user's tensor.
+            holder: the pipeline stage mesh whose ranks alone hold it; None: every rank has its shard.
         """
         ...
 
     def gather_region(self, tensor: torch.Tensor, region: tuple[slice, ...], holder: int | None = None) -> torch.Tensor:
-        """As `global_copy`, but of a region of the tensor, with memory for little more than that."""
+        """The values of a region, as `global_copy` returns them, with little more memory than the region's."""
         ...
 
     def agree(self, facts: Callable[[], Facts]) -> None:
@@ -170,24 +169,23 @@ class Engine(Protocol):
         ...
 
     def share(self, compute: Callable[[], T]) -> T:
-        """What `compute` gives on the first rank, on every rank; an error of it is raised on every rank."""
+        """Run `compute` on the first rank, and return its result or raise its error on every rank."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class SimulatorEngine:
-    """All ranks of `mesh` in this process, in lock-step. Parameters stay the user's own."""
+    """All ranks of `mesh` in this process, in lock-step. The user's parameters stay as they are."""
 
     mesh: Mesh
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @property
     def control(self) -> None:
-        """See `Engine`."""
         return None
 
     def load(self, graph_module: fx.GraphModule, written: Mapping[int, int] = NOTHING) -> Loaded:
-        """See `Engine`: here results are new tensors."""
+        """Results are new tensors."""
 
         def run(values: list[LocalValue]) -> tuple[LocalValue, ...]:
             inputs = values.copy()
@@ -197,92 +195,80 @@ class SimulatorEngine:
         return run
 
     def read(self, tensor: torch.Tensor, slot: LocalSlot) -> LocalValue:
-        """See `Engine`."""
         if tuple(tensor.shape) != slot.shape:
             raise MeshError(f"{slot.slot.name} has shape={tuple(tensor.shape)}, but the program expects {slot.shape}.")
         return shard_all(tensor.detach(), slot.spec, self.mesh)
 
     def reader(self, slots: Sequence[LocalSlot]) -> Reader:
-        """See `Engine`."""
         return lambda tensors: [self.read(tensor, slot) for tensor, slot in zip(tensors, slots, strict=True)]
 
     def like_writer(self, slots: Sequence[LocalSlot]) -> LikeWriter:
-        """See `Engine`."""
         return lambda values, likes: [
             None if like is None else self.write_like(value, slot, like)
             for value, slot, like in zip(values, slots, likes, strict=True)
         ]
 
     def write(self, value: LocalValue, slot: LocalSlot) -> torch.Tensor:
-        """See `Engine`."""
         return unshard(value, slot.spec, self.mesh, slot.shape)
 
     def write_sharded(self, value: LocalValue, slot: LocalSlot) -> torch.Tensor:
-        """See `Engine`."""
         return self.write(value, slot)
 
     def write_like(self, value: LocalValue, slot: LocalSlot, like: torch.Tensor) -> torch.Tensor:
-        """See `Engine`."""
         return self.write(value, slot)
 
     @torch.no_grad()
     def store(self, tensors: Sequence[torch.Tensor], values: Sequence[LocalValue], slots: Sequence[LocalSlot]) -> None:
-        """See `Engine`."""
         for tensor, value, slot in zip(tensors, values, slots, strict=True):
             tensor.copy_(self.write(value, slot))
 
     def zeros(self, slot: LocalSlot, beside: torch.Tensor | None = None) -> torch.Tensor:
-        """See `Engine`."""
         return torch.zeros(slot.shape, dtype=slot.dtype, device=self.device)
 
     def reshard(self, value: LocalValue, source: LocalSlot, target: LocalSlot) -> LocalValue:
-        """See `Engine`."""
         if source.spec == target.spec:
             return value
         return shard_all(unshard(value, source.spec, self.mesh, source.shape), target.spec, self.mesh)
 
     def lay_out(self, tensor: torch.Tensor, slot: LocalSlot) -> torch.Tensor:
-        """See `Engine`: all tensors lie alike here."""
+        """Return `tensor`: the simulator has only whole tensors."""
         return tensor
 
     def lay_out_like(self, tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """See `Engine`: all tensors lie alike here."""
+        """Return `tensor`: the simulator has only whole tensors."""
         return tensor
 
     def add(self, sums: list[LocalValue], addends: list[LocalValue], owned: Sequence[bool] | None = None) -> None:
-        """See `Engine`: here sums are new tensors; copies are added once."""
+        """Make new tensors; pairs that several ranks share are added once."""
         for index in range(len(sums)):
             sums[index] = _sums(sums[index], addends.pop(0))
 
     def adopt(self, model: nn.Module) -> None:
-        """See `Engine`: the simulator leaves parameters as they are."""
+        """Leave the parameters as they are."""
 
     def has_adopted(self, parameter: torch.Tensor) -> bool:
-        """See `Engine`: the simulator takes all as they are."""
+        """True: the simulator takes every parameter as it is."""
         return True
 
     def place(
         self, model: nn.Module, specs: Mapping[str, PartitionSpec], holders: Mapping[str, int] = NO_HOLDERS
     ) -> None:
-        """See `Engine`: the simulator leaves parameters as they are, but for those on the meta device."""
+        """Leave the parameters as they are, but give memory to those on the meta device."""
         for parameter in model.parameters():
             if parameter.is_meta:
                 swap_parameter(parameter, partial(memory_of, device=self.device))
         give_buffers_memory(model, self.device)
 
     def global_copy(self, tensor: torch.Tensor, holder: int | None = None) -> torch.Tensor:
-        """See `Engine`."""
         return tensor.detach()
 
     def gather_region(self, tensor: torch.Tensor, region: tuple[slice, ...], holder: int | None = None) -> torch.Tensor:
-        """See `Engine`."""
         return tensor.detach()[region]
 
     def agree(self, facts: Callable[[], Facts]) -> None:
-        """See `Engine`: one process agrees with itself."""
+        """Do nothing: one process agrees with itself."""
 
     def share(self, compute: Callable[[], T]) -> T:
-        """See `Engine`."""
         return compute()
 
 

@@ -1,4 +1,4 @@
-"""A phased program bound to the engine that runs it."""
+"""A phased program, loaded by the engine that runs it."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ from autoshard.runtime.varying_numbers import Trace, VaryingNumbers
 from autoshard.runtime.versions import Key, inputs_behind_gradients
 
 _STATES = 8
-"""States of the model's Python that are remembered for one program."""
+"""The number of states of the model's Python to remember per program."""
 
 
 def check_state(state: PythonGuards, *, was_training: bool, is_training: bool) -> None:
-    """Raise `TraceError` where a backward must trace its call again, and the model is no longer what it was then."""
+    """Raise `TraceError` if a backward must trace its call a second time, but the model changed since the forward."""
     changes = [*state.changes(), *(["training"] if was_training != is_training else [])]
     if changes:
         raise TraceError(
             f"The model changed between forward and backward ({', '.join(changes[:4])}), and this backward reaches "
-            "another output than the loss, or gradients of gradients: it is made from the model as it was called. "
-            "Change the model after the backward."
+            "another output than the loss, or gradients of gradients. Such a backward is traced from the model, which "
+            "must still be as it was in the forward. Change the model after the backward."
         )
 
 
 @dataclass(frozen=True, eq=False)
 class Executable:
-    """A compiled program that an engine has loaded; runs on what users hold: global tensors and DTensors.
+    """A compiled program loaded by an engine. It runs on the user's tensors: global tensors and DTensors.
 
-    Each is equal to itself alone, so that `PerProgram` finds what was made for it.
+    Executables compare by identity, so that `PerProgram` can keep values for each.
 
     Args:
         compiled: the program.
-        engine: where it runs.
-        python_guards: the states of the model's Python that a trace gave this program for, newest last: any may hold.
+        engine: the engine that runs it.
+        python_guards: the states of the model's Python whose traces gave this program, newest last. One must hold.
         varying: numbers of the model that change from call to call.
     """
 
@@ -64,11 +64,11 @@ class Executable:
         return self.compiled.phased
 
     def for_a_copy(self) -> Executable:
-        """The program for a copy of its model, which serves the copy's state once a trace of that gave it too."""
+        """The program for a copy of its model. A trace of the copy must give the program before it serves the copy."""
         return Executable(self.compiled, self.engine, [PythonGuards(of_another=True)])
 
     def does(self, update: Update | None) -> bool:
-        """Whether the program updates parameters as is asked for."""
+        """Whether the program updates parameters as `update` says."""
         mine = self.compiled.update
         if update is None or mine is None or any(update is item for item in self._served):
             return True
@@ -77,7 +77,7 @@ class Executable:
         return serves
 
     def serves_state(self) -> bool:
-        """Whether the program is the one of the model's Python as it is now."""
+        """Whether the model's Python is in a state that the program serves."""
         for index, guards in reversed(list(enumerate(self.python_guards))):
             if guards.hold():
                 self.python_guards.append(self.python_guards.pop(index))
@@ -86,36 +86,36 @@ class Executable:
 
     @property
     def state(self) -> PythonGuards:
-        """The state of the model's Python that was last found to be served."""
+        """The state of the model's Python that was last found to hold."""
         return self.python_guards[-1] if self.python_guards else PythonGuards()
 
     def state_changes(self) -> Sequence[str]:
-        """What changed in the model's Python since the program was last traced."""
+        """Changes of the model's Python since the last trace of the program."""
         return self.state.changes()
 
     def serve_state(self, use: PythonUse, registered: Iterable[torch.Tensor]) -> None:
-        """Serve the model's Python as it is now, for which a trace gave the program; see `PythonUse.guards`."""
+        """Serve the present state of the model's Python, whose trace gave this program; see `PythonUse.guards`."""
         del self.python_guards[: -_STATES + 1]
         self.python_guards.append(self.varying.guards(use, registered))
 
     def look_for_varying(self, trace: Trace) -> Iterator[str]:
-        """Look for numbers that change, once a trace gave the program again; says which."""
+        """After a trace has given the program a second time, find numbers that change, and yield their names."""
         return self.varying.look(self.python_guards, self.compiled.fingerprint, trace)
 
     def set_attributes(self) -> None:
-        """Set the plain attributes that the model's own call sets, in the state that was last found to be served."""
+        """Set the plain attributes that the model's own call sets, in the state that was last found to hold."""
         for holder, name, value in self.state.settings:
             if vars(holder).get(name, MISSING) is not value:
                 setattr(holder, name, value)
 
     @cached_property
     def digest(self) -> str:
-        """See `PhasedProgram.digest`."""
+        """A digest of the program; see `PhasedProgram.digest`."""
         return self.phased.digest() if self.compiled.staged is None else self.compiled.staged.digest()
 
     @property
     def stages(self) -> Mapping[int, Executable]:
-        """The stages that this process runs, by number; a program that is not cut is one stage."""
+        """The stages that this process runs, by number; a program without stages is stage 0."""
         return {0: self} if self.compiled.staged is None else self._own_stages
 
     @cached_property
@@ -130,12 +130,12 @@ class Executable:
 
     @cached_property
     def elsewhere(self) -> tuple[LoweredProgram, ...]:
-        """The stages of a pipeline that other processes run."""
+        """The pipeline stages that other processes run."""
         stages = () if self.compiled.staged is None else self.compiled.staged.stages
         return tuple(stage.phased.lowered for n, stage in enumerate(stages) if n not in self.compiled.own_stages)
 
     def by_stage(self, tensors: Sequence[torch.Tensor]) -> dict[int, Sequence[torch.Tensor]]:
-        """The inputs of a forward call, by the stage that takes them; what other stages make is left out."""
+        """The inputs of a forward call by stage, without the inputs that other stages send."""
         if self.compiled.staged is None:
             return {0: tensors}
         given = dict(zip(self.input_names, tensors, strict=True))
@@ -151,27 +151,27 @@ class Executable:
 
     @cached_property
     def inputs(self) -> tuple[LocalSlot, ...]:
-        """The slots that a forward call takes, in order."""
+        """The input slots of a forward call, in order."""
         return tuple(self.phased.lowered.inputs[index] for index in self.phased.forward_inputs)
 
     @cached_property
     def crossing_inputs(self) -> tuple[tuple[int, LocalSlot], ...]:
-        """Place and slot of each input that another stage makes."""
+        """Position and slot of each input that another stage sends."""
         return tuple((place, slot) for place, slot in enumerate(self.inputs) if crosses_stages(slot.slot.name))
 
     @cached_property
     def given_inputs(self) -> tuple[LocalSlot, ...]:
-        """The slots that users and the model give a forward call: the inputs that no other stage makes."""
+        """The input slots of a forward call that the user and the model fill: all but those that other stages send."""
         return tuple(slot for slot in self.inputs if not crosses_stages(slot.slot.name))
 
     @cached_property
     def input_names(self) -> tuple[Key, ...]:
-        """Kind and name of what a forward call takes, in order."""
+        """Kind and name of each input of a forward call, in order."""
         return tuple((InputKind(slot.slot.kind), slot.slot.name) for slot in self.inputs)
 
     @cached_property
     def traced_devices(self) -> Mapping[str, str]:
-        """The type of the device that each input was traced on, by the input's name."""
+        """The device type on which each input was traced, by the input's name."""
         traced = self.phased.lowered.traced
         names = {slot.node: slot.name for slot in traced.inputs if slot.kind is InputKind.INPUT}
         nodes = traced.graph_module.graph.find_nodes(op="placeholder")
@@ -179,22 +179,22 @@ class Executable:
 
     @cached_property
     def outputs(self) -> tuple[LocalSlot, ...]:
-        """The slots that a forward call yields, in order: outputs and buffer updates."""
+        """The output slots of a forward call, in order: outputs and buffer updates."""
         return tuple(self.phased.lowered.outputs[index] for index in self.phased.forward_outputs)
 
     @cached_property
     def tangents(self) -> tuple[LocalSlot, ...]:
-        """The slots that a backward call takes, in order."""
+        """The input slots of a backward call, in order."""
         return tuple(self.phased.lowered.inputs[index] for index in self.phased.backward_inputs)
 
     @cached_property
     def gradients(self) -> tuple[LocalSlot, ...]:
-        """The slots that a backward call yields, in order."""
+        """The output slots of a backward call, in order."""
         return tuple(self.phased.lowered.outputs[index] for index in self.phased.backward_outputs)
 
     @cached_property
     def read_by_backward(self) -> dict[str, frozenset[Key]]:
-        """The inputs whose own values a backward call reads for each gradient, by what the gradient belongs to."""
+        """The inputs whose values a backward call reads for each gradient, by the gradient's owner."""
         return inputs_behind_gradients(self.phased.lowered.traced)
 
     @cached_property
@@ -208,7 +208,7 @@ class Executable:
 
     @cached_property
     def _read_by_hoisted(self) -> tuple[int, ...]:
-        """Place among the given inputs of a forward call, of each input of `hoisted`."""
+        """The position of each input of `hoisted` among the given inputs of a forward call."""
         slots = self.phased.lowered.inputs
         given = [index for index in self.phased.forward_inputs if not crosses_stages(slots[index].slot.name)]
         return tuple(map(given.index, self.phased.hoisted_inputs))
@@ -223,7 +223,7 @@ class Executable:
 
     @cached_property
     def owned_gradients(self) -> tuple[bool, ...]:
-        """Which of the gradients that a backward carries into the update may be written over."""
+        """Which gradients carried from a backward into the update may be written over."""
         return owned_results(self.phased.backward.graph)[len(self.gradients) :]
 
     @cached_property
@@ -236,17 +236,17 @@ class Executable:
 
     @cached_property
     def updated(self) -> tuple[LocalSlot, ...]:
-        """The slots that an update yields, in order."""
+        """The output slots of an update, in order."""
         return tuple(self.phased.lowered.outputs[index] for index in self.phased.update_outputs)
 
     @cached_property
     def read_by_update(self) -> tuple[LocalSlot, ...]:
-        """The slots that an update takes besides what the backward carries into it, in order."""
+        """The input slots of an update, in order, without the gradients carried from the backward."""
         return tuple(self.phased.lowered.inputs[index] for index in self.phased.update_inputs)
 
     @cached_property
     def options_by_update(self) -> tuple[tuple[int, int], ...]:
-        """Where an update takes the options of a group, and the number of the group."""
+        """The position of each group's options among the update's inputs, and the number of the group."""
         slots = enumerate(slot.slot for slot in self.read_by_update)
         return tuple((index, group_of(slot.name)) for index, slot in slots if slot.kind is InputKind.HYPER)
 
@@ -258,7 +258,7 @@ class Executable:
 
     @cached_property
     def update(self) -> ProgramUpdate | None:
-        """The update, of the program of a training step or of a stage; None where nothing is updated."""
+        """The update of a training step's program, or of its stage; None if the program updates nothing."""
         if self.phased.update is None:
             return None
         return ProgramUpdate(
@@ -274,7 +274,7 @@ class Executable:
         )
 
     def load(self) -> None:
-        """Load all phases now; they may bind process groups, which all ranks do together."""
+        """Load all phases now. They may bind process groups, so all ranks must load together."""
         if self.compiled.staged is not None:
             return  # `Executor` loads the stages, once they have process groups
         _ = self._hoisted, self._forward, self._backward
@@ -284,16 +284,16 @@ class Executable:
             self.update.load()
 
     def run_forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], list[LocalValue]]:
-        """The global outputs, in the order of `outputs`, and the local values kept for the backward."""
+        """The global outputs, in the order of `outputs`, and the local values saved for the backward."""
         results, saved = self.run_forward_locally(tensors)
         return [self.write_output(value, slot) for value, slot in zip(results, self.outputs, strict=True)], saved
 
     def for_hoisted(self, values: Sequence[LocalValue]) -> list[LocalValue]:
-        """The local values that `run_hoisted_on` takes, among those of `read_inputs`."""
+        """The local values for `run_hoisted_on`, selected from those of `read_inputs`."""
         return [values[place] for place in self._read_by_hoisted]
 
     def run_hoisted_on(self, values: list[LocalValue]) -> list[LocalValue]:
-        """Local values computed once for all micro-batches, from those of `for_hoisted`; that list is emptied."""
+        """Local values computed once for all micro-batches from those of `for_hoisted`; empties `values`."""
         return [] if self._hoisted is None else list(self._hoisted(values))
 
     def read_inputs(self, tensors: Sequence[torch.Tensor]) -> list[LocalValue]:
@@ -301,15 +301,15 @@ class Executable:
         return list(self._read_inputs(tensors))
 
     def run_forward_locally(self, tensors: Sequence[torch.Tensor]) -> tuple[list[LocalValue], list[LocalValue]]:
-        """Local outputs, in the order of `outputs`, and the values kept for the backward.
+        """Local outputs, in the order of `outputs`, and the values saved for the backward.
 
         Args:
-            tensors: the global inputs, in the order of `inputs`, of a program without stages that hoists nothing.
+            tensors: the global inputs, in the order of `inputs`; the program has no stages and hoists nothing.
         """
         return self.run_forward_on(self.read_inputs(tensors))
 
     def run_forward_on(self, values: list[LocalValue]) -> tuple[list[LocalValue], list[LocalValue]]:
-        """Local outputs, and the values kept for the backward.
+        """Local outputs, and the values saved for the backward.
 
         Args:
             values: local inputs, in the order of `inputs`, then the results of `run_hoisted_on`; emptied.
@@ -320,19 +320,19 @@ class Executable:
         return [_apart(value) if id(value) in given else value for value in results[:count]], results[count:]
 
     def run_backward_on(self, values: list[LocalValue]) -> tuple[list[LocalValue], list[LocalValue]]:
-        """Local gradients, and what is carried into the update, of what was kept and the tangents; emptied."""
+        """Local gradients, and values carried into the update, from saved values and tangents; empties `values`."""
         results = list(self._backward(values))
         count = len(self.gradients)
         return results[:count], results[count:]
 
     def run_first_half(self, values: list[LocalValue]) -> tuple[list[LocalValue], list[LocalValue]]:
-        """Local gradients for other stages, and the values that the second half takes; `values` as a backward's."""
+        """Local gradients for other stages, and the inputs of the second half; `values` as for `run_backward_on`."""
         results = list(self._halves.inputs(values))
         count = len(self.gradients)
         return results[:count], results[count:]
 
     def run_second_half(self, values: list[LocalValue]) -> tuple[list[LocalValue], Sequence[bool]]:
-        """The values carried into the update, and which of them may be written over; `values` is emptied."""
+        """The values carried into the update, and which of them may be written over; empties `values`."""
         return list(self._halves.weights(values)), self._halves.owned
 
     def run_backward(
@@ -341,12 +341,12 @@ class Executable:
         tangents: Mapping[str, torch.Tensor],
         likes: Mapping[str, torch.Tensor],
     ) -> dict[str, torch.Tensor]:
-        """The gradients by the name of what they belong to.
+        """The gradients, by the names of their owners.
 
         Args:
-            saved: what `run_forward` kept; emptied, so that each value is freed after its last use.
-            tangents: gradient of each output by the name of its tangent ("tangent:0"); nothing flows from others.
-            likes: what each gradient belongs to, by name: that of a DTensor has its placements.
+            saved: the values that `run_forward` saved; emptied, so that each value is freed after its last use.
+            tangents: the gradient of each output by the name of its tangent ("tangent:0"); missing ones are zero.
+            likes: the owner of each gradient by name; a DTensor gives the gradient its placements.
         """
         values = [*saved, *(self._read_tangent(tangents, slot) for slot in self.tangents)]
         saved.clear()
@@ -360,14 +360,14 @@ class Executable:
         }
 
     def unreached(self, tangents: Collection[str]) -> frozenset[str]:
-        """What has no gradient where only these tangents come in."""
+        """The owners that get no gradient from these tangents."""
         by_tangent = self.phased.lowered.traced.unreached
         if not by_tangent:
             return frozenset()
         return frozenset.intersection(*(by_tangent.get(name, frozenset()) for name in tangents))
 
     def _find_backward(self, tangents: Collection[str]) -> Loaded:
-        """The backward from the outputs that these tangents belong to."""
+        """The backward from the outputs of these tangents."""
         if all(slot.slot.name in tangents for slot in self.tangents):
             return self._backward
         given = frozenset(tangents)
@@ -380,7 +380,7 @@ class Executable:
         return self._backward_from[given]
 
     def write_output(self, value: LocalValue, slot: LocalSlot) -> torch.Tensor:
-        """An output as it is handed out: as it lies, or whole."""
+        """An output for the user: sharded, or whole."""
         if slot.slot.name in self.compiled.sharded_outputs:
             return self.engine.write_sharded(value, slot)
         return self.engine.write(value, slot)
@@ -394,7 +394,7 @@ class Executable:
 
 @dataclass(frozen=True, slots=True)
 class _Halves:
-    """The halves of a backward, ready to run; `owned`: which results of the second may be written over."""
+    """The loaded halves of a backward; `owned`: which results of the second may be written over."""
 
     inputs: Loaded
     weights: Loaded
@@ -402,5 +402,5 @@ class _Halves:
 
 
 def _apart(value: LocalValue) -> LocalValue:
-    """A tensor object of its own for what may be the very object in a user's DTensor: autograd marks results."""
+    """A new tensor object on the same memory: autograd marks results, and the value may be inside a user's DTensor."""
     return value.detach() if isinstance(value, torch.Tensor) else value

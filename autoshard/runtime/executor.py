@@ -1,4 +1,4 @@
-"""Runs programs in the order of their tasks; each order is proven before it first runs."""
+"""Runs programs in the order of their tasks; each order is proven before its first run."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ class Prove(Protocol):
     """Proves an order."""
 
     def __call__(self, order: PipelineOrder, *, trains: bool = True) -> None:
-        """Raise `VerificationError` where an order does not do all of its work (backwards too, if it `trains`)."""
+        """Raise `VerificationError` if an order leaves out work: forwards, and backwards if it `trains`."""
         ...
 
 
 class Executor:
-    """The steps of a module, and its calls in stages. All ranks call its methods together.
+    """Runs the steps of a module, and its calls in stages. All ranks must call its methods together.
 
     Args:
-        messages: between the stages of a pipeline; None where programs have no stages.
-        prove: proves orders; None to trust them.
+        messages: the messages between pipeline stages; None if programs have no stages.
+        prove: proves orders; None to skip the proofs.
     """
 
     def __init__(self, messages: StageMessages | None = None, prove: Prove | None = None) -> None:
@@ -47,20 +47,20 @@ class Executor:
         self._tables = PerProgram[CrossingTable]()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Executor:
-        """Itself: copies of a model run on the same ranks."""
+        """Return the executor itself: copies of a model run on the same ranks."""
         return self
 
     def prove(self, order: PipelineOrder, *, trains: bool = True) -> None:
-        """Prove an order that is to run; see `Prove`."""
+        """Prove an order before it runs; see `Prove`."""
         if self._prove is not None:
             self._prove(order, trains=trains)
 
     def prepare(self, executable: Executable, order: PipelineOrder | None = None) -> CrossingTable:
-        """Prove the order of a program and load all that it needs to run; once, and by all ranks in one order.
+        """Prove the order of a program and load its phases, once; all ranks must call in the same order.
 
         Args:
             executable: the program of a step, or a program in stages.
-            order: the order of a step whose program is not cut into stages.
+            order: the order of a step whose program has no stages.
         """
         return self._tables.get_or_make(executable, lambda: self._prepare(executable, order))
 
@@ -82,9 +82,9 @@ class Executor:
         self, executable: Executable, table: CrossingTable, inputs: Inputs, weights: Sequence[float], take: Take,
         graphs: GraphedPasses | None = None,
     ) -> ProgramRun:  # fmt: skip
-        """Run all forwards and backwards of a call; the run then has the gradients. See `ProgramRun`."""
+        """Run all forwards and backwards of a call. The returned run has the gradients; see `ProgramRun`."""
         order = table.staged.order
-        assert len(weights) == order.micro_batches, "the batch is cut as the order says"
+        assert len(weights) == order.micro_batches, "the order has a task for each micro-batch"
         stages = {number: StageRun(number, program) for number, program in executable.stages.items()}
         run = ProgramRun(table, stages, self.messages, inputs, weights, take, graphs)
         run.begin()
@@ -113,7 +113,7 @@ class Executor:
 
 
 def _one_stage(executable: Executable, order: PipelineOrder | None) -> StagedProgram:
-    """The program of a step that is not cut, as a pipeline of one stage."""
+    """The program of a step without stages, as a pipeline of one stage."""
     plan = executable.compiled.plan
     assert order is not None, "a step has an order"
     assert plan is not None, "it was planned"
@@ -122,7 +122,7 @@ def _one_stage(executable: Executable, order: PipelineOrder | None) -> StagedPro
 
 
 def loss_of(executable: Executable) -> LocalSlot:
-    """The output that is the loss: that which `find_loss` finds; `TraceError` where nothing can be trained by it."""
+    """The output that `find_loss` finds; `TraceError` if no output can be trained by."""
     kept = {f"output:{index}" for index in executable.phased.lowered.traced.kept}
     slots = {slot.slot.name: slot for slot in executable.outputs if slot.slot.kind == OutputKind.OUTPUT}
     slots = {name: slot for name, slot in slots.items() if name not in kept}
@@ -131,7 +131,7 @@ def loss_of(executable: Executable) -> LocalSlot:
 
 
 def check_sums(phased: PhasedProgram) -> None:
-    """Gradients of micro-batches add up where they are sums or addends of sums, not maxima."""
+    """Raise unless all carried gradients are sums or addends of sums, which micro-batches can add; maxima are not."""
     lowered = phased.lowered
     nodes = {node.name: node for node in lowered.graph_module.graph.nodes}
     for name in phased.carried:
@@ -139,6 +139,7 @@ def check_sums(phased: PhasedProgram) -> None:
         pending = (reduction for axis, reduction in spec.partial if lowered.mesh.axis_size(axis) > 1)
         if any(reduction is not Reduction.SUM for reduction in pending):
             raise NotAvailableError(
-                f"micro_batches: the plan leaves gradient {name!r} as {spec!r}, and what awaits another reduction than "
-                "a sum does not add up. Plan again (leave plan= out), or leave micro_batches out."
+                f"micro_batches: the plan leaves gradient {name!r} as {spec!r}. Partial values can be added over "
+                "micro-batches only if their reduction is a sum. Plan again (leave plan= out), or leave micro_batches "
+                "out."
             )

@@ -1,9 +1,9 @@
-"""Memory that a step frees on a CPU stays with the process, for the next step.
+"""On a CPU, memory that a step frees stays with the process, for the next step.
 
-glibc gives the free end of its heap back to the system as soon as it is larger than a threshold, of a few MiB where
-tensors are of a few MiB. A step frees nearly all that it took, and the next takes a page fault for every 4 KiB of it
-again: 10,000 faults of a step of 300 ms on a small BERT, 5 to 25 % of its time. So the threshold is raised, and what is
-kept apart from the heap stays as large as glibc's own adaption lets it become. Who sets glibc's variables keeps them.
+glibc returns the free end of its heap to the system when it exceeds a threshold: a few MiB for tensors of a few MiB. A
+step frees nearly all its memory, so the next step takes a page fault for every 4 KiB. A step of 300 ms of a small BERT
+took 10,000 faults, 5 to 25 % of its time. So this module raises the threshold. Allocations outside of the heap begin at
+the largest size to which glibc itself may raise that limit. Variables of glibc that the user has set take precedence.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of `mallopt` (malloc.h)."""
 
 _KEPT_BYTES = (1 << 31) - 1
-"""The largest that `mallopt` takes."""
+"""The largest value that `mallopt` takes."""
 
 _LARGEST_IN_HEAP_BYTES = 32 << 20
-"""glibc's DEFAULT_MMAP_THRESHOLD_MAX: allocations from this size on are given back when they are freed."""
+"""glibc's DEFAULT_MMAP_THRESHOLD_MAX: allocations of at least this size are returned when they are freed."""
 
 _VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_")
 
 
 def keep_freed_memory() -> bool:
-    """Let the C library keep what is freed, unless the user says what it does; whether it does now."""
+    """Let the C library keep freed memory, unless the user has set its variables. Return whether it does now."""
     tunables = os.environ.get("GLIBC_TUNABLES", "")
     if any(name in os.environ for name in _VARIABLES) or "glibc.malloc" in tunables:
         return False
@@ -37,12 +37,12 @@ def keep_freed_memory() -> bool:
 
 
 def give_freed_memory_back() -> None:
-    """Let the C library give back what steps freed, before something else takes memory of other sizes."""
+    """Return freed memory to the system, before other code allocates memory of other sizes."""
     trim = _function("malloc_trim")
     if trim is not None:
         trim(0)
 
 
 def _function(name: str) -> Any:
-    """A function of the C library, None where it has none of this name."""
+    """A function of the C library; None if there is none of this name."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform == "linux" else None

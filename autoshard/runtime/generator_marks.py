@@ -1,8 +1,8 @@
-"""Marks that tell where torch's generator on the CPU stands, and which of two places comes first behind one seed.
+"""Marks of the state of torch's CPU generator, and the order of two states after one seed.
 
-The generator is a Mersenne Twister (Matsumoto and Nishimura 1998): blocks of 624 words, each made from the block
-before it. `torch.get_rng_state` gives the seed, the words drawn of the present block, the block, and a normal number
-that waits, in a layout that has not changed since torch 1.
+The generator is a Mersenne Twister (Matsumoto and Nishimura 1998): blocks of 624 words, each computed from the previous
+block. `torch.get_rng_state` gives the seed, the number of words drawn from the present block, the block, and a cached
+normal number. This layout has not changed since torch 1.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ _WORDS = 624
 _DRAWN, _BLOCK = slice(16, 24), slice(24, 24 + 8 * _WORDS)
 
 _KNOWN_BLOCKS = 256
-"""Blocks behind a seed whose order is known: 160,000 numbers, which take 2 ms, once per seed."""
+"""The number of blocks after a seed whose order is known: 160,000 numbers, which take 2 ms once per seed."""
 
 
 class Mark(NamedTuple):
     """A state of the generator, in this process.
 
     Args:
-        seed: what it was seeded with.
+        seed: the seed of the generator.
         block: a hash of the present block.
-        drawn: words of the block that were drawn.
-        rest: a hash of a normal number that waits.
+        drawn: the number of words drawn from the block.
+        rest: a hash of the cached normal number.
     """
 
     seed: int
@@ -51,23 +51,23 @@ class Mark(NamedTuple):
 
     @property
     def place(self) -> tuple[float, int]:
-        """How far behind the seed it is: block and word; equal for all places behind the known blocks."""
+        """The distance from the seed as block and word; equal for all states after the known blocks."""
         block = blocks_behind(self.seed).get(self.block)
         return (math.inf, 0) if block is None else (block, self.drawn)
 
     def follows(self, other: Mark) -> bool:
-        """Whether it is as far behind their seed as another mark, or further, as far as that is known."""
+        """Whether this state is not before another state of the same seed, as far as is known."""
         return self.drawn >= other.drawn if self.block == other.block else self.place >= other.place
 
     @property
     def is_fresh(self) -> bool:
-        """Whether nothing was drawn since the seed was set."""
+        """Whether no number was drawn since the seed was set."""
         return self.place == (0, 0)
 
 
 @lru_cache(8)
 def blocks_behind(seed: int) -> Mapping[int, int]:
-    """The number of each known block behind a seed, by its hash; block 0 is what the seed itself gives."""
+    """The number of each known block after a seed, by its hash; the seed itself gives block 0."""
     generator = torch.Generator().manual_seed(seed)
     numbers: dict[int, int] = {}
     for number in range(_KNOWN_BLOCKS):

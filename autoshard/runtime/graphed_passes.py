@@ -16,7 +16,7 @@ from autoshard.runtime.versions import Key
 
 @dataclass(frozen=True, slots=True)
 class _Graphs:
-    """The graphs of one program: the part computed once per step, and forward with backward."""
+    """The graphs of one program: for the hoisted part, once per step, and for forward and backward."""
 
     hoisted: CudaGraph
     passes: CudaGraph
@@ -24,7 +24,7 @@ class _Graphs:
 
 @dataclass(frozen=True, slots=True)
 class GraphedPasses:
-    """The graphs of a step's programs.
+    """The CUDA graphs of a step's programs.
 
     Args:
         record: see `CudaGraph`.
@@ -42,7 +42,7 @@ class GraphedPasses:
     def run(
         self, executable: Executable, values: Sequence[Tensor], tangents: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Local outputs, and what the backward carries into the update; valid until the next call.
+        """Local outputs, and values that the backward carries into the update; valid until the next call.
 
         Args:
             executable: the program.
@@ -71,6 +71,6 @@ class GraphedPasses:
 
 
 def _stays(key: Key, updated_buffers: Container[str]) -> bool:
-    """Whether an input lies where it lay at the call before; a buffer that a call changes is handed to it in a copy."""
+    """Whether an input has the same address at each call. A buffer that a call changes is passed as a copy."""
     kind, name = key
     return kind is InputKind.PARAMETER or (kind is InputKind.BUFFER and name not in updated_buffers)

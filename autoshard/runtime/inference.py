@@ -1,4 +1,4 @@
-"""What outlives a call is made outside of `torch.inference_mode`, so that training can follow."""
+"""Tensors that outlive a call are made outside of `torch.inference_mode`, so that training can follow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def in_normal_mode(function: Callable[P, T]) -> Callable[P, T]:
-    """`function`, which makes tensors that autograd can use even when it is called in inference mode."""
+    """Wrap `function` so that it makes tensors that autograd can use, even when called in inference mode."""
 
     @wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,8 +1,8 @@
-"""DTensors at the boundary of a program that lie as at the call before, taken out and made without asking how they lie.
+"""DTensors at the boundary of a program, converted fast if their sharding is the same as in the previous call.
 
-How a DTensor lies is said by its spec, an object that torch replaces and never changes. For each slot of a program the
-spec is remembered under which the local tensor itself is the value; a DTensor of another spec goes the whole way.
-Nothing of a tensor is remembered, so nothing is kept alive.
+A DTensor's sharding is its spec, an object that torch replaces and never changes. For each slot of a program, this
+module remembers the spec with which the local tensor itself is the value. A DTensor with another spec takes the slow
+path. No tensor is remembered, so no memory is kept alive.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ WriteLike = Callable[[torch.Tensor, LocalSlot, torch.Tensor], torch.Tensor]
 
 
 class Reader:
-    """The values of a program's inputs.
+    """Reads the values of a program's inputs.
 
     Args:
-        slots: what the program takes, in order.
-        read: the value of a tensor, the whole way.
+        slots: the program's input slots, in order.
+        read: the slow path: reads the value of a tensor.
     """
 
     def __init__(self, slots: Sequence[LocalSlot], read: Read) -> None:
@@ -51,7 +51,7 @@ class Reader:
         return found
 
     def _locals_of(self, tensors: list[Any]) -> list[torch.Tensor] | None:
-        """What DTensors hold, if that is their value: they lie as is known, in order, and are not on their way."""
+        """The local tensors of DTensors if they are their values: known specs, contiguous, and no pending results."""
         if not are_dtensors(tensors) or not all(map(is_, map(_spec_of, tensors), self._specs.values())):
             return None
         found = [*map(local_of, tensors)]
@@ -66,11 +66,11 @@ class Reader:
 
 
 class LikeWriter:
-    """What users get of a program's results: DTensors that lie as others do.
+    """Makes the user's tensors from a program's results: DTensors with the placements of given ones.
 
     Args:
-        slots: what the program gives, in order.
-        write_like: the tensor of a value that is as another, the whole way.
+        slots: the program's output slots, in order.
+        write_like: the slow path: makes the tensor of a value in the form of another.
     """
 
     def __init__(self, slots: Sequence[LocalSlot], write_like: WriteLike) -> None:
@@ -79,7 +79,7 @@ class LikeWriter:
         self._specs: list[tuple[Any, Any]] = [(None, None)] * len(slots)
 
     def __call__(self, values: Sequence[torch.Tensor], likes: Sequence[torch.Tensor | None]) -> list[Any]:
-        """The tensors, in the order of the slots; None where nothing is like it."""
+        """The tensors, in the order of the slots; None where `likes` has None."""
         found: list[Any] = []
         for index, (value, like) in enumerate(zip(values, likes, strict=True)):
             spec, made = self._specs[index]
@@ -104,12 +104,12 @@ def is_same_memory(value: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def are_dtensors(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all tensors are DTensors: parameters that are of this type, too."""
+    """Whether all tensors are DTensors; parameters of this type count too."""
     return set(map(type, tensors)) <= {DTensor}
 
 
 local_of = attrgetter("_local_tensor")
-"""What this rank holds of a DTensor."""
+"""The local tensor of a DTensor."""
 _spec_of = attrgetter("_spec")
 
 

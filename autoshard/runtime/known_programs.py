@@ -1,4 +1,4 @@
-"""The programs that a module has compiled, by what their calls have in common; not more than a number of them."""
+"""The programs that a module has compiled, by the key of their calls, up to a maximum number."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from autoshard.runtime.executable import Executable
 
 
 class KnownPrograms:
-    """Programs by a key of the calls that they may serve; where there would be more than `most`, one is forgotten.
+    """Programs by a key of the calls that they may serve, at most `most` of them.
 
-    That is one of the key that was used least recently. A program that is forgotten is compiled anew when its call
-    comes again; memory of graphs, plan and kernels is given back.
+    Beyond that, a program of the least recently used key is dropped, and the memory of its graphs, plan and kernels is
+    freed. It is compiled a second time when its call returns.
     """
 
     def __init__(self, most: int) -> None:
@@ -26,7 +26,7 @@ class KnownPrograms:
         return sum(map(len, self._programs.values()))
 
     def find(self, key: Hashable, serves: Callable[[Executable], bool]) -> Executable | None:
-        """The program of a key that `serves` is true of, the one used last where several are; None where none is."""
+        """The most recently used program of a key for which `serves` is true; None if there is none."""
         known = self._programs.get(key, [])
         found = next((executable for executable in reversed(known) if serves(executable)), None)
         if found is not None:
@@ -38,7 +38,7 @@ class KnownPrograms:
         return tuple(self._programs.get(key, ()))
 
     def add(self, key: Hashable, executable: Executable) -> None:
-        """Know one more program, if it is not known."""
+        """Add a program, unless it is known."""
         known = self._programs.setdefault(key, [])
         if all(item is not executable for item in known):
             known.append(executable)

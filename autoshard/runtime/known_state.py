@@ -1,4 +1,4 @@
-"""Where the state of an optimizer was found, which need not be looked up again while the same objects hold it."""
+"""Caches where an optimizer's state was found; valid while the same objects hold it."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from autoshard.runtime.per_program import PerProgram
 
 
 @dataclass(frozen=True, slots=True)
-class HeldState:
+class UpdateInputs:
     """The inputs of a program's update.
 
     Args:
-        tensors: by stage, parameters and state, in its order; of options, those of an earlier step.
-        are_counted_together: whether the parameters that it updates, and no other, were those counted last.
+        tensors: by stage, parameters, state and options in input order; options are those of an earlier step.
+        are_counted_together: whether the updated parameters are exactly those that were counted last.
     """
 
     tensors: Mapping[int, list[torch.Tensor]]
@@ -31,13 +31,13 @@ class HeldState:
 
 @dataclass(slots=True)
 class KnownState:
-    """What an optimizer holds now.
+    """The present contents of an optimizer.
 
     Args:
         optimizer: the optimizer.
         members: the members of the model whose parameters it updates.
-        rules: how each of its groups updates.
-        update: what it does, where that is the same at each step.
+        rules: the update rule of each group.
+        update: the update, if it is the same at each step.
     """
 
     optimizer: torch.optim.Optimizer
@@ -49,7 +49,7 @@ class KnownState:
     _state: Any = field(init=False)
     _entries: list[Any] = field(init=False)
     _tensors: list[Any] = field(init=False)
-    _held: PerProgram[HeldState] = field(default_factory=PerProgram)
+    _held: PerProgram[UpdateInputs] = field(default_factory=PerProgram)
 
     def __post_init__(self) -> None:
         self._groups = [*self.optimizer.param_groups]
@@ -64,7 +64,7 @@ class KnownState:
         return self._parameters
 
     def is_current(self, members: Members) -> bool:
-        """Whether the optimizer holds the same objects in the same places, for the same members of the model."""
+        """Whether the optimizer has the same objects in the same places, for the same members of the model."""
         groups, state = self.optimizer.param_groups, self.optimizer.state
         return (
             members is self.members
@@ -75,12 +75,12 @@ class KnownState:
             and _are_same([*_tensors_in(state)], self._tensors)
         )
 
-    def held_by(self, executable: Executable) -> HeldState | None:
-        """What the update of a program takes, if it is known."""
+    def held_by(self, executable: Executable) -> UpdateInputs | None:
+        """The inputs of a program's update, if they are known."""
         return self._held.get(executable)
 
-    def remember(self, executable: Executable, held: HeldState) -> None:
-        """Know what the update of a program takes: objects that the optimizer and the model hold."""
+    def remember(self, executable: Executable, held: UpdateInputs) -> None:
+        """Remember the inputs of a program's update: objects of the optimizer and the model."""
         self._held.keep(executable, held)
 
 
@@ -92,7 +92,7 @@ def _parameters_of(groups: Any) -> chain[Any]:
 
 
 def _tensors_in(state: Any) -> chain[Any]:
-    """Names and what is held under them, of the state of each parameter."""
+    """The names and values of the state of each parameter."""
     return chain.from_iterable(chain.from_iterable(map(dict.items, state.values())))
 
 

@@ -1,4 +1,4 @@
-"""Where to run: which engine serves the mesh that a user names."""
+"""The choice of the engine for a user's mesh."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ T = TypeVar("T")
 _LOGGER = logging.getLogger(__name__)
 
 _PATIENCE_S = 1800.0
-"""How long processes with accelerators wait for each other to start: as torch does."""
+"""Seconds that processes with accelerators wait for each other to start, as in torch."""
 
 
 def world_size() -> int:
-    """The number of processes of this run: of the process group, or of `torchrun`, else 1."""
+    """The number of processes of this run: of the process group, or of `torchrun`, or else 1."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def share_among_processes(compute: Callable[[], T], timeout_s: float = TIMEOUT_S) -> T:
-    """What `compute` gives on the first process, on all of this run; it runs once where there is one."""
+    """Run `compute` on the first process only, and return its result on all."""
     return compute() if world_size() == 1 else _all_processes(timeout_s).share(compute)
 
 
 def _all_processes(timeout_s: float) -> ControlGroup:
-    """All processes of this run; groups that are made here give up after `timeout_s` on CPUs."""
+    """All processes of this run. On CPUs, a process group that is made here gives up after `timeout_s`."""
     if not dist.is_initialized():
         timeout = None if torch.accelerator.is_available() else timedelta(seconds=timeout_s)
         if launcher_keeps_store():
@@ -61,15 +61,15 @@ def make_engine(
     finish_in_place: FinishInPlace | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Engine:
-    """The engine for a mesh: processes where there are as many as ranks, else the simulator.
+    """The engine for a mesh: processes if there are as many as ranks, else the simulator.
 
     Args:
-        mesh: a torch mesh, always run by processes; or an abstract one.
-        device: where the model is.
-        wrap, check_in_place, finish_in_place, timeout_s: with processes, see `DistributedEngine`.
+        mesh: a torch mesh, which processes always run, or an abstract one.
+        device: the device of the model.
+        wrap, check_in_place, finish_in_place, timeout_s: with processes, as for `DistributedEngine`.
 
     Raises:
-        MeshError: the mesh is larger than a run of several processes, or is no mesh.
+        MeshError: `mesh` is not a mesh, or has more ranks than this run of several processes.
     """
     if isinstance(mesh, DeviceMesh):
         return DistributedEngine(mesh, wrap, check_in_place, finish_in_place, timeout_s)
@@ -93,7 +93,7 @@ def make_engine(
 
 
 def _device_mesh(mesh: Mesh, kind: str, timeout_s: float) -> DeviceMesh:
-    """The processes of a mesh; torch's own function gives groups along axes half an hour, whatever the run has."""
+    """The processes of a mesh. Torch's function would always give the groups along axes a timeout of half an hour."""
     if kind != "cpu":
         return init_device_mesh(kind, mesh.shape, mesh_dim_names=mesh.axis_names)
     groups = [_group_along(mesh, axis, timedelta(seconds=timeout_s)) for axis in mesh.axis_names]
@@ -102,7 +102,7 @@ def _device_mesh(mesh: Mesh, kind: str, timeout_s: float) -> DeviceMesh:
 
 
 def _group_along(mesh: Mesh, axis: str, timeout: timedelta) -> dist.ProcessGroup:
-    """The group of this process along an axis: that of all processes, or one that is made."""
+    """The group of this process along an axis: the group of all processes, or a new one."""
     columns = [list(column) for column in mesh.groups(axis)]
     world = dist.group.WORLD
     if len(columns) == 1 and world is not None:

@@ -1,4 +1,4 @@
-"""How DTensors lie, as programs must know it: found once for each kind of placements and shape, read at each step."""
+"""The sharding of DTensors in the form that programs need, computed once per placements and shape."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from autoshard.ir.mesh import Mesh
 from autoshard.ir.spec import PartitionSpec
 
 _MOST = 4096
-"""Layouts that are kept: one for each placements and shape of the tensors that programs take and give."""
+"""The number of layouts kept: one for each placements and shape of the inputs and outputs of programs."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorLayout:
-    """How a DTensor lies on one rank.
+    """The sharding of a DTensor on one rank.
 
     Args:
-        spec, placements: the same, in our words and in torch's.
-        shape, stride: of the whole tensor, in order.
-        is_cut_alike: whether DTensor cuts it into the pieces that programs have, so that only padding differs.
-        padded: the shape of the rank's piece in a program; `chunk` without padding, as DTensor holds it.
+        spec, placements: the sharding, as our spec and as torch's placements.
+        shape, stride: shape and stride of the whole contiguous tensor.
+        is_cut_alike: whether DTensor splits it into the same pieces as programs, apart from padding.
+        padded: the shape of the rank's piece in a program; `chunk` is the shape without padding, as in the DTensor.
     """
 
     spec: PartitionSpec
@@ -51,7 +51,7 @@ class Layouts:
         return self._of(tuple(placements), tuple(shape))
 
     def stored(self, spec: PartitionSpec, shape: Sequence[int]) -> TensorLayout:
-        """The layout in which a DTensor holds what lies as `spec` says, or as nearly as placements can."""
+        """The layout of a DTensor with sharding `spec`, or the nearest that placements can express."""
         return self._stored(spec, tuple(shape))
 
     def _find(self, placements: tuple[Placement, ...], shape: tuple[int, ...]) -> TensorLayout:
@@ -70,7 +70,7 @@ class Layouts:
 
 
 def storage_spec(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
-    """The spec nearest to `spec` that torch placements can say: the axes of a dim in the order of the mesh."""
+    """The spec nearest to `spec` that torch placements can express: the axes of a dim in the order of the mesh."""
     order = {axis: index for index, axis in enumerate(mesh.axis_names)}
     dims = (tuple(sorted(axes, key=order.__getitem__)) for axes in spec.dims)
     return PartitionSpec(*dims, partial={axis: reduction.value for axis, reduction in spec.partial})

@@ -1,8 +1,8 @@
-"""Calls of many lengths served by few programs: inputs are padded to one of few lengths, outputs are cut back.
+"""A few programs serve calls of many lengths: inputs are padded to one of a few lengths, and outputs are cut back.
 
-The lengths are 8, 12, 16, 24, 32, 48 and so on, each a half or a third more than the one before. Padding must reach no
-result: attention is masked or causal, the loss leaves padded targets out. That is proven of each program before it is
-compiled (`Prove`). Calls for which there is no proof are compiled at their own lengths, with a warning.
+The lengths are 8, 12, 16, 24, 32, 48 and so on, each a half or a third more than the previous one. Padding must not
+change any result: attention must be masked or causal, and the loss must leave padded targets out. This is proven for
+each program before it is compiled (`Prove`). A call without a proof is compiled at its own length, with a warning.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from autoshard.runtime.per_program import PerProgram
 from autoshard.runtime.signature import FlatCall
 
 DIM = 1
-"""The dim of inputs that is padded; dim 0 is the batch."""
+"""The padded dim of inputs; dim 0 is the batch."""
 
 _SHORTEST = 8
 _COMPARED = 2
-"""A proof is of so many lengths that are padded to the same one: two neighbours, of which one is odd."""
+"""The number of lengths per proof that are padded to the same length: two neighbours, one of them odd."""
 
 
 class Prove(Protocol):
-    """Looks for a proof; given by `autoshard.api`. See `passes.padding.prove_padding`."""
+    """Searches for a proof; `autoshard.api` implements it by `passes.padding.prove_padding`."""
 
     def __call__(
         self,
@@ -43,18 +43,18 @@ class Prove(Protocol):
         length: int,
         fills: Mapping[str, float],
     ) -> PaddingProof:
-        """The proof for a padded call, and for the calls that are `exact`, by their lengths."""
+        """The proof for a padded call and for the `exact` calls, by their lengths."""
         ...
 
 
 def padded_length(length: int) -> int:
-    """The length that inputs of `length` are padded to.
+    """The length to which inputs of `length` are padded.
 
     Example:
         >>> [padded_length(length) for length in (1, 2, 9, 12, 13, 100)]
         [1, 8, 12, 12, 16, 128]
     """
-    if length == 1:  # code for one token is seldom that for several
+    if length == 1:  # models often run other code for one token
         return 1
     power = max(_SHORTEST, 1 << (length - 1).bit_length())
     middle = 3 * power // 4
@@ -62,7 +62,7 @@ def padded_length(length: int) -> int:
 
 
 def shorter_lengths(padded: int) -> tuple[int, ...]:
-    """The lengths that a proof for a padded length looks at: the shortest that are padded to it, and half as long.
+    """The lengths that a proof for a padded length compares: the shortest ones padded to it, at least half as long.
 
     Example:
         >>> shorter_lengths(8), shorter_lengths(16), shorter_lengths(1)
@@ -74,12 +74,12 @@ def shorter_lengths(padded: int) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class Lengths:
-    """How a module's calls are padded.
+    """Pads the calls of a module.
 
     Args:
         model: the user's model, whose `forward` names the arguments.
-        padding: name of an argument, or "input:2" for the positional one with that number, to what its padding holds.
-        find_proof: looks for the proof that padding changes nothing.
+        padding: the padding value by the name of an argument, or "input:2" for the positional argument 2.
+        find_proof: searches for the proof that padding changes no result.
     """
 
     model: nn.Module
@@ -87,19 +87,19 @@ class Lengths:
     find_proof: Prove
     _proofs: PerProgram[PaddingProof | None] = field(default_factory=PerProgram, init=False)
     _known: dict[Hashable, PaddingProof] = field(default_factory=dict, init=False)
-    """Kind of padded calls to the proof that was found last."""
+    """The last proof of each kind of padded calls."""
 
     def pad(self, call: FlatCall) -> FlatCall:
-        """The call with padded inputs; the call itself where nothing is padded.
+        """The call with padded inputs; the call itself if no input needs padding.
 
         Raises:
-            TraceError: an argument that is to be padded is missing, no tensor, or not as long as the others.
+            TraceError: a padded argument is missing, is not a tensor, or has another length than the others.
         """
         args, kwargs = call.assemble(call.leaves)
         lengths = {name: self._length(name, value) for name, value in self._named(args, kwargs).items()}
         if len(set(lengths.values())) != 1:
             raise TraceError(
-                f"dynamic_lengths pads dim {DIM} of {', '.join(self.padding)}, which must be equally long, but the "
+                f"dynamic_lengths pads dim {DIM} of {', '.join(self.padding)}, which must have equal lengths, but the "
                 f"lengths of this call are {lengths}. Name arguments that the call has and that share one length."
             )
         length = next(iter(lengths.values()))
@@ -111,7 +111,7 @@ class Lengths:
         return replace(FlatCall.of(args, kwargs, call.outputs), exact=call)
 
     def choose(self, padded: FlatCall, kind: Callable[[FlatCall], Hashable]) -> FlatCall:
-        """The padded call that there is a proof of, or may be; or the call without padding, where there is none."""
+        """The padded call if it has or may have a proof; else the call without padding."""
         if padded.exact is None:
             return padded
         proof = self._known.get(kind(padded))
@@ -120,7 +120,7 @@ class Lengths:
         return padded.exact if proof.reason else replace(padded, as_compiled=proof.as_compiled)
 
     def prove(self, trace: Callable[[Request], Program], call: FlatCall, request: Request) -> PaddingProof:
-        """The proof for a padded call; `request` asks for its program."""
+        """The proof for a padded call, whose program `request` requests."""
         arguments = call.assemble(range(len(call.leaves)))
         places = {number: name for name, number in self._named(*arguments).items()}
         length = self._length_of(call)
@@ -136,26 +136,26 @@ class Lengths:
         return self.find_proof(trace, request, exact, length, fills)
 
     def learn(self, kind: Hashable, proof: PaddingProof) -> tuple[str, ...]:
-        """Know what was shown of the padded calls of a kind; the warning where that is nothing."""
+        """Remember the proof for a kind of padded calls; return a warning if there is none."""
         self._known[kind] = proof
         if not proof.reason:
             return ()
         return (
             f"dynamic_lengths: calls are compiled at their own lengths, as padding may reach results: {proof.reason}. "
-            "Pad an attention mask with 0, targets with what the loss leaves out (-100), and take means over what is "
-            "counted; or leave dynamic_lengths out.",
+            "Pad an attention mask with 0, and targets with a value that the loss leaves out (-100), and take means "
+            "over counted elements only; or leave dynamic_lengths out.",
         )
 
     def keep(self, executable: Executable, proof: PaddingProof | None) -> None:
-        """Know the proof of a program, as the model's Python is now; None: there is none, and it may not pad."""
+        """Remember the proof of a program, for the present state of the model's Python; None forbids padding."""
         self._proofs.keep(executable, proof)
 
     def may_run(self, executable: Executable, call: FlatCall) -> bool:
-        """Whether a program may run a call: where inputs are padded, there must be a proof."""
+        """Whether a program may run a call: a padded call needs a proof."""
         return call.exact is None or self._proofs.get(executable) is not None
 
     def cut(self, executable: Executable, outputs: Any, call: FlatCall) -> Any:
-        """The results of a call, without what stands for padding."""
+        """The results of a call, without the padding."""
         if call.exact is None:
             return outputs
         proof, length = self._proofs.get(executable), self._length_of(call.exact)

@@ -1,4 +1,4 @@
-"""The modules, parameters and buffers of a model: walked once, and compared by identity at later calls."""
+"""The modules, parameters and buffers of a model, collected once and compared by identity at later calls."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from autoshard.errors import NotAvailableError
 _FLAGS = attrgetter("training", "_parameters", "_buffers", "_modules")
 _TRAITS = attrgetter("dtype", "shape", "requires_grad")
 _SPEC_TRAITS = attrgetter("_spec", "requires_grad")
-"""Of a DTensor: torch replaces its spec where its type or shape changes."""
+"""Traits of a DTensor: torch replaces its spec if its dtype or shape changes."""
 
 
 @dataclass(frozen=True)
 class MembersSignature:
-    """What calls that share a program have in common in the model: its hash is found once.
+    """The properties of the model that calls with the same program share. Its hash is computed once.
 
     Args:
-        content: modes of modules; names of tensors, which are the same, their types and shapes, which are frozen.
+        content: modes of modules; names of tensors, ties, dtypes, shapes, and which parameters are frozen.
     """
 
     content: tuple[Any, ...]
@@ -41,10 +41,10 @@ class MembersSignature:
 
 
 class Members:
-    """The members of a model now.
+    """The present members of a model.
 
     Args:
-        model: the model. Each module and each tensor of it is told once.
+        model: the model. Each of its modules and tensors is counted once.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -57,14 +57,14 @@ class Members:
         tensors = [value for value in self._values if isinstance(value, torch.Tensor)]
         self._dtensors = [tensor for tensor in tensors if isinstance(tensor, DTensor)]
         self._spec_traits = _flat(map(_SPEC_TRAITS, self._dtensors))
-        self._shards = [ref(tensor._local_tensor) for tensor in self._dtensors]  # else placing would free none
+        self._shards = [ref(tensor._local_tensor) for tensor in self._dtensors]  # weak, so that placing frees them
         self._storages = [*map(_STORAGE, self._dtensors)]
         self._tensors = [tensor for tensor in tensors if not isinstance(tensor, DTensor)]
         self._traits = [*map(_TRAITS, self._tensors)]
         self._model = model
 
     def are_unchanged(self) -> bool:
-        """Whether a walk would find the same objects in the same places, of the same types and shapes."""
+        """Whether the model has the same objects in the same places, with the same dtypes and shapes."""
         return (
             all(map(is_, _chained(map(_FLAGS, self._modules)), self._flags))
             and [*map(len, self._dicts)] == self._sizes
@@ -76,13 +76,13 @@ class Members:
         )
 
     def refuse_assigned_data(self) -> None:
-        """Raise `NotAvailableError` where `.data` of a DTensor was set: its shards are what they were."""
+        """Raise `NotAvailableError` if `.data` of a DTensor was set, because its shards did not change."""
         for tensor, shard, storage in zip(self._dtensors, self._shards, self._storages, strict=True):
             if tensor._local_tensor is shard() and tensor.untyped_storage() is not storage:
                 name = self.names.get(id(tensor), "a parameter that was taken out of the model")
                 raise NotAvailableError(
-                    f".data of {name} was set, and with processes that leaves its shards as they were. Write in place: "
-                    "under torch.no_grad(), parameter.copy_(value), or parameter.mul_(m).add_(other, alpha=1 - m)."
+                    f".data of {name} was set, which does not change its shards on processes. Write in place instead, "
+                    "under torch.no_grad(): parameter.copy_(value), or parameter.mul_(m).add_(other, alpha=1 - m)."
                 )
 
     @cached_property
@@ -97,17 +97,17 @@ class Members:
 
     @cached_property
     def has_trainable(self) -> bool:
-        """Whether a parameter wants a gradient."""
+        """Whether a parameter requires a gradient."""
         return any(parameter.requires_grad for parameter in self.parameters.values())
 
     @cached_property
     def with_gradients(self) -> MembersSignature:
-        """The signature for calls that want gradients: frozen parameters are told apart."""
+        """The signature for calls with gradients, which tells frozen parameters apart."""
         return MembersSignature(tuple(self._signature(grad=True)))
 
     @cached_property
     def without_gradients(self) -> MembersSignature:
-        """The signature for other calls."""
+        """The signature for calls without gradients."""
         return MembersSignature(tuple(self._signature(grad=False)))
 
     def _signature(self, *, grad: bool) -> Iterable[Hashable]:
@@ -132,7 +132,7 @@ def _flat(items: Iterable[Iterable[Any]]) -> list[Any]:
 
 
 def _modules_of(model: nn.Module) -> list[nn.Module]:
-    """Each module once, in a steady order."""
+    """Each module once, in a fixed order."""
     found: list[nn.Module] = []
     waiting, seen = [model], {id(model)}
     while waiting:

@@ -1,4 +1,4 @@
-"""A batch cut into micro-batches: equal parts of dim 0 of all of a call's tensors."""
+"""A batch split into micro-batches: equal parts of dim 0 of all tensors of a call."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ Part = tuple[Sequence[Any], Mapping[str, Any]]
 """Positional and keyword arguments of a micro-batch."""
 
 Find = Callable[[Sequence[Any], Mapping[str, Any]], tuple[Executable, FlatCall]]
-"""The program of a step for a micro-batch, and the call as it flattens it."""
+"""Finds the program of a step for a micro-batch, and flattens the call."""
 
 
 @dataclass(frozen=True, slots=True)
 class CutBatch:
-    """A tensor of a batch that was cut where it was loaded: the rows of each micro-batch."""
+    """A tensor of a batch that was already split when it was loaded: the rows of each micro-batch."""
 
     parts: tuple[torch.Tensor, ...]
 
@@ -38,7 +38,7 @@ def parts_of(args: Sequence[Any], kwargs: Mapping[str, Any], parts: int) -> list
     """The call of each micro-batch.
 
     Raises:
-        TraceError: the tensors have no common size along dim 0 that `parts` divides.
+        TraceError: the tensors differ in the size of dim 0, or `parts` does not divide it.
     """
     if parts == 1:
         return [(tuple(args), dict(kwargs))]
@@ -50,7 +50,7 @@ def parts_of(args: Sequence[Any], kwargs: Mapping[str, Any], parts: int) -> list
 
 @contextmanager
 def naming_micro_batches(parts: int) -> Iterator[None]:
-    """Within, an error of the model's own code says that the model was called with a part of the batch."""
+    """Within the context, an error of the model's own code says that the model was called with a part of the batch."""
     try:
         yield
     except TraceError as error:
@@ -58,13 +58,13 @@ def naming_micro_batches(parts: int) -> Iterator[None]:
             raise
         raise TraceError(
             f"micro_batches={parts} calls the model with one of {parts} equal parts of the batch. A model that needs "
-            "the whole batch (a table of the batch's size, batch norm over one row of a part) takes no micro-batches: "
-            f"leave micro_batches out, or give larger batches. {error}"
+            "the whole batch (a table of the batch's size, batch norm over one row of a part) cannot run in "
+            f"micro-batches. Leave micro_batches out, or give larger batches. {error}"
         ) from error.__cause__
 
 
 def batch_size(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """The size of dim 0 that all tensors of a call have; None where they have none in common."""
+    """The common size of dim 0 of all tensors of a call; None if they differ."""
     sizes = _sizes(pytree.tree_leaves((tuple(args), dict(kwargs))))
     return next(iter(sizes)) if len(sizes) == 1 else None
 
@@ -78,7 +78,7 @@ def _checked_size(leaves: list[Any], parts: int) -> int:
     sizes = _sizes(leaves)
     if len(sizes) != 1 or next(iter(sizes)) % parts:
         raise TraceError(
-            f"micro_batches={parts} cuts dim 0 of every input into {parts} equal parts, but the inputs have sizes "
+            f"micro_batches={parts} splits dim 0 of every input into {parts} equal parts, but the inputs have sizes "
             f"{sorted(sizes)} there. Give all inputs one batch size that {parts} divides."
         )
     return next(iter(sizes))
@@ -93,12 +93,12 @@ def _cut(leaf: Any, size: int, parts: int) -> list[Any]:
 
 
 def common_program(sharded: ShardedModule, parts: Sequence[Part], find: Find) -> tuple[Executable, Sequence[FlatCall]]:
-    """The program of all micro-batches, and their calls, each looked up once.
+    """The program of all micro-batches, and their calls; each is looked up once.
 
-    Where micro-batches branch differently, the program is the one that branches as the whole batch does.
+    If micro-batches take different branches, the result is the program that takes the branches of the whole batch.
 
     Raises:
-        NotAvailableError: no part branches as the batch does, or that cannot be told.
+        NotAvailableError: no part is known to take the branches of the batch.
     """
     executables, calls = zip(*(find(*part) for part in parts), strict=True)
     found = dict.fromkeys(executables)
@@ -114,13 +114,13 @@ def common_program(sharded: ShardedModule, parts: Sequence[Part], find: Find) ->
             return executable, calls
     raise NotAvailableError(
         f"micro_batches={len(parts)}: the model branches on the values of its inputs, and no part of this batch is "
-        "known to branch as the whole batch does. Compute without the branch (torch.where), or leave micro_batches, "
-        "and the axis 'pipeline' of the mesh, out for this model."
+        "known to take the branches of the whole batch. Compute without the branch (torch.where), or leave "
+        "micro_batches, and the axis 'pipeline' of the mesh, out for this model."
     )
 
 
 def weights_of(sharded: ShardedModule, compiled: CompiledProgram, parts: Sequence[Part]) -> list[float]:
-    """The count of each micro-batch in the loss; `NotAvailableError` where the loss is not made of theirs."""
+    """The weight of each micro-batch in the loss; `NotAvailableError` if the loss is not a weighted sum over them."""
     if len(parts) == 1:
         return [1.0]
     if compiled.weights is None:
@@ -129,17 +129,17 @@ def weights_of(sharded: ShardedModule, compiled: CompiledProgram, parts: Sequenc
 
 
 def share_of(loss: torch.Tensor, weight: float) -> torch.Tensor:
-    """The share of a micro-batch in the loss; zero, without a gradient, where nothing counts in the micro-batch."""
+    """The weighted loss of a micro-batch; zero, without a gradient, if its weight is zero."""
     return loss * weight if weight else torch.zeros_like(loss, requires_grad=False)
 
 
 def sum_of(shares: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The loss, of the shares of micro-batches in order."""
+    """The loss: the sum of the micro-batches' weighted losses, in order."""
     return shares[0] if len(shares) == 1 else torch.stack(list(shares)).sum()
 
 
 def _reader_of(sharded: ShardedModule, parts: Sequence[Part]) -> ReadInput:
-    """Reads inputs of micro-batches, and buffers, whole."""
+    """Reads inputs of micro-batches, and buffers, as whole tensors."""
     calls = [FlatCall.of(*part).tensors for part in parts]
 
     def read(part: int, kind: str, name: str) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""A backward from some of several outputs: nothing flows where no gradient comes in, as on one device.
+"""A backward from some of several outputs. Outputs without a gradient contribute nothing, as on one device.
 
 Before → after, without the tangent of `aux`: `add(mm(tangent_main, a), mm(tangent_aux, b))` →
-`add(mm(tangent_main, a), zeros)`. A zero tangent would not do: zero times an infinite derivative is NaN.
+`add(mm(tangent_main, a), zeros)`. A zero tangent would not do, because zero times an infinite derivative is NaN.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _full = torch.ops.aten.full.default
 def without_tangents(
     root: fx.GraphModule, tangents: Collection[int], missing: Collection[int], device: torch.device
 ) -> fx.GraphModule:
-    """A backward that does not read some of its tangents; it takes the same inputs.
+    """A backward that does not read some of its tangents, but has the same inputs.
 
     Args:
         root: a functional graph of local values that returns a flat tuple, linear in its tangents.
-        tangents: places of its tangents among its inputs.
-        missing: places of the tangents that are not read.
-        device: where zeros are made.
+        tangents: positions of the tangents among the inputs.
+        missing: positions of the tangents that are not read.
+        device: the device of the zeros.
     """
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     after_tangent, absent = set[fx.Node](), set[fx.Node]()

@@ -17,36 +17,36 @@ from autoshard.ir.under_trace import is_under_trace
 
 
 class OfModel(nn.Module, ABC):
-    """A module that stands for a user's model. What it has once it calls `_become` is its own.
+    """A module that stands for a user's model. Attributes set before `_become` belong to the module itself.
 
-    Its class is then one of its own too, for the sake of the signature of `forward`.
+    Each instance gets a class of its own, whose `forward` has the signature of the model's.
     """
 
     _original: tuple[nn.Module]
-    """The model, in a tuple, so that it is no submodule."""
+    """The model, in a tuple, so that it is not registered as a submodule."""
 
     @abstractmethod
     def whole_parameters(self) -> AbstractContextManager[None]:
-        """Within, the user's own code runs beside plain tensors."""
+        """Within the context, parameters are plain whole tensors for the user's own code."""
 
     def _become(self, model: nn.Module) -> None:
-        """Have the members of `model`, also those that it is given or loses later; and its attributes."""
+        """Share the members of `model`, now and when they change, and its attributes."""
         self._modules, self._parameters, self._buffers = model._modules, model._parameters, model._buffers
         self._non_persistent_buffers_set = model._non_persistent_buffers_set
         self._original = (model,)
         self.__class__ = _class_for(type(self), type(model))  # pyright: ignore[reportAttributeAccessIssue]
 
     def __reduce__(self) -> Any:
-        """See `pickle`: the class is made anew."""
+        """Pickle the module by its base class; `_new_for` makes the class anew."""
         (kind, *_), (model,) = type(self).__bases__, self._original
         return _new_for, (kind, type(model)), self.__getstate__()
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Refuse `torch.jit.script`, which calls this."""
+        """Refuse `torch.jit.script`, which calls this method."""
         refuse_capture(f"{type(self).__name__} (the compiled {type(self._original[0]).__qualname__})")
 
     def __getattr__(self, name: str) -> Any:
-        """Members of this module, then attributes of the user's model."""
+        """Look up members of this module, then attributes of the user's model."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -57,14 +57,14 @@ class OfModel(nn.Module, ABC):
             return self._of_own_code(found) if isinstance(found, MethodType) else found
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set what this module itself has; any other attribute is the user's model's."""
+        """Set the module's own attributes on itself, and all others on the user's model."""
         if self._is_own(name):
             super().__setattr__(name, value)
         if "_original" in vars(self) and (name == "training" or not self._is_own(name)):
             setattr(self._original[0], name, value)
 
     def __delattr__(self, name: str) -> None:
-        """See `__setattr__`."""
+        """Delete an attribute of this module, or else of the user's model."""
         if self._is_own(name):
             super().__delattr__(name)
         else:
@@ -75,7 +75,7 @@ class OfModel(nn.Module, ABC):
         return "_original" not in own or name in own or hasattr(type(self), name)
 
     def _of_own_code(self, method: MethodType) -> Callable[..., Any]:
-        """A method of the user's model, which runs on whole parameters."""
+        """Wrap a method of the user's model to run on whole parameters."""
 
         @wraps(method)
         def run_method(*args: Any, **kwargs: Any) -> Any:
@@ -86,9 +86,9 @@ class OfModel(nn.Module, ABC):
 
 
 def _class_for(kind: type[OfModel], model_class: type[nn.Module]) -> type[OfModel]:
-    """A class as `kind`, whose `forward` has the signature of the model's: transformers' Trainer asks the class.
+    """A subclass of `kind` whose `forward` has the signature of the model's, which transformers' Trainer inspects.
 
-    `torch.compile` of the module, or of code that calls it, leaves the call as it is.
+    `torch.compile` of the module, or of code that calls it, does not compile the call.
     """
 
     @wraps(model_class.forward)
@@ -96,7 +96,7 @@ def _class_for(kind: type[OfModel], model_class: type[nn.Module]) -> type[OfMode
         if is_under_trace():
             raise TraceError(
                 f"The traced code calls a {kind.__name__}, the compiled {model_class.__qualname__}, and a program "
-                "cannot call another one. Compile the whole alone, with the module that the part was made of."
+                "cannot call another one. Compile the whole, with the original module in place of the compiled part."
             )
         if torch.jit.is_tracing() or torch.compiler.is_exporting():
             refuse_capture(f"{kind.__name__} (the compiled {model_class.__qualname__})")
@@ -106,11 +106,11 @@ def _class_for(kind: type[OfModel], model_class: type[nn.Module]) -> type[OfMode
     return type(kind.__name__, (kind,), {"forward": whole, "__module__": kind.__module__})
 
 
-def refuse_capture(what: str) -> NoReturn:
-    """Raise `TraceError`: torch records or compiles what autoshard has compiled."""
+def refuse_capture(captured: str) -> NoReturn:
+    """Raise `TraceError`: torch cannot record or compile a compiled model."""
     raise TraceError(
-        f"torch.jit.script, torch.jit.trace and torch.export cannot capture a {what}, which runs a program of its own "
-        "on a mesh. Capture the module that it was made of; .export(folder) writes the weights for it."
+        f"torch.jit.script, torch.jit.trace and torch.export cannot capture a {captured}, which runs a program of its "
+        "own on a mesh. Capture the original module instead; .export(folder) writes the weights for it."
     )
 
 

@@ -1,4 +1,4 @@
-"""Optimizers and the parameters of a sharded module."""
+"""Optimizers of a sharded module: their parameters, their state, their options."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from autoshard.runtime.replaced_parameter import ReplacedParameter, successor_of
 
 
 def rebind_optimizer(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-    """Let `optimizer`, made over a model's parameters, update the ones that took their place.
+    """Let `optimizer`, made over a model's parameters, update the parameters that replaced them.
 
     Groups, their options and attached schedulers stay.
 
     Args:
         optimizer: any torch optimizer.
-        parameters: those of the model now.
+        parameters: the present parameters of the model.
 
     Raises:
-        TraceError: the optimizer has parameters of another model, or has already taken steps, or made state without
-            values, of parameters on the meta device.
+        TraceError: the optimizer has parameters of another model, has already taken steps, or has made state without
+            values for parameters on the meta device.
     """
     _check_has_values(optimizer)
     follow_replaced(optimizer)
@@ -44,13 +44,13 @@ def rebind_optimizer(optimizer: torch.optim.Optimizer, parameters: Iterable[nn.P
 
 
 def follow_replaced(optimizer: torch.optim.Optimizer) -> None:
-    """Put the successors of parameters from before `compile` into the groups of an optimizer."""
+    """Replace parameters from before `compile` by their successors in the groups of an optimizer."""
     for group in optimizer.param_groups:
         group["params"] = [successor_of(item) for item in group["params"]]
 
 
 def _has_stepped(state: Mapping[str, Any]) -> bool:
-    """Whether a parameter's state was changed by a step, not only made when the optimizer was built."""
+    """Whether a step has changed a parameter's state since the optimizer was built."""
     return float(state.get("step", 1)) > 0
 
 
@@ -58,14 +58,14 @@ def _check_has_values(optimizer: torch.optim.Optimizer) -> None:
     tensors = (item for state in optimizer.state.values() for item in state.values() if isinstance(item, torch.Tensor))
     if any(tensor.is_meta for tensor in tensors):
         raise TraceError(
-            f"optimizer={type(optimizer).__name__} makes its state when it is built, and has none of value over "
-            "parameters on the meta device. Use an optimizer that makes its state at its first step (AdamW, SGD, "
+            f"optimizer={type(optimizer).__name__} makes its state when it is built, so over parameters on the meta "
+            "device its state has no values. Use an optimizer that makes its state at its first step (AdamW, SGD, "
             "RMSprop), or build the model in memory."
         )
 
 
 def check_parameters(optimizer: torch.optim.Optimizer, known: Container[int]) -> None:
-    """Raise `TraceError` unless all parameters of an optimizer are among those whose `id` is `known`."""
+    """Raise `TraceError` unless the `id` of every parameter of an optimizer is in `known`."""
     for number, group in enumerate(optimizer.param_groups):
         strangers = [item for item in group["params"] if id(item) not in known]
         if strangers:
@@ -79,7 +79,7 @@ def check_parameters(optimizer: torch.optim.Optimizer, known: Container[int]) ->
 def lay_out_loaded_state(
     optimizer: torch.optim.Optimizer, lay_out: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> None:
-    """Whole tensors of state, as a plain `load_state_dict` leaves them beside DTensors, lie as their parameters do."""
+    """Shard whole tensors of state as their parameters are; a plain `load_state_dict` leaves them whole."""
     for held, state in optimizer.state.items():
         parameter = successor_of(held)
         if isinstance(parameter, DTensor):
@@ -89,11 +89,9 @@ def lay_out_loaded_state(
 
 
 def state_bytes_per_parameter_byte(optimizer: torch.optim.Optimizer) -> float:
-    """The bytes of state that `optimizer` keeps per byte of a float32 parameter: 2 for AdamW, 0 for plain
-    SGD.
+    """The bytes of state that `optimizer` keeps per byte of a float32 parameter: 2 for AdamW, 0 for plain SGD.
 
-    Found by what it holds already; else by one step of a copy of it on a parameter of its own, for the first group's
-    options.
+    If it has no state yet, a copy of it takes one step on a small parameter, with the options of its first group.
     """
     if optimizer.state:
         elements = sum(parameter.numel() for parameter in optimizer.state)
@@ -108,12 +106,12 @@ def state_bytes_per_parameter_byte(optimizer: torch.optim.Optimizer) -> float:
 
 
 def _held_bytes(state: Mapping[str, Any]) -> int:
-    """Bytes of a parameter's state, counts of steps aside."""
+    """Bytes of a parameter's state, without step counts."""
     return sum(item.nbytes for item in state.values() if isinstance(item, torch.Tensor) and item.numel() > 1)
 
 
 def named_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """The torch optimizer of that name ("adamw", "SGD") with its default options, over `parameters` if there are any.
+    """The torch optimizer with a name such as "adamw" and default options, over `parameters` if there are any.
 
     "sgd_momentum" is SGD with a momentum of 0.9.
 
@@ -132,8 +130,8 @@ def named_optimizer(name: str, parameters: Iterable[nn.Parameter]) -> torch.opti
         return known[name.lower()](list(parameters) or [nn.Parameter(torch.zeros(_SIDE, _SIDE))])
     except ValueError as error:
         raise TraceError(
-            f"optimizer={name!r} cannot be made over all of the model's parameters: {error}. Make it over those that "
-            "it takes, and pass it."
+            f"optimizer={name!r} cannot be made over all of the model's parameters: {error}. Make it over the "
+            "parameters that it takes, and pass it."
         ) from error
 
 
@@ -141,9 +139,9 @@ _SIDE = 64
 
 
 class HyperparameterText:
-    """The options of each group of an optimizer as they are now, and how many steps it has taken: for messages.
+    """The present options of each group of an optimizer, and its number of steps, as text for messages.
 
-    The text of plain options is kept until one of them is another.
+    The text of plain options is cached until an option changes.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
@@ -153,7 +151,7 @@ class HyperparameterText:
         self._text = ""
 
     def __call__(self) -> str:
-        """The text."""
+        """Return the text."""
         options = [{**group, "params": None} for group in self._optimizer.param_groups]
         is_plain = all(map(_is_plain, chain(*map(dict.values, options))))
         if not is_plain or options != self._options:
@@ -174,12 +172,12 @@ _PLAIN = (float, bool, int, str, type(None))
 
 
 def _is_plain(value: object) -> bool:
-    """Whether an option is another object where it is another value."""
+    """Whether an option is immutable, so that a changed value is another object."""
     return type(value) in _PLAIN or (type(value) is tuple and all(type(item) in _PLAIN for item in value))
 
 
 def _as_text(value: object) -> str:
-    """An option; a tensor on an accelerator is not read, as that waits for the device."""
+    """An option as text; a tensor on an accelerator is not read, because that would wait for the device."""
     if not isinstance(value, torch.Tensor):
         return str(value)
     return str(value.item()) if value.device.type == "cpu" and value.numel() == 1 else "a tensor"

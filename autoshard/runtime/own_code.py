@@ -1,9 +1,9 @@
-"""The user's own code beside the compiled programs (`sharded.generate`), where parameters are DTensors.
+"""The user's own code beside compiled programs, such as `sharded.generate`, while parameters are DTensors.
 
-Such code mixes parameters with plain tensors, which DTensors refuse. While it runs, a parameter that is read from its
-module is gathered (`self.weight` is a plain tensor, the whole of it), and freed when the forward that reads it ends: as
-FSDP gathers module by module, but also for weights that another module reads. Every rank runs the same code on the same
-tensors. Gradients flow back into the shards, and what the code changes in place is changed in the shards.
+Such code mixes parameters with plain tensors, which DTensors refuse. So within `whole_parameters`, reading a parameter
+from its module gathers it: `self.weight` is a whole plain tensor. It is freed when the forward that reads it ends. FSDP
+gathers module by module in the same way; here it also works for weights that another module reads. Every rank runs the
+same code on the same tensors. Gradients flow back into the shards, and in-place changes reach the shards.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ LayOut = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 @contextmanager
 def whole_parameters(model: nn.Module, lay_out: LayOut) -> Iterator[None]:
-    """Within, code of `model` and its submodules that reads a parameter which is a DTensor gets the whole of it.
+    """Within the context, code of `model` and its submodules reads DTensor parameters as whole tensors.
 
     Args:
         model: any module.
-        lay_out: `lay_out(tensor, parameter)` is a whole tensor in the shards of a parameter.
+        lay_out: `lay_out(tensor, parameter)` shards a whole tensor as a parameter is sharded.
     """
     if isinstance(model._parameters, _Lending) or not any(isinstance(item, DTensor) for item in model.parameters()):
         yield
@@ -50,15 +50,15 @@ def whole_parameters(model: nn.Module, lay_out: LayOut) -> Iterator[None]:
 
 
 def _lend_parameters(module: nn.Module, lender: _Lender) -> Callable[[nn.Module], None]:
-    """Have a module read whole parameters; returns what ends that."""
+    """Let a module read whole parameters; return a function that ends this."""
     held = module._parameters
     weights: Any = module._flat_weights if isinstance(module, nn.RNNBase) else None
     module._parameters = _Lending(held, lender)
-    if isinstance(module, nn.RNNBase):  # it reads a list of its own
+    if isinstance(module, nn.RNNBase):  # it reads weights from a list of its own
         module._flat_weights = [lender.lend(weight) for weight in module._flat_weights]
 
     def give_back(module: nn.Module) -> None:
-        now = dict(module._parameters.items())  # with parameters that were set meanwhile
+        now = dict(module._parameters.items())  # includes parameters that were set meanwhile
         held.clear()
         held.update(now)
         module._parameters = held
@@ -69,7 +69,7 @@ def _lend_parameters(module: nn.Module, lender: _Lender) -> Callable[[nn.Module]
 
 
 class _Lending(dict[str, Any]):
-    """The parameters of a module: whole where one is read by its name, as they are where all are listed."""
+    """The parameters of a module: whole if read by name, sharded if all are listed."""
 
     def __init__(self, parameters: dict[str, Any], lender: _Lender) -> None:
         super().__init__(parameters)
@@ -80,14 +80,14 @@ class _Lending(dict[str, Any]):
 
 
 class _Lender:
-    """Whole values of parameters, lent to the module whose forward runs, or to the method where none does."""
+    """Lends whole values of parameters to the running forward, or to the method if no forward runs."""
 
     def __init__(self, lay_out: LayOut) -> None:
         self._lay_out = lay_out
         self._scopes: list[dict[tuple[int, bool], tuple[torch.Tensor, DTensor]]] = []
 
     def open(self, *_: Any) -> None:
-        """Begin a scope: a forward, or the whole."""
+        """Begin a scope: a forward, or the context itself."""
         self._scopes.append({})
 
     def close(self, *_: Any) -> None:
@@ -96,7 +96,7 @@ class _Lender:
             self._take_back(full, parameter)
 
     def lend(self, parameter: Any) -> Any:
-        """The whole of a DTensor, with its gradient where one is wanted; anything else as it is."""
+        """The whole of a DTensor, with its gradient if it is needed; return other values as they are."""
         if not isinstance(parameter, DTensor):
             return parameter
         key = (id(parameter), torch.is_grad_enabled() and parameter.requires_grad)
@@ -105,7 +105,7 @@ class _Lender:
             return known
         full = parameter.full_tensor()
         if key[1]:
-            full._is_param = True  # type: ignore[attr-defined]  # so `get_parameter` takes what has a history for one
+            full._is_param = True  # type: ignore[attr-defined]  # so that `get_parameter` accepts a non-leaf tensor
         else:
             full = nn.Parameter(full.detach(), requires_grad=False)
         self._scopes[-1][key] = (full, parameter)
@@ -113,8 +113,8 @@ class _Lender:
 
     @torch.no_grad()
     def _take_back(self, full: torch.Tensor, parameter: DTensor) -> None:
-        """Keep in the shard what the whole has become."""
+        """Copy changes of the whole tensor into the shard."""
         laid_out, local = self._lay_out(full, parameter), parameter.to_local()
-        assert isinstance(laid_out, DTensor), "what is laid out like a DTensor is one"
+        assert isinstance(laid_out, DTensor), "`lay_out` returns a DTensor for a DTensor"
         if not torch.equal(laid_out.to_local(), local):
             local.copy_(laid_out.to_local())

@@ -1,4 +1,4 @@
-"""Parameters of a module tree: replaced, swapped, and lent out, with their qualified names and ties kept."""
+"""Parameters of a module tree: replaced, swapped or lent, with their qualified names and ties kept."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autoshard.runtime.replaced_parameter import ReplacedParameter, stand_for
 
 
 def replace_parameters(model: nn.Module, replace: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Put `replace(parameter)` in the place of each parameter, at all of its names; None changes nothing."""
+    """Replace each parameter by `replace(parameter)` under all of its names; None changes nothing."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for owner, leaf, parameter in list(_places(model)):
         if parameter not in made:
@@ -26,17 +26,16 @@ def replace_parameters(model: nn.Module, replace: Callable[[torch.Tensor], torch
 
 
 def take_over_parameters(model: nn.Module, take: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Put `take(parameter)` in the place of each parameter for good: its hooks and `take(its gradient)` go with it.
+    """Replace each parameter by `take(parameter)` for good, with its hooks, its attributes and `take(its gradient)`.
 
-    The parameters from before stand for those that took their place, so what holds them goes on; the attributes that a
-    user set on them are on both.
+    The old parameters forward to their successors, so that other holders of them, such as optimizers, keep working.
     """
     before = [parameter for _, _, parameter in _places(model)]
     replace_parameters(model, take)
     for old, (_, _, new) in zip(before, list(_places(model)), strict=True):
         if new is not old:
             if isinstance(old, ReplacedParameter):
-                continue  # it has several names
+                continue  # it has several names, and was taken over under another one
             _Hooks.of(old).put_on(new)
             new.grad = None if old.grad is None else take(old.grad)
             vars(new).update(vars(old))
@@ -44,9 +43,9 @@ def take_over_parameters(model: nn.Module, take: Callable[[torch.Tensor], torch.
 
 
 def swap_parameter(parameter: torch.Tensor, lay_out: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Give `parameter` the layout and memory of `lay_out(parameter)`, and its gradient alike.
+    """Give `parameter` the sharding and memory of `lay_out(parameter)`, and its gradient likewise.
 
-    The object stays, with its hooks, and optimizers that hold it go on.
+    The object and its hooks stay, so that optimizers which hold it keep working.
     """
     grad, hooks = parameter.grad, _Hooks.of(parameter)
     _Hooks().put_on(parameter)
@@ -75,16 +74,16 @@ class _Hooks:
 
 @torch.no_grad()
 def memory_of(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The values of `tensor` in memory of their own on `device`; zeros where it is on the meta device."""
+    """A copy of `tensor` in new memory on `device`; zeros if it is on the meta device."""
     if tensor.is_meta:
         return torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
-    if tensor.device == device:  # `to` would make the device ready, which is not there for fake CUDA tensors
+    if tensor.device == device:  # `to` would initialise the device, which fails for fake CUDA tensors
         return tensor.detach().clone(memory_format=torch.contiguous_format)
     return tensor.detach().to(device, copy=True, memory_format=torch.contiguous_format)
 
 
 def give_buffers_memory(model: nn.Module, device: torch.device) -> None:
-    """Put zeros on `device` in the place of each buffer on the meta device, at all of its names."""
+    """Replace each buffer on the meta device by zeros on `device`, under all of its names."""
     made: dict[int, torch.Tensor] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if buffer.is_meta:
@@ -94,7 +93,7 @@ def give_buffers_memory(model: nn.Module, device: torch.device) -> None:
 
 @torch.no_grad()
 def gather_buffers(model: nn.Module) -> None:
-    """Put the whole in the place of each buffer that is a DTensor: `spectral_norm` of a compiled layer makes them."""
+    """Replace each buffer that is a DTensor by its whole value: `spectral_norm` of a compiled layer makes DTensors."""
     made: dict[int, torch.Tensor] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
         if isinstance(buffer, DTensor):
@@ -106,7 +105,7 @@ def gather_buffers(model: nn.Module) -> None:
 
 @contextmanager
 def lent_parameters(model: nn.Module, lend: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """Within, `model` holds `lend(parameter)` instead of each parameter; afterwards its own again."""
+    """Within the context, `model` holds `lend(parameter)` in place of each parameter."""
     before = list(_places(model))
     replace_parameters(model, lambda parameter: lend(parameter))
     try:
@@ -118,24 +117,24 @@ def lent_parameters(model: nn.Module, lend: Callable[[torch.Tensor], torch.Tenso
 
 @contextmanager
 def outlined_parameters(model: nn.Module) -> Iterator[Mapping[torch.Tensor, nn.Parameter]]:
-    """Within, `model` holds an outline of each parameter, on the meta device; yields the parameter of each outline."""
+    """Within the context, parameters of `model` are outlines on the meta device; yield each outline's parameter."""
     own = [parameter for _, _, parameter in _places(model)]
     with lent_parameters(model, _outline):
         yield dict(zip((outline for _, _, outline in _places(model)), own, strict=True))
 
 
 def _outline(parameter: torch.Tensor) -> torch.Tensor:
-    """A tensor without values or memory, as the whole of `parameter` is."""
+    """A tensor on the meta device with the shape and dtype of the whole parameter."""
     return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
 
 def refuse_new_parameters(model: nn.Module, has_adopted: Callable[[torch.Tensor], bool]) -> None:
-    """Raise `TraceError` for parameters that would have to become DTensors, which earlier optimizers do not hold."""
+    """Raise `TraceError` for parameters that would have to become DTensors: earlier optimizers do not hold them."""
     new = [name for name, parameter in model.named_parameters() if not has_adopted(parameter)]
     if new:
         raise TraceError(
             f"{type(model).__qualname__} was given parameters after it was compiled, and with processes they cannot "
-            f"take part: {', '.join(new[:4])}{', ...' * (len(new) > 4)}. Compile the model again, and make its "
+            f"take part: {', '.join(new[:4])}{', ...' * (len(new) > 4)}. Compile the model a second time, and make its "
             "optimizer after that."
         )
 
@@ -147,7 +146,7 @@ def _as_parameter(value: torch.Tensor, like: nn.Parameter) -> nn.Parameter:
 
 
 def _places(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Parameter]]:
-    """Each place that holds a parameter: the module, the name there, the parameter (tied ones several times)."""
+    """Each place of a parameter: the module, the name, the parameter. Tied parameters have several places."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         path, _, leaf = name.rpartition(".")
         yield model.get_submodule(path), leaf, parameter

@@ -1,4 +1,4 @@
-"""Things made once for each program that runs, and given back with the program."""
+"""Values made once per program, and freed with the program."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ Made = TypeVar("Made")
 
 
 class PerProgram(Generic[Made]):
-    """Things made for programs, kept while `KnownPrograms`, or a caller, keeps the program.
+    """Values of programs, kept while `KnownPrograms` or a caller keeps the program.
 
-    They must not refer to the program, or neither is ever given back. Copies of whoever holds them make them anew.
+    A value must not refer to its program, or neither is ever freed. A copy of the table starts empty.
     """
 
     def __init__(self) -> None:
         self._made: WeakKeyDictionary[Executable, Made] = WeakKeyDictionary()
 
     def get(self, executable: Executable) -> Made | None:
-        """The thing made for a program; None if there is none."""
+        """The value of a program; None if there is none."""
         return self._made.get(executable)
 
     def get_or_make(self, executable: Executable, make: Callable[[], Made]) -> Made:
-        """The thing made for a program; made now if there is none."""
+        """The value of a program; made now if there is none."""
         found = self._made.get(executable)
         if found is None:
             found = self._made[executable] = make()
         return found
 
     def keep(self, executable: Executable, made: Made) -> None:
-        """Keep what was made for a program."""
+        """Set the value of a program."""
         self._made[executable] = made
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -1,11 +1,11 @@
-"""What pickle (`torch.save`) writes of DTensors on ranks that a model was compiled for.
+"""The pickling of DTensors (`torch.save`) on ranks for which a model was compiled.
 
-`if rank == 0: torch.save(model.state_dict(), path)` is everyone's habit, and torch writes the shards of that one rank
-into the file. Pickle cannot gather, as the other ranks do not come to it. So a tensor that this rank holds whole is
-written as a plain tensor, which one device reads, and any other tensor is refused.
+`if rank == 0: torch.save(model.state_dict(), path)` is a common habit, but torch writes only the shards of rank 0 into
+the file. Pickle cannot gather, because the other ranks do not pickle. So a tensor that this rank holds whole is written
+as a plain tensor, which one device can read; any other DTensor is refused.
 
-`copyreg` is Python's table for pickling objects of foreign classes. Copies, other processes of this rank (the process
-that `torch.distributed.checkpoint.async_save` starts), and DTensors of other libraries get what torch gives them.
+`copyreg` is Python's table for pickling objects of foreign classes. Copies, other processes of this rank (such as the
+process of `torch.distributed.checkpoint.async_save`), and DTensors of other libraries are pickled as torch does.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _PROTOCOL = 2
 """Torch pickles alike under every protocol from this one on."""
 
 _OURS: WeakSet[DeviceMesh] = WeakSet()
-"""Meshes that models were compiled for."""
+"""Meshes for which models were compiled."""
 
 
 def pickle_wholes_alone(meshes: Iterable[DeviceMesh]) -> None:
-    """From now on, pickle takes DTensors on `meshes` only where this rank holds them whole."""
+    """From now on, pickle DTensors on `meshes` only if this rank holds them whole."""
     _OURS.update(meshes)
     for kind in (DTensor, SplitOutput, Elsewhere):
         copyreg.pickle(kind, _reduced)  # type: ignore[arg-type]  # typeshed knows fewer forms than pickle takes
@@ -43,7 +43,7 @@ def pickle_wholes_alone(meshes: Iterable[DeviceMesh]) -> None:
 
 
 def _reduced(tensor: DTensor) -> Any:
-    """How pickle writes a tensor; see `object.__reduce_ex__`."""
+    """Reduce a tensor for pickle; see `object.__reduce_ex__`."""
     is_copied = sys._getframe(1).f_code is copy.copy.__code__
     if is_copied or tensor.device_mesh not in _OURS:
         return _as_torch_does(tensor)
@@ -51,8 +51,8 @@ def _reduced(tensor: DTensor) -> Any:
         tensor.redistribute()
     if not _is_whole(tensor):
         raise NotAvailableError(
-            f"A tensor of shape {tuple(tensor.shape)} lies in parts on {tensor.device_mesh} ({tensor.placements}), and "
-            "pickle (torch.save, say) would write this rank's part alone. On every rank, gather with "
+            f"A tensor of shape {tuple(tensor.shape)} is sharded on {tensor.device_mesh} ({tensor.placements}), and "
+            "pickle (torch.save, say) would write only this rank's part. On every rank, gather with "
             "torch.distributed.checkpoint.state_dict.get_model_state_dict(model, options=StateDictOptions("
             "full_state_dict=True, cpu_offload=True)), which gives rank 0 the whole, for torch.save. Or use "
             "sharded.export(path), autoshard.Checkpoints, torch.distributed.checkpoint, or full_tensor() of a tensor."

@@ -1,8 +1,8 @@
-"""The process groups of a mesh, under the names that lowered programs use for them.
+"""The process groups of a mesh, by their names in lowered programs.
 
-A lowered program names a group by the mesh axes it runs along and by what it is for (`autoshard.ir.communicators`):
-"model", "data,model", or "data/gradients". `bind` writes a rank's own process groups and place on the mesh into a copy
-of such a graph, which torch's functional collectives can then run.
+A lowered program names a group by its mesh axes and its purpose (`autoshard.ir.communicators`): "model", "data,model",
+or "data/gradients". `bind` copies such a graph for one rank, with the names of the rank's process groups and its
+coordinates. Torch's functional collectives can run the copy.
 """
 
 from __future__ import annotations
@@ -44,13 +44,12 @@ _INTEGER_OPERATORS: frozenset[Callable[..., Any]] = frozenset(
 class ProcessGroups:
     """The process groups along the axes of a torch `DeviceMesh`.
 
-    Groups over several axes, and those of a purpose, are made when first asked for, by all ranks in the same order:
-    ranks run the same program text, so they ask alike. There are at most three for each set of axes. `rank` is this
-    process's number on the mesh, `on_cpu` says whether it runs on CPUs. There communication ends in an error after
-    `timeout_s`.
+    Groups over several axes, and groups for a purpose, are made at first use. All ranks run the same program text, so
+    they make them in the same order. There are at most three for each set of axes. `rank` is this process's rank on
+    the mesh, and `on_cpu` says whether it runs on CPUs, where communication raises an error after `timeout_s`.
 
-    Ranks of a pipeline's stages run programs of their own: their groups are those of `outer`, on the mesh of all ranks,
-    made for all stages together by `prepare`.
+    Ranks of a pipeline's stages run programs of their own. They use the groups of `outer`, on the mesh of all ranks;
+    `prepare` makes those groups for all stages together.
     """
 
     def __init__(
@@ -71,28 +70,28 @@ class ProcessGroups:
         return self.mesh.coordinates(self.rank)
 
     def name(self, group: str) -> str:
-        """The name, known to torch, of this rank's process group for a group of a lowered program."""
+        """Torch's name of this rank's process group, for a group of a lowered program."""
         if group not in self._names:
             found = self._group(group).group_name if self._outer is None else self._outer.prepared(group)
             self._names[group] = found
         return self._names[group]
 
     def prepare(self, groups: Iterable[str]) -> None:
-        """Make groups now, by all ranks in one order."""
+        """Make groups now; all ranks must call with the same groups."""
         for group in sorted(set(groups)):
             self.name(group)
 
     def prepared(self, group: str) -> str:
-        """The name of a group that was made before."""
+        """The name of a group that `prepare` has made."""
         if group not in self._names and group not in self.mesh.axis_names:
             raise NotAvailableError(
-                f"A stage of the pipeline communicates along {group!r}, which was not made for all stages together. "
-                "Use a mesh without the axis 'pipeline' for this call."
+                f"A stage of the pipeline communicates along {group!r}, but this group was not made for all stages "
+                "together. Use a mesh without the axis 'pipeline' for this call."
             )
         return self.name(group)
 
     def new(self, members: Sequence[int], axis: str) -> dist.ProcessGroup:
-        """A group of ranks of the mesh, in their order, with the backend of an axis; made by all ranks together."""
+        """A group of ranks of the mesh, in the given order, with the backend of an axis. All ranks must call."""
         backend = dist.get_backend(self._device_mesh.get_group(axis))
         return _new_group([self._ranks[member] for member in members], self._timeout, backend)
 
@@ -110,7 +109,7 @@ class ProcessGroups:
 
 
 def _new_group(ranks: list[int], timeout: timedelta | None, backend: str) -> dist.ProcessGroup:
-    """A group in which `ranks` are numbered in the given order; torch below 2.13 numbers them by rank only."""
+    """A group in which `ranks` are numbered in the given order; torch below 2.13 can only number them by rank."""
     if ranks == sorted(ranks):
         return cast(dist.ProcessGroup, dist.new_group(ranks, timeout, backend))
     return cast(dist.ProcessGroup, dist.new_group(ranks, timeout, backend, sort_ranks=False))
@@ -119,8 +118,8 @@ def _new_group(ranks: list[int], timeout: timedelta | None, backend: str) -> dis
 def bind(graph_module: fx.GraphModule, groups: ProcessGroups) -> fx.GraphModule:
     """A copy of a lowered graph for this rank.
 
-    Before → after: group names of mesh axes → of process groups; `axis_index("model")` and the integer
-    arithmetic on it → numbers; reductions on CPUs → what adds up in the order of ranks (`reduce_in_rank_order`).
+    Before → after: names of mesh axes → names of process groups; `axis_index("model")` and integer arithmetic on it →
+    numbers; reductions on CPUs → sums in the order of ranks (`reduce_in_rank_order`).
     """
     graph_module = reduce_in_rank_order(graph_module, groups.mesh, of_gloo=groups.on_cpu)
     graph = fx.Graph()
@@ -132,12 +131,12 @@ def bind(graph_module: fx.GraphModule, groups: ProcessGroups) -> fx.GraphModule:
 
 
 def group_of(node: fx.Node) -> str | None:
-    """The group along which a node of a lowered program communicates; None for one that does not."""
+    """The group along which a node of a lowered program communicates; None for other nodes."""
     return str(node.kwargs.get("group_name", node.args[-1])) if node.target in _COLLECTIVES else None
 
 
 def reduce_in_place(graph_module: fx.GraphModule) -> None:
-    """Let all-reduces of buffers of their own write over these, in a graph that runs as it is."""
+    """Let all-reduces write over their buffers, in a graph that runs without a compiler."""
     for node in graph_module.graph.nodes:
         if reduces_in_place(node):
             node.target = _FUNCTIONAL.all_reduce_.default
@@ -145,10 +144,10 @@ def reduce_in_place(graph_module: fx.GraphModule) -> None:
 
 
 def taking_from_a_list(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph that takes one list of its inputs, the last first, and empties it.
+    """A copy of a graph that takes one list of its inputs, in reverse order, and empties it.
 
-    Before → after: placeholders `a, b` → `a, b = values.pop(), values.pop()`. Nothing else then holds an input, so that
-    the code of the graph, which drops each value after its last use, frees it.
+    Before → after: placeholders `a, b` → `a, b = values.pop(), values.pop()`. No other object then holds an input, so
+    the graph's code frees each input after its last use.
     """
     graph = fx.Graph()
     values = graph.placeholder("values")
@@ -168,7 +167,7 @@ def _bind_node(
     coordinates: dict[str, int],
     groups: ProcessGroups,
 ) -> Any:
-    """The copy of a node, or the number that it stands for on this rank."""
+    """The copy of a node, or its number on this rank."""
     if node.target is axis_index:
         return coordinates[str(node.args[0])]
     args = fx.map_arg(node.args, copies.__getitem__)
@@ -183,7 +182,7 @@ def _bind_node(
 
 
 def _with_group(args: Any, kwargs: Any, groups: ProcessGroups) -> tuple[Any, Any]:
-    """The arguments of a collective with the group's own name: `group_name` is the last one."""
+    """The arguments of a collective with torch's name of the group; `group_name` is the last argument."""
     if "group_name" in kwargs:
         return args, {**kwargs, "group_name": groups.name(kwargs["group_name"])}
     return (*args[:-1], groups.name(args[-1])), kwargs

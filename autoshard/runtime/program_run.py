@@ -1,7 +1,7 @@
 """Forwards and backwards of a program's micro-batches, stage by stage.
 
-A program that is not cut is a pipeline of one stage, and sends nothing. Where one process simulates all ranks it runs
-all stages; with processes, each runs the stages of its rank. Values that cross stages go by way of `StageMessages`.
+A program without stages is a pipeline of one stage, and sends no messages. If one process simulates all ranks, it runs
+all stages; with processes, each runs the stages of its rank. `StageMessages` carries values between stages.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from autoshard.runtime.stages.crossing_table import CrossingTable
 from autoshard.runtime.stages.stage_messages import StageMessages
 
 Inputs = Callable[[int], dict[int, Sequence[torch.Tensor]]]
-"""The tensors that a micro-batch's call passes, and the model's own, by stage; see `Executable.by_stage`."""
+"""The tensors of a micro-batch's call, and the model's tensors, by stage; see `Executable.by_stage`."""
 
 Take = Callable[[Executable, Sequence[LocalValue], int], None]
-"""Takes the local outputs of a stage's program, of a micro-batch."""
+"""Takes the local outputs of a stage's program for a micro-batch."""
 
 
 @dataclass(slots=True)
@@ -32,14 +32,14 @@ class StageRun:
     """A stage that this process runs, in one call.
 
     Args:
-        number: its place in the pipeline.
-        program: its program.
+        number: the stage's position in the pipeline.
+        program: the stage's program.
         held: values computed once for all micro-batches.
-        saved: values that micro-batches keep for their backward.
-        kept: values that first halves of backwards keep for the second, by micro-batch.
-        ahead: gradients of micro-batches whose backward ran with their forward.
+        saved: values that forwards save for backwards, by micro-batch.
+        kept: values that first halves of backwards save for second halves, by micro-batch.
+        ahead: gradients of micro-batches whose backward ran together with their forward.
         carried: the sums of gradients so far.
-        owned: which of them may be written over; None: all.
+        owned: which sums may be written over; None: all.
     """
 
     number: int
@@ -52,7 +52,7 @@ class StageRun:
     owned: Sequence[bool] | None = None
 
     def add(self, carried: list[LocalValue], owned: Sequence[bool]) -> None:
-        """Add a micro-batch's gradients; `owned`: which may be written over."""
+        """Add a micro-batch's gradients; `owned`: which gradients may be written over."""
         if self.carried is None:
             self.carried, self.owned = carried, owned
             return
@@ -62,16 +62,16 @@ class StageRun:
 
 @dataclass(slots=True)
 class ProgramRun:
-    """Runs the tasks of a call; see `TaskRunner`.
+    """Runs the tasks of a call; implements `TaskRunner`.
 
     Args:
-        table: the values that stages hand each other.
+        table: the values that stages send each other.
         stages: the stages that run here, by number.
-        messages: between stages.
-        inputs: gives the inputs of a micro-batch, once.
-        weights: the count of each micro-batch in the loss.
+        messages: the messages between stages.
+        inputs: returns the inputs of a micro-batch; called once for each.
+        weights: the weight of each micro-batch in the loss.
         take: called with the outputs of each forward.
-        graphs: launches forward and backward of a micro-batch from a CUDA graph; None to launch each kernel.
+        graphs: launches forward and backward of a micro-batch as a CUDA graph; None to launch each kernel.
     """
 
     table: CrossingTable
@@ -84,24 +84,24 @@ class ProgramRun:
     _inputs_left: dict[int, dict[int, Sequence[torch.Tensor]]] = field(default_factory=dict)
 
     def begin(self) -> None:
-        """Get the first inputs, which ends what ranks say of their calls, and begin to exchange messages."""
+        """Get the first inputs, which completes the agreement of ranks on the call, and begin to exchange messages."""
         self._inputs_left[0] = self.inputs(0)
         self.messages.begin(self.table, self.weights)
 
     def end(self) -> None:
-        """Wait until all messages have gone; gradients alone are left."""
+        """Wait until all messages are sent; free all values but gradients."""
         self.messages.end()
         for stage in self.stages.values():
             stage.held = None
 
     def can_run(self, task: StageTask) -> bool:
-        """Whether the values that a task reads have come; see `TaskRunner`."""
+        """Whether the values that a task reads have arrived; a method of `TaskRunner`."""
         if task.work.is_transfer or task.work is Work.BACKWARD_WEIGHT or self._is_skipped(task):
             return True
         return self.messages.has_all(task.stage, task.micro_batch, is_forward=task.work is Work.FORWARD)
 
     def run_task(self, task: StageTask) -> None:
-        """Run a forward, a backward or one of its halves, or expect a message; see `TaskRunner`."""
+        """Run a forward, a backward or half of one, or expect a message; a method of `TaskRunner`."""
         match task.work:
             case Work.FORWARD:
                 self._run_forward(self.stages[task.stage], task.micro_batch)
@@ -118,7 +118,7 @@ class ProgramRun:
                 self.messages.expect(task.stage, task.micro_batch, is_forward=task.work is Work.RECEIVE_FORWARD)
 
     def _is_skipped(self, task: StageTask) -> bool:
-        """Nothing counts in the micro-batch: its gradient may be zero over zero."""
+        """Whether the micro-batch has weight zero, so that its gradient may be zero over zero."""
         return task.work is not Work.FORWARD and not self.weights[task.micro_batch]
 
     def _run_forward(self, stage: StageRun, micro_batch: int) -> None:
@@ -137,7 +137,7 @@ class ProgramRun:
         self.take(program, results, micro_batch)
 
     def _inputs_of(self, stage: StageRun, micro_batch: int) -> Sequence[torch.Tensor]:
-        """A stage's inputs. All are got for the first stage that reads some, so that micro-batches draw in order."""
+        """A stage's inputs. The first stage to read inputs gets them for all stages, so micro-batches draw in order."""
         if micro_batch not in self._inputs_left:
             self._inputs_left[micro_batch] = self.inputs(micro_batch)
         return self._inputs_left[micro_batch].pop(stage.number)
@@ -148,7 +148,7 @@ class ProgramRun:
     def _run_both(
         self, graphs: GraphedPasses, stage: StageRun, values: Sequence[LocalValue], micro_batch: int
     ) -> tuple[list[LocalValue], list[LocalValue]]:
-        """Outputs, and gradients; a graph's results are valid until its next call."""
+        """Outputs and gradients, copied because a graph's results are valid until its next call."""
         results, gradients = graphs.run(stage.program, values, self._tangents(stage, micro_batch))
         if len(self.weights) > 1:
             gradients = [gradient.clone() for gradient in gradients]
@@ -172,7 +172,7 @@ class ProgramRun:
         return [self._tangent(slot, stage, micro_batch) for slot in stage.program.tangents]
 
     def _tangent(self, slot: LocalSlot, stage: StageRun, micro_batch: int) -> LocalValue:
-        """A later stage's gradient; of the loss, the micro-batch's share; nothing flows from other outputs."""
+        """A later stage's gradient; the micro-batch's weight for the loss; zero for other outputs."""
         if crosses_stages(slot.slot.name):
             return self._received(slot, stage, micro_batch, is_forward=False)
         is_of_loss = slot.slot.name.replace("tangent:", "output:") in self.table.staged.results

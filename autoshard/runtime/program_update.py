@@ -1,7 +1,7 @@
-"""The update of a program, cut where a stage of a pipeline needs the norm of all stages' gradients.
+"""The update of a program, split in two if a pipeline stage needs the norm of all stages' gradients.
 
-Before → after: `gradients → squares; gradients, squares of all stages → parameters, state` as one graph → two graphs:
-the computation of the stage's own sum of squares, and the rest, which takes what the first has computed. A program
+Before → after: one graph `gradients → squares; gradients, squares of all stages → parameters, state` → two graphs. The
+first computes the stage's own sum of squares. The second does the rest, and takes values from the first. A program
 without stages computes its norm itself, and its update is one graph.
 """
 
@@ -26,10 +26,10 @@ class ProgramUpdate:
 
     Args:
         graph_module: takes the gradients of all micro-batches, then `reads`; returns `writes`.
-        gradients: number of these gradients.
+        gradients: the number of these gradients.
         reads: parameters, optimizer state and options.
-        writes: parameters and state, updated; of a stage that clips, the sum of its squares too.
-        engine: where it runs.
+        writes: updated parameters and state; for a stage that clips, also the sum of its squares.
+        engine: the engine that runs the update.
     """
 
     graph_module: fx.GraphModule
@@ -39,13 +39,13 @@ class ProgramUpdate:
     engine: Engine
 
     def load(self) -> None:
-        """Load all graphs now; they may bind process groups, which all ranks of a stage do together."""
+        """Load all graphs now. They may bind process groups, so all ranks of a stage must load together."""
         _ = self._first, self._second
 
     def run_squares(
         self, carried: Sequence[LocalValue], held: list[torch.Tensor]
     ) -> tuple[torch.Tensor | None, list[LocalValue]]:
-        """The sum of the squares of a stage's gradients, a scalar, and the values that `run` takes over.
+        """The sum of the squares of a stage's gradients, a scalar, and values to pass to `run`.
 
         Args:
             carried: the gradients of all micro-batches.
@@ -66,13 +66,13 @@ class ProgramUpdate:
         kept: Sequence[LocalValue] = (),
         squares: torch.Tensor | None = None,
     ) -> None:
-        """Update what users hold, in place.
+        """Update the user's parameters and state in place.
 
         Args:
-            carried: as for `run_squares`; emptied.
-            held: as for `run_squares`.
-            kept: what that gave.
-            squares: the sum over all stages, where they clip.
+            carried: see `run_squares`; emptied.
+            held: see `run_squares`.
+            kept: values from `run_squares`.
+            squares: the sum over all stages, if they clip.
         """
         for index in self._places_of_squares:
             assert squares is not None, "a stage that clips gave its squares"
@@ -87,7 +87,7 @@ class ProgramUpdate:
 
     @cached_property
     def _squares(self) -> int | None:
-        """The place of the sum of squares among the results."""
+        """The position of the sum of squares among the results."""
         kinds = [slot.slot.kind for slot in self.writes]
         return kinds.index(OutputKind.SQUARES) if OutputKind.SQUARES in kinds else None
 
@@ -101,13 +101,13 @@ class ProgramUpdate:
 
     @cached_property
     def _places(self) -> tuple[int, ...]:
-        """The place in `reads` of the value that each updated value replaces."""
+        """The position in `reads` of the value that each updated value replaces."""
         places = {(slot.slot.kind, slot.slot.name): index for index, slot in enumerate(self.reads)}
         return tuple(places[OWNERS[OutputKind(slot.slot.kind)], slot.slot.name] for slot in self._updated)
 
     @cached_property
     def _parts(self) -> tuple[fx.GraphModule | None, fx.GraphModule, int]:
-        """Both graphs, and how many values the second takes of the first."""
+        """Both graphs, and the number of values that the second takes from the first."""
         if self._squares is None:
             return None, self.graph_module, 0
         return cut_graph(self.graph_module, (self._squares,))

@@ -1,13 +1,13 @@
-"""Reductions that add the addends of ranks in the order of ranks: for Gloo, and for gradients in 16 bits on the wire.
+"""Reductions that add in the order of ranks: for Gloo, and for gradients sent in 16 bits.
 
-Gloo's reduce-scatter is an all-reduce whose result is cut: it sends twice what it needs to. As an all-to-all and a sum
-of what arrives it sends half. Gloo's all-reduce sums each chunk of its ring from another rank on, so that with three
-ranks or more the bits of an element depend on where in the tensor it lies, and so on the bucket that it travels in. As
-an all-to-all, a sum and an all-gather it sends as much, and each element is summed in the order of ranks, in float32 if
-it is narrower: the simulator's bits. With two ranks there is one order only, and it stays an all-reduce.
+Gloo's reduce-scatter is an all-reduce whose result is sliced, so it sends twice the necessary bytes. An all-to-all and
+a local sum send half of that. Gloo's all-reduce starts the sum of each chunk of its ring at another rank. With three
+ranks or more, the bits of an element then depend on its position in the tensor, and so on its bucket. An all-to-all, a
+sum and an all-gather send as many bytes. They sum each element in the order of ranks, narrow dtypes in float32. The
+result has the simulator's bits. With two ranks there is only one order, so the all-reduce stays.
 
-Other backends round each partial sum to the type that travels. Gradients that the user has sent in 16 bits
-(`passes/lowering/narrow_reductions.py`) are therefore reduced so on all of them.
+Other backends round each partial sum to the type on the wire. So gradients that the user sends in 16 bits
+(`passes/lowering/narrow_reductions.py`) are reduced in this way on all backends.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _c10d = torch.ops._c10d_functional
 _ORDERLESS = (Reduction.MAX, Reduction.MIN)
 
 SMALL_BYTES = 2**12
-"""All-reduces of at most so many bytes gather all addends: one message for each pair, not two."""
+"""An all-reduce of at most this many bytes gathers all addends: one message per pair of ranks instead of two."""
 
 
 def reduce_in_rank_order(graph_module: fx.GraphModule, mesh: Mesh, *, of_gloo: bool = True) -> fx.GraphModule:
-    """A copy of a lowered graph whose reductions of floating point numbers add up in the order of ranks.
+    """A copy of a lowered graph whose floating-point reductions add in the order of ranks.
 
     Before → after, with any nodes between a start and its wait:
 
@@ -43,14 +43,14 @@ def reduce_in_rank_order(graph_module: fx.GraphModule, mesh: Mesh, *, of_gloo: b
     Args:
         graph_module: the graph.
         mesh: its mesh.
-        of_gloo: whether the process groups are Gloo's; of others, only narrowed gradients are rewritten.
+        of_gloo: whether Gloo runs the collectives; with other backends, only narrowed gradients are rewritten.
     """
     rewriter = _Rewriter(mesh, graph_module.graph, of_gloo)
     return lazy_module(graph_module, rewriter.rewritten())
 
 
 class _Rewriter:
-    """Copies a graph node by node; `midway` holds what is issued behind a node, `finish` what stands for a wait."""
+    """Copies a graph node by node. `midway` holds nodes to issue after a node, `finish` the replacements of waits."""
 
     def __init__(self, mesh: Mesh, old: fx.Graph, of_gloo: bool) -> None:
         self._mesh = mesh
@@ -133,7 +133,7 @@ class _Rewriter:
 
 def _wait_of(start: fx.Node) -> fx.Node:
     (wait,) = start.users
-    assert wait.target is _c10d.wait_tensor.default, f"{start} is waited for before it is read"
+    assert wait.target is _c10d.wait_tensor.default, f"{start} must be waited for before it is read"
     return wait
 
 
@@ -147,7 +147,7 @@ def _shape_of(value: Tensor) -> torch.Size:
 
 
 def _shape_of_piece(value: Tensor, size: int) -> torch.Size:
-    """The shape of one of `size` pieces of dim 0."""
+    """The shape of one of `size` pieces along dim 0."""
     return torch.Size((value.shape[0] // size, *value.shape[1:]))
 
 
@@ -156,14 +156,14 @@ def _flat(value: Tensor) -> Tensor:
 
 
 def _rows(value: Tensor, size: int) -> Tensor:
-    """The elements of `value` in `size` rows, and zeros behind them where they do not fill these."""
+    """The elements of `value` in `size` rows; zeros fill up the last row."""
     flat = value.reshape(-1)
     missing = -flat.numel() % size
     return (torch.nn.functional.pad(flat, (0, missing)) if missing else flat).view(size, -1)
 
 
 def _reduce(received: Tensor, reduction: str, size: int, shape: Sequence[int]) -> Tensor:
-    """The reduction of `size` pieces, in their order."""
+    """The reduction of `size` pieces, in rank order."""
     pieces = received.view(size, -1).unbind(0)
     if reduction == "avg":
         return (combine(Reduction.SUM, pieces) / size).view(shape)
@@ -171,6 +171,6 @@ def _reduce(received: Tensor, reduction: str, size: int, shape: Sequence[int]) -
 
 
 def _joined(gathered: Tensor, shape: torch.Size) -> Tensor:
-    """The tensor whose elements `gathered` begins with."""
+    """The tensor of shape `shape` from the first elements of `gathered`."""
     count = shape.numel()
     return (gathered if gathered.numel() == count else gathered[:count].contiguous()).view(shape)

@@ -1,8 +1,8 @@
-"""Parameters whose place a DTensor took: objects that optimizers and users hold from before `compile`.
+"""Parameters that a DTensor replaced: objects that optimizers and users hold from before `compile`.
 
-A plain `nn.Parameter` cannot become a DTensor: Python's layouts of the two classes differ, so
-`torch.utils.swap_tensors` refuses them. The object from before stands for its successor instead: torch's functions,
-and its attributes (`grad`, `data`, `shape`), are those of the successor.
+A plain `nn.Parameter` cannot become a DTensor, because Python's layouts of the two classes differ and
+`torch.utils.swap_tensors` refuses them. So the old object forwards to its successor: torch's functions, and attributes
+(`grad`, `data`, `shape`), act on the successor.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autoshard.errors import TraceError
 
 
 class ReplacedParameter(nn.Parameter):
-    """A parameter from before `compile`; every function of torch that takes it takes its successor."""
+    """A parameter from before `compile`; every torch function that gets it acts on its successor."""
 
     _successor: torch.Tensor
 
@@ -31,21 +31,21 @@ class ReplacedParameter(nn.Parameter):
 
 
 def stand_for(parameter: nn.Parameter, successor: torch.Tensor) -> None:
-    """Let `parameter` stand for `successor` from now on.
+    """Let `parameter` forward to `successor` from now on.
 
     Raises:
-        TraceError: `parameter` is of a class whose objects cannot.
+        TraceError: Python cannot change the class of `parameter`.
     """
     try:
         parameter.__class__ = ReplacedParameter
     except TypeError as error:
         raise TraceError(
-            f"A parameter of shape={tuple(parameter.shape)} is a {type(parameter).__qualname__}, and optimizers from "
-            "before compile would go on holding it. With processes, use nn.Parameter."
+            f"A parameter of shape={tuple(parameter.shape)} is a {type(parameter).__qualname__}, which cannot become a "
+            "DTensor, so optimizers from before compile would keep the old one. With processes, use nn.Parameter."
         ) from error
     vars(parameter)["_successor"] = successor
 
 
 def successor_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The parameter that took the place of `tensor`, or `tensor` where none did."""
+    """The parameter that replaced `tensor`, or `tensor` itself."""
     return vars(tensor)["_successor"] if isinstance(tensor, ReplacedParameter) else tensor

@@ -1,4 +1,4 @@
-"""What a call leaves behind: its outputs as the model nests them, buffers, and attributes of modules."""
+"""The effects of a call: its outputs, nested as in the model, updated buffers, and attributes of modules."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from autoshard.runtime.executable import Executable
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The results of calls of `model`, the user's own."""
+    """The results of calls of the user's `model`."""
 
     model: nn.Module
 
     def hand_out(self, executable: Executable, outputs: Sequence[torch.Tensor]) -> Any:
-        """Write buffers back and attributes that the call sets, and nest the outputs as the model does."""
+        """Write buffers and attributes that the call sets, and nest the outputs as the model does."""
         program = executable.phased.lowered.traced
         executable.set_attributes()
         leaves = dict(program.output_constants)
@@ -37,11 +37,11 @@ class Results:
         return pytree.tree_unflatten([leaves[index] for index in range(len(leaves))], program.output_tree)
 
     def keep(self, path: str, value: torch.Tensor) -> None:
-        """Leave a tensor where the model's own call leaves it, in an attribute of a module."""
+        """Store a tensor in an attribute of a module, as the model's own call does."""
         owner, _, name = path.rpartition(".")
         setattr(self.model.get_submodule(owner), name, value)
 
     @torch.no_grad()
     def update_buffer(self, name: str, value: torch.Tensor) -> None:
-        """Give a buffer the value that a call computed for it."""
+        """Copy the value that a call computed into a buffer."""
         self.model.get_buffer(name).copy_(value)

@@ -1,4 +1,4 @@
-"""Runs the tasks of an order, slot after slot; pipeline ranks that one process runs take turns."""
+"""Runs the tasks of an order, slot by slot; pipeline ranks that share a process take turns."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class TaskRunner(Protocol):
 
 
 def run_order(order: PipelineOrder, ranks: Iterable[int], runner: TaskRunner) -> None:
-    """Run the tasks of some ranks of the pipeline, each in its order.
+    """Run the tasks of some pipeline ranks, each in its order.
 
     Args:
-        order: of all ranks; it was proven to end.
+        order: the order of all ranks, proven to end.
         ranks: the ranks that this process runs.
         runner: runs each task.
     """
@@ -35,7 +35,7 @@ def run_order(order: PipelineOrder, ranks: Iterable[int], runner: TaskRunner) ->
 
 
 def _run_next(slots: list[Slot], runner: TaskRunner) -> bool:
-    """Run a rank's next slot; False where a value that it reads is not there yet."""
+    """Run a rank's next slot; return False if a value that it reads is missing."""
     if not all(map(runner.can_run, slots[-1])):
         return False
     for task in slots.pop():

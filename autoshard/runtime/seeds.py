@@ -1,4 +1,4 @@
-"""Seeds of random operators: the same on every rank without communication, and for every mesh."""
+"""Seeds of random operators: equal on every rank without communication, and for every mesh."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _SIGN = 1 << 63
 _CPU = torch.device("cpu")
 
 _STRIDE = 4096
-"""Numbers by which a call that draws moves torch's generator; 20 us.
+"""Numbers by which a call that draws advances torch's generator; 20 us.
 
-Fewer numbers that somebody else draws behind a seed never end where a call did.
+A user who draws fewer numbers than this after a seed never reaches the state in which a call left the generator.
 """
 
 _KNOWN = 4096
-"""Places of torch's generator that are remembered."""
+"""The number of remembered states of torch's generator."""
 
 
 class SeedSequence:
-    """One seed per call that draws, and per micro-batch, from torch's initial seed and the number of those so far.
+    """One seed per call that draws, and per micro-batch, from torch's initial seed and the number of earlier draws.
 
-    As on one device, a call that draws moves torch's generator on, and whoever moves the generator back (a seed that
-    is set, the same one too; the end of `torch.random.fork_rng`; a state that is set) moves the sequence back. Numbers
-    that are drawn elsewhere do not move the sequence, so ranks may draw unlike numbers of them.
+    A call that draws advances torch's generator, and moving the generator back moves the sequence back, as on one
+    device. Setting a seed (even the same seed), leaving `torch.random.fork_rng` and setting a state move it back. Draws
+    in the user's own code do not move the sequence, so ranks may draw different numbers there.
 
     Ranks must set equal seeds; they compare them when they compile and when the sequence moves.
-    A state that is loaded goes on with the sequence that it was saved from, whatever torch's seed is then.
+    After `load`, the sequence continues from the saved state, independent of torch's seed.
     """
 
     def __init__(self) -> None:
@@ -40,47 +40,47 @@ class SeedSequence:
         self._is_loaded = False
 
     def __reduce__(self) -> tuple[Callable[[torch.Tensor], SeedSequence], tuple[torch.Tensor]]:
-        """How to copy or pickle it: places of the generator are those of one process."""
+        """Pickle or copy the state, without the states of this process's generator."""
         return _loaded, (self.state(),)
 
     @property
     def is_outdated(self) -> bool:
-        """Whether torch's generator was moved to where the sequence is another, or was elsewhere."""
+        """Whether torch's generator was moved to a state that belongs to another place in the sequence."""
         return self._find() != (self.base, self.count)
 
     def renew(self) -> None:
-        """Go where torch's generator is now."""
+        """Move the sequence to the place of torch's present generator state."""
         self.base, self.count = self._find()
 
     def restart(self, count: int = 0) -> None:
-        """Go on after `count` calls of the sequence of torch's present seed."""
+        """Continue after `count` calls from torch's present seed."""
         self.base, self.count, self._is_loaded = torch.initial_seed(), count, False
         self._leave()
 
     def state(self) -> torch.Tensor:
-        """The sequence and the number of calls so far, to go on from: int64[2]."""
+        """The sequence and the number of calls so far: int64[2]."""
         base, count = self._find()
         return torch.tensor([(base & _MASK) - ((base & _SIGN) << 1), count], dtype=torch.int64)
 
     def load(self, state: torch.Tensor) -> None:
-        """Go on from where `state` was taken."""
+        """Continue from a `state`."""
         base, count = state.tolist()
         self.base, self.count, self._is_loaded = base & _MASK, count, True
         self._left = Mark.now()
         self._known = {}
 
     def describe(self) -> str:
-        """Where the sequence stands at the next call, for messages: `0, from which 4 calls have drawn`."""
+        """The place of the next call in the sequence, for messages: `0, from which 4 calls have drawn`."""
         base, count = self._find()
         return f"{base}{f', from which {count} calls have drawn' if count else ''}"
 
     def peek(self, device: torch.device = _CPU) -> torch.Tensor:
-        """The next seed, a 0-dim int64 tensor, which stays the next; the device gets it as an argument of a kernel."""
+        """The next seed, without drawing it: a 0-dim int64 tensor, which a device gets as a kernel argument."""
         seed = _mix(self.base + (self.count + 1) * _GOLDEN) >> 1
         return torch.full((), seed, dtype=torch.int64, device=device)
 
     def draw(self) -> torch.Tensor:
-        """The next seed; torch's generator moves on."""
+        """Draw the next seed; torch's generator advances."""
         seed = self.peek()
         self._leave()
         torch.empty(_STRIDE, dtype=torch.int32, device=_CPU).random_()
@@ -90,7 +90,7 @@ class SeedSequence:
         return seed
 
     def _leave(self) -> None:
-        """Remember that the sequence stands where it does while torch's generator is where it is."""
+        """Remember the present place in the sequence for the present state of torch's generator."""
         self._left = Mark.now()
         self._known.pop(self._left, None)
         self._known[self._left] = self.base, self.count
@@ -98,12 +98,12 @@ class SeedSequence:
             del self._known[next(iter(self._known))]
 
     def _find(self) -> tuple[int, int]:
-        """Base and count where torch's generator is now.
+        """Base and count for the present state of torch's generator.
 
-        1. Where the sequence was before, it is what it was then.
-        2. Behind a seed that is new to it, it begins.
-        3. Further on than it was left, it is what it was: somebody else drew.
-        4. Elsewhere, it is what it was at the last place before, where there is one; else it begins.
+        1. In a remembered state, the sequence has the place it had then.
+        2. After a new seed, the sequence begins.
+        3. In a state after the last one, the place is unchanged: other code drew.
+        4. In any other state, the sequence has the place of the nearest earlier state; without one, it begins.
         """
         now = Mark.now()
         if now == self._left or self._goes_on_loaded(now):
@@ -118,7 +118,7 @@ class SeedSequence:
         return (now.seed, 0) if last is None else self._known[last]
 
     def _goes_on_loaded(self, now: Mark) -> bool:
-        """Whether nobody set a seed since a state was loaded; torch's own state may be loaded after it."""
+        """Whether no seed was set since `load`; torch's own state may be loaded after it."""
         return self._is_loaded and now.seed in (self._left.seed, self.base) and not now.is_fresh
 
 
@@ -129,7 +129,7 @@ def _loaded(state: torch.Tensor) -> SeedSequence:
 
 
 def seed_of_weights(seed: int) -> int:
-    """The seed of what initialisers draw, unlike that of any call's random operators; fits in an int64."""
+    """The seed for initialisers, which differs from the seeds of all calls; fits in an int64."""
     return _mix(_mix(seed ^ _WEIGHTS)) >> 1
 
 

@@ -1,14 +1,13 @@
 """The module that `compile` returns.
 
-A `ShardedModule` is an ordinary `nn.Module` with the submodules, parameters and buffers of the user's model
-under the same names. Calling it runs a compiled program for the whole mesh; each new kind of call (input
-shapes, training or evaluation, gradients or not) is compiled when it first comes, and kept.
+A `ShardedModule` is an ordinary `nn.Module` with the submodules, parameters and buffers of the user's model, under the
+same names. A call runs a compiled program for the whole mesh. Each new kind of call (input shapes, training or
+evaluation, with or without gradients) is compiled when it first occurs, and cached.
 
-The user's own model shares its submodules and parameters with it. In the simulator nothing about them
-changes. With processes, parameters become DTensors of which each rank keeps its shard, as with FSDP's
-`fully_shard`. Parameter objects stay the same from then on, so an optimizer may be built before the first
-call. Parameter objects from before `compile` stand for those DTensors (`runtime.replaced_parameter`), so an
-optimizer, a list or an average over them goes on.
+The user's model shares its submodules and parameters with the module. The simulator does not change them. With
+processes, parameters become DTensors, and each rank keeps its shard, as with FSDP's `fully_shard`. From then on,
+parameter objects stay the same, so an optimizer may be built before the first call. Parameter objects from before
+`compile` forward to the DTensors (`runtime.replaced_parameter`), so optimizers and lists that hold them keep working.
 """
 
 from __future__ import annotations
@@ -57,15 +56,15 @@ from autoshard.runtime.weights.model_weights import Weights
 _LOGGER = logging.getLogger(__name__)
 
 MAX_PROGRAMS = 32
-"""Programs that a module knows at once, unless it is told otherwise: a few lengths, in training and in evaluation."""
+"""The default number of programs that a module caches: a few lengths, in training and in evaluation."""
 
 
 class ShardedModule(OfModel, HasWeights):
-    """A model that runs on all ranks of a mesh. Made by `autoshard.compile`; see the module's docstring.
+    """A model that runs on all ranks of a mesh. `autoshard.compile` makes it; see the module's docstring.
 
-    Attributes that this class does not have are the user's model's (`sharded.config`), read and set. A method found
-    so (`sharded.generate`) runs the user's own code, which does not use the compiled program: with processes
-    on parameters that are gathered while it reads them, by the same code on every rank.
+    Other attributes are read from and set on the user's model (`sharded.config`). A method of the user's model
+    (`sharded.generate`) runs the user's own code, without the compiled program. With processes, all ranks run that
+    code, and parameters are gathered while it reads them.
     """
 
     @in_normal_mode
@@ -101,7 +100,7 @@ class ShardedModule(OfModel, HasWeights):
         self._become(model)
 
     def members(self) -> Members:
-        """Modules, parameters and buffers of the model as they are now."""
+        """The present modules, parameters and buffers of the model."""
         if self._members is None or not self._members.are_unchanged():
             if self._members is not None:
                 self._members.refuse_assigned_data()
@@ -111,55 +110,56 @@ class ShardedModule(OfModel, HasWeights):
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh that the model runs on."""
+        """The mesh that runs the model."""
         return self._engine.mesh
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the program that ran last (or was compiled last), or None before there is one."""
+        """The plan of the program that ran or was compiled last; None before the first."""
         return None if self._last is None else self._last.compiled.plan
 
     @property
     def program(self) -> CompiledProgram | None:
-        """The program that ran last (or was compiled last), or None before there is one."""
+        """The program that ran or was compiled last; None before the first."""
         return None if self._last is None else self._last.compiled
 
     @property
     def programs(self) -> tuple[CompiledProgram, ...]:
-        """The programs that are known: every one compiled so far, but for those that were forgotten."""
+        """The cached programs."""
         return tuple(executable.compiled for executable in self._known)
 
     @property
     def specs(self) -> Mapping[str, PartitionSpec]:
-        """Where parameters lie, by qualified name; empty until the first program is planned."""
+        """The specs of parameters, by qualified name; empty until the first program is planned."""
         names = {name for name, _ in self.named_parameters()}
         return {name: spec for name, spec in self._placed.items() if name in names}
 
     @property
     def engine(self) -> Engine:
-        """Where the programs run."""
+        """The engine that runs the programs."""
         return self._engine
 
     def _model_weights(self) -> Weights:
         return self.model_weights
 
     def train(self, mode: bool = True) -> ShardedModule:
-        """See `nn.Module.train`."""
+        """Set training or evaluation mode, as `nn.Module.train` does."""
         self._original[0].train(mode)
         self.training = mode
         return self
 
     def whole_parameters(self) -> AbstractContextManager[None]:
-        """Within, the user's own code runs beside plain tensors, that of submodules too; see `runtime.own_code`."""
+        """Within the context, parameters are whole plain tensors for the user's own code; see `runtime.own_code`."""
         if self.model_weights.holders and self._engine.control is not None:
             raise NotAvailableError(
-                "The model's own code reads all parameters, and with a process per rank each rank holds those of its "
-                "own stages of the axis 'pipeline'. Call the step; or export(path), and load the model on another mesh."
+                "The model's own code reads all parameters. With a process per rank, each rank holds only the "
+                "parameters of its stages of the axis 'pipeline'. Call the step; or export(path), and load the model "
+                "on another mesh."
             )
         return whole_parameters(self._original[0], self._engine.lay_out_like)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
-        """A copy with a model of its own, which runs the same programs on the same ranks."""
+        """A copy with its own model, which runs the same programs on the same ranks."""
         memo[id(self.compiler)] = self.compiler
         memo[id(self._known)] = self._known.for_a_copy()
         if self._last is not None:
@@ -169,7 +169,7 @@ class ShardedModule(OfModel, HasWeights):
         return result
 
     def __getstate__(self) -> dict[str, Any]:
-        """All but the programs, which are compiled anew where the module is loaded."""
+        """The state without programs, which are compiled after the module is loaded."""
         return {**self.__dict__, "_known": KnownPrograms(self._known.most), "_last": None, "_members": None}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -178,7 +178,7 @@ class ShardedModule(OfModel, HasWeights):
             write_seeds(destination, prefix, self.seeds)
 
     def get_extra_state(self) -> Any:
-        """See `nn.Module`: `torch.distributed.checkpoint.state_dict` broadcasts what this method says is there."""
+        """The extra state of `nn.Module`, which `torch.distributed.checkpoint.state_dict` broadcasts."""
         return extra_state_of(self)
 
     @in_normal_mode
@@ -191,12 +191,12 @@ class ShardedModule(OfModel, HasWeights):
         self._original[0]._load_from_state_dict(state_dict, prefix, *rest)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the compiled program; arguments and result are the model's own, with global shapes."""
+        """Run the compiled program. Arguments and result are those of the user's model, with global shapes."""
         with self.agreement.one_thread:
             return self._run(FlatCall.of(args, kwargs, self._outputs))
 
     def run_for_loss(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """As a call that hands out the loss alone."""
+        """Call the module, and return only the loss."""
         with self.agreement.one_thread:
             return self._run(FlatCall.of(args, kwargs, Outputs.LOSS))
 
@@ -215,7 +215,7 @@ class ShardedModule(OfModel, HasWeights):
     def _call_of(
         self, executable: Executable, call: FlatCall, seed: torch.Tensor | None, derivatives: Derivatives = ()
     ) -> ProgramCall:
-        """A call of a program that drew `seed`, as autograd keeps it."""
+        """A call of a program that drew `seed`, in the form that autograd saves."""
 
         state, training = executable.state, self.training
 
@@ -226,31 +226,31 @@ class ShardedModule(OfModel, HasWeights):
             outer = (*derivatives, derivative)
             return self._call_of(self._find_with_all_tangents(of_gradients, seed, outer), of_gradients, seed, outer)
 
-        def again() -> Executable:
+        def with_all_tangents() -> Executable:
             check_state(state, was_training=training, is_training=self.training)
             return self._find_with_all_tangents(call, seed, derivatives)
 
-        return ProgramCall(executable, call.tensors, again, differentiate)
+        return ProgramCall(executable, call.tensors, with_all_tangents, differentiate)
 
     def _find_padded(
         self, call: FlatCall, members: Members, update: Update | None = None, *, runs: bool = True
     ) -> tuple[Executable, FlatCall]:
-        """The program for a call with inputs of one of few lengths, and this call; see `lengths`."""
+        """The program for a call whose inputs are padded to one of a few lengths, and the padded call."""
         if self._lengths is not None:
             call = self._lengths.choose(self._lengths.pad(call), lambda padded: self._kind(padded, members, update))
         return self._find(call, members, update, runs=runs)
 
     def _kind(self, padded: FlatCall, members: Members, update: Update | None) -> Hashable:
-        """Key of the padded calls that share one proof."""
+        """The key of the padded calls that share one proof."""
         plain, grad = replace(padded, as_compiled=False), self._wants_grad(padded, members)
         return key_of(plain, members, grad=grad, updates=update is not None), self.training
 
     def compile_for(self, *args: Any, **kwargs: Any) -> Plan | None:
-        """Compile the program for a call now, without running it; returns its plan."""
+        """Compile the program for a call without running it; return its plan."""
         return self._compile_for(FlatCall.of(args, kwargs, self._outputs))
 
     def compile_for_loss(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan | None:
-        """Compile the program of `run_for_loss` now, without running it; returns its plan."""
+        """Compile the program of `run_for_loss` without running it; return its plan."""
         return self._compile_for(FlatCall.of(args, kwargs, Outputs.LOSS))
 
     def _compile_for(self, call: FlatCall) -> Plan | None:
@@ -266,16 +266,16 @@ class ShardedModule(OfModel, HasWeights):
     def find_step(
         self, args: Sequence[Any], kwargs: Mapping[str, Any], update: Update, members: Members, *, runs: bool = True
     ) -> tuple[Executable, FlatCall]:
-        """The program of a whole training step, compiled now if there is none; `runs`: ranks compare its inputs."""
+        """The program of a whole training step, compiled if it is new. `runs`: ranks compare its inputs."""
         with torch.enable_grad():
             return self._find_padded(FlatCall.of(args, kwargs, Outputs.LOSS), members, update, runs=runs)
 
     def _find(
         self, call: FlatCall, members: Members, update: Update | None = None, *, runs: bool = True
     ) -> tuple[Executable, FlatCall]:
-        """The program for a call, compiled now if there is none, and the call as the program flattens it.
+        """The program for a call, compiled if it is new, and the call as the program flattens it.
 
-        Where there is no proof that padding changes nothing, that is the call without padding.
+        Without a proof that padding changes no result, the returned call is the call without padding.
         """
         grad = self._wants_grad(call, members)
         key = key_of(call, members, grad=grad, updates=update is not None)
@@ -296,7 +296,7 @@ class ShardedModule(OfModel, HasWeights):
                     return self._find(call, members, update, runs=runs)
             with self.agreement.working():
                 executable = self._compile(call, grad, all_tangents=False, update=update, proof=proof)
-            call = call.flattened_again()  # tracing may have made more types known to pytrees
+            call = call.flattened_again()  # tracing may have registered more types with pytree
             self._known.add(key_of(call, self.members(), grad=grad, updates=update is not None), executable)
         self._last = executable
         return executable, call
@@ -311,7 +311,7 @@ class ShardedModule(OfModel, HasWeights):
     def _find_with_all_tangents(
         self, call: FlatCall, seed: torch.Tensor | None, derivatives: Derivatives = ()
     ) -> Executable:
-        """The program for a call in which each output has a tangent; `seed` is what the call drew."""
+        """The program for a call in which each output has a tangent; the call drew `seed`."""
         key = key_of(call, self.members(), grad=True, all_tangents=True, derivatives=derivatives)
         self.agreement.enter(key, {}, lambda: self._describe(call, grad=True))
         executable = self._known.find(key, lambda known: self._serves(known, call, seed=seed))
@@ -340,7 +340,7 @@ class ShardedModule(OfModel, HasWeights):
         return self.compiler.guards_hold(program, inputs, state)
 
     def _state(self, slot: InputSlot, seed: torch.Tensor | None) -> torch.Tensor:
-        """What a guard reads besides the inputs; `seed` as `_compile` takes it."""
+        """A value that a guard reads besides the inputs; `seed` as for `_compile`."""
         match slot.kind:
             case InputKind.PARAMETER:
                 return self.get_parameter(slot.name)
@@ -360,9 +360,9 @@ class ShardedModule(OfModel, HasWeights):
         derivatives: Derivatives = (),
         proof: PaddingProof | None = None,
     ) -> Executable:
-        """Compile the program for a call; `seed` is what the call drew, None before it draws.
+        """Compile the program for a call. `seed` is the call's seed, or None before it draws.
 
-        Where what changed in the model turns out not to matter, that is a known program, which serves one more state.
+        If a change of the model makes no difference, the result is a known program, which then serves one more state.
         """
         refuse_new_parameters(self._original[0], self._engine.has_adopted)
         signature = self._describe(call, grad)
@@ -378,10 +378,10 @@ class ShardedModule(OfModel, HasWeights):
             _LOGGER.info("planning anew for a call %s%s%s", signature, every, because)
         model = self._original[0]
         self._engine.agree(lambda: facts_to_compile(model, signature, self.mesh, self._placed))
-        with self._requesting(call, grad, seed) as asked:
+        with self._requesting(call, grad, seed) as found:
             known_programs = tuple(item.compiled for item in known)
             request = replace(
-                asked, all_tangents=all_tangents, update=update, known=known_programs, derivatives=derivatives
+                found, all_tangents=all_tangents, update=update, known=known_programs, derivatives=derivatives
             )
             compiled = self.compiler(request, self._engine)
             executable = next((item for item in known if item.phased is compiled.phased), None)
@@ -400,7 +400,7 @@ class ShardedModule(OfModel, HasWeights):
 
     @contextmanager
     def _requesting(self, call: FlatCall, grad: bool, seed: torch.Tensor | None = None) -> Iterator[Request]:
-        """The request for the program of a call; within, parameters are outlines."""
+        """The request for the program of a call; within the context, parameters are outlines."""
         model = self._original[0]
         args, kwargs = call.assemble([self._example(leaf) for leaf in call.leaves])
         with outlined_parameters(model) as own:
@@ -420,7 +420,7 @@ class ShardedModule(OfModel, HasWeights):
             )
 
     def _say(self, notes: Iterable[str]) -> None:
-        """Warn of what was not said yet."""
+        """Log each note as a warning, once."""
         for note in notes:
             if note not in self._notes:
                 _LOGGER.warning("%s", note)
@@ -430,14 +430,14 @@ class ShardedModule(OfModel, HasWeights):
         return describe_call(call, grad=grad, training=self.training)
 
     def _example(self, leaf: Any) -> Any:
-        """An example of an input for tracing: of its own, so that tracing leaves no trace on the user's tensor."""
+        """An example input for tracing: a separate tensor, so that tracing does not touch the user's tensor."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
         example = self._engine.global_copy(leaf).detach()
         return (example.clone() if example.is_inference() else example).requires_grad_(leaf.requires_grad)
 
     def _place(self, executable: Executable) -> None:
-        """Lay parameters out as the first program that has them says, and remember where optimizer state lies."""
+        """Shard parameters as the first program that has them says, and remember the specs of optimizer state."""
         kinds = (InputKind.PARAMETER, InputKind.STATE)
         slots = [slot for slot in executable.phased.lowered.inputs if slot.slot.kind in kinds]
         if executable.compiled.staged is not None:
@@ -448,7 +448,7 @@ class ShardedModule(OfModel, HasWeights):
             self.model_weights.place(self._placed)
 
     def gather_inputs(self, executable: Executable, call: FlatCall) -> list[torch.Tensor]:
-        """What the program takes, in order, once the ranks agreed on the call."""
+        """The program's inputs, in order, after the ranks have agreed on the call."""
         assert self._members is not None, "the call's program is found"
         given, parameters = call.tensors, self._members.parameters
         check_devices(given, self._engine.device, executable.traced_devices)
@@ -471,7 +471,7 @@ class ShardedModule(OfModel, HasWeights):
         return buffer.detach().clone() if copied else buffer
 
     def _next_seed(self) -> torch.Tensor:
-        """What the call will draw if its program draws a seed."""
+        """The seed that the call draws if its program takes one."""
         self._renew_seeds()
         return self.seeds.peek(self._engine.device)
 
@@ -483,6 +483,6 @@ class ShardedModule(OfModel, HasWeights):
 
 
 def _seed_among(executable: Executable, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The seed that a call drew; None where its program draws none."""
+    """The seed that a call drew; None if its program draws none."""
     pairs = zip(executable.inputs, tensors, strict=True)
     return next((tensor for slot, tensor in pairs if slot.slot.kind is InputKind.SEED), None)

@@ -1,4 +1,4 @@
-"""Calls told apart: two calls with equal signatures can run the same program."""
+"""Signatures of calls: calls with equal signatures can run the same program."""
 
 from __future__ import annotations
 
@@ -20,9 +20,14 @@ from autoshard.runtime.members import Members
 
 @dataclass(frozen=True, slots=True)
 class FlatCall:
-    """The arguments of a call as flat leaves, keyword arguments in the order of their names; and what it hands out.
+    """The arguments of a call as flat leaves, with keyword arguments in the order of their names.
 
-    `as_compiled`: its program is traced as compiled code. `exact`: of a call whose inputs are padded, the call itself.
+    Args:
+        leaves: the leaves.
+        tree: their nesting.
+        outputs: the form of the returned outputs.
+        as_compiled: the program is traced as compiled code.
+        exact: the call before padding, if inputs are padded.
     """
 
     leaves: tuple[Any, ...]
@@ -37,19 +42,15 @@ class FlatCall:
         leaves, tree = pytree.tree_flatten((tuple(args), dict(sorted(kwargs.items()))))
         return cls(tuple(leaves), tree, outputs)
 
-    def handing_out(self, outputs: Outputs) -> FlatCall:
-        """The same call, which hands out something else."""
-        return replace(self, outputs=outputs)
-
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The leaves that are tensors, by the name of their input: "input:0"."""
+        """The leaves that are tensors, by input name ("input:0")."""
         return {f"input:{i}": leaf for i, leaf in enumerate(self.leaves) if isinstance(leaf, torch.Tensor)}
 
     def flattened_again(self) -> FlatCall:
-        """The same call, flattened with the types that are known now."""
-        again = FlatCall.of(*self.assemble(self.leaves), self.outputs)
-        return replace(again, as_compiled=self.as_compiled, exact=self.exact)
+        """The same call, flattened with the types that pytree knows now."""
+        flattened = FlatCall.of(*self.assemble(self.leaves), self.outputs)
+        return replace(flattened, as_compiled=self.as_compiled, exact=self.exact)
 
     def assemble(self, leaves: Sequence[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """`(args, kwargs)` with other leaves."""
@@ -65,17 +66,17 @@ def key_of(
     all_tangents: bool = False,
     derivatives: Derivatives = (),
 ) -> Hashable:
-    """What a program depends on besides the values of tensors and what it read in the model's Python.
+    """A key of all that a program depends on, except the values of tensors and the model's Python state.
 
-    Shapes, types, other leaves of the call, modes, and the model's parameters and buffers: their names, types, which
-    are the same tensor, and which are frozen.
+    The key covers shapes, dtypes, other leaves of the call, modes, and the model's parameters and buffers: their names,
+    dtypes, ties, and which are frozen.
 
     Args:
-        call: what the program is called with.
-        members: the model's.
-        grad: whether gradients are wanted.
-        updates: whether it is the program of a whole training step.
-        all_tangents, derivatives: as a `Request` has them.
+        call: the call of the program.
+        members: the members of the model.
+        grad: whether gradients are needed.
+        updates: whether the program is of a whole training step.
+        all_tangents, derivatives: see `Request`.
     """
     return (
         (updates, all_tangents, derivatives),
@@ -89,12 +90,12 @@ def key_of(
 
 
 def check_devices(tensors: Mapping[str, torch.Tensor], device: torch.device, traced: Mapping[str, str]) -> None:
-    """Raise `TraceError` for inputs that have no values, or lie on another device than the one they were traced on.
+    """Raise `TraceError` for inputs without values, or on another device than in the trace.
 
     Args:
         tensors: inputs by name.
-        device: the model's.
-        traced: the type of the device of each input whose call was traced.
+        device: the model's device.
+        traced: the device type on which each input was traced.
     """
     for name, tensor in tensors.items():
         found = tensor.device.type
@@ -102,13 +103,13 @@ def check_devices(tensors: Mapping[str, torch.Tensor], device: torch.device, tra
             wanted = traced.get(name, device.type)
             raise TraceError(
                 f"{name} of shape={tuple(tensor.shape)} is on device={str(tensor.device)!r}, and the call computes on "
-                f"{wanted!r}: move it with .to({wanted!r}). Tensors on 'meta' have no values, and serve as "
-                "example_inputs alone."
+                f"{wanted!r}: move it with .to({wanted!r}). Tensors on 'meta' have no values, and serve only as "
+                "example_inputs."
             )
 
 
 def describe_call(call: FlatCall, *, grad: bool, training: bool) -> str:
-    """A short text of a call for people: `int64[4, 16], int64[4, 16], training`; and what it hands out."""
+    """A short text of a call for people, such as `(int64[4, 16], int64[4, 16]), training`."""
     parts = [
         f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)}" if isinstance(leaf, torch.Tensor) else _text(leaf)
         for leaf in call.leaves
@@ -129,5 +130,5 @@ def _leaf_signature(leaf: Any, *, grad: bool) -> Hashable:
         content = repr(leaf.tolist()).encode() if leaf.dtype.hasobject else leaf.tobytes()
         return (type(leaf), leaf.shape, str(leaf.dtype), hashlib.sha256(content).hexdigest())
     if isinstance(leaf, (type, types.FunctionType, torch.Generator)):
-        return leaf  # their texts do not tell two of one name apart
+        return leaf  # objects with one name may have equal texts
     return (type(leaf), repr(leaf))

@@ -1,8 +1,8 @@
-"""The simulator: runs a lowered program for all ranks of a mesh in one process, in lock-step.
+"""The simulator: it runs a lowered program for all ranks of a mesh in one process, in lock-step.
 
-Node by node, each rank's operands are evaluated. A collective takes the operands of each group of ranks, and
-hands each rank its result. Ranks whose operands are the same objects (copies) share one evaluation and one
-result, so a replicated computation costs once. Memory that a program takes to write in is each rank's own.
+The simulator evaluates the graph node by node, for each rank's operands. A collective takes the operands of a group of
+ranks and returns a result for each rank. Ranks whose operands are the same objects (copies) share one evaluation and
+one result, so a replicated computation costs once. Memory into which a program writes is separate for each rank.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ OnValues = Callable[[fx.Node, Sequence[Any]], None]
 """Called with each evaluated node and its values, one per rank."""
 
 GroupCollective = Callable[..., Sequence[Any]]
-"""`collective(node name, the group's operands, *other arguments without the group)`: one result per rank."""
+"""`collective(node name, the group's operands, *other arguments without the group)` returns one result per rank."""
 
 
 def simulate(
@@ -42,15 +42,14 @@ def simulate(
     """Run `program` for every rank of `mesh`, without gradients.
 
     Args:
-        program: a lowered program, or the graph of one that has no attributes; its collectives have groups that
-            `autoshard.ir.communicators` names.
+        program: a lowered program, or the graph of a program without attributes; `autoshard.ir.communicators` names
+            the groups of its collectives.
         mesh: the mesh.
-        inputs: for each placeholder, each rank's value. Ranks that hold copies should be given the same
-            object.
-        on_values: called after each node, e.g. to compare values.
+        inputs: for each placeholder, the value of each rank. Give the same object to ranks that hold copies.
+        on_values: called after each node, for example to compare values.
 
     Returns:
-        For each output, a list of each rank's value (the same object where ranks hold copies). A program that
+        For each output, a list of the ranks' values; ranks that hold copies get the same object. A program that
         returns no tuple has one such list.
 
     Raises:
@@ -125,17 +124,17 @@ class _SimulatedRun:
             return getattr(args[0], str(node.target))(*args[1:], **kwargs)
         if node.op == "call_module":
             return self.root.get_submodule(str(node.target))(*args, **kwargs)
-        assert callable(node.target), "what is called is a function, a method or a module"
+        assert callable(node.target), "a node calls a function, a method or a module"
         return node.target(*args, **kwargs)
 
     def _communicate(self, node: fx.Node, operands: Sequence[_Arguments]) -> list[Any]:
-        """Each rank's result; a collective's first argument is its operand, the last its group."""
+        """Each rank's result. A collective's first argument is its operand, the last its group."""
         if node.target is _c10d.wait_tensor.default:
             return [args[0] for args, _ in operands]
         collective = _COLLECTIVES.get(node.target)
         if collective is None:
             known = ", ".join(map(str, _COLLECTIVES))
-            raise AutoshardError(f"node {node.name!r}: {node.target} is not simulated; these are: {known}.")
+            raise AutoshardError(f"node {node.name!r}: the simulator does not know {node.target}; it knows {known}.")
         results: list[Any] = [None] * self.mesh.size
         for group in self._groups(node):
             members = [operands[rank][0][0] for rank in group]
@@ -145,7 +144,7 @@ class _SimulatedRun:
         return results
 
     def _exchange(self, node: fx.Node, arguments: Sequence[_Arguments]) -> list[Any]:
-        """Each rank's result of an operator that communicates within."""
+        """Each rank's result of an operator that communicates inside."""
         steps_of = EXCHANGING[cast(OpOverload, node.target)]
         results: list[Any] = [None] * self.mesh.size
         for group in self._groups(node):
@@ -157,7 +156,7 @@ class _SimulatedRun:
     def _groups(self, node: fx.Node) -> tuple[tuple[int, ...], ...]:
         name = node.args[-1]
         if not isinstance(name, str):
-            raise AutoshardError(f"node {node.name!r}: a group is named by mesh axes, found group_name={name!r}.")
+            raise AutoshardError(f"node {node.name!r}: mesh axes must name a group, found group_name={name!r}.")
         return self.mesh.groups(*group_axes(name))
 
 
@@ -172,7 +171,7 @@ def _is_collective(target: Any) -> bool:
 
 
 def _reads_rank(node: fx.Node) -> bool:
-    """Whether the result may depend on `axis_index`: true of Python functions other than arithmetic."""
+    """Whether the result may depend on `axis_index`: true for Python functions except arithmetic."""
     if node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload):
         return False
     return getattr(node.target, "__module__", None) not in ("_operator", "builtins", "math")
@@ -183,12 +182,12 @@ def _arguments_at(node: fx.Node, values: Mapping[fx.Node, list[Any]], rank: int)
 
 
 def _identity(value: Any) -> Any:
-    """A key that equal numbers share, and that is an object's own otherwise."""
+    """A key that equal numbers share; any other object has its own key."""
     return (type(value), value) if isinstance(value, (bool, int, float)) else id(value)
 
 
 def _last_uses(graph: fx.Graph) -> dict[fx.Node, list[fx.Node]]:
-    """For each node, the values that nothing after it reads (itself, where nothing reads it at all)."""
+    """For each node, the values that no later node reads; the node itself if nothing reads it."""
     seen: set[fx.Node] = set()
     result: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
@@ -210,7 +209,7 @@ def _all_gather(name: str, tensors: Sequence[Tensor], size: int) -> list[Tensor]
 def _reduce_scatter(name: str, tensors: Sequence[Tensor], reduction: str, size: int) -> list[Tensor]:
     _check_size(name, size, tensors)
     if tensors[0].shape[0] % size:
-        raise AutoshardError(f"node {name!r}: dim 0 of shape={tuple(tensors[0].shape)} does not divide by {size}.")
+        raise AutoshardError(f"node {name!r}: {size} does not divide dim 0 of shape={tuple(tensors[0].shape)}.")
     return [piece.clone() for piece in _reduce(name, tensors, reduction).chunk(size)]
 
 
@@ -223,7 +222,7 @@ def _all_to_all(
     pieces = [tensor.split(list(input_sizes)) for tensor in tensors]
     received = [[piece[member] for piece in pieces] for member in range(len(tensors))]
     if any([piece.shape[0] for piece in row] != list(output_sizes) for row in received):
-        raise AutoshardError(f"node {name!r}: {output_sizes=} are not what the ranks send, {input_sizes=}.")
+        raise AutoshardError(f"node {name!r}: {output_sizes=} differ from the sent sizes, {input_sizes=}.")
     return [torch.cat(row) for row in received]
 
 
@@ -234,7 +233,7 @@ def _broadcast(name: str, tensors: Sequence[Tensor], source: int) -> list[Tensor
 
 
 def _coalesced(collective: GroupCollective) -> GroupCollective:
-    """The collective that does `collective` for each of a list of operands."""
+    """The coalesced form of `collective`, for a list of operands."""
 
     def communicate(name: str, members: Sequence[Sequence[Tensor]], *args: Any) -> list[list[Tensor]]:
         by_operand = [collective(name, tensors, *args) for tensors in zip(*members, strict=True)]
@@ -266,7 +265,7 @@ def _reduce(name: str, tensors: Sequence[Tensor], reduction: str) -> Tensor:
 
 def _check_size(name: str, size: int, tensors: Sequence[Tensor]) -> None:
     if size != len(tensors):
-        raise AutoshardError(f"node {name!r} names a group of {size} ranks, the mesh has {len(tensors)} there.")
+        raise AutoshardError(f"node {name!r} names a group of {size} ranks, but the group has {len(tensors)}.")
 
 
 def _at_least_1d(tensor: Tensor) -> Tensor:

@@ -1,20 +1,19 @@
-"""Outputs that lie in parts on the ranks, and results that a user computes with them.
+"""Outputs that stay sharded on the ranks, and the results that a user computes from them.
 
-A `SplitOutput` is a DTensor: each rank holds its part, `full_tensor()` gathers it, `to_local()` is the part. It differs
-where DTensor would surprise a user who wrote for one device, or would be wrong without a word:
+A `SplitOutput` is a DTensor: each rank holds its part, `full_tensor()` gathers it, `to_local()` returns the part. It
+differs if a DTensor would surprise a user who wrote for one device, or would silently give wrong values:
 
-* tensors beside it that are no DTensors are taken to be the same on every rank, as inputs are, so that
-  `cross_entropy(logits, targets)` works;
-* functions that read its values (`item()`, `tolist()`, `numpy()`, `bool()`) read those of the whole. DTensor's `item()`
-  of a sum is this rank's addend;
-* `_ON_PARTS` names the functions that are computed on parts. For any other function the whole is gathered, torch's own
-  function runs on plain tensors, and its results are DTensors that every rank holds whole. Tensors that are cut
-  unevenly are gathered too: DTensor averages means of uneven parts;
-* results are never partial: a sum over a split dim is added up over the ranks at once;
-* a mean of cross-entropy is the sum over all parts, divided by the count of all targets (`_mean_cross_entropy`).
-  DTensor's is the average of the ranks' means, each over the targets that this rank does not ignore.
+* Plain tensors beside it count as equal on every rank, as inputs do, so `cross_entropy(logits, targets)` works.
+* Functions that read values (`item()`, `tolist()`, `numpy()`, `bool()`) read the whole tensor. DTensor's `item()` of a
+  sum reads this rank's addend.
+* `_ON_PARTS` lists the functions that run on parts. For any other function, the tensor is gathered, torch's own
+  function runs on plain tensors, and the results are replicated DTensors. Unevenly split tensors are gathered too,
+  because DTensor averages the means of uneven parts.
+* Results are never partial: a sum over a split dim is reduced at once.
+* The mean of cross-entropy is the sum over all parts, divided by the count of all targets (`_mean_cross_entropy`).
+  DTensor averages the ranks' means, each over the rank's targets that are not ignored.
 
-Functions that fail on parts raise one error, which says how to have the output whole.
+Functions that fail on parts raise one error, which says how to get a whole output.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ _READS = frozenset(
         *("__format__", "__contains__", "equal", "allclose", "is_nonzero"),
     }
 )
-"""Functions that give numbers, not tensors, by name."""
+"""Functions that return numbers instead of tensors, by name."""
 
 _OF_AUTOGRAD = frozenset({torch.autograd.grad, torch.autograd.backward})
-"""Functions that ask for tensors themselves, not for their values."""
+"""Functions that use the tensors themselves and not their values."""
 
 _LOOKS = frozenset(
     {
@@ -50,7 +49,7 @@ _LOOKS = frozenset(
         *("detach_", "clone", "contiguous", "to", "cpu", "float", "double", "half", "bfloat16"),
     }
 )
-"""Functions that look at what a tensor is, or copy it as it lies."""
+"""Functions that inspect a tensor, or copy it with its sharding."""
 
 _ON_PARTS = frozenset(
     {
@@ -62,26 +61,26 @@ _ON_PARTS = frozenset(
         *("unsqueeze", "squeeze", "narrow"),
     }
 )
-"""Functions of which DTensor gives what one device gives, values and gradients; each is tested."""
+"""Functions for which DTensor has the values and gradients of one device; each is tested."""
 
 
 class SplitOutput(DTensor):
-    """An output in parts, and what is computed from it; see the module's docstring."""
+    """A sharded output, or a result computed from it; see the module's docstring."""
 
     __slots__ = ()
 
     @classmethod
     def of(cls, tensor: DTensor) -> SplitOutput:
-        """The same tensor object, as an output."""
+        """Turn a DTensor object into an output."""
         tensor.__class__ = cls
-        assert isinstance(tensor, SplitOutput), "it is of this class now"
+        assert isinstance(tensor, SplitOutput), "its class was set above"
         return tensor
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """See `torch.Tensor`."""
+        """Run a torch function on parts, on the whole, or refuse it; see the module's docstring."""
         name, given = getattr(func, "__name__", str(func)), (args, dict(kwargs or {}))
         if func in _OF_AUTOGRAD:
             return cls._as_outputs(super().__torch_function__(func, types, *given), given)
@@ -89,7 +88,7 @@ class SplitOutput(DTensor):
             args, keywords = pytree.tree_map_only(DTensor, _value, given)
             return func(*args, **keywords)
         if _writes(name, given[1]):
-            raise _not_on_parts(name, "it changes a tensor in place")
+            raise _not_on_parts(name, "the function changes a tensor in place")
         if name == "__iter__":
             return iter(args[0].unbind())
         if name in _LOOKS:
@@ -100,13 +99,13 @@ class SplitOutput(DTensor):
             return pytree.tree_map_only(
                 torch.Tensor, lambda made: cls.of(_on_every_rank(made, mesh)), func(*args, **keywords)
             )
-        if name == "cross_entropy" and (mean := _asked_mean(*given)) is not None:
+        if name == "cross_entropy" and (mean := _arguments_of_mean(*given)) is not None:
             return _mean_cross_entropy(mean)
         return cls._on_parts(func, types, *pytree.tree_map_only(torch.Tensor, lambda item: _operand(item, mesh), given))
 
     @classmethod
     def _on_parts(cls, func: Callable[..., Any], types: Iterable[type], args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """Compute as DTensor does."""
+        """Run a function as DTensor does."""
         try:
             result = super().__torch_function__(func, types, args, kwargs)
         except (RuntimeError, NotImplementedError, IndexError, TypeError) as error:
@@ -115,7 +114,7 @@ class SplitOutput(DTensor):
 
     @classmethod
     def _as_outputs(cls, result: Any, given: Any) -> Any:
-        """The results of a call that are new tensors, as outputs, none of them partial; `given` are its arguments."""
+        """Turn the new DTensors in a result into outputs, without partial sums; `given` are the call's arguments."""
         known = {id(leaf) for leaf in pytree.tree_leaves(given)}
         return pytree.tree_map_only(
             DTensor, lambda made: made if id(made) in known else cls.of(_added_up(made)), result
@@ -127,55 +126,53 @@ def _value(tensor: Any) -> torch.Tensor:
 
 
 def _runs_on_parts(name: str, args: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a call is one that DTensor computes right on parts."""
+    """Whether DTensor computes a call correctly on parts."""
     if name in ("max", "min"):
-        return len(args) + len(kwargs) > 1  # the gradient of one number, and NaNs, are those of the whole
+        return len(args) + len(kwargs) > 1  # the maximum of all elements has another gradient, and other NaNs, on parts
     if name == "__getitem__":
         return all(_is_place(index) for index in (args[1] if isinstance(args[1], tuple) else args[1:]))
     return name in _ON_PARTS
 
 
 def _is_place(index: Any) -> bool:
-    """Whether an index is a place or a range of places: lists and masks read anywhere."""
+    """Whether an index is a position or a range; lists and masks may read any position."""
     return index is None or index is Ellipsis or isinstance(index, slice) or type(index) is int
 
 
-def _asked_mean(args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The arguments of a call of `cross_entropy` by name, where it asks for a mean; else None."""
-    asked = signature(F.cross_entropy).bind(*args, **kwargs)
-    asked.apply_defaults()
-    named = dict(asked.arguments)
+def _arguments_of_mean(args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The arguments of a call of `cross_entropy` by name if it computes a mean; else None."""
+    call = signature(F.cross_entropy).bind(*args, **kwargs)
+    call.apply_defaults()
+    named = dict(call.arguments)
     is_averaged, is_reduced = named.pop("size_average"), named.pop("reduce")
-    if is_averaged is not None or is_reduced is not None:  # the words of torch before "reduction"
+    if is_averaged is not None or is_reduced is not None:  # torch's arguments from before "reduction"
         named["reduction"] = "none" if is_reduced is False else "sum" if is_averaged is False else "mean"
     return named if named["reduction"] == "mean" else None
 
 
-def _mean_cross_entropy(asked: Mapping[str, Any]) -> torch.Tensor:
-    """The sum of the losses of all targets, in float32 or more, over the count or the weight of those not ignored."""
-    target, weight = asked["target"], asked["weight"]
-    losses = F.cross_entropy(**{**asked, "reduction": "none"})
+def _mean_cross_entropy(call: Mapping[str, Any]) -> torch.Tensor:
+    """The sum of all losses, in float32 or wider, divided by the count or the weights of targets not ignored."""
+    target, weight = call["target"], call["weight"]
+    losses = F.cross_entropy(**{**call, "reduction": "none"})
     total = losses.sum(dtype=torch.promote_types(losses.dtype, torch.float32))
     if target.is_floating_point():
         count: Any = losses.numel()
     else:
         target = _value(target) if isinstance(target, DTensor) else target
-        read = target[target != asked["ignore_index"]]
+        read = target[target != call["ignore_index"]]
         weight = _value(weight) if isinstance(weight, DTensor) else weight
         count = read.numel() if weight is None else weight[read].sum(dtype=total.dtype)
     return (total / count).to(losses.dtype)
 
 
 def _added_up(tensor: DTensor) -> DTensor:
-    """The tensor, or the sum of the ranks' addends: DTensor does not take numbers and integers beside addends."""
+    """Reduce partial sums, because DTensor does not combine numbers and integers with them."""
     if not any(placement.is_partial() for placement in tensor.placements):
         return tensor
     mesh, placements = tensor.device_mesh, [Replicate() if it.is_partial() else it for it in tensor.placements]
     local = tensor.redistribute(placements=placements).to_local()
-    return (
-        DTensor.from_local(  # whose gradient is added up too: DTensor cannot turn addends of a sum into those of a mean
-            local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-        )
+    return DTensor.from_local(  # its gradient is reduced too: DTensor cannot turn addends of a sum into those of a mean
+        local, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
     )
 
 
@@ -184,7 +181,7 @@ def _on_every_rank(tensor: torch.Tensor, mesh: DeviceMesh) -> DTensor:
 
 
 def _operand(tensor: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """An operand of a call on parts: a DTensor of the call's mesh, in even parts or whole on every rank."""
+    """An operand of a call on parts: a DTensor on the call's mesh, split evenly or replicated."""
     if not isinstance(tensor, DTensor):
         return _on_every_rank(tensor, mesh)
     if tensor.device_mesh != mesh:
@@ -214,7 +211,7 @@ def _first_line(error: Exception) -> str:
 
 def _not_on_parts(name: str, reason: str) -> NotAvailableError:
     return NotAvailableError(
-        f"{name} failed on an output of the model that lies in parts on the ranks (a DTensor): {reason.rstrip('.')}. "
-        "Have outputs whole with autoshard.Options(gather_outputs=True), or gather this one with "
+        f"{name} failed on an output of the model that is sharded over the ranks (a DTensor): {reason.rstrip('.')}. "
+        "Get whole outputs with autoshard.Options(gather_outputs=True), or gather this one with "
         "output.full_tensor()."
     )

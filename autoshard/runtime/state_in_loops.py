@@ -1,7 +1,7 @@
-"""Optimizer state in loops of the user's own, whose optimizer `compile` was not given.
+"""Optimizer state in training loops of the user's own, whose optimizer was not passed to `compile`.
 
-State that an optimizer made before `compile` (Adagrad when it is built, others at their steps), or that a plain
-`load_state_dict` left, is plain beside parameters that are DTensors now. It is laid out at the optimizer's next step.
+Such state may be plain while the parameters are DTensors. Examples are state made before `compile`, which Adagrad makes
+when it is built, and state from a plain `load_state_dict`. It is sharded at the optimizer's next step.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from autoshard.runtime.stages.stage_meshes import is_elsewhere
 
 @dataclass(frozen=True, slots=True)
 class StateInLoops:
-    """A hook before the steps of all optimizers; a state that was looked at once is known."""
+    """A hook before the steps of all optimizers, which checks each state once."""
 
     known: WeakKeyDictionary[torch.optim.Optimizer, Any] = field(default_factory=WeakKeyDictionary)
 
     def __call__(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        """Lay the state out as the parameters are."""
+        """Shard the state as the parameters are."""
         if self.known.get(optimizer) is optimizer.state:
             return
         _refuse_fused(optimizer)
@@ -36,8 +36,8 @@ class StateInLoops:
         self.known[optimizer] = optimizer.state
 
 
-def look_at_state_again() -> None:
-    """Parameters became DTensors: optimizers that hold them have state that is not."""
+def check_states_again() -> None:
+    """Check all states at their next step, because parameters became DTensors while their state is plain."""
     _hook().known.clear()
 
 
@@ -60,8 +60,8 @@ def _refuse_fused(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _lay_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A whole tensor, equal on all ranks, as the DTensor `like` lies."""
-    assert isinstance(like, DTensor), "only state of DTensors is laid out"
+    """Shard a whole tensor, equal on all ranks, as the DTensor `like` is."""
+    assert isinstance(like, DTensor), "only state of DTensors is sharded"
     if is_elsewhere(like):
         return value
     laid_out = distribute_tensor(value.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

@@ -1,6 +1,6 @@
-"""The loss that a step returns: a plain scalar, whose backward says that the step has run it.
+"""The loss that a step returns: a plain scalar, whose `backward` raises an error, because the step has run it.
 
-Numbers that are made of the loss by scaling (`loss / 4`, a `GradScaler`) say so too; any other result is plain.
+Scaled losses (`loss / 4`, a `GradScaler`) raise it too; any other result is plain.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class StepLoss(torch.Tensor):
 
     @classmethod
     def of(cls, loss: torch.Tensor) -> torch.Tensor:
-        """The loss; a tensor of another class, such as a fake one, stays as it is."""
+        """Wrap the loss; a tensor of another class, such as a fake tensor, stays as it is."""
         if type(loss) is not torch.Tensor:
             return loss
         made = loss.as_subclass(cls)
@@ -40,7 +40,7 @@ class StepLoss(torch.Tensor):
             leaf.requires_grad for leaf in pytree.tree_leaves(args[:1]) if isinstance(leaf, torch.Tensor)
         ):
             raise NotAvailableError(
-                "loss.backward(): the step has run the backward already, and the optimizer's update. Leave "
+                "loss.backward(): the step has already run the backward, and the optimizer's update. Leave "
                 "loss.backward() and optimizer.step() out; or compile without optimizer= for a loop of your own."
             )
         result = func(*args, **keywords)

@@ -1,4 +1,4 @@
-"""How many steps each parameter of an optimizer has taken, counted as torch's optimizers count."""
+"""The number of steps that each parameter of an optimizer has taken, counted as torch's optimizers count."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 
 class StepsTaken:
-    """Steps that the state of each parameter has seen; of SGD, 0 before the first and 1 after it.
+    """The steps in the state of each parameter; for SGD, 0 before the first step and 1 after it.
 
-    Counts that go up together are elements of one tensor, so that a step is counted by one addition. What they are is
-    read once, which waits for an accelerator, and followed from then on, until somebody else writes to them.
+    Counts that rise together are elements of one tensor, so that one addition counts a step. Their values are read
+    once, which waits for an accelerator, and then tracked until other code writes to them.
 
     Args:
-        optimizer: one that is traced.
+        optimizer: a traced optimizer.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -38,11 +38,11 @@ class StepsTaken:
         return float(step)
 
     def are_as_counted(self) -> bool:
-        """Whether nobody else wrote to the counts."""
+        """Whether no other code wrote to the counts."""
         return [joined._version for joined in self._joined] == self._versions
 
     def are_counted_together(self, parameters: Collection[torch.Tensor]) -> bool:
-        """Whether all these parameters, and no others, were counted last, and nobody else wrote to their counts."""
+        """Whether exactly these parameters were counted last, and no other code wrote to their counts."""
         if self._is_sgd:
             return True
         state = self._optimizer.state
@@ -50,21 +50,21 @@ class StepsTaken:
         return are_held and self.are_as_counted() and self._counts.keys() == set(parameters)
 
     def count_again(self) -> None:
-        """Count one step more of the parameters that were counted last."""
+        """Count one more step of the parameters that were counted last."""
         for joined in self._joined:
             joined.add_(1)
         self._more += 1.0
         self._versions = [joined._version for joined in self._joined]
 
     def count(self, parameters: Collection[torch.Tensor]) -> None:
-        """Count one step more of some parameters, in tensors that they share from then on."""
+        """Count one more step of some parameters, in tensors that they share from then on."""
         if self._is_sgd:
             return
         options = {id(item): group for group in self._optimizer.param_groups for item in group["params"]}
         self._join({item: (self.of(item) + 1.0, *self._place_of(item, options[id(item)])) for item in parameters})
 
     def _place_of(self, parameter: torch.Tensor, options: Mapping[str, Any]) -> tuple[torch.dtype, torch.device]:
-        """Where the steps of a parameter are counted: on the CPU but for capturable and fused optimizers."""
+        """Dtype and device of a parameter's count: on the CPU, except for capturable and fused optimizers."""
         step = self._optimizer.state[parameter].get("step")
         if isinstance(step, torch.Tensor):
             return step.dtype, step.device
@@ -83,7 +83,7 @@ class StepsTaken:
         self._counts = {parameter: self._optimizer.state[parameter]["step"] for parameter in counted}
 
     def _put(self, members: Sequence[torch.Tensor], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Let the state of parameters have elements of one new tensor."""
+        """Replace the step counts of parameters by elements of one new tensor."""
         joined = torch.tensor([self._read[parameter] for parameter in members], dtype=dtype, device=device)
         for parameter, count in zip(members, joined.unbind(), strict=True):
             self._optimizer.state[parameter]["step"] = count

@@ -1,7 +1,7 @@
-"""Optimizers whose update is traced: what they do as data (`autoshard.ir.update`), and their state.
+"""Optimizers whose update is traced: their update as data (`autoshard.ir.update`), and their state.
 
-SGD, Adam and AdamW of torch.optim are. The optimizer object stays the place of groups, options and state, so that
-schedulers, `state_dict` and `load_state_dict` work as ever; only its arithmetic runs in the program of the step.
+These are SGD, Adam and AdamW of torch.optim. The optimizer object keeps groups, options and state. So schedulers and
+state dicts work as they do in eager mode. Only the arithmetic runs in the program of the step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autoshard.ir.program import InputKind, OutputKind
 from autoshard.ir.update import Update, UpdateGroup, UpdateRule
 from autoshard.runtime.engine import Engine
 from autoshard.runtime.executable import Executable
-from autoshard.runtime.known_state import HeldState, KnownState
+from autoshard.runtime.known_state import KnownState, UpdateInputs
 from autoshard.runtime.members import Members
 from autoshard.runtime.optimizer_state import check_parameters, follow_replaced
 from autoshard.runtime.stages.stage_meshes import is_elsewhere
@@ -36,7 +36,7 @@ _TRACED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)
 
 
 def why_untraced(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why the update of an optimizer is not traced, one sentence; None if it is."""
+    """The reason that an optimizer's update is not traced, in one sentence; None if it is traced."""
     name = type(optimizer).__name__
     if type(optimizer) not in _TRACED:
         return f"{name} is none of {', '.join(kind.__name__ for kind in _TRACED)}, whose updates are traced."
@@ -49,10 +49,10 @@ def why_untraced(optimizer: torch.optim.Optimizer) -> str | None:
 
 
 def why_by_autograd(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]) -> str | None:
-    """Why a step must have gradients in `.grad`, which the program of a whole step has not; None if it need not.
+    """The reason that a step must put gradients into `.grad`, which a traced step does not do; None if it need not.
 
     Args:
-        optimizer: one that is traced.
+        optimizer: a traced optimizer.
         named: the parameters, with their names.
     """
     if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
@@ -62,7 +62,7 @@ def why_by_autograd(optimizer: torch.optim.Optimizer, named: Iterable[tuple[str,
         return None
     for name, parameter in named:
         if parameter.grad is not None:
-            return f"parameter {name!r} has a gradient already, to which those of the step are added"
+            return f"parameter {name!r} already has a gradient, to which the step adds its own"
         if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
             return f"parameter {name!r} has hooks on its gradient"
     return None
@@ -74,10 +74,10 @@ def describe_update(
     max_grad_norm: float | None,
     steps_taken: StepsTaken | None = None,
 ) -> Update:
-    """What an optimizer does, as data; parameters of a group that have taken unequally many steps are told apart.
+    """An optimizer's update as data. Parameters of one group with unequal numbers of steps form separate groups.
 
     Args:
-        optimizer: one that is traced.
+        optimizer: a traced optimizer.
         names: the name of each parameter by `id`.
         max_grad_norm: see `Update`.
         steps_taken: counts that were read before; default: they are read now.
@@ -120,8 +120,8 @@ class TracedState:
     """The state of an optimizer as the inputs and outputs of programs.
 
     Args:
-        optimizer: one that is traced, over parameters of the model.
-        engine: where the programs run.
+        optimizer: a traced optimizer over parameters of the model.
+        engine: the engine that runs the programs.
         max_grad_norm: see `Update`.
     """
 
@@ -133,7 +133,7 @@ class TracedState:
         self._known: KnownState | None = None
 
     def update(self, members: Members) -> Update:
-        """What the optimizer does at the step that begins; `members` are the model's."""
+        """The optimizer's update at the step that begins; `members` are the members of the model."""
         known, rules = self._known, [_rule_of(self.optimizer, options) for options in self.optimizer.param_groups]
         if known is None or not known.is_current(members) or not self._steps_taken.are_as_counted():
             follow_replaced(self.optimizer)
@@ -146,9 +146,9 @@ class TracedState:
         return update
 
     def hold(self, executable: Executable) -> Mapping[int, list[torch.Tensor]]:
-        """By stage that runs here, the inputs of its update besides gradients, in order.
+        """The inputs of each local stage's update except gradients, in order, by stage.
 
-        These are parameters, state laid out as the program says (zeros if new), and options.
+        They are parameters, state sharded as the program says (zeros if new), and options.
         """
         held = self._present.held_by(executable)
         found = self._find(executable) if held is None else held.tensors
@@ -158,9 +158,9 @@ class TracedState:
         return found
 
     def keep(self, executable: Executable, tensors: Mapping[int, Sequence[torch.Tensor]]) -> None:
-        """Put the written tensors into the optimizer, and count the step.
+        """Store written tensors in the optimizer, and count the step.
 
-        The optimizers of all ranks name the same state and count the same steps; each has the values of its own stages.
+        The optimizers of all ranks list the same state and count the same steps; each has the values of its own stages.
         """
         held, parameters = self._present.held_by(executable), self._present.members.parameters
         if held is not None and held.are_counted_together:
@@ -179,7 +179,7 @@ class TracedState:
             self.optimizer.state[owner][state_name] = self._engine.zeros(slot, owner)
 
     def _missing_elsewhere(self, executable: Executable) -> list[LocalSlot]:
-        """State of stages that other ranks run, which the optimizer does not name yet."""
+        """State of other ranks' stages that the optimizer does not list yet."""
         slots = [slot for lowered in executable.elsewhere for slot in lowered.inputs]
         owners = [(slot, *self._owner(slot)) for slot in slots if slot.slot.kind is InputKind.STATE]
         return [
@@ -189,7 +189,7 @@ class TracedState:
         ]
 
     def _owner(self, slot: LocalSlot) -> tuple[str, nn.Parameter]:
-        """The name of a state, and the parameter whose state it is."""
+        """The name of a state, and the parameter that it belongs to."""
         state_name, _, owner = slot.slot.name.partition(":")
         return state_name, self._present.members.parameters[owner]
 
@@ -199,7 +199,7 @@ class TracedState:
         return self._known
 
     def _find(self, executable: Executable) -> Mapping[int, list[torch.Tensor]]:
-        """Look up the values of `hold`; they are known from now on if the optimizer and the model hold them all."""
+        """Find the values of `hold`. Remember them if the optimizer and the model hold all of them."""
         known, parameters = self._present, self._present.members.parameters
         tensors: dict[int, list[torch.Tensor]] = {number: [] for number in executable.stages}
         are_all_held = not self._missing_elsewhere(executable)
@@ -217,11 +217,11 @@ class TracedState:
                     tensors[number].append(_NO_OPTIONS)
         if are_all_held:
             updated = [parameters[name] for name in _updated_by(executable)]
-            known.remember(executable, HeldState(tensors, self._steps_taken.are_counted_together(updated)))
+            known.remember(executable, UpdateInputs(tensors, self._steps_taken.are_counted_together(updated)))
         return tensors
 
     def _hyper(self, executable: Executable, number: int) -> torch.Tensor:
-        """The vector of a group of the program: the options of its parameters, now."""
+        """The present options of a group of the program, as a vector."""
         update = executable.compiled.update
         assert update is not None, "a program with hyper-parameters was traced for an update"
         group = update.groups[number]
@@ -236,13 +236,13 @@ class TracedState:
         return torch.tensor([float(options[name]) for name in group.rule.hyper], dtype=torch.float64)
 
     def _options(self, parameter: nn.Parameter) -> Mapping[str, Any]:
-        """The group that a parameter is in."""
+        """The group of a parameter."""
         groups: Sequence[dict[str, Any]] = self.optimizer.param_groups
         return next(group for group in groups if any(item is parameter for item in group["params"]))
 
 
 def _updated_by(executable: Executable) -> list[str]:
-    """The names of the parameters that all stages of a program update, wherever they run."""
+    """The names of the parameters that all stages of a program update, on any rank."""
     kind = OutputKind.PARAMETER_UPDATE
     slots = (slot.slot for lowered in executable.elsewhere for slot in lowered.outputs)
     own = (program.updated_parameters for program in executable.stages.values())
@@ -250,16 +250,16 @@ def _updated_by(executable: Executable) -> list[str]:
 
 
 _NO_OPTIONS = torch.empty(0)
-"""In the place of a vector of options, until a step has its own."""
+"""A placeholder for a vector of options, until a step sets its own."""
 
 
 def update_of(
     optimizer: torch.optim.Optimizer | None, model: nn.Module, max_grad_norm: float | None, *, strict: bool
 ) -> Update | None:
-    """What an optimizer does, if its update is traced; otherwise it takes its own step.
+    """An optimizer's update as data; None if it is not traced and the optimizer takes its own step.
 
     Raises:
-        NotAvailableError: under `strict`, an optimizer whose update is not traced.
+        NotAvailableError: with `strict`, if the update is not traced.
     """
     if optimizer is None:
         return None
@@ -269,7 +269,7 @@ def update_of(
     if strict:
         raise NotAvailableError(
             f"strict=True, but optimizer={type(optimizer).__name__} is not part of the program: {reason} With "
-            "strict=False it takes its own step on the sharded parameters, and its state lies as they do."
+            "strict=False it takes its own step on the sharded parameters, and its state is sharded as they are."
         )
-    _LOGGER.warning("the optimizer takes its own step, and its state lies as the parameters do: %s", reason)
+    _LOGGER.warning("the optimizer takes its own step, and its state is sharded as the parameters are: %s", reason)
     return None

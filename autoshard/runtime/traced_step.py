@@ -28,11 +28,11 @@ class TracedStep:
 
     Args:
         sharded: the model.
-        optimizer: one that is traced (see `traced_optimizer`), over its parameters.
-        max_grad_norm: gradients are scaled down to this norm over all parameters, or None.
-        order: of a program that is not cut into stages.
+        optimizer: a traced optimizer (see `traced_optimizer`) over the model's parameters.
+        max_grad_norm: gradients are scaled down to this norm over all parameters; None: no clipping.
+        order: the order of a program without stages.
         executor: runs programs.
-        graphs: launches forward and backward of a micro-batch from a CUDA graph; None to launch each kernel.
+        graphs: launches forward and backward of a micro-batch as a CUDA graph; None to launch each kernel.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class TracedStep:
         self._state.max_grad_norm = max_grad_norm
 
     def compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Plan | None:
-        """Compile the program for a call now; returns its plan."""
+        """Compile the program for a call; return its plan."""
         members = self._sharded.members()
         executable, _ = self._sharded.find_step(args, kwargs, self._state.update(members), members, runs=False)
         self._executor.prepare(executable, self._order)
@@ -63,7 +63,7 @@ class TracedStep:
 
     @torch.no_grad()
     def run(self, parts: Sequence[Part], members: Members) -> torch.Tensor:
-        """One step on micro-batches, with the model's members as they are now; the sum of their shares of the loss."""
+        """Run one step on micro-batches, with the present members of the model; return the loss."""
         find = partial(self._sharded.find_step, update=self._state.update(members), members=members)
         executable, calls = common_program(self._sharded, parts, find)
         weights, losses = weights_of(self._sharded, executable.compiled, parts), list[torch.Tensor]()
@@ -81,7 +81,7 @@ class TracedStep:
         run = self._executor.run(executable, table, inputs, weights, take, self._graphs)
         if any(weights):
             self._update(executable, run)
-        self._state.optimizer.step()  # no parameter has a gradient, so it only tells its schedulers
+        self._state.optimizer.step()  # no parameter has a gradient, so the call only informs schedulers
         return run.messages.share(sum_of(losses) if losses else None, loss_name, table.staged)
 
     def _inputs(self, executable: Executable, call: FlatCall) -> dict[int, Sequence[torch.Tensor]]:
@@ -90,7 +90,7 @@ class TracedStep:
         return executable.by_stage(tensors)
 
     def _hand_out(self, program: Executable, results: Sequence[LocalValue], loss_name: str) -> torch.Tensor | None:
-        """The loss, if it is among the results; buffers are updated, other outputs are not put together."""
+        """The loss, if it is among the results. Buffers are updated; other outputs are dropped."""
         loss, kept = None, program.phased.lowered.traced.kept
         paths = {f"output:{index}": path for index, path in kept.items()}
         for slot, value in zip(program.outputs, results, strict=True):
@@ -103,7 +103,7 @@ class TracedStep:
         return loss
 
     def _update(self, executable: Executable, run: ProgramRun) -> None:
-        """Parameters and state become the results of all stages' updates on the gradients of all micro-batches."""
+        """Run the updates of all stages on the gradients of all micro-batches."""
         held, table = self._state.hold(executable), run.table
         updates = {n: stage.program.update for n, stage in run.stages.items() if stage.program.update is not None}
         gradients = {number: stage.carried or [] for number, stage in run.stages.items()}

@@ -1,7 +1,7 @@
 """A whole training step: forward, backward, clipping, update.
 
-The update of SGD, Adam and AdamW is traced: the step is one program, whose plan says where gradients and optimizer
-state lie. Any other optimizer takes its own step, on the module's parameters and their gradients.
+The update of SGD, Adam and AdamW is traced: the step is one program, whose plan also has the specs of gradients and
+optimizer state. Any other optimizer takes its own step, on the module's parameters and their gradients.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class TrainStep(HasWeights):
-    """Calling it trains `sharded` on one batch. Made by `autoshard.compile(..., optimizer=...)`.
+    """Calling the step trains `sharded` on one batch. `autoshard.compile(..., optimizer=...)` makes it.
 
     Args:
         sharded: the model; it returns a loss, or a structure whose first scalar is the loss.
         optimizer: an optimizer over the parameters of `sharded`.
-        max_grad_norm: gradients are scaled down to this norm over all parameters, or None.
-        micro_batches: the batch is cut along dim 0 into so many equal parts, whose gradients add up to that of the
-            whole batch: parts weigh what the loss says (a sum, a mean, a sum over a count of targets). What mixes
-            samples (a batch norm in training) is refused by name.
-        traced: run the update as part of the program; the optimizer is one that can be, and the module's compiler can.
-        executor: proves and runs orders; the module's own, where the mesh has a pipeline.
-        graphs: launches forward and backward from CUDA graphs; traced, without stages.
+        max_grad_norm: gradients are scaled down to this norm over all parameters; None: no clipping.
+        micro_batches: the number of equal parts along dim 0 of the batch. Their gradients add up to the gradient of
+            the whole batch. Each part is weighted as in the loss (a sum, a mean, a sum over a count of targets). An
+            operator that mixes samples (batch norm in training) raises an error with its name.
+        traced: run the update as part of the program; both the optimizer and the module's compiler must support it.
+        executor: proves and runs orders; the module's own, if the mesh has a pipeline.
+        graphs: launches forward and backward as CUDA graphs; only if traced and without stages.
     """
 
     def __init__(
@@ -78,18 +78,18 @@ class TrainStep(HasWeights):
         self._is_made = True
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set `max_grad_norm`; refuse every other public attribute, which no later step would read."""
+        """Set `max_grad_norm`; refuse every other public attribute, because later steps would not read it."""
         if name != "max_grad_norm" and not name.startswith("_") and "_is_made" in vars(self):
             raise NotAvailableError(
-                f"step.{name} = {value!r}: of a compiled step only max_grad_norm can be set. Set options of the "
-                "optimizer in step.optimizer.param_groups, attributes of the model on step.sharded; for another "
-                "optimizer or micro_batches compile again."
+                f"step.{name} = {value!r}: only max_grad_norm of a compiled step can be set. Set options of the "
+                "optimizer in step.optimizer.param_groups, and attributes of the model on step.sharded. For another "
+                "optimizer or other micro_batches, compile a second time."
             )
         super().__setattr__(name, value)
 
     @property
     def max_grad_norm(self) -> float | None:
-        """Gradients are scaled down to this norm, or None; each new value of a traced step is a new program."""
+        """Gradients are scaled down to this norm; None: no clipping. A traced step compiles each new value."""
         return self._max_grad_norm
 
     @max_grad_norm.setter
@@ -101,27 +101,27 @@ class TrainStep(HasWeights):
 
     @property
     def is_traced(self) -> bool:
-        """Whether the update is part of the program, so that the plan says where optimizer state lies."""
+        """Whether the update is part of the program, so that the plan has the specs of optimizer state."""
         return self._traced is not None
 
     @property
     def micro_batches(self) -> int:
-        """Number of parts that a batch is cut into."""
+        """The number of parts into which a batch is split."""
         return self.order.micro_batches
 
     @property
     def mesh(self) -> Mesh:
-        """The mesh that the step runs on."""
+        """The mesh that runs the step."""
         return self.sharded.mesh
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the step's program, or None before the first call."""
+        """The plan of the step's program; None before the first call."""
         return self.sharded.plan
 
     @torch.compiler.disable(reason="autoshard has compiled the step: leave fullgraph=True out")
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """One step on a global batch; returns the global loss, a scalar without gradient."""
+        """Take one step on a global batch; return the global loss, a scalar without gradient."""
         with self.sharded.agreement.one_thread, naming_micro_batches(self.micro_batches):
             return StepLoss.of(self._step(args, kwargs))
 
@@ -132,11 +132,11 @@ class TrainStep(HasWeights):
         return self._run(self._parts(args, kwargs))
 
     def __prepare_scriptable__(self) -> NoReturn:
-        """Refuse `torch.jit.script`, which calls this."""
+        """Refuse `torch.jit.script`, which calls this method."""
         refuse_capture("TrainStep")
 
     def compile_for(self, *args: Any, **kwargs: Any) -> Plan | None:
-        """Compile the program of a step on a global batch now, without running it; returns its plan."""
+        """Compile the program of a step on a global batch without running it; return its plan."""
         part_args, part_kwargs = self._parts(args, kwargs)[0]
         with naming_micro_batches(self.micro_batches):
             if self._traced is not None:
@@ -145,11 +145,11 @@ class TrainStep(HasWeights):
                 return self.sharded.compile_for_loss(part_args, part_kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of model (with its random numbers) and optimizer, to go on from."""
+        """The state of the model (with its random numbers) and the optimizer."""
         return {"model": self.sharded.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+        """Load a result of `state_dict`."""
         self.sharded.load_state_dict(state["model"])
         self.optimizer.load_state_dict(state["optimizer"])
 
@@ -157,35 +157,35 @@ class TrainStep(HasWeights):
         return self.sharded.model_weights
 
     def _needs_gradients(self, members: Members) -> bool:
-        """Whether this step's gradients must be in `.grad`; the first time, say why. Stages do not put theirs there."""
+        """Whether gradients must be in `.grad`; the first time, log the reason. Stages cannot put gradients there."""
         reason = why_by_autograd(self.optimizer, members.parameters.items())
         if reason is not None and self._has_stages:
             raise NotAvailableError(
-                f"{reason}; under an axis 'pipeline' gradients are not in .grad. Take the hooks off and set gradients "
+                f"{reason}; with an axis 'pipeline', gradients are not in .grad. Remove the hooks and set gradients "
                 "to None, or use a mesh without the axis 'pipeline'."
             )
         if reason is not None and not self._has_said_why:
             self._has_said_why = True
             _LOGGER.warning(
-                "%s: such steps compute gradients by autograd, then the optimizer takes its own step", reason
+                "%s: steps compute gradients by autograd from now on, and the optimizer takes its own step", reason
             )
         return reason is not None
 
     def _run(self, parts: Sequence[Part]) -> torch.Tensor:
-        """A step of an optimizer that takes its own; autograd adds the gradients of micro-batches up."""
+        """Run a step of an untraced optimizer; autograd sums the gradients of micro-batches."""
         tasks = _AutogradTasks(self.sharded, parts, self._weights(parts))
         run_order(self.order, (0,), tasks)
         self._update()
         return sum_of(list(tasks.shares.values()))
 
     def _weights(self, parts: Sequence[Part]) -> list[float]:
-        """The count of each micro-batch in the loss."""
+        """The weight of each micro-batch in the loss."""
         if len(parts) == 1:
             return [1.0]
         (args, kwargs), *_ = parts
         with torch.enable_grad():
             self.sharded.compile_for_loss(args, kwargs)
-        assert self.sharded.program is not None, "it is compiled"
+        assert self.sharded.program is not None, "`compile_for_loss` compiled it"
         return weights_of(self.sharded, self.sharded.program, parts)
 
     def _update(self) -> None:
@@ -202,9 +202,9 @@ class TrainStep(HasWeights):
             if "Sharding propagation failed" not in str(error):
                 raise
             raise NotAvailableError(
-                f"optimizer={type(self.optimizer).__name__} does not step split weights: an operator of its step has "
-                "no sharded form in torch. Keep the weights whole with constraints={'*.weight': P()}, or use AdamW, "
-                "Adam or SGD."
+                f"optimizer={type(self.optimizer).__name__} cannot step sharded weights, because torch cannot shard an "
+                "operator of its step. Keep the weights whole with constraints={'*.weight': P()}, or use AdamW, Adam "
+                "or SGD."
             ) from error
 
     def _parts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Part]:
@@ -214,13 +214,13 @@ class TrainStep(HasWeights):
 
 @dataclass(slots=True)
 class _AutogradTasks:
-    """Runs forwards by calls of a model, and backwards by autograd; see `TaskRunner`.
+    """Runs forwards by calls of the model, and backwards by autograd; implements `TaskRunner`.
 
     Args:
         sharded: the model.
         parts: the call of each micro-batch.
-        weights: the count of each micro-batch in the loss.
-        shares: shares of the loss, by micro-batch.
+        weights: the weight of each micro-batch in the loss.
+        shares: weighted losses, by micro-batch.
     """
 
     sharded: ShardedModule
@@ -229,11 +229,11 @@ class _AutogradTasks:
     shares: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def can_run(self, task: StageTask) -> bool:
-        """Whether a task can run; without stages each can."""
+        """Whether a task can run: without stages, each can."""
         return True
 
     def run_task(self, task: StageTask) -> None:
-        """Run a forward or a backward. A micro-batch that counts nothing has no share of the loss, and no gradient."""
+        """Run a forward or a backward. A micro-batch of weight zero has no backward."""
         number = task.micro_batch
         if task.work is Work.FORWARD:
             self.shares[number] = share_of(self.sharded.run_for_loss(*self.parts[number]), self.weights[number])

@@ -1,8 +1,8 @@
-"""Numbers of a model that change from call to call: calls are compared by what Python does with them.
+"""Numbers of a model that change from call to call: calls are compared by how Python uses the numbers.
 
-A call that logs `self.step` reads it, so each new value is traced again. Once three values gave the same program, the
-call is traced with watched numbers in place of such attributes (`ir/watched_numbers.py`). The conditions that they note
-take the place of their values among the guards: `step % 10 == 5` is false.
+A call that logs `self.step` reads it, so each new value is traced. When three values have given the same program, the
+call is traced with watched numbers in place of such attributes (`ir/watched_numbers.py`). The conditions on these
+numbers then replace their values among the guards, for example `step % 10 == 5` is false.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from autoshard.ir.python_guards import PythonGuards, PythonUse
 from autoshard.ir.watched_numbers import KINDS, Attribute, Condition, watching
 
 _VALUES = 3
-"""A number with as many values changes from call to call."""
+"""A number with this many values counts as changing from call to call."""
 
 Trace = Callable[[], Program]
-"""Traces a call again."""
+"""Traces a call, once more."""
 
 
 @dataclass(slots=True)
@@ -31,9 +31,9 @@ class VaryingNumbers:
     """The numbers that calls of one program read.
 
     Args:
-        watched: they change, and Python's use of them is guarded.
-        exact: they change, and are compared by value; they are kept alive.
-        conditions: what the last trace did with those that are watched.
+        watched: changing numbers that are guarded by conditions on their use.
+        exact: changing numbers that are compared by value; their objects are kept alive.
+        conditions: the conditions of the last trace on the watched numbers.
     """
 
     watched: dict[tuple[int, str], Attribute] = field(default_factory=dict)
@@ -45,32 +45,32 @@ class VaryingNumbers:
         return replace(use.guards(registered).without(self.watched), conditions=self.conditions)
 
     def look(self, states: Sequence[PythonGuards], expected: str, trace: Trace) -> Iterator[str]:
-        """Watch the numbers that differ in the last states of a program and now; says what was found.
+        """Watch the numbers that differ between the last states of a program and now; yield notes for the user.
 
         Args:
-            states: for which traces gave the same program, newest last; now, a trace gave it too.
+            states: states whose traces gave the same program, newest last; the present state gave it too.
             expected: the fingerprint of the program.
-            trace: traces the call, with the model as it is.
+            trace: traces the call with the present model.
         """
         new = {item.key: item for item in _changing(states, {*self.watched, *self.exact})}
-        asked = {**self.watched, **new}
-        found = _watch(asked.values(), expected, trace)
-        if found is None and len(asked) > 1:
-            asked = {key: item for key, item in asked.items() if _watch([item], expected, trace) is not None}
-            found = _watch(asked.values(), expected, trace)
+        tried = {**self.watched, **new}
+        found = _watch(tried.values(), expected, trace)
+        if found is None and len(tried) > 1:
+            tried = {key: item for key, item in tried.items() if _watch([item], expected, trace) is not None}
+            found = _watch(tried.values(), expected, trace)
         self.conditions = found or ()
         by_value = {item.fixed.key for item in self.conditions if item.fixed is not None}
-        taken = {} if found is None else asked
+        taken = {} if found is None else tried
         for key, item in new.items():
             if key in taken and key not in by_value:
                 yield (
-                    f"{item.path} changes from call to call: a call is now traced anew where a comparison or a "
-                    "conversion of it gives another result, and not for each of its values."
+                    f"{item.path} changes from call to call: from now on, a call is only traced if a comparison or a "
+                    "conversion of the number gives another result, and not for each of its values."
                 )
                 continue
             yield (
-                f"{item.path} changes from call to call, and the program depends on it: the call is traced anew for "
-                "each of its values. Pass it as a tensor, or make it a buffer."
+                f"{item.path} changes from call to call, and the program depends on it: the call is traced for each of "
+                "its values. Pass it as a tensor, or make it a buffer."
             )
         lost = {key: item for key, item in {**self.watched, **new}.items() if key not in taken}
         lost |= {key: item for key, item in new.items() if key in by_value}
@@ -79,7 +79,7 @@ class VaryingNumbers:
 
 
 def _watch(attributes: Collection[Attribute], expected: str, trace: Trace) -> tuple[Condition, ...] | None:
-    """Conditions that a trace puts on numbers; None where the trace does not take watched numbers."""
+    """The conditions that a trace puts on numbers; None if the call cannot be traced with watched numbers."""
     if not attributes:
         return ()
     try:
@@ -91,7 +91,7 @@ def _watch(attributes: Collection[Attribute], expected: str, trace: Trace) -> tu
 
 
 def _changing(states: Sequence[PythonGuards], known: Collection[tuple[int, str]]) -> Iterator[Attribute]:
-    """Numbers with three values in the remembered states and now."""
+    """Numbers with three values in the remembered states and the present one."""
     found: dict[tuple[int, str], tuple[Attribute, set[Any]]] = {}
     for namespace in (item for state in states if not state.of_another for item in state.namespaces):
         now = vars(namespace.holder)

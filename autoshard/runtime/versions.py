@@ -1,8 +1,8 @@
-"""Changes in place between a call and its backward, noticed as on one device.
+"""In-place changes between a call and its backward, which raise an error as on one device.
 
-On one device autograd keeps the tensor itself, and refuses a backward that reads it after a change in place. A compiled
-program keeps what each rank has of a value, often in memory of its own, so versions are compared here: of each
-parameter, buffer and input that the wanted gradients are computed from.
+On one device, autograd saves the tensor itself, and refuses a backward that reads it after an in-place change. A
+compiled program saves each rank's part of a value, often in memory of its own. So this module compares the versions of
+each parameter, buffer and input that the needed gradients are computed from.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ Key = tuple[InputKind, str]
 """Kind and name of an input of a program."""
 
 Version = tuple[int, ...] | None
-"""How often a tensor was changed in place; None of tensors that do not count."""
+"""The number of in-place changes of a tensor; None for tensors that are not counted."""
 
 
 def version_of(tensor: torch.Tensor) -> Version:
-    """The version of a tensor; of a DTensor that of its shard, too."""
+    """The version of a tensor; for a DTensor, also its shard's."""
     if tensor.is_inference():
         return None
     if isinstance(tensor, DTensor):
@@ -38,22 +38,22 @@ def check_versions(
     versions: Sequence[Version],
     needed: Collection[Key] | None = None,
 ) -> None:
-    """Raise `ChangedInPlaceError` if one of the `needed` inputs (None: any) was changed since it was read."""
+    """Raise `ChangedInPlaceError` if one of the `needed` inputs (None: any) has changed since it was read."""
     for slot, tensor, version in zip(slots, tensors, versions, strict=True):
         if (needed is None or (slot.kind, slot.name) in needed) and version_of(tensor) != version:
             raise ChangedInPlaceError(
                 "one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"{slot.kind.value} {slot.name!r} was changed in place between forward and backward (shape="
                 f"{tuple(tensor.shape)}, version {version}, now {version_of(tensor)}), and the backward needs its old "
-                "value. Call backward before changing it, or clone it."
+                "value. Call backward before you change it, or clone it."
             )
 
 
 def inputs_behind_gradients(program: Program) -> dict[str, frozenset[Key]]:
-    """The inputs whose own values the backward reads for each gradient, by what the gradient belongs to.
+    """The inputs whose values the backward reads for each gradient, by the gradient's owner.
 
-    An operator of the backward reads an input's own value where its operand is the input, or a view of it. What was
-    computed from an input (a cast of a weight) has a value of its own, which no change of the input reaches.
+    An operator of the backward reads an input's value if its operand is the input, or a view of it. A value computed
+    from an input (a cast of a weight) has memory of its own, which no change of the input reaches.
     """
     slots = {slot.node: (slot.kind, slot.name) for slot in program.inputs if slot.kind in _CAN_CHANGE}
     owners: dict[fx.Node, frozenset[Key]] = {}
@@ -83,8 +83,8 @@ def _union(sets: Mapping[fx.Node, frozenset[Key]], nodes: Sequence[fx.Node]) -> 
 
 
 def _is_same_value(node: fx.Node) -> bool:
-    """Whether a call yields its operand's memory: a view of it, one of several results, or a hub."""
+    """Whether a call returns its operand's memory: a view, an element of a tuple, or an identity function."""
     schema = getattr(node.target, "_schema", None)
-    if schema is None:  # a hub, or an element of a tuple
+    if schema is None:  # an identity function, or an element of a tuple
         return node.op == "call_function"
     return any(item.alias_info is not None for item in schema.returns)

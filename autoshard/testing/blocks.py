@@ -12,19 +12,19 @@ from typing import Any
 from hypothesis import strategies as st
 
 Draw = Callable[..., Any]
-"""What `st.composite` passes: `draw(strategy)` gives a value."""
+"""The function that `st.composite` passes: `draw(strategy)` returns a value."""
 
 _ACTIVATIONS = ("F.gelu", "F.relu", "F.silu", "torch.tanh", "torch.sigmoid")
 
 
 @dataclass(slots=True)
 class SourceWriter:
-    """The source of a model as it grows: lines of `__init__` and `forward`, inputs, and the shape of `h`.
+    """The source of a model under construction: lines of `__init__` and `forward`, inputs, and the shape of `h`.
 
     Args:
         batch, length, width: the shape of `h`.
-        rows: dim 0 of the inputs, `batch` for each micro-batch.
-        embedding_width: width of `self.embed`, or None where there is no embedding.
+        rows: dim 0 of the inputs: `batch` times the number of micro-batches.
+        embedding_width: width of `self.embed`, or None if there is no embedding.
     """
 
     batch: int
@@ -38,28 +38,28 @@ class SourceWriter:
     _count: int = 0
 
     def input(self, name: str, value: str) -> str:
-        """Add a parameter of `forward` with the expression of its example; returns its name."""
+        """Add a parameter of `forward` with the expression of its example; return its name."""
         self._inputs[name] = value
         return name
 
     def attribute(self, name: str, value: str) -> str:
-        """Add `self.name = value` to `__init__`; returns `self.name`."""
+        """Add `self.name = value` to `__init__`; return `self.name`."""
         self.statement(f"self.{name} = {value}")
         return f"self.{name}"
 
     def fresh(self, kind: str, value: str) -> str:
-        """Add an attribute with a name of its own; returns the expression that reads it."""
+        """Add an attribute with a unique name; return the expression that reads it."""
         self._count += 1
         return self.attribute(f"{kind}_{self._count}", value)
 
     def buffer(self, kind: str, value: str) -> str:
-        """Add a buffer with a name of its own; returns the expression that reads it."""
+        """Add a buffer with a unique name; return the expression that reads it."""
         self._count += 1
         self.statement(f"self.register_buffer('{kind}_{self._count}', {value})")
         return f"self.{kind}_{self._count}"
 
     def weight(self, *shape: int) -> str:
-        """Add a parameter of `shape` whose products keep the scale; returns the expression that reads it."""
+        """Add a parameter of `shape`, scaled so that products keep the scale; return the expression that reads it."""
         sizes = ", ".join(map(str, shape))
         return self.fresh("weight", f"nn.Parameter(torch.randn({sizes}) / {shape[0]} ** 0.5)")
 
@@ -99,7 +99,7 @@ class SourceWriter:
 
 
 def linear(draw: Draw, writer: SourceWriter) -> None:
-    """A linear layer, perhaps to another width."""
+    """A linear layer, which may change the width."""
     width = draw(st.sampled_from((writer.width, 8, 16)))
     layer = writer.fresh("linear", f"nn.Linear({writer.width}, {width}, bias={draw(st.booleans())})")
     writer.line(f"h = {layer}(h)")
@@ -115,13 +115,13 @@ def matmul_chain(draw: Draw, writer: SourceWriter) -> None:
 
 
 def batched_matmul(draw: Draw, writer: SourceWriter) -> None:
-    """Attention without a head, out of batched products and a softmax."""
+    """Attention without heads, by batched products and a softmax."""
     writer.line(f"scores = torch.bmm(h, h.transpose(1, 2)) * {writer.width**-0.5:.4f}")
     writer.line("h = torch.bmm(F.softmax(scores, dim=-1), h)")
 
 
 def attention(draw: Draw, writer: SourceWriter) -> None:
-    """Scaled dot-product attention with a residual; heads may share keys, and may look ahead or not."""
+    """Scaled dot-product attention with a residual; heads may share keys, and it may be causal."""
     length, width = writer.length, writer.width
     heads = draw(st.sampled_from([count for count in (2, 4, 3) if width % count == 0]))
     groups = draw(st.sampled_from([count for count in (heads, 1, 2) if heads % count == 0]))
@@ -146,7 +146,7 @@ def mlp(draw: Draw, writer: SourceWriter) -> None:
 
 
 def gated_mlp(draw: Draw, writer: SourceWriter) -> None:
-    """One product that is chunked into gate and value."""
+    """A gated MLP whose first product is chunked into gate and value."""
     hidden = draw(st.sampled_from((8, 16)))
     both = writer.fresh("gate_up", f"nn.Linear({writer.width}, {2 * hidden}, bias=False)")
     down = writer.fresh("down", f"nn.Linear({hidden}, {writer.width}, bias=False)")
@@ -173,7 +173,7 @@ def mix_positions(draw: Draw, writer: SourceWriter) -> None:
 
 
 def flattened(draw: Draw, writer: SourceWriter) -> None:
-    """A product on the value with batch and length merged into one dim."""
+    """A product of the value with batch and length merged into one dim."""
     length, width = writer.length, writer.width
     view = draw(st.sampled_from((f"h.reshape(-1, {width})", "h.flatten(0, 1)")))
     writer.line(f"flat = {view} @ {writer.weight(width, width)}")
@@ -181,14 +181,14 @@ def flattened(draw: Draw, writer: SourceWriter) -> None:
 
 
 def split_width(draw: Draw, writer: SourceWriter) -> None:
-    """The width viewed as two dims, which are swapped, then merged again."""
+    """The width viewed as two dims, which are swapped and then merged."""
     length, width = writer.length, writer.width
     writer.line(f"h = h.view(-1, {length}, 2, {width // 2}).transpose(2, 3)")
     writer.line(f"h = h.reshape(-1, {length}, {width})")
 
 
 def permuted(draw: Draw, writer: SourceWriter) -> None:
-    """Pointwise work on a permuted value."""
+    """A pointwise function of a permuted value."""
     writer.line(f"h = {draw(st.sampled_from(_ACTIVATIONS))}(h.permute(2, 0, 1)).permute(1, 2, 0)")
 
 
@@ -229,7 +229,7 @@ def softmax(draw: Draw, writer: SourceWriter) -> None:
 
 
 def recurrent(draw: Draw, writer: SourceWriter) -> None:
-    """A recurrent layer or two over the length, in one direction or both."""
+    """One or two recurrent layers over the length, in one direction or both."""
     kind = draw(st.sampled_from(("LSTM", "GRU", "RNN")))
     hidden, layers = draw(st.sampled_from((4, 8))), draw(st.sampled_from((1, 2)))
     both, batch_first, bias = draw(st.booleans()), draw(st.booleans()), draw(st.booleans())
@@ -240,10 +240,10 @@ def recurrent(draw: Draw, writer: SourceWriter) -> None:
 
 
 def experts(draw: Draw, writer: SourceWriter) -> None:
-    """A router that sends each position to its best experts, whose weights are batched or gathered; a residual.
+    """A router that sends each position to its best experts, whose weights are batched or gathered, and a residual.
 
-    What an expert adds goes to nothing where another one is about to take its place: where two are all but equally
-    good, rounding may choose either.
+    An expert's share becomes zero before another expert replaces it. So rounding may choose either of two almost
+    equally good experts, without changing the result.
     """
     count, best, hidden = draw(st.sampled_from((4, 3))), draw(st.sampled_from((2, 3))), draw(st.sampled_from((8, 6)))
     width = writer.width
@@ -275,21 +275,21 @@ def batch_norm(draw: Draw, writer: SourceWriter) -> None:
 
 
 def running_mean(draw: Draw, writer: SourceWriter) -> None:
-    """A buffer that follows the mean of `h` in place, and shifts it."""
+    """A buffer that tracks the mean of `h` in place and shifts `h`."""
     mean = writer.buffer("mean", f"torch.linspace(-1, 1, {writer.width})")
     writer.line(f"{mean}.mul_(0.9).add_(h.detach().mean((0, 1)), alpha=0.1)")
     writer.line(f"h = h - {mean}")
 
 
 def constant_buffer(draw: Draw, writer: SourceWriter) -> None:
-    """A table that no call changes, added or multiplied."""
+    """A constant table, added or multiplied."""
     name = writer.buffer("table", f"torch.linspace(0.5, 1.5, {writer.length * writer.width})")
     table = f"{name}.view({writer.length}, {writer.width})"
     writer.line(draw(st.sampled_from(("h = h + {}", "h = h * {}"))).format(table))
 
 
 def tied(draw: Draw, writer: SourceWriter) -> None:
-    """Two layers of one weight, or one layer and its transpose."""
+    """Two layers with one weight, or one layer and its transpose."""
     width = writer.width
     first = writer.fresh("tied", f"nn.Linear({width}, {width}, bias={draw(st.booleans())})")
     if draw(st.booleans()):
@@ -301,7 +301,7 @@ def tied(draw: Draw, writer: SourceWriter) -> None:
 
 
 def residual(draw: Draw, writer: SourceWriter) -> None:
-    """A branch around one inner block."""
+    """A residual around one inner block."""
     width = writer.width
     writer.line("skip = h")
     draw(st.sampled_from((pointwise, norm, scale_and_shift, flattened, mix_positions)))(draw, writer)
@@ -310,7 +310,7 @@ def residual(draw: Draw, writer: SourceWriter) -> None:
 
 
 def random_numbers(draw: Draw, writer: SourceWriter) -> None:
-    """Noise, masks, slopes or an order that are drawn; none depends on what rounding may change."""
+    """Random noise, masks, slopes or orders; none depends on values that rounding may change."""
     forms = (
         "h = F.dropout(h, 0.25)",
         "h = F.alpha_dropout(h, 0.2, training=True)",

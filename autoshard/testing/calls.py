@@ -1,4 +1,4 @@
-"""`check_calls`: run a few calls under given specs on the simulator beside one device."""
+"""`check_calls`: run a few calls under given specs on the simulator, and compare with one device."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autoshard.ir.plan import Plan
 from autoshard.ir.program import Program
 from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.enumeration import Strategy
-from autoshard.rules.hub import hub
+from autoshard.rules.fan_out import fan_out
 from autoshard.runtime.simulator import simulate
 from autoshard.testing.decided_plans import greedy_plan
 from autoshard.testing.report import TOLERANCE, CheckReport, compare
@@ -26,7 +26,7 @@ from passes.lowering.lower_program import lower_program, prepare
 from passes.strategies.enumerate_strategies import Site, resolve
 
 CallSpecs = tuple[Sequence[PartitionSpec], Sequence[PartitionSpec]]
-"""How a call takes its tensor operands, and gives its tensor results."""
+"""The specs of a call's tensor operands, and of its tensor results."""
 
 
 def check_calls(
@@ -38,22 +38,22 @@ def check_calls(
     *,
     tolerance: float | None = None,
 ) -> CheckReport:
-    """Run the calls that a model makes under given specs on simulated ranks, and compare its outputs with one device.
+    """Run a model's calls under given specs on simulated ranks, and compare its outputs with one device.
 
-    What `check_plan` prints of a failure is a call of this. Nothing is proven here, only run.
+    `check_plan` prints a call of this function for a failure. The function only runs the calls; it proves nothing.
 
     Args:
-        model: makes some calls of operators, and returns a tuple of tensors; without parameters.
+        model: makes calls of operators, and returns a tuple of tensors; it has no parameters.
         mesh: the mesh to simulate.
-        inputs: its arguments.
-        given: how each of them lies.
-        calls: the specs of each call, in their order.
-        tolerance: largest difference relative to the largest element of each output; default: 1e-5, or the spacing of
-            numbers at 1 in the narrowest floating type that is computed in. Where nearly the same inputs give outputs
-            on one device that are further away, so may the mesh's be.
+        inputs: the model's arguments.
+        given: the spec of each argument.
+        calls: the specs of each call, in order.
+        tolerance: largest difference relative to the largest element of each output. Default: 1e-5, or the spacing of
+            numbers at 1 in the narrowest floating dtype of any value. If one device's outputs for nearly equal inputs
+            differ by more, the mesh's outputs may too.
 
     Raises:
-        PlanMismatchError: the model makes another number of calls, or one has no such strategy.
+        PlanMismatchError: the model makes another number of calls, or a call has no strategy with these specs.
     """
     with torch.no_grad():
         program = trace(model, tuple(inputs), grad=False)
@@ -76,14 +76,14 @@ def _by_name(outputs: Sequence[Tensor]) -> dict[str, Tensor]:
 
 
 def _spacing(program: Program) -> float:
-    """The spacing of numbers at 1 in the narrowest floating type of any value; 0 where none floats."""
+    """The spacing of numbers at 1 in the narrowest floating dtype of any value; 0 if there is none."""
     values = [leaf for node in program.graph.nodes for leaf in pytree.tree_leaves(node.meta.get("val"))]
     floating = [value.dtype for value in values if isinstance(value, Tensor) and value.is_floating_point()]
     return max((torch.finfo(dtype).eps for dtype in floating), default=0.0)
 
 
 def _plan_of(program: Program, mesh: Mesh, given: Sequence[PartitionSpec], calls: Sequence[CallSpecs]) -> Plan:
-    """The plan with these specs; where a value is resharded for several readers, each reshards it."""
+    """The plan with these specs; if several readers reshard a value, each reshards it separately."""
     nodes = list(prepare(program).graph.nodes)
     wanted: dict[str, CallSpecs] = {
         slot.node: ((), (given[int(slot.name.partition(":")[2])],)) for slot in program.inputs
@@ -93,19 +93,19 @@ def _plan_of(program: Program, mesh: Mesh, given: Sequence[PartitionSpec], calls
         raise PlanMismatchError(f"the model makes {len(made)} calls ({', '.join(map(str, made))}), not {len(calls)}.")
     wanted |= {node.name: specs for node, specs in zip(made, calls, strict=True)}
     for node in nodes:
-        if node.target is hub:
+        if node.target is fan_out:
             source, result = resolve(node.all_input_nodes[0])
             spec = wanted[source.name][1][result]
             wanted[node.name] = ((spec,), (spec,))
     plan = greedy_plan(program, mesh, lambda site, strategy: float(_is_wanted(wanted, site, strategy)))
     for name, (takes, gives) in wanted.items():
         if plan.nodes[name].outputs != tuple(gives) or plan.nodes[name].inputs != tuple(takes):
-            raise PlanMismatchError(f"{name} cannot take {takes} and give {gives}; its rule admits no such strategy.")
+            raise PlanMismatchError(f"{name} has no strategy with inputs {takes} and outputs {gives} in its rule.")
     return plan
 
 
 def _is_own(node: fx.Node) -> bool:
-    return node.target is not hub and getattr(node.target, "__name__", "") != "getitem"
+    return node.target is not fan_out and getattr(node.target, "__name__", "") != "getitem"
 
 
 def _is_wanted(wanted: Mapping[str, CallSpecs], site: Site, strategy: Strategy) -> bool:

@@ -1,4 +1,4 @@
-"""`check_plan`: run a plan on the simulator beside one device, and compare everything a user can see."""
+"""`check_plan`: run a plan on the simulator, and compare everything a user can see with one device."""
 
 from __future__ import annotations
 
@@ -59,41 +59,41 @@ def check_plan(
     precision: str | None = None,
     traced: Program | None = None,
 ) -> CheckReport:
-    """Train a copy of a model for some steps on simulated ranks and another on one device, and compare.
+    """Train a copy of a model for some steps on simulated ranks, train another on one device, and compare.
 
-    Compared are the outputs and gradients of the last step, and parameters and buffers after it; of whole steps the
-    loss, and parameters, buffers and optimizer state. Where something differs, the program is shrunk to a few calls
-    that differ too (`CheckReport.small_failure`).
+    The outputs and gradients of the last step are compared, and parameters and buffers after it. For whole steps, the
+    loss, parameters, buffers and optimizer state are compared. If something differs, the program is shrunk to a few
+    calls that still differ (`CheckReport.small_failure`).
 
     Args:
-        model: any module; left as it is. One device draws the random numbers that ranks do, if it draws any.
+        model: any module; it is not changed. If it draws random numbers, one device draws the same numbers as ranks.
         mesh: the mesh to simulate.
         inputs: positional arguments, or keyword arguments as a mapping.
-        plan: the plan to run; None plans.
+        plan: the plan to run; None: plan now.
         steps: optimizer steps, at least 1.
-        tolerance: largest difference relative to the largest element of each value; default: 1e-5, or the spacing of
-            numbers at 1 in the type that is computed in, if it is narrower than float32: one rounding on either side.
-        make_optimizer: from parameters to an optimizer; gradient descent at 0.01 if None.
-        whole_step: train by `autoshard.compile(..., optimizer=...)`, the update being part of the program; the model
-            returns its loss first. A plan is then one of a whole step, of one micro-batch.
-        precise: run one device in this type as well, e.g. `torch.float64`, to learn how much it rounds: ill-conditioned
+        tolerance: largest difference relative to the largest element of each value. Default: 1e-5, or the spacing of
+            numbers at 1 in the compute dtype, if it is narrower than float32: one rounding on either side.
+        make_optimizer: maps parameters to an optimizer; None: gradient descent with learning rate 0.01.
+        whole_step: train by `autoshard.compile(..., optimizer=...)`, with the update in the program. The model returns
+            its loss first. A plan must then be of a whole step with one micro-batch.
+        precise: also run one device in this dtype, such as `torch.float64`, to measure its rounding. Ill-conditioned
             values (gradients of nearly uniform attention) may then differ by that much. The error of one run may be
-            small by chance: before a value counts as different, one device also runs on parameters and inputs that are
-            each moved by one rounding. None: do not, or, where a precision is computed in, the model's own types.
-            Where that does not explain a difference either, the same specs run in this type on both, and what agrees
-            there to 1e-9 of its scale was rounding.
+            small by chance. So before a value counts as different, one device also runs on parameters and inputs that
+            are each moved by one rounding. None: skip this, or, with a `precision`, use the model's own dtypes. If this
+            does not explain a difference, the same specs run in this dtype on both. Values that agree there to 1e-9 of
+            their scale differed only by rounding.
         precision: see `autoshard.compile`. One device then runs the same casts.
-        traced: the program of the call (of a whole step: of a micro-batch), where it is traced already.
+        traced: the program of the call (for a whole step, of a micro-batch), if it has already been traced.
 
     Returns:
-        A report; nothing is raised for values that differ (see `CheckReport.raise_if_different`).
+        A report; differing values raise no error (see `CheckReport.raise_if_different`).
 
     Raises:
-        NotAvailableError: both `make_optimizer` and `whole_step` name an optimizer, no step is asked for, one device
-            cannot run the model in `precise`.
+        NotAvailableError: `make_optimizer` and `whole_step` are both given, `steps` is below 1, or one device cannot
+            run the model in `precise`.
     """
     if not isinstance(steps, int) or steps < 1:
-        raise NotAvailableError(f"steps={steps!r} compares nothing; run at least one.")
+        raise NotAvailableError(f"steps={steps!r} compares nothing; run at least one step.")
     if make_optimizer is not None and whole_step is not None:
         raise NotAvailableError("make_optimizer= and whole_step= both name an optimizer; leave one of them out.")
     args, kwargs = split_inputs(inputs)
@@ -109,7 +109,7 @@ def check_plan(
     report = CheckReport(sharded.plan, compared, _tolerance(name) if tolerance is None else tolerance)
     if exact:
         report = report.sampled(partial(train_nearby, model, name, training), exact)
-    if report.is_equal or sharded.plan.stages:  # a program in stages is not shrunk
+    if report.is_equal or sharded.plan.stages:  # programs in stages are not shrunk
         return report
     if precise is not None and name is None:
         report = _settled(report, model, precise, training)
@@ -132,19 +132,19 @@ def _compile(
 
 
 def _exactly(model: nn.Module, dtype: torch.dtype | None, training: Training) -> dict[str, torch.Tensor]:
-    """What one device gives in a more precise type."""
+    """One device's values in a more precise dtype."""
     try:
         return train_precisely(model, dtype, training)
     except RuntimeError as error:
         if dtype is None:
             raise
         raise NotAvailableError(
-            f"precise={dtype}: one device cannot run {type(model).__name__} in it: {error} Leave precise= out."
+            f"precise={dtype}, but one device cannot run {type(model).__name__} in it: {error} Leave precise= out."
         ) from error
 
 
 def _settled(report: CheckReport, model: nn.Module, dtype: torch.dtype, training: Training) -> CheckReport:
-    """The report with the same specs beside one device in a more precise type, where the program is the same in it."""
+    """Add a comparison of the same specs and one device in a more precise dtype, if the program is the same in it."""
     precise, training = in_type(model, dtype, training)
     try:
         plan = _plan_in_type(report.plan, precise, training)
@@ -157,7 +157,7 @@ def _settled(report: CheckReport, model: nn.Module, dtype: torch.dtype, training
 
 
 def _plan_in_type(plan: Plan, model: nn.Module, training: Training) -> Plan:
-    """A plan for the same model and inputs in other types."""
+    """A plan for the same model and inputs in other dtypes."""
     program = trace_training(model, training.args, training.kwargs, training.whole_step)
     nodes = program.nodes_by_name()
     inputs = {slot.name: describe(nodes[slot.node].meta["val"]) for slot in program.inputs_of(InputKind.INPUT)}
@@ -165,23 +165,23 @@ def _plan_in_type(plan: Plan, model: nn.Module, training: Training) -> Plan:
 
 
 def _draws(compiled: ShardedModule | TrainStep) -> bool:
-    """Whether what was compiled draws random numbers."""
+    """Whether the compiled program draws random numbers."""
     return bool(_compiled_program(compiled).phased.lowered.traced.inputs_of(InputKind.SEED))
 
 
 def _compiled_program(compiled: ShardedModule | TrainStep) -> CompiledProgram:
-    """What ran."""
+    """The program that ran."""
     program = (compiled.sharded if isinstance(compiled, TrainStep) else compiled).program
     if program is None:
-        raise AssertionError("what differs has been compiled")
+        raise AssertionError("a model that differs has been compiled")
     return program
 
 
 def _small_failure(model: nn.Module, compiled: ShardedModule | TrainStep, training: Training) -> str:
-    """Code that fails as the program of a call that differs; of several micro-batches, on the first."""
+    """Code that fails like the differing program of a call; with micro-batches, on the first one."""
     program = _compiled_program(compiled)
     if program.plan is None:
-        raise AssertionError("what differs was compiled by a plan")
+        raise AssertionError("a model that differs was compiled by a plan")
     whole, called = training.whole_step, (training.args, training.kwargs)
     leaves = enumerate(pytree.tree_leaves(called if whole is None else whole.cut(*called)[0]))
     given = {("input", f"input:{index}"): leaf for index, leaf in leaves if isinstance(leaf, torch.Tensor)}
@@ -191,5 +191,5 @@ def _small_failure(model: nn.Module, compiled: ShardedModule | TrainStep, traini
 
 
 def _tolerance(precision: str | None) -> float:
-    """What rounding alone may do to a value, relative to its largest element."""
+    """The change that rounding alone may cause in a value, relative to its largest element."""
     return TOLERANCE if precision is None else max(TOLERANCE, torch.finfo(PRECISIONS[precision]).eps)

@@ -1,4 +1,4 @@
-"""Plans whose strategies are decided one after the other, in program order: greedily by a score, or as one is drawn."""
+"""Plans whose strategies are decided one by one, in program order: greedily by a score, or drawn."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from passes.strategies.price import Prices
 
 
 def greedy_plan(program: Program, mesh: Mesh, score: Callable[[Site, Strategy], float]) -> Plan:
-    """A legal plan with the strategy of the highest score at each site, as those before it in the program leave it."""
+    """A legal plan: at each site, the strategy of highest score that the earlier decisions allow."""
     planning = unfolded_problem(program, mesh, laptop(mesh))
 
     def pick(variable: int, options: np.ndarray) -> int:
@@ -41,14 +41,14 @@ def greedy_plan(program: Program, mesh: Mesh, score: Callable[[Site, Strategy], 
 
 
 def laptop(mesh: Mesh) -> Cluster:
-    """What plans are drawn for: with a host link, so that they offload too."""
+    """The cluster for which plans are drawn: a laptop with a host link, so that plans can offload."""
     node = node_type("cpu_laptop")
     linked = dataclasses.replace(node.device, host_link=HostLink(1e10, 1e10))
     return Cluster(node.with_device(linked), nodes=1, devices_per_node=mesh.size)
 
 
 def unfolded_problem(program: Program, mesh: Mesh, cluster: Cluster) -> PlanningProblem:
-    """The planning problem with a variable of its own for every site, alike or not."""
+    """The planning problem with a separate variable for every site, even for equal sites."""
     space = EnumerateStrategies(mesh)(prepare(program))
     alone = {name: name for name in space.sites}
     return build_problem(space, Prices(cluster, mesh), find_lifetimes(space, 0.0), alone)
@@ -56,14 +56,14 @@ def unfolded_problem(program: Program, mesh: Mesh, cluster: Cluster) -> Planning
 
 @dataclass(frozen=True, slots=True)
 class Deciding:
-    """What there is to decide: with recomputation and offload, or without."""
+    """The decisions of a plan, with or without recomputation and offload."""
 
     options: RecomputeOptions
     problem: RecomputeProblem
 
 
 def deciding_of(planning: PlanningProblem, cluster: Cluster, recompute: bool) -> Deciding:
-    """What there is to decide in a problem."""
+    """The decisions of a problem."""
     has_host = cluster.device.host_link is not None
     every = find_options(planning, least_share=0.0, offload=has_host)
     options = every if recompute else dataclasses.replace(every, keepings={})
@@ -73,13 +73,13 @@ def deciding_of(planning: PlanningProblem, cluster: Cluster, recompute: bool) ->
 def decided_plan(
     planning: PlanningProblem, cluster: Cluster, pick: Callable[[int, np.ndarray], int], *, recompute: bool = False
 ) -> Plan:
-    """The plan of a choice that is made in program order, each variable's among what its neighbours so far leave.
+    """The plan of decisions made in program order, each among the options that earlier decisions allow.
 
     Args:
         planning: a problem without recomputation.
-        cluster: what its ranks are priced as; values are offloaded only where it has a host link.
-        pick: from a variable and what it may be, one of these. With recomputation the strategies of a variable come
-            once for each keeping, those that keep its values first.
+        cluster: prices the ranks; values are offloaded only if it has a host link.
+        pick: maps a variable and its options to one of the options. With recomputation, a variable's strategies are
+            repeated for each activation policy; those that save its values come first.
         recompute: whether values may be recomputed or offloaded.
     """
     return plan_of_decisions(planning, deciding_of(planning, cluster, recompute), cluster, pick)
@@ -88,7 +88,7 @@ def decided_plan(
 def plan_of_decisions(
     planning: PlanningProblem, deciding: Deciding, cluster: Cluster, pick: Callable[[int, np.ndarray], int]
 ) -> Plan:
-    """See `decided_plan`."""
+    """The plan of the decisions in `deciding`, made by `pick`; see `decided_plan`."""
     options, problem = deciding.options, deciding.problem
     choice: dict[int, int] = {}
     for variable in range(len(problem.assignment.costs)):
@@ -106,7 +106,7 @@ def plan_of_decisions(
 
 
 def _allowed(assignment: Assignment, variable: int, choice: Mapping[int, int]) -> np.ndarray:
-    """The options of a variable that cost a finite time beside what is decided."""
+    """The options of a variable with a finite cost beside the decided ones."""
     cost = assignment.costs[variable]
     for edge in assignment.edges:
         if edge.head == variable and edge.tail in choice:

@@ -1,17 +1,17 @@
-"""A mesh of Gloo processes whose collectives and messages take the time of a given network.
+"""A mesh of Gloo processes whose collectives and messages take as long as on a given network.
 
-Whether a program hides its communication shows only on a network that is slower than the loopback of one machine.
-`delayed_mesh` makes process groups that send through Gloo as ever, and whose `wait` returns no sooner than a link of a
-given latency and bandwidth would have let it. No privileges are needed, and any number of ranks will do.
+Only a network slower than one machine's loopback shows whether a program hides its communication. `delayed_mesh` makes
+process groups that send through Gloo. A call of `wait` returns no sooner than a link of the given latency and
+bandwidth would allow. The mesh needs no privileges, and works for any number of ranks.
 
-The model of time (Hockney 1994: a message of b bytes takes latency + b / bandwidth): each rank has one link for each
-axis. A collective takes the link of its axis from when it is issued, or from when the link is free; it occupies it for
-bytes / bandwidth, and is done a latency later. All groups along an axis share its link. Bytes are those that a rank
-sends with ring algorithms (Thakur, Rabenseifner, Gropp 2005, section 4). A collective along several axes takes all
-their links, at the least bandwidth and the longest latency. Barriers are not delayed.
+The model of time is that of Hockney 1994: a message of b bytes takes latency + b / bandwidth. Each rank has one link
+for each axis. A collective begins when it is issued, or when the link of its axis is free. It occupies the link for
+bytes / bandwidth, and ends one latency later. All groups along an axis share its link. The bytes are those that a rank
+sends with ring algorithms (Thakur, Rabenseifner, Gropp 2005, section 4). A collective along several axes occupies all
+their links, with the least bandwidth and the longest latency. Barriers are not delayed.
 
-A message to one rank takes its sender's link. The sender may write to the tensor again when the link has sent it; the
-receiver has it a latency later, by the sender's clock: the message takes that moment with it.
+A message to one rank occupies its sender's link. The sender may write to the tensor when the link has sent it. The
+receiver gets it one latency later by the sender's clock, because the message carries that time.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class Link:
     """A network along one axis, as each rank sees it.
 
     Args:
-        latency_s: from the end of sending to the end of receiving.
-        bandwidth_bytes_per_s: at which a rank sends; infinite for a link that delays by its latency alone.
+        latency_s: from the end of sending to the end of receiving, in seconds.
+        bandwidth_bytes_per_s: the rate at which a rank sends; infinite for a link with latency only.
 
     Raises:
-        MeshError: a latency below zero, or a bandwidth that is not above it.
+        MeshError: the latency is negative, or the bandwidth is not positive.
     """
 
     latency_s: float = 0.0
@@ -57,19 +57,19 @@ class Link:
 
 
 class Clock(Protocol):
-    """The time by which links are delayed. Processes that send each other messages start theirs at one moment."""
+    """The clock by which links are delayed. Processes that exchange messages must start their clocks together."""
 
     def now_s(self) -> float:
         """Seconds since some moment."""
         ...
 
     def sleep(self, seconds: float) -> None:
-        """Return when so much time is over."""
+        """Return after so many seconds."""
         ...
 
 
 class _MachineClock:
-    """The time of the machine."""
+    """The clock of the machine."""
 
     def now_s(self) -> float:
         return time.perf_counter()
@@ -83,16 +83,16 @@ _MACHINE = _MachineClock()
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """A collective or message that was waited for.
+    """A collective or message that a rank waited for.
 
     Args:
-        operation: of the process group, e.g. "allreduce", "send", "recv".
-        axes: the axes along which it went.
-        sent_bytes: that this rank sent; of a message, its sender.
-        issued_s, done_s: when it was issued (a message, by its sender), and when the links had done it, by the mesh's
-            clock.
-        duration_s: of it on links that are free.
-        waited_s: how long this rank stood still for it: what of it was not hidden.
+        operation: the process group's operation, such as "allreduce", "send", "recv".
+        axes: the axes of its links.
+        sent_bytes: the bytes that this rank sent; for a message, that its sender sent.
+        issued_s, done_s: when it was issued (a message, by its sender), and when the links had finished it, by the
+            mesh's clock.
+        duration_s: its time on free links.
+        waited_s: the time that this rank waited for it: the part that was not hidden.
     """
 
     operation: str
@@ -105,7 +105,7 @@ class Transfer:
 
 
 class _Links:
-    """This rank's links, by axis, and who listens to what goes over them."""
+    """This rank's links, by axis, and the listeners that record transfers over them."""
 
     def __init__(self, links: Mapping[str, Link], clock: Clock, box: tuple[int, Link] | None) -> None:
         self._links = {**links, **({} if box is None else {_BOX: box[1]})}
@@ -114,22 +114,22 @@ class _Links:
         self.listeners: list[list[Transfer]] = []
 
     def occupy(self, axes: Sequence[str], sent_bytes: int, now_s: float) -> float:
-        """Take the links of `axes` to send; when they have."""
+        """Occupy the links of `axes` to send; return the end of sending."""
         end_s = max([now_s, *(self._free_at_s[axis] for axis in axes)]) + self.occupied_s(axes, sent_bytes)
         self._free_at_s.update(dict.fromkeys(axes, end_s))
         return end_s
 
     def occupied_s(self, axes: Sequence[str], sent_bytes: int) -> float:
-        """How long it takes to send over links that are free."""
+        """The time to send over free links."""
         return max((sent_bytes / self._links[axis].bandwidth_bytes_per_s for axis in axes), default=0.0)
 
     def latency_s(self, axes: Sequence[str]) -> float:
-        """From the end of sending to the end of receiving."""
+        """The time from the end of sending to the end of receiving."""
         return max((self._links[axis].latency_s for axis in axes), default=0.0)
 
 
 class _DelayedWork(dist.Work):
-    """Work of Gloo, and the time at which the links have done it, which is known when Gloo is done."""
+    """Work of Gloo, and the time at which the links finish it, which is known when Gloo has finished."""
 
     def __init__(self, works: Sequence[Any], links: _Links, transfer: Callable[[], Transfer]) -> None:
         super().__init__()
@@ -139,7 +139,7 @@ class _DelayedWork(dist.Work):
         self._has_waited = False
 
     def wait(self, timeout: Any = None) -> bool:
-        """Return when both Gloo and the links are done."""
+        """Return when Gloo and the links have finished."""
         clock = self._links.clock
         start_s = clock.now_s()
         for work in self._works:
@@ -161,35 +161,35 @@ class _DelayedWork(dist.Work):
 
 
 class DelayedGloo(dist.ProcessGroup):
-    """A process group along `axes` that sends through Gloo and takes the time of `links`.
+    """A process group along `axes` that sends through Gloo and takes as long as `links`.
 
-    Methods have the names by which torch's functional collectives (C++), and its collectives in Python, call them, in
-    torch 2.11 and later.
+    Methods have the names that torch's functional collectives (C++) and its Python collectives call, in torch 2.11 and
+    later.
     """
 
     def __init__(self, gloo: ProcessGroupGloo, axes: tuple[str, ...], links: _Links) -> None:
         super().__init__(gloo.rank(), gloo.size())  # type: ignore[call-arg]
-        # What is not delayed goes to Gloo, and so does the group's name.
+        # Operations without delay go to Gloo, and so does the group's name.
         self._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
         self._gloo: Any = gloo
         self._axes = axes
         self.links = links
 
     def allreduce(self, tensors: list[torch.Tensor], *options: Any) -> dist.Work:
-        """Delayed."""
+        """All-reduce, delayed."""
         return self._delayed("allreduce", 2 * self._others(_bytes_of(tensors)), self._gloo.allreduce(tensors, *options))
 
     def allreduce_coalesced(self, tensors: list[torch.Tensor], *options: Any) -> dist.Work:
-        """Delayed."""
+        """All-reduce several tensors, delayed."""
         work = self._gloo.allreduce_coalesced(tensors, *options)
         return self._delayed("allreduce", 2 * self._others(_bytes_of(tensors)), work)
 
     def broadcast(self, tensors: list[torch.Tensor], *options: Any) -> dist.Work:
-        """Delayed."""
+        """Broadcast, delayed."""
         return self._delayed("broadcast", _bytes_of(tensors), self._gloo.broadcast(tensors, *options))
 
     def allgather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], *options: Any) -> dist.Work:
-        """Delayed."""
+        """All-gather, delayed."""
         sent = (self.size() - 1) * _bytes_of(inputs)
         return self._delayed("allgather", sent, self._gloo.allgather(outputs, inputs, *options))
 
@@ -201,7 +201,7 @@ class DelayedGloo(dist.ProcessGroup):
     def allgather_into_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *options: Any
     ) -> dist.Work:
-        """Delayed."""
+        """All-gather several tensors, delayed."""
         works = [
             self._gloo._allgather_base(output, tensor, *options) for output, tensor in zip(outputs, inputs, strict=True)
         ]
@@ -210,7 +210,7 @@ class DelayedGloo(dist.ProcessGroup):
     all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]
 
     def reduce_scatter(self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], *options: Any) -> dist.Work:
-        """Delayed."""
+        """Reduce-scatter, delayed."""
         sent = sum(self._others(_bytes_of(tensors)) for tensors in inputs)
         return self._delayed("reduce_scatter", sent, self._gloo.reduce_scatter(outputs, inputs, *options))
 
@@ -222,7 +222,7 @@ class DelayedGloo(dist.ProcessGroup):
     def reduce_scatter_tensor_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *options: Any
     ) -> dist.Work:
-        """Delayed."""
+        """Reduce-scatter several tensors, delayed."""
         works = [
             self._gloo._reduce_scatter_base(output, tensor, *options)
             for output, tensor in zip(outputs, inputs, strict=True)
@@ -234,7 +234,7 @@ class DelayedGloo(dist.ProcessGroup):
     def alltoall_base(
         self, output: torch.Tensor, tensor: torch.Tensor, output_sizes: list[int], input_sizes: list[int], *options: Any
     ) -> dist.Work:
-        """Delayed."""
+        """Exchange rows by an all-to-all, delayed."""
         work = self._gloo.alltoall_base(output, tensor, output_sizes, input_sizes, *options)
         sent = self._others(_bytes_of([tensor]))
         if input_sizes and sum(input_sizes):
@@ -244,19 +244,19 @@ class DelayedGloo(dist.ProcessGroup):
     all_to_all_single = alltoall_base  # type: ignore[assignment]
 
     def alltoall(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], *options: Any) -> dist.Work:
-        """Delayed."""
+        """Exchange tensors by an all-to-all, delayed."""
         sent = _bytes_of(inputs) - _bytes_of([inputs[self.rank()]])
         return self._delayed("alltoall", sent, self._gloo.alltoall(outputs, inputs, *options))
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int = 0) -> dist.Work:
-        """Delayed; a second message says when the first was issued, and when it is there."""
+        """Send, delayed; a second message carries the times of issue and arrival."""
         sent, latency_s = self._issued("send", _bytes_of(tensors)), self.links.latency_s(self._axes)
         times = torch.tensor([sent.issued_s, sent.done_s + latency_s], dtype=torch.float64)
         works = [self._gloo.send(tensors, to, tag), self._gloo.send([times], to, tag | _TIMES_TAG)]
         return _DelayedWork(works, self.links, lambda: sent)
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> dist.Work:
-        """Delayed."""
+        """Receive, delayed by the sender's times."""
         times, size_bytes = torch.empty(2, dtype=torch.float64), _bytes_of(tensors)
         works = [self._gloo.recv(tensors, source, tag), self._gloo.recv([times], source, tag | _TIMES_TAG)]
         duration_s = self.links.occupied_s(self._axes, size_bytes) + self.links.latency_s(self._axes)
@@ -268,24 +268,24 @@ class DelayedGloo(dist.ProcessGroup):
         return _DelayedWork(works, self.links, came)
 
     def recv_anysource(self, *_: Any) -> NoReturn:
-        """Refused: the time of a message comes behind it, from a rank that must be known."""
+        """Refuse: the times follow a message, from a rank that must be known."""
         raise MeshError("recv of any rank has no delayed form on a delayed_mesh; name the sender: recv(tensor, src=1).")
 
     def _others(self, size_bytes: int) -> int:
-        """What of a tensor's bytes goes to other ranks."""
+        """The bytes of a tensor that go to other ranks."""
         return size_bytes * (self.size() - 1) // self.size()
 
     def _delayed(self, operation: str, sent_bytes: int, *works: Any) -> dist.Work:
         sent, latency_s = self._issued(operation, sent_bytes), self.links.latency_s(self._axes)
         done = replace(sent, done_s=sent.done_s + latency_s, duration_s=sent.duration_s + latency_s)
-        if self.links.clock is _MACHINE:  # Gloo waits for the last rank by that time, and by no other
+        if self.links.clock is _MACHINE:  # only by this clock does Gloo already wait for the last rank
             return _DelayedWork(works, self.links, lambda: done)
         last_s = torch.tensor([done.done_s], dtype=torch.float64)
         agreed = self._gloo.allreduce([last_s], _LATEST)
         return _DelayedWork([*works, agreed], self.links, lambda: replace(done, done_s=last_s.item()))
 
     def _issued(self, operation: str, sent_bytes: int) -> Transfer:
-        """A transfer that takes this rank's links from now on, until it is sent."""
+        """A transfer that occupies this rank's links from now until it is sent."""
         now_s = self.links.clock.now_s()
         done_s = self.links.occupy(self._axes, sent_bytes, now_s)
         duration_s = self.links.occupied_s(self._axes, sent_bytes)
@@ -295,23 +295,23 @@ class DelayedGloo(dist.ProcessGroup):
 def delayed_mesh(
     axes: Mapping[str, int], links: Mapping[str, Link], *, box: tuple[int, Link] | None = None, clock: Clock = _MACHINE
 ) -> DeviceMesh:
-    """Make a mesh of CPU processes whose collectives and messages take the time of given links; see the module.
+    """Make a mesh of CPU processes whose collectives and messages take as long as on given links; see the module.
 
-    Called by all processes together, behind `torch.distributed.init_process_group`. All groups that
-    `autoshard.compile` makes of the mesh are delayed, those of several axes too.
+    All processes must call this together, after `torch.distributed.init_process_group`. All groups that
+    `autoshard.compile` makes of the mesh are delayed, even those along several axes.
 
     Args:
-        axes: name to size, major to minor, for all processes of the run.
-        links: the link of each axis; an axis without one is not delayed.
-        box: how many consecutive ranks share a box, and the link of groups inside one.
-        clock: by what time; the machine's, or one that counts the work of this process, which tells what is hidden
-            exactly, however busy the machine is.
+        axes: sizes by name, major to minor, for all processes of the run.
+        links: the link of each axis; an axis without a link is not delayed.
+        box: the number of consecutive ranks per box, and the link for groups inside a box.
+        clock: the clock of the delays: the machine's, or a clock that counts the work of this process. The latter
+            measures hidden communication exactly, even on a busy machine.
 
     Returns:
-        The mesh. `autoshard.testing.record_transfers` says what goes over its links.
+        The mesh. `autoshard.testing.record_transfers` records the transfers over its links.
 
     Raises:
-        MeshError: a link for an axis that the mesh does not have, or sizes that are not those of the run.
+        MeshError: a link's axis is not in the mesh, or the sizes do not match the run.
 
     Example:
         ```python
@@ -345,7 +345,7 @@ def delayed_mesh(
 
 @contextmanager
 def record_transfers(device_mesh: DeviceMesh) -> Iterator[list[Transfer]]:
-    """Collect the collectives and messages over the links of a `delayed_mesh` that this rank waits for, in order.
+    """Record the collectives and messages over a `delayed_mesh`'s links that this rank waits for, in order.
 
     Raises:
         MeshError: the mesh is not from `delayed_mesh`.
@@ -369,16 +369,16 @@ def record_transfers(device_mesh: DeviceMesh) -> Iterator[list[Transfer]]:
 
 
 _NUMBERS = count()
-"""Torch keeps a backend under its name for ever; each mesh has its own."""
+"""Torch never drops a backend's name, so each mesh has its own."""
 
 _LATEST = dist.AllreduceOptions()
 _LATEST.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
 
 _BOX = "box"
-"""Stands for the axes of groups inside a box."""
+"""The key of the links of groups inside a box."""
 
 _TIMES_TAG = 2**30
-"""The tag of a message that says when the one before it is there."""
+"""The tag of a message with the times of the previous message."""
 
 
 def _crossed(mesh: Mesh, ranks: Sequence[int]) -> tuple[str, ...]:

@@ -14,15 +14,15 @@ STRIDE_FREE: Mapping[Any, Any] = {
     _aten.view.default: _aten.reshape.default,
     _aten._unsafe_view.default: _aten.reshape.default,
 }
-"""What may be called in place of a view, whatever the strides are."""
+"""The operators that replace views, with any strides."""
 
 
 class OneDevice(fx.Interpreter):
-    """Runs the calls of a traced program as they are, but views as reshapes.
+    """Runs the calls of a traced program as they are, except views, which run as reshapes.
 
-    Kernels lay results out as they like, and not as the trace has it: batch norm of a transposed value does.
+    A kernel's results may have other strides than in the trace, for example batch norm of a transposed value.
     """
 
     def call_function(self, target: Target, args: tuple[Argument, ...], kwargs: dict[str, Any]) -> Any:
-        """The call's result."""
+        """Run a call, with a reshape for a view."""
         return super().call_function(STRIDE_FREE.get(target, target), args, kwargs)

@@ -1,6 +1,6 @@
-"""Hypothesis strategy for plans: any legal one, not only the one that the planner would choose.
+"""Hypothesis strategy for plans: any legal plan, not only the planner's choice.
 
-Legal is any strategy of each node that its rule admits, and any recomputation of whose values the operands are there.
+A plan is legal if each node has a strategy that its rule admits, and recomputed values have their operands available.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from passes.memory.liveness import UPDATE
 from passes.planning.build_assignment import PlanningProblem
 
 _BUDGETS = (None, 1, 10**12)
-"""Bytes of memory: what parameters decide alone is then held over micro-batches beside the step's peak, not, or all."""
+"""Budgets in bytes. Values that only depend on parameters are kept over micro-batches within a budget: none, all."""
 
 
 def plans(program: DrawnProgram | Program, mesh: Mesh, *, precision: str | None = None) -> st.SearchStrategy[Plan]:
-    """Legal plans of a program: for each node any strategy that its rule admits; half of them recompute and offload.
+    """Legal plans of a program: any strategy that a node's rule admits; half of them recompute and offload.
 
-    The program is traced, and what its nodes may do is listed, once for all plans that are drawn of it.
+    The program is traced, and its nodes' strategies are listed, once for all plans that are drawn.
 
     Args:
-        program: a drawn program, which is traced, or a traced one.
+        program: a drawn program, which is traced here, or a traced one.
         mesh: the mesh to plan for; ranks are priced as shares of a laptop.
-        precision: what the program computes in: a drawn one is traced so, a traced one has been.
+        precision: the compute precision; a drawn program is traced with it, a traced one must have been.
     """
     is_added_up = False
     if isinstance(program, DrawnProgram):
@@ -54,7 +54,7 @@ def plans(program: DrawnProgram | Program, mesh: Mesh, *, precision: str | None 
 
 @lru_cache(maxsize=1)
 def traced_call(program: DrawnProgram, precision: str | None) -> Program:
-    """The program of a call, or of a micro-batch of a whole step; the last one is kept, for `check_plan(traced=)`."""
+    """The program of a call, or of a micro-batch of a whole step; the last one is cached, for `check_plan(traced=)`."""
     dtype = None if precision is None else PRECISIONS[precision]
     return trace_training(program.model, program.inputs, {}, program.whole_step, dtype)
 
@@ -75,11 +75,11 @@ def _draw_plan(
 
 
 def _read_by_update(planning: PlanningProblem) -> Collection[str]:
-    """The sites whose results an update reads, which are added up over micro-batches."""
+    """The sites whose results an update reads; they are summed over micro-batches."""
     sites, links = planning.space.sites, planning.space.links
     return {link.tail for link in links if sites[link.head].phase == UPDATE and sites[link.tail].phase != UPDATE}
 
 
 def _is_sum(strategy: Strategy) -> bool:
-    """Whether what is yielded is whole or awaits sums."""
+    """Whether all results are whole, or partial sums."""
     return all(reduction is Reduction.SUM for spec in strategy.outputs for _, reduction in spec.partial)

@@ -1,10 +1,9 @@
 """Hypothesis strategy for models: small `nn.Module`s with example inputs, drawn as source code.
 
-A drawn program is text that defines `model` and `inputs`, and for a whole training step `whole_step`; it is run to get
-them. So what Hypothesis prints
-for a failing example can be pasted into a file and run. Between its blocks a drawn model holds one
-hidden value `h` of shape [batch, length, width]; a block (`autoshard.testing.blocks`) is a few lines that map
-it to another one. All values are float32 (tokens: int64) and of order one.
+A drawn program is text that defines `model` and `inputs`, and `whole_step` for a whole training step. The text is run
+to get them. So a failing example that Hypothesis prints can be pasted into a file and run. Between its blocks, a drawn
+model has one hidden value `h` of shape [batch, length, width]. A block (`autoshard.testing.blocks`) is a few lines that
+map `h` to a new `h`. All values are float32 (tokens: int64) and of order one.
 """
 
 from __future__ import annotations
@@ -37,10 +36,10 @@ class DrawnProgram:
     """A model with example inputs.
 
     Args:
-        model: the module; its parameters are the same for equal sources.
-        inputs: positional example inputs; of a whole step those of all its micro-batches.
+        model: the module; equal sources have equal parameters.
+        inputs: positional example inputs; for a whole step, those of all its micro-batches.
         source: Python code that defines the others.
-        whole_step: how it is trained, if that is part of the program.
+        whole_step: the training step, if it is part of the program.
     """
 
     model: nn.Module
@@ -55,14 +54,14 @@ class DrawnProgram:
 def programs(
     *, max_blocks: int = 4, uneven: bool | None = None, whole_steps: bool | None = False, draws: bool = False
 ) -> st.SearchStrategy[DrawnProgram]:
-    """Small models: an embedding or features, blocks (see `autoshard.testing.blocks`), and a loss or none.
+    """Small models: an embedding or features, blocks (see `autoshard.testing.blocks`), and perhaps a loss.
 
     Args:
         max_blocks: largest number of blocks between input and loss.
-        uneven: whether some dims are no multiples of four; None draws it, rarely true.
-        whole_steps: whether programs are training steps: with a loss, an optimizer whose update is traced, clipping and
-            micro-batches; None draws it.
-        draws: whether blocks may draw random numbers: `check_plan` then has one device draw the same.
+        uneven: whether some dims are not multiples of four; None draws it, rarely true.
+        whole_steps: whether programs are training steps, with a loss, a traced optimizer, clipping and micro-batches;
+            None draws it.
+        draws: whether blocks may draw random numbers; `check_plan` then lets one device draw the same numbers.
 
     Example:
         >>> from hypothesis import find
@@ -73,7 +72,7 @@ def programs(
 
 
 def run_source(source: str) -> DrawnProgram:
-    """The program that `source` defines; the global random state is left as it was.
+    """The program that `source` defines; the global random state is restored.
 
     Example:
         >>> run_source("import torch\\nmodel = torch.nn.Identity()\\ninputs = (torch.ones(2),)").inputs
@@ -91,7 +90,7 @@ def _draw_program(
     writer = _start(draw, uneven, parts)
     draw(st.sampled_from(_ENTRIES))(draw, writer)
     if is_step:
-        scale_and_shift(draw, writer)  # something to train
+        scale_and_shift(draw, writer)  # parameters to train
     for _ in range(draw(st.integers(0, max_blocks))):
         draw(st.sampled_from(_blocks(parts, draws=draws)))(draw, writer)
     draw(st.sampled_from(_LOSSES if is_step else (*_LOSSES, _exit_hidden)))(draw, writer)
@@ -99,7 +98,7 @@ def _draw_program(
 
 
 def _blocks(parts: int, *, draws: bool) -> Sequence[_Step]:
-    """Of steps with micro-batches those that compute each sample, and keep no average of batches."""
+    """The blocks that may be drawn. With micro-batches, only blocks that treat each sample separately."""
     if parts > 1:
         return [block for block in BLOCKS if block not in (batch_norm, reduction, running_mean)]
     return (*BLOCKS, random_numbers) if draws else BLOCKS
@@ -112,7 +111,7 @@ _OPTIMIZERS = (
     "torch.optim.AdamW, lr=0.01, eps=0.01",
     "torch.optim.AdamW, lr=0.01, eps=0.01, amsgrad=True",
 )
-"""Without a large epsilon Adam divides noise by its own size where a gradient is all but zero."""
+"""With a small epsilon, Adam would divide noise by its own size where a gradient is almost zero."""
 
 
 def _draw_step(draw: Draw, parts: int) -> list[str]:
@@ -143,7 +142,7 @@ def _enter_features(draw: Draw, writer: SourceWriter) -> None:
 
 
 def _enter_tokens(draw: Draw, writer: SourceWriter) -> None:
-    """The input is token ids; an embedding, perhaps one of positions too."""
+    """The input is token ids, with an embedding, and perhaps an embedding of positions."""
     tokens = writer.input("tokens", f"torch.randint(0, {_VOCABULARY}, ({writer.rows}, {writer.length}))")
     writer.attribute("embed", f"nn.Embedding({_VOCABULARY}, {writer.width})")
     writer.embedding_width = writer.width
@@ -165,7 +164,7 @@ def _exit_squared_error(draw: Draw, writer: SourceWriter) -> None:
 
 
 def _exit_cross_entropy(draw: Draw, writer: SourceWriter) -> None:
-    """Cross-entropy over a vocabulary; the head is tied to the embedding where the widths allow it."""
+    """Cross-entropy over a vocabulary; the head may be tied to the embedding if the widths are equal."""
     target = writer.input("target", f"torch.randint(0, {_VOCABULARY}, ({writer.rows}, {writer.length}))")
     writer.attribute("head", f"nn.Linear({writer.width}, {_VOCABULARY}, bias=False)")
     if writer.embedding_width == writer.width and draw(st.booleans()):
@@ -179,7 +178,7 @@ def _exit_cross_entropy(draw: Draw, writer: SourceWriter) -> None:
 
 
 def _exit_hidden(draw: Draw, writer: SourceWriter) -> None:
-    """No loss: the hidden value is the output."""
+    """The hidden value is the output; there is no loss."""
     writer.line("return h")
 
 

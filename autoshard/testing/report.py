@@ -1,4 +1,4 @@
-"""What comparing a mesh with one device gives."""
+"""The report of a comparison of a mesh with one device."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from autoshard.errors import VerificationError
 from autoshard.ir.plan import Plan
 
 ABSOLUTE_FLOOR = 1e-6
-"""Differences below this are rounding, whatever the scale of the values."""
+"""Differences below this are rounding, at any scale of the values."""
 
 TOLERANCE = 1e-5
 """Differences relative to the largest element of a value that are rounding in float32."""
 
 PRECISE_TOLERANCE = 1e-9
-"""Differences relative to the largest element of a value that are rounding in float64; one of float32 is 1e-7."""
+"""Differences relative to the largest element of a value that are rounding in float64; in float32 it is 1e-7."""
 
 SAMPLES = 4
-"""Runs on nearly the same numbers, should one device's own error not explain a difference."""
+"""The number of runs on nearly equal numbers, if one device's own error does not explain a difference."""
 
 ROUNDING_FACTOR = 4.0
-"""A mesh sums in another order than one device; its rounding error may be this much larger."""
+"""A mesh sums in another order than one device, so its rounding error may be larger by this factor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """One value on the mesh beside the same on one device.
+    """One value on the mesh beside the same value on one device.
 
     Args:
         name: "output:0", "gradient layers.0.weight", "parameter layers.0.weight".
-        difference: largest absolute difference of an element; infinite where one of the two is missing.
+        difference: largest absolute difference of an element; infinite if one of the values is missing.
         scale: largest absolute value of an element on one device.
-        rounding: largest error of one device itself, beside a more precise run of it; 0 where there was none. It is
-            sampled, with one run or more.
+        rounding: largest error of one device itself, compared with a more precise run; 0 without such a run. One or
+            more runs sample it.
     """
 
     name: str
@@ -44,11 +44,11 @@ class Comparison:
     rounding: float = 0.0
 
     def is_close(self, tolerance: float) -> bool:
-        """Whether the difference is within `tolerance` of the scale, below the floor, or of the size of rounding."""
+        """Whether the difference is within `tolerance` of the scale, below the floor, or explained by rounding."""
         return self.difference <= max(ABSOLUTE_FLOOR, tolerance * self.scale, ROUNDING_FACTOR * self.rounding)
 
     def beside(self, nearby: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor]) -> Comparison:
-        """The same with one more sample of the rounding: what one device gives of nearly the same numbers."""
+        """Add a sample of the rounding: one device's values for nearly equal numbers."""
         if self.name not in nearby or self.name not in exact:
             return self
         return replace(self, rounding=max(self.rounding, _distance(nearby[self.name], exact[self.name])))
@@ -56,16 +56,16 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class CheckReport:
-    """What was compared, and the plan that ran.
+    """The compared values, and the plan that ran.
 
     Args:
         plan: the plan.
         comparisons: each value beside that of one device.
         tolerance: see `Comparison.is_close`.
-        small_failure: where something differs, the shortest part of the program that was found to differ by itself, as
-            code to run; "" where there is none.
-        precisely: each value by the same specs in a more precise type, beside one device in that type; only where
-            something differs by more than samples of one device's rounding explain.
+        small_failure: if something differs, code of the shortest part of the program that was found to differ; ""
+            if no part was found.
+        precisely: each value by the same specs in a more precise dtype, beside one device in that dtype. It is empty
+            unless something differs by more than samples of one device's rounding explain.
     """
 
     plan: Plan
@@ -76,24 +76,24 @@ class CheckReport:
 
     @property
     def differing(self) -> tuple[Comparison, ...]:
-        """The values that differ by more than rounding; those of `precisely` decide where there are any."""
+        """The values that differ by more than rounding; `precisely` decides if it is not empty."""
         if self.precisely:
             return tuple(item for item in self.precisely if not item.is_close(PRECISE_TOLERANCE))
         return tuple(item for item in self.comparisons if not item.is_close(self.tolerance))
 
     @property
     def is_equal(self) -> bool:
-        """Whether the mesh computed what one device computes."""
+        """Whether the mesh computed the same values as one device."""
         return not self.differing
 
     def sampled(
         self, run_nearby: Callable[[int], Mapping[str, torch.Tensor]], exact: Mapping[str, torch.Tensor]
     ) -> CheckReport:
-        """The same with roundings of more runs of one device, as long as something differs.
+        """Add the rounding of more runs of one device, while something differs.
 
         Args:
-            run_nearby: what one device gives of nearly the same numbers, which are other ones for each argument.
-            exact: what a more precise run gives.
+            run_nearby: returns one device's values for nearly equal numbers, other ones for each argument.
+            exact: the values of a more precise run.
         """
         report = self
         for number in range(SAMPLES):
@@ -104,7 +104,7 @@ class CheckReport:
         return report
 
     def raise_if_different(self) -> None:
-        """Raise `VerificationError` naming every value that differs."""
+        """Raise `VerificationError` with the name of every value that differs."""
         if not self.is_equal:
             raise VerificationError(str(self))
 
@@ -120,7 +120,7 @@ class CheckReport:
 def compare_all(
     actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], exact: Mapping[str, torch.Tensor] = {}
 ) -> tuple[Comparison, ...]:
-    """`compare` of all values that either has, by name."""
+    """Compare all values that either side has, by name."""
     names = dict.fromkeys((*expected, *actual))
     return tuple(compare(name, actual.get(name), expected.get(name), exact.get(name)) for name in names)
 
@@ -128,7 +128,7 @@ def compare_all(
 def compare(
     name: str, actual: torch.Tensor | None, expected: torch.Tensor | None, exact: torch.Tensor | None = None
 ) -> Comparison:
-    """One value beside that of one device; `exact` is what a more precise run gives."""
+    """Compare one value with that of one device; `exact` is the value of a more precise run."""
     if actual is None or expected is None or actual.shape != expected.shape:
         return Comparison(name, float("inf"), 0.0)
     if not expected.numel():
@@ -138,6 +138,6 @@ def compare(
 
 
 def _distance(first: torch.Tensor, second: torch.Tensor) -> float:
-    """The largest difference of an element; infinite where one is not a number."""
+    """The largest difference of an element; infinite if one is not a number."""
     difference = (first.detach().double() - second.detach().double()).abs().max()
     return float(difference.nan_to_num(float("inf")))

@@ -1,4 +1,4 @@
-"""Numbers that are one rounding away: what one device gives of them says how far rounding may carry a result."""
+"""Numbers that are one rounding away: one device's results for them show how far rounding may change a result."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch.utils import _pytree as pytree
 
 
 def nudge(values: Any, number: int, eps: float = 0.0) -> Any:
-    """Each element of the floating tensors of a tree moved by one rounding, up or down; the same for the same `number`.
+    """Move each element of a tree's floating tensors by one rounding, up or down; `number` seeds the directions.
 
-    `eps`: the spacing of numbers at 1 in the type that is computed in, where it is narrower than the tensors' own.
+    `eps`: the spacing of numbers at 1 in the compute dtype, if it is narrower than the tensors' own.
     """
     generator = torch.Generator().manual_seed(number)
 

@@ -1,10 +1,10 @@
-"""Shrink a plan whose program computes other numbers than one device to a few calls, written as code to run.
+"""Shrink a plan that computes other numbers than one device to a few calls, written as code to run.
 
-1. The program that failed is run on one device, and each value is recorded.
-2. Of its calls the shortest beginning is looked for that differs (bisection), of this the shortest ending, of this what
-   is left without one call after the other. Values that a part reads from outside are its inputs.
-3. A part is tried as it will be printed: as the source of a module that makes the calls, which is traced and planned
-   with the specs that the failing plan gave them, lowered, run on the simulator and held beside the module itself.
+1. The failing program runs on one device, and each value is recorded.
+2. Bisection finds its shortest beginning that differs, and the shortest ending of that. Then calls are removed one by
+   one while the rest differs. Values that a part reads from outside are its inputs.
+3. A part is tried as it will be printed: as the source of a module that makes the calls. The module is traced, planned
+   with the specs of the failing plan, lowered, run on the simulator, and compared with the module itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autoshard.errors import AutoshardError
 from autoshard.ir.plan import Plan
 from autoshard.ir.program import InputKind, Program
 from autoshard.ir.spec import PartitionSpec
-from autoshard.rules.hub import hub
+from autoshard.rules.fan_out import fan_out
 from autoshard.rules.registry import author_of_rule
 from autoshard.testing.calls import check_calls
 from autoshard.testing.one_device import STRIDE_FREE, OneDevice
@@ -32,18 +32,18 @@ from autoshard.tracing.operators import defining_module
 from passes.strategies.enumerate_strategies import resolve
 
 _LITERAL_ELEMENTS = 64
-"""Integers that are printed one by one; of more only their range is kept."""
+"""The most integers that are printed one by one; of larger tensors only the range is kept."""
 
 Given = Mapping[tuple[str, str], Tensor]
-"""The values of a program's inputs by kind and name; of others some are drawn."""
+"""The values of a program's inputs by kind and name; other inputs are drawn."""
 
 
 def find_small_failure(program: Program, plan: Plan, given: Given) -> str:
-    """Code that fails as `plan` does, or "" where no part of the program differs by itself.
+    """Code that fails as `plan` does, or "" if no part of the program differs by itself.
 
     Args:
-        program: in the form that was lowered, with what the plan recomputes.
-        plan: of this program.
+        program: the program as it was lowered, with the plan's recomputed values.
+        plan: the plan of this program.
         given: values of its inputs.
     """
     values = _record(program, given)
@@ -55,11 +55,11 @@ def find_small_failure(program: Program, plan: Plan, given: Given) -> str:
 
 
 def _is_call(node: fx.Node) -> bool:
-    return node.op == "call_function" and node.target is not operator.getitem and node.target is not hub
+    return node.op == "call_function" and node.target is not operator.getitem and node.target is not fan_out
 
 
 def _record(program: Program, given: Given) -> Mapping[fx.Node, Any]:
-    """Each value on one device."""
+    """Record each value on one device."""
     drawing = torch.Generator().manual_seed(0)
     values = [
         given[slot.kind, slot.name] if (slot.kind, slot.name) in given else _draw(slot.kind, node.meta["val"], drawing)
@@ -72,7 +72,7 @@ def _record(program: Program, given: Given) -> Mapping[fx.Node, Any]:
 
 
 def _draw(kind: InputKind, like: Tensor, drawing: torch.Generator) -> Tensor:
-    """A value for an input that nobody gave: tangents are normal, optimizer state and options between 0 and 1."""
+    """A value for an input that is not given: tangents are normal, optimizer state and options between 0 and 1."""
     if not like.is_floating_point():
         return torch.ones(like.shape, dtype=like.dtype)
     draw = torch.randn if kind is InputKind.TANGENT else torch.rand
@@ -86,7 +86,7 @@ class _Shrinking:
     known: dict[str, bool] = field(default_factory=dict)
 
     def smallest(self, calls: Sequence[fx.Node]) -> Sequence[fx.Node]:
-        """A part of `calls`, which differ, that differs too."""
+        """A small part of the differing `calls` that differs too."""
         end = _first(len(calls), lambda count: self.differs(calls[: count + 1])) + 1
         start = _first(end, lambda count: self.differs(calls[end - count - 1 : end])) + 1
         found = list(calls[end - start : end])
@@ -127,8 +127,8 @@ class _Shrinking:
             "model = Small()",
             f"inputs = {_tuple_text(_value_text(self.values[node]) for node in part.inputs)}",
             f"mesh = Mesh({dict(self.plan.mesh.axes)})",
-            f"given = {_tuple_text(map(str, specs))}  # how the inputs lie",
-            "calls = (  # how each call takes its operands, and gives its results",
+            f"given = {_tuple_text(map(str, specs))}  # the specs of the inputs",
+            "calls = (  # the specs of each call's operands and results",
             *(f"    ({self.plan.nodes[node.name].inputs}, {self.plan.nodes[node.name].outputs})," for node in calls),
             ")",
             'if __name__ == "__main__":',
@@ -138,7 +138,7 @@ class _Shrinking:
         return "\n".join(lines)
 
     def _spec(self, node: fx.Node) -> PartitionSpec:
-        """How the plan leaves a value where it is computed."""
+        """The spec of a value where it is computed, in the plan."""
         source, result = resolve(node)
         return PartitionSpec() if source.op == "get_attr" else self.plan.nodes[source.name].outputs[result]
 
@@ -147,7 +147,7 @@ _OWN_NAMESPACES = ("aten", "prims", "autoshard")
 
 
 def _imports(calls: Sequence[fx.Node]) -> list[str]:
-    """Statements that define the users' operators among calls, and their rules; a comment where none is known."""
+    """Imports that define the users' operators among calls, and their rules; a comment if none is known."""
     found: dict[str, None] = {}
     for target in dict.fromkeys(call.target for call in calls):
         if not isinstance(target, OpOverload) or target.namespace in _OWN_NAMESPACES:
@@ -156,20 +156,20 @@ def _imports(calls: Sequence[fx.Node]) -> list[str]:
         known = sorted(name for name in modules if not name.startswith("autoshard.") and _may_be_imported(name))
         found.update(dict.fromkeys(f"import {name}  # defines {target}, or its rule" for name in known))
         if not known:
-            found[f"# import here what defines {target}, and its rule"] = None
+            found[f"# import the module that defines {target}, and the module of its rule, here"] = None
     return list(found)
 
 
 def _may_be_imported(name: str) -> bool:
-    """Whether another script finds a module under its name: not one that is run as a script itself."""
+    """Whether another script can import a module by its name; a module that is run as a script cannot be imported."""
     try:
         return importlib.util.find_spec(name) is not None
-    except (ModuleNotFoundError, ValueError):  # its package is missing, or it has no spec
+    except (ModuleNotFoundError, ValueError):  # the module's package is missing, or the module has no spec
         return False
 
 
 def _first(count: int, holds: Callable[[int], bool]) -> int:
-    """The first number for which something holds that holds for the last one, and that stays true once it is."""
+    """The first number for which `holds` is true; it is true for the last number, and monotone."""
     low, high = 0, count - 1
     while low < high:
         middle = (low + high) // 2
@@ -186,7 +186,7 @@ def _fails(source: str) -> bool:
         part = run_code(source)
         return not check_calls(*(part[name] for name in ("model", "mesh", "inputs", "given", "calls"))).is_equal
     except (AutoshardError, RuntimeError, TypeError, ValueError, IndexError):
-        return False  # calls that cannot be made again by themselves are no answer
+        return False  # the calls cannot be made by themselves
 
 
 @dataclass(slots=True)
@@ -194,10 +194,10 @@ class _Statements:
     """Some calls of a program as statements.
 
     Args:
-        calls: in program order.
-        inputs: what they read from outside.
+        calls: the calls, in program order.
+        inputs: the values that they read from outside.
         lines: the statements.
-        results: the values that none of them reads.
+        results: the values that no call among them reads.
     """
 
     calls: Sequence[fx.Node]
@@ -226,8 +226,8 @@ def _tuple_text(items: Iterable[str]) -> str:
 
 
 def _held(node: fx.Node) -> fx.Node:
-    """The node whose value it is, which is not a hub."""
-    while node.target is hub:
+    """The node of a value, skipping identity functions."""
+    while node.target is fan_out:
         (node,) = node.all_input_nodes
     return node
 
@@ -255,7 +255,7 @@ def _is_finite(number: float) -> bool:
 
 
 def _value_text(value: Tensor) -> str:
-    """An expression for a value of the same kind: integers are kept, of real numbers shape, type and sign."""
+    """An expression for a similar value: integers are kept, and shape, dtype and sign of real numbers."""
     shape = list(value.shape)
     if value.dtype is torch.bool:
         return f"torch.rand({shape}) > 0.5"

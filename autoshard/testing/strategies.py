@@ -20,7 +20,7 @@ AXIS_NAMES = ("data", "model", "expert", "stage")
 
 @st.composite
 def meshes(draw: st.DrawFn, *, max_axes: int = 3, max_ranks: int = 8) -> Mesh:
-    """Meshes with up to `max_axes` axes and `max_ranks` ranks; axes of size one among them.
+    """Meshes with up to `max_axes` axes and `max_ranks` ranks, including axes of size one.
 
     Example:
         >>> from hypothesis import find
@@ -45,12 +45,11 @@ def specs(
     """Specs of tensors with `ndim` dims on `mesh`.
 
     Args:
-        draw: Hypothesis's.
+        draw: Hypothesis's function.
         mesh: the mesh; None draws one.
         ndim: the number of dims; None draws it, up to three.
-        reductions: what the value may be partial in, one of these on all partial axes; none for values that
-            are whole.
-        mesh_order: whether the axes on one dim come in the order of the mesh, as torch placements need.
+        reductions: the reductions to draw from; one holds for all partial axes. Empty: values are whole.
+        mesh_order: whether the axes of a dim are in the order of the mesh, as torch placements need.
     """
     mesh = draw(meshes()) if mesh is None else mesh
     ndim = draw(st.integers(0, 3)) if ndim is None else ndim
@@ -71,7 +70,7 @@ def specs(
 def shapes(
     *, min_dims: int = 0, max_dims: int = 3, min_size: int = 1, max_size: int = 9
 ) -> st.SearchStrategy[tuple[int, ...]]:
-    """Shapes so small that many dims do not divide by the axes that split them, or are smaller.
+    """Small shapes, many of whose dims are smaller than, or not divisible by, the axes that split them.
 
     Example:
         >>> from hypothesis import find
@@ -84,7 +83,7 @@ def shapes(
 
 @st.composite
 def clusters(draw: st.DrawFn, *, max_nodes: int = 4, max_devices: int = 8) -> Cluster:
-    """Up to `max_devices` devices of one kind, on one node or on several whose network may be slow.
+    """Clusters of up to `max_devices` devices of one kind, on one node or on several with a possibly slow network.
 
     Example:
         >>> from hypothesis import find
@@ -105,7 +104,7 @@ _NODES = ("h100_sxm", "a100_sxm_80gb", "a100_pcie_40gb", "mi300x", "l4", "cpu_la
 def schedules(
     draw: st.DrawFn, *, max_ranks: int = 4, max_micro_batches: int = 9, max_virtual_stages: int = 3
 ) -> PipelineOrder:
-    """What each rank of a pipeline does in a step, sends and receives included, under any schedule of torch's.
+    """The tasks of each pipeline rank in a step, including sends and receives, under any schedule of torch's.
 
     Example:
         >>> from hypothesis import find

@@ -1,4 +1,4 @@
-"""Training for some steps on one device or a mesh, and what a user can see afterwards: what `check_plan` compares."""
+"""Training for some steps on one device or a mesh, and the results that a user can see, for `check_plan` to compare."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from autoshard.tracing.semantic import keep_operators_whole
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """What to train on, for how long and by what; `draws`: by a model that draws random numbers."""
+    """The inputs, steps and optimizer of a training; `draws`: the model draws random numbers."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -39,12 +39,12 @@ class Training:
 
 
 def gradient_descent(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-    """What trains where no optimizer is named."""
+    """The default optimizer."""
     return torch.optim.SGD(parameters, lr=0.01)
 
 
 def options_of(whole_step: WholeStep, model: nn.Module) -> dict[str, Any]:
-    """What `compile` is told of a whole step."""
+    """The arguments of `compile` for a whole step."""
     return {
         "optimizer": whole_step.make_optimizer(model.parameters()),
         "max_grad_norm": whole_step.max_grad_norm,
@@ -53,7 +53,7 @@ def options_of(whole_step: WholeStep, model: nn.Module) -> dict[str, Any]:
 
 
 def train(network: nn.Module, call: Callable[..., Any], training: Training) -> dict[str, torch.Tensor]:
-    """Train, and give what a user can see afterwards, by name; `call` runs the network."""
+    """Train, and return the results that a user can see, by name; `call` runs the network."""
     if training.whole_step is not None:
         return _train_whole(network, call, training, training.whole_step)
     has_gradients = any(parameter.requires_grad for parameter in network.parameters())
@@ -117,18 +117,18 @@ def _state_of(optimizer: torch.optim.Optimizer, network: nn.Module) -> dict[str,
 
 
 def train_alone(model: nn.Module, precision: str | None, training: Training) -> dict[str, torch.Tensor]:
-    """Train a model on one device, by the casts of a precision."""
+    """Train a model on one device, with the casts of a precision."""
     narrow = None if precision is None else PRECISIONS[precision]
     return train_as_is(model, model if narrow is None else partial(run_in_precision, model, narrow), training)
 
 
 def train_as_is(model: nn.Module, call: Callable[..., Any], training: Training) -> dict[str, torch.Tensor]:
-    """Train on one device; it draws what ranks do, if anything."""
+    """Train on one device; it draws the same random numbers as ranks."""
     return train(model, _drawing_in_turn(call) if training.draws else call, training)
 
 
 def _drawing_in_turn(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Each call has the next seed, from the first one on."""
+    """Run each call with the next seed, from the first one on."""
     seeds = SeedSequence()
 
     def draw(*args: Any, **kwargs: Any) -> Any:
@@ -140,13 +140,13 @@ def _drawing_in_turn(call: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def drawing_alike(seed: torch.Tensor) -> Iterator[None]:
-    """Within, a plain call draws what a compiled one with this seed does."""
+    """Within the context, a plain call draws the same numbers as a compiled call with this seed."""
     with number_random_operators(seed), keep_operators_whole():
         yield
 
 
 def train_nearby(model: nn.Module, precision: str | None, training: Training, number: int) -> dict[str, torch.Tensor]:
-    """`train_alone` of a copy of the model, each of its parameters and inputs one rounding away."""
+    """`train_alone` for a copy of the model whose parameters and inputs are each one rounding away."""
     eps = 0.0 if precision is None else torch.finfo(PRECISIONS[precision]).eps
     moved = copy.deepcopy(model)
     with torch.no_grad():
@@ -158,13 +158,13 @@ def train_nearby(model: nn.Module, precision: str | None, training: Training, nu
 
 
 def train_precisely(model: nn.Module, dtype: torch.dtype | None, training: Training) -> dict[str, torch.Tensor]:
-    """`train` of a copy of the model, it and its inputs in another floating type, or in their own."""
+    """`train` for a copy of the model, with the model and its inputs in another floating dtype, or in their own."""
     precise, training = in_type(model, dtype, training)
     return train_as_is(precise, precise, training)
 
 
 def in_type(model: nn.Module, dtype: torch.dtype | None, training: Training) -> tuple[nn.Module, Training]:
-    """A copy of a model, and what to train it on, in another floating type; None leaves the types as they are."""
+    """Copies of a model and its training in another floating dtype; None keeps the dtypes."""
     same = copy.deepcopy(model)
     if dtype is None:
         return same, training
@@ -177,7 +177,7 @@ def _tensors(outputs: Any) -> list[torch.Tensor]:
 
 
 def _loss(outputs: list[torch.Tensor]) -> torch.Tensor:
-    """The first scalar that has a gradient, or a sum of all outputs whose weights differ by element."""
+    """The first scalar with a gradient, or a sum of all outputs with different weights for the elements."""
     differentiable = [output for output in outputs if output.requires_grad]
     for output in differentiable:
         if output.ndim == 0:

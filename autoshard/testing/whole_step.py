@@ -1,4 +1,4 @@
-"""How a model is trained, where the whole step is one program: what `check_plan` and drawn programs say of it."""
+"""A whole training step as one program, for `check_plan` and drawn programs."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class WholeStep:
     """A training step: forward, backward, clipping and the update of an optimizer.
 
     Args:
-        make_optimizer: from parameters to an optimizer whose update is traced (SGD, Adam, AdamW of torch.optim).
-        max_grad_norm: gradients are clipped to this norm, or None.
-        micro_batches: the batch, dim 0 of each input, is cut in so many equal parts.
+        make_optimizer: maps parameters to an optimizer whose update is traced (SGD, Adam, AdamW of torch.optim).
+        max_grad_norm: gradients are clipped to this norm; None: no clipping.
+        micro_batches: the number of equal parts into which dim 0 of each input is split.
     """
 
     make_optimizer: MakeOptimizer
@@ -44,7 +44,7 @@ class WholeStep:
         ]
 
     def update(self, model: nn.Module) -> Update:
-        """What the optimizer does with the gradients of a model, as data."""
+        """The optimizer's update of a model, as data."""
         optimizer = self.make_optimizer(model.parameters())
         return describe_update(optimizer, names_of(model.named_parameters()), self.max_grad_norm)
 
@@ -56,7 +56,7 @@ def trace_training(
     whole_step: WholeStep | None,
     dtype: torch.dtype | None = None,
 ) -> Program:
-    """The program of a call, or of a micro-batch of a whole step; `dtype` is what it computes in, see `trace`."""
+    """The program of a call, or of a micro-batch of a whole step; `dtype` is the compute dtype, see `trace`."""
     if whole_step is None:
         return trace(model, tuple(args), dict(kwargs), compute_dtype=dtype)
     part, named = whole_step.cut(args, kwargs)[0]

@@ -1,21 +1,21 @@
-"""Tracing: a model and example inputs become a joint forward-and-backward `Program`.
+"""Tracing: a model and example inputs become a joint forward and backward `Program`.
 
-The one folder that uses private interfaces of torch.
+Only this folder uses private interfaces of torch.
 """
 
 import autoshard.tracing.grouped_products  # noqa: F401  (registers its kernel)
-from autoshard.tracing.elide import ElidedModel, elide_blocks, without
 from autoshard.tracing.guards import check_guards
 from autoshard.tracing.initialisers import record_initialisation
+from autoshard.tracing.leave_out_blocks import ModelWithGaps, leave_out_blocks, without
 from autoshard.tracing.shorten import BlockList, ShortModel, shorten
 from autoshard.tracing.trace import trace
 
 __all__ = [
     "BlockList",
-    "ElidedModel",
+    "ModelWithGaps",
     "ShortModel",
     "check_guards",
-    "elide_blocks",
+    "leave_out_blocks",
     "record_initialisation",
     "shorten",
     "trace",

@@ -1,10 +1,10 @@
-"""From AOTAutograd's joint graph to a `Program`: slots, phases, provenance, no noise, steady names.
+"""From AOTAutograd's joint graph to a `Program`: slots, phases, provenance, clean-up, stable names.
 
-1. Read what each placeholder and each result is from AOTAutograd's descriptors.
-2. Attribute nodes to modules and lines, and to a phase: a node is forward when it does not depend on a
-   tangent and an output or a buffer update depends on it.
-3. Copy the live nodes into a new graph without those that change nothing (`simplify`). What the forward makes for
-   the backward alone (a copy of what it then overwrites) stands behind the forward.
+1. Identify each placeholder and each result by AOTAutograd's descriptors.
+2. Attribute nodes to modules and lines, and to a phase. A node is in the forward if it does not depend on a tangent and
+   an output or a buffer update depends on it.
+3. Copy the live nodes into a new graph without redundant nodes (`simplify`). Values that the forward makes only for the
+   backward (a copy of a later overwritten value) stand behind the forward.
 4. Cut out the program that computes guarded values from the inputs.
 """
 
@@ -37,18 +37,18 @@ _KEPT_META = ("val", "phase", "module", "source")
 
 @dataclass(frozen=True, slots=True)
 class _JointResults:
-    """The results of a joint graph: what goes out, and the values that are guarded."""
+    """The results of a joint graph: outputs, and guarded values."""
 
     outputs: tuple[tuple[fx.Node, OutputKind, str], ...]
     guarded: tuple[fx.Node, ...]
 
 
 def assemble_program(joint: JointGraph, model: nn.Module, call: TracedCall) -> Program:
-    """The program of a traced call.
+    """Assemble the program of a traced call.
 
     Raises:
-        TraceError: the model changes an input or a parameter in place, uses a random operator that is not
-            reproducible on every mesh, or gives an operator types that it does not take.
+        TraceError: the model changes an input or a parameter in place, or uses an operator that no mesh
+            reproduces or whose operand types are unsupported.
     """
     graph = joint.graph_module.graph
     tie_checks(graph, len(joint.result.indices))
@@ -70,7 +70,7 @@ def assemble_program(joint: JointGraph, model: nn.Module, call: TracedCall) -> P
 
 
 def _reached(joint: JointGraph, inputs: Iterable[tuple[fx.Node, InputSlot]]) -> dict[str, frozenset[str]]:
-    """By the name of each tangent, the names of the inputs that autograd comes to from its output."""
+    """For each tangent, the inputs that autograd reaches from its output, by name."""
     tangents = {slot.name for _, slot in inputs if slot.kind is InputKind.TANGENT}
     pairs = zip(joint.result.indices, joint.result.reached, strict=False)
     named = {f"tangent:{index}": frozenset(joint.slots[place][1] for place in places) for index, places in pairs}
@@ -128,7 +128,7 @@ def _read_inputs(
 
 
 def _aliases(named: Iterable[tuple[str, torch.Tensor]]) -> dict[str, tuple[str, ...]]:
-    """For the first name of each tensor, its other names."""
+    """For the first name of each tensor, its further names."""
     names: dict[int, list[str]] = {}
     for name, tensor in named:
         names.setdefault(id(tensor), []).append(name)
@@ -153,7 +153,7 @@ def _input_slot(node: fx.Node, joint: JointGraph, call: TracedCall) -> InputSlot
 
 
 def _owner(slot: tuple[InputKind, str], call: TracedCall) -> str:
-    """What an input of the graph is, in the user's words."""
+    """Name an input of the graph in the user's words."""
     kind, name = slot
     if kind is InputKind.INPUT:
         return f"input {call.paths[int(name.removeprefix('input:'))]}"
@@ -224,7 +224,7 @@ def _set_phases(graph: fx.Graph, inputs: Iterable[tuple[fx.Node, InputSlot]], re
 
 
 def _live_nodes(roots: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that `roots` depend on, and the roots."""
+    """The roots and all nodes that they depend on."""
     live: set[fx.Node] = set()
     stack = list(roots)
     while stack:
@@ -238,7 +238,7 @@ def _live_nodes(roots: Iterable[fx.Node]) -> set[fx.Node]:
 def _copy_inputs(
     copier: Copier, inputs: Iterable[tuple[fx.Node, InputSlot]], live: set[fx.Node]
 ) -> tuple[InputSlot, ...]:
-    """Copy placeholders; the seed and tangents that nothing uses are left out."""
+    """Copy placeholders, except unused seeds and tangents."""
     slots = []
     for node, slot in inputs:
         if node in live or slot.kind not in (InputKind.SEED, InputKind.TANGENT):
@@ -251,9 +251,9 @@ _VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
 def _cut_out(copier: Copier, roots: Sequence[fx.Node]) -> fx.GraphModule:
-    """The part of the program that computes the guarded values; its placeholders are named as the program's.
+    """Cut out the program of the guarded values. Its placeholders keep their names.
 
-    Views become reshapes: kernels lay results out as they like, and not as the trace has it.
+    Views become reshapes, because kernels may choose other strides than the trace has.
     """
     live = _live_nodes(roots)
     graph, copies = fx.Graph(), {}
@@ -275,8 +275,8 @@ def _check_operators(program: Program) -> None:
         if is_random(node):
             raise TraceError(
                 f"The model uses the random operator {target}{where}, whose values would depend on how the program "
-                f"is sharded. Use one that does not (docs/randomness.md lists them), or draw the values outside the "
-                f"model and pass them in as an input."
+                f"is sharded. Use one that does not (docs/reference/randomness.md lists them), or draw the values "
+                f"outside the model and pass them in as an input."
             )
         if target._schema.is_mutable:
             raise TraceError(

@@ -1,4 +1,4 @@
-"""Tensors whose `.data` the model sets while it is traced (a momentum encoder): they are written in place."""
+"""Copies into tensors whose `.data` the model sets while it is traced, as a momentum encoder does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class WriteAssignedData(TorchFunctionMode):
-    """While it is active, `tensor.data = value` copies `value` into `tensor`, where a trace sees it."""
+    """While active, `tensor.data = value` copies `value` into `tensor`, visibly to the trace."""
 
     def __torch_function__(
         self, func: Callable, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

@@ -1,8 +1,8 @@
-"""Tracing leaves no tensor in the model: attributes of modules that hold some are afterwards what they were before.
+"""Restores attributes of modules after a trace, so that no traced tensor stays in the model.
 
-Models keep tensors between calls in plain attributes: a table of biases, the last mask. A traced call computes on fake
-tensors, and runs more than once; what it keeps must reach neither its next run nor the user's model. Parameters,
-buffers, submodules and hooks are not touched here, nor what holds no tensor: flags, counters, patched methods.
+Models store tensors between calls in plain attributes: a table of biases, the last mask. A traced call computes on fake
+tensors, and runs more than once. Its tensors must reach neither its next run nor the user's model. Parameters, buffers,
+submodules and hooks are left alone, as are attributes without tensors: flags, counters, patched methods.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from autoshard.tracing.calling import Result
 from autoshard.tracing.python_use import Accesses
 
 _OWN = frozenset(nn.Module().__dict__)
-"""The attributes that every module has."""
+"""The attributes of every module."""
 
 
 Kept = Mapping[tuple[str, nn.Module, str], Any]
-"""Attributes that hold tensors since a call: title and module, name, and what it holds."""
+"""Attributes in which a call left tensors: title and module, name, and value."""
 
 
 @contextlib.contextmanager
 def keeping_attributes(model: nn.Module) -> Iterator[Callable[[], Kept]]:
-    """Afterwards, no attribute of a module of `model`, nor a dict, list or set there, holds a tensor that is new.
+    """Restore the attributes of all modules at exit, and yield a function that lists attributes with new tensors.
 
-    What these hold in turn is not looked into. Yields what tells which attributes do now.
+    It covers attributes and the dicts, lists and sets in them, but not nested containers.
     """
     titles = {module: title for title, module in model.named_modules()}
     before = [(module, _own_attributes(module)) for module in model.modules()]
@@ -65,25 +65,25 @@ def _with_new_tensors(
     contents = {id(value): content for value, content in containers}
     for name, value in _own_attributes(module).items():
         if not _holds_tensors(value) or set() < _items(value) <= _items(module._parameters):
-            continue  # the latter: a recurrent layer lists its own parameters
+            continue  # a recurrent layer lists its own parameters
         if value is not attributes.get(name) or _items(value) != _items(contents.get(id(value), value)):
             yield name
 
 
 def _items(value: Any) -> set[int]:
-    """The identities of what a container holds; a tensor holds nothing."""
+    """The identities of a container's items; a tensor has none."""
     items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, set, tuple)) else ()
     return set(map(id, items))
 
 
 def keep_scalars(kept: Kept, accesses: Accesses, result: Result) -> list[Tensor]:
-    """Scalars that a call left in attributes which it does not read: results of the program, as those returned are.
+    """Turn scalars that a call left in write-only attributes into results of the program.
 
-    Attributes with other tensors go into `result.lost`: large ones would have to be gathered, and what the call reads
-    before it sets it is a cache, or carries something over from the call before.
+    Attributes with other tensors go into `result.lost`. Large tensors would have to be gathered. An attribute that the
+    call reads before it sets it is a cache, or carries a value over from the previous call.
     """
     scalars, lost = {}, []
-    assert result.tree is not None, "what the call returned is flat"
+    assert result.tree is not None, "the result is not flattened yet"
     for (title, module, name), value in kept.items():
         path = f"{title}.{name}".removeprefix(".")
         if isinstance(value, Tensor) and value.dim() == 0 and not accesses.has_read(module, name):
@@ -98,11 +98,11 @@ def keep_scalars(kept: Kept, accesses: Accesses, result: Result) -> list[Tensor]
 
 
 def kept_note(model: nn.Module, result: Result) -> Iterator[str]:
-    """What a user must know of attributes that a call leaves tensors in."""
+    """Notes for the user on attributes in which a call leaves tensors."""
     if result.lost:
         yield (
             f"{type(model).__name__} keeps tensors in {', '.join(result.lost)} when it is called. A compiled call "
-            "leaves there what was there before it was traced, and computes from that: return the tensors, or make "
+            "leaves the values from before the trace there, and computes from them. Return the tensors, or make "
             "them buffers."
         )
 

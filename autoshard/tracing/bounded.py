@@ -1,19 +1,19 @@
-"""Tensors with as many rows as a mask has ones: traced with the number as a symbol, then made of a bounded size.
+"""Tensors with one row for each one in a mask: traced with a symbolic number of rows, then given a bounded size.
 
-`places = mask.nonzero()` has a row for each nonzero element. While tracing, the number is a symbol that every shape
-made of it carries (`symbolic_counts`); Python code that compares it gets the value of the example, and the comparison
-is guarded. Afterwards (`bound_sizes`) each symbol `u` gives way to its bound N, the number of elements of the mask:
+`places = mask.nonzero()` has a row for each nonzero element. During the trace, the number is a symbol, which appears in
+all derived shapes (`symbolic_counts`). Python code that compares it gets the value of the example, and the comparison
+is guarded. Afterwards `bound_sizes` replaces each symbol `u` by its bound N, the number of elements of the mask:
 
-1. `nonzero(mask)` becomes `nonzero_static(mask, size=N)`, beside the number, `sum(mask)`, and the rows that are none,
-   `arange(N) >= sum(mask)`. A dim of size `u` becomes one of size N, of which the first `u` elements count. The others
-   are padding, and what lies in padding is arbitrary.
-2. Calls on padded operands are right where their sharding rule says so (`rules.padding`): padding stays padding where a
-   factor is parallel, and holds what changes nothing where the factor is reduced. Operands are filled for it, exactly
-   as those of dims that are split unevenly.
-3. Where a number of the program is made of `u` (the divisor of a mean), it is computed from `sum(mask)`.
+1. `nonzero(mask)` becomes `nonzero_static(mask, size=N)`, beside the number, `sum(mask)`, and the padding rows,
+   `arange(N) >= sum(mask)`. A dim of size `u` becomes a dim of size N, whose first `u` elements count. The rest is
+   padding with arbitrary content.
+2. Calls on padded operands are right where their sharding rule says so (`rules.padding`). Padding stays padding along a
+   parallel factor, and has a neutral value along a reduced factor. Operands are filled like those of unevenly split
+   dims.
+3. A number that depends on `u` (the divisor of a mean) is computed from `sum(mask)`.
 
-`UnboundedSizeError` says that a program does something else with such a tensor; it is then traced with the number of
-the example, which is guarded (`counted`).
+`UnboundedSizeError` means that a program uses such a tensor in another way. It is then traced with the example's number
+of rows, which is guarded (`counted`).
 """
 
 from __future__ import annotations
@@ -46,20 +46,21 @@ CREATIONS: Mapping[Any, int] = {
     aten.arange.default: 0,
     aten.arange.start: 1,
 }
-"""Operators that take no content from an operand, and which argument is the size (or the end) of what they make: what
-they make of more rows begins with what they make of fewer."""
+"""Operators that read no content from an operand, with the place of the size (or end) argument. Their result for fewer
+rows is a prefix of the result for more rows.
+"""
 
 _SIZED: Mapping[Any, int] = {
     **CREATIONS,
     **dict.fromkeys((aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.expand.default), 1),
     _own.dropout.default: 5,
 }
-"""Operators with an argument that is a size, and which one."""
+"""Operators with a size argument, and its place."""
 
 _LOOKUPS = frozenset(
     {aten.embedding.default, aten.embedding_dense_backward.default, aten.index_select.default, aten.gather.default}
 )
-"""Operators whose rewrite is about the dim that indices point into."""
+"""Operators whose rewrite concerns only the indexed dim."""
 
 ROWWISE = _LOOKUPS | frozenset(
     {
@@ -72,10 +73,10 @@ ROWWISE = _LOOKUPS | frozenset(
         *(_own.dropout.default, _own.cross_entropy.default, _own.cross_entropy_backward.default),
     }
 )
-"""Operators with a rewrite for dims other than rows, or for shapes alone: on rows they do as they are."""
+"""Operators whose rewrite concerns dims other than rows, or only shapes. On rows they run unchanged."""
 
 _WRITES = (aten.index_put.default, aten._unsafe_index_put.default, aten.index_add.default)
-"""Operators whose result is like the first operand, where indices point into it too."""
+"""Operators whose result is like the first operand, which indices point into too."""
 
 _SQUEEZES = frozenset({aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims})
 _MEANS = frozenset({aten.mean.default, aten.mean.dim})
@@ -85,17 +86,17 @@ _BY_NUMBER: Mapping[Any, Any] = {
     aten.mul.Scalar: aten.mul.Tensor,
     aten.mul.Tensor: aten.mul.Tensor,
 }
-"""Operators that take a number, and what takes a tensor in its place."""
+"""Operators with a number argument, and their variants with a tensor in its place."""
 
 Padded = dict[int, Any]
-"""Of a tensor: which dims are padded, and the symbols of their true sizes."""
+"""Padded dims of a tensor, with the symbols of their true sizes."""
 
 
 def bound_sizes(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The graph with dims of bounded sizes in place of symbolic ones; see the module's docstring.
+    """Replace symbolic sizes in the graph by bounds.
 
     Raises:
-        UnboundedSizeError: it is not known to be right.
+        UnboundedSizeError: the bounded program may be wrong.
     """
     if not any(map(_symbolic_sizes, graph_module.graph.nodes)):
         return graph_module
@@ -104,7 +105,7 @@ def bound_sizes(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 @dataclass(frozen=True, slots=True)
 class _SymbolStandIn:
-    """What stands for a symbol: the number (a scalar), which rows are padding, and how many rows there are."""
+    """The stand-in of a symbol: the number (a scalar), the mask of padding rows, and the bound."""
 
     number: fx.Node
     is_padding: fx.Node
@@ -164,7 +165,7 @@ class _Bounding:
         return copy
 
     def _result(self, node: Any) -> fx.Node:
-        """One of several results of a call."""
+        """Select one of several results of a call."""
         call, index = self.copies[node.args[0]], node.args[1]
         copy, padded = self._call(operator.getitem, (call, index)), self.padded.get(call)
         self.padded[copy] = ({},) if padded is None else (padded[index],)
@@ -173,7 +174,7 @@ class _Bounding:
     # Numbers of rows.
 
     def _places_of(self, mask: Any, symbol: Any = None) -> fx.Node:
-        """Where a mask has ones, with padding behind them; the same for the same mask."""
+        """The places of a mask's ones, followed by padding. Equal masks share one result."""
         if mask in self.places:
             places, known = self.places[mask]
             if symbol is not None and symbol != known:
@@ -185,7 +186,7 @@ class _Bounding:
         is_one = self._call(aten.ne.Scalar, (mask, 0))
         for dim, other in self._of(mask).items():
             is_one = self._fill(is_one, False, {dim: other})
-        if symbol.is_Integer:  # Python took the number for what it is, which is guarded
+        if symbol.is_Integer:  # Python used the number's value, which is guarded
             return self._call(aten.nonzero_static.default, (is_one,), {"size": int(symbol)})
         bound = is_one.meta["val"].numel()
         if bound < 2:
@@ -203,7 +204,7 @@ class _Bounding:
         self.padded[places] = ({0: symbol},)
 
     def _number(self, expression: Any) -> Any:
-        """What an expression of symbols comes to: a scalar that the program computes."""
+        """The value of an expression in symbols, as a number or as a scalar that the program computes."""
         if expression.is_Integer:
             return int(expression)
         if expression.is_Symbol:
@@ -260,14 +261,14 @@ class _Bounding:
         return self._bounded(expression)
 
     def _check_squeezed(self, node: Any) -> None:
-        """A dim goes where its size is one, which a true size may be."""
+        """Refuse to squeeze a padded dim, because a true size of one would remove it."""
         padded, rank = self._of(self.copies[node.args[0]]), node.args[0].meta["val"].dim()
         dims = node.args[1] if len(node.args) > 1 else list(range(rank))
         if any(dim % rank in padded for dim in (dims if isinstance(dims, (list, tuple)) else [dims])):
             raise UnboundedSizeError("a dim goes if there is one row")
 
     def _indices(self, indices: Sequence[Any]) -> list[Any]:
-        """Indices with the places of its ones for each mask, whose rows are known."""
+        """Replace each mask among indices by the places of its ones."""
         found: list[Any] = []
         for index in indices:
             if index is None or index.meta["val"].dtype not in (torch.bool, torch.uint8):
@@ -306,7 +307,7 @@ class _Bounding:
         return self._call(aten.where.self, (spread, written, x))
 
     def _mean(self, node: Any) -> fx.Node:
-        """A mean of rows: their sum by their number."""
+        """Replace a mean of rows by their sum divided by their number."""
         x = self.copies[node.args[0]]
         of, dim = node.args[0].meta["val"], node.args[1] if len(node.args) > 1 else None
         dims = range(of.dim()) if not dim else [entry % of.dim() for entry in dim]
@@ -319,7 +320,7 @@ class _Bounding:
         return self._checked_call(node, aten.div.Tensor, (total, self._like(number, total)), {})
 
     def _checked_call(self, node: Any, target: Any, args: Any, kwargs: Any) -> fx.Node:
-        """A call on padded operands, filled as its rule says; its results are padded where their sizes are symbols."""
+        """Emit a call on padded operands, filled as its rule demands. Result dims with symbolic sizes are padded."""
         expected = [self._padded_dims(value) for value in tensor_values(node)]
         if target in CREATIONS:
             copy = self._call(target, args, kwargs)
@@ -350,7 +351,7 @@ class _Bounding:
     def _fills(
         self, target: Any, args: Any, kwargs: Any, operands: list[fx.Node], call: fx.Node, results: list[Padded]
     ) -> list[dict[int, Fill]]:
-        """For each operand, the dims whose padding is filled, and with what."""
+        """For each operand, its filled dims and their fill values."""
         values = fx.map_arg((args, kwargs), lambda operand: operand.meta["val"])
         outputs = tensor_values(call)
         bound = bound_rule(target, *values, outputs)
@@ -383,7 +384,7 @@ class _Bounding:
         return fx.map_arg(arguments, fill)
 
     def _fill(self, operand: Any, value: Any, dims: Padded) -> fx.Node:
-        """The operand with a number in its padding."""
+        """Fill the padding of the operand with a number."""
         key = (operand, value, tuple(dims))
         if key not in self.filled:
             ((dim, symbol),) = dims.items()
@@ -398,7 +399,7 @@ class _Bounding:
         return self.padded.get(operand, ({},))[0]
 
     def _call(self, target: Any, args: Any, kwargs: Any = None) -> fx.Node:
-        """A node with its value; the rest of its metadata is that of the node that is copied."""
+        """Emit a node with its value; other metadata comes from the original node."""
         copy = self.graph.call_function(target, tuple(args), dict(kwargs or {}))
         assert self.of is not None
         values, options = fx.map_arg((copy.args, copy.kwargs), lambda operand: operand.meta["val"])
@@ -432,13 +433,13 @@ def runs_as_it_is(target: Any, bound: BoundRule, factor: str) -> bool:
 
 
 def _is_spread(known: Any, mask: Any, size: list[int]) -> bool:
-    """Whether a mask is another one, expanded to a size."""
+    """Whether a mask is another mask, expanded to a size."""
     source = known.args[0] if known.target is aten.expand.default else known
     return list(known.meta["val"].shape) == size and (known is mask or source is mask)
 
 
 def _pointed_into(target: Any, args: Sequence[Any]) -> frozenset[int]:
-    """The dims of the first operand that indices point into: none of them is padding, so that padding is not seen."""
+    """The dims of the first operand that indices point into. No index points to padding, so padding is not read."""
     if target in (aten.index.Tensor, aten._unsafe_index.Tensor, *_WRITES[:2]):
         return frozenset(dim for dim, index in enumerate(args[1]) if index is not None)
     return frozenset({args[1] % args[0].meta["val"].dim()}) if target in _WRITES else frozenset()
@@ -453,7 +454,7 @@ def _is_number(node: Any) -> bool:
 
 
 def _is_size_of(node: Any, number: Any) -> bool:
-    """Whether a call takes a number as a size, and as nothing else."""
+    """Whether a call uses a number only as a size."""
     place = _SIZED.get(node.target)
     leaves = pytree.tree_leaves((*node.args[:place], *node.args[place + 1 :], node.kwargs)) if place is not None else []
     return place is not None and number not in leaves
@@ -465,7 +466,7 @@ def _is_symbolic(node: Any) -> bool:
 
 
 def _symbolic_sizes(node: Any) -> list[Any]:
-    """The number that a node is, or the sizes of what it gives, where torch has an expression for it."""
+    """The node's number, or the sizes of its results, if symbolic in torch."""
     if _is_number(node):
         return [node.meta["val"]]
     sizes = [size for value in tensor_values(node) if value is not None for size in value.shape]

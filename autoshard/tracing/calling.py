@@ -1,9 +1,8 @@
-"""How a model is called: its inputs and outputs as flat tuples of leaves, and back.
+"""The call of a model: its inputs and outputs as flat tuples of leaves, and back.
 
 A model's `(args, kwargs)` and its result are nested with torch's pytrees (lists, tuples, dicts, named tuples,
-dataclasses, transformers' outputs). Leaves that are tensors become inputs and outputs of the program; the
-others are constants of it, kept by leaf index. `FlatModule` is the module that is traced: flat tensors in,
-flat tensors out.
+dataclasses, transformers' outputs). Tensor leaves become inputs and outputs of the program; all other leaves are its
+constants, by leaf index. `FlatModule` is the traced module: flat tensors in, flat tensors out.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ _PLAIN = (
 
 
 def cast_floats(values: Any, dtype: torch.dtype) -> Any:
-    """Nested values, of which tensors of a floating-point type are of another one."""
+    """Convert floating-point tensors in nested values to `dtype`."""
 
     def cast(leaf: Any) -> Any:
         return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
@@ -58,7 +57,7 @@ class TracedCall:
     paths: tuple[str, ...]
 
     def assemble(self, tensors: Sequence[Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The `(args, kwargs)` of the call with other tensors in place, in leaf order."""
+        """The `(args, kwargs)` of the call with other tensors, in leaf order."""
         by_index = dict(zip(self.tensors, tensors, strict=True))
         leaves = [by_index[i] if i in by_index else self.constants[i] for i in range(self.tree.num_leaves)]
         return pytree.tree_unflatten(leaves, self.tree)
@@ -66,14 +65,14 @@ class TracedCall:
 
 @dataclass(slots=True)
 class Result:
-    """What a traced call returned: filled by `FlatModule` when it runs.
+    """The result of a traced call, filled in by `FlatModule` when it runs.
 
-    `indices` are the leaf indices of the tensors, `constants` the other leaves; objects that a program cannot
-    return are None there, and their types are in `dropped`. `kept` are tensors left in attributes of modules, by leaf
-    index behind those returned; `lost` are attributes with tensors that a program does not leave there. `detached` are
-    the leaf indices of tensors that do not require grad. `reached`: for each tensor, the flat inputs that autograd
-    comes to from it (`reach.reached_inputs`). `own_gradients`: names of the functions of the user with a backward of
-    their own (`torch.autograd.Function`) that results come from.
+    `indices` are the leaf indices of the tensors, `constants` the other leaves. Objects that a program cannot return
+    are None there, with their types in `dropped`. `kept` are tensors left in attributes of modules, by leaf index after
+    the returned tensors. `lost` are attributes with tensors that a program does not set. `detached` are leaf indices of
+    tensors that do not require grad. `reached` has, for each tensor, the flat inputs that autograd reaches from it
+    (`reach.reached_inputs`). `own_gradients` are names of the user's `torch.autograd.Function` classes behind the
+    results.
     """
 
     tree: pytree.TreeSpec | None = None
@@ -91,7 +90,7 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedCall:
     """Flatten a call.
 
     Raises:
-        TraceError: a leaf is an object that may hold tensors which the trace would not see.
+        TraceError: a leaf is an object whose tensors the trace would not see.
     """
     register_dataclasses((args, kwargs))
     leaves, tree = pytree.tree_flatten_with_path((args, kwargs))
@@ -112,7 +111,7 @@ def take_apart(args: tuple[Any, ...], kwargs: dict[str, Any]) -> TracedCall:
 
 
 def register_dataclasses(value: Any) -> None:
-    """Make pytrees open the dataclasses that occur in `value`."""
+    """Register the dataclasses in `value` with pytrees."""
     for leaf in pytree.tree_leaves(value):
         if not dataclasses.is_dataclass(leaf) or isinstance(leaf, type):
             continue
@@ -159,17 +158,17 @@ def _is_plain(leaf: Any) -> bool:
 
 
 def count_targets(model: nn.Module, loss_fn: Callable[..., Any], count: int) -> int:
-    """How many of `count` positional arguments are targets: the last ones, that `loss_fn` asks for.
+    """Count the targets among `count` positional arguments: the last arguments, which `loss_fn` takes.
 
-    `loss_fn(outputs, *targets)` gets as many as it has required positional parameters after the first; with
-    `*targets` in its signature, all that `model.forward` does not take by position.
+    `loss_fn(outputs, *targets)` takes one target for each required positional parameter after the first. With
+    `*targets` in its signature, it takes all arguments that `model.forward` does not take by position.
     """
     function = loss_fn.forward if isinstance(loss_fn, nn.Module) else loss_fn
     try:
         parameters = inspect.signature(function).parameters.values()
     except ValueError as error:
         raise TraceError(
-            f"loss_fn={loss_fn!r} does not say how many targets it takes; wrap it: lambda outputs: loss(outputs)."
+            f"loss_fn={loss_fn!r} does not say how many targets it takes. Wrap it, e.g. lambda outputs: loss(outputs)."
         ) from error
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
         taken = inspect.signature(model.forward).parameters.values()
@@ -188,7 +187,7 @@ def count_targets(model: nn.Module, loss_fn: Callable[..., Any], count: int) -> 
 def check_fits(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], targets: int) -> None:
     """Raise `TraceError` for a call that a model's `forward` does not take; the last `targets` are the loss's."""
     if type(model).__call__ is not nn.Module.__call__ or model._forward_pre_hooks:
-        return  # what `forward` gets may be another call
+        return  # `forward` may get another call
     try:
         signature = inspect.signature(model.forward, follow_wrapped=False)
     except ValueError:
@@ -204,7 +203,7 @@ def check_fits(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
 
 
 def check_layouts(model: nn.Module) -> None:
-    """Raise `TraceError` for a model whose parameters and buffers are not all dense."""
+    """Raise `TraceError` for a model with a parameter or buffer that is not dense."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.layout is torch.strided and not tensor.is_nested:
             continue
@@ -255,7 +254,7 @@ class ModelCall:
 
 
 def flatten_result(value: Any, result: Result) -> list[Tensor]:
-    """The tensors of what a model returned; their nesting goes into `result`."""
+    """The tensors of a model's result; their nesting goes into `result`."""
     register_dataclasses(value)
     leaves, result.tree = pytree.tree_flatten(value)
     result.indices = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor))
@@ -266,7 +265,7 @@ def flatten_result(value: Any, result: Result) -> list[Tensor]:
 
 
 def warn_of_dropped(result: Result) -> None:
-    """Say which objects of the model's result the program returns None for."""
+    """Warn about objects of the model's result that become None in the program."""
     for kind in result.dropped:
         _LOGGER.warning(
             "the model returns an object of type %s, which a program cannot return: it becomes None "

@@ -1,8 +1,8 @@
-"""Checks of values keep their place in a program: what raises on one device raises on a mesh.
+"""Keeps checks of values in a program: an error on one device is also an error on a mesh.
 
-`aten._assert_async` and `aten._linalg_check_errors` have no result, so that nothing would keep them. Each becomes an
-`autoshard::checked` through which a result of the program goes: of the forward the smallest output, behind a tangent
-the smallest gradient.
+`aten._assert_async` and `aten._linalg_check_errors` have no result, so dead code elimination would remove them. Each
+becomes an `autoshard::checked` call on a result of the program: the smallest output in the forward, the smallest
+gradient behind a tangent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CHECKS = (_aten._assert_async.default, _aten._assert_async.msg, _FACTORISATION)
 
 @contextlib.contextmanager
 def keeping_checks() -> Iterator[None]:
-    """Within it a trace has the checks of factorisations as plain calls: torch gives them tokens for their order."""
+    """Trace checks of factorisations as plain calls within the context; torch would add tokens for their order."""
     effect = simple_registry.singleton.find(_FACTORISATION._name).effect
     before, is_known = effect.effect, _FACTORISATION in fx_node._side_effectful_functions
     effect.register(None)
@@ -40,7 +40,7 @@ def keeping_checks() -> Iterator[None]:
 
 
 def tie_checks(graph: fx.Graph, outputs: int) -> None:
-    """Send results of a joint graph, the first of which are so many outputs, through its checks."""
+    """Route results of a joint graph, whose first `outputs` are the outputs, through its checks."""
     output = graph.output_node()
     results, kinds = list(output.args[0]), output.meta["desc"]  # type: ignore[arg-type]
     behind: set[fx.Node] = set()

@@ -1,11 +1,10 @@
 """Rung 2: models that branch on the values of tensors.
 
-`if mask.all():` needs a value that a fake tensor does not have. `ConcreteValues` carries, beside each traced
-tensor that depends only on tensors whose values are known, a real twin: every operator on such tensors is
-also run on the twins. A read of a value from Python takes it from the twin, and the tensor that was read
-becomes an extra, guarded output of the trace, so that a later call on which it differs can be told apart. Where a
-result's shape depends on values, its size is such a value (`counted`).
-Twins of parameters would mean running the whole model; they are made only when a read depends on one.
+`if mask.all():` needs a value that a fake tensor does not have. `ConcreteValues` gives each traced tensor a real twin
+if all its inputs have known values. Every operator on such tensors also runs on the twins. When Python reads a value,
+it comes from the twin. The read tensor becomes a further, guarded output of the trace, so that a later call with
+another value is noticed. If a result's shape depends on values, its size counts as such a value (`counted`). Twins of
+parameters would mean running the whole model. They are made only if a read depends on a parameter.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ _EQUAL = torch.ops.aten.equal.default
 
 @dataclass(slots=True)
 class ConcreteReads:
-    """The values that were read while tracing, in order, and the tensors they were read from."""
+    """The values read during the trace, in order, with their tensors."""
 
     values: list[Value] = field(default_factory=list)
     tensors: list[Tensor] = field(default_factory=list)
 
     def add(self, tensor: Tensor, value: Value) -> Value:
-        """Note one read."""
+        """Record one read."""
         self.tensors.append(tensor)
         self.values.append(value)
         return value
@@ -55,8 +54,8 @@ class ConcreteValues(TorchDispatchMode):
     """Computes real twins of the traced tensors, and answers reads from them.
 
     Args:
-        known: traced tensors with the real tensors they stand for.
-        counts: takes note of numbers of rows, which are symbols then; None: the program has those of the example.
+        known: traced tensors with their real twins.
+        counts: records symbolic numbers of rows; None: the program has the example's numbers.
     """
 
     def __init__(self, known: Iterable[tuple[Tensor, Tensor]], counts: SymbolicCounts | None = None) -> None:
@@ -126,7 +125,7 @@ class ConcreteValues(TorchDispatchMode):
                 self._twins[traced_leaf] = real_leaf
 
     def _spoil_written(self, func: Any, args: tuple[Any, ...]) -> None:
-        """What `func` wrote into tensors is not known: their twins, and all views of them, are out of date."""
+        """Mark the twins that `func` wrote to, and all their views, as out of date."""
         for argument, value in zip(func._schema.arguments, args, strict=False):
             twin = self._twin(value) if argument.is_write and isinstance(value, Tensor) else None
             if twin is not None:
@@ -147,9 +146,9 @@ def _storage(tensor: Tensor) -> int:
 def answer_reads(
     known: Iterable[tuple[Tensor, Tensor]] | None, counts: SymbolicCounts | None = None
 ) -> Iterator[ConcreteReads]:
-    """Within, reads of tensor values are answered where `known` determines them; with None they are errors.
+    """Answer reads of tensor values from `known` within the context; without it a read is an error.
 
-    `counts`: as `ConcreteValues` takes it.
+    `counts` is that of `ConcreteValues`.
     """
     if known is None and counts is None:
         with _Rewrites():
@@ -161,7 +160,7 @@ def answer_reads(
 
 @contextlib.contextmanager
 def _read_by_item() -> Iterator[None]:
-    """What reads values past the mode reads items instead: `tolist` of torch's wrapper, and formatting as text."""
+    """Read items where torch would bypass the mode: in `tolist` of its wrapper, and in formatting as text."""
     saved = FunctionalTensor.tolist
     FunctionalTensor.tolist = _to_list
     FunctionalTensor.__format__ = _format
@@ -177,12 +176,12 @@ def _to_list(self: Tensor) -> Any:
 
 
 def _format(self: Tensor, format_spec: str) -> str:
-    """As for plain tensors: a scalar is formatted as its value."""
+    """Format like a plain tensor: a scalar is formatted as its value."""
     return format(self.item(), format_spec) if self.dim() == 0 else object.__format__(self, format_spec)
 
 
 class _Rewrites(TorchFunctionMode):
-    """Calls of torch whose operators would read values, made by way of others."""
+    """Replaces calls of torch that would read values by calls that do not."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -191,7 +190,7 @@ class _Rewrites(TorchFunctionMode):
 
 
 def _tensor(data: Any, **options: Any) -> Tensor:
-    """`torch.tensor` of lists with scalar tensors in them reads these by item."""
+    """`torch.tensor`, except that scalar tensors in lists are read by item."""
     if isinstance(data, (FakeTensor, FunctionalTensor)):
         return data.detach().clone().to(device=options.get("device"), dtype=options.get("dtype"))
     if isinstance(data, (list, tuple)):
@@ -206,7 +205,7 @@ def _resize(x: Tensor, *size: Any, **options: Any) -> Tensor:
         where = user_line(sys._getframe(1))
         raise TraceError(
             f"The model resizes a tensor of shape={tuple(x.shape)} in forward{f' at {where}' if where else ''}, but "
-            "buffers of a program keep their shapes. Where the first call sets them (FakeQuantize for each channel), "
+            "buffers of a program keep their shapes. If the first call sets them (FakeQuantize for each channel), "
             "call the model once before compile."
         ) from error
 

@@ -1,7 +1,7 @@
-"""Copying a node into another graph, at a third of the time that `torch.fx.Graph.node_copy` takes.
+"""Copies a node into another graph in a third of the time of `torch.fx.Graph.node_copy`.
 
-Compiling copies graphs some hundred times, node by node, one pass after the other. Since torch 2.13 `create_node` looks
-through all arguments for raw symbolic numbers; those of a copy were looked through when its original was made.
+A compile copies graphs some hundred times, node by node. Since torch 2.13, `create_node` searches all arguments for raw
+symbolic numbers. A copy needs no search, because its original was searched.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from torch import fx
 
 
 def copy_node(graph: fx.Graph, node: fx.Node, copy_of: Callable[[fx.Node], fx.Node]) -> fx.Node:
-    """As `graph.node_copy(node, copy_of)`: at the insertion point, with a shallow copy of the node's metadata.
+    """Like `graph.node_copy(node, copy_of)`: at the insertion point, with a shallow copy of the node's metadata.
 
     Args:
-        graph: where the copy belongs.
-        node: of any graph.
-        copy_of: what the copy reads in place of each operand.
+        graph: graph of the copy.
+        node: node of any graph.
+        copy_of: maps each operand to the copy's operand.
     """
     namespace = graph._graph_namespace
     name = namespace.create_name(node.name, None)

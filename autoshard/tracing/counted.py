@@ -1,9 +1,9 @@
-"""Operators whose result has as many rows as a tensor has nonzero elements: the same with the number known.
+"""Operators with one result row for each nonzero element, traced with the example's number of rows.
 
-`x[mask]`, `nonzero`, `masked_select`, `unique`, `bincount` and `repeat_interleave` make tensors whose shape depends on
-values. Where the number cannot be bounded (`bounded`) and values are known while tracing, so is the number; the program
-then makes a tensor of that size (`aten.nonzero_static`), and the number is guarded as any value that was read: a call
-with another is traced anew.
+The shapes of `x[mask]`, `nonzero`, `masked_select`, `unique`, `bincount` and `repeat_interleave` depend on values. If
+the number of rows cannot be bounded (`bounded`) but values are known during the trace, so is the number. The program
+then makes a tensor of that size (`aten.nonzero_static`) and guards the number like any read value. A call with another
+number is traced anew.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _repeat_interleave(count: Count, repeats: Tensor, *, output_size: int | None
 
 
 def _sorted(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """All elements in order, where each came from, and which differ from the one before."""
+    """All elements in order, the origin of each, and a mask of elements that differ from their predecessor."""
     values, order = x.reshape(-1).sort(stable=True)
     is_first = torch.cat([values.new_ones(min(len(values), 1), dtype=torch.bool), values[1:] != values[:-1]])
     return values, order, is_first
@@ -67,7 +67,7 @@ def _unique(
 
 
 def _starts(rows: Tensor) -> Tensor:
-    """Which of the rows [N, ...] differ from the one before."""
+    """Mask of the rows [N, ...] that differ from the previous row."""
     differs = (rows[1:] != rows[:-1]).flatten(1).any(1) if rows.dim() > 1 else rows[1:] != rows[:-1]
     return torch.cat([differs.new_ones(min(len(rows), 1)), differs])
 
@@ -140,7 +140,7 @@ COUNTED: Mapping[Any, Callable[..., Any]] = {
     aten.unique_dim.default: _unique_dim,
     aten.bincount.default: _bincount,
 }
-"""Operator to a function that makes the call by way of `count`."""
+"""Operator to a function that performs the call with `count`."""
 
 
 def is_counted(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

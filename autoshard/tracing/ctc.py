@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 
 _MEAN, _SUM = 1, 2
 _BLOCK = 32
-"""Rows of targets are a multiple of this long, so that a longest target of about the same length fits the program."""
+"""Target rows are padded to a multiple of this, so that similar longest targets share a program."""
 
 aten = torch.ops.aten
 
@@ -25,7 +25,7 @@ def _ctc_loss(
     reduction: int = _MEAN,
     zero_infinity: bool = False,
 ) -> Tensor:
-    """log_probs [T, N, C] or [T, C]; targets [N, S], or one behind the other in one dim."""
+    """log_probs [T, N, C] or [T, C]; targets [N, S], or concatenated in one dim."""
     if log_probs.dim() == 2:
         loss = _ctc_loss(log_probs[:, None], targets, input_lengths, target_lengths, blank, reduction, zero_infinity)
         return loss if reduction else loss.squeeze(0)
@@ -42,12 +42,12 @@ def _ctc_loss(
 
 
 def _lengths(lengths: Tensor | Sequence[int], log_probs: Tensor) -> Tensor:
-    """As a tensor [N]."""
+    """Lengths as a tensor [N]."""
     return torch.as_tensor(lengths, dtype=torch.int64, device=log_probs.device).reshape(-1)
 
 
 def _rows(targets: Tensor, lengths: Tensor, given: Tensor | Sequence[int]) -> Tensor:
-    """Targets that stand one behind the other, as rows [N, S] of one length, which may be read from `lengths`."""
+    """Concatenated targets as rows [N, S] of one length, which may be read from `lengths`."""
     if isinstance(given, Tensor):
         blocks = int(((lengths.max() + _BLOCK - 1) // _BLOCK).item())
         longest = _BLOCK * blocks
@@ -68,4 +68,4 @@ def _check_sizes(log_probs: Tensor, rows: Tensor, input_lengths: Tensor, target_
 
 
 CTC: dict[OpOverload, Callable[..., Any]] = {aten.ctc_loss.IntList: _ctc_loss, aten.ctc_loss.Tensor: _ctc_loss}
-"""Composite operators of torch and what stands for them while a model is traced."""
+"""Composite operators of torch, and their replacements during a trace."""

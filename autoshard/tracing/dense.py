@@ -1,7 +1,7 @@
-"""Gradients of lookups and products are dense in programs: the same numbers, zeros among them.
+"""Makes gradients of lookups and products dense: the same numbers, zeros included.
 
-A sparse gradient has as many rows as were looked up, which a sharded table would not have on each of its ranks. How
-many elements a sparse matrix stores is not known to a plan, so that `torch.sparse.mm` multiplies the dense matrix.
+A sparse gradient has one row per lookup, and ranks of a sharded table would have different numbers. A plan does not
+know how many elements a sparse matrix stores, so `torch.sparse.mm` multiplies the dense matrix.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _sparse_product(left: Tensor, right: Tensor) -> Tensor:
 
 
 def sparse_coo_tensor(indices: Any, values: Any, size: Any = None, **options: Any) -> Tensor:
-    """`torch.sparse_coo_tensor`; a dense tensor where the values require grad, which the trace would lose."""
+    """`torch.sparse_coo_tensor`, or a dense tensor if the values require grad, which the trace would lose."""
     is_trained = isinstance(values, Tensor) and values.requires_grad and torch.is_grad_enabled()
     if not is_trained or size is None:
         return torch.sparse_coo_tensor(indices, values, *() if size is None else (size,), **options)
@@ -86,4 +86,4 @@ DENSE: dict[OpOverload, Callable[..., Any]] = {
     aten.embedding_bag.padding_idx: _embedding_bag,
     aten._sparse_mm.default: _sparse_product,
 }
-"""Composite operators of torch and what stands for them while a model is traced."""
+"""Composite operators of torch, and their replacements during a trace."""

@@ -1,4 +1,4 @@
-"""A call that returns gradients of a model's outputs, so that a trace of it has gradients of gradients."""
+"""A call that returns gradients of a model's outputs, so that its trace has gradients of gradients."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ ModelCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class GradientCall:
-    """How a model is called to give gradients.
+    """A call of a model that returns gradients.
 
     Args:
-        call: how it is called to give what is differentiated.
-        derivative: what is differentiated by what.
+        call: the call whose outputs are differentiated.
+        derivative: the differentiated outputs and the wanted gradients.
     """
 
     call: ModelCall
@@ -49,7 +49,7 @@ class GradientCall:
 def innermost_arguments(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], derivatives: int
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The model's own arguments in those of a call with so many derivatives."""
+    """The model's own arguments within those of a call with `derivatives` nested derivatives."""
     own = (args, dict(kwargs))
     for _ in range(derivatives):
         own = own[0][:2]
@@ -57,7 +57,7 @@ def innermost_arguments(
 
 
 def refuse_casts(casts: Casts | None) -> None:
-    """Raise `NotAvailableError` for gradients of gradients of a model that computes in another type than its own."""
+    """Raise `NotAvailableError` for gradients of gradients under a precision other than the model's own."""
     if casts is not None:
         raise NotAvailableError(
             "Gradients of gradients (create_graph=True) are not available with precision=. Leave precision out, or "

@@ -34,14 +34,14 @@ class _CallModule(nn.Module):
 
 
 def capture_with_dynamo(model: nn.Module, call: TracedCall, options: TraceOptions) -> JointGraph:
-    """Capture the call with Dynamo, and export the joint graph of what it captured.
+    """Capture the call with Dynamo, and export the joint graph of the capture.
 
     Raises:
-        NotAvailableError: it can be captured, but not in a precision of its own.
-        TypeError: the call returns gradients, which are not captured so; or numbers are watched, and no Python runs.
+        NotAvailableError: the call can be captured, but not in a precision of its own.
+        TypeError: the call returns gradients, or numbers are watched, which Dynamo cannot do.
     """
     if is_watching():
-        raise TypeError("what Python does with numbers is not seen by way of Dynamo")
+        raise TypeError("Dynamo does not show how Python uses numbers")
     if not isinstance(options.call, ModelCall):
         raise TypeError("gradients of gradients are not captured by way of Dynamo")
     args, kwargs = call.assemble(_told_apart(call.tensors.values()))
@@ -59,7 +59,7 @@ def capture_with_dynamo(model: nn.Module, call: TracedCall, options: TraceOption
 
 
 def _told_apart(tensors: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """Inputs of which no two are the same object, which Dynamo would take for one input of all calls."""
+    """Inputs as distinct objects. Dynamo would otherwise assume equal inputs in all calls."""
     return tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
 
 

@@ -1,10 +1,10 @@
-"""Keeps the experts of transformers' models whole: `autoshard::experts` in place of any of their implementations.
+"""Keeps the experts of transformers' models whole, as `autoshard::experts` in place of their implementation.
 
 In transformers each class of experts runs through one function, which looks up an implementation by the model's
-configuration: a loop over experts, a product for each token, or one in groups. All compute the same, and while a model
-is traced this operator stands for them. The router is the model's own. An implementation for certain GPUs that a
-user asks for by name is left as it is, and so are experts that compute something else: a gate that is none of
-`autoshard.kernels.gates`, a norm behind the experts, weights that are quantised.
+configuration. It is a loop over experts, a product for each token, or grouped products. All compute the same result,
+and this operator replaces them during a trace. The router is the model's own. GPU-specific implementations that a user
+names are left alone. So are experts that compute something else: a gate outside `autoshard.kernels.gates`, a norm after
+the experts, quantised weights.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from autoshard.kernels.gates import CLAMPED_SILU, NAMES, Gate
 
 _MODULE = "transformers.integrations.moe"
 _ALIKE = ("eager", "grouped_mm", "batched_mm", None)
-"""Implementations that compute the same; None: of a layer by itself, outside of transformers' models."""
+"""Implementations with equal results. None is the implementation of a layer outside transformers' models."""
 _NOT_COVERED = ("_is_expert_parallel", "has_post_expert_norm")
-"""What a module of experts may do beside; transformers before 5.23 knows not each of them."""
+"""Further features of an experts module. transformers before 5.23 lacks some of the attributes."""
 
 
 @contextlib.contextmanager
 def keep_experts_whole() -> Iterator[None]:
-    """Let transformers look up the operator for its experts; undone at exit, and nothing where it is not imported."""
+    """Make transformers use the operator for its experts, until exit. Does nothing if transformers is not imported."""
     moe = sys.modules.get(_MODULE)
     interface = getattr(moe, "ExpertsInterface", None)
     if interface is None:
@@ -49,7 +49,7 @@ def keep_experts_whole() -> Iterator[None]:
 
 
 def _keeping(implementation: Callable[..., Any]) -> Callable[..., Any]:
-    """Function that runs a module's experts: by the operator where it computes the same."""
+    """Run a module's experts by the operator if it computes the same result."""
 
     def run(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         gate = _gate_of(module) if len(args) == 3 and not kwargs and _is_covered(module, *args) else None
@@ -72,9 +72,9 @@ def _is_covered(module: Any, hidden_states: Any, index: Any, weights: Any) -> bo
 
 
 def _gate_of(module: Any) -> Gate | None:
-    """The gate that a module's experts apply, known by what it makes of numbers; None where none of ours does.
+    """The gate of a module's experts, recognised by its values on samples; None if no known gate matches.
 
-    Both are functions of one element, or of a pair, so many pairs of all magnitudes tell them apart.
+    Gates are functions of one element or of a pair, so many pairs of all magnitudes tell them apart.
     """
     halves, interleaved = (2, not module.is_concatenated) if module.has_gate else (1, False)
     constants = [getattr(module, name, None) for name in ("alpha", "limit")]

@@ -1,7 +1,8 @@
-"""`aten::_grouped_mm` on meta and fake tensors of each type that torch multiplies: torch's kernel takes bfloat16 alone.
+"""`aten::_grouped_mm` on meta and fake tensors of every type that torch multiplies. torch's own kernel accepts only
+bfloat16.
 
-Importing this module registers the kernel in place of torch's. Rows of the result begin at multiples of 16 bytes, as
-those of torch's products do on the CPU too.
+Importing this module replaces torch's kernel. Rows of the result begin at multiples of 16 bytes, like those of torch's
+products on the CPU too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def _on_meta(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """A result without values; arguments as `torch.nn.functional.grouped_mm` has them."""
+    """A result without values; arguments as in `torch.nn.functional.grouped_mm`."""
     _check(left.dtype in _TYPES, f"an operand is {left.dtype}; it takes float32, float16 and bfloat16")
     _check(right.dtype == left.dtype, f"the operands are {left.dtype} and {right.dtype}; make both one type")
     _check(out_dtype in (None, left.dtype), f"out_dtype={out_dtype} is not the type of the operands, {left.dtype}")

@@ -12,7 +12,7 @@ from autoshard.ir.program import InputKind, Program
 
 
 def check_guards(program: Program, flat_inputs: Sequence[Tensor], state: Mapping[str, Tensor] | None = None) -> bool:
-    """Whether the values that the trace relied on are the same for other inputs.
+    """Whether the values that the trace relied on are unchanged for other inputs.
 
     Args:
         program: a traced program.
@@ -20,10 +20,10 @@ def check_guards(program: Program, flat_inputs: Sequence[Tensor], state: Mapping
         state: parameters, buffers and the seed by name; only those that a guard depends on are needed.
 
     Returns:
-        True when the program computes what the model would; False when it must be traced anew.
+        True if the program computes the model's result; False if the call must be traced anew.
 
     Raises:
-        TraceError: a guard depends on a parameter, a buffer or the seed, and it is not in `state`.
+        TraceError: a guard depends on a parameter, a buffer or the seed that is not in `state`.
     """
     if program.guard_program is None:
         return True
@@ -39,5 +39,5 @@ def check_guards(program: Program, flat_inputs: Sequence[Tensor], state: Mapping
 
 
 def _is(found: bool | int | float, expected: bool | int | float) -> bool:
-    """Whether two values are one; a NaN is a NaN."""
+    """Whether two values are equal, NaN included."""
     return found == expected or (found != found and expected != expected)

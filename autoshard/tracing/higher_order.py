@@ -1,7 +1,7 @@
 """Higher-order operators of torch (`cond`, `while_loop`, `scan`, `map`, `flex_attention`) as plain calls.
 
-Their functions run in Python, where operators are traced as everywhere. A predicate is read, like that of `if`: the
-value is guarded, and a call in which the predicate differs has a program of its own. Loops are unrolled.
+Their functions run in Python, where operators are traced as usual. A predicate is read like that of `if`. Its value is
+guarded, and a call with another value has a program of its own. Loops are unrolled.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ def _cond(
     false_fn: Callable[..., Any],
     operands: Sequence[Any],
 ) -> Any:
-    """One branch; both where `vmap` gives each of its rows a predicate.
+    """Run one branch, or both if `vmap` gives each of its rows a predicate.
 
-    As on one device, the result requires grad where either branch's would.
+    The result requires grad if either branch's would, as on one device.
     """
     if isinstance(predicate, Tensor) and _has_rows(predicate):
         choose = partial(torch.where, predicate)
@@ -56,7 +56,7 @@ def _cond(
 
 
 def _nothing_of(inputs: Sequence[Tensor]) -> Tensor | None:
-    """Zero, with zeros for the gradients of inputs: what the branch that is not taken gives to them."""
+    """A zero with zero gradients for `inputs`, the contribution of the branch not taken."""
     found = None
     for x in inputs:
         never = torch.zeros((), dtype=torch.bool, device=x.device)
@@ -145,7 +145,7 @@ def _for_each(function: Callable[..., Tensor], first: tuple[int, ...], shared: i
 
 
 class _IndexingByNumbers(TorchFunctionMode):
-    """Within, `table[i, j]` looks up numbers that `vmap` runs over; indexing would read them."""
+    """Within the context, `table[i, j]` looks up numbers that `vmap` runs over; indexing would read them."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
@@ -171,7 +171,7 @@ def _look_up(table: Tensor, entries: Sequence[Any]) -> Tensor:
 
 
 def _in_order_of(x: Tensor, like: Tensor) -> Tensor:
-    """`x` with its dims in memory in the order of those of `like`."""
+    """`x` with its dims in the memory order of those of `like`."""
     order = sorted(range(x.dim()), key=lambda dim: -like.stride(dim))
     return x.permute(order).contiguous().permute([order.index(dim) for dim in range(x.dim())])
 
@@ -188,7 +188,7 @@ _PLAIN_CALLS: Mapping[Any, Callable[..., Any]] = MappingProxyType(
 
 
 class _PlainCalls(TorchFunctionMode):
-    """Calls plain functions for higher-order operators; what these functions call comes here too."""
+    """Replaces higher-order operators by plain functions, also inside these functions."""
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
@@ -204,10 +204,10 @@ class _PlainCalls(TorchFunctionMode):
 
 @contextlib.contextmanager
 def calling_plainly(inputs: Sequence[Tensor]) -> Iterator[None]:
-    """Within, higher-order operators are plain calls; enter it after all other modes of torch functions.
+    """Make higher-order operators plain calls within the context. Enter it after all other modes of torch functions.
 
-    `inputs` are those of the traced call. `flex_attention` then has a backward on the CPU too, and does
-    not warn that it is not compiled.
+    `inputs` are those of the traced call. `flex_attention` then has a backward on the CPU too, and does not warn that
+    it is not compiled.
     """
     saved = flex._validate_device, flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
     flex._validate_device, flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = lambda *_: None, True

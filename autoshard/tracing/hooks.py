@@ -1,8 +1,8 @@
-"""Hooks of modules while a call is traced: what they do to tensors becomes part of the program.
+"""Hooks of modules during a trace: their effect on tensors becomes part of the program.
 
-A compiled call runs no hooks. A hook that has no effect on the program is there for something else (it keeps
-activations, logs, counts), which would silently happen no more; it is refused. Hooks of torch and transformers (weight
-norm, pruning, captured outputs) only ever serve the call.
+A compiled call runs no hooks. A hook without effect on the program has another purpose (it stores activations, logs,
+counts) and would silently stop working, so it is refused. Hooks of torch and transformers (weight norm, pruning,
+captured outputs) serve only the call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _TRUSTED = ("torch", "transformers", "autoshard")
 
 @dataclass(slots=True)
 class WatchedHook:
-    """A hook that ran: its name and its first module, and whether it was seen to do something to the call."""
+    """A hook that ran: its name, its first module, and whether it was seen to affect the call."""
 
     name: str
     title: str
@@ -36,12 +36,12 @@ class WatchedHook:
 
 
 Hooks = dict[Any, WatchedHook]
-"""Hooks that ran, by their code: closures of one function count as one."""
+"""Hooks that ran, by their code. Closures of one function count as one."""
 
 
 @contextlib.contextmanager
 def watching_hooks(model: nn.Module, without: Collection[Any] = ()) -> Iterator[Hooks]:
-    """Within, note which hooks of users run, on modules of `model` or on all; those of code in `without` do nothing."""
+    """Record which user hooks run, on modules of `model` or globally. Hooks with code in `without` do nothing."""
     watched: Hooks = {}
     replaced = []
     for title, table in _tables(model):
@@ -60,10 +60,10 @@ def watching_hooks(model: nn.Module, without: Collection[Any] = ()) -> Iterator[
 def refuse_idle_hooks(
     model: nn.Module, hooks: Hooks, program: Program, trace_without: Callable[[Collection[Any]], Program]
 ) -> None:
-    """Raise for hooks without which the program is the same.
+    """Raise for hooks that do not change the program.
 
     Raises:
-        TraceError: it names them.
+        TraceError: names the hooks.
     """
     idle = [code for code, hook in hooks.items() if not hook.acts]
     if not idle:
@@ -74,25 +74,25 @@ def refuse_idle_hooks(
         try:
             return fingerprint(trace_without(codes)) == expected
         except TraceError:
-            return False  # the model needs what the hook gave it
+            return False  # the model needs the hook's result
 
     useless = idle if changes_nothing(idle) else [code for code in idle if len(idle) > 1 and changes_nothing([code])]
     if useless:
         names = " and ".join(_text(hooks[code]) for code in useless)
         raise TraceError(
-            f"The call of {type(model).__qualname__} runs {names}, without which it computes the same: what a hook "
-            "does besides (keeping activations, logging, counting) a compiled call would not do. Remove it, and return "
-            "what it looks at from forward; or call the model that is not compiled."
+            f"The call of {type(model).__qualname__} runs {names}, without which it computes the same. A compiled call "
+            "would not do the hook's other work (keeping activations, logging, counting). Remove it, and return "
+            "its values from forward; or call the model that is not compiled."
         )
 
 
 def hooks_note(hooks: Hooks) -> Iterator[str]:
-    """What a user must know of hooks that act on the call."""
+    """Notes for the user on hooks that act on the call."""
     acting = [_text(hook) for hook in hooks.values() if hook.acts]
     if acting:
         yield (
-            f"What {' and '.join(acting)} does to tensors is part of the compiled call. Whatever else it does "
-            "(logging, keeping tensors) is done while a call is traced, not at each call."
+            f"The effect of {' and '.join(acting)} on tensors is part of the compiled call. Its other effects "
+            "(logging, keeping tensors) happen while a call is traced, not at each call."
         )
 
 
@@ -134,7 +134,7 @@ def _watch(hook: Any, title: str, watched: Hooks, without: Collection[Any]) -> C
 
 
 def _is_as_given(result: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a hook returned nothing, or what it was given: inputs, an output, gradients."""
+    """Whether a hook returned nothing, or its own argument: inputs, an output, gradients."""
     if result is None:
         return True
     given = [*args, *(item[0] for item in args if isinstance(item, tuple) and len(item) == 1)]
@@ -142,7 +142,7 @@ def _is_as_given(result: Any, args: tuple[Any, ...]) -> bool:
 
 
 def _state(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
-    """What a hook may change: tensors in place, and what the module holds."""
+    """State that a hook may change: versions of tensors, and the module's attributes."""
     tensors = [*pytree.tree_leaves((args, kwargs)), *module.parameters(recurse=False), *module.buffers(recurse=False)]
     return [*(item._version for item in tensors if isinstance(item, Tensor)), *map(id, vars(module).values())]
 

@@ -1,7 +1,7 @@
-"""Models that draw with Python's `random` or with NumPy in `forward`: a trace would keep the first numbers for ever.
+"""Refuses models that draw with Python's `random` or NumPy in `forward`, since a trace would freeze the first numbers.
 
-Where a generator moved, the call is traced again with the least and with the greatest numbers that it may give. If both
-give the same program, the numbers do not matter (a layer drop of probability 0); else the model is refused.
+If a generator moved, the call is traced with the smallest and the largest numbers that it can draw. If both give the
+same program, the numbers do not matter (a layer drop of probability 0). Otherwise the model is refused.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def host_generators() -> Sequence[Any]:
 def refuse_host_numbers(
     model: nn.Module, before: Sequence[Any], program: Program, trace_again: Callable[[], Program]
 ) -> None:
-    """Raise if generators have moved from `before` to now, and what the model computes depends on it.
+    """Raise if generators have moved since `before`, and the model's computation depends on it.
 
     Raises:
-        TraceError: it names the generator, and the line that draws.
+        TraceError: names the generator, and the line that draws.
     """
     names = ("Python's random", "numpy.random")
     moved = [name for name, old, new in zip(names, before, host_generators(), strict=True) if old != new]
@@ -55,7 +55,7 @@ def refuse_host_numbers(
 
 @contextlib.contextmanager
 def _giving(number: float, lines: list[str]) -> Iterator[None]:
-    """Let generators give `number` of [0, 1) always; `lines` get those of the user's that ask for it."""
+    """Make generators always draw `number` in [0, 1); `lines` collects the user's lines that draw."""
 
     def noting(function: Callable[..., Any]) -> Callable[..., Any]:
         def draw(*args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,8 @@
-"""The initialisers of a model, run on tensors without memory, and recorded.
+"""Runs the initialisers of a model on tensors without memory, and records them.
 
-They are run as constructors run them, submodules first: `reset_parameters` of each module; then `_init_weights`, as
-transformers has it, of the nearest module that has one, on each of its submodules; then the user's own function on each
-module, as `model.apply` does.
+The order is that of constructors, submodules first. `reset_parameters` of each module runs first. In transformers,
+`_init_weights` of the nearest module that has it follows, on each of its submodules. Last comes the user's own function
+on each module, like `model.apply`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _RESETS = ("reset_parameters", "_reset_parameters")
 def record_initialisation(
     model: nn.Module, device: torch.device, init_fn: InitFunction | None = None
 ) -> Initialisation:
-    """What the initialisers of `model` do; the model itself is not changed.
+    """Record the initialisers of `model` without changing it.
 
     Args:
-        model: any module; its parameters and buffers may lie anywhere.
-        device: where its tensors are, or will be.
+        model: any module; its parameters and buffers may be anywhere.
+        device: device of its tensors, now or later.
         init_fn: called with each module, after the modules' own initialisers.
 
     Raises:
@@ -83,7 +83,7 @@ def _stand_in(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class _Recorder(TorchDispatchMode):
-    """Keeps what operators do to memory."""
+    """Records the effect of operators on memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class _Recorder(TorchDispatchMode):
         self.numels: dict[int, int] = {}
         self.constants: dict[int, Tensor] = {}
         self._numbers: dict[int, int] = {}
-        self._kept: list[Any] = []  # a memory that is freed would give its address to another
+        self._kept: list[Any] = []  # a freed memory would give its address to another
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -108,7 +108,7 @@ class _Recorder(TorchDispatchMode):
         return result
 
     def place_of(self, tensor: Tensor) -> Place:
-        """The place of a tensor, whose memory is known from now on."""
+        """The place of a tensor; its memory gets a number at first sight."""
         memory = tensor.untyped_storage()
         if memory._cdata not in self._numbers:
             self._numbers[memory._cdata] = number = len(self.numels)
@@ -228,5 +228,5 @@ def _check_shapes(begins: dict[str, Place], ends: dict[str, Place]) -> None:
             what = "is gone" if found is None else f"has shape={found.shape} and {found.dtype}"
             raise TraceError(
                 f"Weight {name!r} of shape={place.shape} and {place.dtype} {what} after its initialisation. "
-                "An initialiser must leave what the model was compiled with."
+                "An initialiser must keep the shapes and types that the model was compiled with."
             )

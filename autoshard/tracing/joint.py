@@ -1,7 +1,7 @@
 """Rung 1: a joint graph from AOTAutograd's export of the plain call.
 
-Parameters, buffers and inputs are replaced by fake tensors, and the model's own Python runs under them: no
-memory is used and nothing is computed, wherever the model lives (a model on meta too).
+Fake tensors replace parameters, buffers and inputs, and the model's own Python runs on them. No memory is used and
+nothing is computed, wherever the model is (a model on meta too).
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ ModelCall = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 @dataclass(frozen=True, slots=True)
 class JointGraph:
-    """What rung 1 gives: AOTAutograd's graph, and how to read its results.
+    """Result of rung 1: AOTAutograd's graph, and the meaning of its inputs and results.
 
-    `slots` say what each flat input is. The graph's plain outputs are the model's outputs in `result`'s order, then
-    one per guarded value. `accesses` are the attributes that the call's Python used; None: not known.
+    `slots` name the flat inputs. The graph's plain outputs are the model's outputs in `result`'s order, then one for
+    each guarded value. `accesses` are the attributes that the call's Python used, or None if unknown.
     """
 
     graph_module: fx.GraphModule
@@ -63,7 +63,7 @@ class JointGraph:
 
 
 class Known(StrEnum):
-    """Which values Python code may read from tensors while it is traced."""
+    """Tensors whose values Python code may read during the trace."""
 
     NOTHING = "nothing"
     INPUTS = "inputs"
@@ -72,14 +72,15 @@ class Known(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TraceOptions:
-    """What to trace: with gradients or not, of the loss only or of all outputs, and how the model is called.
+    """Options of a trace.
 
-    With `as_compiled`, torch.compiler.is_compiling() is true for the model's code, as under torch.compile:
-    some models then do without branches on values. With `casts`, the model computes in their type. Values that depend
-    on random operators may be read where their `seed` is given. With `symbolic`, numbers of rows that depend on values
-    are symbols, and then bounded (`bounded`), not those of the example. `device`: where tensors on the meta device are
-    taken to be. `keeps_gradients`: scalars that the call leaves in attributes get tangents, as losses do.
-    `whole_experts`: layers of experts are one operator each. `forward_only`: no output gets a tangent.
+    `grad`, `all_tangents`: trace gradients, of the loss only or of all outputs. `as_compiled`: make
+    torch.compiler.is_compiling() true for the model's code, as under torch.compile; some models then have no branches
+    on values. `casts`: types of the model's computation. `seed`: values of random operators may be read if it is given.
+    `symbolic`: numbers of rows that depend on values are symbols, later bounded (`bounded`), instead of the example's.
+    `device`: assumed device of tensors on meta. `keeps_gradients`: scalars that the call leaves in attributes get
+    tangents, like losses. `whole_experts`: layers of experts are one operator each. `forward_only`: no output gets a
+    tangent.
     """
 
     grad: bool = True
@@ -97,10 +98,10 @@ class TraceOptions:
 
 
 class FlatModule(nn.Module):
-    """The module that is traced: flat tensors in; outputs and guarded values out.
+    """The traced module: flat tensors in; outputs and guarded values out.
 
-    It has no parameters of its own: the flat tensors are the model's parameters and buffers (each once,
-    however many names it has), the call's tensors and the seed, so that tied parameters stay tied.
+    It has no parameters of its own. The flat tensors are the model's parameters and buffers, the call's tensors and the
+    seed. A tied parameter is one flat tensor, so it stays tied.
     """
 
     def __init__(self, model: nn.Module, call: TracedCall, options: TraceOptions, state: Mapping[str, Tensor]) -> None:
@@ -159,7 +160,7 @@ class FlatModule(nn.Module):
         return (*select_tangents(outputs, self._options, returned), *guarded)
 
     def _guard_comparisons(self) -> None:
-        """What was taken to be true of symbolic numbers of rows is guarded."""
+        """Guard the assumptions that were made about symbolic numbers of rows."""
         if self.counts is None:
             return
         self.compared = self.counts.assumed()
@@ -181,7 +182,7 @@ class FlatModule(nn.Module):
     def _known_tensors(
         self, traced_state: Mapping[str, Tensor], inputs: Sequence[Tensor], seed: Tensor
     ) -> list[tuple[Tensor, Tensor]] | None:
-        """Traced tensors with the real ones they stand for, or None when values may not be read."""
+        """Traced tensors with their real tensors, or None if values may not be read."""
         if self._options.known is Known.NOTHING:
             return None
         pairs = list(zip(inputs, self._call.tensors.values(), strict=True))
@@ -207,9 +208,10 @@ def _keep_assigned(state: Mapping[str, Tensor], given: Mapping[str, Tensor], aft
 
 
 def select_tangents(outputs: Sequence[Tensor], options: TraceOptions, returned: int) -> list[Tensor]:
-    """Detach the outputs that no gradient will come in for; all are contiguous copies, so none aliases another.
+    """Detach the outputs that get no gradient; all are contiguous copies, so none aliases another.
 
-    A tangent has its output's layout, and is contiguous then. The first outputs are `returned`, others are kept.
+    A tangent has its output's layout and is then contiguous. The first `returned` outputs are returned, the rest is
+    kept.
     """
     losses = [_is_loss(output) and (i < returned or options.keeps_gradients) for i, output in enumerate(outputs)]
     wants_grad = options.grad and not options.forward_only
@@ -273,9 +275,9 @@ def _contexts(options: TraceOptions, mode: FakeTensorMode) -> Iterator[contextli
 
 
 def _fake_tensors(tensors: Sequence[Tensor], mode: FakeTensorMode, device: torch.device | None) -> tuple[Tensor, ...]:
-    """Fake ones of `tensors` and of a seed.
+    """Make fake tensors of `tensors` and of a seed.
 
-    Tensors on meta go to `device`, or else to the device of the first real tensor, or else to the CPU.
+    Tensors on meta go to `device`, or to the device of the first real tensor, or to the CPU.
     """
     if device is None:
         device = next((tensor.device for tensor in tensors if not tensor.is_meta), torch.device("cpu"))
@@ -292,7 +294,7 @@ def _fake(tensor: Tensor, device: torch.device) -> Tensor:
 
 @contextlib.contextmanager
 def without_checkpoints() -> Iterator[None]:
-    """Activation checkpoints become plain calls: what to recompute is the planner's choice."""
+    """Make activation checkpoints plain calls, because the planner chooses the recomputation."""
 
     def run_plainly(function: Callable[..., Any], *args: Any, **_: Any) -> Iterator[None]:
         yield
@@ -313,12 +315,12 @@ def without_checkpoints() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _refusing_inner_backward() -> Iterator[None]:
-    """A backward that the model runs itself adds to `.grad`, where no program would see it."""
+    """Refuse a backward inside the model, which adds to `.grad` unseen by the program."""
 
     def refuse(*_: Any, **__: Any) -> None:
         raise TraceError(
             "The model, or an autograd.Function of it, runs torch.autograd.backward itself (as reversible layers do), "
-            "which adds to .grad past what is traced. Use torch.autograd.grad there and return the gradients."
+            "which adds to .grad outside the trace. Use torch.autograd.grad there and return the gradients."
         )
 
     saved = torch.autograd.backward

@@ -1,4 +1,4 @@
-"""Fake values of local programs: one mode for all of a process, and the values that calls of each form give."""
+"""Fake values of local programs, with one fake mode for the process and a cache by the form of each call."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch._subclasses import FakeTensorMode
 from torch._subclasses.fake_tensor import FakeTensor, in_kernel_invocation_manager
 
 _MOST = 1 << 14
-"""Forms whose values are kept; about 2 kB each."""
+"""Most forms in the cache; each takes about 2 kB."""
 
 _aten, _c10d = torch.ops.aten, torch.ops._c10d_functional
 
@@ -31,15 +31,16 @@ _SAME_ON_META = frozenset(
         _c10d.wait_tensor.default,
     }
 )
-"""What reshards are made of. The result lies on the operand's device, and its form does not depend on that; the kernels
-for meta tensors give it 30 times as fast as fake ones do (0.04 ms in place of 1.2 for a view)."""
+"""Operators of reshards, whose result form does not depend on the device. The kernels for meta tensors are 30 times as
+fast as those for fake tensors (0.04 ms in place of 1.2 for a view).
+"""
 
 
 class LocalFakes:
-    """Fake values by the form of the call that gives them.
+    """A cache of fake values by the form of their call.
 
-    The programs of one process repeat few forms of calls many times (for each layer, rank count and plan), and a fake
-    value is slow to make. Where more forms come than are kept, all are forgotten.
+    The programs of one process repeat few forms of calls many times, for each layer, rank count and plan. A fake value
+    is slow to make. A full cache is emptied.
     """
 
     def __init__(self) -> None:
@@ -47,11 +48,11 @@ class LocalFakes:
         self._values: dict[Hashable, Any] = {}
 
     def result(self, form: Hashable, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What a call gives on fake values; `form` says all that this depends on."""
+        """The fake result of a call; `form` determines it."""
         return self._known(form, lambda: self._evaluate(target, args, kwargs))
 
     def piece(self, form: Hashable, like: torch.Tensor, on_meta: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """A value that lies where `like` does, as one on meta lies in its memory; `form` says all that is of both."""
+        """A fake value on the device of `like` with the strides of a meta value; `form` determines both."""
 
         def made() -> torch.Tensor:
             value = on_meta()
@@ -68,7 +69,7 @@ class LocalFakes:
 
     def _evaluate(self, target: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if _is_on_meta(args[0]):
-            return target(*args, **kwargs)  # a program on meta, to count what is in it
+            return target(*args, **kwargs)  # a program on meta, made only to be counted
         if target in _SAME_ON_META and isinstance(args[0], FakeTensor):
             with in_kernel_invocation_manager(self._mode):
                 value = target(*args, **kwargs)
@@ -78,7 +79,7 @@ class LocalFakes:
 
 
 def _is_on_meta(value: Any) -> bool:
-    """Whether this is a tensor on meta, and no fake one."""
+    """Whether the value is a plain tensor on meta, not a fake tensor."""
     return isinstance(value, torch.Tensor) and value.is_meta and not isinstance(value, FakeTensor)
 
 

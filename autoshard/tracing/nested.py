@@ -1,4 +1,4 @@
-"""Nested tensors that a model makes are refused: shapes of programs are rectangles."""
+"""Refuses nested tensors that a model makes, because shapes of programs are rectangles."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _MAKERS = (
 
 @contextlib.contextmanager
 def refusing_nested_tensors() -> Iterator[None]:
-    """Within, the functions that make nested tensors raise `TraceError`."""
+    """Make the functions that create nested tensors raise `TraceError` within the context."""
 
     def refuse(*_: Any, **__: Any) -> None:
         where = user_line(sys._getframe(1))

@@ -1,4 +1,4 @@
-"""Types of operands that a device refuses, and fake tensors let pass: unlike ones, and integers."""
+"""Refuses operand types that a device would refuse but fake tensors accept: mixed types, and integers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _PRODUCTS = frozenset(
         aten.mv.default, aten.addmv.default, aten.dot.default,
     }
 )  # fmt: skip
-"""Matrix products: all operands are of one type."""
+"""Matrix products, whose operands must have one type."""
 
 _OF_ONE_TYPE: Mapping[object, tuple[int, ...]] = {aten.convolution.default: (0, 1, 2), aten.index_add.default: (0, 3)}
-"""Other operators that take some operands, by their places, in one type."""
+"""Other operators, with the places of operands that must have one type."""
 
 FLOATING = frozenset(
     {
@@ -33,14 +33,14 @@ FLOATING = frozenset(
         ours.dropout.default, ours.attention.default, ours.cross_entropy.default,
     }
 )  # fmt: skip
-"""Operators whose first operand is of floating point numbers."""
+"""Operators whose first operand must be floating-point."""
 
 
 def refuse_types(program: Program) -> None:
-    """Raise if an operator is given types that it does not take.
+    """Raise if an operator gets operands of invalid types.
 
     Raises:
-        TraceError: it names the operands, the module and its line.
+        TraceError: names the operands, the module and its line.
     """
     slots = {slot.node: slot for slot in program.inputs}
     for node in program.graph.nodes:
@@ -54,7 +54,7 @@ def refuse_types(program: Program) -> None:
 
 
 def _of_one_type(node: fx.Node) -> Sequence[fx.Node]:
-    """The operands of a node that must be of one type."""
+    """The operands of a node that must have one type."""
     if node.target in _PRODUCTS:
         return node.all_input_nodes
     operands = [node.args[place] for place in _OF_ONE_TYPE.get(node.target, ())]
@@ -72,7 +72,7 @@ def _message(node: fx.Node, operands: Sequence[fx.Node], slots: Mapping[str, Inp
 
 
 def _named(node: fx.Node, slots: Mapping[str, InputSlot]) -> str:
-    """What an operand is, behind views and all else that is computed of it alone in its type."""
+    """Name an operand by its origin, through views and other unary calls in its type."""
     found = node
     while (
         found.name not in slots and len(found.all_input_nodes) == 1 and _dtype(found.all_input_nodes[0]) == _dtype(node)

@@ -1,4 +1,4 @@
-"""Where a custom operator comes from."""
+"""The origin of custom operators."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from torch._ops import OpOverload
 
 
 def defining_module(operator: OpOverload) -> str | None:
-    """The module whose function a `torch.library.custom_op` decorates; None for operators that came otherwise."""
+    """The module of the function under `torch.library.custom_op`; None for operators of another origin."""
     definition = OPDEFS.get(operator._schema.name)
     return None if definition is None else definition._init_fn.__module__

@@ -1,15 +1,15 @@
-"""Runs a model in a narrower floating type than that of its parameters; the casts become part of what is traced.
+"""Runs a model in a narrower floating type than its parameters'. The casts become part of the trace.
 
-As with FSDP2's `MixedPrecisionPolicy(param_dtype=...)`: wider parameters and inputs are cast, each once, before the
-model runs; buffers keep their types. What differs, so that a model need not be changed for it:
+Wider parameters and inputs are cast, each once, before the model runs; buffers keep their types. FSDP2's
+`MixedPrecisionPolicy(param_dtype=...)` does the same. Some differences spare changes to the model:
 
-* Parameters of norms with running statistics stay as they are: PyTorch's operator takes them in float32 beside
-  narrow inputs only (FSDP1 leaves such modules out likewise).
-* Operators that take operands of one type, given several, take all in the narrow one. A float32 table of positions
-  that is added to the hidden value makes this value float32; the next product is in the narrow type again. (FSDP2
-  casts what enters each wrapped module.)
+* Parameters of norms with running statistics are not cast. Beside narrow inputs, PyTorch's operator accepts them only
+  in float32 (FSDP1 leaves such modules out too).
+* Operators that need operands of one type cast all operands to the narrow type. A float32 table of positions added to
+  the hidden value makes this value float32; the next product is in the narrow type again. (FSDP2 casts the inputs of
+  each wrapped module.)
 * Cross-entropy of narrow logits is float32, as under torch.autocast. A `loss_fn` gets the model's outputs in float32,
-  and a scalar that the model returns comes out in float32.
+  and a scalar result of the model is float32.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ _CROSS_ENTROPY: OpOverload = _aten.cross_entropy_loss.default
 
 @dataclass(frozen=True, slots=True)
 class Casts:
-    """What is cast where a model computes in a narrower type.
+    """Casts for a model that computes in a narrower type.
 
     Args:
         dtype: the type.
-        parameters: `id` of each parameter that is cast.
+        parameters: `id` of each cast parameter.
     """
 
     dtype: torch.dtype
@@ -87,7 +87,7 @@ class Casts:
         return cls(dtype, frozenset(wider - left_out))
 
     def names(self, model: nn.Module) -> tuple[str, ...]:
-        """The first names of the parameters that are cast."""
+        """The first names of the cast parameters."""
         return tuple(name for name, parameter in model.named_parameters() if id(parameter) in self.parameters)
 
     def cast_inputs(self, inputs: Any) -> Any:
@@ -113,7 +113,7 @@ class Casts:
 
 
 def _check_norms(norms: Mapping[str, nn.Module], dtype: torch.dtype) -> None:
-    """Norms with running statistics stay as they are, and are then given narrow inputs."""
+    """Refuse norms with float64 state, since norms with running statistics are not cast but get narrow inputs."""
     double = [name for name, norm in norms.items() if any(x.dtype is torch.float64 for x in _state_of(norm))]
     if double:
         raise TraceError(
@@ -158,12 +158,12 @@ def _replacing(op: OpOverload, replacement: Callable[..., Any]) -> Iterator[None
 
 
 def _definition_of(op: OpOverload) -> Callable[..., Any]:
-    """What PyTorch makes of a composite operator."""
+    """PyTorch's own definition of a composite operator."""
     return lambda *args, **kwargs: op._op_dk(_COMPOSITE, *args, **kwargs)
 
 
 def cast_parameters(names: tuple[str, ...], state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
-    """The casts of named parameters; nodes that are traced belong to the parameters' modules."""
+    """Cast named parameters. The traced nodes belong to the parameters' modules."""
     casts = {}
     for name in names:
         with attributed_to(name.rpartition(".")[0]):
@@ -172,7 +172,7 @@ def cast_parameters(names: tuple[str, ...], state: Mapping[str, Tensor], dtype: 
 
 
 def check_unchanged(casts: Mapping[str, Tensor]) -> None:
-    """Raise `TraceError` where the model has changed a cast in place, and with it nothing that outlives the call."""
+    """Raise `TraceError` if the model changed a cast in place, because the change would be lost after the call."""
     for name, tensor in casts.items():
         if tensor._version:
             raise TraceError(
@@ -187,7 +187,7 @@ def widen_scalar(output: Tensor) -> Tensor:
 
 
 def run_in_precision(model: nn.Module, dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
-    """Call a model on one device, in a narrower type: what a program traced with a precision computes."""
+    """Call a model on one device in a narrower type, as a program traced with a precision does."""
     casts = Casts.of(model, dtype)
     narrow = cast_parameters(casts.names(model), dict(model.named_parameters()), dtype)
     with casts.running():
@@ -196,9 +196,9 @@ def run_in_precision(model: nn.Module, dtype: torch.dtype, *args: Any, **kwargs:
 
 
 def place_casts(graph: fx.Graph) -> None:
-    """Move conversions where they cost least memory: of inputs before their first use, of results behind their operand.
+    """Move conversions to save memory: of inputs before their first use, of results behind their operand.
 
-    A trace has those of parameters first of all, and those of their gradients last.
+    A trace has the casts of parameters first, and those of their gradients last.
     """
     order = {node: index for index, node in enumerate(graph.nodes)}
     for node in order:

@@ -1,8 +1,8 @@
-"""Which module and which line of the user's code issued a node.
+"""The module and the user's line that issued each node.
 
-While the model runs, a function mode looks at each torch function that is called, and annotates the nodes
-made under it with the innermost module and the innermost frame outside torch and autoshard. Backward nodes
-carry the sequence number of the forward operator they differentiate, and take its annotation.
+While the model runs, a function mode sees each call of a torch function. It annotates the nodes made by the call with
+the innermost module and the innermost frame outside torch and autoshard. Backward nodes carry the sequence number of
+their forward operator, and take its annotation.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PACKAGES = tuple(
 
 
 class ProvenanceMode(TorchFunctionMode):
-    """Annotates the nodes made while it is active with module and source line."""
+    """Annotates nodes with module and source line while active."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class ProvenanceMode(TorchFunctionMode):
 
     @contextlib.contextmanager
     def follow_modules(self) -> Iterator[None]:
-        """Keep the stack of the modules that are running."""
+        """Maintain the stack of running modules."""
 
         def enter(module: nn.Module, _: Any) -> None:
             if id(module) in self._names:
@@ -88,7 +88,7 @@ def user_line(frame: FrameType | None) -> str:
 
 
 def line_of_error(error: BaseException) -> str:
-    """The user's line that raised `error` (or the error it came from), or ""."""
+    """The user's line that raised `error` or its cause, or ""."""
     lines = []
     trace = error.__traceback__
     while trace is not None:
@@ -129,12 +129,12 @@ def _provenance(node: fx.Node, by_sequence: dict[int, tuple[str, str]]) -> tuple
     if not _is_backward(node):
         return _annotation(node) or _inherited(node)
     if "Gradient addition node" in (node.meta.get("stack_trace") or ""):
-        return _inherited(node, last=True)  # the first one may be a sum already, of what later modules give
+        return _inherited(node, last=True)  # the first operand may already be a sum of later modules' gradients
     return by_sequence.get(node.meta.get("seq_nr", -1)) or _annotation(node) or _inherited(node)
 
 
 def _inherited(node: fx.Node, *, last: bool = False) -> tuple[str, str]:
-    """Module and line of the first (or the last) operand that is computed."""
+    """Module and line of the first (or last) computed operand."""
     for operand in reversed(node.all_input_nodes) if last else node.all_input_nodes:
         if operand.op != "placeholder":
             return operand.meta.get("module", ""), operand.meta.get("source", "")

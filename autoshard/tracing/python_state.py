@@ -1,4 +1,4 @@
-"""Attributes of a model that its calls change: a trace would hold the numbers of the first call for ever."""
+"""Attributes of a model that its calls change. A trace would freeze the first call's numbers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoshard.ir.python_values import content_text, held_by, is_record, is_sett
 from autoshard.ir.watched_numbers import unwatched
 
 _OWN = frozenset(nn.Module().__dict__) - {"training"}
-"""The attributes that every module has; they hold tensors, modules and hooks."""
+"""The attributes of every module, with tensors, modules and hooks."""
 
 State = Mapping[tuple[str, str], Any]
 """Texts of numbers, arrays, configurations and containers of them, by the module's name and the attribute's path."""
@@ -34,7 +34,7 @@ def python_state(model: nn.Module) -> State:
 
 
 def _opened(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """A value by the path to it; of an object that only holds settings, each of these."""
+    """A value by its path; an object with settings is opened into its attributes."""
     if not is_record(value):
         yield path, value
         return
@@ -45,13 +45,13 @@ def _opened(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 def refuse_counting(
     model: nn.Module, before: State, program: Program, trace_again: Callable[[], Program]
 ) -> frozenset[tuple[str, str]]:
-    """The attributes that every call changes, as a count of calls; raise if the model computes with one.
+    """Return the attributes that every call changes, such as a count of calls; raise if the model computes with one.
 
-    An attribute that changed from `before` to now is one if another trace changes it too. It matters if that trace
-    gives another program. One that is set by the first call alone (a cache, say) is let pass.
+    An attribute that changed since `before` qualifies if another trace changes it too. It matters if that trace gives
+    another program. An attribute that only the first call sets, such as a cache, is accepted.
 
     Raises:
-        TraceError: it names the attribute.
+        TraceError: names the attribute.
     """
     once = python_state(model)
     if not _changed(before, once):
@@ -60,18 +60,18 @@ def refuse_counting(
     counting = _changed(before, once) & _changed(once, python_state(model))
     if counting and fingerprint(other) != fingerprint(program):
         raise TraceError(
-            f"{type(model).__name__} changes {_names(counting)} with every call, and what it computes depends on it: a "
+            f"{type(model).__name__} changes {_names(counting)} with every call, and its computation depends on it. A "
             "trace would compute every step with the value of the first. Make it a buffer, or pass it as a tensor."
         )
     return frozenset(counting)
 
 
 def counting_note(model: nn.Module, counting: frozenset[tuple[str, str]]) -> Iterator[str]:
-    """What a user must know of attributes that every call changes."""
+    """Notes for the user on attributes that every call changes."""
     if counting:
         yield (
-            f"{type(model).__name__} changes {_names(counting)} with every call. What it computes was found not to "
-            "depend on that; compiled calls run no Python of the model, and leave it as it is."
+            f"{type(model).__name__} changes {_names(counting)} with every call. Its computation was found not to "
+            "depend on it. Compiled calls run no Python of the model, and leave it as it is."
         )
 
 

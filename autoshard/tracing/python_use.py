@@ -1,8 +1,8 @@
-"""Which attributes a traced call reads, those that a program depends on, and which it sets.
+"""Attributes that a traced call reads, on which a program depends, and attributes that it sets.
 
-While the call runs, looking an attribute up in any module is noted, and so is setting one; code that asks for `vars`
-reads all that a module holds. An attribute that the call sets before it reads it does not depend on what it was. Dynamo
-reads bytecode instead of running it; then all that modules hold counts as read.
+During the call, every attribute access of a module is recorded, reads and writes. Code that uses `vars` reads all
+attributes of a module. An attribute that the call sets before reading it does not depend on its earlier value. Dynamo
+analyses bytecode instead of running it; then all attributes count as read.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NOT_READ = frozenset({"_parameters", "_buffers", "_modules", "_non_persistent_b
 """Members and modes: a program is looked up by parameters, buffers and modes; submodules are always guarded."""
 
 _INNER = (*PACKAGES, functools.__file__)
-"""Code that reads the `__dict__` of a module and not what it holds."""
+"""Code that reads a module's `__dict__` but not the values in it."""
 
 _GLOBAL_HOOKS = (
     "_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks", "_global_backward_pre_hooks",
@@ -33,19 +33,19 @@ _GLOBAL_HOOKS = (
 
 
 class Accesses:
-    """The attributes of modules that a call read before setting them, and those that it set."""
+    """Attributes of modules that a call read before setting them, and attributes that it set."""
 
     def __init__(self) -> None:
         self._read: dict[int, tuple[nn.Module, set[str]]] = {}
         self._set: list[tuple[nn.Module, str, Any]] = []
 
     def has_read(self, module: nn.Module, name: str) -> bool:
-        """Whether any run read an attribute before it set it."""
+        """Whether any run read an attribute before setting it."""
         return id(module) in self._read and name in self._read[id(module)][1]
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Within, a run of the call is noted; what it reads adds to what runs before it read."""
+        """Record a run of the call within the context. Its reads add to those of earlier runs."""
         read, written = _Noted(), _Noted()
         set_attribute = nn.Module.__setattr__
 
@@ -78,7 +78,10 @@ class Accesses:
             ]
 
     def use(self, model: nn.Module, counting: frozenset[tuple[str, str]]) -> PythonUse:
-        """What was read, and what the last run set; `counting` are attributes that every call changes."""
+        """The attributes that were read, and those set by the last run.
+
+        `counting` are attributes that every call changes.
+        """
         titles = {id(module): name for name, module in reversed(list(model.named_modules()))}
         names = []
         for module, found in self._read.values():
@@ -98,7 +101,7 @@ class Accesses:
 
 
 class _Noted(dict[int, tuple[nn.Module, set[str]]]):
-    """Names by the `id` of a module, which is kept alive with them."""
+    """Names by the `id` of a module; the module is kept alive too."""
 
     def names(self, module: nn.Module) -> set[str]:
         found = self.get(id(module))
@@ -108,7 +111,7 @@ class _Noted(dict[int, tuple[nn.Module, set[str]]]):
 
 
 def all_reads(model: nn.Module) -> PythonUse:
-    """All that the modules of a model hold."""
+    """Everything that the modules of a model hold."""
     names = [
         (title, module, tuple(name for name in vars(module) if _matters(name)))
         for title, module in model.named_modules()
@@ -122,7 +125,7 @@ def _matters(name: str) -> bool:
 
 
 def _class_attributes(names: list[tuple[str, nn.Module, tuple[str, ...]]]) -> list[tuple[str, type, tuple[str, ...]]]:
-    """The attributes that were found in classes, by the class that has them."""
+    """The attributes found in classes, by owning class."""
     found: dict[type, set[str]] = {}
     for kind, looked_up in {(type(module), name) for _, module, names in names for name in names}:
         owner = next((base for base in kind.__mro__ if looked_up in vars(base)), None)

@@ -1,12 +1,12 @@
-"""Random operators of PyTorch become those of the counter-based generator while a model is traced.
+"""Replaces random operators of PyTorch by those of the counter-based generator while a model is traced.
 
     torch.randn(4, 8), x.normal_(), F.gumbel_softmax, drop-path, ...   ->   autoshard.random(seed, "normal", ...)
 
-A dispatch mode looks at each operator below autograd, so that derivatives stay PyTorch's own: those of what is drawn
-are zero. Each draw has a number of its own in the program (its *site*), and a seed that is an input of the program.
-What needs more than one array of numbers is made of ordinary operators: a permutation sorts random keys, categories
-without replacement are those with the largest p / exponential (Efraimidis, Spirakis 2006), with replacement those at
-which the cumulated p exceeds a uniform number.
+A dispatch mode sees each operator below autograd, so derivatives stay PyTorch's own; those of drawn numbers are zero.
+Each draw has a number in the program (its *site*) and a seed that is an input of the program. Draws of more than one
+array use ordinary operators. A permutation sorts random keys. Categories without replacement are those with the largest
+p / exponential (Efraimidis, Spirakis 2006). Categories with replacement are those at which the cumulated p exceeds a
+uniform number.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RandomSites:
     next_site: int = 0
 
     def take(self) -> int:
-        """The number of one more random operator."""
+        """Take the number of the next random operator."""
         self.next_site += 1
         return self.next_site - 1
 
@@ -63,7 +63,7 @@ def number_random_operators(seed: Tensor) -> Iterator[None]:
 
 @contextlib.contextmanager
 def refusing_seeds() -> Iterator[None]:
-    """A model that seeds PyTorch's generator draws the same numbers in every call, which a program does not."""
+    """Refuse a model that seeds PyTorch's generator. It draws equal numbers in every call, which a program does not."""
 
     def refuse(*_: Any) -> None:
         where = user_line(sys._getframe(1))
@@ -84,7 +84,7 @@ def refusing_seeds() -> Iterator[None]:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a call draws from a generator; attention that drops nothing does not."""
+    """Whether a call draws from a generator. Attention without dropout does not."""
     target: Any = node.target
     if _RANDOM not in target.tags:
         return False
@@ -92,7 +92,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 class _CounterBased(TorchDispatchMode):
-    """Answers random operators of PyTorch by those of ours."""
+    """Replaces random operators of PyTorch by ours."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -109,9 +109,9 @@ class _CounterBased(TorchDispatchMode):
 
 
 def _by_name(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, in the schema's order, but for those that do not matter to its values.
+    """The arguments of a call by name, in the schema's order, without those irrelevant to its values.
 
-    Defaults are there but for that of a type, which the schema has as a number.
+    Defaults are included, except for types, which the schema has as numbers.
     """
     found: dict[str, Any] = {}
     for position, argument in enumerate(func._schema.arguments):
@@ -204,7 +204,7 @@ def _like(
     self: Tensor, draw: Callable[..., Tensor], dtype: torch.dtype | None = None, device: Any = None,
     memory_format: torch.memory_format | None = None,
 ) -> Tensor:  # fmt: skip
-    """What `draw` gives, laid out in memory as an empty tensor like `self` is."""
+    """The numbers of `draw` with the strides of an empty tensor like `self`."""
     drawn = draw(dtype=dtype or self.dtype, device=device or self.device)
     empty = torch.empty_like(drawn, memory_format=torch.contiguous_format)
     laid = torch.empty_like(self, memory_format=memory_format or torch.preserve_format)
@@ -214,7 +214,7 @@ def _like(
 
 
 def _filled(distribution: str) -> Callable[..., Tensor]:
-    """The draw of an operator that fills `self`; its other arguments are the distribution's parameters, in order."""
+    """The draw of an operator that fills `self`. Its other arguments are the distribution's parameters, in order."""
 
     def draw(self: Tensor, **parameters: Any) -> Tensor:
         return draw_numbers(distribution, list(parameters.values()), self.shape, self.dtype, self.device)
@@ -223,7 +223,10 @@ def _filled(distribution: str) -> Callable[..., Tensor]:
 
 
 def _random(self: Tensor, to: int | None = None, **bounds: int | None) -> Tensor:
-    """`from` is a word of Python's, so it comes with the rest; no end is the largest number that the type holds."""
+    """Draw integers.
+
+    `from` is a Python keyword, so it is in `bounds`; without `to`, the type's largest number is the end.
+    """
     low = bounds.get("from") or 0
     if to is None:
         to = 2 if self.dtype == torch.bool else _largest(self.dtype) + 1
@@ -231,7 +234,7 @@ def _random(self: Tensor, to: int | None = None, **bounds: int | None) -> Tensor
 
 
 def _largest(dtype: torch.dtype) -> int:
-    """The largest integer up to which a type holds all."""
+    """The largest n for which a type represents all integers up to n."""
     return round(2.0 / torch.finfo(dtype).eps) if dtype.is_floating_point else torch.iinfo(dtype).max
 
 
@@ -239,7 +242,7 @@ def _normal(
     self: Tensor | None = None, mean: Any = 0.0, std: Any = 1.0, size: Sequence[int] = (),
     dtype: torch.dtype | None = None, device: Any = None,
 ) -> Tensor:  # fmt: skip
-    """Into `self`, of `size`, or of the shape of what of `mean` and `std` are tensors."""
+    """Draw into `self`, of shape `size`, or of the shape of the tensors among `mean` and `std`."""
     if self is not None:
         return _randn(self.shape, self.dtype, self.device, mean, std)
     given = [value for value in (mean, std) if isinstance(value, Tensor)]
@@ -316,7 +319,7 @@ _DRAWS: Mapping[str, Callable[..., Any]] = MappingProxyType(
         "binomial": _of_parameters(_ours.binomial), "_standard_gamma": _gamma, "_sample_dirichlet": _dirichlet,
     }
 )  # fmt: skip
-"""By the name of PyTorch's operator, without the underscore of the one that writes to its operand."""
+"""Draws by the name of PyTorch's operator, without the underscore of its in-place variant."""
 
 RANDOM_OPERATORS = frozenset(_DRAWS)
-"""The names of PyTorch's operators that draw by the counter-based generator."""
+"""Names of PyTorch's operators that draw by the counter-based generator."""

@@ -1,9 +1,9 @@
-"""Gradients that a backward leaves None: which outputs of a call reach which of its inputs.
+"""Gradients that a backward leaves None: the inputs that each output of a call does not reach.
 
-On one device autograd walks from an output to the parameters behind it; a parameter that it does not come to has no
-gradient, and a parameter that it comes to with nothing has zeros. Autograd's own graph of the traced call says which
-is which. A Python function in it may decline to hand a gradient on (`return grad, None`), which its traced backward
-shows: there is no path from the tangent to the gradient.
+On one device autograd walks from an output to the parameters behind it. A parameter that it does not reach has no
+gradient; a parameter that it reaches without a contribution has zeros. Autograd's graph of the traced call separates
+the two cases. A Python function may decline to pass a gradient on (`return grad, None`). Its traced backward shows
+this, because no path leads from the tangent to the gradient.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Node = Any
 
 
 def reached_inputs(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[frozenset[int], ...]:
-    """For each output the inputs that autograd comes to, whatever Python functions of one result hand on."""
+    """For each output, the inputs that autograd reaches, if every single-result Python function passes gradients on."""
     if sum(output.requires_grad for output in outputs) < 2:
         return ()
     edges = {i: get_gradient_edge(tensor) for i, tensor in enumerate(inputs) if tensor.requires_grad}
@@ -36,7 +36,7 @@ def reached_inputs(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple
 
 
 def _find_reached(root: _Node | None, found: dict[_Node, frozenset[int]]) -> None:
-    """Enter what is behind `root`, and behind all nodes on the way."""
+    """Add to `found` the inputs behind `root`, and behind all nodes on the way."""
     waiting = [] if root is None else [root]
     while waiting:
         node = waiting[-1]
@@ -53,7 +53,7 @@ def _find_reached(root: _Node | None, found: dict[_Node, frozenset[int]]) -> Non
 def _may_decline(node: _Node) -> bool:
     """Whether a node is a Python function of one result, whose backward may return None.
 
-    A function of several results gets zeros for results that no gradient comes in for, and hands zeros on.
+    A function of several results gets zeros for results without a gradient, and passes zeros on.
     """
     results: Sequence[Any] = node._input_metadata
     return len(results) == 1 and isinstance(node, BackwardCFunction)
@@ -92,13 +92,13 @@ def unreached_gradients(
     gradients: Sequence[tuple[fx.Node, OutputKind, str]],
     reached: Mapping[str, frozenset[str]],
 ) -> dict[str, frozenset[str]]:
-    """By the name of a tangent, what has no gradient where a backward starts at its output alone.
+    """For each tangent, the names of inputs without a gradient in a backward from its output alone.
 
     Args:
         graph: the joint graph.
         inputs: its placeholders.
         gradients: its results.
-        reached: by the name of a tangent, the inputs that autograd comes to (`reached_inputs`).
+        reached: for each tangent, the inputs that autograd reaches (`reached_inputs`).
     """
     if len(reached) < 2:
         return {}

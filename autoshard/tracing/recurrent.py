@@ -1,14 +1,13 @@
-"""Recurrent layers as semantic operators: what `nn.LSTM`, `nn.GRU` and `nn.RNN` call, one operator for each layer and
-direction.
+"""Recurrent layers (`nn.LSTM`, `nn.GRU`, `nn.RNN`) as semantic operators, one for each layer and direction.
 
 PyTorch runs these layers by cuDNN, by oneDNN, or step by step, depending on the device and on whether gradients are
-wanted; its decompositions for tracing leave out the dropout between layers (2.11 to 2.13). Here
+wanted. Its decompositions for tracing leave out the dropout between layers (2.11 to 2.13). Here
 
 * the input's product of all time steps is one `linear` outside the recurrence, which shards like any other;
-* values are [B, T, features] throughout, as a dim that is split must be the major one where `linear` flattens;
+* values are [B, T, features] throughout, because a split dim must be the major one where `linear` flattens;
 * dropout between layers is that of every other module;
-* a packed sequence [N, features] is brought to [B, T, features] with the length of each row, and back behind the last
-  layer. Both are lookups of rows whose indices are computed from `batch_sizes`, which is read nowhere.
+* a packed sequence [N, features] is unpacked to [B, T, features] with the length of each row, and packed after the last
+  layer. Both are lookups of rows. Their indices are computed from `batch_sizes`, which Python does not read.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ _State = tuple[Tensor, ...]
 
 @dataclass(frozen=True, slots=True)
 class _LayerWeights:
-    """Of one layer and direction, in torch's order: w_ih [gates H, I], w_hh, biases or None, w_hr or None."""
+    """Weights of one layer and direction, in torch's order: w_ih [gates H, I], w_hh, biases or None, w_hr or None."""
 
     w_ih: Tensor
     w_hh: Tensor
@@ -43,7 +42,7 @@ class _LayerWeights:
     w_hr: Tensor | None
 
     def both_biases(self) -> Tensor | None:
-        """Their sum: where nothing scales the recurrent product, both add to the same gates."""
+        """The sum of both biases. They add to the same gates, since nothing scales the recurrent product."""
         return None if self.b_ih is None or self.b_hh is None else self.b_ih + self.b_hh
 
 
@@ -109,7 +108,7 @@ def _rnn_direction(relu: bool) -> _Direction:
 
 
 def _cast(dtype: torch.dtype, *tensors: Tensor | None) -> list[Any]:
-    """Under autocast the input's product is in a lower precision; what meets it follows."""
+    """Cast to the dtype of the input's product, which is lower under autocast."""
     return [None if tensor is None else tensor.to(dtype) for tensor in tensors]
 
 
@@ -148,7 +147,7 @@ def _lstm_weights(hx: Sequence[Tensor], params: Sequence[Tensor], has_biases: bo
 
 
 def _one_state(direction: _Direction) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """What torch calls for a layer with one state: on a sequence, and on a packed one."""
+    """torch's functions for a layer with one state: on a sequence, and on a packed sequence."""
 
     def run(
         x: Tensor, hx: Tensor, params: Sequence[Tensor], has_biases: bool, num_layers: int, dropout: float,
@@ -171,7 +170,7 @@ def _one_state(direction: _Direction) -> tuple[Callable[..., Any], Callable[...,
 
 
 def _states(hx: Sequence[Tensor]) -> list[_State]:
-    """hx [layers and directions, B, ...], one or two, as one state for each layer and direction."""
+    """hx [layers and directions, B, ...], one or two tensors, as one state for each layer and direction."""
     return list(zip(*(tensor.unbind(0) for tensor in hx), strict=True))
 
 
@@ -179,8 +178,8 @@ def _batch_first(x: Tensor, is_already: bool) -> Tensor:
     return x if is_already else x.transpose(0, 1)
 
 
-# Packed sequences: row n of data [N, ...] is time step t of batch row b, where rows go by t, then by b. batch_sizes [T]
-# says how many batch rows have a step t.
+# Packed sequences. Row n of data [N, ...] is time step t of batch row b. Rows are ordered by t, then by b. The entries
+# of batch_sizes [T] are the numbers of batch rows with a step t.
 
 
 def _run_packed(
@@ -199,7 +198,7 @@ def _lengths(batch_sizes: Tensor, batch: int) -> Tensor:
 
 
 def _unpack(data: Tensor, batch_sizes: Tensor, lengths: Tensor) -> Tensor:
-    """data [N, F] as [B, T, F]; what lies beyond a row's length is a copy of data[0]."""
+    """data [N, F] as [B, T, F]; values beyond a row's length are copies of data[0]."""
     steps, rows = (torch.arange(size, device=data.device) for size in (batch_sizes.size(0), lengths.size(0)))
     starts = batch_sizes.cumsum(0) - batch_sizes
     index = starts + rows.unsqueeze(1)  # [B, T]
@@ -216,7 +215,7 @@ def _pack(padded: Tensor, batch_sizes: Tensor, rows: int) -> Tensor:
 
 
 def _pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """`torch._pack_padded_sequence`. The longest length and their sum are read: shapes depend on them."""
+    """`torch._pack_padded_sequence`. Reads the longest length and their sum, because shapes depend on them."""
     if not bool((lengths[1:] <= lengths[:-1]).all() & (lengths > 0).all()):
         raise ValueError(
             "pack_padded_sequence takes positive lengths in decreasing order; with enforce_sorted=False it sorts them."
@@ -230,7 +229,7 @@ def _pack_padded_sequence(x: Tensor, lengths: Tensor, batch_first: bool) -> tupl
 def _pad_packed_sequence(
     data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
 ) -> tuple[Tensor, Tensor]:
-    """`torch._pad_packed_sequence`. The first of `batch_sizes` is read: it is the size of the batch."""
+    """`torch._pad_packed_sequence`. Reads the first of `batch_sizes`, which is the size of the batch."""
     lengths = _lengths(batch_sizes, int(batch_sizes[0]))
     x = _unpack(data, batch_sizes, lengths)
     steps = torch.arange(x.size(1), device=x.device)
@@ -247,7 +246,7 @@ def computing_packed_sequences() -> Iterator[None]:
     """Sequences are packed and padded by indices that are computed: torch's operators read memory to find shapes."""
     replacements = {"_pack_padded_sequence": _pack_padded_sequence, "_pad_packed_sequence": _pad_packed_sequence}
     for name, replacement in replacements.items():
-        setattr(torch._VF, name, replacement)  # in front of what the module looks up
+        setattr(torch._VF, name, replacement)  # found before the module's own attribute
     try:
         yield
     finally:
@@ -255,7 +254,7 @@ def computing_packed_sequences() -> Iterator[None]:
             delattr(torch._VF, name)
 
 
-# Cells: torch fuses them on GPUs alone.
+# Cells, which torch fuses only on GPUs.
 
 
 def _lstm_cell(
@@ -291,4 +290,4 @@ RECURRENT: dict[OpOverload, Callable[..., Any]] = {
     aten.lstm_cell.default: _lstm_cell,
     aten.gru_cell.default: _gru_cell,
 }
-"""Composite operators of torch and what stands for them while a model is traced."""
+"""Composite operators of torch, and their replacements during a trace."""

@@ -1,9 +1,9 @@
 """Keeps semantic operators whole: attention, dropout, losses, RMS norm and recurrent layers (`ctc`, `recurrent`).
 
-PyTorch decomposes these operators before a trace sees them, and differently on each device. While we trace,
-their composite definitions are replaced by calls of `autoshard::*` operators (see `autoshard.kernels`), as
-torch.export does for the operators it preserves. What the semantic operator does not cover (class weights,
-probabilities as targets, a mask that requires grad) becomes ordinary operators that compute the same.
+PyTorch decomposes these operators before a trace sees them, and differently on each device. During a trace, calls of
+`autoshard::*` operators (`autoshard.kernels`) replace their composite definitions, as torch.export does for the
+operators it preserves. Cases outside a semantic operator (class weights, probabilities as targets, a mask that requires
+grad) become ordinary operators that compute the same result.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _broadcast_lead(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool)
 
 
 def _match_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Repeat the heads of keys and values where the semantic operator cannot group them."""
+    """Repeat the heads of keys and values if the semantic operator cannot group them."""
     if not enable_gqa or key.size(-3) == value.size(-3):
         return query, key, value
     heads = query.size(-3)
@@ -148,7 +148,7 @@ def _match_heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) ->
 
 
 def _to_four_dims(x: Tensor, lead: tuple[int, ...]) -> Tensor:
-    """[..., S, D] as [B, H, S, D]: one head if there are no leading dims for it, more than two are merged."""
+    """[..., S, D] as [B, H, S, D]: a missing head dim is added, more than two leading dims are merged."""
     if len(lead) <= 2:
         return x if x.dim() == 4 else x[(None,) * (4 - x.dim())] if len(lead) == 2 else _one_head(x)
     return x.expand(*lead, *x.shape[-2:]).reshape(-1, lead[-1], *x.shape[-2:])
@@ -168,7 +168,7 @@ def _mask_to_four_dims(mask: Tensor, lead_dims: int, q: Tensor, k: Tensor) -> Te
 
 
 def _expand_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Expand batch and single heads that eager broadcasting would have matched."""
+    """Expand batch and single heads that eager broadcasting would match."""
     batch = max(q.size(0), k.size(0), v.size(0))
     heads = max(k.size(1), v.size(1))
     q = q.expand(batch, max(q.size(1), heads), -1, -1)
@@ -176,7 +176,7 @@ def _expand_batch(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tens
 
 
 def _cross_entropy(logits: Tensor, target: Tensor, *rest: Any, **options: Any) -> Tensor:
-    """See `_wide_cross_entropy`; the result in the type of the logits."""
+    """Cross-entropy by `_wide_cross_entropy`, with the result in the type of the logits."""
     return _wide_cross_entropy(logits, target, *rest, **options).to(logits.dtype)
 
 
@@ -209,7 +209,7 @@ def _wide_cross_entropy(
 def _weighted_rows(
     rows: Tensor, target: Tensor, weight: Tensor, ignore_index: int, label_smoothing: float
 ) -> tuple[Tensor, Tensor]:
-    """Loss of each row [N] with class weights [C], and what its mean divides by."""
+    """Loss of each row [N] with class weights [C], and the divisor of its mean."""
     is_counted = target != ignore_index
     safe = torch.where(is_counted, target, 0)
     log_p = F.log_softmax(rows, dim=-1)
@@ -248,7 +248,7 @@ def _reduce_rows(loss: Tensor, count: Tensor, reduction: int, shape: Sequence[in
 
 
 class _RmsNorm(torch.autograd.Function):
-    """RMS norm as one operator forward and one backward; torch has both, but no derivative on all devices."""
+    """RMS norm as one operator forward and one backward. torch has both, but no derivative on all devices."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None) -> Any:

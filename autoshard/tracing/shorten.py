@@ -1,9 +1,9 @@
-"""Cut a deep model short before it is traced: of blocks that are alike, two stay.
+"""Shortens a deep model before it is traced: two blocks of each kind stay.
 
-Before → after: `layers = [A, A, A, ..., A]` becomes `[A, A]`, and it is remembered how many blocks of which kind there
-were. Blocks are alike if their modules have the same classes, parameters and buffers of the same names, shapes and
-dtypes (trained or not), and the same plain attributes; an attribute that counts the blocks (`layer_idx`) may differ.
-A list may have None in a block's place: all None are alike.
+Before → after: `layers = [A, A, A, ..., A]` becomes `[A, A]`, with a record of the kind of each block. Blocks are equal
+if their modules have equal classes, plain attributes, and names, shapes and dtypes of parameters and buffers.
+Trained and frozen parameters differ. An attribute that numbers the blocks (`layer_idx`) may differ. A list may have
+None in a block's place; all None are equal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from torch import nn
 
 KEPT = 2
-"""Blocks of each kind that stay: the second has a block of its kind before it, like all that follow."""
+"""Blocks of each kind that stay. The second block follows one of its kind, like all later blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class BlockList:
     """A list of blocks of a model.
 
     Args:
-        path: of the list ("model.layers").
-        kinds: of every block of the model, in order; blocks that are alike have the same number.
-        kept: positions, in the whole model, of the blocks that the short model has, in order.
+        path: path of the list ("model.layers").
+        kinds: kind of every block of the model, in order; equal blocks have equal numbers.
+        kept: positions, in the whole model, of the short model's blocks, in order.
     """
 
     path: str
@@ -36,16 +36,16 @@ class BlockList:
 
 @dataclass(frozen=True, slots=True)
 class ShortModel:
-    """A model with fewer blocks, which shares its parameters with the whole one."""
+    """A model with fewer blocks, which shares its parameters with the whole model."""
 
     model: nn.Module
     lists: tuple[BlockList, ...]
 
 
 def shorten(model: nn.Module, kept: int | None = KEPT) -> ShortModel:
-    """The model with `kept` blocks of each kind in every list of blocks; None keeps all.
+    """Return the model with `kept` blocks of each kind in every list of blocks; None keeps all.
 
-    Lists nested in blocks are left as they are.
+    Lists nested in blocks are unchanged.
     """
     lists: list[BlockList] = []
     replaced: dict[str, nn.ModuleList] = {}
@@ -58,7 +58,7 @@ def shorten(model: nn.Module, kept: int | None = KEPT) -> ShortModel:
 
 
 def block_lists(model: nn.Module) -> Iterator[tuple[str, nn.ModuleList, tuple[int, ...]]]:
-    """Path, blocks and kinds of each list of blocks; blocks that are alike have the same number."""
+    """Path, blocks and kinds of each list of blocks; equal blocks have equal numbers."""
     for path, blocks in _outer_lists(model):
         numbers: dict[object, int] = {}
         counting = _counting_attributes(blocks)
@@ -86,7 +86,7 @@ def _block_list(path: str, kinds: tuple[int, ...], kept: int) -> BlockList:
 
 
 def _signature(block: nn.Module | None, counting: frozenset[tuple[str, str]]) -> object:
-    """What two blocks must agree in to be alike."""
+    """The properties in which equal blocks agree."""
     if block is None:
         return None
     modules = tuple((name, type(module)) for name, module in block.named_modules())
@@ -107,7 +107,7 @@ def _plain(block: nn.Module) -> dict[tuple[str, str], object]:
 
 
 def _counting_attributes(blocks: nn.ModuleList) -> frozenset[tuple[str, str]]:
-    """Attributes that number the blocks: one more in each than in the one before."""
+    """Attributes that number the blocks, increasing by one from block to block."""
     values = {index: _plain(block) for index, block in enumerate(blocks) if block is not None}
     start = min(values)
     return frozenset(

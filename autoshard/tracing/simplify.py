@@ -1,11 +1,11 @@
-"""Copies a graph without the nodes that change nothing, with small constants spelt out and steady names.
+"""Copies a graph without redundant nodes, with small constants spelt out and stable names.
 
 detach(x), alias(x), lift_fresh_copy(x), expand or view to the shape it has, t(t(x))   ->   x
-cat([x, an empty tensor])                                                              ->   x
+cat([x, an empty tensor])                                                             ->   x
 a constant tensor whose elements are all equal, a number that becomes a tensor         ->   full(...)
 as_strided(x, ...)                                       ->   as_strided(x as one dim, in the order of its memory, ...)
 
-The last, because a value that moves between devices keeps its elements but not its strides.
+The last rewrite is needed because a value that moves between devices keeps its elements but not its strides.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Copier:
         self.graph = self.graph_module.graph
 
     def node(self, original: fx.Node) -> fx.Node:
-        """The copy of `original`, or the node that stands for it."""
+        """The copy of `original`, or its replacement."""
         return self._copies[original]
 
     def copy_placeholder(self, node: fx.Node, slot: InputSlot) -> fx.Node:
@@ -60,7 +60,7 @@ class Copier:
         return self._remember(node, copy)
 
     def copy(self, node: fx.Node) -> fx.Node:
-        """Copy a node, or find the one that stands for it."""
+        """Copy a node, or find its replacement."""
         if node.op == "get_attr":
             return self._remember(node, self._copy_constant(node))
         same = self._same_as(node)
@@ -81,7 +81,7 @@ class Copier:
         return self._remember(node, copy)
 
     def _copy_strided(self, node: fx.Node, order: list[int], args: Any, kwargs: Any) -> fx.Node:
-        """A call that reads memory by strides, on an operand whose memory is a single dim wherever it lies."""
+        """Emit a call that reads memory by strides, on an operand flattened in the order of its memory."""
         shape = list(args[0].meta["val"].shape)
         permuted = self._call(_ATEN.permute.default, (args[0], order), node)
         flat = self._call(_ATEN.reshape.default, (permuted, [-1]), node)
@@ -94,7 +94,7 @@ class Copier:
         return result
 
     def _call(self, target: Any, args: tuple[Any, ...], like: fx.Node, kwargs: Any = None) -> fx.Node:
-        """A call that the trace does not have, with the metadata of `like`."""
+        """Emit a call that the trace does not have, with the metadata of `like`."""
         copy = self.graph.call_function(target, args, dict(kwargs or {}))
         copy.meta = {key: like.meta[key] for key in self._kept_meta if key in like.meta}
         values, options = fx.map_arg((args, copy.kwargs), lambda operand: operand.meta["val"])
@@ -102,7 +102,7 @@ class Copier:
         return copy
 
     def finish(self, results: tuple[fx.Node, ...]) -> None:
-        """Close the graph, without the nodes that nothing uses."""
+        """Close the graph, and remove unused nodes."""
         self.graph.output(results)
         used = set(results)
         for node in reversed(self.graph.nodes):
@@ -120,7 +120,7 @@ class Copier:
         return copy
 
     def _same_as(self, node: fx.Node) -> fx.Node | None:
-        """The copied node with the same value as `node`, if it changes nothing."""
+        """The copied node with the same value, if `node` is redundant."""
         args: Any = node.args
         if node.target in _IDENTITIES or (node.target is _ATEN.clone.default and self._only_returned(node)):
             return self.node(args[0])
@@ -174,9 +174,9 @@ def _is_alike(first: Tensor, second: Tensor) -> bool:
 
 
 def _memory_order(node: fx.Node) -> list[int] | None:
-    """The dims of the operand of `as_strided` in the order in which they lie in memory, if they fill it.
+    """The dims of the operand of `as_strided` in the order of their memory, if they fill it.
 
-    None for other calls, for operands of one dim, and where memory has gaps or overlaps.
+    None for other calls, for operands of one dim, and for memory with gaps or overlaps.
     """
     if node.target not in (_ATEN.as_strided.default, _ATEN.as_strided_scatter.default):
         return None
@@ -187,7 +187,7 @@ def _memory_order(node: fx.Node) -> list[int] | None:
 
 
 def _base_name(node: fx.Node) -> str:
-    """A name without the number that tracing gave."""
+    """A name without the number from tracing."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return target._schema.name.split("::")[-1]
@@ -195,13 +195,13 @@ def _base_name(node: fx.Node) -> str:
 
 
 def _with_input_gradient(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The operands of a batch norm's backward, the input's gradient asked for: its fake gives it in any case."""
+    """The operands of a batch norm's backward with the input's gradient requested, since its fake always returns it."""
     *operands, asked = args
     return (*operands, [True, *asked[1:]])
 
 
 def _without_empty(operands: Any) -> list[fx.Node]:
-    """The operands of a concatenation but for the empty one-dim ones, which torch skips."""
+    """The operands of a concatenation without empty one-dim operands, which torch skips."""
     kept = [operand for operand in operands if tuple(operand.meta["val"].shape) != (0,)]
     return kept or list(operands)
 

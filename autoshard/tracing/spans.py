@@ -1,8 +1,8 @@
 """Spans masked at random (SpecAugment, Park et al. 2019), drawn by operators instead of NumPy.
 
-Wav2vec 2.0, HuBERT, WavLM, Whisper and their kin in transformers share a function that draws with NumPy which spans
-of a sequence are masked. A trace would keep its first masks for ever. `draw_spans` draws from the same distribution
-with operators of torch: each step has masks of its own, which are the same on every mesh.
+Wav2vec 2.0, HuBERT, WavLM, Whisper and similar models in transformers share a function that draws masked spans with
+NumPy. A trace would freeze its first masks. `draw_spans` draws from the same distribution with operators of torch. Each
+step then has masks of its own, equal on every mesh.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PARAMETERS = ("shape", "mask_prob", "mask_length", "attention_mask", "min_masks
 
 @contextlib.contextmanager
 def drawing_spans(device: torch.device) -> Iterator[None]:
-    """Replace, within, the function by `draw_spans` in all Python modules that have it."""
+    """Replace the function by `draw_spans` in all Python modules that have it, within the context."""
     namespaces = [getattr(module, "__dict__", {}) for module in list(sys.modules.values())]
     places = [each for each in namespaces if _NAME in each and _draws_spans(each[_NAME])]
     saved = [place[_NAME] for place in places]
@@ -49,17 +49,17 @@ def draw_spans(
     *,
     device: torch.device | None = None,
 ) -> Tensor:
-    """A mask [N, L] of spans at random places; they may overlap.
+    """Draw a mask [N, L] of spans at random places; spans may overlap.
 
     Args:
         shape: N, L.
-        mask_prob: the share of a sequence that spans would cover if they did not overlap; what is not whole is rounded
-            up as often as it is large, for all sequences of the batch together.
-        mask_length: of each span.
-        attention_mask: [N, L]; spans lie within as many first places as it has ones. A sequence with no room for
-            one is masked at its last place, which is padding.
-        min_masks: spans of a sequence at least.
-        device: device of the mask, where there is no `attention_mask`.
+        mask_prob: the share of a sequence that spans would cover without overlap. A fractional number of spans is
+            rounded up with the probability of its fraction, for all sequences of the batch together.
+        mask_length: length of each span.
+        attention_mask: [N, L]; its number of ones is a sequence's length, within which spans lie. A sequence too short
+            for a span is masked at its last place, which is padding.
+        min_masks: least number of spans of a sequence.
+        device: device of the mask, without `attention_mask`.
     """
     batch, length = shape
     if not 1 <= mask_length <= length:
@@ -80,7 +80,7 @@ def draw_spans(
     keys = torch.rand(batch, length, device=device)
     keys = torch.where(torch.arange(length, device=device) < starts[:, None], keys, 2.0)
     is_start = keys.argsort(1).argsort(1) < spans[:, None]
-    begun = is_start.long().cumsum(1)  # spans that begin at a place or before
+    begun = is_start.long().cumsum(1)  # spans that begin at this place or before
     ended = torch.nn.functional.pad(begun, (mask_length, 0))[:, :length]
     whole = torch.full((1,), length, device=device)
     has_any = count(whole, whole - (mask_length - 1)) > 0

@@ -1,7 +1,8 @@
-"""Numbers of rows that depend on values, as symbols of a trace; `bounded` makes sizes of them afterwards.
+"""Numbers of rows that depend on values, as symbols of a trace; `bounded` later turns them into sizes.
 
-`nonzero`, `x[mask]` and `masked_select` have as many rows as a mask has ones. torch gives the number a symbol without a
-value, which all shapes carry, and notes what is asked of it: Python that compares it gets the value of the example.
+`nonzero`, `x[mask]` and `masked_select` have one row for each one in a mask. The number is a symbol without a value,
+which all shapes carry. PyTorch records the questions about it, and Python that compares it gets the value of the
+example.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 aten = torch.ops.aten
 
 Nonzero = Callable[[Tensor], Tensor]
-"""`aten.nonzero`, of whose number of rows note is taken."""
+"""`aten.nonzero`, with its number of rows recorded."""
 
 
 class ValueUnavailableError(Exception):
@@ -28,11 +29,11 @@ class ValueUnavailableError(Exception):
 
 
 class UnboundedSizeError(Exception):
-    """A program does with a tensor of unknown size what is not known to be right with a bounded one."""
+    """A program's use of a tensor of unknown size may be wrong with a bounded size."""
 
 
 def new_environment() -> ShapeEnv:
-    """What symbols of numbers of rows live in; a value that is read makes none."""
+    """The environment of symbols for numbers of rows; a read value makes no symbol."""
     return ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=True)
 
 
@@ -56,15 +57,15 @@ SYMBOLIC: Mapping[Any, Callable[..., Tensor]] = {
     aten.index.Tensor: _index,
     aten.masked_select.default: _masked_select,
 }
-"""Operator to a function that makes the call by way of `nonzero`."""
+"""Operator to a function that performs the call with `nonzero`."""
 
 
 @dataclass(slots=True)
 class SymbolicCounts:
-    """The symbols that a trace made for numbers of rows, each with the mask that it counts.
+    """The symbols of a trace for numbers of rows, each with its mask.
 
     Args:
-        environment: torch's, in which symbols live.
+        environment: torch's environment of symbols.
     """
 
     environment: ShapeEnv
@@ -72,11 +73,11 @@ class SymbolicCounts:
     numbers: dict[Any, int] = field(default_factory=dict)
 
     def add(self, mask: Tensor, places: Tensor, number: int | None) -> None:
-        """Note the places of a mask's ones, and how many there are in the example, if that is known."""
+        """Record the places of a mask's ones, and their number in the example, if known."""
         size: Any = places.shape[0]
         symbol: Any = sympy.sympify(size) if isinstance(size, int) else size.node.expr
         if not symbol.is_Symbol:
-            return  # the number of the same mask, which was noted before, and is known by now
+            return  # the number of a mask that was recorded before
         self.masks[symbol] = mask
         if number is not None:
             self.numbers[symbol] = number
@@ -85,11 +86,11 @@ class SymbolicCounts:
             known(symbol, number)
 
     def computed(self, expressions: Sequence[Any]) -> list[Tensor]:
-        """Whether each holds, as a traced tensor.
+        """Whether each expression holds, as a traced tensor.
 
         Raises:
-            ValueUnavailableError: it is not known whether they hold in the example.
-            UnboundedSizeError: one does not.
+            ValueUnavailableError: the example does not decide whether an expression holds.
+            UnboundedSizeError: an expression does not hold.
         """
         for expression in expressions:
             holds = expression.subs(self.numbers)
@@ -102,13 +103,13 @@ class SymbolicCounts:
         return [_compute(expression, counts) for expression in expressions]
 
     def assumed(self) -> list[Any]:
-        """What Python, or torch, took to be true of the numbers so far."""
+        """Assumptions of Python or torch about the numbers so far."""
         by_symbol = self.environment.deferred_runtime_asserts
         expressions = [item.expr for symbol in self.masks for item in by_symbol.get(symbol, ())]
         return [expression for expression in expressions if not self._always_holds(expression)]
 
     def _always_holds(self, expression: Any) -> bool:
-        """Whether it says no more than that numbers of rows are not negative."""
+        """Whether the expression follows from nonnegative numbers of rows."""
         sizes = {symbol: sympy.Dummy(integer=True, nonnegative=True) for symbol in expression.free_symbols}
         return expression.subs(sizes) is sympy.true
 

@@ -1,10 +1,10 @@
-"""`trace`: from a model and example inputs to a `Program`, by the first rung that holds.
+"""`trace`: from a model and example inputs to a `Program`, by the first rung that works.
 
-1. The plain call, run under fake tensors through AOTAutograd's export (`joint`).
-2. The same with values beside the tensors, when the model reads values from them (`concrete`): those of the
-   inputs, then those of parameters too, then as compiled code, for which some models have no such branches. Sizes that
-   depend on values are bounded (`bounded`), and those of the example where that is not known to be right (`counted`).
-3. Dynamo's graph of the call, when its Python cannot run under fake tensors (`dynamo`).
+1. The plain call, run on fake tensors through AOTAutograd's export (`joint`).
+2. The same with values beside the tensors, if the model reads values from them (`concrete`). First the inputs have
+   values, then parameters too. Then the model runs as compiled code, where some models have no such branches. Sizes
+   that depend on values are bounded (`bounded`), or fixed to the example's where a bound may be wrong (`counted`).
+3. Dynamo's graph of the call, if its Python cannot run on fake tensors (`dynamo`).
 """
 
 from __future__ import annotations
@@ -75,40 +75,40 @@ def trace(
 ) -> Program:
     """Trace a call of a model, and its backward, into a program with global shapes.
 
-    Nothing is computed and no memory is used for parameters and activations, unless the model reads values
-    from its tensors: then the call is run once on the example inputs.
+    Nothing is computed and no memory is used for parameters and activations, unless the model reads values from its
+    tensors. Then the call runs once on the example inputs.
 
     Args:
         model: any module; its parameters may be on the meta device.
         args: positional example inputs (real or meta tensors, nested as pytrees, and constants).
         kwargs: keyword example inputs.
-        loss_fn: applied to the model's outputs and the last positional inputs as `loss_fn(outputs, *targets)`,
-            with as many targets as it has required parameters after the first; the program returns its result.
+        loss_fn: applied to the model's outputs and the last positional inputs as `loss_fn(outputs, *targets)`, with as
+            many targets as it has required parameters after the first. The program returns its result.
         grad: whether to trace the backward; a model without parameters that require grad has none.
-        all_tangents: take a tangent for every differentiable output. By default only losses (floating 0-dim
-            outputs that require grad) get one where there are any, and the other outputs are detached.
-        update: what an optimizer does with the gradients; the program is then that of the whole training step.
-        compute_dtype: what the model computes in where its parameters and inputs are wider; see `tracing.precision`.
-        seed: of random operators, for models that read values which depend on what these give.
-        device: where tensors on the meta device are taken to be; default: with the first tensor that is not.
-        values: within it, the model's parameters have their values, if they are on meta outside; entered only where
-            the model reads values of its parameters, or can be traced by way of Dynamo alone.
-        derivatives: what to return instead of the model's outputs, the innermost first; `args` are then those of the
-            last; see `autoshard.ir.derivative`.
-        loss_only: the program returns the first floating scalar of the model's outputs, and nothing that only the
-            others need is in it.
-        forward_only: the program has no backward, while the model runs as it does where gradients are wanted.
-        as_compiled: `torch.compiler.is_compiling()` is true for the model's code. Without, it is if the model cannot be
-            traced otherwise.
-        whole_experts: layers of experts of transformers' models are one operator each (`tracing.experts`); else what
-            their implementation calls.
+        all_tangents: take a tangent for every differentiable output. By default only losses (floating 0-dim outputs
+            that require grad) get tangents if the model has any, and all other outputs are detached.
+        update: the optimizer's update. The program is then that of the whole training step.
+        compute_dtype: type of computation for wider parameters and inputs, by `tracing.precision`.
+        seed: seed of random operators, for models that read values which depend on random numbers.
+        device: assumed device of tensors on meta; default: that of the first other tensor.
+        values: context in which parameters on meta have their values. Entered only if the model reads values of its
+            parameters, or only Dynamo can trace it.
+        derivatives: derivatives to return instead of the model's outputs, the innermost first. `args` then belong to
+            the last of them, as in `autoshard.ir.derivative`.
+        loss_only: the program returns only the first floating scalar of the model's outputs, without the nodes that
+            only other outputs need.
+        forward_only: the program has no backward, but the model runs as if gradients were wanted.
+        as_compiled: `torch.compiler.is_compiling()` is true for the model's code. By default it is true only if the
+            model cannot be traced otherwise.
+        whole_experts: layers of experts of transformers' models are one operator each (`tracing.experts`). Otherwise
+            their own implementation is traced.
 
     Returns:
-        The program; see `autoshard.ir.program`.
+        The program, in the form of `autoshard.ir.program`.
 
     Raises:
-        TraceError: the call cannot be captured; the reason of each rung is listed. Or the model computes with a
-            number that each call changes.
+        TraceError: the call cannot be captured, with the reason of each rung; or the model computes with a number that
+            each call changes.
     """
     args, kwargs = tuple(args), dict(kwargs or {})
     call = take_apart(args, kwargs)
@@ -144,7 +144,7 @@ def trace(
 
 
 def _capture(model: nn.Module, call: TracedCall, options: TraceOptions, values: LendValues) -> JointGraph:
-    """The graph of the first rung that holds."""
+    """The graph of the first rung that works."""
     failures: list[tuple[_Rung, Exception]] = []
     for rung in _RUNGS:
         if failures and not rung.helps_with(failures[-1][1]):
@@ -162,7 +162,7 @@ def _capture(model: nn.Module, call: TracedCall, options: TraceOptions, values: 
 
 @contextlib.contextmanager
 def _unreported() -> Iterator[None]:
-    """Without torch's own reports, as long as a page, of a call that fails on fake tensors: ours says which."""
+    """Silence torch's page-long reports of a call that fails on fake tensors; our error names the call."""
     before = [logger.disabled for logger in _REPORTING]
     for logger in _REPORTING:
         logger.disabled = True
@@ -193,7 +193,7 @@ def _symbolically_with_state(model: nn.Module, call: TracedCall, options: TraceO
 
 
 def _bounding(model: nn.Module, call: TracedCall, options: TraceOptions, known: Known) -> JointGraph:
-    """Sizes that depend on values are bounded; what goes wrong with them alone is no error of the model."""
+    """Export with bounded sizes. Failures of bounded sizes alone are no errors of the model."""
     try:
         return export_joint(model, call, replace(options, known=known, symbolic=True))
     except (TraceError, UnboundedSizeError):
@@ -217,7 +217,7 @@ def _as_compiled(model: nn.Module, call: TracedCall, options: TraceOptions) -> J
 
 
 def _reads_values(error: BaseException) -> bool:
-    """Whether `error`, or one it came from, says that a value was read from a tensor that has none."""
+    """Whether `error` or its cause reports a read of a tensor without values."""
     seen: BaseException | None = None if isinstance(error, UnboundedSizeError) else error
     while seen is not None:
         if isinstance(seen, _READ_ERRORS):
@@ -244,7 +244,9 @@ def _is_other(error: BaseException) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Rung:
-    """One way to capture a call, which errors of the way before it can help with, and whether it reads parameters."""
+    """One way to capture a call, the errors of the previous rung that it helps with, and whether it reads
+    parameters.
+    """
 
     name: str
     capture: Callable[[nn.Module, TracedCall, TraceOptions], JointGraph]
@@ -286,7 +288,7 @@ def _refusal(model: nn.Module, failures: list[tuple[_Rung, Exception]]) -> Trace
 
 
 def _way_out(place: tuple[str, nn.Module] | None) -> str:
-    """Advice for a norm that sees one value of each channel, of which there is no variance."""
+    """Advice for a norm that sees one value of each channel, which has no variance."""
     if place is not None and isinstance(place[1], _NORMS) and place[1].training:
         return " In training it needs several values of each channel: pass a larger batch, or call .eval()."
     return ""

@@ -1,6 +1,6 @@
 """Semantic operators under `torch.func` (`vmap`, `grad`, `jvp`, `hessian`) and forward-mode differentiation.
 
-A transform takes a call apart, operator by operator, and has no rule for ours. There their composites take their place.
+A transform processes a call operator by operator, and has no rule for ours. Under it, composites replace them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from autoshard.kernels.library import composite_of
 
 
 def call_operator(overload: OpOverload, *args: Any) -> tuple[Tensor, ...]:
-    """A semantic operator's results, or under a transform its composite's: the differentiable ones alone."""
+    """A semantic operator's results; under a transform its composite's differentiable results."""
     return composite_of(overload)(*args) if is_transformed() else overload(*args)
 
 

@@ -4,11 +4,11 @@ Before → after: parameters, ..., gradients become
 
     parameters, ..., state, hyper-parameters → ..., updated parameters, updated state
 
-1. Without a limit on the gradients' norm there is no scale. With one it is min(1, limit / (norm + 1e-6)), as in
-   `torch.nn.utils.clip_grad_norm_`, of the norm over all gradients.
-2. Each parameter that has a gradient and is in a group of the update goes through the update operator of its group
+1. With a limit on the gradients' norm, the scale is min(1, limit / (norm + 1e-6)) of the norm over all gradients, as in
+   `torch.nn.utils.clip_grad_norm_`.
+2. Each parameter with a gradient and a group goes through the update operator of its group
    (`autoshard.kernels.optimizers`).
-3. Gradients are no results any more; what only they needed stays, as the update needs it.
+3. Gradients are no results any more. Their computation stays, because the update needs it.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from autoshard.ir.update import Update, UpdateRule, hyper_slot, state_slot
 _aten = torch.ops.aten
 _autoshard = torch.ops.autoshard
 _EPSILON = 1e-6
-"""What `torch.nn.utils.clip_grad_norm_` adds to the norm."""
+"""Addend of the norm in `torch.nn.utils.clip_grad_norm_`."""
 
 _DROPPED = (OutputKind.GRADIENT, OutputKind.INPUT_GRADIENT)
 
 
 def append_update(program: Program, update: Update, *, of_stage: bool = False) -> Program:
-    """The program of the whole step; its graph is `program`'s, extended.
+    """Return the program of the whole step; its graph is `program`'s, extended.
 
     Args:
         program: a joint program with gradients, as traced.
-        update: what the optimizer does.
-        of_stage: the program is a stage of a pipeline. Where gradients are clipped, it returns the sum of the squares
-            of its own gradients, and takes that of all stages (`InputKind.SQUARES`).
+        update: the optimizer's update.
+        of_stage: the program is a stage of a pipeline. With clipping, it returns the summed squares of its own
+            gradients, and takes those of all stages (`InputKind.SQUARES`).
     """
     return _Appending(program, update, of_stage).run()
 
@@ -81,14 +81,14 @@ class _Appending:
         return replace(self.program, inputs=tuple(self.inputs), outputs=tuple(kept))
 
     def _squares(self, gradients: dict[str, fx.Node]) -> fx.Node | None:
-        """The sum of the squares of all gradients, a scalar; None where they are not clipped."""
+        """The summed squares of all gradients, a scalar; None without clipping."""
         if self.update.max_grad_norm is None or not gradients:
             return None
         squares = [self._call(_autoshard.sum_of_squares.default, node, of=name) for name, node in gradients.items()]
         return functools.reduce(lambda one, two: self._call(_aten.add.Tensor, one, two, of=_module(two)), squares)
 
     def _scale(self, total: fx.Node) -> fx.Node:
-        """What all gradients are multiplied by, a scalar."""
+        """The scale of all gradients, a scalar."""
         limit = self.update.max_grad_norm
         norm = self._call(_aten.sqrt.default, total)
         ratio = self._call(_aten.mul.Tensor, self._call(_aten.reciprocal.default, self._more(norm)), limit)
@@ -135,7 +135,7 @@ class _Appending:
         return self._placeholder(InputKind.STATE, state_slot(state, name), self.values[key])
 
     def _placeholder(self, kind: InputKind, slot_name: str, value: Tensor) -> fx.Node:
-        """One more input, behind all others."""
+        """Add an input after all others."""
         graph, name = self.program.graph, re.sub(r"\W", "_", slot_name)
         with graph.inserting_after(self.values.get("last") or self.program.nodes_by_name()[self.inputs[-1].node]):
             node = graph.create_node("placeholder", name, (), {}, name=name)
@@ -168,5 +168,5 @@ def _form(value: Tensor) -> tuple[Any, ...]:
 
 
 def _module(node: fx.Node) -> str:
-    """A name in the module that a node belongs to."""
+    """A name in the module of a node."""
     return f"{node.meta['module']}."

@@ -28,7 +28,7 @@ from passes.planning.recipe_meshes import (
     pipeline_ranks,
     restricts,
 )
-from passes.search.search_recipes import FoundRecipe
+from passes.search.search_recipes import NOTHING, FoundRecipe
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,11 @@ def shape_of(recipe: Recipe, fixed: Mapping[str, object]) -> Recipe:
 
 
 def candidates_found(
-    found: Sequence[FoundRecipe], fixed: Mapping[str, object], cluster: Cluster, global_batch: int
+    found: Sequence[FoundRecipe],
+    fixed: Mapping[str, object],
+    cluster: Cluster,
+    global_batch: int,
+    saving: FoundRecipe = NOTHING,
 ) -> Iterator[Candidate]:
     """The candidates of the recipes that the outer search found, the fastest first.
 
@@ -124,12 +128,14 @@ def candidates_found(
         found: recipes, each with its price.
         fixed: fields that constraints decide.
         cluster, global_batch: of the call.
+        saving: the fastest recipe that computes blocks again; planned only where memory is short.
     """
     shapes: dict[Recipe, tuple[Recipe, float]] = {}
-    for each in sorted(found, key=lambda each: each.objective):
+    for each in sorted([*found, saving], key=lambda each: each.objective):
         if each.recipe is not None:
             recipe = each.recipe.recipe
             shapes.setdefault(shape_of(recipe, fixed), (recipe, each.objective))
+    usual = {shape_of(each.recipe.recipe, fixed) for each in found if each.recipe is not None}
     least_s, has_stages, planned = min((step_s for _, step_s in shapes.values()), default=0.0), False, 0
     for shape, (recipe, step_s) in shapes.items():
         in_stages, saves = is_several(shape.pipeline), (recipe.recompute, recipe.offload) != ("none", "none")
@@ -143,6 +149,7 @@ def candidates_found(
                 recipe=None if is_free else shape,
                 proposal=shape,
                 is_spare=is_spare,
+                is_for_memory=candidate.is_for_memory or shape not in usual,
                 exact=recipe,
                 slowest_s=_SLOW * step_s,
             )

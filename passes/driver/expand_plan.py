@@ -1,8 +1,8 @@
 """Expand a plan of a program with blocks left out (`autoshard.ir.repeat`) to the program of the whole model.
 
-Every node of the whole program is matched with one of the short program: a node of an elided block with the node at the
-same place of the unit that stands for it, all others with themselves. Matched nodes make the same call at the same
-place of their modules, and their operands are matched too. Then the plan of a node is that of its match.
+Every node of the whole program is matched with one of the short program: a node of a block left out with the node at
+the same place of the unit that stands for it, every other node with itself. Matched nodes make the same call at the
+same place of their modules, and their operands are matched too. Then the plan of a node is that of its match.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from autoshard.tracing import without
 from passes.lowering.lower import check_digest
 from passes.lowering.lower_program import prepare
 from passes.recomputation.recompute import InsertRecompute
-from passes.strategies.elided import NotAlikeError
 from passes.strategies.fold_blocks import module_paths
+from passes.strategies.repeated import NotAlikeError
 
 _Unit = tuple[int, int]
 """A repeat (its position) and the first block of a unit; what is in none has (-1, 0)."""

@@ -135,7 +135,7 @@ class _ChoiceLowering:
     @property
     def near(self) -> float:
         """The most that a rough step may be of the fastest step, for the choice to be lowered."""
-        is_exact = bool(self.planning.elided.sites) or overlap_of(self.cluster) is None
+        is_exact = bool(self.planning.repeated.sites) or overlap_of(self.cluster) is None
         return 1 + (_VERY_NEAR if is_exact else _NEAR)
 
     def __call__(self, found: Solution, planning: PlanningProblem | None = None) -> LoweredPlan:

@@ -20,8 +20,8 @@ from passes.driver.plan_of_choice import LoweredPlan, peak_under
 from passes.driver.plan_options import PlanOptions
 from passes.lowering.bucket_collectives import BucketCollectives
 from passes.lowering.lower_program import prepare
-from passes.memory.elided_lifetimes import with_elided
 from passes.memory.liveness import find_lifetimes
+from passes.memory.repeated_lifetimes import with_repeated
 from passes.planning.baselines import solve_baselines
 from passes.planning.bucket_prices import hidden_part, in_buckets, solve_in_buckets
 from passes.planning.build_assignment import PlanningProblem, build_problem
@@ -37,10 +37,10 @@ from passes.recomputation.whole_blocks import joint_with_blocks, with_whole_bloc
 from passes.solver.assignment import Solution
 from passes.solver.one_thread import one_blas_thread
 from passes.solver.search_control import ALL_PLANS
-from passes.strategies.elided import find_elided
 from passes.strategies.enumerate_strategies import EnumerateStrategies
 from passes.strategies.fold_blocks import fold_blocks
 from passes.strategies.price import Prices
+from passes.strategies.repeated import find_repeated
 
 logger = logging.getLogger(__name__)
 
@@ -173,9 +173,9 @@ def planning_problem(program: Program, mesh: Mesh, cluster: Cluster, options: Pl
     strategies = EnumerateStrategies(mesh, options.strict, prune=True, wide_gradients=True)
     levels = tied_levels(mesh, options.constraints.values(), options.before, options.recipe)
     space = space_in_time(strategies, prepare(program), levels, options.time_budget_s)
-    elided, prices = find_elided(space), Prices(cluster, mesh)
+    repeated, prices = find_repeated(space), Prices(cluster, mesh)
     ratio = options.state_bytes_per_parameter_byte
-    liveness = with_elided(find_lifetimes(space, ratio, options.micro_batches, options.load), elided, space)
-    planning = build_problem(space, prices, liveness, fold_blocks(space), elided)
+    liveness = with_repeated(find_lifetimes(space, ratio, options.micro_batches, options.load), repeated, space)
+    planning = build_problem(space, prices, liveness, fold_blocks(space), repeated)
     logger.debug("enumeration took %.3f s", time.monotonic() - start)
     return planning if options.recipe is None else with_whole_blocks(planning, options.recipe)

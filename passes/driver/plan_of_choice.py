@@ -60,8 +60,10 @@ def lowered_plan(
         operators=cover(planning, choice),
     )
     lowered = _lowered(planning, choice, plan, cluster)
-    micro_batches = planning.liveness.micro_batches
-    lowering = LoweringOptions(reduce_dtype=options.reduce_dtype, micro_batches=micro_batches, lowered=lowered)
+    load, micro_batches = planning.liveness.load, planning.liveness.micro_batches
+    lowering = LoweringOptions(
+        reduce_dtype=options.reduce_dtype, micro_batches=micro_batches, load=load, lowered=lowered
+    )
     walked, phased, _ = _walked(planning.space.program, plan, cluster, lowering)
     memory = _memory(planning, choice, phased)
 
@@ -70,7 +72,7 @@ def lowered_plan(
 
     without = predicted(walked)
     if not options.with_kernels:
-        is_whole = not planning.elided.sites
+        is_whole = not planning.repeated.sites
         return LoweredPlan(replace(plan, predicted=without), phased if is_whole else None)
     with_kernels, _, marked = _walked(planning.space.program, plan, cluster, _with_priced_kernels(lowering))
     kernels = replace(marked, breakdown_without=without.breakdown)
@@ -122,7 +124,7 @@ def _memory(planning: PlanningProblem, choice: Sequence[int], phased: PhasedProg
 
 def _state_beside(planning: PlanningProblem, choice: Sequence[int]) -> int:
     """Bytes of optimizer state that is not in the program."""
-    space, counts = planning.space, planning.elided.site_counts()
+    space, counts = planning.space, planning.repeated.site_counts()
     total = 0
     for name in planning.liveness.parameters:
         spec = planning.strategy(name, choice).outputs[0]

@@ -33,6 +33,7 @@ from passes.driver.pipelines import check_pipeline
 from passes.driver.plan_candidates import Planned, plan_candidates
 from passes.driver.planner import Planner
 from passes.driver.recipe_search import RecipeSearch, recipe_search
+from passes.search.search_recipes import NOTHING
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -121,6 +122,9 @@ def _spares(call: Call) -> Sequence[Candidate]:
         return ()
 
 
+_SAVING = {"recompute": ("full",), "offload": ("none",)}
+"""Recipes that compute all blocks again. Their plans compute less again, and are faster by more than others are."""
+
 _LESS = (1.0, 0.9, 0.8)
 """Shares of the memory limit within which recipes are found, in turn, until one has a plan that fits in all of it."""
 
@@ -147,8 +151,10 @@ def _plan_proposed(
             if is_asked:
                 raise
             return plan_candidates(planner, _candidates(call), request_of, check_stages)
-        proposed = [found] if found.was_interrupted else [found, *kinds.values()]
-        shapes = candidates_found(proposed, problem.pinned, problem.cluster, problem.base.batch)
+        proposed, saving = [found], NOTHING
+        if not found.was_interrupted:
+            proposed, saving = [found, *kinds.values()], problem.best(only=_SAVING, ceiling=planner.ceiling)
+        shapes = candidates_found(proposed, problem.pinned, problem.cluster, problem.base.batch, saving)
         candidates = [each for each in shapes if each.proposal not in tried]
         tried |= {each.proposal for each in candidates}
         if not is_asked:

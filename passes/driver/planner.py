@@ -61,7 +61,7 @@ from passes.planning.constraints import constraints_on, split_outputs, whole_out
 from passes.planning.recipe_meshes import names_axes_of
 from passes.questions.change import NO_CHANGE, Change
 from passes.solver.search_control import Ceiling, SearchControl, SearchStopped
-from passes.strategies.elided import NotAlikeError
+from passes.strategies.repeated import NotAlikeError
 from passes.verification.verify_passes import verifies_each_pass, verify_pass
 from passes.verification.verify_phases import verify_phases
 from passes.verification.verify_preparation import verify_preparation
@@ -206,19 +206,21 @@ class Planner:
             check_has_loss(program)
         return program
 
-    def trace_elided(self, request: Request, margin: int) -> Program | None:
+    def trace_with_gaps(self, request: Request, margin: int) -> Program | None:
         """The program of a call without the inner blocks of long lists; None where there are none, or it cannot run."""
         if self.traces is not None:
-            return self.traces.once(request, margin, partial(replace(self, traces=None).trace_elided, request, margin))
-        elided = tracing.elide_blocks(request.model, margin)
-        if elided is None:
+            return self.traces.once(
+                request, margin, partial(replace(self, traces=None).trace_with_gaps, request, margin)
+            )
+        short = tracing.leave_out_blocks(request.model, margin)
+        if short is None:
             return None
         try:
-            program = self.trace(replace(request, model=elided.model))
+            program = self.trace(replace(request, model=short.model))
         except TraceError as error:
             _LOGGER.debug("the model cannot be traced without its inner blocks: %s", error)
             return None
-        return replace(program, repeats=elided.repeats)
+        return replace(program, repeats=short.repeats)
 
     def plan_call(self, request: Request, meshes: Sequence[Mesh]) -> tuple[Program, Plan]:
         """The fastest plan of a call on any of some meshes, and the program that it is of.
@@ -242,7 +244,7 @@ class Planner:
         Margins at which blocks are not alike are taken out of `margins`.
         """
         for margin in tuple(self.margins):
-            program = self.trace_elided(request, margin)
+            program = self.trace_with_gaps(request, margin)
             if program is None:
                 return None
             try:
@@ -464,6 +466,7 @@ class Planner:
                     with_native=self.with_native,
                     reduce_dtype=self.reduce_dtype,
                     micro_batches=self.micro_batches,
+                    load=self.load,
                     on_pass=on_pass,
                 ),
             )

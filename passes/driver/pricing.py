@@ -34,9 +34,9 @@ from autoshard.ir.runtime import USUAL, Runtime, runtime_named
 from cost_models.hardware import Cluster
 from passes.questions.formulas import PlanFormulas
 from passes.questions.price_counts import CountsOfPrice
-from passes.recipes.recipe_plan import recipe_plan
-from passes.sections.fold_program import fold_program
-from passes.sections.price_model import PricedModel
+from passes.search.layers.fold_program import fold_program
+from passes.search.layers.price_model import PricedModel
+from passes.search.recipe_plan import recipe_plan
 
 _TRACED: weakref.WeakKeyDictionary[nn.Module, dict[object, PricedModel]] = weakref.WeakKeyDictionary()
 """Models that were priced before, by model, shapes of inputs and loss."""
@@ -102,18 +102,23 @@ def priced_model(
     example_inputs: ExampleInputs,
     loss_fn: Callable[..., torch.Tensor] | None,
     precision: str | None = None,
+    *,
+    whole_experts: bool = False,
 ) -> PricedModel:
     """The folded form of a model, from before if it was priced with such inputs already, and is as it was.
 
-    `precision`: of its products, see `narrow_dtype`; None: its own.
+    Args:
+        precision: of its products, see `narrow_dtype`; None: its own.
+        whole_experts: layers of experts are one operator, as compiled programs have them. Other frameworks run the
+            products that they are made of.
     """
     check_tensors(*split_inputs(example_inputs))
     dtype = narrow_dtype(model, precision)
-    key = (_describe(example_inputs), loss_fn, dtype, _describe_modules(model))
+    key = (_describe(example_inputs), loss_fn, dtype, whole_experts, _describe_modules(model))
     known = _TRACED.setdefault(model, {})
     if key not in known:
         narrow = (model, example_inputs) if dtype is None else _narrowed(model, example_inputs, dtype)
-        known[key] = _fold(*narrow, loss_fn)
+        known[key] = _fold(*narrow, loss_fn, whole_experts=whole_experts)
     return known[key]
 
 
@@ -143,7 +148,13 @@ def _narrowed(model: nn.Module, example_inputs: ExampleInputs, dtype: torch.dtyp
     return copy.deepcopy(model, on_meta).to(dtype), pytree.tree_map(narrow, example_inputs)
 
 
-def _fold(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable[..., torch.Tensor] | None) -> PricedModel:
+def _fold(
+    model: nn.Module,
+    example_inputs: ExampleInputs,
+    loss_fn: Callable[..., torch.Tensor] | None,
+    *,
+    whole_experts: bool,
+) -> PricedModel:
     check_trains(model, optimizer="of the recipe")
     short = tracing.shorten(model)
 
@@ -151,8 +162,7 @@ def _fold(model: nn.Module, example_inputs: ExampleInputs, loss_fn: Callable[...
         resized = pytree.tree_map(lambda leaf: _resized(leaf, batch), example_inputs)
         args, kwargs = split_inputs(resized)
         with torch.enable_grad():
-            # a recipe shares out experts by the products that they are made of
-            return tracing.trace(short.model, args, kwargs, loss_fn=loss_fn, whole_experts=False)
+            return tracing.trace(short.model, args, kwargs, loss_fn=loss_fn, whole_experts=whole_experts)
 
     folded = fold_program(traced(2), traced(3), short.lists)
     check_has_loss(folded.single)

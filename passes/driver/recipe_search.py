@@ -20,12 +20,12 @@ from cost_models.memory import room_bytes
 from cost_models.streams import overlap_of
 from passes.driver.pricing import narrow_dtype, priced_model
 from passes.driver.progress import Show, search_bar
-from passes.recipes.recipe_plan import predict_recipe
+from passes.search.layers.price_model import CountedModel
 from passes.search.recipe_constraints import pinned
+from passes.search.recipe_plan import predict_recipe
 from passes.search.recipe_problem import RecipeProblem, known_recipe
 from passes.search.recipe_space import SEARCHED, Only
 from passes.search.search_recipes import FoundRecipe, Watch
-from passes.sections.price_model import CountedModel
 from passes.solver.search_control import Ceiling
 
 _AXES = 3
@@ -110,9 +110,10 @@ def recipe_search(call: Call, global_batch: int) -> RecipeSearch:
         has_masters = narrow_dtype(model, base.precision) is not None
         runtime = own_runtime(cluster, base.precision, has_masters=has_masters)
     base = replace(base, runtime=runtime)
-    counted = priced_model(model, call.example_inputs, call.loss_fn, base.precision).counted
-    problem = problem_of(counted, cluster, base, call.memory_budget, only)
-    problem = replace(problem, runs=call.runtime is None)
+    is_ours = call.runtime is None
+    priced = priced_model(model, call.example_inputs, call.loss_fn, base.precision, whole_experts=is_ours)
+    problem = problem_of(priced.counted, cluster, base, call.memory_budget, only)
+    problem = replace(problem, runs=is_ours)
     before = None if call.previous is None else call.previous.recipe
     return RecipeSearch(call, problem, before)
 

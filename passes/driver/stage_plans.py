@@ -121,10 +121,12 @@ class StagePlans:
         """
         assert plan.order is not None, "it is a plan of stages"
         cut = self.cut(program, plan, request)
+        search = self._search(cut, self.order(request), request, None)
         made = list[tuple[PhasedProgram, VerificationReport | None]]()
         try:
             for number, (stage, own) in enumerate(zip(cut.stages, plan.stages, strict=True)):
-                made.append((lowered[number], None) if number in lowered else self.planner.lower(stage, own))
+                lowering = replace(self.planner, load=search.load(number))
+                made.append((lowered[number], None) if number in lowered else lowering.lower(stage, own))
         except PlanMismatchError as error:
             raise _of_another_step(plan) from error
         pairs = zip(made, plan.stages, strict=True)
@@ -213,9 +215,10 @@ class StagePlans:
             waiting, least = [], dict[Hashable, float]()
             for number, rank in enumerate(order.stage_ranks):
                 limit, has = limits[number], found[number].plan.predicted.peak_memory_bytes
-                is_least = limit is not None and has > limit  # a search within less finds nothing else
+                form = search.forms[number]
+                is_least = form in search.least  # a search within less finds nothing else
                 if over[rank] > 0 and not is_least:
-                    form, less = search.forms[number], min(has, limit or has) - max(1, over[rank])
+                    less = min(has, limit or has) - max(1, over[rank])
                     least[form] = min(less, least.get(form, less))
                     waiting.append(number)
             for number in waiting:

@@ -17,22 +17,22 @@ from autoshard.ir.request import Request
 from autoshard.ir.spec import PartitionSpec
 from autoshard.ir.staged import CutProgram, StageProgram
 from passes.driver.alike_stages import form_of, rename_plan, rename_slots
-from passes.driver.elide_units import elide_units
 from passes.driver.expand_plan import expand_plan
+from passes.driver.leave_out_units import leave_out_units
 from passes.driver.planner import Planner
 from passes.lowering.lower_program import prepare
 from passes.lowering.order import Moment, run_at
 from passes.memory.stage_load import StageLoad
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.constraints import whole_outputs
-from passes.strategies.elided import NotAlikeError
+from passes.strategies.repeated import NotAlikeError
 
 _LOGGER = logging.getLogger(__name__)
 
 _OF_MODEL = "output:"
 
 _MARGIN = 1
-"""Units that stay at each end of a run of alike blocks; see `elide_units`."""
+"""Units that stay at each end of a run of alike blocks; see `leave_out_units`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +49,7 @@ class StageSearch:
         before: a plan of the call in as many stages, with which searches begin.
         problems: planning problems by the form of their stage, or by its number; of one program and its cuts.
         found: what was searched, by form and limit: the number of the stage, and its plan and program.
+        least: bytes that a search of a form said would do, where nothing was found within its limit.
         forms: of the stages, by number; see `form_of`.
     """
 
@@ -61,6 +62,7 @@ class StageSearch:
     before: Plan | None
     problems: dict[Hashable, PlanningProblem]
     found: dict[tuple[Hashable, float | None], tuple[int, StageProgram]] = field(default_factory=dict)
+    least: dict[Hashable, int] = field(default_factory=dict)
     forms: list[Hashable] = field(default_factory=list, init=False)
 
     def __post_init__(self) -> None:
@@ -122,10 +124,10 @@ class StageSearch:
             recipe=self.planner.recipe and self.planner.recipe.of_stage,
             memory_budget=self.planner.memory_budget if limit is None else int(limit),
             change=change if limit is None else replace(change, memory=1.0),
-            load=self._load(number),
+            load=self.load(number),
         )
 
-    def _load(self, number: int) -> StageLoad:
+    def load(self, number: int) -> StageLoad:
         """The most that a rank holds which has a stage like this one."""
         ranks = {self.order.stage_ranks[other] for other in self.alike(number)}
         stages = max(self.order.stage_ranks.count(rank) for rank in ranks)
@@ -138,23 +140,24 @@ class StageSearch:
         except DoesNotFitError as error:
             if limit is None or error.smallest_bytes <= limit:  # none is known
                 raise
+            self.least[self.forms[number]] = error.smallest_bytes
             return self._search_within(number, error.smallest_bytes)
 
     def _search_within(self, number: int, limit: float | None) -> StageProgram:
         stage, share = self.cut.stages[number], self._share(number, limit)
         short = None
         if self.before is None and self.forms[number] != number:
-            short = elide_units(stage, _MARGIN)
+            short = leave_out_units(stage, _MARGIN)
         if short is not None:
             try:
-                plan = self._search_program(share, short, (self.forms[number], "elided"), None)[0]
+                plan = self._search_program(share, short, (self.forms[number], "short"), None)[0]
                 plan = expand_plan(plan, prepare(short), prepare(stage))
-                return lowered_stage(self.planner.lower(stage, plan)[0], plan, self.order)
+                return lowered_stage(share.lower(stage, plan)[0], plan, self.order)
             except NotAlikeError as error:
                 _LOGGER.debug("stage %d is planned with all its blocks: %s", number, error)
         before = None if self.before is None else self.before.stages[number]
         plan, phased = self._search_program(share, stage, self.forms[number], before)
-        return lowered_stage(self.planner.lower(stage, plan, phased)[0], plan, self.order)
+        return lowered_stage(share.lower(stage, plan, phased)[0], plan, self.order)
 
     def _search_program(
         self, share: Planner, program: Program, key: Hashable, before: Plan | None

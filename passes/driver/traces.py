@@ -28,7 +28,7 @@ class Traces:
 
         Args:
             request: the call.
-            margin: see `Planner.trace_elided`; None: of the whole program.
+            margin: see `Planner.trace_with_gaps`; None: of the whole program.
             trace: makes the program.
         """
         key = (margin, *(id(getattr(request, each.name)) for each in fields(request)))

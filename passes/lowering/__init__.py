@@ -1,1 +1,1 @@
-"""From a planned program to what a rank runs: local shapes, collectives, phases, kernels."""
+"""From a planned program to a rank's program: local shapes, collectives, phases, kernels."""

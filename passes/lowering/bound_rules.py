@@ -1,7 +1,7 @@
-"""The bound rules of a program's calls, and the strategies that plans name of them.
+"""The bound rules of a program's calls, and the strategies that plans name for them.
 
-Searches lower one program by several plans, and its blocks are alike. The rule of calls that look alike is bound once,
-and kept with the program's graph, for as long as the operator has that rule; so are the strategies.
+A search lowers one program by several plans, and the program's blocks are alike. The rule of calls that look alike is
+bound once and cached with the program's graph, as long as the operator keeps that rule. So are the strategies.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _KEPT = "autoshard: bound rules"
 
 @dataclass(frozen=True, slots=True)
 class BoundRules:
-    """Rules that were bound, each with the function that gave it.
+    """Bound rules of calls, each with its rule function.
 
     Args:
-        program: as it is planned.
-        ranges: of its values.
+        program: the program in planning form.
+        ranges: ranges of its values.
     """
 
     program: Program
@@ -43,14 +43,14 @@ class BoundRules:
 
     @classmethod
     def of(cls, program: Program) -> BoundRules:
-        """Those of a program, made once."""
+        """Return the cached rules of a program."""
         kept = program.graph_module.meta.get(_KEPT)
         if kept is None or kept.program is not program:
             kept = program.graph_module.meta[_KEPT] = cls(program, find_ranges(program.graph_module))
         return kept
 
     def of_call(self, node: fx.Node) -> BoundRule | None:
-        """The rule of a call; None where its operator has none."""
+        """The rule of a call, or None."""
         function, rule = self.found.get(node, (None, None))
         known = find_rule(node.target)
         if function is None or function is not known:

@@ -1,12 +1,12 @@
-"""Reduce many gradients, or gather many parameters, in one collective.
+"""Reduces many gradients, or gathers many parameters, in one collective.
 
 Before → after: `wait(all_reduce(a))`, `wait(all_reduce(b))` → `flat = wait(all_reduce(cat([a, b])))`, and `a`, `b` are
-views of `flat`. Of a reduce-scatter each member has a row for each rank: `cat([a, b], 1)`; of an all-gather what is
-received has one, and members are copied out of its rows. A bucket starts where its last member did, and is waited for
-where the first member was, so only collectives come together whose results are read behind the last one's start
-(`wait_late` makes it so for gradients, and for updated parameters). Members are of one collective, group, reduction and
-type, and lie in the bucket in the order in which the phase returns them. `passes.verification.expand_collectives` is
-the way back, by which the result is verified.
+views of `flat`. In a reduce-scatter each member has a row for each rank, `cat([a, b], 1)`. In an all-gather the result
+has such rows, and members are copied out of them. A bucket starts at its last member's start, and its wait is at the
+first member's wait. So collectives share a bucket only if all their results are read after the last start. `WaitLate`
+ensures this for gradients, and for updated parameters. Members agree in collective, group, reduction and type. Their
+order in the bucket is the order of the phase's results. `passes.verification.expand_collectives` inverts the rewrite
+for verification.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ MIB = 2**20
 
 @dataclass(frozen=True, slots=True)
 class BucketCollectives:
-    """See the module's docstring.
+    """Puts collectives into buckets.
 
-    Sizes are those of one rank's piece of a bucket, which is what a step of a ring sends: so many bytes take longer
-    than the step's latency, whatever the number of ranks.
+    Sizes are bytes of one rank's piece of a bucket, as one step of a ring sends. Their time then exceeds a step's
+    latency for any number of ranks.
 
     Args:
-        end_bytes: whatever the rule below says, a bucket may have this much, but no more than a quarter of what the
-            largest may have. None: every bucket may be as large as the largest.
-        least_bytes, most_bytes: the largest have an eighth of all bytes of their kind, within these: few enough for
-            their latency not to count.
+        end_bytes: every bucket may have this size, up to a quarter of the largest size. None: every bucket may have the
+            largest size.
+        least_bytes, most_bytes: limits of the largest size, which is an eighth of all bytes of the kind: few enough
+            buckets for their latency to be negligible.
 
-    A bucket has no more than what went before it, so that the first start soon, and no more than half of what is left,
-    so that little is on its way when nothing computes any longer.
+    A bucket is at most as large as all earlier buckets together, so that the first buckets start soon. It is at most
+    half of the rest, so that little is under way when computation ends.
     """
 
     end_bytes: int | None = MIB // 2
@@ -58,7 +58,7 @@ class BucketCollectives:
     most_bytes: int = 8 * MIB
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """The phases with their collectives in buckets."""
+        """Put the collectives of all phases into buckets."""
         mesh, units = phased.lowered.mesh, LocalUnits.of(phased.lowered)
         return rewrite_phases(phased, lambda graph_module: self._rewrite(graph_module, mesh, units))
 
@@ -75,7 +75,7 @@ class BucketCollectives:
             yield from self._fill(members, self.largest_bytes(total_bytes))
 
     def largest_bytes(self, total_bytes: int) -> int:
-        """The size of the largest bucket of collectives of one kind that have so many bytes together."""
+        """The size of the largest bucket, given the total bytes of the kind."""
         return min(self.most_bytes, max(self.least_bytes, total_bytes // 8))
 
     def _fill(self, members: Sequence[_BucketMember], most_bytes: int) -> Iterator[_Bucket]:
@@ -103,9 +103,9 @@ class BucketCollectives:
 
 
 def _even_buckets(members: Sequence[_BucketMember], most_bytes: int, joins: bool) -> Iterator[_Bucket]:
-    """Buckets of the members of a unit that stands for others, as nearly as large as they are in the whole program.
+    """Buckets of the members of a repeated unit, with sizes close to those in the whole program.
 
-    There a bucket may hold members of several units, if it `joins` them.
+    In the whole program a bucket may contain members of several units, if it `joins` them.
     """
     total = sum(member.size for member in members)
     ends = list(accumulate(member.size for member in members))
@@ -124,22 +124,22 @@ def _even_buckets(members: Sequence[_BucketMember], most_bytes: int, joins: bool
 
 
 def _is_too_late(bucket: Sequence[_BucketMember], member: _BucketMember) -> bool:
-    """Whether one of a bucket is waited for before another member starts."""
+    """Whether some bucket member is waited for before `member` starts."""
     return any(other.waited_at < member.started_at for other in bucket)
 
 
 def _wait_for_all(unit: Sequence[_BucketMember], members: Sequence[_BucketMember]) -> bool:
-    """Whether the members of a unit are waited for behind the start of those of the unit behind it."""
+    """Whether all waits for a unit's members come after the starts of the next unit's members."""
     place = members.index(unit[-1]) + 1
     return place < len(members) and not _is_too_late(unit, members[place])
 
 
 @dataclass(frozen=True, slots=True)
 class _BucketMember:
-    """A collective that may come into a bucket, and its wait, with their places in the graph.
+    """A collective for a bucket, and its wait, with their places in the graph.
 
     Args:
-        count: how many collectives of the whole program it stands for.
+        count: number of collectives in the whole program that it stands for.
     """
 
     start: fx.Node
@@ -151,13 +151,13 @@ class _BucketMember:
 
     @property
     def operand(self) -> fx.Node:
-        """The value that is sent."""
+        """The sent value."""
         (operand,) = self.start.all_input_nodes
         return operand
 
     @property
     def shape(self) -> list[int]:
-        """Of the result."""
+        """Shape of the result."""
         return list(self.start.meta["val"].shape)
 
     @property
@@ -168,18 +168,18 @@ class _BucketMember:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """Members of one bucket agree in it."""
+        """Members of one bucket have equal keys."""
         value = self.operand.meta["val"]
         return (self.start.target, *self.start.args[1:], value.dtype, value.device)
 
 
 @dataclass(frozen=True, slots=True)
 class _Bucket:
-    """Collectives that travel together.
+    """Collectives that are sent together.
 
     Args:
         members: in order.
-        whole_bytes: one rank's piece of the bucket in the whole program, where members of other units join it.
+        whole_bytes: one rank's piece of the bucket in the whole program, including members of other units.
     """
 
     members: tuple[_BucketMember, ...]
@@ -187,12 +187,12 @@ class _Bucket:
 
     @classmethod
     def of_all(cls, members: Sequence[_BucketMember]) -> _Bucket:
-        """A bucket that holds, in the whole program, all members that the given ones stand for."""
+        """A bucket with all members of the whole program that the given members stand for."""
         return cls(tuple(members), sum(member.count * member.size for member in members))
 
     @property
     def like(self) -> _BucketMember:
-        """The member that belongs where the bucket does: one that is there once, if there is one."""
+        """The member whose place the bucket takes, a member outside repeated units if possible."""
         return min(self.members, key=lambda member: member.count)
 
     @property
@@ -218,7 +218,7 @@ def _members(graph: fx.Graph, mesh: Mesh, units: LocalUnits) -> Iterator[_Bucket
 
 
 def _may_be_packed(node: fx.Node) -> bool:
-    """Whether a call's operand can be one of several: to scatter it, it has a row for each rank."""
+    """Whether a call's operand can be packed. A scattered operand needs a row for each rank."""
     if node.target is ALL_REDUCE:
         return True
     value: Any = node.all_input_nodes[0].meta["val"] if is_collective(node) else None
@@ -228,7 +228,7 @@ def _may_be_packed(node: fx.Node) -> bool:
 
 
 def _rewritten(graph_module: fx.GraphModule, buckets: Sequence[_Bucket]) -> fx.GraphModule:
-    """A copy of a graph with these collectives in buckets."""
+    """Copy a graph with these collectives in buckets."""
     made = _BucketRewrite(graph_module.graph)
     starts = {member.start: bucket for bucket in buckets for member in bucket.members}
     waits = {member.wait: (member, bucket) for bucket in buckets for member in bucket.members}
@@ -244,13 +244,13 @@ def _rewritten(graph_module: fx.GraphModule, buckets: Sequence[_Bucket]) -> fx.G
 
 @dataclass(slots=True)
 class _BucketRewrite:
-    """A graph that is copied with buckets in it.
+    """Copies a graph with buckets.
 
     Args:
         graph: the graph.
         made: its copy.
-        copies: the copies of nodes that are copied.
-        started: the collective of each bucket, by its first wait; then the parts of its result.
+        copies: the copies of nodes.
+        started: the collective of each bucket, then the parts of its result, by its first member.
     """
 
     graph: fx.Graph
@@ -266,11 +266,11 @@ class _BucketRewrite:
         self.ranks = _ranks(self.graph)
 
     def copy(self, node: fx.Node) -> None:
-        """A node that is in no bucket."""
+        """Copy a node outside all buckets."""
         self.copies[node] = copy_node(self.made, node, self.copies.__getitem__)
 
     def start(self, bucket: _Bucket) -> None:
-        """Pack what the members send, and send it."""
+        """Pack the members' values, and start the collective."""
         last: Any = bucket.members[-1].start
         if len(bucket.members) == 1:
             self.copy(last)
@@ -284,7 +284,7 @@ class _BucketRewrite:
         self.started[bucket.members[0].start] = self._call(last.target, args, bucket.like.start, bucket)
 
     def wait(self, member: _BucketMember, bucket: _Bucket) -> None:
-        """Give a member its part of what its bucket received."""
+        """Give a member its part of the bucket's result."""
         if len(bucket.members) == 1:
             self.copy(member.wait)
             return
@@ -297,7 +297,7 @@ class _BucketRewrite:
         self.copies[member.wait] = result
 
     def _parts(self, bucket: _Bucket) -> fx.Node:
-        """What each member received: views, or, of what lies in rows for each rank, copies."""
+        """Split the result among the members: views, or copies from rows for each rank."""
         first: Any = bucket.members[0].start
         like = bucket.like.wait
         received = self._call(WAIT, (self.started[first],), like, bucket)
@@ -311,7 +311,7 @@ class _BucketRewrite:
         return self._call(_aten.split_with_sizes_copy.default, (rows, pieces, 1), like, bucket)
 
     def _packed(self, bucket: _Bucket) -> list[_BucketMember]:
-        """The members of a bucket in the order in which they lie in it."""
+        """The members of a bucket in their packed order."""
         return sorted(bucket.members, key=lambda member: self.ranks[member.wait])
 
     def _call(self, target: Any, args: tuple[Any, ...], like: fx.Node, bucket: _Bucket | None = None) -> fx.Node:
@@ -323,7 +323,7 @@ class _BucketRewrite:
 
 
 def _ranks(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The place of each node's value among what the graph returns, and behind them its place in the graph."""
+    """The place of each node's value among the graph's results; all other nodes follow in graph order."""
     nodes = list(graph.nodes)
     ranks = {node: len(nodes) + place for place, node in enumerate(nodes)}
     results: Any = graph.output_node().args[0]

@@ -1,12 +1,12 @@
-"""Update many parameters in one call, in a graph that writes in place.
+"""Updates many parameters in one call, in a graph that writes in place.
 
 Before → after: `adam_update_(p, g, m, v, scale, hyper, ...)` of each parameter → one `adam_updates_([p, ...], [g, ...],
-[m, ...], [v, ...], scale, hyper, ...)` for all whose other arguments agree; so for SGD and the rest. With Triton's
-kernels, Adam's of alike dtypes become `triton_adam_updates_`.
+[m, ...], [v, ...], scale, hyper, ...)` for all updates with equal other arguments. SGD and other optimizers are alike.
+With Triton's kernels, Adam's updates of equal dtypes become `triton_adam_updates_`.
 
-An update may move, to its bucket, past whatever neither touches the memory that it writes nor writes what it reads: who
-gathers an updated parameter comes behind the bucket, and so does what depends on it. Where the order that is left has a
-cycle, updates stay as they are. `passes.verification.expand_buckets` is the way back, by which the result is verified.
+An update may move to its bucket past calls that do not touch its written memory or write its operands. A gather of an
+updated parameter comes after the bucket, with everything that depends on it. If the resulting order has a cycle,
+updates stay as they are. `passes.verification.expand_buckets` inverts the rewrite for verification.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from passes.verification.verify_in_place import written_operands
 
 @dataclass(frozen=True, slots=True)
 class _UpdateBucket:
-    """Updates that one call can do.
+    """Updates that one call can perform.
 
     Args:
         target: the operator of that call.
@@ -42,16 +42,16 @@ class _UpdateBucket:
 
 @dataclass(frozen=True, slots=True)
 class BucketUpdates:
-    """See the module's docstring.
+    """Puts updates of parameters into buckets.
 
     Args:
-        with_triton: let Triton's kernels run the buckets that they can.
+        with_triton: run suitable buckets by Triton's kernels.
     """
 
     with_triton: bool = False
 
     def __call__(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """A copy of a graph that writes in place, with its updates in buckets."""
+        """Copy a graph that writes in place, with its updates in buckets."""
         return _bucketed(graph_module, self.with_triton)
 
 
@@ -90,7 +90,7 @@ def _buckets(graph: fx.Graph, with_triton: bool) -> Iterator[_UpdateBucket]:
 
 
 def _target_of(node: fx.Node, with_triton: bool) -> tuple[Any, tuple[torch.dtype, ...]]:
-    """The operator that does an update beside others, and the dtypes in which it wants these alike."""
+    """The operator for a bucket with this update, and the dtypes in which its members agree."""
     many = MANY[node.target]  # type: ignore[index]
     values = [_value(operand) for operand in node.args[: tensors_of(many)]]
     if with_triton and node.target is torch.ops.autoshard.adam_update_.default:
@@ -103,16 +103,16 @@ def _target_of(node: fx.Node, with_triton: bool) -> tuple[Any, tuple[torch.dtype
 
 
 def _value(operand: Any) -> Tensor | None:
-    """What is known of an operand: of a copy, from what it is a copy of."""
+    """The value of an operand, through copies."""
     while "val" not in operand.meta and operand.all_input_nodes:
         operand = operand.all_input_nodes[0]
     return operand.meta.get("val")
 
 
 def _order(graph: fx.Graph, bucket_of: Mapping[fx.Node, _UpdateBucket]) -> list[fx.Node] | None:
-    """The nodes with each bucket at one place, named by its first node; None where there is no such order.
+    """The nodes with each bucket at one place, named by its first node; None if no such order exists.
 
-    Of what may come next, the earliest node of the graph does.
+    Among possible next nodes, the earliest of the graph comes first.
     """
     names = {node: bucket_of[node].nodes[0] if node in bucket_of else node for node in graph.nodes}
     places = {node: place for place, node in enumerate(graph.nodes)}
@@ -138,9 +138,9 @@ def _order(graph: fx.Graph, bucket_of: Mapping[fx.Node, _UpdateBucket]) -> list[
 
 
 def _dependences(graph: fx.Graph) -> Iterator[tuple[fx.Node, set[fx.Node]]]:
-    """Each node with those that must stay before it: its operands, and by what it reads and writes in memory.
+    """Each node with the nodes that must stay before it, by operands and by reads and writes of memory.
 
-    A view counts as a read: where there is no such view, it is a copy.
+    A view counts as a read, because it may become a copy.
     """
     writer: dict[fx.Node, fx.Node] = {}
     readers: defaultdict[fx.Node, set[fx.Node]] = defaultdict(set)

@@ -1,19 +1,19 @@
-"""Choose groups of operators that one generated kernel shall compute, by what that saves under the cost model.
+"""Chooses groups of operators for one generated kernel each, by the time saved under the cost model.
 
 Each call that a kernel can compute starts as a group of its own. Then the two groups whose union saves most time are
-united, again and again, until no union saves any. Candidates are a maker and a reader of a value, and two readers of
-one. The time of a group is that of a launch and of moving its operands and results (`cost_models.compute`); without a
-device, its bytes. Equal savings are decided by the order of the program, so the choice is the same everywhere.
+merged, repeatedly, until no union saves time. Candidates are a maker and a reader of a value, and two readers of a
+value. The time of a group is that of a launch and of moving its operands and results (`cost_models.compute`); without a
+device, its bytes. Ties are decided by the order of the program, so the choice is equal on all ranks.
 
-A union is legal where
+A union is legal if
 
-1. one kernel can compute it (`autoshard.kernels.generated`): its loops agree, its dtypes are known, its tiles stay in
+1. one kernel can compute it (`autoshard.kernels.generated`): its loops agree, its dtypes are known, its tiles fit in
    registers;
-2. all that reads its results comes after all that it reads. Calls are ordered anew for that, each as early as its
-   operands allow, and whatever no kernel computes stays in the order it has: collectives, random numbers, products;
-3. it is in a program that writes over nothing, and its operands lie on one device.
+2. all readers of its results come after all makers of its operands. Calls are reordered for this, each as early as its
+   operands allow. Calls outside kernels (collectives, random numbers, products) keep their order;
+3. the program overwrites nothing, and the operands are on one device.
 
-Views and constants cost nothing: they are part of every group that reads them.
+Views and constants cost nothing, and are part of every group that reads them.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from cost_models.device import Device
 from passes.lowering.count_launches import Traffic, split_sums, traffic_of
 
 _NEAREST = 8
-"""Readers of one value are united with those that come soonest after, so many of them."""
+"""Number of nearest later readers of a value to try as partners."""
 
 _WIDTH = 110
 """Characters in a line of a docstring."""
@@ -52,13 +52,13 @@ class ChosenGroup:
 
     Args:
         members: the calls, without views and constants, in order.
-        operands: what they read.
-        results: those of the members that something else reads, in order.
-        group: what they compute.
+        operands: the values that they read.
+        results: members that other calls read, in order.
+        group: the computation of the kernel.
         names: a name for every value of `group`.
-        saved_bytes: what no longer goes through memory.
+        saved_bytes: bytes that no longer go through memory.
         saved_launches: kernels that are no longer launched.
-        later: what sums that are split do behind the kernel.
+        later: work of split sums after the kernel.
     """
 
     members: tuple[fx.Node, ...]
@@ -72,11 +72,11 @@ class ChosenGroup:
 
     @property
     def traffic(self) -> Traffic:
-        """The launches of its kernel and of what comes behind it, and the bytes that they read and write."""
+        """Launches of the kernel and of later sums, and the bytes that they read and write."""
         return Traffic(1, sum(_bytes_of(node) for node in (*self.operands, *self.results))) + self.later
 
     def compared(self, later: Traffic) -> ChosenGroup:
-        """The group with what it saves, where `later` comes behind its kernel."""
+        """The group with its savings, given the `later` work."""
         before = sum(map(traffic_of, self.members), Traffic())
         after = replace(self, later=later)
         return replace(
@@ -86,24 +86,26 @@ class ChosenGroup:
         )
 
     def named(self, alike: int = 1) -> NamedGroup:
-        """The group with names, for its source; `alike`: how many of them a program has."""
+        """The group with names, for its source; `alike` is the number of equal groups in the program."""
         nodes = textwrap.fill(", ".join(node.name for node in self.members) + ".", _WIDTH)
         source = next((node.meta["source"] for node in self.members if node.meta.get("source")), "an unknown line")
-        again = f" The program has {alike} such groups." if alike > 1 else ""
+        others = f" The program has {alike} such groups." if alike > 1 else ""
         launches = f"{self.saved_launches} launch{'es' if self.saved_launches > 1 else ''}"
-        saved = f"Saves {launches} and {self.saved_bytes} bytes read or written.{again}"
+        saved = f"Saves {launches} and {self.saved_bytes} bytes read or written.{others}"
         return NamedGroup(self.group, self.names, f"{nodes}\n\n{textwrap.fill(f'From {source}. {saved}', _WIDTH)}")
 
 
 def choose_groups(graph: fx.Graph, device: Device | None) -> tuple[ChosenGroup, ...]:
-    """The groups of a graph whose nodes have fake values in `meta["val"]`, in the order of their first members."""
+    """Choose the groups of a graph whose nodes have fake values in `meta["val"]`, in the order of their first
+    members.
+    """
     if any(_writes(node) for node in graph.nodes):
         return ()
     return _UnitedGroups(graph, device).run()
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a node names the elements of its operand by other indices."""
+    """Whether a node only reindexes the elements of its operand."""
     if len(node.all_input_nodes) != 1:
         return False
     if node.target is torch.ops.aten.contiguous.default:
@@ -116,7 +118,7 @@ def _writes(node: fx.Node) -> bool:
 
 
 def _is_free(node: fx.Node) -> bool:
-    """Whether a node waits for its operands alone, and computes nothing that is worth a place of its own."""
+    """Whether a node depends only on its operands and needs no place of its own in the order."""
     is_constant = kind_of(node.target) is IndexKind.CONSTANT and not node.all_input_nodes
     return node.op == "get_attr" or node.target is operator.getitem or is_view(node) or is_constant
 
@@ -137,14 +139,14 @@ def _is_member(node: fx.Node) -> bool:
 
 @dataclass(slots=True)
 class _UnitedGroups:
-    """Groups of a graph, while they are united.
+    """Groups of a graph while they are merged.
 
     Args:
         graph: the graph.
-        device: what it runs on.
-        places: each node's place when every call comes as early as its operands allow.
-        readers: what reads each value, by itself or by way of views.
-        groups: the groups there are now, by number.
+        device: its device.
+        places: each node's place if every call comes as early as its operands allow.
+        readers: the readers of each value, directly or through views.
+        groups: the present groups, by number.
         owners: the number of each member's group.
     """
 
@@ -176,7 +178,7 @@ class _UnitedGroups:
         return number
 
     def _unite_all(self) -> None:
-        """Unite the pair that saves most, until none saves anything."""
+        """Merge the pair that saves most, until no pair saves time."""
         waiting: list[Any] = []  # (-saved, places of the first members, numbers of the groups)
         unions: dict[tuple[int, int], ChosenGroup] = {}
 
@@ -205,7 +207,7 @@ class _UnitedGroups:
                     consider(number, other)
 
     def _neighbours(self, number: int) -> list[int]:
-        """The groups that make what a group reads, read what it makes, or read what it reads."""
+        """The groups that share a value with this group, as makers or readers."""
         chosen = self.groups[number]
         found: dict[int, None] = {}
         for value in (*chosen.operands, *chosen.results):
@@ -226,7 +228,7 @@ class _UnitedGroups:
         return self._build(sorted(members, key=self.places.__getitem__))
 
     def _build(self, members: Sequence[fx.Node]) -> ChosenGroup | None:
-        """The group of some members; None where no kernel can compute it."""
+        """Build the group of some members; None if no kernel can compute it."""
         within = set(members)
         results = [node for node in members if any(user not in within for user in self.readers[node])]
         chosen = _GroupBuilder(within).build(members, results)
@@ -240,7 +242,7 @@ class _UnitedGroups:
         return chosen.compared(split_sums(source.layout) if len(members) > 1 else Traffic())
 
     def _time(self, chosen: ChosenGroup) -> float:
-        """Seconds that a group's kernel takes; bytes where the device is not known."""
+        """Seconds of a group's kernel; bytes if the device is unknown."""
         traffic = chosen.traffic
         if self.device is None:
             return traffic.memory_bytes
@@ -256,7 +258,7 @@ class _GroupBuilder:
     steps: list[fx.Node] = field(default_factory=list)
 
     def build(self, members: Sequence[fx.Node], results: Sequence[fx.Node]) -> ChosenGroup | None:
-        """The group of these members, in order; None where it would read nothing."""
+        """Build the group of these members, in order; None if it would read nothing."""
         for node in members:
             self._visit(node)
         if not self.operands:
@@ -296,7 +298,7 @@ def _step(node: fx.Node, numbers: Mapping[fx.Node, int]) -> GroupStep:
 
 
 def _places(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The places of all nodes when what kernels can compute comes right behind the last call that it waits for."""
+    """The places of all nodes if each call for a kernel comes right after its last operand."""
     levels: dict[fx.Node, int] = {}
     calls = 0
     for node in graph.nodes:
@@ -310,7 +312,7 @@ def _places(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _readers(graph: fx.Graph, places: Mapping[fx.Node, int]) -> dict[fx.Node, list[fx.Node]]:
-    """For each node what reads it, by itself or by way of views, in order."""
+    """The readers of each node in order, directly or through views."""
     found: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(graph.nodes):
         direct: dict[fx.Node, None] = {}

@@ -1,10 +1,10 @@
-"""How many kernels a program launches on a device, and how many bytes they read and write.
+"""Counts the kernels that a program launches on a device, and the bytes that they read and write.
 
-A call that yields a view launches nothing, `contiguous` and `reshape` neither where their operand lies so already; any
-other launches one kernel, which reads each tensor operand and writes each result once. Kernels of ours that sum
-partial results at the end count that too (`second_step`, `split_sums`), and those that go chunk by chunk all of them
-(`chunk_steps`); torch's kernels that sort indices first count as one. What is counted is what runs beside
-communication: collectives and the waits for them are left out.
+A view launches nothing. Neither do `contiguous` and `reshape` if their operand has the right strides already. Any other
+call launches one kernel, which reads each tensor operand and writes each result once. Our kernels that sum partial
+results at the end count the sum too (`second_step`, `split_sums`). Kernels that work chunk by chunk count all chunks
+(`chunk_steps`). torch's kernels that sort indices first count as one. Only computation counts: collectives and waits
+are left out.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _COLLECTIVES = "_c10d_functional"
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What a program asks of one device.
+    """Work of a program on one device.
 
     Args:
-        launches: kernels.
-        memory_bytes: what they read and write.
+        launches: number of kernels.
+        memory_bytes: bytes that they read and write.
     """
 
     launches: int = 0
@@ -55,7 +55,7 @@ class Traffic:
 
 
 def traffic_of(node: fx.Node) -> Traffic:
-    """The launches and bytes of one node."""
+    """Launches and bytes of one node."""
     if not is_launch(node):
         return Traffic()
     moved = sum(_bytes(item.meta.get("val")) for item in (*node.all_input_nodes, node))
@@ -65,14 +65,14 @@ def traffic_of(node: fx.Node) -> Traffic:
 
 
 def is_launch(node: fx.Node) -> bool:
-    """Whether a node computes on the device, rather than naming, viewing or sending what is there."""
+    """Whether a node computes on the device, instead of viewing or sending a value."""
     if not isinstance(node.target, OpOverload) or sends(node):
         return False
     return _copies(node) if node.target in _MAY_COPY else not may_alias(node)
 
 
 def may_alias(node: fx.Node) -> bool:
-    """Whether a call's schema says that a result may be its operand, by other indices."""
+    """Whether a call's schema allows its result to be a view of its operand."""
     target: Any = node.target
     returned = [item.alias_info for item in target._schema.returns] if isinstance(target, OpOverload) else []
     return any(alias is not None and not alias.is_write for alias in returned)
@@ -88,7 +88,7 @@ def _copies(node: fx.Node) -> bool:
 
 
 def _has_view(value: Tensor, shape: Sequence[int]) -> bool:
-    """Whether a tensor's elements may be indexed by another shape where they lie."""
+    """Whether a tensor has a view of this shape."""
     try:
         torch.empty_strided(value.shape, value.stride(), device="meta").view(shape)
     except RuntimeError:
@@ -97,7 +97,7 @@ def _has_view(value: Tensor, shape: Sequence[int]) -> bool:
 
 
 def sends(node: fx.Node) -> bool:
-    """Whether a node is a collective, or waits for one."""
+    """Whether a node is a collective or a wait."""
     return isinstance(node.target, OpOverload) and node.target.namespace == _COLLECTIVES
 
 
@@ -113,15 +113,15 @@ def second_step(target: Any, value: Any) -> Traffic:
 
 
 def split_sums(layout: ElementLayout) -> Traffic:
-    """The sums of the parts that a generated kernel stores where sums are split, and those parts, written and read."""
+    """The sums of the partial results that a generated kernel stores for split sums, with their reads and writes."""
     return Traffic(1, 2 * layout.chunks * layout.rows * _FLOAT_BYTES) * len(layout.split)
 
 
 def chunk_steps(node: fx.Node) -> Traffic:
-    """What a linear layer's cross-entropy does for its chunks of classes, besides reading operands and writing results.
+    """The work of a chunked linear cross-entropy, beside reading operands and writing results.
 
-    A chunk's logits are written by a product and read for the loss; in the backward they become their gradient in place
-    too, which two products read. Every chunk reads the hidden states, and adds to their gradient in float32.
+    A product writes a chunk's logits, and the loss reads them. In the backward the logits also become their gradient in
+    place, which two products read. Every chunk reads the hidden states, and adds to their gradient in float32.
     """
     is_backward = node.target is linear_cross_entropy_backward
     if not is_backward and node.target is not linear_cross_entropy:

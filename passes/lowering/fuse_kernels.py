@@ -1,20 +1,19 @@
-"""Let Triton kernels stand in for operators of a lowered program.
+"""Replaces operators of a lowered program by Triton kernels.
 
-Before → after: `mul(silu(gate), up)` → `triton_gated(gate, up, "silu")`, and so for every group of calls that is of a
-form of a fused kernel; then `softmax(x)` → `triton_softmax(x)` for single calls (`autoshard.kernels.registry` has
-both). Other calls stay.
+Before → after: `mul(silu(gate), up)` → `triton_gated(gate, up, "silu")`, for every group of calls in the form of a
+fused kernel; then `softmax(x)` → `triton_softmax(x)` for single calls. `autoshard.kernels.registry` has both kinds.
+Other calls stay.
 
-A group is replaced where that is legal and pays:
+A group is replaced if
 
-1. The kernel takes the operands (dtypes, shapes), and gives what the results were: shape and dtype.
-2. The operands are there before anything reads a result.
-3. At least two launches go; or one, where a backward's kernel computes anew what the forward kept for it, which may
-   then become part of a group itself. A value inside the group that others read stays computed, for them; where that
-   is dear, the group is left alone (`FusedKernel.readers_of_anew`): logits that the model returns are there anyway.
+1. the kernel takes the operands (dtypes, shapes), and its results have the right shapes and dtypes;
+2. the operands exist before the first reader of a result;
+3. at least two launches are saved, or one launch if a backward's kernel recomputes a value that the forward saved. That
+   value may then join a group itself. A value inside the group with other readers is still computed for them. If this
+   is expensive, the group is left alone (`FusedKernel.allowed_readers`). Logits that the model returns exist anyway.
 
-It works on the program as a whole, before it is cut into forward and backward: a backward's kernel computes again from
-its operands what the forward would have kept, so the forward need not. Results keep the names of the nodes they stand
-for. `passes.verification.expand_kernels` is the way back, by which a fused program is verified.
+The pass works on the uncut program, because a backward's kernel recomputes values that the forward then need not save.
+Results keep the names of the replaced nodes. `passes.verification.expand_kernels` inverts the rewrite for verification.
 """
 
 from __future__ import annotations
@@ -40,27 +39,27 @@ from passes.preparation.number_values import Numbering, number_graph
 from passes.verification.expand_kernels import FORM, STANDS_FOR
 
 _NEAREST = 32
-"""Calls that may be a further result of a group are tried from the nearest on, so many of them."""
+"""Number of nearest calls to try as a further result of a group."""
 _ATTEMPTS = 8
-"""Matches of one anchor that are looked at before it is left alone."""
+"""Most matches of one anchor to examine."""
 
 
 @dataclass(frozen=True, slots=True)
 class FuseKernels:
-    """See the module's docstring.
+    """Replaces groups of operators by Triton kernels.
 
     Args:
-        kernels: what may stand in for groups, in the order in which they are looked for.
+        kernels: kernels in the order in which their forms are matched.
     """
 
     kernels: Sequence[FusedKernel] = FUSED
 
     def __call__(self, lowered: LoweredProgram) -> LoweredProgram:
-        """The program with kernels, over a graph of its own."""
+        """Return the program with kernels, over a graph of its own."""
         return replace(lowered, graph_module=self.fuse(lowered.graph_module), without_kernels=lowered)
 
     def fuse(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """A graph over local values with kernels, as one of its own."""
+        """Return a graph over local values with kernels, as a new graph."""
         fusion = _FusedGraph(_copy(graph_module, {}))
         for kernel in self.kernels:
             for form in range(len(kernel.forms)):
@@ -73,7 +72,7 @@ class FuseKernels:
 
 
 def _copy(graph_module: fx.GraphModule, names: Mapping[fx.Node, str]) -> fx.GraphModule:
-    """The same program over a graph of its own, with other names for some nodes."""
+    """Copy a graph module, with other names for some nodes."""
     graph = fx.Graph()
     environment: dict[fx.Node, fx.Node] = {}
     for node in graph_module.graph.nodes:
@@ -85,7 +84,7 @@ def _copy(graph_module: fx.GraphModule, names: Mapping[fx.Node, str]) -> fx.Grap
 
 
 def _drop_views(graph: fx.Graph) -> None:
-    """Take away views that nothing reads any more, so that what they view is not kept for them."""
+    """Remove views without readers, so that their operands are not saved for them."""
     for node in reversed(graph.nodes):
         names_only = may_alias(node) or not isinstance(node.target, OpOverload)
         if node.op == "call_function" and not node.users and names_only and not sends(node):
@@ -106,10 +105,10 @@ class _ReplacedCalls:
 
     Args:
         match: their numbers.
-        results: the nodes that hold each result.
-        going: the nodes that nothing reads once the results are the kernel's.
+        results: the nodes of each result.
+        going: the nodes without other readers once the kernel gives the results.
         first_reader: the first node that reads a result.
-        spares: whether some other phase computes a value that the kernel computes anew, and need not keep it.
+        spares: whether another phase computes a value that the kernel recomputes, and need not save it.
     """
 
     match: Match
@@ -121,13 +120,13 @@ class _ReplacedCalls:
 
 @dataclass(slots=True)
 class _FusedGraph:
-    """A graph that is being fused.
+    """A graph during fusion.
 
     Args:
-        graph_module: what is changed.
-        names: the names that nodes shall have at the end.
-        numbering: value numbers of all nodes there are or were.
-        nodes: the nodes that hold each number now.
+        graph_module: the changing graph.
+        names: the final names of nodes.
+        numbering: value numbers of all present and past nodes.
+        nodes: the present nodes of each number.
         places: each node's place in the original order.
     """
 
@@ -144,7 +143,7 @@ class _FusedGraph:
             self.nodes[number].append(node)
 
     def apply(self, kernel: FusedKernel, form: int) -> None:
-        """Put the kernel in place of every group of this form."""
+        """Replace every group of this form by the kernel."""
         patterns: dict[tuple[object, ...], Pattern] = {}
         by_target: defaultdict[Any, list[fx.Node]] = defaultdict(list)
         for node in self.graph_module.graph.nodes:
@@ -175,7 +174,7 @@ class _FusedGraph:
         return node in self.nodes[self.numbering.numbers[node]]
 
     def _replace(self, kernel: FusedKernel, form: int, match: Match, anchor: fx.Node) -> bool:
-        """Put the kernel in place of one group, if that is legal and pays."""
+        """Replace one group by the kernel, if that is legal and pays."""
         group = self._group(match, anchor)
         arguments = None if group is None else self._arguments(kernel, form, group, anchor)
         if group is None or arguments is None:
@@ -212,9 +211,9 @@ class _FusedGraph:
     def _arguments(
         self, kernel: FusedKernel, form: int, group: _ReplacedCalls, anchor: fx.Node
     ) -> tuple[Any, ...] | None:
-        """The kernel's arguments, each operand in the latest node that holds it.
+        """The kernel's arguments, each operand as its latest node.
 
-        None where one comes too late, or a number stands where the kernel takes a tensor: `linear(x) + 1` has no bias.
+        None if an operand comes too late, or if a number stands in place of a tensor: `linear(x) + 1` has no bias.
         """
         values = dict(group.match.variables)
         for name, value in values.items():
@@ -233,17 +232,17 @@ class _FusedGraph:
         return tuple(arguments.values()) if all(values[name] == value for name, value in free.items()) else None
 
     def _spares_dear_values(self, kernel: FusedKernel, group: _ReplacedCalls) -> bool:
-        """Whether nothing but calls that are to go as well still reads what the kernel computes anew."""
-        if kernel.readers_of_anew is None:
+        """Whether only replaced calls still read the values that the kernel recomputes."""
+        if kernel.allowed_readers is None:
             return True
         inner = {node for number in group.match.inner for node in self.nodes[number]}
         readers = {user for node in inner - group.going for user in node.users} - inner
-        return all(reader.target in kernel.readers_of_anew for reader in readers)
+        return all(reader.target in kernel.allowed_readers for reader in readers)
 
     def _insert(
         self, kernel: FusedKernel, arguments: tuple[Any, ...], group: _ReplacedCalls, anchor: fx.Node
     ) -> fx.Node:
-        """The kernel's call, behind its last operand, or where the first result is."""
+        """Insert the kernel's call after its last operand, or at the first result."""
         graph = self.graph_module.graph
         last = max(item for item in arguments if isinstance(item, fx.Node))
         if kernel.keeps_place and last < anchor < group.first_reader:
@@ -256,7 +255,7 @@ class _FusedGraph:
         return call
 
     def _take_over(self, group: _ReplacedCalls, call: fx.Node, values: Sequence[Any]) -> None:
-        """Let the kernel's results stand where the group's did, and take away what nothing reads."""
+        """Replace the group's results by the kernel's, and remove unread nodes."""
         graph = self.graph_module.graph
         for index, (number, nodes) in enumerate(zip(group.match.results, group.results, strict=True)):
             if number is None or not nodes:
@@ -282,12 +281,12 @@ def _value_of(node: fx.Node) -> Any:
 
 
 def _is_beside(node: fx.Node, other: fx.Node) -> bool:
-    """Whether two nodes run in one phase: what a backward computes anew is not the forward's."""
+    """Whether two nodes run in one phase. A backward recomputes values of the forward."""
     return node.meta.get("phase") == other.meta.get("phase")
 
 
 def _fits(value: Tensor | None, nodes: Collection[fx.Node]) -> bool:
-    """Whether a kernel's result is what the nodes held; statistics may be float32 where ATen's are narrower."""
+    """Whether a kernel's result fits the nodes' values. Statistics may be float32 where ATen's are narrower."""
     held = [_value_of(node) for node in nodes]
     if value is None:
         return not held

@@ -1,10 +1,9 @@
-"""Let generated Triton kernels stand in for groups of operators of the phases that ranks run.
+"""Replaces groups of operators by generated Triton kernels, in the phases that ranks run.
 
 Before → after: `rsqrt(add(mean(mul(x, x)), eps))` → `triton_mul_mean_add_rsqrt_1a2b3c4d5e6f(x)`. `choose_groups` picks
-the groups among what the hand-written kernels of `fuse_kernels` have left; `autoshard.kernels.generated` writes the
-kernels, one file for each program. Results keep the names of the nodes that they stand for. Calls that are in no group
-keep their order, but for views, which move to where they are first read. `expand_kernels` is the way back, by which the
-phases are verified.
+the groups among the calls that the hand-written kernels of `fuse_kernels` left. `autoshard.kernels.generated` writes
+the kernels, one file for each program. Results keep the names of the replaced nodes. Other calls keep their order,
+except views, which move to their first reader. `expand_kernels` inverts the rewrite for verification.
 """
 
 from __future__ import annotations
@@ -28,10 +27,10 @@ from passes.verification.expand_kernels import STANDS_FOR
 
 @dataclass(frozen=True, slots=True)
 class GenerateKernels:
-    """See the module's docstring.
+    """Replaces groups of operators by generated kernels.
 
     Args:
-        device: what the program runs on; None goes by bytes alone.
+        device: the program's device; None decides by bytes alone.
     """
 
     device: Device | None = None
@@ -50,12 +49,12 @@ class GenerateKernels:
 def generate_kernels(
     phases: Mapping[str, fx.GraphModule], device: Device | None, title: str
 ) -> dict[str, fx.GraphModule]:
-    """Graphs with kernels in place of groups; those without any are as they were.
+    """Replace groups in graphs by kernels; graphs without groups are unchanged.
 
     Args:
         phases: graphs with fake values in `meta["val"]`, by name.
-        device: what they run on.
-        title: the first line of the file of their kernels.
+        device: their device.
+        title: the first line of the kernels' file.
 
     Raises:
         KernelError: the file cannot be written.
@@ -75,7 +74,7 @@ def generate_kernels(
 class _KernelRewrite:
     """Copies a phase, with kernels in place of groups.
 
-    Every node is copied at its place, a group at that of its last member; or sooner, where something reads it sooner.
+    Every node is copied at its place. A group's place is that of its last member, or earlier if a reader needs it.
     """
 
     phase: fx.GraphModule
@@ -96,7 +95,7 @@ class _KernelRewrite:
         return lazy_module(self.phase, self.graph)
 
     def _need(self, node: fx.Node) -> fx.Node | None:
-        """What holds a node's value; written now if it is not yet. None for members that only their group reads."""
+        """The node of a value, emitted now if necessary; None for members that only their group reads."""
         owner = self.owners.get(node)
         if owner is not None and not any(item in self.environment for item in owner.results):
             self._call(owner)

@@ -1,12 +1,12 @@
-"""Compute what depends on parameters alone once per step, not once per micro-batch, as far as memory allows.
+"""Moves computation on parameters alone out of the micro-batches, to once per step, as far as memory allows.
 
 Before → after: `forward(p, x): w = all_gather(p); ...`, run for each micro-batch → `hoisted(p): w = all_gather(p)`, run
-once before the first one, and `forward(p, x, w)`. Gathered weights of ZeRO-3, casts of weights, transposed copies and
-constants are such values; gathers that the backward repeats are too.
+once before the first micro-batch, and `forward(p, x, w)`. Such values are gathered weights of ZeRO-3, casts of weights,
+transposed copies and constants, and the backward's repeated gathers.
 
-1. Values that parameters, and buffers that the step does not write, decide alone are found, equal ones together.
-2. Those that own memory and that something else reads can be held: a view of one costs nothing.
-3. Those that save the most time per byte are held first, as many as fit: the peak of the step is counted with them.
+1. Find the values that depend only on parameters and on buffers that the step does not write; equal values count once.
+2. Values can be hoisted if they own memory and have other readers. A view of a hoisted value costs nothing.
+3. Values that save the most time per byte are hoisted first, as many as fit the step's peak memory.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from autoshard.ir.program import InputKind, OutputKind
 from autoshard.kernels.offload import TRANSFERS
 from autoshard.tracing.copy_node import copy_node
 from passes.memory.lowered_memory import peak_bytes
+from passes.memory.stage_load import ONE_STAGE, StageLoad
 from passes.preparation.number_values import Numbering, draws_numbers
 
 Seconds = Callable[[fx.Node], float]
@@ -38,20 +39,22 @@ _MAY_COPY = (torch.ops.aten.contiguous.default, torch.ops.aten.reshape.default)
 
 @dataclass(frozen=True, slots=True)
 class Hoist:
-    """See the module's docstring.
+    """Hoists computation on parameters out of the micro-batches.
 
     Args:
-        micro_batches: how many a step has; with one, nothing is hoisted.
-        seconds: what a node takes, by which it is decided what is held first.
-        memory_bytes: the most that each rank may have in use; None: no more than without hoisting.
+        micro_batches: micro-batches of a step; with one, nothing is hoisted.
+        seconds: time of a node, which decides the order of hoisting.
+        memory_bytes: memory limit of each rank; None: the peak without hoisting.
+        load: memory on the rank beside the program.
     """
 
     micro_batches: int
     seconds: Seconds
     memory_bytes: float | None = None
+    load: StageLoad = ONE_STAGE
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """The phases of a training step of several micro-batches with one that runs once for all of them."""
+        """Hoist in a training step of several micro-batches."""
         if self.micro_batches < 2 or phased.update is None:
             return phased
         shared = _Shared.of(phased)
@@ -72,20 +75,20 @@ class Hoist:
         return fitting
 
     def _peak(self, phased: PhasedProgram) -> int:
-        return peak_bytes(phased, micro_batches=self.micro_batches)
+        return peak_bytes(phased, self.micro_batches, self.load)
 
 
 @dataclass(slots=True)
 class _Shared:
-    """What micro-batches share: values that parameters decide alone.
+    """Values that all micro-batches share, because they depend on parameters alone.
 
     Args:
-        phased: the phases, nothing hoisted yet.
-        inputs: the forward's placeholders that all micro-batches have in common, and their indices.
-        kept: the backward's placeholders of what the forward keeps, and what that is there.
-        numbering: the values of forward and backward; equal ones have one number.
-        nodes: the nodes of both whose values are shared, in order, and the graph that holds each.
-        read: the numbers of shared values that own memory and that something else reads, directly or by a view.
+        phased: the phases before hoisting.
+        inputs: the forward's placeholders that all micro-batches share, with their indices.
+        kept: the backward's placeholders of saved values, with the saved nodes of the forward.
+        numbering: value numbers of forward and backward.
+        nodes: the shared nodes of both in order, with their graphs.
+        read: the numbers of shared values that own memory and have other readers, directly or through a view.
     """
 
     phased: PhasedProgram
@@ -111,7 +114,7 @@ class _Shared:
         return shared
 
     def _walk(self, graph_module: fx.GraphModule, results: Sequence[fx.Node]) -> None:
-        """Number the nodes of a phase, and note which are shared, and which of these something else reads."""
+        """Number the nodes of a phase, and record shared nodes and shared values with other readers."""
         for node in graph_module.graph.nodes:
             if node in self.kept:
                 self.numbering.numbers[node] = self.number(self.kept[node])
@@ -138,7 +141,7 @@ class _Shared:
             self.read.update(dict.fromkeys(map(self.number, self._owners(operand))))
 
     def _owners(self, node: fx.Node) -> Iterator[fx.Node]:
-        """The shared values whose memory a value may lie in; none for what is not shared, and for parameters."""
+        """The shared values in whose memory a value may lie; none for parameters and values that are not shared."""
         node = self.kept.get(node, node)
         if node not in self.nodes:
             return
@@ -149,9 +152,9 @@ class _Shared:
             yield from self._owners(operand)
 
     def by_time_saved(self, seconds: Seconds) -> list[int]:
-        """The numbers of the values that can be held, those that save the most time per byte first.
+        """The numbers of the values that can be hoisted, those that save the most time per byte first.
 
-        What several of them need counts for each in equal parts.
+        The time of a common operand counts in equal parts.
         """
         saved, sizes = defaultdict[int, float](float), dict[int, int]()
         needed_by: dict[fx.Node, set[int]] = defaultdict(set)
@@ -185,9 +188,9 @@ class _Shared:
         )
 
     def _hoisted(self, held: Sequence[fx.Node], first: Mapping[int, fx.Node]) -> tuple[fx.GraphModule, tuple[int, ...]]:
-        """The graph that computes the held values, and the indices of the inputs that it takes.
+        """The graph that computes the hoisted values, and the indices of its inputs.
 
-        `first`: the first shared node of each number; its operands' first nodes stand before it.
+        `first` has the first shared node of each number, after its operands' first nodes.
         """
         needed, waiting = set[int](), [self.number(node) for node in held]
         while waiting:
@@ -208,7 +211,7 @@ class _Shared:
         return lazy_module(constants, graph), tuple(inputs)
 
     def _forward(self, held: Sequence[fx.Node], saved: Sequence[fx.Node]) -> fx.GraphModule:
-        """The forward that takes the held values, and keeps what the backward takes now: `saved`, nodes of before."""
+        """The forward that takes the hoisted values and saves the nodes `saved` of the old forward."""
         old, graph = self.phased.forward, fx.Graph()
         made = {node: placeholder_like(graph, node) for node in _placeholders(old)}
         given = {self.number(node): placeholder_like(graph, node) for node in held}
@@ -221,7 +224,7 @@ class _Shared:
         return lazy_module(old, graph)
 
     def _backward(self, held: Sequence[fx.Node]) -> tuple[fx.GraphModule, dict[str, fx.Node]]:
-        """The backward that takes held values, and what it takes of the forward, as nodes of before, by name."""
+        """The backward that takes the hoisted values, and its saved inputs, as nodes of the old forward, by name."""
         old, graph = self.phased.backward, fx.Graph()
         by_number = {self.number(node): node for node in held}
         taken = self._calls_of(old, by_number)
@@ -245,18 +248,18 @@ class _Shared:
         return lazy_module(old, graph), saved
 
     def _calls_of(self, graph_module: fx.GraphModule, given: Mapping[int, fx.Node]) -> dict[fx.Node, fx.Node]:
-        """The shared calls of a phase that compute a value of some numbers, and what stands for each."""
+        """The shared calls of a phase for given numbers, each with its replacement."""
         calls = (node for node, owner in self.nodes.items() if owner is graph_module and node.op == "call_function")
         return {node: given[self.number(node)] for node in calls if self.number(node) in given}
 
 
 def _may_be_shared(node: fx.Node) -> bool:
-    """Whether a node computes the same of the same operands each time, and leaves that on the device."""
+    """Whether a node computes an equal result from equal operands each time, on the device."""
     return node.target not in TRANSFERS and not draws_numbers(node.target)
 
 
 def _owns_memory(node: fx.Node) -> bool:
-    """Whether a call's result is a tensor that is there, in memory of its own: waited for, no view."""
+    """Whether a call's result is a complete tensor in memory of its own, no view and no pending collective."""
     if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
         return False
     if node.target is getitem:
@@ -279,7 +282,7 @@ def _results(graph_module: fx.GraphModule) -> list[fx.Node]:
 
 
 def _needed(results: Iterable[fx.Node], given: Mapping[fx.Node, Any]) -> set[fx.Node]:
-    """The nodes that results need, up to what is given."""
+    """The nodes that results need, excluding those behind given nodes."""
     needed, waiting = set[fx.Node](), list(results)
     while waiting:
         node = waiting.pop()
@@ -292,7 +295,7 @@ def _needed(results: Iterable[fx.Node], given: Mapping[fx.Node, Any]) -> set[fx.
 def _copy_needed(
     old: fx.GraphModule, results: Iterable[fx.Node], graph: fx.Graph, made: dict[fx.Node, fx.Node]
 ) -> None:
-    """Copy what results need besides what is made already."""
+    """Copy the nodes that results need, unless they exist already."""
     needed = _needed(results, made)
     for node in old.graph.nodes:
         if node in needed and node not in made:

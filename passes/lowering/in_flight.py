@@ -15,13 +15,13 @@ from passes.lowering.bucket_collectives import MIB, BucketCollectives
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """Limits of the passes that let collectives run beside computation.
+    """Limits of the passes that overlap collectives with computation.
 
     Args:
         starts_soon: move collectives of values up, past calls that compute.
-        buckets: the sizes of buckets; None: there are none.
-        ahead: see `StartAhead`.
-        most_held: see `WaitInTurn`.
+        buckets: the sizes of buckets; None: no buckets.
+        ahead: number of gathers for `StartAhead`.
+        most_held: number of reductions for `WaitInTurn`.
     """
 
     starts_soon: bool = True
@@ -31,8 +31,9 @@ class InFlight:
 
 
 FEWEST = 12 * MIB
-"""A rank's piece of a bucket that nothing runs beside. Larger buckets would win little, and a CPU's C library gives
-memory of 32 MiB and more back to the system when it is freed, and takes it anew at each step."""
+"""Largest piece of a rank in a bucket without overlap. Larger buckets would gain little. A CPU's C library also returns
+freed memory of 32 MiB and more to the system, and allocates it anew at each step.
+"""
 
 BESIDE: Sequence[InFlight] = (
     InFlight(),
@@ -48,17 +49,19 @@ ALONE: Sequence[InFlight] = (
     *(InFlight(starts_soon=False, buckets=BucketCollectives(None, n, n)) for n in (FEWEST, FEWEST // 3, FEWEST // 6)),
     *BESIDE,
 )
-"""Limits where nothing runs beside communication: the fewest buckets that memory has room for come first.
+"""Limits without overlap. Rows with the fewest buckets come first.
 
-With those, calls that compute stay in their order, in which they find what they read in the cache.
+Calls that compute keep their order, in which their operands are in the cache.
 """
 
 SHARE_BESIDE = 0.05
-"""What buckets under way may add to a program's peak, as a share of it, where the memory budget has room for them."""
+"""Most growth of a program's peak by buckets under way, as a share, within the memory budget."""
 
 SHARE_ALONE = 0.15
-"""The same where nothing runs beside communication. One bucket in place of four saves 1.5 % of the step of a small BERT
-on CPUs, and adds 12 % to its peak; DistributedDataParallel, which always holds all gradients, needs a further 6 %."""
+"""The share without overlap. One bucket in place of four saves 1.5 % of the step of a small BERT on CPUs, and adds 12 %
+to
+its peak. DistributedDataParallel, which always stores all gradients, needs a further 6 %.
+"""
 
 
 def limits_on(cluster: Cluster | None) -> tuple[Sequence[InFlight], float]:

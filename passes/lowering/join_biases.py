@@ -1,8 +1,8 @@
-"""Let a product of matrices take the bias that is added to it along, as the library does.
+"""Joins a bias with the matrix product to which it is added, as in the library's addmm.
 
-Before → after: `add(mm(a, b), bias)` → `addmm(bias, a, b)`, where nothing else reads the product and the bias is [N].
-`passes.verification.expand_biases` is the way back. A product whose pieces are summed first has a collective between
-the two, and stays.
+Before → after: `add(mm(a, b), bias)` → `addmm(bias, a, b)`, if nothing else reads the product and the bias is [N].
+`passes.verification.expand_biases` inverts the rewrite. A product that is reduced first has a collective in between,
+and stays.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class JoinBiases:
-    """See the module's docstring."""
+    """Joins biases with their products."""
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
         """The phases with fewer additions; the lowered program as a whole stays as it is, for verification."""

@@ -1,4 +1,4 @@
-"""Keep what came to experts, and their first products, for the backward, as far as memory allows.
+"""Saves received tokens of experts, and their first products, for the backward, as far as memory allows.
 
 Before → after, for layers whose tokens are exchanged between ranks:
 
@@ -8,12 +8,12 @@ Before → after, for layers whose tokens are exchanged between ranks:
     forward:   out, rows, u, counts = exchanged_experts_keeping(x, index, ...)
     backward:  exchanged_experts_kept_backward(grad, index, ..., rows, u, counts)
 
-The backward then sends no tokens and makes four products, not five. Where nothing else reads x it is not kept.
+The backward then sends no tokens and computes four products instead of five. If nothing else reads x, it is not saved.
 
-1. A call of the backward belongs to the call of the forward that has the same operands. A layer whose tokens or router
-   are recomputed keeps nothing.
-2. As many layers as fit keep rows, the last ones first; the peak of the step is counted with them. How many rows come
-   only routers know: counted is what the busiest rank gets where all experts are as likely.
+1. A backward call is paired with the forward call of equal operands. A layer whose tokens or router are recomputed
+   saves nothing.
+2. The last layers save rows first, and as many layers as fit the step's peak memory. The number of rows depends on the
+   router. The count assumes the busiest rank's share under equally likely experts.
 """
 
 from __future__ import annotations
@@ -34,24 +34,27 @@ from autoshard.ir.recompute import PHASE
 from autoshard.tracing.copy_node import copy_node
 from cost_models.experts import busiest_rows
 from passes.memory.lowered_memory import peak_bytes
+from passes.memory.stage_load import ONE_STAGE, StageLoad
 from passes.preparation.number_values import Numbering
 from passes.preparation.rewriting import insert_call
 
 
 @dataclass(frozen=True, slots=True)
 class KeepRows:
-    """See the module's docstring.
+    """Saves rows of experts for the backward.
 
     Args:
-        micro_batches: how many a step has.
-        memory_bytes: the most that each rank may have in use; None: no more than without.
+        micro_batches: micro-batches of a step.
+        memory_bytes: memory limit of each rank; None: the peak without saved rows.
+        load: memory on the rank beside the program.
     """
 
     micro_batches: int = 1
     memory_bytes: float | None = None
+    load: StageLoad = ONE_STAGE
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """The phases with as many layers that keep rows as fit, found by bisection."""
+        """Save the rows of as many layers as fit, found by bisection."""
         layers = list(_layers(phased).items())
         limit = self._peak(phased) if layers and self.memory_bytes is None else self.memory_bytes
         fitting, count, least, most = phased, len(layers), 0, len(layers)
@@ -65,11 +68,11 @@ class KeepRows:
         return fitting
 
     def _peak(self, phased: PhasedProgram) -> int:
-        return peak_bytes(phased, micro_batches=self.micro_batches)
+        return peak_bytes(phased, self.micro_batches, self.load)
 
 
 def _layers(phased: PhasedProgram) -> dict[fx.Node, fx.Node]:
-    """Calls of the backward, in order, with those of the forward that have the same operands."""
+    """Backward calls of experts in order, each with the forward call of equal operands."""
     calls = phased.forward.graph.find_nodes(op="call_function", target=kernels.exchanged_experts)
     if not calls:
         return {}
@@ -101,7 +104,7 @@ def _saved(phased: PhasedProgram) -> list[fx.Node]:
 
 @dataclass(slots=True)
 class _RowKeeper:
-    """Rewrites phases so that the layers of `layers`, calls of the backward with those of the forward, keep rows."""
+    """Rewrites phases so that the layers of `layers`, backward calls with their forward calls, save rows."""
 
     phased: PhasedProgram
     layers: Mapping[fx.Node, fx.Node]
@@ -124,7 +127,7 @@ class _RowKeeper:
         )
 
     def _forward(self) -> tuple[fx.Graph, dict[fx.Node, fx.Node], dict[fx.Node, list[fx.Node]]]:
-        """A forward without its output, the copy of each node, and what is kept of each call."""
+        """The forward without its output, the copy of each node, and the saved values of each call."""
         old, graph, chosen = self.phased.forward.graph, fx.Graph(), set(self.layers.values())
         copies, kept = dict[fx.Node, fx.Node](), dict[fx.Node, list[fx.Node]]()
         for node in old.nodes:
@@ -135,7 +138,7 @@ class _RowKeeper:
         return graph, copies, kept
 
     def _needed(self) -> set[fx.Node]:
-        """The nodes of the backward that its results need, where calls take rows in place of tokens."""
+        """The backward nodes that its results need once calls take rows in place of tokens."""
         needed, waiting = set[fx.Node](), [self.phased.backward.graph.output_node()]
         while waiting:
             node = waiting.pop()
@@ -147,7 +150,7 @@ class _RowKeeper:
     def _backward(
         self, taken: Sequence[fx.Node], kept: Mapping[fx.Node, list[fx.Node]], needed: Collection[fx.Node]
     ) -> fx.GraphModule:
-        """A backward that takes of what was saved `taken`, then what calls keep, then tangents."""
+        """The backward that takes the saved values `taken`, then the calls' saved values, then tangents."""
         old, graph = self.phased.backward, fx.Graph()
         copies = {node: placeholder_like(graph, node) for node in taken}
         given = {call: [placeholder_like(graph, node) for node in nodes] for call, nodes in kept.items()}
@@ -162,7 +165,7 @@ class _RowKeeper:
 
 
 def _keeping_call(graph: fx.Graph, node: fx.Node, args: Any) -> list[fx.Node]:
-    """The call that keeps rows in place of `node`: its result, then rows, first products and counts."""
+    """Emit the call that saves rows in place of `node`: its result, rows, first products and counts."""
     call = insert_call(graph, kernels.exchanged_experts_keeping, args, like=node, name=f"{node.name}_keeping")
     out, rows, u, counts = call.meta["val"]
     ranks, assignments = counts.shape[1], args[1].meta["val"].numel()
@@ -177,12 +180,12 @@ def _keeping_call(graph: fx.Graph, node: fx.Node, args: Any) -> list[fx.Node]:
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """What a call of the backward reads besides tokens."""
+    """The operands of a backward call besides tokens."""
     return [item for item in (node.args[0], *node.args[2:7]) if isinstance(item, fx.Node)]
 
 
 def _kept_call(graph: fx.Graph, node: fx.Node, copies: Mapping[fx.Node, fx.Node], kept: list[fx.Node]) -> fx.Node:
-    """The call that takes what is kept in place of `node`, of the backward, and of its tokens."""
+    """Emit the backward call that takes saved values in place of tokens."""
     grad, _, *operands = node.args[:7]
     args = (*fx.map_arg((grad, *operands), copies.__getitem__), *kept, *node.args[7:])  # type: ignore[misc]
     made = graph.create_node("call_function", kernels.exchanged_experts_kept_backward, args, name=node.name)

@@ -1,8 +1,8 @@
-"""Lower a planned program to the program of one rank: local shapes, explicit collectives.
+"""Lowers a planned program to the program of one rank: local shapes, explicit collectives.
 
-Before → after: for each call, its operands are resharded to the specs of its strategy, and its local form is emitted;
-hubs vanish; results are resharded to the specs that they leave with as soon as they are computed, so that no full
-gradient outlives its reduction.
+Before → after: for each call, its operands are resharded to the specs of its strategy, and its local form is emitted.
+Fan-outs vanish. Results are resharded to their final specs as soon as they are computed, so that no full gradient
+outlives its reduction.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autoshard.ir.program import InputKind, InputSlot, OutputSlot, Program, tens
 from autoshard.ir.reshard import ReshardStep, StepCost, plan_reshard
 from autoshard.ir.spec import PartitionSpec
 from autoshard.rules.emit_local import emit_local
-from autoshard.rules.hub import hub
+from autoshard.rules.fan_out import fan_out
 from passes.lowering.bound_rules import BoundRules
 from passes.strategies.enumerate_strategies import operands_of, resolve
 from passes.strategies.local_tracer import LocalTracer
@@ -33,13 +33,13 @@ from passes.strategies.local_tracer import LocalTracer
 
 @dataclass(frozen=True, slots=True)
 class Lower:
-    """See the module's docstring.
+    """Lowers a program by a plan.
 
     Args:
-        plan: what to lower to; made for the program that is passed.
+        plan: the plan, made for the program that is passed.
         step_cost: price of a reshard step, by which the steps of each reshard are chosen.
-        steps: of reshards by place. Those that are there are taken, others are added: a plan that is lowered at several
-            sizes goes the ways of the first.
+        steps: steps of reshards by place. Present entries are used, missing entries are added. So a plan that is
+            lowered at several sizes always takes the steps of the first lowering.
     """
 
     plan: Plan
@@ -77,7 +77,7 @@ def _check_nodes(plan: Plan, program: Program) -> None:
 
 
 def _check_parameters(plan: Plan, program: Program) -> None:
-    """Raise `PlanMismatchError` if a plan's parameters lie otherwise than its nodes say, which are what is lowered."""
+    """Raise `PlanMismatchError` if a parameter's spec differs from its node's spec, which is the lowered one."""
     for slot in program.inputs_of(InputKind.PARAMETER):
         named, node = plan.parameters.get(slot.name), plan.nodes.get(slot.node)
         if named is not None and node is not None and named.spec != node.outputs[0]:
@@ -89,11 +89,11 @@ def _check_parameters(plan: Plan, program: Program) -> None:
 
 
 _STRIDED = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_scatter.default)
-"""Operators whose value depends on how their operand lies in memory."""
+"""Operators whose value depends on the strides of their operand."""
 
 
 def result_key(slot: OutputSlot) -> str:
-    """The name by which a plan knows a result."""
+    """The name of a result in a plan."""
     return f"{slot.kind.value} {slot.name}"
 
 
@@ -148,7 +148,7 @@ class _Lowering:
         elif node.op == "get_attr":
             setattr(constants, str(node.target), getattr(self.program.graph_module, str(node.target)))
             self._keep(node, 0, self.tracer.constant(str(node.target), node.meta["val"]), PartitionSpec())
-        elif node.target is hub:
+        elif node.target is fan_out:
             spec = self._node_plan(node).outputs[0]
             self._keep(node, 0, self._operand(node.args[0], spec), spec)
         elif node.target is not operator.getitem:
@@ -200,7 +200,7 @@ class _Lowering:
     def _steps(
         self, maker: str, result: int, source: PartitionSpec, target: PartitionSpec, value: torch.Tensor
     ) -> tuple[ReshardStep, ...]:
-        """The steps of a reshard of a value that `maker` yields."""
+        """The steps of a reshard of a value of `maker`."""
         reader, mesh = self.tracer.like, self.plan.mesh
         place = (None if reader is None else reader.name, maker, result, source, target)
         if place in self.known_steps:
@@ -240,7 +240,7 @@ class _Lowering:
 
 
 def _check_strides(node: fx.Node, operand: Any) -> None:
-    """Refuse a call that reads its operand's memory in an order which a reshard has changed."""
+    """Refuse a call that reads its operand by strides that a reshard has changed."""
     traced, local = node.all_input_nodes[0].meta["val"].stride(), operand.node.meta["val"].stride()
     if traced != local:
         raise NotAvailableError(

@@ -25,23 +25,26 @@ def prepare(program: Program) -> Program:
 
 
 def prepare_for(program: Program, plan: Plan) -> Program:
-    """The program in the form that a plan is for, with what it recomputes; `PlanMismatchError` if it is of another."""
+    """Bring the program into its plan's form, recomputation included.
+
+    Raises `PlanMismatchError` for another program.
+    """
     return run_at(Moment.PLANNED, prepare(program), LoweringOptions(plan=plan))
 
 
 def lower_program(
     program: Program, plan: Plan, cluster: Cluster | None = None, options: LoweringOptions = USUAL
 ) -> PhasedProgram:
-    """The per-rank program of a plan, cut into forward and backward.
+    """Lower a program by a plan, cut into forward and backward.
 
     Args:
-        program: as traced.
-        plan: made for this program.
-        cluster: where it runs; decides between reshards of equal effect. None goes by bytes sent.
+        program: the traced program.
+        plan: plan of this program.
+        cluster: hardware, which decides between reshards of equal effect. None decides by bytes sent.
         options: the choices of the caller.
 
     Raises:
-        PlanMismatchError: the plan is of another program.
+        PlanMismatchError: the plan belongs to another program.
     """
     if options.on_pass is None:
         prepared = prepare_for(program, plan)
@@ -53,7 +56,7 @@ def lower_program(
 def lower_prepared(
     prepared: Program, plan: Plan, cluster: Cluster | None = None, options: LoweringOptions = USUAL
 ) -> PhasedProgram:
-    """`lower_program` of a program as `prepare_for` gives it: what runs, and what a decided plan is predicted from."""
+    """`lower_program` for a program from `prepare_for`. The result runs, and predictions are read off it."""
     options = replace(options, plan=plan, cluster=cluster, memory_bytes=_room_of(prepared, plan))
     phased = run_at(Moment.LOWERED, prepared if options.lowered is None else options.lowered, options)
     return overlapped(phased, options) if options.with_overlap else phased

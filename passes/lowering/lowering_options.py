@@ -14,6 +14,7 @@ from autoshard.ir.reshard import StepCost
 from cost_models.device import Device
 from cost_models.hardware import Cluster
 from passes.lowering.in_flight import InFlight
+from passes.memory.stage_load import ONE_STAGE, StageLoad
 from passes.strategies.price import StepPrice
 
 OnPass = Callable[[Any, Any, Any], None]
@@ -22,24 +23,25 @@ OnPass = Callable[[Any, Any, Any], None]
 
 @dataclass(frozen=True, slots=True)
 class LoweringOptions:
-    """Choices that the caller of lowering makes, and the plan and the limits that passes are made from.
+    """Choices of lowering's caller, and the plan and limits of its passes.
 
     Args:
-        with_kernels: let Triton kernels stand in for operators of the phases; the lowered program as a whole stays
-            without, for verification.
-        with_generated: generated kernels too, for the groups that hand-written kernels leave.
-        prices_kernels: price the generated kernels, and do not write them; the program is not to be run.
-        with_native: let torch's fused kernels run semantic operators, rather than their definitions.
-        with_overlap: let collectives run beside computation, gradients' in buckets, and let experts keep their rows.
-        reduce_dtype: in which gradients of float32 travel between ranks; None: in their own.
-        saves_least: let the backward compute again what a compiler fuses; for programs without kernels.
-        micro_batches: how many a training step has; values of parameters alone are computed once for all of them.
-        on_pass: sees every pass, those that prepare the program too; the program is then prepared anew.
-        lowered: what `Lower` makes of the plan, where that is known.
-        plan: the plan to lower to. Set by `lower_program`, as are the fields below.
-        cluster: where the program runs; decides between reshards of equal effect. None goes by bytes sent.
-        memory_bytes: the most that each rank may have in use; None: no more than the program has without a pass.
-        in_flight: how much may be under way at once, in the passes of `Moment.IN_FLIGHT`.
+        with_kernels: replace operators of the phases by Triton kernels; the uncut lowered program stays without, for
+            verification.
+        with_generated: also generate kernels, for the groups that hand-written kernels leave.
+        prices_kernels: price the generated kernels without writing them; the program will not run.
+        with_native: run semantic operators by torch's fused kernels instead of their definitions.
+        with_overlap: overlap collectives with computation, gradients' in buckets, and let experts save their rows.
+        reduce_dtype: type in which float32 gradients are sent between ranks; None: their own.
+        saves_least: let the backward recompute values that a compiler fuses; for programs without kernels.
+        micro_batches: micro-batches of a training step; values of parameters alone are computed once for all of them.
+        load: for a stage of a pipeline, memory on its rank beside the stage.
+        on_pass: observer of every pass, including preparation, which then runs anew.
+        lowered: the result of `Lower` for the plan, if it is known.
+        plan: the plan. `lower_program` sets it and the fields below.
+        cluster: hardware, which decides between reshards of equal effect. None decides by bytes sent.
+        memory_bytes: memory limit of each rank; None: the program's peak before each pass.
+        in_flight: limits on collectives under way, in the passes of `Moment.IN_FLIGHT`.
     """
 
     with_kernels: bool = False
@@ -50,6 +52,7 @@ class LoweringOptions:
     reduce_dtype: torch.dtype | None = None
     saves_least: bool = False
     micro_batches: int = 1
+    load: StageLoad = ONE_STAGE
     on_pass: OnPass | None = None
     lowered: LoweredProgram | None = None
     plan: Plan | None = None
@@ -59,7 +62,7 @@ class LoweringOptions:
 
     @property
     def decided(self) -> Plan:
-        """The plan, in passes that run when there is one."""
+        """The plan, in passes that run after planning."""
         assert self.plan is not None, "passes behind the traced program have a plan"
         return self.plan
 
@@ -75,7 +78,7 @@ class LoweringOptions:
 
     @property
     def device(self) -> Device | None:
-        """The device that the program runs on, if it is known."""
+        """The program's device, if known."""
         return None if self.cluster is None else self.cluster.device
 
 

@@ -1,9 +1,9 @@
-"""Find what a fused kernel may stand in for: calls of the form that it computes, by value number.
+"""Finds calls in the form of a fused kernel, by value number.
 
 A form is traced into a small graph and unified with the calls of a program (`number_values`), from a result up to its
-operands: operators and literals must be equal, a variable takes any operand or literal, the same one everywhere.
-Additions and multiplications match in either order. As values are compared, not nodes, it does not matter how often a
-view of a value is written down, or that a value is computed in the forward and read in the backward.
+operands. Operators and literals must be equal. A variable matches any operand or literal, but the same one everywhere.
+Additions and multiplications match in either order. Values are compared, not nodes. So repeated views do not matter,
+nor whether the backward reads a value computed in the forward.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from autoshard.kernels.kernel import Form
 from passes.preparation.number_values import LITERAL, OPERAND, Key, Numbering, call_key, mirrored_key
 
 Bindings = Mapping[fx.Node, Key]
-"""Nodes of a pattern to what they stand for: an operand's number, or a literal."""
+"""Nodes of a pattern, each with the operand's number or the literal that it matches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A form, traced.
+    """A traced form.
 
     Args:
         variables: name to placeholder.
-        results: the node of each result; None where the form has none.
-        keys: each call's structure, operands being nodes of the pattern.
+        results: the node of each result; None for a missing result.
+        keys: each call's structure, with nodes of the pattern as operands.
     """
 
     variables: Mapping[str, fx.Node]
@@ -75,20 +75,20 @@ def trace_form(form: Form, like: Tensor) -> Pattern:
 
 @cache
 def root_operator(form: Form, dtype: torch.dtype) -> Any:
-    """The operator of a form's first result of a dtype, whatever its shape."""
+    """The operator of a form's first result of a dtype, for any shape."""
     return trace_form(form, torch.empty([2] * (form.dims or 1), dtype=dtype, device="meta")).root.target
 
 
 def find_matches(
     pattern: Pattern, numbering: Numbering, anchor: int, candidates: Callable[[Any], Iterable[int]]
 ) -> Iterator[Match]:
-    """The ways in which `anchor` is the pattern's first result.
+    """Yield the matches in which `anchor` is the pattern's first result.
 
     Args:
-        pattern: what to look for.
-        numbering: the program's.
+        pattern: the pattern.
+        numbering: the program's numbering.
         anchor: a number.
-        candidates: numbers of calls of an operator, for results that are no operand of others, best first.
+        candidates: numbers of calls of an operator, for results that are no operands of other calls, best first.
     """
     for bindings in _unify(pattern, numbering, (OPERAND, pattern.root), (OPERAND, anchor), {}):
         for complete in _find_results(pattern, numbering, pattern.results[1:], bindings, candidates):
@@ -118,7 +118,7 @@ def _find_results(
 
 
 def _unify(pattern: Pattern, numbering: Numbering, wanted: Any, found: Any, bindings: Bindings) -> Iterator[Bindings]:
-    """The bindings under which `wanted`, a part of a key of the pattern, is `found`, a part of one of the program."""
+    """Yield the bindings that unify `wanted`, a part of a pattern's key, with `found`, a part of a program's key."""
     if not isinstance(wanted, tuple) or not isinstance(found, tuple):
         if wanted == found:
             yield bindings
@@ -158,7 +158,7 @@ def _unify_all(
 
 
 def _orders(key: Key) -> Iterator[Key]:
-    """The structures of a call that compute the same."""
+    """The structures of equivalent calls."""
     yield key
     mirrored = mirrored_key(key)
     if mirrored is not None:

@@ -1,13 +1,14 @@
-"""Give collectives of unlike purposes communicators of their own, so that a wait does not wait for what went before.
+"""Gives collectives of different purposes communicators of their own, so that a wait ignores earlier collectives of
+another purpose.
 
 Before → after, by the group's name (`autoshard.ir.communicators`):
 
-* of a gather of what is computed from parameters alone, `"data"` → `"data/parameters"`; in the update, of any gather;
-* of a reduction whose result the backward only returns (a gradient of a parameter, as it is handed out or carried into
-  the update), and of what sends that result on, `"data"` → `"data/gradients"`; in the update, of any reduction.
+* a gather of values computed from parameters alone: `"data"` → `"data/parameters"`; in the update, any gather;
+* a reduction whose result the backward only returns (a gradient of a parameter, returned or carried into the update),
+  and collectives of that result: `"data"` → `"data/gradients"`; in the update, any reduction.
 
-All others (tensor and sequence parallelism, losses) keep the axis' own. The names are the same on all ranks, as the
-text is, and no number depends on them: `verify_phases` reads each as that of its axes.
+All other collectives (tensor and sequence parallelism, losses) keep the axis' own communicator. The names are equal on
+all ranks, like the text. No number depends on them: `verify_phases` replaces each name by that of its axes.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ _REDUCTIONS = (_c10d.all_reduce.default, _c10d.reduce_scatter_tensor.default)
 
 @dataclass(frozen=True, slots=True)
 class NameCommunicators:
-    """See the module's docstring."""
+    """Names the communicator of each collective by its purpose."""
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """The phases with each collective on the communicator of its purpose."""
+        """Put each collective on the communicator of its purpose."""
         inputs = phased.lowered.inputs
         hoisted = phased.hoisted
         held = [inputs[index].slot.kind is InputKind.PARAMETER for index in phased.forward_inputs]
@@ -66,13 +67,13 @@ def _named(
 
 
 def _chosen(graph_module: fx.GraphModule, flags: Collection[bool]) -> list[fx.Node]:
-    """The placeholders, the first ones, that are flagged."""
+    """The flagged placeholders among the first ones."""
     placeholders = graph_module.graph.find_nodes(op="placeholder")
     return [node for node, flag in zip(placeholders, flags, strict=False) if flag]
 
 
 def _computed_from(sources: Collection[fx.Node], graph: fx.Graph) -> set[fx.Node]:
-    """The sources, and what is computed from them alone."""
+    """The sources, and the nodes computed from them alone."""
     found = set(sources)
     for node in graph.nodes:
         operands = node.all_input_nodes
@@ -82,7 +83,7 @@ def _computed_from(sources: Collection[fx.Node], graph: fx.Graph) -> set[fx.Node
 
 
 def _only_returned(graph: fx.Graph) -> set[fx.Node]:
-    """What nothing but the output reads, by way of calls of one operand, reductions over further axes among them."""
+    """Nodes that only the output reads, through calls of one operand, including reductions over further axes."""
     found: set[fx.Node] = set()
     for node in reversed(graph.nodes):
         if node.op == "call_function" and all(user.op == "output" or _passes_on(user, found) for user in node.users):
@@ -91,7 +92,7 @@ def _only_returned(graph: fx.Graph) -> set[fx.Node]:
 
 
 def _passes_on(user: fx.Node, found: Collection[fx.Node]) -> bool:
-    """Whether a call only shapes, scales, converts or sends what it is given, on its way to the output."""
+    """Whether a call only shapes, scales, converts or sends its operand on the way to the output."""
     return user in found and len(user.all_input_nodes) == 1
 
 

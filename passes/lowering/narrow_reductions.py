@@ -1,12 +1,12 @@
-"""Send gradients between ranks in 16 bits, where the user asks for it.
+"""Sends gradients between ranks in 16 bits, at the user's request.
 
-Before → after: `wait(all_reduce(x, "sum", "data/gradients"))` of float32 →
-`_to_copy(wait(all_reduce(_to_copy(x, bf16), "sum", "data/narrow_gradients")), float32)`; likewise of a reduce-scatter.
+Before → after: `wait(all_reduce(x, "sum", "data/gradients"))` of float32 → `_to_copy(wait(all_reduce(_to_copy(x, bf16),
+"sum", "data/narrow_gradients")), float32)`. Reduce-scatters are alike.
 
-Ranks round their addends, add them up in float32 and round the sum (`autoshard.runtime.rank_order`, as Megatron-LM's
-reduce-scatter with accumulation in float32 does), so that the error of a sum does not grow with the number of ranks.
-Nothing but gradients is narrowed: neither losses nor norms. `passes.verification.widen_reductions` is the way back, by
-which the result is verified.
+Ranks round their addends, add them up in float32 and round the sum (`autoshard.runtime.rank_order`), like Megatron-LM's
+reduce-scatter with accumulation in float32. So the error of a sum does not grow with the number of ranks. Only
+gradients are narrowed, never losses or norms. `passes.verification.widen_reductions` inverts the rewrite for
+verification.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _SHAPING = (_aten.clone.default, _aten._to_copy.default, _aten.contiguous.defaul
 
 @dataclass(frozen=True, slots=True)
 class NarrowReductions:
-    """See the module's docstring.
+    """Narrows the reductions of gradients.
 
     Args:
-        dtype: in which gradients travel.
+        dtype: type in which gradients are sent.
     """
 
     dtype: torch.dtype = torch.bfloat16
@@ -79,7 +79,7 @@ class NarrowReductions:
 
 
 def _gradients(graph: fx.Graph) -> list[fx.Node]:
-    """Where the sums of gradients in float32 start."""
+    """The starts of float32 sums of gradients."""
     return [node for node in graph.nodes if node.target in _REDUCTIONS and _is_gradient(node)]
 
 
@@ -89,7 +89,7 @@ def _is_gradient(node: fx.Node) -> bool:
 
 
 def _source(node: fx.Node) -> fx.Node:
-    """What a reduction sends, before it was shaped and converted."""
+    """The value that a reduction sends, before shaping and conversion."""
     (source,) = node.all_input_nodes
     while len(source.all_input_nodes) == 1 and (is_view(source) or source.target in _SHAPING):
         (source,) = source.all_input_nodes

@@ -18,18 +18,19 @@ from passes.strategies.collective_nodes import collective_time
 
 @dataclass(frozen=True, slots=True)
 class NodeTime:
-    """Seconds of a node on one rank, kernels and constants too; on no cluster, the bytes that it sends or moves.
+    """Seconds of a node on one rank, including kernels and constants. Without a cluster, the bytes that it sends or
+    moves.
 
     Args:
-        mesh: whose axes name the groups of collectives.
-        cluster: what it runs on.
+        mesh: mesh whose axes name the groups of collectives.
+        cluster: the hardware.
     """
 
     mesh: Mesh
     cluster: Cluster | None
 
     def __call__(self, node: fx.Node) -> float:
-        """Of one node; nothing for views, and for waiting."""
+        """Time of one node; 0 for views and waits."""
         if not isinstance(node.target, torch._ops.OpOverload) or aliased_operands(node):
             return 0.0
         moved = _bytes(node.meta.get("val")) + sum(_bytes(operand.meta.get("val")) for operand in node.all_input_nodes)

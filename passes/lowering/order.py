@@ -1,8 +1,8 @@
 """The order of all passes of lowering, in one tuple.
 
-An entry has the moment at which its pass runs, and a function that makes the pass from the options, or gives None where
-they do not ask for it. To add a pass: write its file, and put an entry where it belongs. Passes of one moment run in
-the order of their entries; the entries of a moment stand together.
+An entry has the moment of its pass, and a function that makes the pass from the options. The function returns None if
+the options do not need the pass. To add a pass, write its file and put an entry in its place. Passes of one moment run
+in the order of their entries; the entries of a moment stand together.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from passes.lowering.start_soon import StartSoon
 from passes.lowering.wait_in_turn import WaitInTurn
 from passes.lowering.wait_late import WaitLate
 from passes.preparation.canonicalize import Canonicalize
-from passes.preparation.insert_hubs import InsertHubs
+from passes.preparation.insert_fan_outs import InsertFanOuts
 from passes.preparation.join_gelu import JoinGelu
 from passes.recomputation.recompute import InsertRecompute
 
@@ -37,12 +37,12 @@ MakePass = Callable[[LoweringOptions], Pass | None]
 
 
 class Moment(Enum):
-    """When a pass runs, and what it is given."""
+    """Time of a pass, and its input."""
 
     TRACED = "the traced program, before it has a plan"
     PLANNED = "the program that was planned, with its plan"
     LOWERED = "the program to be lowered; later its lowered form, then its phases"
-    IN_FLIGHT = "the phases, within a limit of what is under way at once"
+    IN_FLIGHT = "the phases, within a limit on collectives under way"
     STAGE = "the phases of a pipeline's stage whose order cuts backwards"
     WRITTEN = "a graph of one rank that writes over its inputs"
 
@@ -50,7 +50,7 @@ class Moment(Enum):
 def _fuse_kernels(options: LoweringOptions) -> Pass | None:
     if not options.with_kernels:
         return None
-    from passes.lowering.fuse_kernels import FuseKernels  # triton is imported only for a program that has kernels
+    from passes.lowering.fuse_kernels import FuseKernels  # imports triton, which only programs with kernels need
 
     return FuseKernels()
 
@@ -71,19 +71,19 @@ def _generate_kernels(options: LoweringOptions) -> Pass | None:
 ORDER: Sequence[tuple[Moment, MakePass]] = (
     (Moment.TRACED, lambda _: Canonicalize()),
     (Moment.TRACED, lambda _: JoinGelu()),
-    (Moment.TRACED, lambda _: InsertHubs()),
+    (Moment.TRACED, lambda _: InsertFanOuts()),
     (Moment.PLANNED, lambda o: InsertRecompute(o.decided.recompute.nodes, o.decided.offload.nodes)),
     (Moment.LOWERED, lambda o: Lower(o.decided, o.step_cost) if o.lowered is None else None),
     (Moment.LOWERED, _fuse_kernels),
     (Moment.LOWERED, lambda o: SplitPhases(o.saves_least)),
-    (Moment.LOWERED, lambda o: Hoist(o.micro_batches, NodeTime(o.decided.mesh, o.cluster), o.memory_bytes)),
+    (Moment.LOWERED, lambda o: Hoist(o.micro_batches, NodeTime(o.decided.mesh, o.cluster), o.memory_bytes, o.load)),
     (Moment.LOWERED, _generate_kernels),
     (Moment.LOWERED, lambda o: SelectKernels() if o.with_native else None),
     (Moment.LOWERED, lambda o: JoinBiases() if o.with_native else None),
     (Moment.LOWERED, lambda _: NameCommunicators()),
     (Moment.LOWERED, lambda o: NarrowReductions(o.reduce_dtype) if o.reduce_dtype else None),
-    # Rows that experts keep are not sent twice, which wins most: they come first.
-    (Moment.LOWERED, lambda o: KeepRows(o.micro_batches, o.memory_bytes) if o.keeps_rows else None),
+    # Experts that save their rows do not send them twice, which wins most. So KeepRows comes first.
+    (Moment.LOWERED, lambda o: KeepRows(o.micro_batches, o.memory_bytes, o.load) if o.keeps_rows else None),
     (Moment.IN_FLIGHT, lambda _: WaitLate()),
     (Moment.IN_FLIGHT, lambda o: StartSoon() if o.in_flight.starts_soon else None),
     (Moment.IN_FLIGHT, lambda o: StartAhead(by=None) if o.in_flight.buckets else None),
@@ -96,7 +96,7 @@ ORDER: Sequence[tuple[Moment, MakePass]] = (
 
 
 def passes_at(moment: Moment, options: LoweringOptions = USUAL) -> tuple[Pass, ...]:
-    """The passes of a moment that the options ask for, in order."""
+    """The passes of a moment under these options, in order."""
     asked = (make(options) for when, make in ORDER if when is moment)
     return tuple(made for made in asked if made is not None)
 

@@ -1,11 +1,11 @@
-"""Put sends and receives into a pipeline's schedule.
+"""Inserts sends and receives into a pipeline's schedule.
 
-    rank 0: 0F0 0B0               rank 0: 0F0 0SEND_F0 0RECV_B0 0B0
-    rank 1: 1F0 1B0       →       rank 1: 1RECV_F0 1F0 1B0 1SEND_B0
+    0F0 0B0       →       0F0 0SEND_F0 0RECV_B0 0B0        (on rank 0)
+    1F0 1B0       →       1RECV_F0 1F0 1B0 1SEND_B0        (on rank 1)
 
-Both ends of a transfer are put in when its value is made, ranks taking turns, so that one order of all transfers has
-each rank's as a part of it: they cannot wait for each other in a circle. It is how torch's runtime for schedules of
-several stages a rank does it (`torch.distributed.pipelining.schedules`, since 2.5).
+Ranks take turns, and both ends of a transfer are inserted when its value is made. So one global order of all transfers
+contains each rank's order, and ranks cannot wait for each other in a circle. PyTorch's runtime for multi-stage
+schedules does the same (`torch.distributed.pipelining.schedules`, since 2.5).
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from cost_models.schedule_orders import rank_orders, stage_ranks
 
 
 def order_pipeline(schedule: str, ranks: int, micro_batches: int, virtual_stages: int = 1) -> PipelineOrder:
-    """What each rank does in a step under a schedule.
+    """Order the tasks of each rank in a step under a schedule.
 
     Args:
         schedule: a name of `cost_models.schedule_orders.SCHEDULES`.
-        ranks: of the pipeline.
-        micro_batches: of a step.
+        ranks: ranks of the pipeline.
+        micro_batches: micro-batches of a step.
         virtual_stages: stages on each rank.
 
     Raises:
-        CostArgumentError: an unknown schedule, or numbers that it does not admit.
+        CostArgumentError: the schedule is unknown, or does not allow these numbers.
 
     Example:
         >>> print(order_pipeline("1F1B", 2, 1))
@@ -41,7 +41,7 @@ def order_pipeline(schedule: str, ranks: int, micro_batches: int, virtual_stages
 
 
 def order_forward(schedule: str, ranks: int, virtual_stages: int = 1) -> PipelineOrder:
-    """Order the forward of one batch, with stages where a schedule has them; see `order_pipeline`.
+    """Order the forward of one batch, with the stages of a schedule on their ranks.
 
     Example:
         >>> print(order_forward("1F1B", 2))
@@ -65,7 +65,7 @@ def _tasks(slot: PricedSlot) -> Slot:
 
 @dataclass(frozen=True, slots=True)
 class _MessageInsertion:
-    """By rank: what is left to put in, what is put in, and the messages that are made or received by then."""
+    """By rank: the remaining slots, the inserted slots, and the messages made or received so far."""
 
     shape: PipelineOrder
     left: list[deque[Slot]]
@@ -81,7 +81,7 @@ class _MessageInsertion:
         return PipelineOrder(self.shape.stage_ranks, self.shape.micro_batches, ranks)
 
     def _put_next(self, rank: int) -> bool:
-        """Put in a rank's next slot with the transfers of what it makes; False where its inputs are not there yet."""
+        """Insert a rank's next slot with the transfers of its messages; False if its inputs have not arrived."""
         slot = self.left[rank][0]
         if not all(needed is None or needed in self.there[rank] for needed in map(self._needed, slot)):
             return False
@@ -93,7 +93,7 @@ class _MessageInsertion:
         return True
 
     def _needed(self, task: StageTask) -> Message | None:
-        """What a task reads of a neighbouring stage."""
+        """The message that a task reads from a neighbouring stage."""
         if task.work is Work.FORWARD:
             return Message(task.stage - 1, True, task.micro_batch) if task.stage > 0 else None
         is_last = task.stage == len(self.shape.stage_ranks) - 1
@@ -102,7 +102,7 @@ class _MessageInsertion:
         )
 
     def _send(self, rank: int, message: Message) -> None:
-        """Put in both ends of a message's transfer, if it is one."""
+        """Insert both ends of a message's transfer, if it crosses ranks."""
         if not self.shape.crosses_ranks(message):
             return
         there = self.shape.stage_ranks[message.reader]

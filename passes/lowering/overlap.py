@@ -1,7 +1,7 @@
-"""Let phases communicate while they compute, within a limit of memory.
+"""Overlaps communication with computation in all phases, within a memory limit.
 
-The passes of `Moment.IN_FLIGHT` run with each row of limits (`passes.lowering.in_flight`), the one with the most under
-way first; each phase is taken from the first row with which its memory stays within the limit.
+The passes of `Moment.IN_FLIGHT` run with each row of limits (`passes.lowering.in_flight`), starting from the row with
+the most under way. Each phase is taken from the first row whose memory stays within the limit.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from passes.memory.lowered_memory import peak_bytes
 def overlapped(phased: PhasedProgram, options: LoweringOptions = USUAL) -> PhasedProgram:
     """The phases after the passes of `Moment.IN_FLIGHT`, and unchanged where no limits fit."""
     limits, share = limits_on(options.cluster)
-    peak = peak_bytes(phased, micro_batches=options.micro_batches)
+    peak = peak_bytes(phased, options.micro_batches, options.load)
     most = peak if options.memory_bytes is None else max(peak, min(options.memory_bytes, (1 + share) * peak))
     made, left = phased, list(phased.phases)
     known: dict[tuple[Pass, ...], PhasedProgram] = {}
     for in_flight in limits:
         passes = passes_at(Moment.IN_FLIGHT, replace(options, in_flight=in_flight))
         steps = list(_run(passes, phased, known))
-        fitting = _fitting(phased, steps[-1][-1], left, lambda one: peak_bytes(one, options.micro_batches) <= most)
+        fitting = _fitting(
+            phased, steps[-1][-1], left, lambda one: peak_bytes(one, options.micro_batches, options.load) <= most
+        )
         if fitting and options.on_pass is not None:
             for step in steps:
                 options.on_pass(*step)
@@ -56,7 +58,7 @@ def _with_phases(phased: PhasedProgram, other: PhasedProgram, names: Sequence[st
 def _run(
     passes: Sequence[Pass], phased: PhasedProgram, known: dict[tuple[Pass, ...], PhasedProgram]
 ) -> Iterator[tuple[Pass, PhasedProgram, PhasedProgram]]:
-    """Each pass with its input and its result; `known` has results of earlier rows, by the passes that made them."""
+    """Yield each pass with its input and result; `known` caches results of earlier rows, by their passes."""
     for place, rewrite in enumerate(passes, 1):
         done = tuple(passes[:place])
         if done not in known:

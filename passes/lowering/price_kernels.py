@@ -1,12 +1,12 @@
-"""Price the kernels that would stand in for calls of a lowered program, without writing those that are generated.
+"""Prices the kernels that could replace calls of a lowered program, without writing generated kernels.
 
-Before → after: nodes of the phases are marked. The last call of a group carries its `KernelUse`, the others of the
-group take no time of their own; so do copies of reshards that a kernel does on its way. A kernel takes
+Before → after: nodes of the phases are marked. The last call of a group carries its `KernelUse`; the other calls take
+no time of their own. Neither do reshard copies that the kernel performs. A kernel takes
 
     launches * launch latency + max(products, bytes / bandwidth)
 
-with the products of matrices that the calls of its form have. A kernel in place of a single operator takes the
-operator's time. Traced calls have several local calls; the part that a kernel does is weighed by launches and bytes.
+with the matrix products of its form's calls. A kernel in place of a single operator takes the operator's time. A traced
+call has several local calls; a kernel's share of them is weighted by launches and bytes.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ _Source = tuple[str, str | None]
 
 @dataclass(frozen=True, slots=True)
 class PriceKernels:
-    """Marks the calls of each phase that kernels would stand in for, with what these take.
+    """Marks the calls that kernels could replace in each phase, with the kernels' time.
 
     Args:
-        device: the device that the program runs on.
+        device: the program's device.
     """
 
     device: Device
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """The phases with their kernels marked."""
+        """Mark the kernels of all phases."""
         pricing = _Pricing(phased.lowered.graph_module, self.device, LocalUnits.of(phased.lowered))
         return rewrite_phases(phased, pricing.marked)
 
 
 def marked_kernels(phased: PhasedProgram) -> Kernels:
-    """The kernels of a program that is marked, in the order of its phases; `breakdown_without` is left empty."""
+    """The kernels of a marked program, in the order of its phases; `breakdown_without` is empty."""
     units = LocalUnits.of(phased.lowered)
     nodes = [node for phase in phased.phases.values() for node in phase.graph.nodes]
     uses = tuple(node.meta[KERNEL] for node in nodes if KERNEL in node.meta)
@@ -93,7 +93,7 @@ class _Pricing:
         self.calls = dict(calls)
 
     def marked(self, phase: fx.GraphModule) -> fx.GraphModule:
-        """A copy of a phase with its nodes marked."""
+        """Copy a phase and mark its nodes."""
         graph, _ = copied(phase.graph.nodes)
         gone = defaultdict[_Source, float](float)
         for chosen in choose_groups(graph, self.device):
@@ -118,7 +118,7 @@ class _Pricing:
         return self._use(chosen.group.name, members, results, chosen.operands, traffic, self._time(traffic, products))
 
     def _written(self, node: fx.Node) -> KernelUse:
-        """What a kernel of `autoshard.kernels` does in place of its group, or of a single operator."""
+        """The use of a kernel of `autoshard.kernels` in place of its group, or of a single operator."""
         traffic = traffic_of(node)
         results = [user.name for user in node.users if user.target is operator.getitem] or [node.name]
         names = node.meta.get(STANDS_FOR)
@@ -160,7 +160,7 @@ class _Pricing:
         )
 
     def _weight(self, node: fx.Node) -> float:
-        """How much of its traced call's time a local call is taken to be."""
+        """The assumed share of a local call in its traced call's time."""
         return self._time(traffic_of(node), 0.0)
 
     def _time(self, traffic: Traffic, products_s: float) -> float:
@@ -173,7 +173,7 @@ class _Pricing:
         return work_time(done, self.device, operator_name(node))
 
     def _products_of(self, node: fx.Node) -> float:
-        """Seconds of the arithmetic of a call's matrix products; 0 where it has none."""
+        """Seconds of the arithmetic of a call's matrix products; 0 if it has none."""
         if not is_launch(node):
             return 0.0
         done = work(operator_name(node), *tensor_infos(node), tuple(fx.map_arg(node.args, lambda argument: None)))
@@ -183,7 +183,7 @@ class _Pricing:
         return arithmetic - done.steps * self.device.launch_latency_s
 
     def _products_within(self, node: fx.Node) -> float:
-        """The same of all calls of a kernel's form."""
+        """Seconds of the products in all calls of a kernel's form."""
         key = (node.target, fx.map_arg(node.args, lambda operand: _form(operand.meta["val"])))
         if key not in self.products:
             self.products[key] = sum(map(self._products_of, _written_out(node).nodes))

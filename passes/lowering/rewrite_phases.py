@@ -1,4 +1,4 @@
-"""What passes over phased programs share: the same rewrite of each phase, and what a phase only returns."""
+"""Helpers of passes over phased programs: the same rewrite of each phase, and the values that a phase only returns."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def only_moves(node: fx.Node) -> bool:
 
 
 def only_returned(graph: fx.Graph) -> set[fx.Node]:
-    """Calls whose results nothing but the output reads, by way of such calls.
+    """Calls whose results only the output reads, through calls of the same kind.
 
-    A collective is one by way of moves, waits and further collectives alone.
+    Behind a collective, only moves, waits and further collectives count.
     """
     found, sent_on = set[fx.Node](), set[fx.Node]()
     for node in reversed(graph.nodes):

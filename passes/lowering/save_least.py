@@ -1,12 +1,13 @@
-"""Find what a backward had better compute again than read, where a compiler fuses what is pointwise.
+"""Finds values that a backward should recompute instead of reading, for a compiler that fuses pointwise operators.
 
-A value that the forward saves is written to memory and read again; one that a fused kernel computes on the way costs
-nothing. So of all sets of forward values from which the backward can be computed by pointwise calls, views and casts
-alone, the one of fewest bytes is saved (Chen et al. 2016; as a cut by Jain et al. 2022, "min-cut rematerialization").
+A saved value is written to memory and read back; a value inside a fused kernel costs nothing. Consider all sets of
+forward values from which pointwise calls, views and casts compute the backward's inputs. The set of fewest bytes is
+saved (Chen et al. 2016; as a cut by Jain et al. 2022, "min-cut rematerialization").
 
-Minimise the sum of w(v) over saved values v, so that every path from a value that is not computed again (an input, a
-product, a reduction, a collective) to one that the backward reads passes through a saved value. w(v) is the bytes of v,
-twice if nothing else has v written to memory, and a tenth more for each call between v and its use in the backward.
+Minimise the sum of w(v) over saved values v. A product, a reduction, a collective or an input is never recomputed.
+Every path from such a value to a value that the backward reads must pass through a saved value. The weight w(v) is the
+bytes of v, twice if only saving writes v to memory. It grows by a tenth for each call between v and its use in the
+backward.
 """
 
 from __future__ import annotations
@@ -40,12 +41,12 @@ _REDUCTIONS = frozenset(
 
 
 def computed_again(nodes: Sequence[fx.Node], forward: Collection[fx.Node], wanted: Collection[fx.Node]) -> set[fx.Node]:
-    """The forward's nodes that the backward had better compute again.
+    """The forward nodes that the backward should recompute.
 
     Args:
-        nodes: of the joint program, in order.
-        forward: those of the forward, its inputs among them.
-        wanted: those that the backward reads.
+        nodes: nodes of the joint program, in order.
+        forward: nodes of the forward, including its inputs.
+        wanted: nodes that the backward reads.
     """
     relevant = _relevant(nodes, forward, wanted)
     network = nx.DiGraph()
@@ -67,7 +68,7 @@ def computed_again(nodes: Sequence[fx.Node], forward: Collection[fx.Node], wante
 
 
 def _relevant(nodes: Sequence[fx.Node], forward: Collection[fx.Node], wanted: Collection[fx.Node]) -> list[fx.Node]:
-    """What the values that are wanted can be computed from, last first."""
+    """The values from which the wanted values can be computed, last first."""
     found: list[fx.Node] = []
     needed = {node for node in wanted if node in forward and _holds_tensors(node)}
     for node in reversed(nodes):
@@ -79,7 +80,7 @@ def _relevant(nodes: Sequence[fx.Node], forward: Collection[fx.Node], wanted: Co
 
 
 def _distances(relevant: Sequence[fx.Node], wanted: Collection[fx.Node]) -> dict[fx.Node, int]:
-    """Calls between each value and the nearest one that is wanted."""
+    """Calls between each value and the nearest wanted value."""
     found: dict[fx.Node, int] = {}
     for node in relevant:
         behind = [found[user] + 1 for user in node.users if user in found and _is_cheap(user)]
@@ -88,12 +89,12 @@ def _distances(relevant: Sequence[fx.Node], wanted: Collection[fx.Node]) -> dict
 
 
 def _weight(node: fx.Node, distance: int) -> float | None:
-    """What saving a value costs; None where it cannot be saved."""
+    """Cost of saving a value; None if it cannot be saved."""
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor) or node.op == "get_attr":
         return None
     if node.op == "placeholder":
-        return _LEAST_BYTES  # it stays in memory anyway
+        return _LEAST_BYTES  # stays in memory anyway
     is_written = not _is_cheap(node) or not all(_is_cheap(user) or _is_reduction(user) for user in node.users)
     size = max(_LEAST_BYTES, float(value.numel() * value.element_size()))
     return size * (1.0 if is_written else 2.0) * _GROWTH ** min(distance, _FARTHEST)
@@ -114,7 +115,7 @@ def _is_cheap(node: fx.Node) -> bool:
 
 
 def _is_reduction(node: fx.Node) -> bool:
-    """Whether a call reads its operand once, so that a fused kernel makes the operand on the way."""
+    """Whether a call reads its operand once, so that a fused kernel can compute the operand on the fly."""
     return getattr(node.target, "_opname", None) in _REDUCTIONS
 
 

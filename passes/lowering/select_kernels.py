@@ -1,7 +1,7 @@
-"""Let torch's fused kernels run semantic operators.
+"""Runs semantic operators by torch's fused kernels.
 
 Before → after: `autoshard.attention(...)` → `autoshard.native_attention(...)`, and so for every operator of
-`autoshard.kernels.native`. Arguments and results stay; `verify_phases` reads the one for the other.
+`autoshard.kernels.native`. Arguments and results stay. `verify_phases` treats both as equal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from passes.preparation.rewriting import with_targets
 
 @dataclass(frozen=True, slots=True)
 class SelectKernels:
-    """See the module's docstring."""
+    """Replaces semantic operators by torch's fused kernels."""
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
         """The phases on fused kernels; the lowered program as a whole stays as it is, for verification."""

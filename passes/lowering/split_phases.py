@@ -1,8 +1,8 @@
-"""Cut a lowered joint program into what the forward call runs, what the backward call runs, and what the update does.
+"""Cuts a lowered joint program into forward, backward and update.
 
-The forward holds every node that its outputs and buffer updates need, and everything of phase "forward" that the
-backward reads; what the backward reads of it is saved. The update, which only the program of a training step has, holds
-the nodes of phase "update"; what it reads of the others but for inputs is carried. Nodes keep their order.
+The forward has every node that its outputs and buffer updates need, and every node of phase "forward" that the backward
+reads. The latter values are saved. The update, which only the program of a training step has, has the nodes of phase
+"update". Other values that it reads are carried, except inputs. Nodes keep their order.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from passes.lowering.save_least import computed_again
 FORWARD_RESULTS = (OutputKind.OUTPUT, OutputKind.BUFFER_UPDATE)
 UPDATE_RESULTS = (OutputKind.PARAMETER_UPDATE, OutputKind.STATE_UPDATE, OutputKind.SQUARES)
 UPDATE_INPUTS = (InputKind.STATE, InputKind.HYPER, InputKind.SQUARES)
-"""Inputs that only an update reads; it reads parameters too."""
+"""Inputs that only an update reads, beside the parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class SplitPhases:
-    """See the module's docstring.
+    """Cuts a program into phases.
 
     Args:
-        saves_least: let the backward compute again what a compiler fuses; see `passes.lowering.save_least`.
+        saves_least: let the backward recompute values that a compiler fuses, by `passes.lowering.save_least`.
     """
 
     saves_least: bool = False
 
     def __call__(self, lowered: LoweredProgram) -> PhasedProgram:
-        """The programs, sharing constants with `lowered`; the whole that they are proven against has no kernels."""
+        """The phases, sharing constants with `lowered`. They are proven against the uncut program without kernels."""
         nodes = list(lowered.graph_module.graph.nodes)
         placeholders = [node for node in nodes if node.op == "placeholder"]
         results = nodes[-1].args[0]
@@ -53,7 +53,7 @@ class SplitPhases:
         forward = _forward_nodes(nodes, [results[index] for index in forward_out])
         backward = {node for node in nodes if node not in forward and node not in update}
         read = _read_by(update, [results[index] for index in update_out])
-        pairs = enumerate(zip(placeholders, kinds, strict=True))  # a tangent that is read is carried
+        pairs = enumerate(zip(placeholders, kinds, strict=True))  # a tangent that the update reads is carried
         update_in = tuple(index for index, (node, kind) in pairs if node in read and kind != InputKind.TANGENT)
         carried = [node for node in nodes if node in read and node not in update and _is_carried(node)]
         gives = [*(results[index] for index in backward_out), *carried]
@@ -107,7 +107,7 @@ def _forward_nodes(nodes: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[
 
 
 def _read_by(members: Collection[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
-    """What nodes read and return."""
+    """The nodes' operands, and the results."""
     read = {operand for node in members if node.op != "output" for operand in node.all_input_nodes}
     return read | set(results)
 
@@ -118,7 +118,7 @@ def _saved(nodes: Sequence[fx.Node], forward: set[fx.Node], read: set[fx.Node]) 
 
 
 def _is_carried(node: fx.Node) -> bool:
-    """Whether the update is handed a value: tensors that are computed, and the tangents."""
+    """Whether the update gets a value from the backward: a computed tensor or a tangent."""
     return _is_tensor(node) and (node.op != "placeholder" or node.meta.get("phase") == "backward")
 
 

@@ -1,14 +1,14 @@
-"""Start gathers of parameters ahead of the layer that reads them, so that they run beside the layers before it.
+"""Starts gathers of parameters before the previous layer, so that they overlap with it.
 
-Before → after: `y = f(x, wait(all_gather(p))); z = g(y, wait(all_gather(q)))` → `p1 = all_gather(p)`,
-`q1 = all_gather(q)`, `y = f(x, wait(p1))`, `z = g(y, wait(q1))`: each gather starts right before the one before it,
-over the same links, is waited for. The first starts at the head of its phase. What is sent is packed just before it is
+Before → after: `y = f(x, wait(all_gather(p))); z = g(y, wait(all_gather(q)))` → `p1 = all_gather(p)`, `q1 =
+all_gather(q)`, `y = f(x, wait(p1))`, `z = g(y, wait(q1))`. Each gather starts right before the wait for the previous
+gather over the same links. The first gather starts at the head of its phase. Values are packed just before they are
 sent, so memory holds one more gather than without this pass.
 
-Moved are, in the forward and the backward, gathers of what is computed from parameters alone, which nothing there
-writes; in the update, what is sent of its inputs as they are (gradients of micro-batches), to its head.
-With `by=None` everything moves to the head, in the order in which it is waited for, which is how `BucketCollectives`
-finds what may travel together. The bucket is then put in its place by the pass with a number.
+In the forward and the backward, the pass moves gathers of values computed from parameters alone, which nothing there
+writes. In the update, it moves collectives of its inputs (gradients of micro-batches) to the head. With `by=None` every
+such collective moves to the head, in the order of the waits, so that `BucketCollectives` can join them. A second pass
+with a number then puts the buckets in their places.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from passes.preparation.rewriting import in_order
 
 @dataclass(frozen=True, slots=True)
 class StartAhead:
-    """See the module's docstring.
+    """Starts gathers ahead of their readers.
 
     Args:
-        by: how many gathers, over the same links, are under way before one is waited for, that one left out. None: all.
+        by: gathers under way over the same links, beside the one being waited for. None: all.
     """
 
     by: int | None = 1
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """The phases with their gathers moved."""
+        """Move the gathers of all phases."""
         update = phased.update
         return replace(
             phased,
@@ -49,13 +49,13 @@ class StartAhead:
 
 
 def _gathers(graph: fx.Graph) -> list[fx.Node]:
-    """Gathers of what is computed from parameters alone."""
+    """Gathers of values computed from parameters alone."""
     nodes = graph.find_nodes(op="call_function", target=ALL_GATHER)
     return [node for node in nodes if is_for(str(node.args[-1]), Purpose.PARAMETERS)]
 
 
 def _sent_as_given(graph: fx.Graph) -> list[fx.Node]:
-    """Collectives of what a phase is given, by way of calls of one operand, and of what these give."""
+    """Collectives of a phase's inputs and of such collectives' results, through calls of one operand."""
     found: set[fx.Node] = set(graph.find_nodes(op="placeholder"))
     for node in graph.nodes:
         if len(node.all_input_nodes) == 1 and node.all_input_nodes[0] in found and node.op == "call_function":
@@ -77,8 +77,8 @@ class _Order:
     Args:
         graph: the graph.
         starts: the collectives that move.
-        moving: these, and what they need, which is put where it is needed.
-        depths: of each node, how many of `starts` follow each other in what it is computed from.
+        moving: these collectives and the nodes that they need, which are placed on demand.
+        depths: for each node, the length of the longest chain of `starts` in its computation.
         placed: nodes that have their place.
     """
 
@@ -94,14 +94,14 @@ class _Order:
         self.starts = sorted(self.starts, key=_first_reads(self.graph, self.moving).__getitem__)
 
     def from_the_head(self) -> Iterator[fx.Node]:
-        """All starts first: those of what the phase is given, then those of what these give, and so on."""
+        """All starts first: those on the phase's inputs, then those on their results, and so on."""
         yield from self._placeholders()
         for start in sorted(self.starts, key=self.depths.__getitem__):
             yield from self._place(start, {})
         yield from self._rest({})
 
     def ahead(self, by: int) -> Iterator[fx.Node]:
-        """Each start right before the wait for the one that is `by` before it among those of its group and depth."""
+        """Each start right before the wait for the start `by` places earlier in its group and depth."""
         yield from self._placeholders()
         queues = defaultdict[object, list[fx.Node]](list)
         for start in self.starts:
@@ -123,7 +123,9 @@ class _Order:
                 yield from self._place(node, behind)
 
     def _place(self, node: fx.Node, behind: Mapping[fx.Node, Sequence[fx.Node]]) -> Iterator[fx.Node]:
-        """A node behind what it needs, unless it has its place; a wait also behind the starts `behind` its own."""
+        """Place a node after its operands, unless it is placed; a wait also after the starts that `behind` lists for
+        it.
+        """
         if node in self.placed:
             return
         for operand in node.all_input_nodes:
@@ -136,7 +138,7 @@ class _Order:
 
 
 def _needed_by(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """Nodes, and all that they are computed from."""
+    """The nodes, and everything that they are computed from."""
     found, stack = set(nodes), list(nodes)
     while stack:
         operands = set(stack.pop().all_input_nodes) - found
@@ -146,7 +148,7 @@ def _needed_by(nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 
 def _first_reads(graph: fx.Graph, moving: Collection[fx.Node]) -> dict[fx.Node, int]:
-    """The place of each node; of one that moves, that of the first that does not and reads what is made of it."""
+    """The place of each node. A moving node takes the place of the first fixed node that reads its results."""
     first: dict[fx.Node, int] = {}
     for place, node in reversed(list(enumerate(graph.nodes))):
         first[node] = min((first[user] for user in node.users), default=place) if node in moving else place
@@ -154,7 +156,7 @@ def _first_reads(graph: fx.Graph, moving: Collection[fx.Node]) -> dict[fx.Node, 
 
 
 def _depths(graph: fx.Graph, starts: frozenset[fx.Node]) -> dict[fx.Node, int]:
-    """See `_Order`; a start counts itself."""
+    """The depths of `_Order`; a start counts itself."""
     depths: dict[fx.Node, int] = {}
     for node in graph.nodes:
         depths[node] = (node in starts) + max((depths[operand] for operand in node.all_input_nodes), default=0)

@@ -1,14 +1,14 @@
-"""Start a collective of values as soon as what it sends is computed, so that what needs neither computes beside it.
+"""Starts a collective of values right after its operand, so that independent computation overlaps with it.
 
-Before → after, of a product in a backward under tensor parallelism: `w = x.t() @ dy; dx = dy @ weight.t();
-c = all_reduce(dx); z = f(wait(c))` → `dx = ...; c = all_reduce(dx); w = x.t() @ dy; z = f(wait(c))`: the gradient of
-the weight, which nobody waits for, is computed while that of the input is under way. Calls pass each other only between
-two waits for such collectives, so a value is held at most until the next one. Collectives of gradients and of
-parameters, which have communicators of their own, are moved by other passes.
+Before → after, for a product in a backward under tensor parallelism: `w = x.t() @ dy; dx = dy @ weight.t(); c =
+all_reduce(dx); z = f(wait(c))` → `dx = ...; c = all_reduce(dx); w = x.t() @ dy; z = f(wait(c))`. The gradient of the
+weight, for which nothing waits, is computed while that of the input is under way. Calls pass each other only between
+two waits for such collectives, so a value lives at most until the next wait. Other passes move collectives of gradients
+and parameters, which have communicators of their own.
 
 A start passes few reductions of gradients (`_MOST_PASSED`). Under data parallelism a backward sends one value at its
-end, the gradient of a table of positions, which is computed from all before it: it would bring the whole chain of
-gradients ahead of those of all weights, and no reduction would start before two thirds of the backward were over.
+end, the gradient of a table of positions, which depends on the whole backward. It would bring the whole chain of input
+gradients ahead of all weights' gradients. Then no reduction would start in the first two thirds of the backward.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_PASSED = 8
 
 @dataclass(frozen=True, slots=True)
 class StartSoon:
-    """See the module's docstring."""
+    """Moves collectives of values up to their operands."""
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
         """The phases with collectives of values in the forward and the backward moved up."""
@@ -47,7 +47,7 @@ def _sends_values(node: fx.Node) -> bool:
 
 
 def _order(graph: fx.Graph) -> Iterator[fx.Node]:
-    """The nodes; of those since the last wait, what a start needs comes first, then the start, then the rest."""
+    """The nodes, where a start and its operands come first among the nodes since the last wait."""
     passed: list[fx.Node] = []
     reductions = 0
     for node in graph.nodes:
@@ -76,7 +76,7 @@ def _reduces_gradients(node: fx.Node) -> bool:
 
 
 def _needed(start: fx.Node, among: Sequence[fx.Node]) -> set[fx.Node]:
-    """Which of some nodes, in order, a start is computed from."""
+    """The nodes among `among`, in order, that a start depends on."""
     needed = set(start.all_input_nodes)
     for node in reversed(among):
         if node in needed:

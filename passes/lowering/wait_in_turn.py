@@ -1,11 +1,13 @@
-"""Put buckets that are waited for at the end of a phase in turn: what follows on one begins when the next has begun.
+"""Orders buckets that are waited for at the end of a phase. The follow-up of one bucket starts once the next bucket has
+started.
 
-Before → after, of gradients in buckets a and b that are reduced over one axis and then over another, and the products
-that they are made of: `a = f(); start a; b = g(); start b; wait a; start a's second; wait b; start b's second` →
-`a = f(); start a; b = g(); start b; wait a; start a's second; ...` before what computes the next bucket. So second
-reductions run beside computation too, and the links of the first never idle.
+Before → after, for gradients in buckets a and b that are reduced over one axis and then over another, and the products
+f and g that make them: `a = f(); start a; b = g(); start b; wait a; start a's second; wait b; start b's second` → `a =
+f(); start a; b = g(); start b; wait a; start a's second; ...`, before the products of the next bucket. So second
+reductions overlap with computation too, and the links of the first are never idle.
 
-With `most_held` no more reductions than that hold what they scatter: the oldest is waited for before one more starts.
+With `most_held`, at most this many reduce-scatters hold their operands. The oldest is waited for before a further one
+starts.
 """
 
 from __future__ import annotations
@@ -23,10 +25,10 @@ from passes.preparation.rewriting import in_order
 
 @dataclass(frozen=True, slots=True)
 class WaitInTurn:
-    """See the module's docstring.
+    """Orders the waits for buckets.
 
     Args:
-        most_held: reductions under way that hold what they scatter. None: as many as there are.
+        most_held: reduce-scatters under way that hold their operands. None: no limit.
     """
 
     most_held: int | None = None
@@ -43,7 +45,7 @@ class WaitInTurn:
 
 
 def _chained(graph: fx.Graph) -> list[fx.Node]:
-    """Collectives of what other ones give, by way of nothing that computes, on the way to the output."""
+    """Collectives of other collectives' results, without computation in between, on the way to the output."""
     found, returned = set[fx.Node](), only_returned(graph)
     for node in graph.nodes:
         behind = any(operand in found for operand in node.all_input_nodes)
@@ -54,14 +56,14 @@ def _chained(graph: fx.Graph) -> list[fx.Node]:
 
 @dataclass(slots=True)
 class _Turns:
-    """A graph that is put in another order.
+    """A graph that gets another order.
 
     Args:
         graph: the graph.
-        most_held: see `WaitInTurn`.
-        chained: collectives of what others give, which are not started yet.
+        most_held: limit of reduce-scatters, as in `WaitInTurn`.
+        chained: collectives of other collectives' results, not started yet.
         placed: nodes that have their place.
-        scattered: reductions that scatter, in the order of their starts.
+        scattered: reduce-scatters in the order of their starts.
     """
 
     graph: fx.Graph
@@ -71,7 +73,7 @@ class _Turns:
     scattered: list[fx.Node] = field(default_factory=list)
 
     def order(self) -> Iterator[fx.Node]:
-        """The nodes: before and behind each start, what it is the turn of."""
+        """The nodes, with due waits and follow-ups before and after each start."""
         for node in self.graph.nodes:
             if node in self.placed:
                 continue
@@ -87,14 +89,14 @@ class _Turns:
         return node
 
     def _wait_for_the_oldest(self) -> Iterator[fx.Node]:
-        """Wait for all but the last `most_held` less one."""
+        """Wait for all but the last `most_held - 1` reduce-scatters."""
         if self.most_held is None:
             return
         for start in self.scattered[: len(self.scattered) - self.most_held + 1]:
             yield from (self._put(user) for user in start.users if user not in self.placed)
 
     def _start_chained(self, group: str, last: fx.Node) -> Iterator[fx.Node]:
-        """Start all that only needs what was sent over a group before its `last` collective."""
+        """Start all collectives that only need results sent over a group before its `last` collective."""
         for start in self.chained:
             needed = [] if start in self.placed else self._needed(start)
             sent = {node.all_input_nodes[0] for node in needed if is_wait(node)}
@@ -103,7 +105,7 @@ class _Turns:
                 yield from self._start_chained(str(start.args[-1]), start)
 
     def _needed(self, start: fx.Node) -> list[fx.Node]:
-        """The moves that a start needs and that have no place yet, operands first; none if it needs more than moves."""
+        """The unplaced moves that a start needs, operands first; empty if it needs more than moves."""
         found: dict[fx.Node, None] = {}
 
         def reach(node: fx.Node) -> bool:

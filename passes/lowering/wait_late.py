@@ -1,10 +1,10 @@
-"""Wait for a collective where its result is first read, so that what stands between computes meanwhile.
+"""Waits for a collective at the first reader of its result, so that earlier calls overlap with it.
 
 Before → after: `y = wait(all_reduce(x)); z = f(u); v = g(y)` → `c = all_reduce(x); z = f(u); y = wait(c); v = g(y)`.
-Views of a result move with its wait, and so does what is made of it alone and only returned: gradients are waited for
-at the end of the backward. Collectives start where they did, in the same order. But where gradients are reduced over
-one axis and then over another, the second reductions move to the end too, behind the waits for all first ones, so that
-both may come into buckets; `WaitInTurn` starts these earlier again.
+Views of a result move with its wait. So do values that depend on it alone and are only returned, so gradients are
+waited for at the end of the backward. Collectives start at their old places, in the same order. An exception are
+gradients that are reduced over one axis and then over another. Their second reductions move to the end too, after the
+waits for all first reductions, so that both may join buckets. `WaitInTurn` starts them earlier afterwards.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from passes.preparation.rewriting import in_order
 
 @dataclass(frozen=True, slots=True)
 class WaitLate:
-    """See the module's docstring."""
+    """Moves waits to the first readers of their results."""
 
     def __call__(self, phased: PhasedProgram) -> PhasedProgram:
-        """The phases with their waits moved; the lowered program as a whole stays as it is, for verification."""
+        """Move the waits of all phases. The uncut lowered program is unchanged, for verification."""
         return rewrite_phases(phased, _rewritten)
 
 
@@ -43,7 +43,7 @@ def _rewritten(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _ordered(nodes: Sequence[fx.Node], waiting: dict[fx.Node, None]) -> Iterator[fx.Node]:
-    """The nodes, each that is `waiting` just before the first node that reads it and is not."""
+    """The nodes, with each `waiting` node just before the first other node that reads it."""
     for node in nodes:
         if node.op == "output":
             yield from list(waiting)
@@ -54,7 +54,7 @@ def _ordered(nodes: Sequence[fx.Node], waiting: dict[fx.Node, None]) -> Iterator
 
 
 def _taken(reader: fx.Node, waiting: dict[fx.Node, None]) -> Iterator[fx.Node]:
-    """Take what `reader` needs out of what is waiting to be placed, operands first."""
+    """Take the operands of `reader` out of the waiting nodes, operands first."""
     for operand in reader.all_input_nodes:
         if operand in waiting:
             del waiting[operand]
@@ -63,7 +63,7 @@ def _taken(reader: fx.Node, waiting: dict[fx.Node, None]) -> Iterator[fx.Node]:
 
 
 def _late(nodes: Sequence[fx.Node], returned: Collection[fx.Node], staying: Collection[fx.Node]) -> dict[fx.Node, None]:
-    """Waits, and what moves with them, in order; collectives only of what is `returned`, and not `staying`."""
+    """Waits and the nodes that move with them, in order; collectives only if `returned` and not `staying`."""
     late: dict[fx.Node, None] = {}
     for node in nodes:
         if is_wait(node):
@@ -77,7 +77,7 @@ def _late(nodes: Sequence[fx.Node], returned: Collection[fx.Node], staying: Coll
 
 
 def _places_in_chains(late: Collection[fx.Node]) -> Mapping[fx.Node, int]:
-    """Of each collective that is late: the how manieth it is behind the first of its chain, which is not."""
+    """The position of each late collective in its chain, counted from the chain's first, which does not move."""
     places: dict[fx.Node, int] = {}
     for node in late:
         places[node] = is_collective(node) + max(

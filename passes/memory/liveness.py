@@ -8,8 +8,8 @@ call runs; results that leave the program are resharded. Behind the forward, out
 takes memory from its call to its last use, uses through views included; a copy that a reshard makes, from the reshard:
 
 * A value goes after a last use that reshards it; else it stays until the call that reads it is over.
-* The memory behind a view or a hub is either the value or the copy that was made on the way there: the same bytes under
-  each plan of the view. So it is counted by the view's spec alone (`EITHER`).
+* The memory behind a view or a fan-out is either the value or the copy that was made on the way there. Its bytes
+  are the same under each plan of the view. So it is counted by the view's spec alone (`EITHER`).
 * Parameters, buffers and inputs stay from the start; parameters also carry optimizer state. An update is written over
   its operands, so that nothing stays of it.
 * Results stay to the end. Outputs are handed out whole; until then they lie as the plan says. A whole training step
@@ -31,7 +31,7 @@ from autoshard.ir.program import InputKind, OutputKind
 from autoshard.ir.staged import crosses_stages
 from autoshard.kernels.optimizers import IN_PLACE
 from passes.memory.stage_load import ONE_STAGE, StageLoad
-from passes.preparation.insert_hubs import is_gradient_hub
+from passes.preparation.insert_fan_outs import is_gradient_fan_out
 from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, leaves_program
 
 UPDATE = "update"
@@ -71,8 +71,8 @@ class OnLink:
 
 
 @dataclass(frozen=True, slots=True)
-class ElidedLifetimes:
-    """What left-out blocks hold (`passes.strategies.elided`): lifetimes and numbers of what stands for it."""
+class RepeatedLifetimes:
+    """What left-out blocks hold (`passes.strategies.repeated`): lifetimes and numbers of what stands for it."""
 
     values: Mapping[tuple[str, int], tuple[Interval, int]] = field(default_factory=dict)
     on_links: tuple[tuple[OnLink, int], ...] = ()
@@ -89,12 +89,12 @@ class Liveness:
         calls: call to the point at which it runs.
         reshards: index of a link to the point of a reshard on it.
         forward_end: the point behind the forward, when outputs are handed out as they lie.
-        adding: hub of a gradient to the point at which it is added to the sum over micro-batches.
+        adding: fan-out of a gradient to the point at which it is added to the sum over micro-batches.
         state_bytes_per_parameter_byte: optimizer state, as a multiple of a parameter's bytes.
         parameters: the placeholders that are parameters.
         of_micro_batch: the placeholders of one micro-batch, and whether other stages send them and the backward may
             read them.
-        elided: what blocks hold that the program leaves out.
+        repeated: what blocks hold that the program leaves out.
         micro_batches, load: what it was found for, see `find_lifetimes`.
     """
 
@@ -108,7 +108,7 @@ class Liveness:
     state_bytes_per_parameter_byte: float
     parameters: frozenset[str]
     of_micro_batch: Mapping[str, bool] = field(default_factory=dict)
-    elided: ElidedLifetimes = ElidedLifetimes()
+    repeated: RepeatedLifetimes = RepeatedLifetimes()
     micro_batches: int = 1
     load: StageLoad = ONE_STAGE
 
@@ -132,13 +132,13 @@ class Liveness:
         """Site, result, lifetime and number of all values that own memory."""
         for (name, result), interval in self.values.items():
             yield name, result, interval, 1
-        for (name, result), (interval, number) in self.elided.values.items():
+        for (name, result), (interval, number) in self.repeated.values.items():
             yield name, result, interval, number
 
     def held_on_links(self) -> Iterator[tuple[OnLink, int]]:
         """What links keep, and how many there are of it."""
         yield from ((kept, 1) for kept in self.on_links)
-        yield from self.elided.on_links
+        yield from self.repeated.on_links
 
 
 def find_lifetimes(
@@ -181,7 +181,7 @@ def find_lifetimes(
 class _Times:
     """Points: of each link's reshard, of each call (0 for inputs), behind the forward, and the last one.
 
-    And of adding each gradient of a step to the sum over micro-batches, by the hub that it leaves the backward by.
+    And of adding each gradient of a step to the sum over micro-batches, by the fan-out that it leaves the backward by.
     """
 
     reshards: Mapping[int, int]
@@ -216,8 +216,8 @@ class _Times:
             if number == last:
                 forward_end = point = point + 1
             if number == last_gradient:
-                for hub in (site.name for site in space.sites.values() if is_gradient_hub(site.node)):
-                    adding[hub] = point = point + 1
+                for fan_out in (site.name for site in space.sites.values() if is_gradient_fan_out(site.node)):
+                    adding[fan_out] = point = point + 1
         return cls(reshards, calls, forward_end, adding, point + 1)
 
 
@@ -255,8 +255,8 @@ class _Lifetimes:
         for name, site in self.space.sites.items():
             for result in range(len(site.results)):
                 self._place(name, result, owned)
-        for hub, point in self.times.adding.items() if self.sums_gradients else ():
-            self._keep(self.viewed[hub], Held.EITHER, 0, point)  # the sum so far
+        for fan_out, point in self.times.adding.items() if self.sums_gradients else ():
+            self._keep(self.viewed[fan_out], Held.EITHER, 0, point)  # the sum so far
         return self.values, tuple(self.on_links)
 
     def _place(self, name: str, result: int, owned: dict[str, int]) -> None:

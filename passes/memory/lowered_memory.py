@@ -44,9 +44,9 @@ class StepMemory:
         return sum(self.parts.values())
 
 
-def peak_bytes(phased: PhasedProgram, micro_batches: int = 1) -> int:
+def peak_bytes(phased: PhasedProgram, micro_batches: int = 1, load: StageLoad = ONE_STAGE) -> int:
     """The largest number of bytes in use on each rank in one call, or in one training step; see `step_memory`."""
-    return step_memory(phased, micro_batches).peak_bytes
+    return step_memory(phased, micro_batches, load).peak_bytes
 
 
 def step_memory(phased: PhasedProgram, micro_batches: int = 1, load: StageLoad = ONE_STAGE) -> StepMemory:

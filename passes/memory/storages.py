@@ -7,7 +7,7 @@ host take none.
 A program may leave out units of blocks (`autoshard.ir.repeat`). The first unit behind the gap stands for them: each of
 its storages counts once more for every unit left out. In each phase the left-out units run between the two units beside
 the gap, so their storages begin and end there (`_Lives.spans`). Inside of them less is in use than in one of those two
-(`passes.strategies.elided`).
+(`passes.strategies.repeated`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from autoshard.ir.collectives import holds_operand, is_wait, reduces_in_place
 from autoshard.kernels.offload import to_host
 from passes.memory.workspaces import workspace_bytes
 from passes.strategies.collective_nodes import whole_size
-from passes.strategies.elided import AHEAD, BEHIND
 from passes.strategies.local_units import LocalUnits
+from passes.strategies.repeated import AHEAD, BEHIND
 
 PARAMETERS, STATE, GRADIENTS, INPUTS, ACTIVATIONS = PARTS = (
     "parameters", "optimizer state", "gradients", "inputs", "activations"
@@ -81,7 +81,7 @@ class Storages:
         spot = None if node is None else self.units.spot(node)
         if spot is None or spot.unit != BEHIND:
             return (Storage(size if node is None else round(whole_size(node, size)), part),)
-        return (Storage(size, part, float(size * self.units.repeats[spot.repeat].elided), spot.repeat),)
+        return (Storage(size, part, float(size * self.units.repeats[spot.repeat].left_out), spot.repeat),)
 
     def bytes_of(self, values: Iterable[Value]) -> int:
         """Bytes of the storages of some values."""

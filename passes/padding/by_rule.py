@@ -1,10 +1,10 @@
-"""Padding in a call of which its sharding rule says enough.
+"""Padding in a call that its sharding rule describes well enough.
 
-1. Each padded part belongs to one factor of the rule. A factor stands for the same part in all operands and results.
-2. Where the factor is parallel, each element along it is computed by itself, so the clean part is made of clean parts.
-   The call must need no rewrite for a piece of the factor.
-3. Where the factor is reduced, its padding must hold what changes nothing: zero in an operand of a linear call beside
-   finite numbers, or the number that the rule fills padding with.
+1. Each padded part belongs to one factor of the rule. A factor is the same part in all operands and results.
+2. Along a parallel factor, each element is computed independently, so the clean part depends only on clean parts. The
+   call must need no rewrite for a piece of the factor.
+3. Along a reduced factor, padding must be neutral: zero in an operand of a linear call beside finite numbers, or the
+   rule's fill value.
 """
 
 from __future__ import annotations
@@ -41,7 +41,10 @@ _BY_ROWS = ROWWISE | frozenset(
         *(aten.cumsum.default, aten.cumprod.default),
     }
 )
-"""Operators whose rewrite is about the dims that they reduce, scan or normalise: on others they run as they are."""
+"""Operators whose rewrite concerns only reduced, scanned or normalised dims.
+
+On other dims the operators run unchanged.
+"""
 
 
 def by_rule(call: PaddedCall) -> Results:
@@ -68,7 +71,7 @@ def _clean(call: PaddedCall) -> Results:
 
 
 def _made(call: PaddedCall, result: int, operands: Sequence[PaddedContent], region: Region) -> PaddedContent:
-    """Content that a call makes of its operands'; of results behind the first, any number of their type."""
+    """Content of a call's result. Results after the first may be any numbers of their type."""
     found = call.content(operands, region)
     if not result:
         return found
@@ -97,7 +100,7 @@ class _Ruled:
         args, kwargs = fx.map_arg((call.node.args, call.node.kwargs), lambda operand: operand.meta["val"])
         bound = bound_rule(call.target, args, kwargs, tensor_values(call.node))
         if bound is None or len(bound.inputs) != len(call.operands):
-            raise ReachedError("has no sharding rule that says what it does")
+            raise ReachedError("has no sharding rule that describes it")
         parts: dict[str, Dim] = {}
         for value, dims in zip(call.operands, bound.inputs, strict=True):
             for dim, factors in zip(value.dims, dims, strict=True):
@@ -184,7 +187,7 @@ class _Ruled:
         raise AssertionError(place)
 
     def _dims(self, result: int, index: int) -> list[Dim]:
-        """The dims of a result, which is `index` among those that may be left out."""
+        """The dims of a result; `index` counts only the results that the call gives."""
         shapes = zip(self.call.shapes(0)[index], self.call.shapes(1)[index], strict=True)
         return [self._dim(factors, sizes) for factors, sizes in zip(self.bound.outputs[result], shapes, strict=True)]
 
@@ -225,7 +228,7 @@ class _Ruled:
         return not any(self._label(dims, place) in wanted for place in value.places)
 
     def _added_mask(self, found: Sequence[Sequence[PaddedContent]]) -> PaddedContent | None:
-        """The mask that a product of ordinary numbers is added to."""
+        """The mask that is added to a product of ordinary numbers."""
         if len(self.bound.added) != 1 or self.call.node.kwargs:
             return None
         (added,) = self.bound.added
@@ -234,7 +237,7 @@ class _Ruled:
         return found[0][added] if is_mask else None
 
     def _has_zero_addends(self, result: int, region: Region, subsets: Sequence[frozenset[Label]]) -> bool:
-        """Whether the results are zero: linear in operands that are, and nothing is added."""
+        """Whether the results are zero: linear in zero operands, with nothing added."""
         groups = [group for group in self.bound.linear if group]
         return any(
             all(
@@ -262,11 +265,11 @@ _COMBINED: Mapping[Reduction | None, Callable[[Iterable[PaddedContent]], PaddedC
     Reduction.MIN: _least_of,
     Reduction.MAX: _greatest_of,
 }
-"""The content of an extreme of elements that come from several regions."""
+"""The content of an extreme of elements from several regions."""
 
 
 def _assign(parts: dict[str, Dim], factors: tuple[str, ...], dim: Dim, sizes: Mapping[str, int]) -> None:
-    """Note the parts of a dim as those of its factor."""
+    """Record the parts of a dim under its factor."""
     is_padded = any(map(is_padded_part, dim))
     if len(factors) != 1:
         if is_padded:
@@ -285,7 +288,7 @@ def _assign(parts: dict[str, Dim], factors: tuple[str, ...], dim: Dim, sizes: Ma
 
 
 def changes_nothing(reduction: Reduction | None, fill: Any, padding: PaddedContent, clean: PaddedContent) -> bool:
-    """Whether a reduction of clean elements is the same beside what padding holds."""
+    """Whether a reduction of clean elements ignores the padding."""
     if reduction is Reduction.MAX:
         return padding.high <= _least(clean)
     if reduction is Reduction.MIN:
@@ -302,7 +305,7 @@ def _greatest(clean: PaddedContent) -> float:
 
 
 _FLOAT_MAX = 3.3e38
-"""No ordinary number is larger; the largest ones of the types that are so wide are."""
+"""No ordinary number is larger; only the largest numbers of equally wide types are."""
 
 
 def _has(dims: Dims, factor: str) -> bool:

@@ -1,8 +1,8 @@
-"""Numbers that a region of a tensor can hold, and the numbers that a pointwise call makes of them.
+"""Possible numbers of a region of a tensor, and of a pointwise call's result.
 
 A region is the clean part of a padded tensor, or one part of its padding. Its content is an interval, and whether all
-its numbers are finite. Parameters and inputs are taken to be finite, and so are results of operators that make no
-infinity of finite numbers; overflow is not looked at.
+its numbers are finite. Parameters and inputs are assumed finite, as are results of operators that make no infinity from
+finite numbers. Overflow is ignored.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from autoshard.rules.ranges import range_of_call, range_of_type
 aten = torch.ops.aten
 
 _EXACT = 2.0**53
-"""Whole numbers below it are floats exactly."""
+"""Smaller whole numbers are exact floats."""
 
 _MASKED = -5e3
-"""Scores below it have no weight in a softmax: masks that are added hold -1e4 or less, other scores are ordinary."""
+"""Scores below it have no weight in a softmax: added masks hold -1e4 or less, other scores are ordinary."""
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedContent:
-    """The numbers from `low` to `high`; where `is_finite`, none of them is infinite or no number.
+    """The numbers from `low` to `high`; with `is_finite`, all are finite and no number is NaN.
 
-    `is_clean`: they are those of the clean part, as where a row is repeated. `is_like_clean`: they are infinite only
-    where those of the clean part are, as scores are to which a mask without padding is added.
+    `is_clean`: numbers of the clean part, as in a repeated row. `is_like_clean`: infinite only where the clean part is
+    infinite, like scores plus a mask without padding.
 
     Example:
         >>> constant(0.0).is_constant, UNKNOWN.is_constant
@@ -48,7 +48,7 @@ class PaddedContent:
 
     @property
     def has_no_infinity_of_its_own(self) -> bool:
-        """Whether elements are finite, where those of the clean part are."""
+        """Whether elements are finite wherever the clean part is."""
         return self.is_finite or self.is_clean or self.is_like_clean
 
     @property
@@ -75,7 +75,7 @@ _FINITE = PaddedContent(-math.inf, math.inf, is_finite=True)
 
 
 def constant(number: Any) -> PaddedContent:
-    """The content of elements that are all one number; unknown for any other object."""
+    """The content of elements that all equal one number; unknown for any other object."""
     if not isinstance(number, (int, float)) or math.isnan(number):
         return UNKNOWN
     return PaddedContent(float(number), float(number), math.isfinite(number))
@@ -89,7 +89,7 @@ def content_of_type(dtype: torch.dtype) -> PaddedContent:
 
 
 def either(contents: Iterable[PaddedContent]) -> PaddedContent:
-    """The content of elements that have one of these contents."""
+    """The content of elements with any of these contents."""
     known = list(contents)
     return PaddedContent(
         min(item.low for item in known),
@@ -101,7 +101,7 @@ def either(contents: Iterable[PaddedContent]) -> PaddedContent:
 
 
 def is_masked(content: PaddedContent) -> bool:
-    """Whether scores in it have no weight in a softmax: -inf, the least number of their type, -1e9."""
+    """Whether such scores have no weight in a softmax: -inf, the smallest number of their type, -1e9."""
     return content.high <= _MASKED
 
 
@@ -111,7 +111,7 @@ def masked_sum(mask: PaddedContent) -> PaddedContent:
 
 
 def content_of_call(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent:
-    """The content of elements that a call makes of elements of its operands, given in order."""
+    """The content of a call's results, given the contents of its operands in order."""
     dtype = _dtype_of(node)
     if dtype is None or dtype.is_complex:
         return (
@@ -139,7 +139,7 @@ def _from_range(found: Range, *, is_finite: bool) -> PaddedContent:
 
 
 def _compute(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | None:
-    """One number, where all operands are one number each: by the operator itself."""
+    """One number, computed by the operator, if every operand is one number."""
     if not _is_pointwise(node) or not operands:
         return None
     if not all(item.is_constant and (abs(item.low) < _EXACT or not item.is_finite) for item in operands):
@@ -154,13 +154,13 @@ def _compute(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent 
     return constant(result.item()) if isinstance(result, torch.Tensor) and not result.is_complex() else None
 
 
-# Operators with a function of their own.
+# Operators with functions of their own.
 
 _Function = Callable[[fx.Node, Sequence[PaddedContent]], PaddedContent | None]
 
 
 def _arguments(node: fx.Node, operands: Sequence[PaddedContent]) -> list[PaddedContent]:
-    """Contents of the positional arguments, of which some may be numbers."""
+    """Contents of the positional arguments, some of which may be numbers."""
     given = iter(operands)
     return [next(given) if isinstance(item, fx.Node) else replace(constant(item), is_clean=True) for item in node.args]
 
@@ -176,12 +176,12 @@ def _masked_fill(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedCont
 
 
 def _chosen(condition: PaddedContent, one: PaddedContent, other: PaddedContent) -> PaddedContent:
-    """One where the condition holds, else the other."""
+    """`one` where the condition holds, else `other`."""
     if not condition.is_constant:
         made = either((one, other))
         return replace(made, is_like_clean=made.is_like_clean and condition.is_clean)
     found, left = (one, other) if condition.low else (other, one)
-    # The clean part, where it is not chosen alike, is infinite.
+    # If the clean part chooses differently, it is infinite.
     is_like_clean = found.has_no_infinity_of_its_own and (condition.is_clean or _is_infinity(left))
     return replace(found, is_clean=False, is_like_clean=is_like_clean)
 
@@ -209,7 +209,7 @@ def _or(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | Non
 
 
 def _other_than(neutral: float, node: fx.Node, given: Sequence[PaddedContent]) -> PaddedContent | None:
-    """The one of two booleans that decides, beside one that changes nothing."""
+    """The boolean that decides beside a neutral boolean."""
     if not _are_boolean(node) or len(given) != 2 or not any(item.is_only(neutral) for item in given):
         return None
     return given[1] if given[0].is_only(neutral) else given[0]
@@ -220,7 +220,7 @@ def _are_boolean(node: fx.Node) -> bool:
 
 
 def _sum(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | None:
-    """Beside a score of ordinary size, the number that a mask adds decides."""
+    """A mask's number decides the sum beside a score of ordinary size."""
     dtype = _dtype_of(node)
     if len(node.args) > 2 or node.kwargs or dtype is None or not dtype.is_floating_point:
         return None
@@ -232,11 +232,11 @@ def _sum(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | No
 
 
 def _comparison(holds: Callable[[float, float], bool], *, at_ends: str) -> _Function:
-    """A comparison that holds for all elements, for none, or for some.
+    """A comparison that is true for all elements, for no element, or for part of the elements.
 
     Args:
         holds: the comparison of two numbers.
-        at_ends: how it follows from the ends of intervals: "less" where it holds for lesser first operands.
+        at_ends: the ends of intervals to compare; "less" for a comparison that is true for smaller first operands.
     """
 
     def function(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | None:
@@ -271,7 +271,7 @@ def _of_booleans(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedCont
 
 
 def _convert(node: fx.Node, operands: Sequence[PaddedContent]) -> PaddedContent | None:
-    """A conversion: numbers that the type has stay as they are."""
+    """A conversion leaves numbers of the type unchanged."""
     (x,), dtype = operands, _dtype_of(node)
     assert dtype is not None
     if x.is_constant:
@@ -308,7 +308,7 @@ _FUNCTIONS: Mapping[Any, _Function] = {
     aten._to_copy: _convert,
     aten.nan_to_num: _made_finite,
 }
-"""By the name of an operator; None leaves it to `_bound`."""
+"""Functions by operator; None leaves the operator to `_bound`."""
 
 
 def _combine(node: fx.Node, operands: Sequence[PaddedContent], dtype: torch.dtype) -> PaddedContent | None:
@@ -316,7 +316,7 @@ def _combine(node: fx.Node, operands: Sequence[PaddedContent], dtype: torch.dtyp
     return None if function is None else function(node, operands)
 
 
-# All other operators: by their ranges.
+# All other operators, by their ranges.
 
 
 def _bound(node: fx.Node, operands: Sequence[PaddedContent], dtype: torch.dtype) -> PaddedContent:
@@ -379,7 +379,7 @@ _RISKS: Mapping[Any, Callable[[fx.Node, Sequence[PaddedContent]], bool]] = {
     **dict.fromkeys((aten.polygamma, aten.special_xlog1py, aten.special_zeta), _never),
     **dict.fromkeys((aten.addcdiv, aten.linalg_inv_ex, aten.linalg_solve_triangular, aten.linalg_cholesky_ex), _never),
 }
-"""Operators with infinite results or gradients for some finite numbers; and for which operands they are finite."""
+"""Operators with infinite results or gradients for some finite numbers, with the condition for finite ones."""
 
 _SOFTMAX = frozenset((aten._softmax, aten._log_softmax, aten.softmax, aten.log_softmax, aten.logsumexp))
 

@@ -1,7 +1,7 @@
-"""Padding in calls that look up by index, or give an index.
+"""Padding in calls that look up by index, or return an index.
 
-Indices are taken to be those of a call that one device can run: none lies behind the end of the exact dim. They must
-count from the start: -1 is another element of the padded dim.
+Indices are assumed valid on one device: none exceeds the end of the exact dim. Indices must count from the start,
+because -1 is another element of the padded dim.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 
 @padded_call(aten.embedding.default)
 def _embedding(call: PaddedCall) -> Results:
-    """Padding must look up rows that the table has."""
+    """Padding must look up existing rows of the table."""
     table, indices = call.operands[0], call.operands[1]
     rows = table.shape(0)[0]
     for region, content in indices.contents.items():
@@ -34,12 +34,12 @@ def _embedding(call: PaddedCall) -> Results:
 
 
 _UNBOUNDED = 2.0**62
-"""Whole numbers beyond it are not known to have a bound."""
+"""Larger whole numbers have no known bound."""
 
 
 @padded_call(aten.index.Tensor, aten._unsafe_index.Tensor)
 def _index(call: PaddedCall) -> Results:
-    """Elements at indices that are broadcast against each other."""
+    """Elements at broadcast indices."""
     x = call.operands[0]
     nodes: Sequence[Any] = call.argument(1, "indices")
     if not call.is_padded:
@@ -89,7 +89,7 @@ def _looked_up(x: PaddedValue, kept: Region, indices: dict[int, tuple[PaddedCont
             regions = [region | {(dim, 0)} for region in regions]
         elif not index.lies_in(0, exact - 1):
             regions = [*regions, *(region | {(dim, 0)} for region in regions)]
-    # Padding looks up other elements than the clean part does.
+    # Padding looks up other elements than the clean part.
     return replace(either(map(x.content, regions)), is_clean=False, is_like_clean=False)
 
 
@@ -99,7 +99,7 @@ def _check_from_start(index: PaddedContent) -> None:
 
 
 def _broadcast(indices: Sequence[PaddedValue]) -> list[Dim]:
-    """The dims that indices have together."""
+    """The dims of the broadcast indices."""
     rank = max(len(index.dims) for index in indices)
     result: list[Dim] = [((1, 1),)] * rank
     for index in indices:
@@ -162,7 +162,7 @@ def _extreme(call: PaddedCall) -> Results:
 
 
 def _extremes(call: PaddedCall) -> Results:
-    """An extreme of a padded dim is clean where padding is no better than what comes first."""
+    """An extreme over a padded dim is clean if no padding beats earlier elements."""
     (x,) = call.operands
     dim = call.argument(1, "dim")
     if dim is None and x.is_padded:
@@ -197,7 +197,7 @@ def _extremes(call: PaddedCall) -> Results:
     aten.cumsum.default, aten.cumprod.default, aten.cummax.default, aten.cummin.default, aten.logcumsumexp.default
 )
 def _scan(call: PaddedCall) -> Results:
-    """Each element is made of those before it."""
+    """Each element depends only on earlier elements."""
     (x,) = call.operands
     dim = call.argument(1, "dim") % max(len(x.dims), 1)
     if not x.is_padded or not x.is_dim_padded(dim):

@@ -1,4 +1,4 @@
-"""Padding in calls that make tensors, or move elements: views, cuts, joins, triangles."""
+"""Padding in calls that create tensors or move elements: views, cuts, joins, triangles."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from passes.padding.padded_values import (
 aten = torch.ops.aten
 
 
-# Tensors that are made.
+# Created tensors.
 
 _EMPTY = (aten.empty.memory_format, aten.new_empty.default)
 _FILLED = tuple(target for target in CREATIONS if target not in (aten.arange.default, aten.arange.start))
 
 
 def _filled(call: PaddedCall) -> Results:
-    """All elements are one number; an operand gives the type alone."""
+    """All elements equal one number; an operand gives only the type."""
     made = UNKNOWN if call.target in _EMPTY else content_of_call(call.node, [x.content(CLEAN) for x in call.operands])
     return (PaddedValue.of(call.plain_dims(), lambda _: made),)
 
@@ -44,7 +44,7 @@ for _target in _FILLED:
 @padded_call(aten.arange.start, sizes=(1,))
 @padded_call(aten.arange.start_step, sizes=(1,))
 def _arange(call: PaddedCall) -> Results:
-    """A longer range begins with a shorter one."""
+    """A shorter range is a prefix of a longer one."""
     args = call.node.args
     start, step = (0, 1) if len(args) == 1 else (args[0], args[2] if len(args) > 2 else 1)
     assert isinstance(start, int | float)
@@ -83,7 +83,7 @@ def _view(call: PaddedCall) -> Results:
 
 
 def _waiting_parts(x: PaddedValue) -> list[tuple[Place, Part]]:
-    """All parts in order, where clean neighbours are one."""
+    """All parts in order, with clean neighbours merged."""
     found: list[tuple[Place, Part]] = []
     for place, part in (((dim, index), part) for dim, parts in enumerate(x.dims) for index, part in enumerate(parts)):
         if found and not is_padded_part(part) and not is_padded_part(found[-1][1]):
@@ -189,7 +189,7 @@ def _select(call: PaddedCall) -> Results:
 
 
 def _check_place(call: PaddedCall, x: PaddedValue, dim: int, position: int) -> None:
-    """One element of a padded dim is read or written: the same one, counted from the start."""
+    """Check a single index into a padded dim: it must be equal in both programs, counted from the start."""
     size, exact = x.plain_part(dim)
     places = [
         place + length if place < 0 else place
@@ -254,7 +254,7 @@ def _operand_and_dim(call: PaddedCall, default: int) -> tuple[PaddedValue, int]:
 
 @padded_call(aten.cat.default)
 def _cat(call: PaddedCall) -> Results:
-    """Behind a padded piece only what its padding holds may follow."""
+    """After a padded piece, only the number in its padding may follow."""
     ranks = [len(value.dims) for value in call.operands]
     dim = call.argument(1, "dim", 0) % max(ranks)
     pieces = [value for value in call.operands if value.shape(0) != (0,) or max(ranks) == 1]
@@ -271,7 +271,7 @@ def _cat(call: PaddedCall) -> Results:
     behind = pieces[first + 1 :]
 
     def padding(region: Region) -> PaddedContent:
-        """Content of all pieces from the padding of the first padded one on."""
+        """Content of all pieces from the first padded piece's padding on."""
         found = [pieces[first].content(region)]
         for value in behind:
             found.append(value.content(region - {place}))
@@ -289,7 +289,7 @@ def _cat(call: PaddedCall) -> Results:
 
 @padded_call(aten.constant_pad_nd.default)
 def _pad(call: PaddedCall) -> Results:
-    """A number in front of a dim, and behind it; behind a padded dim, the number that its padding holds."""
+    """A number before and after a dim; after a padded dim, it must be the number in its padding."""
     (x,) = call.operands
     amounts: Sequence[int] = call.argument(1, "pad")
     number = constant(call.argument(2, "value", 0))

@@ -1,8 +1,8 @@
-"""One call of both programs, and the table of what is known of padding in calls.
+"""One call of both programs, and the table of padding functions by operator.
 
-A function of the table takes a call and gives back its results, where their clean parts are made of the clean parts of
-the operands alone, by the same numbers as in the exact program. Otherwise it raises `ReachedError`. Calls of operators
-that the table does not name follow their sharding rules (`by_rule`).
+A function of the table takes a call and returns its results. Their clean parts must depend only on the clean parts of
+the operands, by the same numbers as in the exact program. Otherwise it raises `ReachedError`. Operators outside the
+table follow their sharding rules (`by_rule`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class PaddedCall:
         return self.node.args[position] if len(self.node.args) > position else self.node.kwargs.get(name, default)
 
     def both(self, position: int, name: str, default: Any = None) -> tuple[Any, Any]:
-        """A constant argument in the padded call, and in the exact one."""
+        """A constant argument in the padded call, and in the exact call."""
         (padded, exact) = (
             node.args[position] if len(node.args) > position else node.kwargs.get(name, default)
             for node in (self.node, self.exact)
@@ -85,7 +85,7 @@ class PaddedCall:
         return tuple(((padded, exact),) for padded, exact in zip(self.shapes(0)[0], self.shapes(1)[0], strict=True))
 
     def check_weights(self, contents: Iterable[PaddedContent]) -> None:
-        """Raise `ReachedError` where weights in padding may be no numbers, and so their gradients."""
+        """Raise `ReachedError` if padding may give NaN weights, and so NaN gradients."""
         if self.has_gradient and weighs(self.node) and not all(item.has_no_infinity_of_its_own for item in contents):
             raise ReachedError(_NO_GRADIENT)
 
@@ -103,7 +103,7 @@ class PaddedCall:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """An operator's function, and its arguments that may differ with the length."""
+    """An operator's function, and the arguments that may differ with the length."""
 
     function: CallFunction
     sizes: frozenset[int | str]
@@ -113,11 +113,11 @@ _entries: dict[Any, _Entry] = {}
 
 
 def padded_call(*operators: Any, sizes: Collection[int] = ()) -> Callable[[CallFunction], CallFunction]:
-    """Register the function of some operators.
+    """Register the function of operators.
 
     Args:
         operators: overloads.
-        sizes: positions of arguments that are sizes, or places in a dim: they may differ between the programs.
+        sizes: positions of size or place arguments, which may differ between the programs.
     """
 
     def register(function: CallFunction) -> CallFunction:
@@ -134,7 +134,7 @@ def results_of(call: PaddedCall, by_rule: CallFunction) -> Results:
 
     Args:
         call: the call.
-        by_rule: serves operators without a function of their own.
+        by_rule: function for operators outside the table.
 
     Raises:
         ReachedError: padding may reach their clean parts.

@@ -1,9 +1,9 @@
-"""Padded tensors: which parts of their dims are padded, and what the regions of their padding hold.
+"""Padded tensors: the padded parts of their dims, and the content of their regions.
 
 A dim is a product of parts, major to minor: `[B, T, D]` flattened to `[B T, D]` has the parts B and T in its first dim.
-Each part has a size in the padded program and a size in the exact one; where they differ, the part is padded behind its
-exact size. A region is a set of padded parts: the elements that lie in the padding of these parts, and of no others.
-The empty region is the clean part, which the exact program has too.
+Each part has a size in the padded program and a size in the exact program. If they differ, the part is padded after its
+exact size. A region is a set of padded parts: the elements in the padding of exactly these parts. The empty region is
+the clean part, which the exact program has too.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Part = tuple[int, int]
 Dim = tuple[Part, ...]
 
 Place = tuple[int, int]
-"""The number of a dim, and of a part in it."""
+"""The number of a dim, and of a part in the dim."""
 
 Region = frozenset[Place]
 
@@ -32,7 +32,7 @@ _MOST = 4
 
 
 class ReachedError(Exception):
-    """Padding is not shown to leave a call's clean part alone; the text says what the call does."""
+    """Padding may reach the clean part of a call; the text describes the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class PaddedValue:
 
     Args:
         dims: the parts of each dim.
-        contents: what each region holds.
+        contents: the content of each region.
     """
 
     dims: tuple[Dim, ...]
@@ -49,7 +49,7 @@ class PaddedValue:
 
     @classmethod
     def of(cls, dims: Sequence[Dim], content: Callable[[Region], PaddedContent]) -> PaddedValue:
-        """The value with the content of each of its regions."""
+        """The value with the content of every region."""
         dims = tuple(dims)
         contents = {region: content(region) for region in regions_of(padded_places(dims))}
         contents[CLEAN] = replace(contents[CLEAN], is_clean=True)
@@ -78,10 +78,10 @@ class PaddedValue:
         return any(map(is_padded_part, self.dims[dim]))
 
     def plain_part(self, dim: int) -> Part:
-        """The one part of a dim.
+        """The single part of a dim.
 
         Raises:
-            ReachedError: the dim is a product of several parts, and one of them is padded.
+            ReachedError: the dim is a product of several parts, and a part is padded.
         """
         if len(self.dims[dim]) == 1:
             return self.dims[dim][0]
@@ -90,7 +90,7 @@ class PaddedValue:
         return (size := math.prod(exact for _, exact in self.dims[dim]), size)
 
     def shape(self, index: int) -> tuple[int, ...]:
-        """The sizes of its dims: 0 in the padded program, 1 in the exact one."""
+        """The sizes of its dims: 0 in the padded program, 1 in the exact program."""
         return tuple(math.prod(part[index] for part in dim) for dim in self.dims)
 
     def replaced(self, dim: int, part: Part, content: Callable[[Region], PaddedContent]) -> PaddedValue:
@@ -123,5 +123,5 @@ def regions_of(places: Sequence[Place]) -> Iterator[Region]:
 
 
 def joined(value: PaddedValue, region: Region, place: Place) -> PaddedContent:
-    """Content of a region, joined with that in the clean part of one of its padded parts."""
+    """Content of a region, joined with the clean part of one of its padded parts."""
     return either((value.content(region), value.content(region - {place})))

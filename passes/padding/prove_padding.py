@@ -1,18 +1,18 @@
-"""Proof that padding of inputs reaches no result of a program.
+"""Proves that padding of inputs reaches no result of a program.
 
 The program of a padded call is walked beside the program of the same call without padding (the exact program), node by
-node. For each pair of nodes it is shown that the clean part of the padded value is the exact value: it is made of the
+node. For each pair of nodes, the clean part of the padded value is shown to be the exact value. It depends only on the
 clean parts of operands, by the same operator with the same numbers. The numbers in padding are followed too, as far as
-masks, ignored targets and zeros need it. Then results have equal clean parts, whatever parameters and inputs hold; and
-so have their gradients, as derivatives of equal functions.
+masks, ignored targets and zeros need it. Then results have equal clean parts, for any parameters and inputs. So do
+their gradients, as derivatives of equal functions.
 
 1. Two exact programs are traced, of the two shortest lengths that are padded to the same length. A number that depends
-   on the length in another way than as a size (a divisor, a window, a branch) differs between the programs.
-2. Where the Python of the model reads a value that padding changes (`mask.all()`), the call is traced as compiled code,
-   for which models of transformers have no such branches.
+   on the length otherwise than as a size (a divisor, a window, a branch) differs between the programs.
+2. If the model's Python reads a value that padding changes (`mask.all()`), the call is traced as compiled code. Models
+   of transformers then have no such branches.
 
-It is taken for granted that a gradient is the derivative of its result. Functions of `torch.autograd.Function` say
-otherwise, so a program with one is not proven. Dropout draws a mask for the padded batch.
+Gradients are assumed to be the derivatives of results. `torch.autograd.Function` may break this assumption, so a
+program with such functions is not proven. Dropout draws a mask for the padded batch.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ def prove_padding(
     length: int,
     fills: Mapping[str, float],
 ) -> PaddingProof:
-    """Whether padding reaches a result of a call, and which dims of results grow with its inputs.
+    """Prove whether padding reaches a result of a call, and find the dims of results that grow with its inputs.
 
     Args:
         trace: traces a request.
         padded: the padded call.
         exact: calls with shorter inputs, by their lengths.
-        length: of the padded inputs.
-        fills: what the padding of an input holds, by its name in programs: "input:0".
+        length: length of the padded inputs.
+        fills: fill value of an input's padding, by its name in programs: "input:0".
     """
     reason, trained = "", _trained(padded)
     for as_compiled in (False, True):
@@ -89,7 +89,7 @@ def prove_padding(
 
 
 def _trained(request: Request) -> set[str]:
-    """Names of the parameters and inputs that have gradients."""
+    """Names of the parameters and inputs with gradients."""
     if not request.grad:
         return set()
     leaves = pytree.tree_leaves((request.args, dict(request.kwargs)))
@@ -104,7 +104,7 @@ def _check_gradients(program: Program) -> None:
 
 
 class _Pair:
-    """A padded program and an exact one."""
+    """A padded program and an exact program."""
 
     def __init__(self, padded: Program, exact: Program, fills: Mapping[str, float], trained: Collection[str]) -> None:
         self._padded, self._exact, self._fills, self._trained = padded, exact, fills, trained
@@ -142,7 +142,7 @@ class _Pair:
             raise ReachedError("a number among the results depends on the length")
 
     def _inputs(self) -> dict[str, PaddedValue]:
-        """The values of the placeholders, by the names of their nodes."""
+        """The values of the placeholders, by node name."""
         found: dict[str, PaddedValue] = {}
         nodes, others = self._padded.nodes_by_name(), self._exact.nodes_by_name()
         for slot, other in zip(self._padded.inputs, self._exact.inputs, strict=True):
@@ -152,11 +152,11 @@ class _Pair:
         return found
 
     def _with_gradients(self) -> set[str]:
-        """The nodes of the placeholders that have gradients."""
+        """The placeholders' nodes with gradients."""
         return {slot.node for slot in self._padded.inputs if slot.name in self._trained}
 
     def _check_guards(self, inputs: Mapping[str, PaddedValue]) -> None:
-        """Values that tracing relied on are the same with padding."""
+        """Check that values on which tracing relied are equal with padding."""
         one, other = self._padded, self._exact
         if [guard.value for guard in one.guards] != [guard.value for guard in other.guards]:
             raise ReachedError("the model reads a value that padding changes")
@@ -200,11 +200,11 @@ def _grown(value: PaddedValue, name: str, length: int, exact: int) -> Grown:
 
 @dataclass(slots=True)
 class _PaddedWalk:
-    """The nodes of a padded graph, beside those of an exact one.
+    """A padded graph's nodes beside an exact graph's.
 
     Args:
         padded, exact: the graphs.
-        differentiable: placeholders that have gradients; and all that is computed of them.
+        differentiable: placeholders with gradients, and all values computed from such placeholders.
     """
 
     padded: fx.GraphModule
@@ -261,7 +261,7 @@ def _first_difference(one: Sequence[fx.Node], other: Sequence[fx.Node]) -> str:
 
 
 def _are_twins(node: fx.Node, twin: fx.Node, twins: Mapping[fx.Node, fx.Node]) -> bool:
-    """Whether two nodes call one operator on operands that are twins."""
+    """Whether two nodes call one operator on twin operands."""
     if (node.op, node.target) != (twin.op, twin.target):
         return False
     sides = [pytree.tree_flatten((item.args, item.kwargs)) for item in (node, twin)]

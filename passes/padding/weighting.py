@@ -1,4 +1,4 @@
-"""Padding in calls that weigh or leave out: softmax, attention, dropout, losses."""
+"""Padding in calls that weigh or leave out elements: softmax, attention, dropout, losses."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _attention(call: PaddedCall) -> Results:
     if is_padded_part(keys) and not (is_causal and queries[1] <= keys[1]):
         _check_mask(call, mask)
     if not all(item.is_finite for x in (k, v) for item in x.contents.values()):
-        raise ReachedError("multiplies by what padding holds, which may be no number")
+        raise ReachedError("multiplies by numbers in padding, which may be NaN")
 
     def content(region: Region) -> PaddedContent:
         return PaddedContent(-math.inf, math.inf, q.content(region).is_finite)
@@ -116,7 +116,7 @@ def _check_mask(call: PaddedCall, mask: PaddedValue | None) -> None:
         raise ReachedError("attends to padding, which its mask does not leave out")
 
 
-# Random numbers: those of a padded tensor, as with dropout on one device.
+# Random numbers are drawn for the padded tensor, as with dropout on one device.
 
 
 @padded_call(ours.dropout.default, sizes=(4, 5))
@@ -164,7 +164,7 @@ def _rows_of_loss(logits: PaddedValue, target: PaddedValue, ignored: int) -> Res
 
 @padded_call(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 def _nll_loss(call: PaddedCall) -> Results:
-    """Targets in padding are ignored; a mean divides by the weight of those that are not."""
+    """Targets in padding are ignored; a mean divides by the weight of all other targets."""
     x, target = call.operands[0], call.operands[1]
     reduction, ignored = call.argument(3, "reduction"), call.argument(4, "ignore_index")
     rows = [place for place in range(len(x.dims)) if place != (1 if len(x.dims) > 1 else 0)]

@@ -1,9 +1,9 @@
-"""Turn a priced search space into an assignment problem over classes of alike nodes.
+"""Turns a priced search space into an assignment problem over classes of alike nodes.
 
 One variable per class; its options are the strategies of the class. A node's time counts as often as its members run in
-a step (`runs`). The hub of a gradient costs what it takes to add the gradient up over micro-batches, as it lies there.
-Links between the same places of two classes become one edge, whose costs count likewise; links within one class become
-costs of its variable. Memory rows are made for single program points, on demand.
+a step (`runs`). The fan-out of a gradient costs the accumulation of the gradient over micro-batches in its spec. Links
+between the same places of two classes become one edge, whose costs count likewise. Links within one class become costs
+of its variable. Memory rows are made for single program points, on demand.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from passes.memory.memory_tables import MemoryTables
 from passes.memory.memory_usage import MemoryUsage, UsedBytes, with_standing
 from passes.planning.runs import link_runs, site_runs
 from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
-from passes.strategies.elided import NOTHING_ELIDED, Elided, tie
 from passes.strategies.enumerate_strategies import (
     Link,
     SearchSpace,
@@ -34,6 +33,7 @@ from passes.strategies.enumerate_strategies import (
 )
 from passes.strategies.narrow_gradients import without_sums
 from passes.strategies.price import Prices
+from passes.strategies.repeated import NO_REPEATED_UNITS, RepeatedUnits, tie
 
 _EdgeKey = tuple[int, int, int, int]
 _Places = tuple[ValueInfo, int, int, int, int, bool, bool]
@@ -50,7 +50,7 @@ class PlanningProblem:
         edge_between: two variables to the index of an edge of `assignment` from the first to the second.
         assignment: the problem, without memory rows.
         memory: what takes how many bytes.
-        elided: what the program leaves out.
+        repeated: what the program leaves out.
         derived: what other passes find out about the problem, whatever the choice, and keep with it.
     """
 
@@ -62,7 +62,7 @@ class PlanningProblem:
     edge_between: Mapping[tuple[int, ...], int]
     assignment: Assignment
     memory: MemoryTables
-    elided: Elided = NOTHING_ELIDED
+    repeated: RepeatedUnits = NO_REPEATED_UNITS
     derived: dict[str, Any] = field(default_factory=dict)
     _usage: list[MemoryUsage] = field(default_factory=list, repr=False)
 
@@ -72,22 +72,23 @@ class PlanningProblem:
 
     def counts(self) -> Mapping[str, int]:
         """Site to how many of the whole program it stands for; those that are not there stand for themselves."""
-        return self.elided.site_counts()
+        return self.repeated.site_counts()
 
     def site_runs(self) -> Mapping[str, int]:
         """Site to how often it runs in a step."""
-        return site_runs(self.space, self.elided, self.liveness.micro_batches)
+        return site_runs(self.space, self.repeated, self.liveness.micro_batches)
 
     def link_runs(self) -> Sequence[int]:
         """How often the reshard on each link runs in a step."""
-        return link_runs(self.space, self.elided, self.liveness.micro_batches)
+        return link_runs(self.space, self.repeated, self.liveness.micro_batches)
 
     def adding_s(self, choice: Sequence[int]) -> float:
         """Seconds to add the gradients of one micro-batch to the sums of those before it."""
         counts = self.counts()
         return sum(
-            counts.get(hub, 1) * float(self.prices.adding_times(self.space.sites[hub])[choice[self.classes[hub]]])
-            for hub in self.liveness.adding
+            counts.get(fan_out, 1)
+            * float(self.prices.adding_times(self.space.sites[fan_out])[choice[self.classes[fan_out]]])
+            for fan_out in self.liveness.adding
         )
 
     def usage(self, choice: Sequence[int]) -> np.ndarray:
@@ -136,11 +137,11 @@ def build_problem(
     prices: Prices,
     liveness: Liveness,
     representatives: Mapping[str, str],
-    elided: Elided = NOTHING_ELIDED,
+    repeated: RepeatedUnits = NO_REPEATED_UNITS,
 ) -> PlanningProblem:
     """The assignment problem of a search space whose alike sites are tied."""
-    representatives = tie(representatives, elided)
-    runs = site_runs(space, elided, liveness.micro_batches)
+    representatives = tie(representatives, repeated)
+    runs = site_runs(space, repeated, liveness.micro_batches)
     numbers: dict[str, int] = {}
     classes = {name: numbers.setdefault(representatives[name], len(numbers)) for name in space.sites}
     members: list[list[str]] = [[] for _ in numbers]
@@ -148,12 +149,14 @@ def build_problem(
         members[number].append(name)
     sites = space.sites
     costs = [_call_times(group, sites, runs, prices) for group in members]
-    counts, more = elided.site_counts(), liveness.micro_batches - 1
-    for hub in liveness.adding if more else ():
-        costs[classes[hub]] = costs[classes[hub]] + more * counts.get(hub, 1) * prices.adding_times(sites[hub])
+    counts, more = repeated.site_counts(), liveness.micro_batches - 1
+    for fan_out in liveness.adding if more else ():
+        costs[classes[fan_out]] = costs[classes[fan_out]] + more * counts.get(fan_out, 1) * prices.adding_times(
+            sites[fan_out]
+        )
     tables: dict[Any, Floats] = {}
     edges, edge_between = [], {}
-    alike = _alike_links(space, classes, link_runs(space, elided, liveness.micro_batches))
+    alike = _alike_links(space, classes, link_runs(space, repeated, liveness.micro_batches))
     for key, (link, times) in alike.items():
         places = (_places_of(sites[link.tail], sites[link.head], link), times)
         if places not in tables:
@@ -167,7 +170,7 @@ def build_problem(
     assignment = Assignment(tuple(costs), tuple(edges))
     groups = tuple(map(tuple, members))
     return PlanningProblem(
-        space, prices, liveness, classes, groups, edge_between, assignment, MemoryTables(space), elided
+        space, prices, liveness, classes, groups, edge_between, assignment, MemoryTables(space), repeated
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autoshard.ir.plan_parts import OperatorCoverage
-from autoshard.rules.hub import hub
+from autoshard.rules.fan_out import fan_out
 from passes.planning.build_assignment import PlanningProblem
 from passes.strategies.enumerate_strategies import needs_of
 from passes.strategies.operator_names import operator_name
@@ -23,7 +23,7 @@ def cover(planning: PlanningProblem, choice: Sequence[int]) -> tuple[OperatorCov
     found: dict[tuple[str, str, bool, bool], list[tuple[int, float, float]]] = {}
     for name, site in planning.space.sites.items():
         node = site.node
-        if node is None or node.op != "call_function" or node.target is hub:
+        if node is None or node.op != "call_function" or node.target is fan_out:
             continue
         strategy = planning.strategy(name, choice)
         is_split = any(item is not None for item in strategy.choices)

@@ -24,13 +24,13 @@ def update_of(parameter: fx.Node) -> fx.Node | None:
 
 
 def uses_of(planning: PlanningProblem, name: str) -> Iterator[Link]:
-    """The links by which calls of the forward read a value, behind views, hubs and casts."""
+    """The links by which calls of the forward read a value, behind views, fan-outs and casts."""
     sites = planning.space.sites
     return (link for link in forward_links(planning, name) if not passes_on(sites[link.head], link))
 
 
 def forward_links(planning: PlanningProblem, name: str) -> Iterator[Link]:
-    """The links of the forward by which a value is read, and those by which hubs, views and casts of it are."""
+    """The links of the forward by which a value is read, and those by which fan-outs, views and casts of it are."""
     readers: dict[str, list[Link]] = planning.derived.setdefault("readers", {})
     if not readers:
         for link in planning.space.links:
@@ -47,7 +47,9 @@ def forward_links(planning: PlanningProblem, name: str) -> Iterator[Link]:
 
 
 def passes_on(head: Site, link: Link) -> bool:
-    """Whether what a link leads to is the value itself: a hub, a view, or a cast of it; not copies for each example."""
+    """Whether a link leads to the value itself through a fan-out, a view or a cast; copies for each example do not
+    count.
+    """
     target = None if head.node is None else head.node.target
     is_cast, repeats = target is torch.ops.aten._to_copy.default, target is torch.ops.aten.expand.default
     return link.operand == 0 and (is_cast or (head.is_alias and not repeats))

@@ -9,7 +9,7 @@
 | tensor | | split | | | | |
 
 each over the axis in question, as the search likes where nothing is said; other axes are free. What the calls of the
-forward read counts as used, behind views and hubs. Inputs are split along the batch; over "context", along the
+forward read counts as used, behind views and fan-outs. Inputs are split along the batch; over "context", along the
 sequence. A restriction leaves out what no option of a value can do: a dim that does not divide, a value without such a
 dim.
 

@@ -7,19 +7,19 @@ parameters alone: that it is hoisted where memory allows (`passes.lowering.hoist
 from __future__ import annotations
 
 from passes.memory.liveness import UPDATE
-from passes.strategies.elided import Elided
 from passes.strategies.enumerate_strategies import Link, SearchSpace, leaves_program
+from passes.strategies.repeated import RepeatedUnits
 
 
-def site_runs(space: SearchSpace, elided: Elided, micro_batches: int) -> dict[str, int]:
+def site_runs(space: SearchSpace, repeated: RepeatedUnits, micro_batches: int) -> dict[str, int]:
     """Site to how often it runs."""
-    counts = elided.site_counts()
+    counts = repeated.site_counts()
     return {name: counts.get(name, 1) * _runs(site.phase, micro_batches) for name, site in space.sites.items()}
 
 
-def link_runs(space: SearchSpace, elided: Elided, micro_batches: int) -> list[int]:
+def link_runs(space: SearchSpace, repeated: RepeatedUnits, micro_batches: int) -> list[int]:
     """How often the reshard on each link runs, in the order of links."""
-    counts = elided.link_counts()
+    counts = repeated.link_counts()
     phases = (_phase_of(space, link) for link in space.links)
     return [counts.get(index, 1) * _runs(phase, micro_batches) for index, phase in enumerate(phases)]
 

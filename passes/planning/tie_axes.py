@@ -43,7 +43,7 @@ def space_in_time(
 
     Args:
         enumerate_strategies: of each axis by itself.
-        program: with hubs.
+        program: with fan-outs.
         levels: the groups that may be, see `tied_levels`.
         time_budget_s: for all of planning.
     """

@@ -64,7 +64,7 @@ def plan_of_parameter(planning: PlanningProblem, choice: Sequence[int], slot: In
 
 
 def _gathered(planning: PlanningProblem, choice: Sequence[int], parameter: str) -> set[str]:
-    """The axes over which a parameter is gathered on its way, by hubs and views, into the calls of the forward."""
+    """The axes over which a parameter is gathered on its way, by fan-outs and views, into the calls of the forward."""
     found: set[str] = set()
     for link in forward_links(planning, parameter):
         before = planning.strategy(link.tail, choice).outputs[link.result]

@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Generic, Protocol, TypeVar
 
-from passes.strategies.elided import BEHIND
 from passes.strategies.local_units import UnitSpot
+from passes.strategies.repeated import BEHIND
 
 _FARTHEST = 2
 """Regions between an event and its unit, at most: there are two units ahead of those left out, and two behind."""
@@ -44,15 +44,15 @@ _Copy = tuple[_Event, int]
 """An event, and the number of its copy, from 1; 0 for an event that is there once."""
 
 
-def unfolded(events: Sequence[_Event], elided: Sequence[int]) -> list[_Copy[_Event]]:
+def unfolded(events: Sequence[_Event], left_out: Sequence[int]) -> list[_Copy[_Event]]:
     """The events of the whole phase, in order.
 
     Args:
         events: of the phase that leaves out units, in order.
-        elided: how many units each repeat leaves out.
+        left_out: number of units that each repeat leaves out.
     """
     found = [(event, 0) for event in events]
-    for repeat, count in enumerate(elided):
+    for repeat, count in enumerate(left_out):
         found = _Unfolding(repeat, 1 + count, found).run()
     return found
 

@@ -70,7 +70,7 @@ def _find_contractions(planning: PlanningProblem) -> tuple[_Contraction, ...]:
         if done.products or done.kind is Kind.ATTENTION:
             calls = sum(counts.get(name, 1) for name in group)
             of_model = sum(counts.get(name, 1) for name in group if planning.space.sites[name].phase != PHASE)
-            seconds = of_model * (done.flops - done.again_flops) / planning.prices.cluster.device.peak(done.dtype)
+            seconds = of_model * (done.flops - done.recomputed_flops) / planning.prices.cluster.device.peak(done.dtype)
             found.append(_Contraction(site.name, calls, name, operands, arguments, seconds))
     return tuple(found)
 

@@ -136,7 +136,7 @@ class _PhaseWalk:
 
     def segment(self, graph: fx.Graph) -> Segment:
         events = [event for node in graph.nodes if node.op == "call_function" for event in self._events(node)]
-        for event, copy in unfolded(events, [repeat.elided for repeat in self.units.repeats]):
+        for event, copy in unfolded(events, [repeat.left_out for repeat in self.units.repeats]):
             if event.begins:
                 self._begin(event.node, copy)
             elif event.awaited is not None:

@@ -1,1 +1,1 @@
-"""Bring a traced program into the form that planning expects."""
+"""Brings a traced program into the form that planning expects."""

@@ -1,13 +1,14 @@
-"""Say which stage of a pipeline each node of a traced training step belongs to.
+"""Assigns each node of a traced training step to a stage of a pipeline.
 
-1. Values of inputs and buffers alone (masks, rotary tables) belong to no stage: each stage that reads one computes it.
-2. The other calls of the forward, in program order, are cut into consecutive runs. Cuts lie between blocks (modules
-   with a number in their path), where the fewest bytes cross, so that the longest stage takes least; or where a plan
-   says; or, where parameters belong to stages already, so that each stays in its own.
-3. A parameter belongs to the first stage that reads it. What is computed from parameters alone goes with its readers.
-4. A call of the backward belongs to the stage of its gradients, until it reads a value of the forward that this stage
-   does not have: it then belongs to the stage of that value. The backward so goes down the stages as the forward went
-   up. Calls of which only stages before read the result move there where their operands go there anyway.
+1. Values computed from inputs and buffers alone (masks, rotary tables) belong to no stage. Each stage computes the
+   values that it reads.
+2. All other calls of the forward, in program order, are cut into consecutive runs. Cuts lie between blocks (modules
+   with a number in their path), where the fewest bytes cross, and make the longest stage as short as possible. If a
+   plan gives the cuts, or parameters have stages already, the cuts follow them.
+3. A parameter belongs to the first stage that reads it. Values computed from parameters alone go with their readers.
+4. A call of the backward belongs to the stage of its gradients, until it reads a forward value that this stage lacks.
+   It then belongs to the stage of that value. So the backward goes down the stages as the forward went up. Calls whose
+   result only earlier stages read move there if their operands go there anyway.
 """
 
 from __future__ import annotations
@@ -34,14 +35,14 @@ _ALONE = (InputKind.INPUT, InputKind.BUFFER, InputKind.SEED)
 
 @dataclass(frozen=True, slots=True)
 class StageAssignment:
-    """Where the nodes of a program belong.
+    """The stage of each node of a program.
 
     Args:
-        stages: how many there are.
-        stage: of each node that belongs to one, and of each parameter.
-        derived: parameters, and the calls that are computed from them alone.
-        repeated: the calls that each stage computes which reads them.
-        cuts: names of the calls that the second stage and those behind it begin with.
+        stages: number of stages.
+        stage: stage of each assigned node and of each parameter.
+        derived: parameters, and the calls computed from parameters alone.
+        repeated: calls that every reading stage computes for itself.
+        cuts: name of the first call of each stage but the first.
     """
 
     stages: int
@@ -59,21 +60,21 @@ def assign_stages(
     homes: Mapping[str, int] = MappingProxyType({}),
     blocks: Sequence[int] | None = None,
 ) -> StageAssignment:
-    """The stage of each node.
+    """Assign the nodes to stages.
 
     Args:
         program: forward and backward, as traced; or a forward alone.
-        stages: how many; at least 2.
-        seconds: of a node, which stages are balanced by.
-        cuts: see `StageAssignment`: where stages begin; none: searched for.
-        homes: the stage that holds each parameter already, by name.
-        blocks: how many blocks (modules with a number in their path) each stage has; None: as balances them.
+        stages: number of stages, at least 2.
+        seconds: time of a node, by which stages are balanced.
+        cuts: first calls of stages, as in `StageAssignment`; empty to search for cuts.
+        homes: the stage of each parameter, by name, if known already.
+        blocks: blocks (modules with a number in their path) of each stage; None balances the stages.
 
     Raises:
-        RecipeError: the model has not as many blocks.
-        NotAvailableError: the forward has fewer calls than there are stages, a gradient belongs to a stage before
-            that of its parameter, or parameters lie otherwise than the forward reads them.
-        PlanMismatchError: the program has none of the calls that `cuts` names.
+        RecipeError: the model has another number of blocks.
+        NotAvailableError: the forward has fewer calls than stages, a gradient belongs to an earlier stage than its
+            parameter, or parameters' stages contradict the forward.
+        PlanMismatchError: the program lacks a call that `cuts` names.
     """
     return _Assigning(program, stages, seconds, cuts, homes, blocks).run()
 
@@ -121,7 +122,7 @@ class _Assigning:
         return StageAssignment(self.stages, self.stage, derived, repeated, tuple(self.cuts))
 
     def _know(self, node: fx.Node) -> None:
-        """A stage has what it makes, and what its forward reads."""
+        """Record the values of a node's stage: the node, and its operands in the forward."""
         self.there[self.stage[node]].update((node, *node.all_input_nodes))
 
     def _cut(self, forward: Sequence[fx.Node]) -> None:
@@ -139,7 +140,7 @@ class _Assigning:
             self.stage[node] = self.stage[node.all_input_nodes[0]] if node.target is operator.getitem else stage
 
     def _ends(self, forward: Sequence[fx.Node]) -> list[int]:
-        """Where the runs of all stages but the last end."""
+        """The ends of all stages' runs but the last."""
         if not self.cuts and self.blocks is not None:
             return _ends_of_blocks(forward, self.blocks)
         if not self.cuts:
@@ -155,7 +156,9 @@ class _Assigning:
         return [places[name] for name in self.cuts]
 
     def _windows(self, forward: Sequence[fx.Node]) -> list[tuple[int, int]]:
-        """By cut, where it may lie: behind the first readers of what lies before, before all readers of the rest."""
+        """The possible places of each cut: after the first readers of earlier stages' parameters, before all readers
+        of later ones.
+        """
         names = {slot.node: slot.name for slot in self.program.inputs_of(InputKind.PARAMETER)}
         reads: dict[fx.Node, set[str]] = {}
         windows = [[1, len(forward) - 1] for _ in range(self.stages - 1)]
@@ -175,7 +178,7 @@ class _Assigning:
         return [(low, high) for low, high in windows]
 
     def _place_derived(self) -> None:
-        """Parameters, and what is computed of them alone, go with the first reader in the forward."""
+        """Place parameters, and values computed from them alone, with their first reader in the forward."""
         for node in reversed(list(self.program.graph.nodes)):
             if node in self.derived:
                 readers = [self.stage[user] for user in node.users if user in self.stage]
@@ -200,7 +203,7 @@ class _Assigning:
                 continue
             gradients = [operand for operand in node.all_input_nodes if operand in flows]
             if not gradients:
-                self.repeated.add(node)  # a view of what the forward kept, a constant
+                self.repeated.add(node)  # a view of a saved value, or a constant
                 continue
             flows.add(node)
             backward.append(node)
@@ -213,7 +216,7 @@ class _Assigning:
         self._move_down(backward, flows)
 
     def _leaves(self, node: fx.Node, flows: set[fx.Node]) -> Iterable[fx.Node]:
-        """The values of the forward that a call of the backward reads, through calls that each stage repeats."""
+        """The forward values that a backward call reads, through calls that each stage repeats."""
         for operand in node.all_input_nodes:
             if operand in flows:
                 continue
@@ -265,10 +268,10 @@ def cut_forward(
     seconds: NodeSeconds,
     windows: Sequence[tuple[int, int]] | None = None,
 ) -> list[int]:
-    """Ends of the first `stages - 1` runs of a forward's calls, so that the longest run takes least.
+    """Find the ends of the first `stages - 1` runs that minimise the longest run.
 
-    Of ends that are alike in this, those across which the fewest bytes go. `windows`: the first and last place that
-    each end may have.
+    Among equal ends, those with the fewest bytes across win. `windows` are the first and last possible place of each
+    end.
     """
     crossing = _crossing_bytes(forward)
     candidates = set(_candidates(forward, stages, crossing))
@@ -282,7 +285,7 @@ def cut_forward(
     for number in range(stages):
         row: dict[int, tuple[float, int, tuple[int, ...]]] = {}
         low, high = (0, len(forward)) if windows is None or number == stages - 1 else windows[number]
-        later = stages - 1 - number  # as many ends come behind this one
+        later = stages - 1 - number  # later ends after this one
         for end in [end for end in ends[: len(ends) - later] if low <= end <= high] if later else ends[-1:]:
             options = [
                 (max(longest, before[end] - before[start]), sent + crossing[end], (*found, end))
@@ -301,7 +304,7 @@ def cut_forward(
 
 
 def _crossing_bytes(forward: Sequence[fx.Node]) -> list[int]:
-    """By position, the bytes of calls before it that calls behind it read."""
+    """For each position, the bytes of earlier calls that later calls read."""
     places = {node: index for index, node in enumerate(forward)}
     change = [0] * (len(forward) + 2)
     for node, index in places.items():
@@ -318,7 +321,7 @@ def _crossing_bytes(forward: Sequence[fx.Node]) -> list[int]:
 
 
 _NOT_SENT = 1 << 60
-"""Of a tuple, whose elements alone are sent."""
+"""Size of a tuple, which is never sent as a whole."""
 
 
 def _bytes(node: fx.Node) -> int:
@@ -327,7 +330,7 @@ def _bytes(node: fx.Node) -> int:
 
 
 def _candidates(forward: Sequence[fx.Node], stages: int, crossing: Sequence[int]) -> list[int]:
-    """Where the forward may be cut: between blocks, or anywhere where there are too few of them."""
+    """Possible cuts of the forward: between blocks, or anywhere if blocks are too few."""
     before, between, behind = _around_blocks(forward, crossing)
     places = [*before, *between, *behind]
     if len(places) >= stages - 1:
@@ -337,9 +340,9 @@ def _candidates(forward: Sequence[fx.Node], stages: int, crossing: Sequence[int]
 
 
 def _around_blocks(forward: Sequence[fx.Node], crossing: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
-    """Places before the first block, between blocks, with the fewest bytes across, and behind the last one.
+    """Places before the first block, between blocks (where the fewest bytes cross), and after the last block.
 
-    Empty lists where there is nothing before or behind the blocks, or there are none.
+    A list is empty if no call lies before or after the blocks, or if there are no blocks.
     """
     keys = [_block_of(node) for node in forward]
     inside = [index for index, key in enumerate(keys) if key is not None]
@@ -356,7 +359,7 @@ def _around_blocks(forward: Sequence[fx.Node], crossing: Sequence[int]) -> tuple
 
 
 def _ends_of_blocks(forward: Sequence[fx.Node], blocks: Sequence[int]) -> list[int]:
-    """Where the runs of all stages but the last end if each has so many blocks."""
+    """The ends of all stages' runs but the last, given the number of blocks of each."""
     before, between, behind = _around_blocks(forward, _crossing_bytes(forward))
     count = len(between) + 1
     if sum(blocks) != count or 0 in blocks[1:-1]:
@@ -374,7 +377,7 @@ def _ends_of_blocks(forward: Sequence[fx.Node], blocks: Sequence[int]) -> list[i
 
 
 _MOST = 64
-"""Places that are tried in a forward without blocks."""
+"""Most places to try in a forward without blocks."""
 
 
 def _block_of(node: fx.Node) -> str | None:

@@ -1,10 +1,10 @@
-"""Bring a program into the form that planning expects.
+"""Brings a program into the form that planning expects.
 
 Before → after:
-1. `addmm(bias, a, b)` → `add(mm(a, b), bias)`: partial products meet the bias after their reduction, not before.
-2. a forward view that the backward uses → a copy of the view in the backward, so that what is saved between the
-   phases is always a value that owns its memory: `t(w)` is made again from `w`, which costs nothing.
-3. nodes without users go.
+1. `addmm(bias, a, b)` → `add(mm(a, b), bias)`, so that partial products meet the bias after their reduction.
+2. a forward view that the backward uses → a copy of the view in the backward. Saved values then always own their
+   memory, and `t(w)` is recomputed from `w` at no cost.
+3. Nodes without users are removed.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ def is_view(node: fx.Node) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Canonicalize:
-    """See the module's docstring."""
+    """Splits addmm, repeats views in the backward, and removes unused nodes."""
 
     def __call__(self, program: Program) -> Program:
-        """The canonical form of `program`, over a graph of its own."""
+        """Return the canonical form of `program`, over a graph of its own."""
         program = copy_program(program)
         program = _split_addmm(program)
         _repeat_views_in_backward(program)

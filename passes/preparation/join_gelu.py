@@ -1,11 +1,11 @@
-"""Let one operator compute what a model writes out in eight: the tanh form of gelu, and its gradient.
+"""Replaces a written-out tanh form of gelu, eight calls, by one operator; and its gradient too.
 
-Before → after: `mul(mul(z, 0.5), add(tanh(mul(add(z, mul(pow(z, 3), 0.044715)), sqrt(2/pi))), 1))` →
-`gelu(z, approximate="tanh")`. The gradient's ten calls become `gelu_backward(grad, z, approximate="tanh")`. A step then
-keeps z alone for the backward, and no intermediate value goes through memory. Calls are compared by value number, so
-it does not matter how often a view of z is written down. `passes.verification.verify_preparation` writes both out.
+Before → after: `mul(mul(z, 0.5), add(tanh(mul(add(z, mul(pow(z, 3), 0.044715)), sqrt(2/pi))), 1))` → `gelu(z,
+approximate="tanh")`. The gradient's ten calls become `gelu_backward(grad, z, approximate="tanh")`. A step then saves
+only z for the backward, and no intermediate value goes through memory. Calls are compared by value number, so repeated
+views of z do not matter. `passes.verification.verify_preparation` writes both out.
 
-Only of 32 bits and more: in narrower types the small operators round after each step.
+The pass applies to types of 32 bits and more. In narrower types the small operators round after each step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _WIDE = (torch.float32, torch.float64)
 
 @dataclass(frozen=True, slots=True)
 class JoinGelu:
-    """See the module's docstring."""
+    """Joins written-out gelus."""
 
     def __call__(self, program: Program) -> Program:
         """The program with fewer calls, over a graph of its own; the program itself where nothing is written out."""
@@ -53,7 +53,9 @@ class JoinGelu:
 
 
 def number_written_out(node: fx.Node, numbering: Numbering) -> bool:
-    """Number a call of the tanh form of gelu, or of its gradient, as the calls that it stands for; False for others."""
+    """Number a call of the tanh form of gelu, or of its gradient, as the written-out calls; False for any other
+    call.
+    """
     if node.target not in (_aten.gelu.default, _aten.gelu_backward.default) or node.kwargs != _TANH:
         return False
     form = _form(is_backward=node.target is _aten.gelu_backward.default)
@@ -66,11 +68,11 @@ def number_written_out(node: fx.Node, numbering: Numbering) -> bool:
 
 @dataclass(slots=True)
 class _Joining:
-    """A program whose calls are joined.
+    """A program whose written-out gelus are being joined.
 
     Args:
         program: the program.
-        numbering: the numbers of its nodes as they were.
+        numbering: the numbers of its original nodes.
     """
 
     program: Program
@@ -81,11 +83,11 @@ class _Joining:
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """The nodes that there are now, in order."""
+        """The present nodes in order."""
         return list(self.program.graph.nodes)
 
     def join_gradients(self, number: int) -> None:
-        """Join what is written out of the gradient of a value, where its gelu is."""
+        """Join the written-out gradients of a value's gelu."""
         found = self._find(_form(is_backward=False), (number,))
         readers = {user for inner in found for user in self.numbering.users[inner]}
         read = {operand for user in readers for operand in operands_of(self.numbering.key_of(user))}
@@ -94,7 +96,7 @@ class _Joining:
                 self._replace(made[-1], _aten.gelu_backward.default, (gradient, number))
 
     def join(self, number: int) -> None:
-        """Join what is written out of a value's gelu, where nothing else reads what is within."""
+        """Join the written-out gelu of a value, if nothing else reads its intermediate values."""
         if found := self._find(_form(is_backward=False), (number,)):
             within = {node for node in self.nodes if self.numbering.numbers.get(node) in found[:-1]}
             whole = within | {node for node in self.nodes if self.numbering.numbers.get(node) == found[-1]}
@@ -102,7 +104,7 @@ class _Joining:
                 self._replace(found[-1], _aten.gelu.default, (number,))
 
     def _find(self, form: fx.Graph, operands: tuple[int, ...]) -> list[int]:
-        """The numbers of a form's calls, the result's last; none where the program does not have all of them."""
+        """The numbers of a form's calls, with the result's last; empty if the program lacks a call."""
         numbers: dict[fx.Node, int] = dict(zip(form.find_nodes(op="placeholder"), operands, strict=True))
         for call in _calls(form):
             if (number := self.numbering.keys.get(_key(call, numbers))) is None:
@@ -111,7 +113,7 @@ class _Joining:
         return [numbers[call] for call in _calls(form)]
 
     def _replace(self, result: int, operator: OpOverload, operands: tuple[int, ...]) -> None:
-        """Call an operator where a result was computed, if that is wide enough and of its operands' shape."""
+        """Replace the computation of a result by an operator, if its type is wide enough and shapes agree."""
         for node in [node for node in self.nodes if self.numbering.numbers.get(node) == result]:
             args = tuple(self._latest(operand, node) for operand in operands)
             if node.meta["val"].dtype not in _WIDE or len({_form_of(value) for value in (node, *args)}) > 1:
@@ -122,13 +124,13 @@ class _Joining:
             self.program = replace_slot_node(self.program, node.name, made.name)
 
     def _latest(self, number: int, reader: fx.Node) -> fx.Node:
-        """The last node before a reader that holds a value."""
+        """The last node with a value before a reader."""
         return max(node for node in self.nodes if self.numbering.numbers.get(node) == number and node < reader)
 
 
 @cache
 def _form(*, is_backward: bool) -> fx.Graph:
-    """The written-out form, as a graph of gradient, where it takes one, and value."""
+    """The written-out form as a graph of the value, and of the gradient in the backward."""
     graph = fx.Graph()
     tracer = GraphAppendingTracer(graph)
     names = ("grad_out", "z") if is_backward else ("z",)

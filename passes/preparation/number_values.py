@@ -1,9 +1,9 @@
 """Value numbering: calls of one graph that are equal by structure get one number.
 
-Two nodes have the same number if they call the same operator on operands with the same numbers and on equal
-literals (Alpern, Wegman, Zadeck 1988). Operators that draw from a generator have a number for each call. Constants
-are equal if their bytes are; hubs, and copies to and from the host, are their operands. Numbers count from 0 in the
-order of the graph, so an operand's number is below its users'.
+Two nodes have one number if they call the same operator on equal literals and on operands with equal numbers (Alpern,
+Wegman, Zadeck 1988). Operators that draw from a generator have a number for each call. Constants are equal if their
+bytes are. Fan-outs, and copies to and from the host, have their operands' numbers. Numbers count from 0 in the order of
+the graph, so an operand's number is below its users'.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import fx
 
 from autoshard.errors import VerificationError
 from autoshard.kernels.offload import TRANSFERS
-from autoshard.rules.hub import hub
+from autoshard.rules.fan_out import fan_out
 
 Key = tuple[Any, ...]
-"""A call by structure: its kind and target, then its arguments; see `freeze`."""
+"""The structure of a call: its kind and target, then its arguments as `freeze` returns them."""
 
 _COMMUTATIVE = (torch.ops.aten.add.Tensor, torch.ops.aten.mul.Tensor)
 
@@ -60,15 +60,15 @@ class Numbering:
 
         Args:
             node: the node.
-            graph_module: holds its constants.
-            commuted: a sum or product that is not known yet is that of its operands in the other order, if this is.
+            graph_module: owner of its constants.
+            commuted: a new sum or product gets the number of the sum or product with exchanged operands, if it exists.
 
         Raises:
             VerificationError: an operand has no number.
         """
         if node.op == "get_attr":
             return self.add(node, constant_key(graph_module, node))
-        if node.target is hub or node.target in TRANSFERS:
+        if node.target is fan_out or node.target in TRANSFERS:
             (operand,) = node.all_input_nodes
             self.numbers[node] = self.number_for(operand, node)
             return self.numbers[node]
@@ -77,11 +77,11 @@ class Numbering:
         return self.add(node, other if other in self.keys else key)
 
     def structure(self, node: fx.Node) -> Key:
-        """The structure of a call whose operands have numbers; `VerificationError` if one has none."""
+        """The structure of a call whose operands have numbers. Raises `VerificationError` if an operand has none."""
         return call_key(node.op, node.target, node.args, node.kwargs, lambda operand: self.number_for(operand, node))
 
     def number_for(self, operand: fx.Node, reader: fx.Node) -> int:
-        """The number of what a call reads; `VerificationError` if it has none."""
+        """The number of an operand. Raises `VerificationError` if it has none."""
         if operand not in self.numbers:
             raise VerificationError(f"{reader.format_node()} reads {operand.name!r} before it is computed.")
         return self.numbers[operand]
@@ -91,12 +91,12 @@ class Numbering:
         return self._calls[number]
 
     def selection(self, number: int, index: int) -> int | None:
-        """The number of result `index` of a call with several; None where nothing reads it."""
+        """The number of result `index` of a call with several results; None if nothing reads it."""
         args = (LIST, (OPERAND, number), (LITERAL, int, index))
         return self.keys.get(("call_function", operator.getitem, args, (DICT,)))
 
     def add(self, node: fx.Node, key: Key) -> int:
-        """Give `node` the number of `key`, which is a new one if no node had it."""
+        """Give `node` the number of `key`, a new number if the key is new."""
         if draws_numbers(node.target):
             key = (*key, self._next_draw(key))
         number = self.keys.setdefault(key, len(self.nodes))
@@ -125,11 +125,11 @@ class Numbering:
         return frozenset(user for user in users if _fits(key, self._calls[user], values))
 
     def draw_of(self, number: int) -> int:
-        """How many equal calls came before a call that draws from a generator."""
+        """Number of equal calls before a call that draws from a generator."""
         return self._calls[number][-1]
 
     def restart_draws(self) -> None:
-        """Count equal calls that draw random numbers from the first one again: for a graph that repeats another."""
+        """Restart the count of equal random calls, for a graph that repeats an earlier graph."""
         self._draws.clear()
 
     def _next_draw(self, key: Key) -> int:
@@ -150,12 +150,12 @@ def draws_numbers(target: Any) -> bool:
 
 
 def call_key(kind: str, target: Any, args: Any, kwargs: Any, operand: Callable[[Any], Any]) -> Key:
-    """The structure of a call; `operand` gives what stands for a node or a proxy."""
+    """The structure of a call; `operand` maps each node or proxy to its key."""
     return (kind, target, freeze(args, operand), freeze(kwargs, operand) if kwargs else (DICT,))
 
 
 def mirrored_key(key: Key) -> Key | None:
-    """The structure of a sum or product with its two operands exchanged; None for other calls."""
+    """The structure of a sum or product with its two operands exchanged; None for any other call."""
     _, target, args, kwargs = key
     if target not in _COMMUTATIVE or len(args) != 3 or kwargs != (DICT,):
         return None
@@ -173,10 +173,10 @@ def constant_key(graph_module: fx.GraphModule, node: fx.Node) -> Key:
 
 
 OPERAND, LIST, DICT, SLICE, LITERAL = "operand", "list", "dict", "slice", "literal"
-"""What a frozen argument begins with."""
+"""The first entry of a frozen argument."""
 
 _LONG = 16
-"""More integers than this are one literal: an all-to-all over a thousand ranks lists the size of each one's piece."""
+"""Longer lists of integers are one literal. An all-to-all over a thousand ranks lists the size of each piece."""
 
 
 def freeze(value: Any, operand: Callable[[Any], Any]) -> Key:
@@ -197,7 +197,7 @@ def freeze(value: Any, operand: Callable[[Any], Any]) -> Key:
 
 
 def operands_of(key: Key) -> Iterator[Any]:
-    """What stands for the operands in a frozen argument or call, in order."""
+    """The operands' keys in a frozen argument or call, in order."""
     if key and key[0] == OPERAND:
         yield key[1]
     elif not (key and key[0] == LITERAL):
@@ -207,7 +207,7 @@ def operands_of(key: Key) -> Iterator[Any]:
 
 
 def _with_single_operands(key: Key, values: Sequence[frozenset[int]]) -> Key:
-    """The structure with the one number of its set instead of each place."""
+    """The structure with each place replaced by the single number of its set."""
     if key and key[0] == OPERAND:
         (number,) = values[key[1]]
         return (OPERAND, number)

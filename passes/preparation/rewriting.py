@@ -1,4 +1,4 @@
-"""What passes that rewrite a program's graph share: copying it, and adding nodes that carry full metadata."""
+"""Helpers of passes that rewrite a program's graph: copying the graph, and adding nodes with full metadata."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INHERITED = ("phase", "module", "source")
 
 
 def copied(nodes: Iterable[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A graph of copies of some nodes, operands before what reads them; and the copy of each node."""
+    """Copy nodes, given in dependency order, into a graph; also return the copy of each node."""
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     for node in nodes:
@@ -27,7 +27,7 @@ def copied(nodes: Iterable[fx.Node]) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
 
 
 def copy_program(program: Program) -> Program:
-    """The same program over a copy of its graph, which a pass may change; node names stay."""
+    """Copy a program and its graph, for a pass to change; node names stay."""
     graph, copies = copied(program.graph.nodes)
     names = {node.name: copy.name for node, copy in copies.items()}
     if any(old != new for old, new in names.items()):
@@ -36,7 +36,7 @@ def copy_program(program: Program) -> Program:
 
 
 def with_targets(graph_module: fx.GraphModule, targets: Mapping[Any, Any]) -> fx.GraphModule:
-    """The same graph with other operators in the place of some, which take the same arguments; itself without these."""
+    """Replace operators by operators with the same arguments; return the graph itself if it has none of them."""
     if not any(node.op == "call_function" and node.target in targets for node in graph_module.graph.nodes):
         return graph_module
     graph, copies = copied(graph_module.graph.nodes)
@@ -47,7 +47,7 @@ def with_targets(graph_module: fx.GraphModule, targets: Mapping[Any, Any]) -> fx
 
 
 def with_groups(graph_module: fx.GraphModule, name: Callable[[fx.Node], str]) -> fx.GraphModule:
-    """The same graph with each collective in the group that `name` gives it; itself where these are the groups."""
+    """Put each collective into the group that `name` gives; return the graph itself if nothing changes."""
     names = {node: name(node) for node in graph_module.graph.nodes if is_collective(node)}
     if all(node.args[-1] == given for node, given in names.items()):
         return graph_module
@@ -58,7 +58,7 @@ def with_groups(graph_module: fx.GraphModule, name: Callable[[fx.Node], str]) ->
 
 
 def in_order(graph_module: fx.GraphModule, order: Iterable[fx.Node]) -> fx.GraphModule:
-    """The same graph with its nodes in another order, operands before what reads them; itself where it has this one."""
+    """Reorder the nodes of a graph, given in dependency order; return the graph itself if nothing changes."""
     nodes = list(order)
     if nodes == list(graph_module.graph.nodes):
         return graph_module
@@ -81,7 +81,7 @@ def insert_call(
     name: str | None = None,
     kwargs: Mapping[str, Any] = MappingProxyType({}),
 ) -> fx.Node:
-    """Add a call at the graph's insertion point; its value is computed on the operands' fake values.
+    """Add a call at the graph's insertion point, with a value computed on the operands' fake values.
 
     Phase, module and source line are those of `like`.
     """
@@ -92,6 +92,6 @@ def insert_call(
 
 
 def replace_slot_node(program: Program, old: str, new: str) -> Program:
-    """The program with every result that `old` yielded now yielded by `new`."""
+    """Replace node `old` by node `new` in the program's results."""
     outputs = tuple(dataclasses.replace(slot, node=new) if slot.node == old else slot for slot in program.outputs)
     return dataclasses.replace(program, outputs=outputs)

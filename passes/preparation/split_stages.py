@@ -1,9 +1,9 @@
-"""Cut a traced training step into the programs of a pipeline's stages.
+"""Cuts a traced training step into the programs of a pipeline's stages.
 
-Before → after: `forward, backward` of all layers → for each stage the calls that `assign_stages` gives it. A value that
-another stage reads is a result there (an output of the forward, a sent gradient of the backward) and an input of the
-reader (an input of the forward, a tangent of the backward), both under the name "<node>". The optimizer's update is
-appended to each stage afterwards, for its own parameters.
+Before → after: `forward, backward` of all layers → for each stage its calls by `assign_stages`. A value that another
+stage reads becomes a result (an output of the forward, a sent gradient of the backward). In the reading stage it is an
+input of the forward or a tangent of the backward, under the same name "<node>". Later the optimizer's update is
+appended to each stage, for its own parameters.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from passes.preparation.assign_stages import NodeSeconds, StageAssignment, assig
 
 @dataclass(frozen=True, slots=True)
 class SplitStages:
-    """See the module's docstring.
+    """Cuts a training step into stages.
 
     Args:
-        stages: how many; at least 2.
-        seconds: of a node of the traced program; stages are balanced by it.
-        cuts, homes, blocks: where stages begin, which holds a parameter, and how many blocks each has, if that is
-            known; see `assign_stages`.
+        stages: number of stages, at least 2.
+        seconds: time of a node of the traced program, by which stages are balanced.
+        cuts, homes, blocks: first calls of stages, stages of parameters, and blocks of each stage, if known; arguments
+            of `assign_stages`.
     """
 
     stages: int
@@ -80,7 +80,7 @@ def _crossings(assignment: StageAssignment, building: list[_StageCut]) -> dict[_
 
 @dataclass(slots=True)
 class _StageCut:
-    """The program of stage `number`: its own calls, those it repeats, and what it receives."""
+    """The program of stage `number`: its own calls, repeated calls, and received values."""
 
     program: Program
     assignment: StageAssignment
@@ -89,7 +89,7 @@ class _StageCut:
     received: dict[fx.Node, None] = field(default_factory=dict)
 
     def find(self) -> None:
-        """Find what the stage computes and reads."""
+        """Find the nodes that the stage computes and receives."""
         kinds = {slot.node: slot.kind for slot in self.program.inputs}
         names = self.program.nodes_by_name()
         waiting = [node for node, stage in self.assignment.stage.items() if stage == self.number and node.op[0] == "c"]
@@ -108,7 +108,7 @@ class _StageCut:
             waiting += node.all_input_nodes
 
     def _results(self) -> list[OutputSlot]:
-        """The results of the whole program that this stage gives."""
+        """The results of the whole program that this stage returns."""
         names = self.program.nodes_by_name()
         parameters = {slot.name: names[slot.node] for slot in self.program.inputs_of(InputKind.PARAMETER)}
         found = []
@@ -122,7 +122,7 @@ class _StageCut:
         return found
 
     def build(self, crossings: dict[_Key, Crossing]) -> Program:
-        """The program, once all stages know what they read."""
+        """Build the program, once all stages know their reads."""
         graph, copies, inputs = fx.Graph(), dict[fx.Node, fx.Node](), list[InputSlot]()
         order = {node: index for index, node in enumerate(self.program.graph.nodes)}
         names = self.program.nodes_by_name()

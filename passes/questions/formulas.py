@@ -38,7 +38,7 @@ QUANTITIES = (
     *("step_flops", "rank_flops", COMMUNICATION, "parameters", "parameter_bytes", "gradient_bytes", "optimizer_bytes"),
     *("activation_bytes", "tokens"),
 )
-"""Names of formulas; docs/formulas.md says what each is."""
+"""Names of formulas; docs/reference/formulas.md says what each is."""
 
 _OF_MODEL = ("step_flops", "parameters", "tokens")
 """Quantities of the whole model; all others are of a rank, the mean over stages where these differ."""

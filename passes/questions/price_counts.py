@@ -1,13 +1,13 @@
 """Counts of the price of a recipe under another runtime, as expressions in sizes.
 
-1. The model is folded at a few lengths of its inputs, and its sections are priced there with the recipe's micro-batch
-   and with twice as many sequences, on the recipe's axes and on axes of one rank. The FLOPs and bytes of each section
-   are fitted: as polynomials in sizes of inputs (`fit_sizes`), as linear in the micro-batch and in one over each axis.
-2. The quantities of a rank are arithmetic on its sections, as in `price_recipe`: the collectives of each section, again
+1. The model is folded at a few lengths of its inputs, and its layer classes are priced there: with the recipe's
+   micro-batch and with twice as many sequences, on the recipe's axes and on axes of one rank. The FLOPs and bytes of
+   each are fitted: as polynomials in sizes of inputs (`fit_sizes`), as linear in the micro-batch and in one over each
+   axis.
+2. The quantities of a rank are arithmetic on its layer classes, as in `price_recipe`: the collectives of each, again
    where blocks are recomputed; ZeRO's gathering and reduction; hand-overs of stages.
 
-There is one section for each kind of block. Where the stages of a pipeline differ, a rank's share is the mean over
-them. Splits count as even.
+Where the stages of a pipeline differ, a rank's share is the mean over them. Splits count as even.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from passes.questions.fit_sizes import (
     resize,
 )
 from passes.questions.totals import COMMUNICATION, BlockPlace, Counted
-from passes.recipes.price_ends import GRADIENT_BYTES, WEIGHT_BYTES
-from passes.recipes.price_memory import kept_bytes, state_bytes
-from passes.sections.fold_program import AFTER, BEFORE
-from passes.sections.price_model import PricedModel
-from passes.sections.price_sections import SectionPrice, SectionSizes
-from passes.sections.propagate_axis import MoveKind
+from passes.search.layers.fold_program import AFTER, BEFORE
+from passes.search.layers.price_layers import LayerPrice, PhasePrice
+from passes.search.layers.price_model import PricedModel
+from passes.search.layers.propagate_axis import MoveKind
+from passes.search.price_ends import GRADIENT_BYTES, WEIGHT_BYTES
+from passes.search.price_memory import kept_bytes, state_bytes
 
 _AXES = ("data", "context", "tensor", "expert", "pipeline")
 _SPLIT_BY = ("tensor", "context", "expert")
-"""Axes that split what sections do."""
+"""Axes that split what layer classes do."""
 
 _BATCH, _MICRO_BATCH = "batch", "micro_batch"
 _ENDS = (BEFORE, AFTER)
@@ -52,7 +52,7 @@ _HELD = ("saved_bytes", "core_bytes", "entering_bytes", "parameters", "expert_pa
 _STATE = {"parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "optimizer state"}
 
 Tally = Mapping[str, Any]
-"""FLOPs and bytes of a section for one micro-batch on one rank, by name."""
+"""FLOPs and bytes of a layer class for one micro-batch on one rank, by name."""
 
 
 @dataclass
@@ -98,15 +98,15 @@ class CountsOfPrice:
             return
         counts = _RecipeCounts(self.recipe, sympy.sympify(batch), micro_batch, ranks)
         blocks = self.fold(self.args, self.kwargs).folded.blocks
-        for section in (BEFORE, *dict.fromkeys(blocks), AFTER):
-            path, _, kind = section.rpartition(":")
-            place = None if section in _ENDS else BlockPlace(path, int(kind), stands_for=blocks.count(section))
-            yield place, counts.of(name, section, tallies[section])
+        for layer in (BEFORE, *dict.fromkeys(blocks), AFTER):
+            path, _, kind = layer.rpartition(":")
+            place = None if layer in _ENDS else BlockPlace(path, int(kind), stands_for=blocks.count(layer))
+            yield place, counts.of(name, layer, tallies[layer])
         if self.recipe.pipeline > 1 and name.startswith(COMMUNICATION):
-            yield None, _over(name, counts.handed_on([tallies[section] for section in dict.fromkeys(blocks)]))
+            yield None, _over(name, counts.handed_on([tallies[layer] for layer in dict.fromkeys(blocks)]))
 
     def _tallies(self, sizes: tuple[InputSize, ...]) -> Mapping[str, Tally]:
-        """Tallies of the sections in sizes of inputs, the micro-batch and axes; under "", tokens of a sequence."""
+        """Tallies of the layer classes in sizes of inputs, the micro-batch and axes; under "", tokens of a sequence."""
         if sizes not in self._fitted:
             keys: list[tuple[str, str]] = []
 
@@ -117,7 +117,7 @@ class CountsOfPrice:
                     raise cannot_resize(sizes, point, error) from error
                 measured = self._measured(priced)
                 keys[:] = measured
-                labels = tuple(f"{name} of {section or 'the model'}" for section, name in keys)
+                labels = tuple(f"{name} of {layer or 'the model'}" for layer, name in keys)
                 owners = (label for label, each in zip(labels, measured.values(), strict=True) for _ in each)
                 return Observation(labels, tuple(size for each in measured.values() for size in each), tuple(owners))
 
@@ -126,9 +126,9 @@ class CountsOfPrice:
             trials = [micro_batches, *([sympy.Rational(1, ranks) for ranks in trial] for trial in axes)]
             symbols = [size_symbol(_MICRO_BATCH), *map(_inverse, self._split)]
             tallies = defaultdict[str, dict[str, Any]](dict)
-            for section, name in keys:
+            for layer, name in keys:
                 values = {point: next(numbers) for point in grid(trials)}
-                tallies[section][name] = interpolate(symbols, trials, values)
+                tallies[layer][name] = interpolate(symbols, trials, values)
             self._fitted[sizes] = tallies
         return self._fitted[sizes]
 
@@ -137,24 +137,24 @@ class CountsOfPrice:
         return tuple(axis for axis in _SPLIT_BY if getattr(self.recipe, axis) > 1)
 
     def _trials(self) -> list[tuple[int, int]]:
-        """Sizes to price at: of the micro-batch, and of each axis that splits sections."""
+        """Sizes to price at: of the micro-batch, and of each axis that splits layer classes."""
         own = self.recipe.micro_batch
         return [(own, 2 * own), *((1, getattr(self.recipe, axis)) for axis in self._split)]
 
     def _measured(self, priced: PricedModel) -> dict[tuple[str, str], list[Any]]:
-        """Section and name to the numbers at each point of the trials."""
+        """LayerClass and name to the numbers at each point of the trials."""
         found = defaultdict[tuple[str, str], list[Any]](list)
         for batch, *ranks in grid(self._trials()):
             sizes = {**dict.fromkeys(_SPLIT_BY, 1), **dict(zip(self._split, ranks, strict=True))}
-            for section, price in priced.counted.section_prices(self.recipe, self.cluster, batch, sizes).items():
+            for layer, price in priced.counted.layer_prices(self.recipe, self.cluster, batch, sizes).items():
                 for name, size in _numbers_of(price).items():
-                    found[section, name].append(sympy.Rational(size))
+                    found[layer, name].append(sympy.Rational(size))
             found["", "tokens"].append(priced.tokens)
         return found
 
 
-def _numbers_of(price: SectionPrice) -> dict[str, float]:
-    """FLOPs and bytes of a section; of the collectives over an axis, bytes with one end ("forward tensor")."""
+def _numbers_of(price: LayerPrice) -> dict[str, float]:
+    """FLOPs and bytes of a layer class; of the collectives over an axis, bytes with one end ("forward tensor")."""
     found = {name: getattr(price, name) for name in _HELD}
     found["flops"] = price.forward.busy.flops + price.backward.busy.flops
     for phase, name in ((price.forward, "forward"), (price.backward, "backward")):
@@ -162,6 +162,10 @@ def _numbers_of(price: SectionPrice) -> dict[str, float]:
             sent = [item for item in phase.traffic if item.axis == axis]
             found[f"{name} {axis}"] = sum(item.bytes * (2 if item.kind is MoveKind.REDUCE else 1) for item in sent)
     return found
+
+
+def _no_phase(name: str) -> PhasePrice:
+    raise AssertionError("memory alone is asked for")
 
 
 def _inverse(axis: str) -> sympy.Symbol:
@@ -176,7 +180,7 @@ def _over(name: str, sent: Mapping[str, Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _RecipeCounts:
-    """Arithmetic of a recipe on the tallies of its sections.
+    """Arithmetic of a recipe on the tallies of its layer classes.
 
     Args:
         recipe: whose flags, dtypes and schedule hold.
@@ -189,12 +193,12 @@ class _RecipeCounts:
     micro_batch: Any
     axes: Mapping[str, Any]
 
-    def of(self, name: str, section: str, tally: Tally) -> Any:
-        """A section's part of a quantity; of a rank, the mean over pipeline ranks."""
+    def of(self, name: str, layer: str, tally: Tally) -> Any:
+        """A layer class's part of a quantity; of a rank, the mean over pipeline ranks."""
         recipe, pipeline = self.recipe, self.axes["pipeline"]
         whole, tally = self._at(tally, dict.fromkeys(_SPLIT_BY, 1)), self._at(tally, self.axes)
         if name.startswith(COMMUNICATION):
-            return _over(name, self._sent(section, tally)) / pipeline
+            return _over(name, self._sent(layer, tally)) / pipeline
         if name in _STATE:
             shared = ((tally["parameters"], self._shards), (tally["expert_parameters"], self._expert_replicas))
             return sum(state_bytes(size, ranks, recipe)[_STATE[name]] for size, ranks in shared) / pipeline
@@ -204,8 +208,9 @@ class _RecipeCounts:
             case "rank_flops":
                 return tally["flops"] * self._micro_batches / pipeline
             case "activation_bytes":
-                held = SectionSizes(**{key: tally[key] for key in _HELD}, workspace_bytes=0, matrices=0)
-                return kept_bytes(held, section, recipe) / pipeline
+                held = {key: tally[key] for key in _HELD}
+                price = LayerPrice(**held, workspace_bytes=0, matrices=0, phase=_no_phase)
+                return kept_bytes(price, recipe, is_block=layer not in _ENDS) / pipeline
         return whole["parameters"] + whole["expert_parameters"]
 
     def handed_on(self, blocks: Sequence[Tally]) -> dict[str, Any]:
@@ -227,14 +232,14 @@ class _RecipeCounts:
     def _micro_batches(self) -> Any:
         return self.batch / (self.micro_batch * self.axes["data"])
 
-    def _sent(self, section: str, tally: Tally) -> dict[str, Any]:
+    def _sent(self, layer: str, tally: Tally) -> dict[str, Any]:
         """Bytes that each rank sends, by axis; "data" where several share a group."""
         if self.recipe.runtime.merged_dispatch and self.recipe.expert > 1:
             raise FormulaError(
                 "What a merged dispatch sends depends on where the experts of a token lie, so it is no formula; for "
                 "what the all-to-alls of experts send set merged_dispatch=False."
             )
-        forwards = 2 if self.recipe.recompute == "full" and section not in _ENDS else 1
+        forwards = 2 if self.recipe.recompute == "full" and layer not in _ENDS else 1
         sent = {"data": self._exchanged(tally["parameters"], tally["expert_parameters"])}
         for axis in _SPLIT_BY:
             whole = forwards * tally[f"forward {axis}"] + tally[f"backward {axis}"]

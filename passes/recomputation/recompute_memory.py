@@ -16,18 +16,18 @@ from functools import cached_property
 
 import numpy as np
 
-from passes.memory.elided_lifetimes import Key, elided_intervals, numbered
 from passes.memory.liveness import Held, Interval, Liveness, OnLink
 from passes.memory.memory_tables import MemoryTables, differs
 from passes.memory.memory_usage import UsedBytes
+from passes.memory.repeated_lifetimes import Key, numbered, repeated_intervals
 from passes.planning.build_assignment import PlanningProblem
 from passes.recomputation.recompute_options import AGAIN, OFFLOADED, RECOMPUTED, Keeping, RecomputeOptions
 from passes.recomputation.recompute_split import SplitSpace, split_space
 from passes.solver.assignment import Floats
-from passes.strategies.elided import Elided, find_elided, paths_where_run
 from passes.strategies.enumerate_strategies import Link, leaves_program, needs_of, specs_of
 from passes.strategies.fold_blocks import module_paths
 from passes.strategies.price import local_bytes_of
+from passes.strategies.repeated import RepeatedUnits, find_repeated, paths_where_run
 
 
 @dataclass
@@ -60,12 +60,12 @@ class RecomputeMemory:
         return MemoryTables(self.split.space)
 
     @cached_property
-    def elided(self) -> Elided:
+    def repeated(self) -> RepeatedUnits:
         """Blocks left out of the split space."""
         paths = module_paths(self.planning.space.program)
         paths |= {copy: paths[name] for copy, (name, _) in self.split.sources.items()}
         again = set(self.split.again.values())
-        return find_elided(self.split.space, paths_where_run(self.split.space, paths, again))
+        return find_repeated(self.split.space, paths_where_run(self.split.space, paths, again))
 
     def items(self) -> Iterator[tuple[str, UsedBytes]]:
         """Values in memory behind their site, "" for others, with the options under which they lie there.
@@ -83,7 +83,7 @@ class RecomputeMemory:
             held[key] = item
             yield _site(key), item
         intervals = {key: item.interval for key, item in held.items()}
-        for key, there in elided_intervals(self.liveness, self.elided, self.split.space, intervals).items():
+        for key, there in repeated_intervals(self.liveness, self.repeated, self.split.space, intervals).items():
             yield _site(key), dataclasses.replace(held[key], interval=there[0], number=there[1])
 
     def _held(self) -> Iterator[tuple[Key, UsedBytes]]:

@@ -14,11 +14,10 @@ from autoshard.ir.recompute import PHASE
 from autoshard.ir.spec import PartitionSpec
 from autoshard.kernels.offload import to_host
 from autoshard.rules.enumeration import Choice, Split, Strategy
-from passes.memory.elided_lifetimes import with_elided
+from passes.memory.repeated_lifetimes import with_repeated
 from passes.planning.build_assignment import PlanningProblem, build_problem
 from passes.recomputation.recompute import InsertRecompute, moved_by, original_of
 from passes.recomputation.recompute_problem import Again
-from passes.strategies.elided import NotAlikeError, find_elided, paths_where_run
 from passes.strategies.enumerate_strategies import (
     Link,
     SearchSpace,
@@ -31,6 +30,7 @@ from passes.strategies.enumerate_strategies import (
 )
 from passes.strategies.fold_blocks import module_paths
 from passes.strategies.price import local_bytes
+from passes.strategies.repeated import NotAlikeError, find_repeated, paths_where_run
 
 
 def with_again(planning: PlanningProblem, again: Again) -> PlanningProblem:
@@ -47,11 +47,11 @@ def with_again(planning: PlanningProblem, again: Again) -> PlanningProblem:
     space, originals = space_with(planning.space, again)
     representatives = {name: planning.members[planning.classes[original]][0] for name, original in originals.items()}
     brought = [name for name, site in space.sites.items() if site.phase == PHASE]
-    elided = find_elided(space, paths_where_run(space, module_paths(space.program), brought))
-    if any(len({representatives[name] for name in alike.names}) > 1 for alike in elided.sites):
+    repeated = find_repeated(space, paths_where_run(space, module_paths(space.program), brought))
+    if any(len({representatives[name] for name in alike.names}) > 1 for alike in repeated.sites):
         raise NotAlikeError("what alike blocks run again is of values that are decided one by one")
-    liveness = with_elided(planning.liveness.of(space), elided, space)
-    return build_problem(space, planning.prices, liveness, representatives, elided)
+    liveness = with_repeated(planning.liveness.of(space), repeated, space)
+    return build_problem(space, planning.prices, liveness, representatives, repeated)
 
 
 def host_bytes(planning: PlanningProblem, choice: Sequence[int]) -> float:

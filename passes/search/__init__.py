@@ -1,1 +1,1 @@
-"""The outer search: layouts of a training step, proposed by rough prices."""
+"""The outer search: recipes of a training step, proposed by rough prices."""

@@ -12,10 +12,10 @@ from autoshard.ir.execution import Execution
 from autoshard.ir.recipe import Recipe
 from cost_models.errors import CostModelError
 from cost_models.hardware import Cluster
+from passes.search.layers.price_model import CountedModel
 from passes.search.recipe_pricer import RecipePricer
 from passes.search.recipe_space import Only, RecipeSpace, keeps
 from passes.search.search_recipes import NOTHING, FoundRecipe, Watch, search_recipes
-from passes.sections.price_model import CountedModel
 from passes.solver.search_control import Ceiling
 
 
@@ -157,8 +157,7 @@ class RecipeProblem:
             most_tensor=None if "tensor" in self.pinned else self.cluster.devices_per_node,
             least_tokens=1 if "context" in self.pinned else self.least_tokens,
             offloads=self.cluster.device.host_link is not None,
-            only=only or {},
-            pinned=self.pinned,
+            only=_both(self.pinned, only or {}),
             runs=self.runs,
         )
 

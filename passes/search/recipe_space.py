@@ -3,8 +3,8 @@
 A recipe of the space is a choice in four steps, every one of which is data here:
 
 1. a `Layout`: sizes of `tensor`, `context`, `expert`, `expert_tensor`, whether activations are split over `tensor`
-   between split regions, and the micro-batch. It decides what a section of the model takes and keeps;
-2. a `Keeping`: what is computed again (`recompute`), and whether what blocks keep lies on the host (`offload`);
+   between split regions, and the micro-batch. It decides what a layer class of the model takes and keeps;
+2. an `ActivationPolicy`: whether values of blocks are computed again (`recompute`), or lie on the host (`offload`);
 3. a `Pipe`: the number of pipeline ranks, schedule, virtual stages, and how blocks are shared out: evenly, or evenly
    with the ends counted as blocks. What devices are left are `data`;
 4. a `Sharding`: the ZeRO stage and the ranks over which it shards.
@@ -37,8 +37,8 @@ from autoshard.errors import RecipeError
 from autoshard.ir.execution import Execution
 from autoshard.ir.recipe import RECOMPUTE, Recipe, is_several
 from cost_models.schedule_orders import SCHEDULES, admits, usual_schedule
-from passes.recipes.pipeline_stages import even_blocks
-from passes.sections.price_model import CountedModel, RecipeKind
+from passes.search.layers.price_model import CountedModel, RecipeKind
+from passes.search.pipeline_stages import even_blocks
 
 SEARCHED = (
     "data", "tensor", "sequence_parallel", "context", "expert", "expert_tensor", "pipeline", "schedule",
@@ -71,14 +71,14 @@ class Layout(NamedTuple):
         return self.tensor * self.context
 
 
-class Keeping(NamedTuple):
+class ActivationPolicy(NamedTuple):
     """What becomes of a block's values behind its forward."""
 
     recompute: str = "none"
     offload: str = "none"
 
 
-KEEPINGS = tuple(Keeping(recompute, offload) for offload in ("none", "activations") for recompute in RECOMPUTE)
+POLICIES = tuple(ActivationPolicy(recompute, offload) for offload in ("none", "activations") for recompute in RECOMPUTE)
 
 
 class Pipe(NamedTuple):
@@ -140,7 +140,7 @@ class Sharding(NamedTuple):
 
 
 _GROUPS = tuple(8**power for power in range(1, 6))
-"""Replicas over which ZeRO shards, beside all of them."""
+"""Numbers of replicas over which ZeRO shards, beside all of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,8 +154,7 @@ class RecipeSpace:
         most_tensor: tensor ranks at most; None: any number.
         least_tokens: tokens of a sequence on each context rank at least, where inputs are tokens.
         offloads: whether activations may go to the host.
-        only, pinned: each restricts fields to some values. A group of all replicas is `zero_group=None`; `pinned` are
-            the user's, who may name it by its size too.
+        only: restricts fields to some values. A group of all replicas is `zero_group=None`, or named by its size.
         runs: whether only recipes are searched that have a program which `compile` runs.
 
     Raises:
@@ -169,14 +168,13 @@ class RecipeSpace:
     least_tokens: int = 1
     offloads: bool = False
     only: Only = field(default_factory=dict)
-    pinned: Only = field(default_factory=dict)
     runs: bool = False
     _shardings: dict[tuple[int, bool], tuple[Sharding, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
     def __post_init__(self) -> None:
-        unknown = [name for name in (*self.only, *self.pinned) if name not in SEARCHED]
+        unknown = [name for name in self.only if name not in SEARCHED]
         if unknown:
             raise RecipeError(f"{unknown[0]!r} is not searched; the searched fields are {', '.join(SEARCHED)}.")
         if self.base.global_batch is None:
@@ -236,29 +234,28 @@ class RecipeSpace:
             if allowed and fits and (ranks == 1 or 0 < ranks <= len(self.counted.blocks) + 2):
                 yield ranks
 
-    def keepings(self, layout: Layout) -> list[Keeping]:
+    def policies(self, layout: Layout) -> list[ActivationPolicy]:
         """What may become of blocks' values; they are kept where there are no blocks."""
-        known = KEEPINGS if self.counted.blocks else KEEPINGS[:1]
+        known = POLICIES if self.counted.blocks else POLICIES[:1]
         names_none = self._allows("recompute", "none") and not self.counted.has_core(self.kind(layout))
         return [
-            keeping
-            for keeping in known
-            if self._allows("recompute", keeping.recompute)
-            and self._allows("offload", keeping.offload)
-            and self.admits(Recipe(recompute=keeping.recompute, offload=keeping.offload))
-            and (self.offloads or keeping.offload == "none")
-            and not (names_none and keeping.recompute == "selective")
+            policy
+            for policy in known
+            if self._allows("recompute", policy.recompute)
+            and self._allows("offload", policy.offload)
+            and self.admits(Recipe(recompute=policy.recompute, offload=policy.offload))
+            and (self.offloads or policy.offload == "none")
+            and not (names_none and policy.recompute == "selective")
         ]
 
     def pipes(self, layout: Layout, ranks: int) -> tuple[Pipe, ...]:
         """Pipelines of so many ranks."""
         micro_batches = self.batch * ranks * layout.ranks // (layout.micro_batch * self.devices)
-        every = "virtual_stages" in {*self.only, *self.pinned}
+        every, offered = "virtual_stages" in self.only, self.base.runtime.schedules
         known = known_pipes(ranks, micro_batches, len(self.counted.blocks), every=every)
-        offered = self.base.runtime.schedules
         if offered:
             known = tuple(pipe for pipe in known if pipe.schedule in (None, *offered))
-        if not every and "schedule" not in {*self.only, *self.pinned}:
+        if not every and "schedule" not in self.only:
             return known
         return tuple(
             pipe
@@ -272,38 +269,30 @@ class RecipeSpace:
         return max((zero for zero in range(4) if self._allows("zero", zero)), default=0)
 
     def shardings(self, layout: Layout, ranks: int) -> tuple[Sharding, ...]:
-        """What ZeRO may shard."""
+        """What ZeRO may shard, over all replicas or a power of eight; over any number where `only` restricts that."""
         replicas = self.devices // layout.tensor // ranks
         key = (replicas, ranks > 1)
         if key not in self._shardings:
             runtime = self.base.runtime
             offered = runtime.zero_in_pipelines if ranks > 1 else runtime.zero_stages
-            known = self._allowed_shardings(replicas)
-            self._shardings[key] = tuple(item for item in known if item.zero in offered)
+            every = "zero_group" in self.only
+            sizes = [size for size in divisors(replicas) if 1 < size < replicas and (every or size in _GROUPS)]
+            groups = [0, *sizes] if replicas > 1 else []
+            self._shardings[key] = tuple(
+                item
+                for item in (Sharding(), *(Sharding(zero, group) for zero in (1, 2, 3) for group in groups))
+                if item.zero in offered
+                and self._allows("zero", item.zero)
+                and (
+                    self._allows("zero_group", item.group or replicas) or self._allows("zero_group", item.group or None)
+                )
+            )
         return self._shardings[key]
 
-    def _allowed_shardings(self, replicas: int) -> tuple[Sharding, ...]:
-        """ZeRO shards over all replicas or a power of eight of them; over any number where that is restricted."""
-        every = "zero_group" in {*self.only, *self.pinned}
-        sizes = [size for size in divisors(replicas) if 1 < size < replicas and (every or size in _GROUPS)]
-        groups = [0, *sizes] if replicas > 1 else []
-        known = [Sharding(), *(Sharding(zero, group) for zero in (1, 2, 3) for group in groups)]
-        return tuple(
-            item for item in known if self._allows("zero", item.zero) and self._allows_group(item.group, replicas)
-        )
-
-    def _allows_group(self, group: int, replicas: int) -> bool:
-        if "zero_group" in self.only and (group or None) not in self.only["zero_group"]:
-            return False
-        pinned = self.pinned.get("zero_group")
-        return pinned is None or (group or None) in pinned or (not group and replicas in pinned)
-
     def _allows(self, name: str, value: object) -> bool:
-        if name in self.only and value not in self.only[name]:
-            return False
-        return name not in self.pinned or value in self.pinned[name]
+        return name not in self.only or value in self.only[name]
 
-    def recipe(self, layout: Layout, keeping: Keeping, pipe: Pipe, sharding: Sharding) -> Execution:
+    def recipe(self, layout: Layout, policy: ActivationPolicy, pipe: Pipe, sharding: Sharding) -> Execution:
         """The recipe of a choice."""
         made = {
             **_fields_of(self.base),
@@ -314,8 +303,8 @@ class RecipeSpace:
             "expert": layout.expert,
             "expert_tensor": layout.expert_tensor,
             "micro_batch": layout.micro_batch,
-            "recompute": keeping.recompute,
-            "offload": keeping.offload,
+            "recompute": policy.recompute,
+            "offload": policy.offload,
             "pipeline": pipe.pipeline,
             "schedule": pipe.schedule,
             "virtual_stages": pipe.virtual_stages,
@@ -329,9 +318,9 @@ class RecipeSpace:
         """Every recipe, once."""
         for layouts in self.layouts():
             for layout in layouts:
-                for keeping, ranks in product(self.keepings(layout), self.pipelines(layout)):
+                for policy, ranks in product(self.policies(layout), self.pipelines(layout)):
                     for pipe, sharding in product(self.pipes(layout, ranks), self.shardings(layout, ranks)):
-                        recipe = self.recipe(layout, keeping, pipe, sharding)
+                        recipe = self.recipe(layout, policy, pipe, sharding)
                         if self.admits(recipe):
                             yield recipe
 

@@ -2,9 +2,9 @@
 
 An entry of the queue is a set of recipes with a bound below the objective of them all (`recipe_bounds`):
 
-1. a layout and what is recomputed or offloaded; what recomputes more comes once this is split, as it takes longer;
+1. a layout and an activation policy; policies that recompute more take longer, and are opened when this one is split;
 2. with the number of pipeline ranks and the sharding;
-3. with the schedule: one recipe. It is priced (`passes.recipes.price_recipe`) if it fits.
+3. with the schedule: one recipe. It is priced (`passes.search.price_recipe`) if it fits.
 
 Once no set can be faster than the best recipe, that is the fastest; of equal ones it has the least memory. Stopped
 early, by its ceiling or Ctrl-C, the search gives the best recipe that it priced, and the lowest bound of what is left.
@@ -16,12 +16,13 @@ import heapq
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import compress, count
+from dataclasses import dataclass, field
+from itertools import compress
+from typing import NamedTuple
 
 from autoshard.ir.execution import Execution
 from passes.search.recipe_pricer import RecipePricer
-from passes.search.recipe_space import Keeping, Layout, Pipe, RecipeSpace, Sharding
+from passes.search.recipe_space import ActivationPolicy, Layout, Pipe, RecipeSpace, Sharding
 from passes.solver.one_thread import one_blas_thread
 from passes.solver.search_control import Ceiling
 
@@ -95,7 +96,7 @@ def search_recipes(
     Raises:
         KeyboardInterrupt: by Ctrl-C, if no recipe was priced yet; else it ends the search.
     """
-    search = _BestFirst(space, pricer, memory_limit, ceiling or Ceiling(), watch, smallest=smallest)
+    search = _BestFirst(space, pricer, memory_limit, ceiling or Ceiling(), watch, smallest)
     was_interrupted = False
     try:
         is_complete = search.run(known)
@@ -106,21 +107,19 @@ def search_recipes(
     return search.found(is_complete=is_complete, was_interrupted=was_interrupted)
 
 
-@dataclass(frozen=True, slots=True)
-class _LayoutSet:
-    """The recipes with a layout and a keeping; `others` take longer, and are opened when it is split."""
+class _LayoutSet(NamedTuple):
+    """The recipes with a layout and an activation policy; those with `others` take longer."""
 
     layout: Layout
-    keeping: Keeping
-    others: tuple[Keeping, ...]
+    policy: ActivationPolicy
+    others: tuple[ActivationPolicy, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _ShardedSet:
-    """The recipes with a layout, a keeping, pipeline ranks and a sharding."""
+class _ShardedSet(NamedTuple):
+    """The recipes with a layout, an activation policy, pipeline ranks and a sharding."""
 
     layout: Layout
-    keeping: Keeping
+    policy: ActivationPolicy
     ranks: int
     sharding: Sharding
 
@@ -128,27 +127,24 @@ class _ShardedSet:
 _Node = _LayoutSet | _ShardedSet | Execution
 
 
+@dataclass
 class _BestFirst:
     """One search: its open sets, and the best recipe so far."""
 
-    def __init__(
-        self,
-        space: RecipeSpace,
-        pricer: RecipePricer,
-        memory_limit: float,
-        ceiling: Ceiling,
-        watch: Watch | None,
-        *,
-        smallest: bool,
-    ) -> None:
-        self.space, self.pricer, self.memory_limit, self.watch = space, pricer, memory_limit, watch
-        self.smallest = smallest
-        self.ceiling, self.start = ceiling, time.monotonic()
-        self.open: list[tuple[float, int, _Node]] = []
-        self.numbers = count()
-        self.best: Execution | None = None
-        self.objective, self.memory = math.inf, 0
-        self.bound, self.priced, self.nodes = 0.0, 0, 0
+    space: RecipeSpace
+    pricer: RecipePricer
+    memory_limit: float
+    ceiling: Ceiling
+    watch: Watch | None
+    smallest: bool
+    start: float = field(default_factory=time.monotonic)
+    open: list[tuple[float, int, _Node]] = field(default_factory=list)
+    best: Execution | None = None
+    objective: float = math.inf
+    memory: int = 0
+    bound: float = 0.0
+    priced: int = 0
+    nodes: int = 0
 
     def run(self, known: Execution | None) -> bool:
         """Search until the best recipe is found, or time is over; whether it is found."""
@@ -168,91 +164,86 @@ class _BestFirst:
         self.bound = self.objective
         return True
 
-    def _take_first(self) -> None:
-        """Price the recipe, or split the set, with the lowest bound, if it may be better than the best recipe."""
-        if not self.open or self.open[0][0] >= self.objective:
-            return
-        bound, _, node = heapq.heappop(self.open)
-        if not isinstance(node, Execution):
-            self._split(bound, node)
-        elif self.pricer.fits(node, self.memory_limit):
-            self._price(node)
-
     def found(self, *, is_complete: bool, was_interrupted: bool = False) -> FoundRecipe:
         """The result so far."""
-        elapsed_s = time.monotonic() - self.start
-        return FoundRecipe(
-            self.best, self.objective, min(self.bound, self.objective), is_complete, was_interrupted, self.priced,
-            self.nodes, elapsed_s,
-        )  # fmt: skip
+        bound, elapsed_s = min(self.bound, self.objective), time.monotonic() - self.start
+        ended = (is_complete, was_interrupted, self.priced, self.nodes, elapsed_s)
+        return FoundRecipe(self.best, self.objective, bound, *ended)
 
     def _is_over(self) -> bool:
         if self.nodes % _OFTEN == 0 and self.watch is not None:
             self.watch(self.found(is_complete=False))
         return self.ceiling.cuts()
 
+    def _take_first(self) -> None:
+        """Price the recipe, or split the set, with the lowest bound, if it may be better than the best recipe."""
+        if not self.open or self.open[0][0] >= self.objective:
+            return
+        bound, _, node = heapq.heappop(self.open)
+        if isinstance(node, _LayoutSet):
+            self._split_layout(bound, node)
+        elif isinstance(node, _ShardedSet):
+            self._split_sharded(node)
+        elif self.pricer.fits(node, self.memory_limit):
+            self._price(node)
+
     def _open_layouts(self, layouts: tuple[Layout, ...]) -> None:
         """Open layouts of rising micro-batch, until one is left out for its size."""
         for layout in layouts:
-            first = self._recipe(layout, Keeping(), next(self.space.pipelines(layout)), Sharding())
+            first = self._recipe(layout, ActivationPolicy(), next(self.space.pipelines(layout)), Sharding())
             if self.pricer.workspace_bytes(first) > self.memory_limit:
                 return
-            keepings = self.space.keepings(layout)
-            later = () if self.smallest else tuple(keepings[1:])
-            if keepings and not (self._open_keeping(layout, keepings[0], later) and later):
-                for keeping in keepings[1:]:
-                    self._open_keeping(layout, keeping)
+            for place, policy in enumerate(policies := self.space.policies(layout)):
+                others = () if place or self.smallest else tuple(policies[1:])
+                if self._open(layout, policy, others) and others:
+                    break
 
-    def _open_keeping(self, layout: Layout, keeping: Keeping, others: tuple[Keeping, ...] = ()) -> bool:
-        """Open a layout with a keeping, if that may fit; whether it may."""
+    def _open(self, layout: Layout, policy: ActivationPolicy, others: tuple[ActivationPolicy, ...] = ()) -> bool:
+        """Open a layout with an activation policy, if that may fit; whether it may."""
         sizes, zero = list(self.space.pipelines(layout)), self.space.most_zero
-        ends = [self._recipe(layout, keeping, ranks, Sharding(min(1, zero))) for ranks in (sizes[0], sizes[-1])]
-        needed = self.pricer.least_memory(ends[0], sizes[-1], zero)
+        needed = self.pricer.least_memory(self._recipe(layout, policy, sizes[-1], Sharding(zero)))
         if needed > self.memory_limit:
             return False
+        ends = (self._recipe(layout, policy, ranks, Sharding(min(1, zero))) for ranks in (sizes[0], sizes[-1]))
         bound = needed if self.smallest else min(map(self.pricer.least_time, ends))
-        self._push(bound, _LayoutSet(layout, keeping, others))
+        self._push(bound, _LayoutSet(layout, policy, others))
         return True
 
-    def _split(self, bound: float, node: _LayoutSet | _ShardedSet) -> None:
-        """Open the sets, or the recipes, of a set."""
-        if isinstance(node, _LayoutSet):
-            self._split_keeping(bound, node)
-            return
-        space = self.space
-        pipes = space.pipes(node.layout, node.ranks)
+    def _split_layout(self, bound: float, node: _LayoutSet) -> None:
+        """Open a layout's other policies, and the first one with each number of ranks and each sharding."""
+        for policy in node.others:
+            self._open(node.layout, policy)
+        for ranks in self.space.pipelines(node.layout):
+            for sharding in self.space.shardings(node.layout, ranks):
+                recipe = self._recipe(node.layout, node.policy, ranks, sharding)
+                if self.space.admits(recipe):
+                    least = bound if self.smallest else self.pricer.least_time(recipe)
+                    self._push(least, _ShardedSet(node.layout, node.policy, ranks, sharding))
+
+    def _split_sharded(self, node: _ShardedSet) -> None:
+        """Open the recipes of a set that fit."""
+        pipes = self.space.pipes(node.layout, node.ranks)
         if not pipes:
             return
-        recipe = space.recipe(node.layout, node.keeping, pipes[0], node.sharding)
-        needed = self.pricer.memory_floors(recipe, pipes)
-        fits = needed <= self.memory_limit
-        pipes, bounds = tuple(compress(pipes, fits)), needed[fits]
+        recipe = self.space.recipe(node.layout, node.policy, pipes[0], node.sharding)
+        bounds = self.pricer.memory_floors(recipe, pipes)
+        fits = bounds <= self.memory_limit
+        pipes, bounds = tuple(compress(pipes, fits)), bounds[fits]
         if pipes and not self.smallest:
             bounds = self.pricer.least_times(recipe, pipes)
         for least, pipe in zip(bounds.tolist(), pipes, strict=True):
-            self._push(least, space.recipe(node.layout, node.keeping, pipe, node.sharding))
+            self._push(least, self.space.recipe(node.layout, node.policy, pipe, node.sharding))
 
-    def _split_keeping(self, bound: float, node: _LayoutSet) -> None:
-        """Open a layout's other keepings, and the first one with each number of ranks and each sharding."""
-        for keeping in node.others:
-            self._open_keeping(node.layout, keeping)
-        for ranks in self.space.pipelines(node.layout):
-            for sharding in self.space.shardings(node.layout, ranks):
-                recipe = self._recipe(node.layout, node.keeping, ranks, sharding)
-                if self.space.admits(recipe):
-                    least = bound if self.smallest else self.pricer.least_time(recipe)
-                    self._push(least, _ShardedSet(node.layout, node.keeping, ranks, sharding))
-
-    def _recipe(self, layout: Layout, keeping: Keeping, ranks: int, sharding: Sharding) -> Execution:
+    def _recipe(self, layout: Layout, policy: ActivationPolicy, ranks: int, sharding: Sharding) -> Execution:
         """A recipe of a set, in some pipeline."""
         pipe = Pipe(ranks, "1F1B") if ranks > 1 else Pipe()
-        return self.space.recipe(layout, keeping, pipe, sharding)
+        return self.space.recipe(layout, policy, pipe, sharding)
 
     def _push(self, bound: float, node: _Node) -> None:
         """Open a set that may have a faster recipe than the best one."""
         self.nodes += 1
         if bound < self.objective:
-            heapq.heappush(self.open, (bound, next(self.numbers), node))
+            heapq.heappush(self.open, (bound, self.nodes, node))
 
     def _price(self, recipe: Execution) -> None:
         """Price a recipe, and keep it if it is the best so far."""

@@ -24,7 +24,7 @@ from autoshard.ir.spec import PartitionSpec, Reduction
 from autoshard.kernels.library import NAMESPACE
 from autoshard.kernels.optimizers import IN_PLACE
 from autoshard.rules.enumeration import Groups, Strategy, choices_of_groups, enumerate_strategies, replicated
-from autoshard.rules.hub import hub
+from autoshard.rules.fan_out import fan_out
 from autoshard.rules.notation import BoundRule
 from autoshard.rules.ranges import Ranges, facts_of, find_ranges
 from autoshard.rules.registry import bound_rule
@@ -73,7 +73,7 @@ class Site:
         return (
             self.node is not None
             and self.node.op == "call_function"
-            and (self.node.target is hub or self.node.target in IN_PLACE or is_view(self.node))
+            and (self.node.target is fan_out or self.node.target in IN_PLACE or is_view(self.node))
         )
 
     @property
@@ -140,7 +140,7 @@ class _AlikeCalls:
 
 @dataclass(frozen=True, slots=True)
 class EnumerateStrategies:
-    """Build the search space of a canonical program with hubs.
+    """Build the search space of a canonical program with fan-outs.
 
     Args:
         mesh: the mesh to split over.

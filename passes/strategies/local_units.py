@@ -14,9 +14,9 @@ from torch import fx
 
 from autoshard.ir.lowered import LoweredProgram
 from autoshard.ir.repeat import Repeat
-from passes.strategies.elided import BEHIND
 from passes.strategies.fold_blocks import module_paths
 from passes.strategies.local_tracer import EMITTED_AT
+from passes.strategies.repeated import BEHIND
 
 
 class UnitSpot(NamedTuple):
@@ -60,7 +60,7 @@ class LocalUnits:
 
     def runs(self, spot: UnitSpot | None) -> int:
         """How many units the unit of a spot stands for."""
-        return 1 if spot is None or spot.unit != BEHIND else 1 + self.repeats[spot.repeat].elided
+        return 1 if spot is None or spot.unit != BEHIND else 1 + self.repeats[spot.repeat].left_out
 
     def _find(self, path: str) -> UnitSpot | None:
         for number, repeat in enumerate(self.repeats):

@@ -18,8 +18,8 @@ from torch import fx
 
 from autoshard.ir.program import OutputKind, Program
 from autoshard.ir.spec import PartitionSpec, Reduction
-from autoshard.rules.hub import hub
-from passes.preparation.insert_hubs import is_gradient_hub
+from autoshard.rules.fan_out import fan_out
+from passes.preparation.insert_fan_outs import is_gradient_fan_out
 from passes.solver.assignment import Floats
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def find_narrow_gradients(program: Program, rules: Mapping[str, BoundRule | None
     gradients = {slot.node for slot in program.outputs_of(OutputKind.GRADIENT)}
     found: set[tuple[str, str]] = set()
     for node in program.graph.nodes:
-        if _widens(node) and (node.name in gradients or any(map(is_gradient_hub, node.users))):
+        if _widens(node) and (node.name in gradients or any(map(is_gradient_fan_out, node.users))):
             found |= _trail(node, rules)
     return frozenset(found)
 
@@ -66,7 +66,7 @@ def _trail(conversion: fx.Node, rules: Mapping[str, BoundRule | None]) -> set[tu
 
 def _passes_on(node: fx.Node, rules: Mapping[str, BoundRule | None]) -> bool:
     rule = rules.get(node.name)
-    return node.target in (hub, _aten.add.Tensor) or (rule is not None and rule.transparent)
+    return node.target in (fan_out, _aten.add.Tensor) or (rule is not None and rule.transparent)
 
 
 def without_sums(table: Floats, sources: Sequence[PartitionSpec], targets: Sequence[PartitionSpec]) -> Floats:

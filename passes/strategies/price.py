@@ -21,7 +21,7 @@ from autoshard.ir.spec import PartitionSpec
 from autoshard.kernels.offload import TRANSFERS, to_host
 from autoshard.rules.emit_local import fills
 from autoshard.rules.enumeration import Choice, Split, Strategy
-from autoshard.rules.hub import hub
+from autoshard.rules.fan_out import fan_out
 from cost_models.collectives import all_gather_time, all_reduce_time, all_to_all_time, reduce_scatter_time
 from cost_models.compute import accumulation_time, memory_time, work_time
 from cost_models.hardware import Cluster
@@ -93,7 +93,7 @@ class Prices:
     def call_times(self, site: Site, strategies: Sequence[Strategy]) -> Floats:
         """`call_time` of each strategy, [strategies]."""
         node = site.node
-        if node is None or node.op != "call_function" or node.target is hub:
+        if node is None or node.op != "call_function" or node.target is fan_out:
             return np.zeros(len(strategies))
         if node.target in TRANSFERS:
             return self._transfer_times(site, strategies)

@@ -1,1 +1,1 @@
-"""Prove that what lowering made computes what was traced; of lowering nothing is used."""
+"""Proves that a lowered program computes the results of the traced program, without using any code of lowering."""

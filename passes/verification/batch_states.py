@@ -9,14 +9,14 @@ from torch import fx
 
 @dataclass(frozen=True, slots=True)
 class Same:
-    """The same for all parts, but for the factor m ** exponent."""
+    """Equal in all parts, except for the factor m ** exponent."""
 
     exponent: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SlicedDim:
-    """A part has its own slice of a dim."""
+    """Each part has its own slice of a dim."""
 
     dim: int
     exponent: int = 0
@@ -24,9 +24,9 @@ class SlicedDim:
 
 @dataclass(frozen=True, slots=True)
 class BatchIndices:
-    """Indices along a dim of the batch, as `arange(len(x))` counts them; `size` is that of a part's dim.
+    """Indices along a dim of the batch, as `arange(len(x))` counts them; `size` is the size of a part's dim.
 
-    A part counts from zero. So an index that is used to read a part reads the sample that it stands for.
+    A part counts from zero. So an index is right if it reads the part's own sample.
     """
 
     dim: int
@@ -35,7 +35,9 @@ class BatchIndices:
 
 @dataclass(frozen=True, slots=True)
 class Sum:
-    """A sum over the parts of terms (a count or None, and an exponent), and perhaps of what does not depend on them."""
+    """A sum over the parts of terms (a count or None, and an exponent), and optionally a value independent of the
+    parts.
+    """
 
     terms: frozenset[tuple[fx.Node | None, int]]
     has_constant: bool = False
@@ -43,12 +45,12 @@ class Sum:
 
 @dataclass(frozen=True, slots=True)
 class OfInputs:
-    """Computed from sums over inputs, and from nothing that is trained."""
+    """Computed from sums over inputs, and from no trained value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mixed:
-    """Not made of the values of parts, for what `node` does."""
+    """Not a sum over the parts, because of the call `node`."""
 
     node: fx.Node
     why: str

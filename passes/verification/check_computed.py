@@ -1,4 +1,4 @@
-"""Check that a graph computes each value before it reads it: what rewrites a graph node by node relies on it."""
+"""Checks that a graph computes each value before its readers. Rewrites that go node by node rely on it."""
 
 from __future__ import annotations
 

@@ -40,12 +40,12 @@ _COMPARISONS = (*(aten.eq.Scalar, aten.ne.Scalar, aten.lt.Scalar, aten.le.Scalar
 def combine_branches(
     part: Program, twins: Mapping[fx.Node, fx.Node], states: Mapping[fx.Node, Sequence[State]]
 ) -> Branches | None:
-    """The branches of a batch, or None where they do not follow.
+    """The branches of a batch, or None if the parts do not determine them.
 
     Args:
         part: the program of a micro-batch.
-        twins: for each node of its guards, that of the guards of two micro-batches.
-        states: of those nodes.
+        twins: for each node of its guards, the twin node in the guards of two micro-batches.
+        states: states of these nodes.
     """
     assert part.guard_program is not None, "the program has guards"
     nodes = list(part.guard_program.graph.nodes)
@@ -89,7 +89,7 @@ def _is_reduction(node: fx.Node, states: Mapping[fx.Node, Sequence[State]]) -> b
 
 
 def _is_known(node: fx.Node, twins: Mapping[fx.Node, fx.Node], reduced: Sequence[fx.Node]) -> bool:
-    """Whether a call on reduced values is that of the batch, or compares a sum with a number that counts the batch."""
+    """Whether a call on reduced values is right for the batch, or compares a sum with a count of the batch."""
     if node.op != "call_function" or not node.all_input_nodes:
         return False
     ours, theirs = _numbers(node), _numbers(twins[node])

@@ -1,19 +1,19 @@
-"""Derive what each value of a lowered program stands for: which traced value, under which spec.
+"""Derives, for each value of a lowered program, the traced value and the spec that it represents.
 
-The derivation is an induction over the traced program (translation validation: Pnueli, Siegel, Singerman 1998). It
-knows neither the plan nor the metadata of the lowered program:
+The derivation is an induction over the traced program (translation validation: Pnueli, Siegel, Singerman 1998). It uses
+neither the plan nor the metadata of the lowered program:
 
-1. A placeholder holds what its slot promises, a constant the equal constant of the trace.
-2. A value that is held under a spec is held under another one wherever the lowered program makes the step of a reshard
-   that leads there, exactly as `autoshard.ir.emit` defines it.
-3. If operands of a traced call are held under specs that a strategy of the operator's rule admits, and the lowered
-   program makes the local form of the call on them, exactly as `autoshard.rules.emit_local` defines it, then that
-   yields the call's results under the strategy's specs.
+1. A placeholder holds the value of its slot, a constant the equal constant of the trace.
+2. Suppose a value is held under a spec, and the lowered program makes a reshard step from that spec, exactly as
+   `autoshard.ir.emit` defines it. Then the value is also held under the step's target spec.
+3. Suppose the operands of a traced call are held under the specs of a strategy of the operator's rule. Suppose the
+   lowered program makes the call's local form on them, exactly as `autoshard.rules.emit_local` defines it. Then the
+   call's results are held under the strategy's specs.
 
-What steps and local forms are is written down once for all that are alike (`local_forms`) and then looked up.
+Steps and local forms are recorded once for all equal calls (`local_forms`) and then looked up.
 
-Several local values may hold one traced value under one spec; where a definition reads the value, any of them will do:
-they are equal, or addends of one sum, in which a strategy is linear. Specs are kept without axes of size one.
+Several local values may hold one traced value under one spec, and a definition may read any of them. They are equal, or
+addends of one sum, in which a strategy is linear. Specs are stored without axes of size one.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from passes.preparation.number_values import Numbering, draws_numbers, number_gr
 from passes.verification.local_forms import LocalForms, Numbers, Way, without_single_axes
 
 Holders = dict[PartitionSpec, set[int]]
-"""Under each spec the numbers of the local values that hold one traced value."""
+"""For each spec, the numbers of the local values that hold one traced value."""
 
 
 @dataclass(slots=True)
 class Derivation:
-    """What has been derived.
+    """The state of a derivation.
 
     Args:
         program: the traced program, in the form that was lowered.
         lowered: the lowered program.
         forms: the local forms on its mesh.
-        traced, local: the numbers of their nodes.
-        ranges: what numbers the traced values can be.
-        holders: for each traced number, who holds it.
+        traced, local: value numbers of both programs.
+        ranges: ranges of the traced values.
+        holders: for each traced number, the local values that hold it.
         covered: the local numbers that are part of some proof.
-        rules: how many traced calls rest on each operator's rule.
+        rules: operator to the number of traced calls that rest on its rule.
         unruled: the first node of each operator that ran whole on every rank for lack of a rule.
     """
 
@@ -75,7 +75,7 @@ class Derivation:
         return self.lowered.mesh
 
     def run(self) -> None:
-        """Derive all that can be derived; placeholders of both programs are known to correspond."""
+        """Derive everything that can be derived, starting from corresponding placeholders."""
         for number, node in enumerate(self.traced.nodes):
             if node.op == "placeholder":
                 self._hold_placeholder(number)
@@ -85,11 +85,11 @@ class Derivation:
                 self._derive_call(number, node)
 
     def spec(self, spec: PartitionSpec) -> PartitionSpec:
-        """The spec as values are held under it, without axes of size one."""
+        """The spec without axes of size one."""
         return without_single_axes(spec, self.mesh)
 
     def specs_of(self, local: int) -> list[tuple[fx.Node, PartitionSpec]]:
-        """The traced values that a local number holds."""
+        """The traced values that a local number holds, with their specs."""
         return [
             (self.traced.nodes[number], spec)
             for number, holders in self.holders.items()
@@ -97,7 +97,7 @@ class Derivation:
             if local in numbers
         ]
 
-    # What holds a value.
+    # Local values that hold traced values.
 
     def _hold_placeholder(self, number: int) -> None:
         key = self.traced.key_of(number)  # its position among the placeholders
@@ -109,7 +109,7 @@ class Derivation:
             self._hold(number, PartitionSpec(), frozenset({local}))
 
     def _hold(self, number: int, spec: PartitionSpec, found: Numbers) -> None:
-        """`found` hold the traced value under `spec`; so do, under other specs, what reshards make of them."""
+        """Record that `found` hold the traced value under `spec`, and derive further specs through reshards."""
         self.covered |= found
         known = self.holders[number].setdefault(spec, set())
         fresh = found - known
@@ -140,7 +140,7 @@ class Derivation:
             self.unruled.setdefault(str(node.target), node)
 
     def _derive_way(self, number: int, node: fx.Node, way: Way, holders: list[Holders]) -> bool:
-        """Whether the lowered program makes the call in this way; what it yields is then held."""
+        """Whether the lowered program makes the call in this way. Its results are then recorded."""
         held = [frozenset(specs[spec]) for specs, spec in zip(holders, way.inputs, strict=True)]
         draw = self.traced.draw_of(number) if draws_numbers(node.target) else 0
         values = way.form.find(self.local, held, draw)
@@ -149,12 +149,12 @@ class Derivation:
         self.covered.update(*values[len(held) :])
         for index, (place, spec) in enumerate(zip(self._results(number, node), way.outputs, strict=True)):
             made = frozenset() if place is None else way.form.result(index, self.local, values)
-            if place is not None and made:  # what is not selected is not used under this strategy
+            if place is not None and made:  # a result that is not selected is not used under this strategy
                 self._hold(place, spec, made)
         return True
 
     def _results(self, number: int, node: fx.Node) -> list[int | None]:
-        """The numbers of a call's results; None for one that nothing in the trace reads."""
+        """The numbers of a call's results; None for a result that the trace does not read."""
         if isinstance(node.meta["val"], torch.Tensor):
             return [number]
         values = tensor_values(node)

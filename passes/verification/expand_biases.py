@@ -1,4 +1,4 @@
-"""Write `addmm(bias, a, b)` out again as `add(mm(a, b), bias)`, so that phases can be compared with their source."""
+"""Expands `addmm(bias, a, b)` into `add(mm(a, b), bias)`, so that phases can be compared with their source."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _aten = torch.ops.aten
 
 
 def expand_biases(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The graph with each product and its bias apart; the same graph where it has none together."""
+    """Separate each product from its bias; return the graph itself if nothing changes."""
     if not any(node.target is _aten.addmm.default and not node.kwargs for node in graph_module.graph.nodes):
         return graph_module
     graph = fx.Graph()

@@ -1,4 +1,4 @@
-"""Write a bucket out again as the updates that it stands for, so that it can be compared with its source."""
+"""Expands a bucket into single updates, so that it can be compared with its source."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _TRITON_ADAM = "autoshard::triton_adam_updates_"
 
 
 def expand_buckets(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """A copy of a graph with each bucket as the updates that it stands for; itself where it has none.
+    """Copy a graph with each bucket expanded into updates; return the graph itself without buckets.
 
     Raises:
-        VerificationError: a bucket has not as many gradients or state as parameters.
+        VerificationError: a bucket's numbers of gradients or state tensors and of parameters differ.
     """
     ones = {node: one for node in graph_module.graph.nodes for one in (_one_of(node),) if one is not None}
     if not ones:
@@ -49,7 +49,7 @@ def _write_out(graph: fx.Graph, node: fx.Node, one: Any, copies: Mapping[fx.Node
 
 
 def _one_of(node: fx.Node) -> Any:
-    """The update of one parameter that a bucket has many of; None for other nodes."""
+    """The update of one parameter for a bucket's call; None for any other node."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload) and target._schema.name == _TRITON_ADAM:
         return torch.ops.autoshard.adam_update_.default

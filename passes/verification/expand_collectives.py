@@ -1,9 +1,9 @@
-"""Write a bucket of collectives out again as those that it stands for, so that it can be compared with its source.
+"""Expands a bucket into single collectives, so that it can be compared with its source.
 
 Before → after: `split(wait(all_reduce(cat([view(a), view(b)]))))` → `wait(all_reduce(a))`, `wait(all_reduce(b))`. A
-part of a bucket's result is what the same collective gives of the value at its place, as every element is reduced with
-those at its own index; of a reduce-scatter members lie in its rows, of an all-gather in the rows of its result. What is
-no such bucket, or is read otherwise, stays as it is, and is then no call of the source.
+part of a bucket's result equals the same collective of the value at its place, because elements are reduced at equal
+indices. Members of a reduce-scatter lie in its rows, those of an all-gather in the rows of its result. Other buckets,
+and buckets with other readers, are not expanded. They then match no call of the source.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from autoshard.tracing.copy_node import copy_node
 
 _aten = torch.ops.aten
 _SPLIT, _SPLIT_ROWS = _aten.split_with_sizes.default, _aten.split_with_sizes_copy.default
-"""What takes a bucket apart: by views; where members lie in rows that were gathered, by a copy."""
+"""Calls that split a bucket's result: by views, or by copies out of gathered rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class _PackedCollective:
-    """A collective of values that lie behind each other in a buffer.
+    """A collective of values packed into a buffer.
 
     Args:
         started: the collective.
-        values: what it was made of.
-        shapes: of what it gives for each.
-        inner: the nodes between these and the call that splits its result.
+        values: the packed values.
+        shapes: shapes of the results, one for each value.
+        inner: the nodes between the values and the split of the result.
     """
 
     started: Any
@@ -46,10 +46,10 @@ class _PackedCollective:
 
 
 def expand_collectives(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The graph with each collective by itself; the same graph where it has no bucket.
+    """Replace each bucket by single collectives; return the graph itself without buckets.
 
     Raises:
-        VerificationError: a node reads a part of a bucket otherwise than whole.
+        VerificationError: a node reads only part of a bucket's member.
     """
     found = ((node, _bucket_of(node)) for node in graph_module.graph.nodes)
     buckets = {node: bucket for node, bucket in found if bucket is not None}
@@ -57,7 +57,7 @@ def expand_collectives(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _bucket_of(split: fx.Node) -> _PackedCollective | None:
-    """The bucket whose result a call splits into what it was made of; None where it does not."""
+    """The bucket whose result a call splits into its members, or None."""
     if split.target not in (_SPLIT, _SPLIT_ROWS) or len(split.args) < 2 or split.kwargs:
         return None
     received: Any = split.args[0]
@@ -88,7 +88,7 @@ def _bucket_of(split: fx.Node) -> _PackedCollective | None:
 
 
 def _shape_given(started: fx.Node, shape: list[int]) -> list[int]:
-    """The shape of what a collective gives of a value of this shape."""
+    """The shape of a collective's result for a value of this shape."""
     if started.target is ALL_REDUCE:
         return shape
     ranks: Any = started.args[1]
@@ -96,21 +96,21 @@ def _shape_given(started: fx.Node, shape: list[int]) -> list[int]:
 
 
 def _dims(rows: Sequence[int]) -> tuple[int, ...]:
-    """The dim along which members lie behind each other, as it is written."""
+    """The packing dim as an argument."""
     return (1,) if rows else ()
 
 
 def _operand(node: Any, target: OpOverload) -> Any:
-    """What a call of `target` reads; None where `node` is no such call of a node."""
+    """The node operand of a call of `target`; None for any other node."""
     if not isinstance(node, fx.Node) or node.target is not target or not node.args or node.kwargs:
         return None
     return node.args[0] if isinstance(node.args[0], fx.Node) else None
 
 
 def _flat_values(packed: fx.Node, rows: Sequence[int]) -> Sequence[Any] | None:
-    """The flattened values of one type that a buffer is made of; None where it is made otherwise.
+    """The flattened values of one type packed in a buffer, or None.
 
-    `rows`: how many rows each has, if it is scattered.
+    `rows` is the number of rows of each, for a reduce-scatter.
     """
     if packed.target is not _aten.cat.default or packed.args[1:] != _dims(rows) or packed.kwargs:
         return None
@@ -124,12 +124,12 @@ def _flat_values(packed: fx.Node, rows: Sequence[int]) -> Sequence[Any] | None:
 
 @dataclass(slots=True)
 class _Expanding:
-    """A graph that is copied without its buckets.
+    """Copies a graph without its buckets.
 
     Args:
         graph: the graph.
-        buckets: by the call that splits what it received.
-        parts: the collective that each part of a bucket stands for.
+        buckets: buckets by the call that splits their result.
+        parts: the value that each part of a bucket came from.
     """
 
     graph: fx.Graph
@@ -139,7 +139,7 @@ class _Expanding:
     parts: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def run(self, graph_module: fx.GraphModule) -> fx.GraphModule:
-        """See `expand_collectives`."""
+        """Copy the graph with single collectives."""
         inner = frozenset().union(*(bucket.inner for bucket in self.buckets.values())) | self.buckets.keys()
         for node in self.graph.nodes:
             self._check(node)
@@ -162,7 +162,7 @@ class _Expanding:
                 raise VerificationError(f"{node.format_node()} reads all parts of bucket {operand.name!r}.")
 
     def _value(self, part: fx.Node) -> fx.Node:
-        """What a part of a bucket was made of."""
+        """The value from which a part of a bucket came."""
         source: Any = part.args[0]
         bucket, index = self.buckets[source], part.args[1]
         if not isinstance(index, int) or not 0 <= index < len(bucket.values):
@@ -170,11 +170,11 @@ class _Expanding:
         return bucket.values[index]
 
     def _collective(self, shaped: fx.Node) -> fx.Node:
-        """The collective by itself whose result a shaped part of a bucket is."""
+        """Emit the single collective for a shaped part of a bucket."""
         part: Any = shaped.args[0]
         value, bucket = self.parts[part], self.buckets[part.args[0]]
         if shaped.args[1:] != (bucket.shapes[part.args[1]],) or shaped.kwargs:
-            raise VerificationError(f"{shaped.format_node()} has not the shape of what it is made of, {value.name!r}.")
+            raise VerificationError(f"{shaped.format_node()} has another shape than its value {value.name!r}.")
         started = self.made.call_function(bucket.started.target, (self.copies[value], *bucket.started.args[1:]))
         waited = self.made.call_function(WAIT, (started,))
         started.meta = waited.meta = {key: item for key, item in shaped.meta.items() if key != "val"}

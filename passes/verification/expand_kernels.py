@@ -1,9 +1,8 @@
-"""Write kernels out again as the calls that they stand for, so that a fused program can be compared with its source.
+"""Expands kernels into the calls that they replace, so that a fused program can be compared with its source.
 
 Before → after: `triton_gated(gate, up, "silu")` → `mul(silu(gate), up)`; `triton_layer_norm(x, ...)` →
-`native_layer_norm(x, ...)`; a generated kernel → its group's calls. Of a fused kernel's forms, `meta["form"]` says
-which: whichever it names, it is one that the kernel computes, so a wrong name can make a comparison fail, never
-succeed.
+`native_layer_norm(x, ...)`; a generated kernel → its group's calls. `meta["form"]` names one of a fused kernel's forms.
+The kernel computes every form, so a wrong name can make a comparison fail, never succeed.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from autoshard.kernels.registry import FUSED, KERNELS
 from autoshard.tracing.copy_node import copy_node
 
 FORM = "form"
-"""Name of the metadata of a fused kernel's node that holds the index of its form."""
+"""Key of a fused kernel's metadata with the index of its form."""
 
 STANDS_FOR = "stands_for"
-"""Name of the metadata of a kernel's node that holds the names of the nodes that it stands for, if they are several."""
+"""Key of a kernel's metadata with the names of the replaced nodes, if there are several."""
 
 _FUSED = {kernel.operator: kernel for kernel in FUSED}
 _ORIGINALS: dict[OpOverload, OpOverload] = {
@@ -38,17 +37,16 @@ _ORIGINALS: dict[OpOverload, OpOverload] = {
 
 
 def is_kernel(node: fx.Node) -> bool:
-    """Whether a node calls a kernel that stands for other calls."""
+    """Whether a node calls a kernel in place of other calls."""
     is_fused = node.target in _FUSED and FORM in node.meta
     return is_fused or node.target in _ORIGINALS or generated_kernel(node.target) is not None
 
 
 def expand_kernels(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The graph without kernels, over a graph of its own.
+    """Return the graph without kernels, as a new graph.
 
     Raises:
-        VerificationError: a kernel is called with arguments that its form does not have, or a node reads a value that
-            is not computed yet.
+        VerificationError: a kernel's arguments do not fit its form, or a node reads a value before its computation.
     """
     graph = fx.Graph()
     environment: dict[fx.Node, fx.Node] = {}
@@ -85,7 +83,7 @@ def _result(node: fx.Node, result: fx.Node | None) -> fx.Node:
 def _write_group(
     group: Group, graph: fx.Graph, node: fx.Node, environment: Mapping[fx.Node, fx.Node]
 ) -> tuple[fx.Node, ...]:
-    """The results of a generated kernel, as its group's calls make them."""
+    """Expand a generated kernel into its group's calls; return their results."""
     if len(node.args) != len(group.operands) or not all(isinstance(item, fx.Node) for item in node.args):
         raise VerificationError(
             f"node {node.name!r} calls {node.target} with {node.args}; it takes {len(group.operands)} operands."
@@ -100,7 +98,7 @@ def _write_group(
 
 
 def _write_out(graph: fx.Graph, node: fx.Node, environment: Mapping[fx.Node, fx.Node]) -> tuple[fx.Node | None, ...]:
-    """The results of a kernel, as its form's calls make them."""
+    """Expand a fused kernel into its form's calls; return their results."""
     target: Any = node.target
     kernel = _FUSED[target]
     form = kernel.forms[node.meta[FORM]]

@@ -1,9 +1,9 @@
-"""What calls and reshards are on one rank: straight-line forms, which are looked up in a lowered program.
+"""Local forms of calls and reshards: straight-line code that is looked up in a lowered program.
 
-Rules and reshards are defined by what they emit into a graph (`autoshard.rules.emit_local`, `autoshard.ir.emit`), and
-what they emit depends on no more than the operator, its literals, the shapes and types of its operands, and a strategy.
-So each is emitted once, on places instead of values, and kept as a `LocalForm`: equal blocks of a model are proven by
-looking up the same forms, and the verifier needs no second description of any definition.
+Rules and reshards are defined by the calls that they emit into a graph (`autoshard.rules.emit_local`,
+`autoshard.ir.emit`). These calls depend only on the operator, its literals, the shapes and types of its operands, and a
+strategy. So each definition is emitted once, on places instead of values, and stored as a `LocalForm`. Equal blocks of
+a model are proven with the same forms, and the verifier needs no second description of any definition.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from passes.strategies.enumerate_strategies import rule_of
 from passes.strategies.find_strategies import find_strategies
 
 Numbers = frozenset[int]
-"""The numbers of local values, any of which will do."""
+"""Equivalent local values, by number."""
 
 Held = tuple[frozenset[PartitionSpec], ...]
-"""For each operand of a call, the specs that it is held under."""
+"""For each operand of a call, the specs under which it is held."""
 
 _aten = torch.ops.aten
 
@@ -47,7 +47,7 @@ _OPENINGS = {
     ReshardKind.REDUCE_SCATTER: {_aten.contiguous.default, _aten.constant_pad_nd.default},
     ReshardKind.SLICE: {_aten.narrow.default, _aten.constant_pad_nd.default},
 }
-"""The operators with which steps may begin: what no node does with a value need not be tried."""
+"""The operators with which each step may begin, so that steps without such a reader need no search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +55,9 @@ class Line:
     """One call of a form.
 
     Args:
-        key: its structure; its operands are places: of the form's operands first, then of its lines.
+        key: its structure, with places as operands: the form's operands first, then its lines.
         places: these places.
-        is_drawn: whether it draws random numbers, so that equal calls are told apart by their order.
+        is_drawn: whether it draws random numbers, so that only their order separates equal calls.
     """
 
     key: Key
@@ -65,18 +65,18 @@ class Line:
     is_drawn: bool
 
     def find(self, local: Numbering, values: Sequence[Numbers], draw: int = 0) -> Numbers:
-        """The numbers of this call on `values`; `draw`: which of equal calls that draw random numbers is meant."""
+        """The numbers of this call on `values`. Among equal random calls, `draw` is the position."""
         return local.find((*self.key, draw) if self.is_drawn else self.key, self.places, values)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalForm:
-    """What a definition emits.
+    """The calls that a definition emits.
 
     Args:
-        operands: how many values it starts from.
-        lines: its calls, all of which are made where it is.
-        results: for each result its place, or the line that selects it, which is there where something reads it.
+        operands: number of operands.
+        lines: its calls.
+        results: for each result its place, or the line that selects it if something reads it.
     """
 
     operands: int
@@ -84,7 +84,7 @@ class LocalForm:
     results: Sequence[int | Line]
 
     def find(self, local: Numbering, held: Sequence[Numbers], draw: int = 0) -> list[Numbers] | None:
-        """The values of all places, where a program makes these calls on the values `held`; None where it does not."""
+        """The values of all places if a program makes these calls on the values `held`, else None."""
         values = list(held)
         for line in self.lines:
             found = line.find(local, values, draw)
@@ -94,16 +94,16 @@ class LocalForm:
         return values
 
     def result(self, index: int, local: Numbering, values: Sequence[Numbers]) -> Numbers:
-        """The local values of one result, of the `values` of all places; empty where nothing selects it."""
+        """The local values of one result, given the `values` of all places; empty if nothing selects it."""
         place = self.results[index]
         return values[place] if isinstance(place, int) else place.find(local, values)
 
 
 @dataclass(frozen=True, slots=True)
 class _ProxyMeaning:
-    """What a proxy of `_Recording` stands for.
+    """The place that a proxy of `_Recording` represents.
 
-    `args` and `meta` are what emitters look at in a new node, to infer its fake value; here they find nothing to infer.
+    Emitters inspect `args` and `meta` of a new node to infer its fake value; here they find nothing to infer.
     """
 
     index: int
@@ -112,7 +112,7 @@ class _ProxyMeaning:
 
 
 class _Recording(TracerBase):
-    """Writes down the calls that a definition makes, of operands that are places."""
+    """Records the calls of a definition, with places as operands."""
 
     def __init__(self, operands: int) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class _Recording(TracerBase):
 
 
 def place_of(value: Proxy | fx.Node) -> int:
-    """The place that a proxy of a recording, or the node of one, stands for."""
+    """The place of a proxy or node of a recording."""
     found = value.node if isinstance(value, Proxy) else value
     assert isinstance(found, _ProxyMeaning), "only proxies of a recording are passed to definitions"
     return found.index
@@ -149,10 +149,10 @@ class Way:
 
 @dataclass(frozen=True, slots=True)
 class CallForms:
-    """The ways to make calls that are alike.
+    """The ways to make equal calls.
 
     Args:
-        node: one of them.
+        node: one of the calls.
         rule: their rule, None if the operator has none.
         mesh: the mesh.
     """
@@ -163,7 +163,7 @@ class CallForms:
     _ways: dict[Held, Sequence[Way]] = field(default_factory=dict)
 
     def ways(self, held: Held) -> Sequence[Way]:
-        """The ways to make the call whose operands all are held."""
+        """The ways to make the call, given the specs under which its operands are held."""
         if held not in self._ways:
             self._ways[held] = list(self._find_ways(held))
         return self._ways[held]
@@ -199,7 +199,7 @@ class CallForms:
 
 @dataclass(frozen=True, slots=True)
 class LocalForms:
-    """The forms of calls and reshards on a mesh, each made when it is first asked for; programs may share them.
+    """The forms of calls and reshards on a mesh, made on demand. Programs may share them.
 
     Args:
         mesh: the mesh.
@@ -213,7 +213,7 @@ class LocalForms:
     def of_call(self, node: fx.Node, ranges: Ranges) -> CallForms:
         """The ways to make a traced call.
 
-        They follow from its literals, the shapes and types of its operands, and what their `ranges` say.
+        They follow from its literals, the shapes and types of its operands, and their `ranges`.
         """
         key = (*call_key(node.op, node.target, node.args, node.kwargs, _shape_and_type), facts_of(node, ranges))
         if key not in self._calls:
@@ -224,12 +224,12 @@ class LocalForms:
     def of_reshards(
         self, value: torch.Tensor, spec: PartitionSpec, readers: Collection[Any]
     ) -> Iterator[tuple[PartitionSpec, LocalForm]]:
-        """The specs that are one step away from `spec`, with the form of the step.
+        """The specs one step away from `spec`, with the form of the step.
 
         Args:
             value: the value of global shape.
-            spec: how it is held.
-            readers: the operators that read what holds it: only steps that begin with one of these are given.
+            spec: its spec.
+            readers: operators that read the value's holders. Only steps that begin with one of them are returned.
         """
         is_empty = 0 in value.shape
         if not is_empty and all(openings.isdisjoint(readers) for openings in _OPENINGS.values()):
@@ -256,7 +256,7 @@ class LocalForms:
     def _forms_of_step(
         self, value: torch.Tensor, spec: PartitionSpec, move: Move, after: PartitionSpec
     ) -> Sequence[LocalForm]:
-        """The form of a step as the last of a reshard, and, if that differs, as one that others follow."""
+        """The form of a step at the end of a reshard, and, if different, in front of a further step."""
         key = (value.shape, value.dtype, spec, move)
         if key not in self._steps:
             step = self._step(move, spec, after)
@@ -285,7 +285,7 @@ class LocalForms:
 
 
 def without_single_axes(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
-    """The spec without axes of size one, over which nothing is split and nothing to reduce."""
+    """The spec without axes of size one."""
     if all(size > 1 for _, size in mesh.axes):
         return spec
     real = {axis for axis, size in mesh.axes if size > 1}

@@ -1,8 +1,8 @@
-"""Number the calls that keep rows of experts for the backward, beside those of a joint program that keep none.
+"""Numbers the calls that save rows of experts for the backward, for a joint program that saves none.
 
-A phase may call `exchanged_experts_keeping` where the joint program calls `exchanged_experts` with these operands; the
-first result has that call's number. The others have numbers of their own. The backward may take these three, in their
-places and no others, where the joint program's call has the tokens that they were made of; it has that call's number.
+A phase may call `exchanged_experts_keeping` where the joint program calls `exchanged_experts` on the same operands. Its
+first result has the joint call's number. The three other results get new numbers. The backward may take these three, in
+their places only, where the joint program's call has their tokens. It then has the joint call's number.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _KEPT = ("rows", "u", "counts")
 
 
 def number_kept(joint: Numbering) -> None:
-    """Add the numbers, and the names of what is kept: `experts_kept_rows` of a call `experts`."""
+    """Add the numbers, and the names of the saved values: `experts_kept_rows` of a call `experts`."""
     graph, kept = fx.Graph(), dict[Key, list[Key]]()
 
     def add(name: str, key: Key) -> int:

@@ -1,10 +1,10 @@
-"""Write a buffer that is filled part by part out again as the values that it is filled with, packed where it is sent.
+"""Turns a buffer that is filled part by part back into packed values, at the collective.
 
 Before → after: `flat = new_empty(x, [n]); p, q = split_with_sizes(flat, sizes)`, `mm.out(x, y, out=view(p, [k, n]))`,
-`copy_(q, b)`, `all_reduce(flat)` → `a = mm(x, y)`, `all_reduce(cat([reshape(a, [-1]), reshape(b, [-1])]))`. Only a
-buffer of which each part is written once, and whole, before it is sent, and that nothing else reads or writes, is one:
-another stays as it is, and is then no call of the functional graph (`verify_in_place`). `shaped_alike` gives buckets of
-a functional graph the same form: what lies in one is the same whatever shape it had before.
+`copy_(q, b)`, `all_reduce(flat)` → `a = mm(x, y)`, `all_reduce(cat([reshape(a, [-1]), reshape(b, [-1])]))`. Each part
+of the buffer must be written once, and whole, before the collective, and nothing else may read or write the buffer.
+Other buffers are unchanged and then match no call of the functional graph (`verify_in_place`). `shaped_alike` gives
+buckets of a functional graph the same form, since the packed elements do not depend on earlier shapes.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ _aten = torch.ops.aten
 _SPLIT = _aten.split_with_sizes.default
 _FUNCTIONAL: Mapping[Any, Any] = MappingProxyType({into: target for target, into in INTO.items()})
 _IN_ORDER = (_aten.view.default, _aten.reshape.default, _aten._unsafe_view.default, _aten.contiguous.default)
-"""Calls that give the elements of their operand in the same order."""
+"""Calls that keep the order of their operand's elements."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Filled:
-    """A buffer, and what fills it.
+    """A buffer and its writers.
 
     Args:
         buffer: the buffer.
-        writers: what writes its parts, in the order of these.
+        writers: the calls that write its parts, in the order of the parts.
         inner: the calls that make its parts.
     """
 
@@ -47,7 +47,7 @@ class _Filled:
 
 
 def pack_buckets(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The graph with its filled buffers packed; the same graph where it has none."""
+    """Pack the filled buffers of a graph; return the graph itself without buffers."""
     graph = graph_module.graph
     places = {node: place for place, node in enumerate(graph.nodes)}
     buffers = graph.find_nodes(op="call_function", target=_aten.new_empty.default)
@@ -56,7 +56,7 @@ def pack_buckets(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def shaped_alike(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The graph with what is sent in a bucket shaped there alone, as `pack_buckets` gives it."""
+    """Shape bucket members only in the bucket, in the form of `pack_buckets`."""
     graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
     for node in graph_module.graph.nodes:
         rows = _rows_of(node) if any(map(_is_reduction, node.users)) else None
@@ -69,7 +69,7 @@ def shaped_alike(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _rows_of(packed: fx.Node) -> list[int] | None:
-    """The rows that the members of a bucket have, if they are scattered; None for a call that packs none."""
+    """The rows of a bucket's members, for a reduce-scatter; None for a call that packs nothing."""
     if packed.target is not _aten.cat.default or packed.kwargs:
         return None
     flat: Any = packed.args[0]
@@ -96,7 +96,7 @@ def _packed(graph_module: fx.GraphModule, found: Mapping[fx.Node, _Filled]) -> f
 
 
 def _filled(buffer: fx.Node, places: Mapping[fx.Node, int]) -> dict[fx.Node, _Filled]:
-    """How a buffer is filled, by what sends it; nothing where its parts are not each written once before."""
+    """The filled form of a buffer, by its collective; empty unless each part is written once before."""
     splits = [user for user in buffer.users if user.target is _SPLIT]
     sent = [user for user in buffer.users if _is_reduction(user)]
     if (len(splits), len(sent), len(buffer.users), len(buffer.args), len(buffer.kwargs)) != (1, 1, 2, 2, 0):
@@ -121,7 +121,9 @@ def _is_part(node: fx.Node, index: int) -> bool:
 
 
 def _writer(part: fx.Node, shape: list[int], like: fx.Node) -> fx.Node | None:
-    """What writes all of a part, with values of the type of `like`, if it is all that reads or writes it."""
+    """The call that writes all of a part, with values of the type of `like`, if nothing else reads or writes the
+    part.
+    """
     if len(part.users) != 1:
         return None
     (user,) = part.users
@@ -137,7 +139,7 @@ def _writer(part: fx.Node, shape: list[int], like: fx.Node) -> fx.Node | None:
 
 
 def _is_alike(value: Any, like: fx.Node, shape: Sequence[int]) -> bool:
-    """Whether a value has this shape, and the type of another."""
+    """Whether a value has this shape, and the type of `like`."""
     one, other = value.meta.get("val"), like.meta.get("val")
     if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
         return False
@@ -145,7 +147,7 @@ def _is_alike(value: Any, like: fx.Node, shape: Sequence[int]) -> bool:
 
 
 def _bucket(graph: fx.Graph, item: _Filled, copies: Mapping[fx.Node, fx.Node]) -> fx.Node:
-    """The values that fill a buffer, packed."""
+    """Pack the values that fill a buffer."""
     values = [node.args[1] if node.target is _aten.copy_.default else node for node in item.writers]
     shape: Any = item.buffer.args[1]
     made = _cat(graph, [copies[_in_any_shape(value)] for value in values], shape[:-1])
@@ -159,12 +161,12 @@ def _cat(graph: fx.Graph, values: Sequence[fx.Node], rows: Sequence[int]) -> fx.
 
 
 def _dims(rows: Sequence[int]) -> tuple[int, ...]:
-    """The dim along which members lie behind each other, as it is written."""
+    """The packing dim as an argument."""
     return (1,) if rows else ()
 
 
 def _in_any_shape(value: Any) -> Any:
-    """What has the same elements in the same order."""
+    """The earliest value with the same elements in the same order."""
     while value.target in _IN_ORDER and not value.kwargs:
         value = value.args[0]
     return value

@@ -24,12 +24,12 @@ def counts_from_zero(node: fx.Node) -> bool:
 
 
 def _is_beside(state: State, dim: int) -> bool:
-    """Whether a value is the same for all parts, or has its samples along a dim."""
+    """Whether a value is equal in all parts, or has its samples along a dim."""
     return state == Same() or state == SlicedDim(dim)
 
 
 def read_at_places(node: fx.Node, states: Mapping[fx.Node, Sequence[State]]) -> State | None:
-    """The state of a result that reads or writes each sample at its own place; None where it may be another's."""
+    """The state of a result that reads or writes each sample at its own place, or None."""
     source, indices = node.args[:2]
     assert isinstance(source, fx.Node)
     assert isinstance(indices, Sequence)
@@ -58,7 +58,7 @@ def read_at_places(node: fx.Node, states: Mapping[fx.Node, Sequence[State]]) -> 
 
 
 def argument(node: fx.Node, name: str) -> Any:
-    """An argument of a call by its name in the schema, None where there is none."""
+    """An argument of a call by its name in the schema, or None."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return None
     for position, argument in enumerate(node.target._schema.arguments):

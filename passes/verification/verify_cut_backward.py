@@ -1,7 +1,7 @@
-"""Verify that the two halves of a cut backward compute what the whole does.
+"""Verifies that the two halves of a split backward compute the results of the whole backward.
 
-The whole is numbered (`number_values`); the halves are walked, the second from what the first returns behind the sent
-gradients. Every call must be one of the whole's, and the results must have the same numbers.
+The whole is numbered (`number_values`). Then the halves are walked; the second starts from the first half's results
+after the sent gradients. Every call must be a call of the whole, and the results must have the same numbers.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from passes.preparation.number_values import Numbering, number_graph
 
 
 def verify_cut_backward(phased: PhasedProgram) -> None:
-    """Prove that the halves together are the backward, where it is cut.
+    """Prove that the halves together are the backward, if it is split.
 
     Raises:
-        VerificationError: a call or a result is another one; the message names it.
+        VerificationError: a call or a result differs. The message names it.
     """
     halves = phased.halves
     if halves is None:
@@ -36,7 +36,7 @@ def verify_cut_backward(phased: PhasedProgram) -> None:
 
 
 def _walk(numbering: Numbering, graph_module: fx.GraphModule, inputs: Sequence[int]) -> list[int]:
-    """The numbers of a half's results, whose placeholders have the numbers `inputs`."""
+    """The numbers of a half's results, given the numbers of its placeholders."""
     placeholders = list(graph_module.graph.find_nodes(op="placeholder"))
     if len(placeholders) != len(inputs):
         raise VerificationError(f"A half of a backward takes {len(placeholders)} values, and is given {len(inputs)}.")

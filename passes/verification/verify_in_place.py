@@ -1,13 +1,18 @@
-"""Verify that a graph which writes, over inputs or into buckets, computes what the functional graph does.
+"""Verifies that a graph which writes over inputs or into buckets computes the results of the functional graph.
 
-The graph is walked with a memory in which every value has a place, shared with all that may alias it, and the number
-that it has in the functional graph (`number_values`). Writing gives the written value a new number and makes
-all others in its place stale. No stale value may be read or returned. What a collective sends may not be written before
-it is waited for: an all-reduce sends views too, over three Gloo ranks or more. No call may be made that the functional
-graph does not make, the results must have the functional ones' numbers, and only the inputs that are meant to be are
-written. That a twin in place computes what its functional operator does is what the kernels' tests show. Placeholders
-are taken not to alias each other: they are parameters, state and values of one program. Buckets of updates are written
-out as these first (`passes.lowering.bucket_updates`), and buckets of gradients that are filled are packed.
+The graph is walked with a model of memory. Every value has a place, shared with its possible aliases, and the number of
+its value in the functional graph (`number_values`). A write gives the written value a new number and makes all other
+values in its place stale. The walk checks that
+
+* no stale value is read or returned;
+* a collective's operand is not written before the wait, because an all-reduce sends views too, on three Gloo ranks or
+  more;
+* every call is a call of the functional graph, and the results have the functional results' numbers;
+* only the intended inputs are written.
+
+Tests of kernels show that an in-place operator computes the functional operator's results. Placeholders (parameters,
+state and values of one program) are assumed not to alias each other. Beforehand, buckets of updates are expanded
+(`passes.lowering.bucket_updates`), and filled buckets of gradients are packed.
 """
 
 from __future__ import annotations
@@ -36,16 +41,16 @@ _FUNCTIONAL: Mapping[Any, Any] = MappingProxyType({twin: update for update, twin
 
 
 def verify_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapping[int, int]) -> None:
-    """Prove that `after` yields the results of the functional graph `before`, some written over inputs.
+    """Prove that `after` returns the results of the functional graph `before`, some of them written over inputs.
 
     Args:
         before: the functional graph.
         after: the graph that writes.
-        written: index of a result to that of the placeholder whose place it takes.
+        written: index of a result to index of its overwritten placeholder.
 
     Raises:
-        VerificationError: a value is read after it was written over, a result is another value or lies elsewhere, or an
-            input is written that nothing should be; the message names the node.
+        VerificationError: a value is read after it was overwritten, a result has another value or place, or another
+            input is written. The message names the node.
     """
     check_computed(after.graph)
     packed = pack_buckets(after)
@@ -56,14 +61,15 @@ def verify_in_place(before: fx.GraphModule, after: fx.GraphModule, written: Mapp
 
 @dataclass(slots=True)
 class _WrittenMemory:
-    """What lies where while the graph that writes is walked.
+    """The content of memory while the graph that writes is walked.
 
     Args:
         numbering: the values of the functional graph; a plain clone has its operand's number.
-        content: the number of the value that each node holds.
-        places: where a node's value may lie: the nodes that first had theirs there.
-        versions: how often each place had been written when a node's value was made; `writes` is how often it has been.
-        sent: the same of the places that a collective sends, when it was started.
+        content: number of each node's value.
+        places: possible places of a node's value, given as the nodes that first had a value there.
+        versions: number of earlier writes to each place when a node's value was made; `writes` counts all writes so
+            far.
+        sent: number of writes to the places of a collective's operand at its start.
     """
 
     before: fx.GraphModule
@@ -77,7 +83,7 @@ class _WrittenMemory:
     sent: dict[fx.Node, dict[fx.Node, int]] = field(default_factory=dict)
 
     def run(self) -> None:
-        """See `verify_in_place`."""
+        """Walk the graph and check it."""
         expected = self._number_functional()
         known = len(self.numbering.nodes)
         self.numbering.restart_draws()
@@ -136,7 +142,9 @@ class _WrittenMemory:
         self._write(target, self.content[source])
 
     def _update(self, node: fx.Node) -> None:
-        """A twin in place: each operand that it writes takes a result of the functional operator, in order."""
+        """Apply an in-place operator: each operand that it writes takes a result of the functional operator, in
+        order.
+        """
         overwritten = list(written_operands(node))
         operands: list[fx.Node] = []
         fx.map_arg((node.args, node.kwargs), operands.append)  # repeated where a value is used twice
@@ -159,7 +167,7 @@ class _WrittenMemory:
         self.versions[target] = {place: self.writes[place] for place in self.places[target]}
 
     def _hold(self, node: fx.Node, number: int, shared: frozenset[fx.Node] = frozenset()) -> None:
-        """A node's value, in memory of its own or in that which it may share."""
+        """Record a node's value, in memory of its own or in shared memory."""
         self.content[node], self.places[node] = number, shared or frozenset({node})
         self.versions[node] = {place: self.writes.setdefault(place, 0) for place in self.places[node]}
 
@@ -172,7 +180,7 @@ class _WrittenMemory:
     def _check_sent(self, wait: fx.Node) -> None:
         (collective,) = wait.all_input_nodes
         if any(self.writes[place] != writes for place, writes in self.sent.get(collective, {}).items()):
-            raise _wrong(wait, f"waits for {collective.name!r}, and what that sends was written over meanwhile")
+            raise _wrong(wait, f"waits for {collective.name!r}, whose operand was written over meanwhile")
 
     def _check_results(self, expected: list[int | None], placeholders: list[fx.Node]) -> None:
         output = self.after.graph.output_node()

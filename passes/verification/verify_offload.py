@@ -1,8 +1,8 @@
-"""Verify that what lies in the host's memory is only fetched from there.
+"""Verifies the places of values in host memory.
 
-Value numbering takes copies to the host and back for their operand (`number_values`), so that the proof of a
-program says what a fetched value is. Where it lies is left to show: a call on an accelerator cannot read the host's
-memory, and what never went there cannot come back.
+Value numbering treats copies to the host and back as their operand (`number_values`), so a program's proof covers the
+fetched value. Its place remains to be shown. A call on an accelerator cannot read host memory, and only values on the
+host can be fetched.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from autoshard.kernels.offload import from_host, to_host
 
 
 def verify_offload(graph: fx.Graph, held: Collection[fx.Node] = (), kept: Collection[fx.Node] = ()) -> None:
-    """Check each copy to and from the host of a program.
+    """Check each copy to and from the host in a program.
 
     Args:
-        graph: of the program.
-        held: inputs that lie on the host.
+        graph: graph of the program.
+        held: inputs on the host.
         kept: results that the program may leave there.
 
     Raises:
-        VerificationError: something else reads a value on the host, or something else is fetched from there.
+        VerificationError: another call reads a value on the host, or a value that is not there is fetched.
     """
     for node in graph.nodes:
         if node.target is to_host or node in held:

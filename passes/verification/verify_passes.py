@@ -1,8 +1,8 @@
-"""Verify each pass of lowering right after it ran, so that a fault is blamed on its author.
+"""Verifies each pass of lowering right after it ran, so that an error is attributed to its pass.
 
-What a whole compile is checked by (`verify_preparation`, `verify_program`, `verify_phases`) is asked of the one step: a
-program that is prepared must compute what it did before the pass, a lowered one what the program does, one with kernels
-what the lowered one does, and so must phases. `AUTOSHARD_VERIFY=each-pass` turns it on.
+The checks of a whole compile (`verify_preparation`, `verify_program`, `verify_phases`) are applied to one step. A
+prepared program must have the results from before the pass, and a lowered program those of the prepared program. A
+program with kernels, and phases, must have those of the lowered program. `AUTOSHARD_VERIFY=each-pass` turns it on.
 """
 
 from __future__ import annotations
@@ -23,17 +23,15 @@ from passes.verification.verify_program import verify_program
 
 
 def verify_pass(rewrite: Any, before: Any, after: Any) -> None:
-    """Prove that what a pass made computes what it was given; see `passes.lowering.lowering_options.OnPass`.
+    """Prove that a pass preserved the results of its input, as a `passes.lowering.lowering_options.OnPass`.
 
     Raises:
-        VerificationError: it does not; the message names the pass.
+        VerificationError: the results differ. The message names the pass.
     """
     try:
         _verify(before, after)
     except VerificationError as error:
-        raise VerificationError(
-            f"{type(rewrite).__module__} made another program of what it was given: {error}"
-        ) from error
+        raise VerificationError(f"{type(rewrite).__module__} changed the results of its program. {error}") from error
 
 
 def _verify(before: Any, after: Any) -> None:
@@ -52,9 +50,9 @@ def _verify(before: Any, after: Any) -> None:
 
 
 def _verify_kernels(before: LoweredProgram, after: LoweredProgram) -> None:
-    """Kernels, written out as the calls that they stand for, give the results of the program without them."""
+    """Check that expanded kernels give the results of the program without them."""
     from passes.verification.expand_kernels import (
-        expand_kernels,  # triton is imported only for a program that has kernels
+        expand_kernels,  # triton is imported only for a program with kernels
     )
 
     numbering = Numbering()
@@ -74,7 +72,7 @@ def _results(graph_module: fx.GraphModule) -> list[fx.Node]:
 
 
 def verifies_each_pass() -> bool:
-    """Whether AUTOSHARD_VERIFY asks to check what each pass of lowering made."""
+    """Whether AUTOSHARD_VERIFY requests a check after each pass of lowering."""
     asked = os.environ.get("AUTOSHARD_VERIFY", "")
     if asked not in ("", "each-pass"):
         raise NotAvailableError(f"AUTOSHARD_VERIFY={asked!r} is unknown; set it to 'each-pass', or leave it out.")

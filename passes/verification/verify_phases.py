@@ -1,20 +1,23 @@
-"""Verify that a forward, a backward and an update program together are the joint program that they were cut from.
+"""Verifies that forward, backward and update programs together are the joint program that they were cut from.
 
-The joint program is numbered (`number_values`). The forward is walked next: its placeholders have the numbers of
-the joint inputs that they take, every node must make a call that the joint program makes, and its results must be the
-joint ones, then the saved values. The backward starts from the saved values' numbers, in their order, and the tangents;
-the update from those of the values that the backward carries into it, and of the inputs that it reads.
-Gradients that travel in 16 bits are read as those that they round (`widen_reductions`).
-What is hoisted is walked before the forward, which takes its results. It may read parameters, and buffers that the
-program does not write, and draw nothing: so it is the same for all micro-batches of a step. The update, which writes
-over parameters, runs behind them (`autoshard.runtime.traced_step`).
-What the forward leaves on the host for the backward is only fetched from there (`passes.verification.verify_offload`).
-Where all numbers agree they compute what the joint program does, whatever their nodes are called.
+The joint program is numbered (`number_values`). Then the phases are walked:
 
-Native operators are read as the semantic ones that they run. Buckets are written out as the collectives that they stand
-for (`expand_collectives`), kernels as the calls (`expand_kernels`). So what is proven of phases with kernels is that
-these calls are the joint program's, sums and products in either order of their operands; that a kernel computes them is
-what its tests show. Layers of experts may keep rows for the backward (`number_kept`).
+* The hoisted phase runs before the forward, which takes its results. It may read only parameters, and buffers that the
+  program does not write, and it draws no numbers. So its results are equal for all micro-batches of a step. The update,
+  which writes parameters, runs after all micro-batches (`autoshard.runtime.traced_step`).
+* The forward's placeholders have the numbers of their joint inputs. Every node must make a call of the joint program.
+  The results must be the joint results, then the saved values.
+* The backward starts from the numbers of the saved values, in order, and the tangents.
+* The update starts from the numbers of the carried values and of its inputs.
+
+If all numbers agree, the phases compute the joint program's results, whatever their nodes are called. Values that the
+forward leaves on the host are only fetched from there (`passes.verification.verify_offload`).
+
+Some calls are translated first. Gradients sent in 16 bits are treated as the gradients that they round
+(`widen_reductions`). Native operators count as their semantic operators. Buckets are expanded into collectives
+(`expand_collectives`) and kernels into calls (`expand_kernels`). So phases with kernels are proven up to the kernels,
+whose tests show that they compute the expanded calls. Sums and products match in either order of their operands. Layers
+of experts may save rows for the backward (`number_kept`).
 """
 
 from __future__ import annotations
@@ -45,10 +48,10 @@ _KERNEL_PREFIXES = ("autoshard.triton_", "autoshard.biased_product")
 
 
 def verify_phases(phased: PhasedProgram) -> None:
-    """Prove that the phases together compute what `phased.lowered` does.
+    """Prove that the phases together compute the results of `phased.lowered`.
 
     Raises:
-        VerificationError: a node, a saved value or a result differs; the message names it.
+        VerificationError: a node, a saved value or a result differs. The message names it.
     """
     _check_parts(phased)
     _check_host(phased)
@@ -78,13 +81,13 @@ def verify_phases(phased: PhasedProgram) -> None:
 
 
 def _walk_hoisted(phased: PhasedProgram, joint: Numbering, inputs: Sequence[int]) -> list[int]:
-    """The joint numbers of what is computed once for all micro-batches, from what they share alone."""
+    """The joint numbers of the hoisted results, which depend only on values that all micro-batches share."""
     written = {slot.slot.name for slot in phased.lowered.outputs if slot.slot.kind == OutputKind.BUFFER_UPDATE}
     for index in phased.hoisted_inputs:
         slot = phased.lowered.inputs[index].slot
         if slot.kind != InputKind.PARAMETER and (slot.kind != InputKind.BUFFER or slot.name in written):
             raise VerificationError(
-                f"what is hoisted reads {slot.kind.value} {slot.name!r}, which may differ between micro-batches."
+                f"the hoisted program reads {slot.kind.value} {slot.name!r}, which may differ between micro-batches."
             )
     if phased.hoisted is None:
         return []
@@ -110,7 +113,7 @@ def _written_out(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _without_purposes(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The graph with one communicator for each axis; what is sent over it does not depend on its name."""
+    """Rename communicators to their axes; their values do not depend on the name."""
     return with_groups(graph_module, lambda node: without_purpose(str(node.args[-1])))
 
 
@@ -134,7 +137,7 @@ def _check_parts(phased: PhasedProgram) -> None:
 
 
 def _check_host(phased: PhasedProgram) -> None:
-    """What lies on the host is fetched from there, in the phase that saves it or in the next."""
+    """Check that values on the host are fetched in the phase that saves them or in the next."""
     results, count = _results(phased.forward), len(phased.forward_outputs)
     returned, saved = results[:count], results[count:]
     verify_offload(phased.forward.graph, kept=[node for node in saved if node not in returned])
@@ -146,7 +149,7 @@ def _check_host(phased: PhasedProgram) -> None:
 
 
 def _walk(joint: Numbering, graph_module: fx.GraphModule, inputs: Sequence[int], phase: str) -> list[int]:
-    """The joint numbers of the results of one phase whose placeholders have the numbers `inputs`."""
+    """The joint numbers of a phase's results, given the numbers of its placeholders."""
     placeholders = [node for node in graph_module.graph.nodes if node.op == "placeholder"]
     if len(placeholders) != len(inputs):
         raise VerificationError(
@@ -176,7 +179,7 @@ def _check_equal(graph_module: fx.GraphModule, found: Sequence[int], expected: S
 
 
 def _check_kept(names: Mapping[str, int], kept: Sequence[str], found: Sequence[int], phase: str) -> None:
-    """The names of what one phase keeps for the next tell the runtime what it is."""
+    """Check the names of the values that one phase hands to the next, by which the runtime finds them."""
     if [names.get(name) for name in kept] != list(found):
         raise VerificationError(f"the {phase} program's last {len(found)} results are not {list(kept)}, in order.")
 

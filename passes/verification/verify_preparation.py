@@ -1,8 +1,8 @@
-"""Verify that the form of a program that is planned and lowered computes what the trace computes.
+"""Verifies that the prepared form of a program computes the results of the trace.
 
-Both graphs are numbered in one table (`passes.preparation.number_values`), in which a hub has its operand's number and
-`addmm(bias, a, b)` that of `mm(a, b) + bias`, and the tanh form of gelu that of the calls that write it out. Results
-with equal numbers are equal values.
+Both graphs are numbered in one table (`passes.preparation.number_values`). A fan-out has its operand's number,
+`addmm(bias, a, b)` that of `mm(a, b) + bias`, and the tanh form of gelu that of its written-out calls. Results with
+equal numbers are equal values.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _aten = torch.ops.aten
 
 
 def verify_preparation(traced: Program, prepared: Program) -> None:
-    """Prove that every result of `prepared` is the same expression as that of `traced`.
+    """Prove that every result of `prepared` is the same expression as in `traced`.
 
     Raises:
-        VerificationError: slots differ, a result is another expression, or a value is read from where it does not lie;
-            the message names it and the user's line.
+        VerificationError: slots differ, a result is another expression, or a value is read from a wrong place. The
+            message names it and the user's line.
     """
     if traced.inputs != prepared.inputs or _names(traced) != _names(prepared):
         raise VerificationError("preparing the program changed its inputs or the order of its outputs.")
@@ -39,12 +39,12 @@ def verify_preparation(traced: Program, prepared: Program) -> None:
             raise VerificationError(
                 f"{slot.kind.value} {slot.name!r} is {node.format_node()} once the program is prepared, another value "
                 f"than in the trace; it comes from {node.meta.get('source') or 'an unknown line'}. Written by "
-                "passes.preparation.canonicalize, join_gelu or insert_hubs."
+                "passes.preparation.canonicalize, join_gelu or insert_fan_outs."
             )
 
 
 def _check_results(program: Program) -> None:
-    """The graph returns the nodes that the slots name, in their order."""
+    """Check that the graph returns the nodes of the slots, in their order."""
     returned = [str(item) for item in program.graph.output_node().args[0]]  # type: ignore[union-attr]
     named = [slot.node for slot in program.outputs]
     if returned != named:
@@ -52,7 +52,7 @@ def _check_results(program: Program) -> None:
         raise VerificationError(
             f"the prepared program returns {len(returned)} values, {[pair[0] for pair in wrong]} where its slots name "
             f"{[pair[1] for pair in wrong]} of {len(named)}. Written by "
-            "passes.preparation.canonicalize, join_gelu or insert_hubs."
+            "passes.preparation.canonicalize, join_gelu or insert_fan_outs."
         )
 
 

@@ -1,15 +1,15 @@
-"""Verify that a lowered program computes what the traced one does, before it runs.
+"""Verifies that a lowered program computes the results of the traced program, before it runs.
 
-Why one may trust it. The check rests on the sharding rules, on the definitions of reshards and on `derive_values`,
-which is an induction over these; it reads neither the plan nor the metadata of the lowered program and shares no code
-with lowering. A node is accepted only as part of a definition, found node by node with all its arguments; so a
-collective over another axis, a missing wait, another offset or a factor that is not in the definition leaves a node
-without a proof, and each such node is an error, even where no result depends on it.
+Trust. The check rests on the sharding rules, on the definitions of reshards and on `derive_values`, an induction over
+them. It reads neither the plan nor the metadata of the lowered program and shares no code with lowering. A node is
+accepted only as part of a definition, matched node by node with all its arguments. So a wrong axis of a collective, a
+missing wait, a wrong offset or a wrong factor leaves a node without a proof. Each such node is an error, even if no
+result depends on it.
 
-What is promised and checked: the slots are those of the traced program, in order; each result is held under its slot's
-spec; what belongs to a parameter, a buffer, an input or optimizer state (gradients, updates) lies as that does; what is
-added up over micro-batches is what the traced update reads of the backward (gradients, which are linear in the loss),
-whole or as addends of a sum.
+Checks. The slots are those of the traced program, in order. Each result is held under its slot's spec. Results that
+belong to a parameter, a buffer, an input or optimizer state (gradients, updates) have its spec. Values accumulated over
+micro-batches are values that the traced update reads from the backward, whole or as addends of a sum. These are
+gradients, which are linear in the loss.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from passes.verification.verify_offload import verify_offload
 def verify_program(
     program: Program, lowered: LoweredProgram, carried: Sequence[str] = (), forms: LocalForms | None = None
 ) -> VerificationReport:
-    """Prove that every result of `lowered` is that of `program`, under the spec that its slot promises.
+    """Prove that every result of `lowered` is that of `program`, under the spec of its slot.
 
     Args:
-        program: the traced program in the form that was lowered: canonical, with hubs.
+        program: the traced program in the form that was lowered: canonical, with fan-outs.
         lowered: the program of one rank.
-        carried: names of its values that are added up over micro-batches before the update reads them.
-        forms: those known of the mesh, where several programs on it are verified; default none.
+        carried: names of its values that are accumulated over micro-batches before the update reads them.
+        forms: known forms on the mesh, to share between programs; default none.
 
     Raises:
-        VerificationError: it could not be shown; the message names the node, what was expected and what was derived,
+        VerificationError: a value could not be derived. The message names the node, the expected and the derived value,
             and the user's line.
     """
     start = time.monotonic()
@@ -91,7 +91,7 @@ def _check_slots(program: Program, lowered: LoweredProgram) -> None:
 
 
 def _check_slot(value: torch.Tensor, lowered: LoweredProgram, slot: LocalSlot) -> None:
-    """That a slot is a piece of a traced value, as it is promised."""
+    """Check that a slot is a piece of a traced value under its spec."""
     if slot.shape != tuple(value.shape) or slot.dtype != value.dtype:
         raise VerificationError(
             f"{_slot_text(slot.slot)} is promised with shape={slot.shape}, dtype={slot.dtype}; the traced value has "
@@ -109,8 +109,8 @@ def _check_owners(lowered: LoweredProgram) -> None:
         kind = OWNERS.get(OutputKind(slot.slot.kind))
         if kind is not None and owners.get((kind, slot.slot.name)) != slot.spec:
             raise VerificationError(
-                f"{_slot_text(slot.slot)} is promised as {slot.spec!r}; what it belongs to lies as "
-                f"{owners.get((kind, slot.slot.name))!r}, and the two must agree."
+                f"{_slot_text(slot.slot)} is promised as {slot.spec!r}, but its owner lies as "
+                f"{owners.get((kind, slot.slot.name))!r}. The two must agree."
             )
 
 
@@ -132,13 +132,15 @@ def _check_results(derivation: Derivation) -> None:
             continue
         held = _held_text(derivation, result) if is_node else f"the constant {result!r}"
         raise VerificationError(
-            f"{_slot_text(slot.slot)} is promised as {traced.name!r} under {slot.spec!r}; what is returned, "
-            f"{result!s}, was derived to hold {held}. The traced value comes from {_line(traced)}."
+            f"{_slot_text(slot.slot)} is promised as {traced.name!r} under {slot.spec!r}, but the result "
+            f"{result!s} was derived to hold {held}. The traced value comes from {_line(traced)}."
         )
 
 
 def _check_carried(derivation: Derivation, carried: Sequence[str]) -> None:
-    """What is added up over micro-batches may be: its sum is what the traced update would read of the whole batch."""
+    """Check that accumulated values are right: their sum is the value that the traced update reads for the whole
+    batch.
+    """
     nodes = {node.name: node for node in derivation.lowered.graph_module.graph.nodes}
     unknown = [name for name in carried if name not in nodes]
     if unknown:
@@ -147,8 +149,8 @@ def _check_carried(derivation: Derivation, carried: Sequence[str]) -> None:
     for name in carried:
         if derivation.local.numbers[nodes[name]] not in addends:
             raise VerificationError(
-                f"node {name!r} of the lowered program is carried into the update, and so added up over micro-batches; "
-                f"it holds {_held_text(derivation, nodes[name])}, which is no sum that the traced update reads of the "
+                f"node {name!r} of the lowered program is carried into the update, and so added up over micro-batches. "
+                f"It holds {_held_text(derivation, nodes[name])}, which is no sum that the traced update reads of the "
                 f"backward. It comes from {_line(nodes[name])}. "
                 "Written by passes.lowering.lower or passes.lowering.split_phases."
             )
@@ -166,7 +168,7 @@ def _read_by_update(derivation: Derivation) -> set[int]:
 
 
 def _sums_of(derivation: Derivation, number: int) -> Iterator[int]:
-    """The local values that hold a traced one whole, or as addends of a sum."""
+    """The local values that hold a traced value whole, or as addends of a sum."""
     for spec, held in derivation.holders[number].items():
         if all(reduction is Reduction.SUM for _, reduction in spec.partial):
             yield from held
@@ -180,7 +182,7 @@ def _results(output: fx.Node) -> tuple[object, ...]:
 
 
 def _collectives(lowered: LoweredProgram) -> Counter[str]:
-    """How often ranks talk, by the collective and its axis."""
+    """Number of collectives by kind and axis."""
     found: Counter[str] = Counter()
     for node in lowered.graph_module.graph.nodes:
         target = node.target
@@ -202,7 +204,7 @@ def _users_operators(derivation: Derivation) -> dict[str, fx.Node]:
 
 
 def _users_rule(node: fx.Node, inferred: Collection[str]) -> str:
-    """What is taken of the rule of a user's operator."""
+    """The assumption about the rule of a user's operator."""
     author = author_of_rule(node.target)
     if author is None or str(node.target) in inferred:
         return ""
@@ -221,7 +223,7 @@ def _assumptions(derivation: Derivation) -> list[str]:
         if name in inferred
     ]
     found += [
-        f"{name} is a user's operator: it is taken to compute what it says of its arguments alone"
+        f"{name} is a user's operator. It is assumed to compute its stated result from its arguments alone"
         f"{_users_rule(node, inferred)} (first at {_line(node)})"
         for name, node in _users_operators(derivation).items()
     ]
@@ -232,7 +234,7 @@ def _assumptions(derivation: Derivation) -> list[str]:
     ]
 
 
-# What messages say.
+# Texts of messages.
 
 
 def _unproven_text(derivation: Derivation, node: fx.Node) -> str:
@@ -253,7 +255,7 @@ def _unproven_text(derivation: Derivation, node: fx.Node) -> str:
 
 
 def _first_underived(derivation: Derivation) -> fx.Node | None:
-    """The first traced call that no local value holds a result of."""
+    """The first traced call without a local value for any result."""
     for number, node in enumerate(derivation.traced.nodes):
         selections = [derivation.traced.numbers[user] for user in node.users if user.target is operator.getitem]
         if not any(derivation.holders[held] for held in (number, *selections)):

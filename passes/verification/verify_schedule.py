@@ -1,21 +1,21 @@
-"""Verify that the ranks of a pipeline, each in its order, compute every micro-batch once, and never wait in a circle.
+"""Verifies that the ranks of a pipeline compute every micro-batch once, and never wait in a circle.
 
-A step without stages is a pipeline of one stage. The loss of a batch is the sum of the losses of its micro-batches,
-each times a weight (`passes.verification.weigh_loss`). So the gradient of the batch is the sum of the gradients of all
+A step without stages is a pipeline of one stage. The loss of a batch is the weighted sum of the losses of its
+micro-batches (`passes.verification.weigh_loss`). So the gradient of the batch is the sum of the gradients of all
 micro-batches, each once. `passes.verification.verify_program` shows that the update reads this sum.
 
-The proof reads the tasks of each rank, and trusts no schedule's name. Three things are shown:
+The proof reads the tasks of each rank, and trusts no schedule's name. It shows three things:
 
-1. Each stage runs, on its rank, every micro-batch forward once, in the order of the batch (each forward draws the next
-   seed, and reads the buffers that the one before it wrote), and backward once, whole or cut in two.
-2. Each message between stages on two ranks is sent once and received once, and no other is.
-3. The orders run to their ends, each task behind what it reads. For this they are run, without numbers or times.
-   A rank issues transfers and goes on; it waits for a message where it is read. Transfers of a rank run one slot after
-   the other, as on one stream: a slot ends when the other end of each of its transfers has come to it. Between two
-   ranks messages arrive as they are sent, and both ends must name the same message by the same tag. What completes
-   does not depend on who runs first, so one run stands for all.
+1. Each stage runs, on its rank, every micro-batch's forward once, in the order of the batch. (Each forward draws the
+   next seed, and reads the buffers that the previous forward wrote.) It runs every backward once, whole or split.
+2. Each message between stages on two ranks is sent once and received once, and there are no other messages.
+3. The orders run to their ends, each task after its operands. To show this they are run, without numbers or times. A
+   rank issues transfers and goes on; it waits for a message at its first reader. Transfers of a rank run one slot after
+   the other, as on one stream. A slot ends when the other end of each of its transfers has arrived. Between two ranks
+   messages arrive in the order of sending, and both ends must name the same message by the same tag. The result does
+   not depend on the order in which ranks advance, so one run stands for all.
 
-A transport may allow more (a stream for each pair of ranks, sends that are buffered); what runs here runs there.
+A transport may allow more (a stream for each pair of ranks, buffered sends); an order that runs here runs there too.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from autoshard.ir.pipeline_order import Message, PipelineOrder, Slot, StageTask,
 
 
 def verify_schedule(order: PipelineOrder, *, trains: bool = True) -> None:
-    """Prove that a pipeline's step does all of its work, and ends; `trains`: backwards are part of that.
+    """Prove that a pipeline's step does all of its work, and ends; with `trains`, backwards are part of the work.
 
     Raises:
-        VerificationError: it does not; the message names the rank and the task.
+        VerificationError: the step does not. The message names the rank and the task.
 
     Example:
         >>> from dataclasses import replace
@@ -90,7 +90,7 @@ def _check_work(order: PipelineOrder, stage: int, *, trains: bool) -> None:
 
 
 def _check_transfers(order: PipelineOrder, *, trains: bool) -> None:
-    """Every message between two ranks has one send and one receive."""
+    """Check that every message between two ranks has one send and one receive."""
     tasks = [task for slots in order.ranks for slot in slots for task in slot if task.work.is_transfer]
     sent = Counter(task.message for task in tasks if task.work.is_send)
     received = Counter(task.message for task in tasks if not task.work.is_send)
@@ -103,7 +103,7 @@ def _check_transfers(order: PipelineOrder, *, trains: bool) -> None:
 
 
 def _messages(order: PipelineOrder, *, trains: bool) -> Iterator[Message]:
-    """All that neighbouring stages on two ranks have to tell each other."""
+    """All messages between neighbouring stages on two ranks."""
     for stage in range(len(order.stage_ranks)):
         for is_forward in (True, False) if trains else (True,):
             for number in range(order.micro_batches):
@@ -117,7 +117,7 @@ def _times(count: int) -> str:
 
 @dataclass(slots=True)
 class _ScheduleRun:
-    """A step that runs: by rank, its place, the transfers under way, and the messages and results that are there."""
+    """A running step: by rank, its place, the transfers under way, and the present messages and results."""
 
     order: PipelineOrder
     places: list[int] = field(init=False)
@@ -131,7 +131,7 @@ class _ScheduleRun:
         self.messages = [set() for _ in self.order.ranks]
 
     def to_the_end(self) -> None:
-        """Run every rank as far as it gets, and transfer what both ends have come to, until nothing moves."""
+        """Run every rank as far as possible, and transfer messages with both ends ready, until nothing moves."""
         ranks = range(len(self.order.ranks))
         pairs = [(rank, other) for rank in ranks for other in ranks if rank != other]
         while sum(map(self._run_next, ranks)) + sum(self._transfer(*pair) for pair in pairs):
@@ -141,7 +141,7 @@ class _ScheduleRun:
             raise VerificationError(f"the pipeline never ends: {'; '.join(waiting)}.")
 
     def _run_next(self, rank: int) -> bool:
-        """Run or issue a rank's next slot; False where it has none, or waits."""
+        """Run or issue a rank's next slot; False if it has none, or waits."""
         slots, place = self.order.ranks[rank], self.places[rank]
         if place == len(slots) or not all(self._can_run(rank, task) for task in slots[place]):
             return False
@@ -156,7 +156,10 @@ class _ScheduleRun:
         return True
 
     def _can_run(self, rank: int, task: StageTask) -> bool:
-        """Whether what a task reads is there; a send reads what the rank has made before, and does not wait for it."""
+        """Whether the operands of a task are present.
+
+        A send needs a value that the rank made earlier, and does not wait.
+        """
         stage, number = task.stage, task.micro_batch
         match task.work:
             case Work.FORWARD:
@@ -198,7 +201,7 @@ class _ScheduleRun:
         return self.order.stage_ranks[message.reader if task.work.is_send else message.stage]
 
     def _waiting(self, rank: int) -> str:
-        """What a rank waits for; "" if it is done."""
+        """The task that a rank waits for; "" if it is done."""
         parts = []
         if self.places[rank] < len(self.order.ranks[rank]):
             parts.append(f"rank {rank} waits before {_text(self.order.ranks[rank][self.places[rank]])}")

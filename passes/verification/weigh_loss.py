@@ -1,16 +1,16 @@
-"""Find how the loss of a batch is made of the losses of its micro-batches.
+"""Derives the loss of a batch from the losses of its micro-batches.
 
-Micro-batches split dim 0 of all inputs over an axis in time. So sharding rules say what becomes of it: each value of
-the forward is split along a dim, a sum over the parts, or the same for all. A part runs the traced operators as they
-are; where a rule would reduce over ranks (a mean, a norm over the batch) a part has another loss:
+Micro-batches split dim 0 of all inputs over an axis in time, so sharding rules apply. Each value of the forward is
+split along a dim, a sum over the parts, or equal for all. A part runs the traced operators unchanged. If a rule would
+reduce over ranks (a mean, a norm over the batch), the part's loss differs:
 
-1. The program is traced for one part, and for two. A number in it that grows with the batch (`loss.sum() / len(x)`) is
-   one that differs between the two programs.
-2. Every value that the loss is computed from gets its state. The value of a part is m ** e times what it adds to that
-   of the batch of m parts.
-3. A sum over a count that is made of inputs alone is a term with a count; graphs that compute it are cut out.
-4. Places in the batch (`arange(len(x))`) may read or write each sample at its own place, and no other (`places.py`).
-5. The loss must be a sum of terms. Else the first node that mixes parts is named.
+1. The program is traced for one part, and for two. A number in it that grows with the batch (`loss.sum() / len(x)`)
+   differs between the two programs.
+2. Every value behind the loss gets a state. The value of a part is m ** e times its contribution to the batch of m
+   parts.
+3. A sum over a count of inputs alone is a term with a count; graphs that compute the count are cut out.
+4. Places in the batch (`arange(len(x))`) may only read or write each sample at its own place (`places.py`).
+5. The loss must be a sum of terms. Otherwise the first node that mixes parts is named.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _WAY_OUT = "Return a sum or a mean over samples, each of which is computed for i
 
 
 def weigh_step(program: Program, trace: Callable[[Request], Program], request: Request) -> LossWeights | None:
-    """How a call that trains weighs micro-batches of which `request` is one; None for one that returns no loss."""
+    """The weights of micro-batches like `request` in a training call; None for a call without a loss."""
     if not request.grad or request.derivatives or _loss_of(program) is None:
         return None
     args, kwargs = pytree.tree_map_only(torch.Tensor, _twice, (request.args, dict(request.kwargs)))
     try:
         pair = trace(replace(request, args=args, kwargs=kwargs, update=None, forward_only=True))
     except AutoshardError as error:
-        return LossWeights((), refusal=f"micro_batches: the model cannot be traced for two parts at once: {error}")
+        return LossWeights((), refusal=f"micro_batches: the model cannot be traced for two parts at once. {error}")
     return weigh_loss(program, pair)
 
 
@@ -59,11 +59,11 @@ def _twice(x: torch.Tensor) -> torch.Tensor:
 
 
 def weigh_loss(part: Program, pair: Program) -> LossWeights:
-    """How the loss of a batch is made of those of its parts.
+    """Derive the loss of a batch from those of its parts.
 
     Args:
         part: the program of a micro-batch.
-        pair: that of two of them at once; its forward is enough.
+        pair: the program of two micro-batches at once; only its forward is needed.
     """
     loss, twin = _loss_of(part), _loss_of(pair)
     assert loss is not None, "a step has a loss"
@@ -82,7 +82,7 @@ def weigh_loss(part: Program, pair: Program) -> LossWeights:
 
 
 def _branches(part: Program, pair: Program) -> Branches | None:
-    """How the branches of the batch follow from those of its parts; None where they do not, or there are none."""
+    """The branches of the batch, derived from its parts; None if impossible, or without branches."""
     if part.guard_program is None or pair.guard_program is None:
         return None
     nodes, theirs = (
@@ -116,7 +116,7 @@ def _loss_of(program: Program) -> fx.Node | None:
 
 
 def _named(node: fx.Node | None) -> str:
-    """A node, its operator, and the line that issued it; "nothing" for none."""
+    """A node, its operator, and its source line; "nothing" for None."""
     if node is None:
         return "nothing"
     return f"node {node.name!r} ({node.target}, {node.meta.get('source') or 'an unknown line'})"
@@ -154,7 +154,7 @@ class _LossWalk:
                 self.states[node] = self._call(node)
 
     def result(self, loss: fx.Node) -> LossWeights:
-        """What the state of the loss says."""
+        """The weights for the loss's state."""
         (state,) = self.states[loss]
         if isinstance(state, Mixed):
             return _refused(f"{_named(state.node)} {state.why}")
@@ -167,7 +167,7 @@ class _LossWalk:
             return _refused("it adds a sum over the batch to a mean over it, which weigh parts differently")
         if state.has_constant and plain - {1}:
             return _refused(
-                "it adds what does not depend on the batch to a sum over it: it would count once for each part"
+                "it adds a term independent of the batch to a sum over it, so this term would count once for each part"
             )
         terms = sorted(state.terms, key=lambda term: (term[0] is not None, str(term[0]), term[1]))
         return LossWeights(tuple(map(self._term, terms)), state.has_constant)
@@ -178,7 +178,7 @@ class _LossWalk:
             return Term(exponent)
         return Term(exponent, self.counts[count], count.meta.get("source") or "")
 
-    # One call.
+    # Single calls.
 
     def _constant(self, node: fx.Node) -> State:
         twin = self.twins[node]
@@ -207,7 +207,7 @@ class _LossWalk:
         return self._split(node, given, scale)
 
     def _scale(self, node: fx.Node) -> int | None:
-        """By which power of the number of parts a number in a call makes its result larger for a part."""
+        """The power of the number of parts by which a number in the call scales a part's result."""
         ours, theirs = (_literals(item) for item in (node, self.twins[node]))
         if ours == theirs or node.target in _SIZED:
             return 0
@@ -235,7 +235,9 @@ class _LossWalk:
     # Calls on places.
 
     def _of_places(self, node: fx.Node, given: Sequence[State]) -> State | None:
-        """A call that moves places, or that reads or writes each sample at its own; None for any other."""
+        """The state of a call that moves places, or reads or writes each sample at its own place; None for any other
+        call.
+        """
         if node.target in (*READS_AT, *WRITES_AT):
             return read_at_places(node, self.states)
         rule = rule_of(self.twins[node])
@@ -246,12 +248,12 @@ class _LossWalk:
         return BatchIndices(moved.dim, place.size) if isinstance(moved, SlicedDim) else None
 
     def _reads_seed(self, node: fx.Node) -> bool:
-        """Whether a call draws numbers: each part draws its own."""
+        """Whether a call draws numbers. Each part draws its own."""
         seeds = {slot.node for slot in self.program.inputs if slot.kind == InputKind.SEED}
         return any(operand.name in seeds for operand in node.all_input_nodes)
 
     def _split(self, node: fx.Node, given: Sequence[State], scale: int) -> list[State]:
-        """Follow the factor that is split through the rule of a call."""
+        """Follow the split factor through the rule of a call."""
         rule = rule_of(self.twins[node])
         count = len(tensor_values(node))
         factor = None if rule is None else _factor(rule, given)
@@ -272,7 +274,7 @@ class _LossWalk:
                 return (
                     SlicedDim(dim, exponent) if factors[0] == factor else Mixed(node, "mixes samples across the batch")
                 )
-        if rule.local is None and index in rule.whole.get(factor, ()):  # it does not depend on the batch
+        if rule.local is None and index in rule.whole.get(factor, ()):  # independent of the batch
             return Same()
         if node.target in _MEANS or argument(node, "reduction") == _MEAN_REDUCTION:
             is_counted = node.target in _COUNTED
@@ -283,7 +285,7 @@ class _LossWalk:
         return Mixed(node, "is computed over the whole batch")
 
     def _exponent(self, node: fx.Node, rule: BoundRule, given: Sequence[State]) -> int | None:
-        """That of the results, where those of the operands differ from zero only in one that the call is linear in."""
+        """The exponent of the results, if only operands in which the call is linear have nonzero exponents."""
         exponents = [state.exponent for state in given if isinstance(state, Same | SlicedDim)]
         places = frozenset(index for index, exponent in enumerate(exponents) if exponent)
         if not places:
@@ -330,7 +332,7 @@ class _LossWalk:
         dividend = given[0]
         is_plain = isinstance(dividend, Sum) and all(count is None for count, _ in dividend.terms)
         if not is_plain or not self._is_of_inputs(divisor):
-            return Mixed(node, "divides by what is made of the whole batch and of more than inputs")
+            return Mixed(node, "divides by a value of the whole batch that depends on more than inputs")
         assert isinstance(dividend, Sum)
         self.counts[divisor] = self._cut_out(divisor)
         return Sum(frozenset((divisor, exponent) for _, exponent in dividend.terms), dividend.has_constant)
@@ -346,7 +348,7 @@ class _LossWalk:
         ) and not any(_is_random(item) for item in _ancestors([node]))
 
     def _cut_out(self, divisor: fx.Node) -> Count:
-        """The graphs that compute a count of a part, and, from sums over all parts, that of the batch."""
+        """The graphs that compute a part's count, and the batch's count from sums over all parts."""
         sums = list(dict.fromkeys(self._sums_under(divisor)))
         slots = {slot.node: slot for slot in self.program.inputs}
         inputs = [node for node in _ancestors([divisor]) if node.op == "placeholder"]
@@ -362,7 +364,7 @@ class _LossWalk:
         return Count(of_part, of_whole, tuple(exponents), names)
 
     def _sums_under(self, node: fx.Node) -> Iterator[fx.Node]:
-        """The sums over the batch that a count is made of."""
+        """The sums over the batch inside a count."""
         if isinstance(self.states[node][0], Sum):
             yield node
         elif isinstance(self.states[node][0], OfInputs):
@@ -376,7 +378,7 @@ def _are_equal(one: Any, other: Any) -> bool:
 
 
 def _factor(rule: BoundRule, given: Sequence[State]) -> str | None:
-    """The factor that leads the split dim of each split operand, and that no other operand has."""
+    """The factor that leads the split dim of each split operand, if no other operand has it."""
     found: str | None = None
     for state, dims in zip(given, rule.inputs, strict=True):
         if isinstance(state, SlicedDim):
@@ -392,7 +394,7 @@ def _factor(rule: BoundRule, given: Sequence[State]) -> str | None:
 
 
 def _reaches_across(node: fx.Node, rule: BoundRule, factor: str) -> bool:
-    """Whether results at one sample depend on others."""
+    """Whether results at one sample depend on other samples."""
     is_reduced = factor in rule.whole and rule.local is not None and node.target not in (*_MEANS, *_COUNTED)
     return factor in rule.exchanged or is_reduced
 
@@ -402,7 +404,7 @@ def _passes(rule: BoundRule, places: frozenset[int]) -> bool:
 
 
 def _grown(part: torch.Tensor | None, pair: torch.Tensor | None) -> int | None:
-    """The one dim that is larger for two parts; -1 for several; None for none."""
+    """The single dim that is larger for two parts; -1 for several; None for none."""
     if part is None or pair is None or part.shape == pair.shape:
         return None
     dims = [dim for dim, (one, two) in enumerate(zip(part.shape, pair.shape, strict=True)) if one != two]
@@ -416,7 +418,7 @@ def _literals(node: fx.Node) -> list[Any]:
 
 
 def _loose(node: fx.Node) -> list[Any]:
-    """The numbers that are not in lists: those in lists are sizes."""
+    """The numbers outside lists; numbers in lists are sizes."""
     return [leaf for leaf in (*node.args, *node.kwargs.values()) if isinstance(leaf, int | float)]
 
 
@@ -425,12 +427,12 @@ def _is_random(node: fx.Node) -> bool:
 
 
 def _ancestors(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Nodes and all that they are computed from, in the order of the graph."""
+    """The nodes and everything that they are computed from, in the order of the graph."""
     return _until((), nodes)
 
 
 def _subgraph(module: fx.GraphModule, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> fx.GraphModule:
-    """The graph from some values to others."""
+    """Extract the graph from some values to others."""
     graph = fx.Graph()
     copies = {node: graph.placeholder(f"input_{index}") for index, node in enumerate(inputs)}
     for node in _until(inputs, results):
@@ -442,7 +444,7 @@ def _subgraph(module: fx.GraphModule, inputs: Sequence[fx.Node], results: Sequen
 
 
 def _until(inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> list[fx.Node]:
-    """What lies between, in the order of the graph."""
+    """The nodes in between, in the order of the graph."""
     found: set[fx.Node] = set()
     waiting = [node for node in results if node not in inputs]
     while waiting:
@@ -467,9 +469,9 @@ _SIZED = (
     aten.native_group_norm.default,
 )
 _NEW = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default)
-"""Operators that read nothing of their operand."""
+"""Operators that ignore the content of their operand."""
 _ALIKE = (
     *(aten.full.default, aten.zeros.default, aten.ones.default, aten.expand.default, aten.repeat.default),
     *(*_NEW, aten.empty.memory_format),
 )
-"""Operators whose results are the same at every place of a dim that grows with the batch."""
+"""Operators whose results are equal at every place of a dim that grows with the batch."""

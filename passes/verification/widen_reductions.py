@@ -1,8 +1,8 @@
-"""Write reductions of narrowed gradients out again as the sums that they round.
+"""Expands reductions of narrowed gradients into the sums that they round.
 
 Before → after: `_to_copy(wait(all_reduce(_to_copy(x, bf16), "sum", "data/narrow_gradients")), float32)` →
-`wait(all_reduce(x, "sum", "data"))`. That a value is rounded on its way is what the user asked for; what is proven is
-that nothing else is done to it.
+`wait(all_reduce(x, "sum", "data"))`. The user requested the rounding; the proof shows that nothing else changes the
+value.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 def widen_reductions(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The graph with these reductions in the type of what they add up; the same graph where it has none.
+    """Widen these reductions to the type of their addends; return the graph itself if it has none.
 
     Raises:
-        VerificationError: what goes over a communicator for narrowed gradients is not rounded before, or its sum not
+        VerificationError: a value on a communicator for narrowed gradients is not rounded before, or its sum is not
             brought back to its type.
     """
     starts = [node for node in graph_module.graph.nodes if _is_narrow(node)]

@@ -5,8 +5,8 @@ Run: python -m tests.benchmarks.cost_accuracy [--write] [--quick] [--recount]
 Every usable row of tests/data/published_runs.jsonl (copied from the project's shared data, each row with its source) is
 built as a model on meta and priced with `autoshard.price`. The numbers of `cost_models.step` are fitted to all sources
 but one, and the errors are those on the source that was left out; `--quick` uses the numbers in the data file instead.
-`--write` fits to all sources and writes the data files. Tracing and counting the models' sections takes several
-minutes, once: they are kept on disk (`tests.benchmarks.section_table`) until the counting passes change; `--recount`
+`--write` fits to all sources and writes the data files. Tracing and counting the models' layer classes takes several
+minutes, once: they are kept on disk (`tests.benchmarks.layer_table`) until the counting passes change; `--recount`
 counts them anew; all else is a minute or two. Rows in 16 and in 8 bits are kept apart: the fit sees the
 former only. Sources are weighed equally. Peak memory is compared after an offset for each way of measuring it (what
 the driver, the libraries and the allocator hold besides tensors), fitted as the median of the rows of other plans.
@@ -41,14 +41,14 @@ from cost_models.intervals import (
 )
 from cost_models.memory import communicator_bytes, context_bytes
 from cost_models.step import ALONE, InStep, in_step
-from passes.recipes.pipeline_stages import Stage
-from passes.recipes.price_recipe import step_price
-from passes.recipes.recipe_groups import recipe_groups
-from passes.recipes.recipe_plan import predict_recipe
-from passes.sections.price_model import RecipeKind
+from passes.search.layers.price_model import RecipeKind
+from passes.search.pipeline_stages import Stage
+from passes.search.price_recipe import Step
+from passes.search.recipe_groups import recipe_groups
+from passes.search.recipe_plan import predict_recipe
 from tests.benchmarks.accuracy_metrics import attainable, bias, mape, regret, repeatability, spearman
+from tests.benchmarks.layer_table import LayerTable
 from tests.benchmarks.published_runs import Row, cluster_of, is_16_bit, model_shape, more_rows, read_rows, recipe_of
-from tests.benchmarks.section_table import SectionTable
 from tests.benchmarks.step_fit import FITTED, Runs, fit_all, leave_one_out
 from tests.benchmarks.uncertainty import conformal, keep_step_time_uncertainty
 
@@ -61,9 +61,9 @@ START = InStep(ramp=0.0)
 
 @dataclass
 class Pricer:
-    """Prices rows as `autoshard.price` does, from kept sections."""
+    """Prices rows as `autoshard.price` does, from kept layer classes."""
 
-    table: SectionTable
+    table: LayerTable
 
     def predict(self, row: Row, step: InStep | None) -> Prediction:
         """Predict a row's recipe."""
@@ -78,8 +78,8 @@ class Pricer:
         recipe, cluster = recipe_of(row), _cluster(row, step)
         model = self.table.model(model_shape(row), RecipeKind.of(recipe))
         stage = Stage(((model.blocks[0], 1),))
-        prices, groups = model.section_prices(recipe, cluster), recipe_groups(recipe, cluster)
-        price = step_price(prices, [stage], recipe, groups, cluster)
+        prices, groups = model.layer_prices(recipe, cluster), recipe_groups(recipe, cluster)
+        price = Step(prices, [stage], recipe, groups, cluster)
         return price.time_s - price.breakdown.get("optimizer", 0.0)
 
 
@@ -342,7 +342,7 @@ def write_fit(model: InStep, results: Sequence[Result], eight: Sequence[Result],
 def main(arguments: Sequence[str]) -> str:
     """The report; see the module's docstring."""
     rows = sorted(timed_rows(read_rows()), key=lambda row: str(model_shape(row)))
-    pricer = Pricer(SectionTable(recount="--recount" in arguments))
+    pricer = Pricer(LayerTable(recount="--recount" in arguments))
     refused = {row["id"]: reason for row in rows if (reason := why_refused(pricer, row))}
     narrow = [row for row in rows if not is_16_bit(row) and row["id"] not in refused]
     wide = [row for row in rows if is_16_bit(row) and row["id"] not in refused]

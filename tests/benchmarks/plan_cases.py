@@ -1,10 +1,11 @@
 """How fast the plans of many cases are, and how long planning takes: one tree beside another.
 
-Run: python -m tests.benchmarks.plan_cases [--only llama3-8b ...] [--out cases.jsonl] [--beside other.jsonl]
+Run: python -m tests.benchmarks.plan_cases [--only gpt2 ...] [--out rows.jsonl] [--plans FOLDER] [--beside other.jsonl]
 
 A case is a model, a cluster or a mesh, a batch and a part of each device's memory: dense models, experts, encoders with
 decoders, vision and recurrent ones, on 8 to 16,384 devices. Each is planned in a process of its own, by one thread. To
-compare two trees, run the same cases in both and give the other tree's file to `--beside`.
+compare two trees, run the same cases in both and give the other tree's file to `--beside`. `price_plans` writes such a
+file of plans that another tree saved, priced by this one.
 """
 
 from __future__ import annotations
@@ -117,6 +118,25 @@ class PlanCase:
         place = "x".join(f"{axis}{size}" for axis, size in self.axes) or f"{self.node}:{8 * self.nodes}"
         return f"{self.model}/{place}/{self.batch}/{self.memory:g}"
 
+    @property
+    def file(self) -> str:
+        """The name of the file that its plan is saved as."""
+        return f"{self.name.replace('/', '_').replace(':', '-')}.json"
+
+    @property
+    def cluster(self) -> Cluster:
+        """The devices."""
+        return Cluster(self.node, self.nodes, 8)
+
+    def built(self) -> tuple[nn.Module, Any]:
+        """The model on meta, and its inputs of one sequence."""
+        with torch.device("meta"):
+            if self.model not in _DECODERS:
+                return _OTHERS[self.model]()
+            shape = _DECODERS[self.model]
+            tokens = torch.zeros(1, shape.sequence, dtype=torch.int64)
+            return Decoder(shape), (tokens, tokens)
+
 
 _SPACES = (
     ("gpt2-xl", "a100_sxm_80gb", 1, 512), ("llama3-8b", "h100_sxm", 1, 64), ("llama3-8b", "h100_sxm", 8, 64),
@@ -160,17 +180,10 @@ class PlannedCase:
     words: str
 
 
-def plan_case(case: PlanCase) -> PlannedCase:
-    """Plan a case in this process."""
-    with torch.device("meta"):
-        if case.model in _DECODERS:
-            shape = _DECODERS[case.model]
-            model: nn.Module = Decoder(shape)
-            tokens = torch.zeros(1, shape.sequence, dtype=torch.int64)
-            inputs: Any = (tokens, tokens)
-        else:
-            model, inputs = _OTHERS[case.model]()
-    cluster = Cluster(case.node, case.nodes, 8)
+def plan_case(case: PlanCase, plans: Path | None = None) -> PlannedCase:
+    """Plan a case in this process; the plan is saved in the folder `plans`."""
+    model, inputs = case.built()
+    cluster = case.cluster
     target = cluster.mesh(Mesh(dict(case.axes))) if case.axes else cluster
     budget = None if case.memory == 1.0 else int(case.memory * cluster.device.memory_bytes)
     start = time.process_time()
@@ -181,6 +194,8 @@ def plan_case(case: PlanCase) -> PlannedCase:
         )  # fmt: skip
     except AutoshardError as error:
         return PlannedCase(case.name, math.inf, 0, _cpu_s(start), _peak(), 0.0, 0, f"{type(error).__name__}: {error}")
+    if plans is not None:
+        plan.save(plans / case.file)
     predicted = plan.predicted
     words = f"{plan.mesh}; {plan.recipe.words if plan.recipe is not None else 'specs'}"
     step_s, peak = predicted.step_time_s, predicted.peak_memory_bytes
@@ -196,9 +211,10 @@ def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _apart(name: str) -> PlannedCase:
+def _apart(name: str, plans: Path | None) -> PlannedCase:
     """A case in a process of its own."""
     command = [sys.executable, "-m", "tests.benchmarks.plan_cases", "--one", name]
+    command += [] if plans is None else ["--plans", str(plans)]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S)
     except subprocess.TimeoutExpired:
@@ -237,18 +253,19 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.plan_cases")
     parser.add_argument("--only", nargs="*", default=[""], help="beginnings of names")
     parser.add_argument("--out", type=Path, help="file to which a line of JSON is added for each case")
+    parser.add_argument("--plans", type=Path, help="folder in which each plan is saved")
     parser.add_argument("--beside", type=Path, help="such a file of another tree")
     parser.add_argument("--one", help="plan this case in this process, and print JSON")
     options = parser.parse_args(arguments)
     known = {case.name: case for case in cases()}
     if options.one:
         torch.set_num_threads(1)
-        sys.stdout.write(json.dumps(asdict(plan_case(known[options.one]))) + "\n")
+        sys.stdout.write(json.dumps(asdict(plan_case(known[options.one], options.plans))) + "\n")
         return
     rows = {}
     for name in known:
         if name.startswith(tuple(options.only)):
-            rows[name] = _apart(name)
+            rows[name] = _apart(name, options.plans)
             if options.out is not None:
                 with options.out.open("a") as file:
                     file.write(json.dumps(asdict(rows[name])) + "\n")

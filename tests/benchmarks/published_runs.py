@@ -15,7 +15,7 @@ from typing import Any
 from autoshard import Cluster, Runtime
 from autoshard.ir.execution import Execution
 from cost_models.hardware import assemble_node, node_type
-from passes.recipes.pipeline_stages import even_blocks
+from passes.search.pipeline_stages import even_blocks
 from tests.benchmarks.decoder import DecoderShape, Experts, Latent
 
 Row = Mapping[str, Any]
@@ -249,7 +249,7 @@ def _runtime(row: Row, framework: Framework) -> Runtime:
         overlap_tensor=framework.overlap_tensor,
         overlap_pipeline=framework.overlap_pipeline,
         separate_sum=row["source"]["key"] == "bigscience",
-        bucket_bytes=framework.bucket_bytes,
+        bucket_bytes=_bucket_bytes(row, framework),
         listed_collectives=row["source"]["key"] == "sc21-table2" and plan["zero_stage"] == 3,
         early_stop=framework.early_stop,
         attention=framework.attention,
@@ -260,6 +260,21 @@ def _runtime(row: Row, framework: Framework) -> Runtime:
         blocking_launches=framework.blocking_launches,
         cuda_graph=(plan.get("cuda_graph") or "none") != "none",
     )
+
+
+def _bucket_bytes(row: Row, framework: Framework) -> int:
+    """InternEvo's ZeRO-1 shares out whole tensors, and each rank broadcasts its own: a message for each rank or tensor.
+
+    @0aa6d26e, internlm/solver/optimizer/hybrid_zero_optim.py, `broadcast_params`. Its gradients go to all ranks, twice
+    the bytes of a reduce-scatter; they are priced as one in such messages.
+    """
+    model, ranks = row["model"], row["plan"].get("zero_group")
+    if row["source"]["key"] != "internevo" or not ranks:
+        return framework.bucket_bytes
+    hidden, layers = model["hidden"], model["layers"]
+    elements = layers * hidden * (4 * hidden + 3 * model["ffn"]) + 2 * model["vocab"] * hidden
+    messages = min(ranks, 9 * layers + 3)  # four matrices of attention, three of the gated layer, two norms; three ends
+    return min(framework.bucket_bytes, 2 * elements // row["plan"]["tp"] // messages)
 
 
 def _precision(row: Row) -> str:

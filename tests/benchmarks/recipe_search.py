@@ -6,7 +6,7 @@ Run: python -m tests.benchmarks.recipe_search --out runs.jsonl [--sources mosaic
 For each run the recipe that was published is priced, and the fastest recipe searched for the same model, cluster and
 batch, with what the software did where that is no choice of a recipe (precision, overlap, fused kernels) held fast. A
 found recipe must not be priced above the published one, if that fits in memory by our count. Runs of one *task*
-(model, cluster, batch, and what is held fast) share one search; tasks of one model its trace and what its sections
+(model, cluster, batch, and what is held fast) share one search; tasks of one model its trace and what its layer classes
 cost. Each run is kept when it is done; those that are there are not done again.
 """
 
@@ -30,9 +30,9 @@ import torch
 from autoshard import Cluster
 from autoshard.ir.execution import Execution
 from passes.driver.pricing import priced_model
-from passes.recipes.recipe_plan import predict_recipe
+from passes.search.layers.price_model import CountedModel
+from passes.search.recipe_plan import predict_recipe
 from passes.search.recipe_problem import RecipeProblem
-from passes.sections.price_model import CountedModel
 from passes.solver.search_control import Ceiling
 from tests.benchmarks.decoder import Decoder, DecoderShape
 from tests.benchmarks.published_runs import Row, cluster_of, model_shape, read_rows, recipe_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from passes.recipes.recipe_plan import predict_recipe
+from passes.search.recipe_plan import predict_recipe
 from tests.benchmarks.published_runs import cluster_of, model_shape, read_rows, recipe_of
 from tests.benchmarks.recipe_search import counted
 

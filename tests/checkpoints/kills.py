@@ -1,12 +1,12 @@
-"""Runs that are killed at drawn moments of saving, renaming, deleting and loading, and go on from what is left.
+"""Runs that are killed at drawn moments of saving, renaming, deleting and loading, and continue from the remains.
 
 Usage: python -m tests.checkpoints.kills [--count 60] [--seed 0] [--ranks 2 4]
 
-A trial is a run of some ranks: it loads the latest checkpoint, checks it, and saves more, of which two are kept. A
-drawn rank counts what it does in the folder (files opened, written, synced, renamed, removed) and kills itself by
-SIGKILL at a drawn count; the other ranks are killed a drawn moment later, as a launcher does. Then, in another process,
-the latest complete checkpoint must load, be no older than the one before the trial, and everything that has a
-complete name must load too, and be of one step.
+In a trial, some ranks load the latest checkpoint, check it, and save more checkpoints, of which two are kept. A drawn
+rank counts its operations in the folder (files opened, written, synced, renamed, removed). It kills itself by SIGKILL
+at a drawn count. The other ranks are killed a drawn moment later, as by a launcher. Then another process loads the
+latest complete checkpoint, and checks that it is not older than before the run. Every folder with a complete name must
+load too, and contain the state of one step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "os.scandir"
 
 
 class Filled(nn.Module):
-    """Every element of it is the number of steps done."""
+    """Every element of the state is the number of steps done."""
 
     def __init__(self, *, by_shards: bool) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Filled(nn.Module):
 
 
 def load(folder: Path, model: Filled) -> int:
-    """Load the latest; what is loaded is of that step."""
+    """Load the latest checkpoint, and check that its values are of its step."""
     step = Checkpoints(folder).load(model, optimizer=model.optimizer)
     assert model.steps_in_it() <= {float(step)}, (step, model.steps_in_it())
     return step
@@ -78,7 +78,7 @@ def load(folder: Path, model: Filled) -> int:
 
 @dataclass
 class Fate:
-    """Counts what this process does in a folder, and ends it at the nth act of a kind; 0: never."""
+    """Counts this process's operations in a folder, and kills it at the nth operation of a kind; 0: never."""
 
     folder: Path
     kind: str
@@ -135,7 +135,7 @@ def run(rank: int, ranks: int, store: str, folder: Path, doomed: int, kind: str,
 def one_trial(
     folder: Path, ranks: int, doomed: int, kind: str, nth: int, delay_s: float
 ) -> tuple[str, list[list[str]]]:
-    """At what the doomed rank was killed, "" if it was not; and what each rank did that ended by itself."""
+    """The operation at which the doomed rank was killed, "" if it was not, and the operations of ranks that ended."""
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as name:
@@ -159,7 +159,7 @@ def one_trial(
 
 
 def check(folder: Path, before: int) -> int:
-    """The latest complete checkpoint, which loads, as does everything that is complete by its name."""
+    """The latest complete checkpoint; every checkpoint with a complete name loads."""
     after = load(folder, Filled(by_shards=False))
     assert after >= before, (before, after)
     for path in folders.complete(folder).values():
@@ -171,7 +171,7 @@ def check(folder: Path, before: int) -> int:
 
 
 def campaign(count: int, seed: int, sizes: Sequence[int], folder: Path) -> Counter[str]:
-    """Draw and judge so many kills, each kind as often; where they struck."""
+    """Draw and judge `count` kills, equally many of each kind; return where they struck."""
     draw, struck = random.Random(seed), Counter[str]()
     done = {ranks: one_trial(folder, ranks, 0, "", 0, 0)[1] for ranks in sizes}
     assert all(len(kinds) == ranks for ranks, kinds in done.items()), "a run that nobody kills ends"

@@ -1,11 +1,11 @@
-"""Runs under `torchrun --max-restarts` of which ranks are killed at drawn moments, and which go on by themselves.
+"""Runs under `torchrun --max-restarts` whose ranks are killed at drawn moments, and which continue by themselves.
 
 Usage: python -m tests.checkpoints.restarts [--count 20] [--seed 0]
 
-A trial starts two ranks, each of which trains, and saves after every step. A drawn rank kills itself by SIGKILL a drawn
-time after it has imported what it needs: while ranks meet, compile, load, train or save. In half of the trials a rank
-of the first restart does so, too. In a third of them one rank of a restart comes later than the other one. The launcher
-is left to itself: what the run ends with must be that of a run that nobody killed, bit by bit.
+A trial starts two ranks, which train and save after every step. A drawn rank kills itself by SIGKILL a drawn time after
+its imports: while ranks meet, compile, load, train or save. In half of the trials, a rank of the first restart does so
+too. In a third of them, one rank of a restart starts later than the other. The launcher runs without help. The final
+result must equal that of a run without kills, bit by bit.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def work(folder: Path, fate: Fate) -> None:
 
 
 def campaign(count: int, seed: int, folder: Path) -> int:
-    """Draw and judge so many kills; how many trials they took."""
+    """Draw and judge `count` kills; return the number of trials."""
     draw, kills, trials = random.Random(seed), 0, 0
     expected, seconds, _ = run(folder / "whole", Fate())
     while kills < count:

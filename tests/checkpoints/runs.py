@@ -1,4 +1,4 @@
-"""Small runs to save, stop and go on with: a model with what is hard about states, under several plans."""
+"""Small runs to save, stop and continue: a model with the hard parts of states, under several plans."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 
 @dataclass
 class Run:
-    """A training run: `kind` says which optimizer it has."""
+    """A training run; `kind` selects the optimizer."""
 
     kind: str
     mesh: Mesh
@@ -93,7 +93,7 @@ class Run:
         return losses
 
     def values(self) -> dict[str, Tensor]:
-        """Everything that is saved, whole."""
+        """The whole saved state."""
         model, optimizer = self.step.sharded, self.step.optimizer
         found = {f"model.{name}": whole(item) for name, item in model.state_dict().items() if name != "_extra_state"}
         names = {id(item): name for name, item in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""Saved on four ranks under one plan, loaded by the same, by two under another, by the simulator and by one device."""
+"""Saved on four ranks under one plan; loaded on four, on two under another plan, by the simulator, by one device."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ LOADERS: dict[str, tuple[Any, Any]] = {"traced": (PAIR, ZERO_1), "momentum": (PA
 
 
 def check_saving(folder: Path, name: str) -> None:
-    """A checkpoint is of one step while training goes on; a run that loads it by the same plan goes on bit by bit."""
+    """A checkpoint is of one step while training goes on; a run that loads it under its plan is equal bit by bit."""
     run = Run(*SAVERS[name])
     checkpoints = Checkpoints(folder / name)
     assert checkpoints.load(run.step, schedule=run.schedule) == 0
@@ -65,7 +65,7 @@ def check_saving(folder: Path, name: str) -> None:
 
 
 def check_loading(folder: Path, name: str, where: tuple[Any, Any], *, planned: bool = True) -> None:
-    """Parameters, state and seeds are those that were saved; the next losses are those of a run that never stopped."""
+    """Parameters, state and seeds equal the saved ones; the next losses equal those of a run without a stop."""
     values, losses = torch.load(folder / f"{name}.expected")
     run = Run(SAVERS[name][0], *where, seed=2, planned=planned)
     assert Checkpoints(folder / name).load(run.step, schedule=run.schedule) == SAVED
@@ -90,7 +90,7 @@ def save_on_one(folder: Path) -> None:
 
 
 def check_state_lies_as_planned(folder: Path) -> None:
-    """Under ZeRO-1 a rank that loads holds a part of the state of a parameter that it holds whole."""
+    """Under ZeRO-1, a loading rank has a shard of the state of a parameter that it holds whole."""
     run = Run("traced", PAIR, ZERO_1)
     Checkpoints(folder / "traced").load(run.step, schedule=run.schedule)
     weight = run.step.sharded.get_parameter("second.weight")
@@ -102,7 +102,7 @@ def check_state_lies_as_planned(folder: Path) -> None:
 
 
 def check_loading_before_a_plan(folder: Path) -> None:
-    """A step that is not compiled yet loads whole, and goes on alike."""
+    """A step that is not compiled yet loads whole tensors, and continues equally."""
     check_loading(folder, "traced", LOADERS["traced"], planned=False)
 
 
@@ -119,11 +119,11 @@ def check_own_states(folder: Path) -> None:
 
 
 def check_own_states_elsewhere(folder: Path) -> None:
-    """States of four ranks have no meaning on two, which is said; without them the checkpoint loads."""
+    """States of four ranks are refused on two, by name; without these states the checkpoint loads."""
     run = Run("momentum", PAIR, {})
     alike, own = Counter(), Counter()
     checkpoints = Checkpoints(folder / "states")
-    with pytest.raises(CheckpointError, match=r"own=: each of the 4 ranks .* had a state of its own, and 2 ranks load"):
+    with pytest.raises(CheckpointError, match=r"own=: each of the 4 ranks .* had a state of its own, but 2 ranks load"):
         checkpoints.load(run.step, alike=alike, own=own)
     assert checkpoints.load(run.step, alike=alike) == 1
     assert alike.value == "alike"
@@ -250,7 +250,7 @@ def test_the_library_reads_the_files(outcomes: dict[str, str], folder: Path) -> 
 
 
 def test_the_plan_is_in_the_checkpoint(tmp_path: Path) -> None:
-    """It can be given to compile, on the same mesh."""
+    """`compile(plan=)` takes the plan of a checkpoint, on the same mesh."""
     run = Run("traced", PAIR, {})
     checkpoints = Checkpoints(tmp_path)
     checkpoints.save(run.step, at=1)

@@ -1,4 +1,4 @@
-"""Saving beside training: what blocks, what is copied, one at a time; and models whose weights have no values yet."""
+"""Saving beside training: blocking, copies, one save at a time; and models whose weights have no values yet."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.checkpoints.runs import PAIR, Run, assert_same, batch, net
 
 
 def test_save_returns_while_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Training goes on beside a disk that stands still; what is saved is of the step at which it was."""
+    """Training goes on beside a blocked disk, and the checkpoint has the values of its step."""
     goes_on, write = threading.Event(), Writer.write
 
     def write_late(writer: Writer, items: Any) -> Written:
@@ -41,7 +41,7 @@ def test_save_returns_while_it_is_written(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_one_is_written_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The next waits for the one before."""
+    """The next save waits for the previous one."""
     seen, write = [], Writer.write
 
     def write_and_tell(writer: Writer, items: Any) -> Written:
@@ -60,7 +60,7 @@ def test_one_is_written_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_is_copied() -> None:
-    """Each memory once, tied weights too; nothing where it is written at once."""
+    """Each memory is copied once, even with tied weights; synchronous saves copy nothing."""
     model = net(0)
     (part,) = take(TrainingState(model, {}).parts(0)[:1], Ranks(), copies=True)
     tied = [part.items[f"model.{name}.weight"].value for name in ("first", "third")]
@@ -78,7 +78,7 @@ def test_without_a_copy_it_is_complete_at_once(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "runs", asynchronous=False)
     checkpoints.save(nn.Linear(2, 2), at=7)
     assert checkpoints.latest == tmp_path / "runs" / "step-7"
-    with pytest.raises(CheckpointError, match="holds a checkpoint of step 7, after at=3"):
+    with pytest.raises(CheckpointError, match="holds a checkpoint of step 7, which is after at=3"):
         checkpoints.save(nn.Linear(2, 2), at=3)
 
 
@@ -88,7 +88,7 @@ def meta_net() -> nn.Module:
 
 
 def test_a_model_from_meta(tmp_path: Path) -> None:
-    """Loaded in place, once it is placed; not saved before it has values."""
+    """Such a model loads in place after its weights are placed, and is not saved before it has values."""
     saved, checkpoints = net(0), Checkpoints(tmp_path, asynchronous=False)
     checkpoints.save(saved, at=1)
     mesh, inputs = Mesh({"data": 2}), (batch(0)[0],)
@@ -105,7 +105,7 @@ def test_a_model_from_meta(tmp_path: Path) -> None:
 
 
 def test_a_plain_module_on_meta_is_refused(tmp_path: Path) -> None:
-    """It has no memory to load into, and nothing to save."""
+    """Such a module has no memory to load into, and no values to save."""
     checkpoints = Checkpoints(tmp_path, asynchronous=False)
     with pytest.raises(CheckpointError, match=r"'model.scale' is on the meta device"):
         checkpoints.save(meta_net(), at=1)

@@ -1,4 +1,4 @@
-"""A run that is killed at any moment goes on from the latest complete checkpoint; see `tests.checkpoints.kills`."""
+"""A run that is killed at any moment continues from the latest complete checkpoint; see `tests.checkpoints.kills`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,6 @@ def test_some_kills(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_many_kills(tmp_path: Path) -> None:
-    """Sixty drawn moments of runs of two and four ranks, each kind among them."""
+    """Runs of two and four ranks survive sixty drawn kills, some of each kind."""
     struck = campaign(60, seed=2, sizes=[2, 4], folder=tmp_path)
     assert struck.keys() == {"loading", "saving", "renaming", "deleting"}

@@ -1,4 +1,4 @@
-"""Checkpoints of a stranger run no code, and end in one error that leaves the model as it was."""
+"""Checkpoints of a stranger run no code; they raise one error that leaves the model unchanged."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def refused(folder: Path, words: str, **options: Any) -> None:
 
 
 def test_nothing_is_pickled(tmp_path: Path) -> None:
-    """No file is a pickle or an archive with one in it; the tensors lie as their bytes."""
+    """No file is a pickle or an archive with a pickle; the tensors are stored as their bytes."""
     folder = saved(tmp_path)
     for path in folder.iterdir():
         data = path.read_bytes()
@@ -47,12 +47,12 @@ def test_nothing_is_pickled(tmp_path: Path) -> None:
 
 
 def test_code_in_a_checkpoint_does_not_run(tmp_path: Path) -> None:
-    """In a table of an earlier release, which is pickled, and in each file of this one."""
+    """Code runs neither from the pickled table of an earlier release nor from any file of this release."""
     for name in (".metadata", "metadata.json", "__0_0.distcp"):
         folder = saved(tmp_path / name)
         replace(folder, name, pickle.dumps(RunsCode(tmp_path / "ran")))
         if name != ".metadata":
-            refused(folder.parent, "no table of contents|names bytes that no file")
+            refused(folder.parent, "not a table of contents|names bytes that no file")
         else:
             assert Checkpoints(folder.parent).load(nn.Linear(3, 2)) == 1
             edit_manifest(folder, lambda body: body.update(version=PICKLED))
@@ -85,7 +85,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("name", TABLES)
 def test_tables_that_lie(tmp_path: Path, name: str) -> None:
-    """About where tensors are, and what they are."""
+    """Tables with false places, shapes or dtypes of tensors are refused."""
     folder = saved(tmp_path)
     edit_table(folder, TABLES[name])
     refused(tmp_path, r"metadata\.json is damaged, or Checkpoints did not write it")
@@ -106,15 +106,15 @@ MANIFESTS: dict[str, Callable[[dict[str, Any]], object]] = {
 
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_manifests_that_lie(tmp_path: Path, name: str) -> None:
-    """About the files, and about themselves."""
+    """Manifests with false files or false versions are refused."""
     edit_manifest(saved(tmp_path), MANIFESTS[name])
-    refused(tmp_path, r"does not hold what Checkpoints writes|names no metadata.json|has version=")
+    refused(tmp_path, r"was not written by Checkpoints|does not list metadata.json|has version=")
 
 
 @pytest.mark.parametrize("name", ["checkpoint.json", "metadata.json", "__0_0.distcp"])
 @pytest.mark.parametrize("text", [b"[" * 200_000, b'{"a":' * 200_000, b"9" * 10_000, b"\xff\xfe", b""])
 def test_texts_without_end(tmp_path: Path, name: str, text: bytes) -> None:
-    """Deep, long and empty ones are one error each."""
+    """Deep, long and empty texts raise one error each."""
     folder = saved(tmp_path)
     if name == "checkpoint.json":
         (folder / name).write_bytes(text)
@@ -157,7 +157,7 @@ def pickled(folder: Path, model: nn.Module) -> None:
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_an_earlier_release_is_read_on_request(tmp_path: Path) -> None:
-    """Its files are pickles; what is saved after them is not."""
+    """An earlier release's files are pickles; checkpoints saved later are not."""
     model = nn.Linear(3, 2)
     pickled(tmp_path / "step-4", model)
     refused(tmp_path, r"step-4 was written by an earlier release, as pickles.*Checkpoints\(..., trust_pickle=True\)")

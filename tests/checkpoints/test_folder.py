@@ -1,4 +1,4 @@
-"""Names in the folder: what is complete, what crashes leave, and how many stay."""
+"""Names in the folder: complete checkpoints, remains of crashes, and the number of kept checkpoints."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_steps_are_numbers(tmp_path: Path) -> None:
 
 
 def test_a_symbolic_link_goes_and_its_target_stays(tmp_path: Path) -> None:
-    """Among those that are kept, replaced, deleted or left over; a broken one, and a file of such a name, are none."""
+    """Links may be kept, replaced, deleted or left over; a broken link, or a file of such a name, does not count."""
     target, runs = tmp_path / "old" / "step-1", tmp_path / "runs"
     target.mkdir(parents=True)
     runs.mkdir()
@@ -75,7 +75,7 @@ def test_what_cannot_be_removed_is_a_warning(
 
 
 def test_it_is_complete_at_once(tmp_path: Path) -> None:
-    """Until it has its name it is none."""
+    """A checkpoint without its name does not count."""
     path = written(tmp_path, 5)
     assert folders.latest(tmp_path) is None
     assert folders.commit(path, 5) == folders.latest(tmp_path)
@@ -90,7 +90,7 @@ def test_one_of_the_same_step_is_replaced(tmp_path: Path) -> None:
 
 
 def test_a_crash_amid_replacing_leaves_the_old_one(tmp_path: Path) -> None:
-    """It counts while there is no new one, and gets its name back."""
+    """The old checkpoint counts while there is no new one, and gets its name back."""
     (tmp_path / ".step-5.replaced").mkdir()
     assert folders.latest(tmp_path) == tmp_path / ".step-5.replaced"
     folders.sweep(tmp_path)
@@ -102,7 +102,7 @@ def test_a_crash_amid_replacing_leaves_the_old_one(tmp_path: Path) -> None:
 
 
 def test_what_a_crash_left_is_removed(tmp_path: Path) -> None:
-    """By the next save; what is complete stays, and so does what is not ours."""
+    """The next save removes the remains; complete checkpoints and foreign files stay."""
     made(tmp_path, 5)
     (tmp_path / ".step-6.writing-0123abcd").mkdir()
     (tmp_path / ".step-4.deleted-0123abcd").mkdir()
@@ -112,14 +112,14 @@ def test_what_a_crash_left_is_removed(tmp_path: Path) -> None:
 
 
 def test_a_later_one_is_not_overtaken(tmp_path: Path) -> None:
-    """A run that starts anew in a folder of another is told, as its checkpoints would never be the latest."""
+    """A new run in the folder of another run is refused, because its checkpoints would never be the latest."""
     made(tmp_path, 5)
-    with pytest.raises(CheckpointError, match=r"holds a checkpoint of step 5, after at=3: it would stay the latest"):
+    with pytest.raises(CheckpointError, match=r"holds a checkpoint of step 5, .* and would stay the latest"):
         folders.begin(tmp_path, 3)
 
 
 def test_the_latest_stay(tmp_path: Path) -> None:
-    """So many as are wanted; None keeps all."""
+    """`keep` checkpoints stay; None keeps all."""
     made(tmp_path, 1, 2, 10, 20)
     folders.keep_latest(tmp_path, None)
     folders.keep_latest(tmp_path, 5)

@@ -1,4 +1,4 @@
-"""A rank that ends or hangs while ranks save is named on every other one; a rank at work is waited for."""
+"""A rank that ends or hangs during a save is named on every other rank; a working rank is waited for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RANKS, TIMEOUT_S, DEADLINE_S = 3, 2.0, 120.0
 
 
 def work(rank: int, room: str, port: int, doomed: int, kind: int) -> None:
-    """Save once, slowly on one rank; then one gets a signal while it writes, and the others say how they ended."""
+    """Save once, slowly on one rank; then a rank gets a signal while it writes, and others report how they ended."""
     join_ranks(port, rank, RANKS)
     checkpoints, model = Checkpoints(Path(room, "run"), timeout_s=TIMEOUT_S), nn.Linear(8, 8)
     write = files.Writer.write
@@ -56,7 +56,7 @@ def work(rank: int, room: str, port: int, doomed: int, kind: int) -> None:
     ids=["one hangs", "the first hangs", "one ends"],
 )
 def test_it_is_named_on_every_other_rank(doomed: int, kind: int, tmp_path: Path) -> None:
-    """Within the time limit, not Gloo's half an hour; what was complete stays the latest."""
+    """The error comes within the time limit instead of Gloo's half hour; the old checkpoint stays the latest."""
     store = held_store()
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)

@@ -12,7 +12,7 @@ from autoshard.checkpoints.values import Slot, packed, unpacked
 
 
 def test_split_and_join() -> None:
-    """Containers, their order and what is no tensor come back; equal names are told apart."""
+    """Containers, their order and values without tensors come back; equal names are told apart."""
     state: dict[str, Any] = {
         "b": OrderedDict(x=torch.ones(2), y="text"),
         "a": [torch.zeros(3), (4, torch.arange(2))],
@@ -31,13 +31,13 @@ def test_split_and_join() -> None:
 
 
 def test_own_slots() -> None:
-    """A value that is no DTensor has the name of the rank that saved it."""
+    """A value without sharding has the name of its rank."""
     rest = own_slots({"a": Slot("k.a", is_sharded=False), "b": Slot("k.b", is_sharded=True)}, "@3")
     assert [slot.name for slot in slots_in(rest)] == ["k.a@3", "k.b"]
 
 
 def test_described() -> None:
-    """Equal values have one text, whatever the order of a set; others have not."""
+    """Equal values have one text, in any order of a set; unequal values have different texts."""
     assert described({"a": {"x", "y"}, "b": [1, 2.5, None]}) == described({"a": {"y", "x"}, "b": [1, 2.5, None]})
     assert described([1]) != described((1,))
     assert described({"lr": 0.1}) != described({"lr": 0.2})

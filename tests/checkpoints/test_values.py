@@ -1,4 +1,4 @@
-"""States as JSON: whatever plain values hold comes back, and nothing that is read runs code."""
+"""States as JSON: plain values come back, and reading runs no code."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_states_of_libraries_come_back(value: Any) -> None:
 
 
 def test_nan_comes_back() -> None:
-    """It equals nothing, itself included."""
+    """NaN comes back, though it equals nothing."""
     assert np.isnan(unpacked(packed([float("nan")]))[0])
 
 
@@ -87,7 +87,7 @@ def test_sparse_tensors_come_back() -> None:
 
 
 def test_text_is_json() -> None:
-    """Anyone can read it."""
+    """Any JSON reader can read the text."""
     assert json.loads(packed({"a": [1, (2.5, None)]})) == {"dict": {"a": [1, {"tuple": [2.5, None]}]}}
 
 
@@ -98,7 +98,7 @@ class Own:
 @pytest.mark.parametrize("value", [Own(), len, lambda: 0, {"a": [Own]}, os.system])
 def test_what_only_pickle_writes_is_refused(value: Any) -> None:
     """By the name of its class, with two ways out."""
-    with pytest.raises(CheckpointError, match=r"only pickle reads.*add_safe_globals\(\["):
+    with pytest.raises(CheckpointError, match=r"only pickle can read.*add_safe_globals\(\["):
         packed(value)
 
 
@@ -111,10 +111,10 @@ def test_classes_that_the_user_allows() -> None:
 
 
 def test_a_state_that_holds_itself_is_refused() -> None:
-    """It has no end."""
+    """A state that contains itself is refused."""
     state: list[Any] = []
     state.append(state)
-    with pytest.raises(CheckpointError, match="holds itself"):
+    with pytest.raises(CheckpointError, match="contains itself"):
         packed(state)
 
 
@@ -159,6 +159,6 @@ def test_a_pickle_within_runs_no_code(tmp_path: Path) -> None:
     file = io.BytesIO()
     torch.save(RunsCode(tmp_path / "ran"), file)
     text = json.dumps({"torch": base64.b64encode(file.getvalue()).decode()}).encode()
-    with pytest.raises(ValueError, match="no state that Checkpoints wrote"):
+    with pytest.raises(ValueError, match="did not write this state"):
         unpacked(text)
     assert not (tmp_path / "ran").exists()

@@ -70,6 +70,17 @@ def test_plan_searches_recipes_for_a_global_batch(
         assert (batch, found["runtime"]) == (8, runtime)
 
 
+def test_the_plan_for_a_global_batch_runs_the_model_as_it_is(
+    model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Its inputs are those of `build`, in float32; the casts to bfloat16 are the plan's."""
+    path = tmp_path / "plan.json"
+    arguments = ("--cluster", "h100_sxm:1x2", "--global-batch", "8", "--seq", "16", "--out", str(path))
+    assert _run(monkeypatch, "plan", model, *arguments) == 0
+    plan = autoshard.Plan.load(path)
+    assert (plan.precision, dict(plan.inputs)) == ("bf16", {"input:0": "f32[8, 16, 64]"})
+
+
 def test_plan_begins_with_the_recipe_of_another_plan(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

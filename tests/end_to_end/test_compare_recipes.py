@@ -14,8 +14,8 @@ from autoshard import Cluster, Plan, Recipe, RecipeError, Runtime
 from autoshard.ir.execution import Execution
 from autoshard.ir.plan_parts import Prediction
 from passes.driver.pricing import price_execution
-from passes.recipes.recipe_plan import predict_recipe
-from passes.sections.price_model import CountedModel
+from passes.search.layers.price_model import CountedModel
+from passes.search.recipe_plan import predict_recipe
 from tests.passes.decoders import priced_sparse, sparse, tokens
 from tests.passes.executions import under
 
@@ -54,6 +54,7 @@ CHANGES: dict[str, tuple[dict[str, Any], ...]] = {
     "overlap_tensor": ({"overlap_tensor": False},),
     "overlap_pipeline": ({"overlap_pipeline": True},),
     "overlap_expert": ({"overlap_expert": True, "expert": 2},),
+    "overlap_offload": ({"overlap_offload": False, "offload": "activations"},),
     "merged_dispatch": ({"merged_dispatch": True, "expert": 2},),
     "separate_experts": ({"separate_experts": True},),
     "bucket_bytes": ({"bucket_bytes": 10_000},),

@@ -18,8 +18,8 @@ from autoshard.ir.execution import Execution
 from cost_models.device import HostLink
 from cost_models.hardware import node_type
 from passes.driver.pricing import price_execution, priced_model
+from passes.search.layers.price_model import CountedModel
 from passes.search.recipe_problem import RecipeProblem
-from passes.sections.price_model import CountedModel
 from tests.passes.decoders import dense, priced_sparse, tokens
 from tests.passes.every_recipe import every_price
 from tests.passes.search.problems import RUNTIMES, recipe_problem

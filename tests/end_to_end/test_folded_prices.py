@@ -109,10 +109,10 @@ class _Case:
             model = KINDS[self.kind](self.depth)
             tokens = torch.zeros(self.rows, SEQUENCE, dtype=torch.int64)
             inputs = (tokens, tokens) if isinstance(model, Decoder) else (torch.empty(self.rows, SEQUENCE, WIDTH),)
-        elided = tracing.elide_blocks(model, 1, least=1)
-        assert elided is not None
-        short, whole = (tracing.trace(each, inputs, {}, update=adamw(model)) for each in (elided.model, model))
-        return replace(short, repeats=elided.repeats), whole
+        gapped = tracing.leave_out_blocks(model, 1, least=1)
+        assert gapped is not None
+        short, whole = (tracing.trace(each, inputs, {}, update=adamw(model)) for each in (gapped.model, model))
+        return replace(short, repeats=gapped.repeats), whole
 
 
 _MESHES = (

@@ -182,7 +182,7 @@ def test_a_branch_that_no_part_takes_is_refused(name: str) -> None:
     """Parts that branch otherwise than the batch, or of which that cannot be told."""
     model = Model(UNLIKE[name])
     step = autoshard.compile(model, MESH, optimizer=OPTIMIZERS["sgd"](model.parameters()), micro_batches=PARTS)
-    with pytest.raises(autoshard.NotAvailableError, match="no part of this batch is known to branch as the whole"):
+    with pytest.raises(autoshard.NotAvailableError, match="no part of this batch is known to take the branches"):
         step(*inputs())
 
 

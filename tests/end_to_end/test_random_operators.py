@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import autoshard
 from autoshard import Mesh, P, PartitionSpec
 from autoshard.ir.recompute import Recompute, RecomputedNode
-from autoshard.rules.hub import hub
+from autoshard.rules.fan_out import fan_out
 from autoshard.tracing import trace
 from passes.lowering.lower_program import prepare
 from passes.recomputation.recompute import InsertRecompute
@@ -244,7 +244,7 @@ def test_recomputed_numbers_are_the_first_ones() -> None:
     program = trace(_Masked(), (x,))
     prepared = prepare(program).nodes_by_name()
     drawn = [name for name in prepared if name.startswith("random")]
-    held = [*drawn, *(user.name for name in drawn for user in prepared[name].users if user.target is hub)]
+    held = [*drawn, *(user.name for name in drawn for user in prepared[name].users if user.target is fan_out)]
     reader = next(
         name for name, node in prepared.items() if node.meta.get("phase") == "backward" and _reads(node, held)
     )

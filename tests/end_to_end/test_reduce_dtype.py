@@ -105,7 +105,7 @@ def test_processes_compute_what_the_simulator_does() -> None:
 @pytest.mark.parametrize("given", ["f16", "bfloat16", torch.bfloat16, 16])
 def test_other_types_are_refused(given: Any) -> None:
     """The message says why not float16."""
-    with pytest.raises(NotAvailableError, match="In 'f16' small ones would vanish"):
+    with pytest.raises(NotAvailableError, match="In 'f16' small gradients would vanish"):
         autoshard.compile(network(), MESH, options=autoshard.Options(reduce_dtype=given))
 
 

@@ -95,7 +95,7 @@ def test_finetune_goes_on_on_another_rank_count(tmp_path: Path) -> None:
         torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-5, msg=name)
 
 
-def test_the_quickstart_page_is_the_example() -> None:
+def test_the_page_on_resuming_is_the_example() -> None:
     """Word by word, behind the docstring."""
     _, code = Path(_example("finetune.py")).read_text().split('"""\n\n', 1)
-    assert f"```python\n{code}```" in (ROOT / "docs" / "quickstart.md").read_text()
+    assert f"```python\n{code}```" in (ROOT / "docs" / "tutorials" / "stop_and_resume.md").read_text()

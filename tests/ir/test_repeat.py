@@ -10,9 +10,9 @@ from autoshard.ir.repeat import Repeat, names_alike
 PAIRS = Repeat("model.layers", period=2, before=4, behind=12)
 
 
-def test_units_lie_around_what_is_elided() -> None:
+def test_units_lie_around_the_gap() -> None:
     """Units have two blocks, and blocks 6 to 11 are left out."""
-    assert PAIRS.elided == 3
+    assert PAIRS.left_out == 3
     assert PAIRS.units == (2, 4, 12, 14)
 
 
@@ -25,7 +25,7 @@ def test_a_path_has_a_place_in_its_unit() -> None:
     assert PAIRS.place("norm.weight") is None
 
 
-def test_elided_paths_lead_to_what_stands_for_them() -> None:
+def test_repeated_paths_lead_to_the_paths_that_stand_for_them() -> None:
     """By their unit, and their path in the one behind."""
     assert PAIRS.unit("model.layers.9.mlp") == (8, "model.layers.13.mlp")
     assert PAIRS.unit("model.layers.12.mlp") == (12, "model.layers.12.mlp")
@@ -33,8 +33,8 @@ def test_elided_paths_lead_to_what_stands_for_them() -> None:
     assert PAIRS.unit("model.layers.14.mlp") is None
 
 
-def test_names_stand_for_those_of_elided_blocks() -> None:
-    """A name of a parameter or of optimizer state stands for its elided blocks; other names stand for themselves."""
+def test_names_stand_for_those_of_repeated_blocks() -> None:
+    """A name of a parameter or of optimizer state stands for its repeated blocks; other names stand for themselves."""
     assert names_alike((PAIRS,), "exp_avg:model.layers.13.w") == tuple(
         f"exp_avg:model.layers.{number}.w" for number in (7, 9, 11, 13)
     )

@@ -61,7 +61,7 @@ def compile_ahead(specimen: Specimen, architecture: str) -> Resources:
     """Compile a kernel for an architecture.
 
     Args:
-        specimen: what to compile.
+        specimen: the kernel to compile.
         architecture: "sm_80" (A100), "sm_90" (H100, H200), "gfx942" (MI300), and so on.
 
     Returns:
@@ -101,7 +101,7 @@ def _target(architecture: str) -> GPUTarget:
 
 
 def _alignments(specimen: Specimen) -> dict[tuple[int, ...], list[list[object]]]:
-    """Pointers are aligned to 16 bytes, as torch allocates them; strides are multiples of 16 where rows are."""
+    """Pointers are aligned to 16 bytes, as torch allocates them; strides are multiples of 16 if rows are."""
     is_even = specimen.size % 16 == 0
     return {
         (index,): [["tt.divisibility", 16]]

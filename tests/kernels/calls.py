@@ -1,4 +1,4 @@
-"""A small call of every hand-written kernel, for tests of what all kernels share."""
+"""A small call of every hand-written kernel, for tests of properties that all kernels share."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     python -m tests.kernels.compiled_kernels sm_80,sm_90,gfx942 typical gpt,llama
 
 compiles the hand-written kernels at the usual sizes and the kernels that are generated for these models. In place of
-"typical": "all" sizes; "ones", where every size and stride is 1, which Triton makes constants; the "candidates" of
+"typical": "all" sizes; "ones", with every size and stride 1, which Triton makes constants. Or the "candidates" of
 tuning; a "sample" of these; "none". Models are the families of `tests.passes.families`, trained in bfloat16 on two
 ranks, and "block", one of Llama 3 8B in its own size.
 """
@@ -39,7 +39,7 @@ def compiled(architectures: str, which: str, models: str = "") -> list[dict[str,
 
 
 def _generated(model: str) -> Iterator[tuple[Specimen, tuple[str, ...]]]:
-    """The generated kernels of a model, each once, and the blocks that can be tuned."""
+    """The generated kernels of a model, each once, and their tunable blocks."""
     import torch
 
     from autoshard.ir.mesh import Mesh
@@ -74,7 +74,7 @@ def _generated(model: str) -> Iterator[tuple[Specimen, tuple[str, ...]]]:
 
 
 def _chosen(which: str, models: str) -> Iterator[tuple[str, str, Specimen]]:
-    """The size or the model, the choice of blocks, and what to compile."""
+    """The size or the model, the choice of blocks, and the kernel to compile."""
     typical = [(str(item.size), item, TUNABLE.get(item.name, ())) for item in specimens() if item.size in TYPICAL_SIZES]
     generated = [(model, *found) for model in models.split(",") if model for found in _generated(model)]
     match which:

@@ -34,7 +34,7 @@ class Layer:
         inner: int = 4, halves: int = 2, activation: str = "silu", transposed: bool = False, interleaved: bool = False,
         bias: bool = False, dtype: torch.dtype = torch.float64,
     ) -> Layer:  # fmt: skip
-        """A layer with random numbers; each token's experts are different ones."""
+        """A layer with random numbers; the experts of a token differ."""
 
         def numbers(*shape: int) -> Tensor:
             return torch.randn(shape, generator=generator, dtype=dtype)
@@ -85,7 +85,7 @@ class Layer:
 
 @st.composite
 def layers(draw: st.DrawFn, width: int | None = None) -> Layer:
-    """Layers of every kind; `width`: of hidden and intermediate values, default: drawn."""
+    """Layers of every kind; `width`: hidden and intermediate size; drawn by default."""
     activation, halves = draw(st.sampled_from(NAMES)), draw(st.sampled_from([2, 1]))
     layer = Layer.drawn(
         torch.Generator().manual_seed(draw(st.integers(0, 99))),

@@ -20,7 +20,7 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def wide(value: Any) -> Any:
-    """Tensors in float64; the rest as it is."""
+    """Tensors in float64; other values unchanged."""
     return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
@@ -32,7 +32,7 @@ def expected_of(form: Form, like: Tensor, **arguments: Any) -> tuple[Any, ...]:
 
 
 def assert_results(actual: Any, expected: tuple[Any, ...], dtype: torch.dtype, scale: float = 1.0) -> None:
-    """Each result has the right shape and type, and is the expected one to a few roundings of `dtype`."""
+    """Each result has the right shape and dtype, and differs from the expected one by a few roundings of `dtype`."""
     results = actual if isinstance(actual, tuple) else (actual,)
     eps = torch.finfo(dtype).eps * scale
     for index, (result, wanted) in enumerate(zip(results, expected, strict=True)):

@@ -1,4 +1,4 @@
-"""Operators that ran within, and the largest tensor that one of them made."""
+"""The operators that ran within a context, and the largest tensor that one of them made."""
 
 from __future__ import annotations
 

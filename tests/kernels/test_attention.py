@@ -99,7 +99,7 @@ def test_half_inputs_sum_in_float32(dtype: torch.dtype) -> None:
 
 
 def test_dropout_equals_explicit_mask() -> None:
-    """With dropout, output and gradients are those of the composition with the Philox mask."""
+    """With dropout, output and gradients equal those of the composition with the Philox mask."""
     q, k, v = _inputs(groups=4)
     out, _ = _attend(q, k, v, is_causal=True, p=0.4)
     keep = keep_mask((2, 4, 5, 6), [0] * 4, (2, 4, 5, 6), SEED, 1, 0.4)
@@ -124,7 +124,7 @@ def test_shards_of_batch_heads_and_queries_equal_slices(p: float) -> None:
 
 @pytest.mark.parametrize("p", [0.0, 0.3])
 def test_shards_of_keys_combine_by_lse(p: float) -> None:
-    """Shards of the keys, weighted by exp(lse - total), sum to the whole: what ring attention needs."""
+    """Shards of the keys, weighted by exp(lse - total), sum to the whole, as ring attention needs."""
     q, k, v = _inputs(s=6, t=6)
     whole, total = _attend(q, k, v, is_causal=True, p=p)
     combined = torch.zeros_like(whole)
@@ -137,7 +137,7 @@ def test_shards_of_keys_combine_by_lse(p: float) -> None:
 
 @pytest.mark.parametrize("is_float", [False, True])
 def test_fully_masked_rows_are_zero(is_float: bool) -> None:
-    """A row that may attend to nothing gives 0, lse -inf and zero gradients, never NaN."""
+    """A row that attends to nothing gives 0, lse -inf and zero gradients, never NaN."""
     q, k, v = _inputs()
     mask = torch.ones(5, 6, dtype=torch.bool)
     mask[2] = False
@@ -167,7 +167,7 @@ def test_composite_equals_operator_and_has_a_mask_gradient(p: float) -> None:
 
 
 def test_mask_that_requires_grad_is_refused() -> None:
-    """The operator has no gradient for its mask and says what to use."""
+    """The operator has no gradient for its mask, and names the alternative."""
     q, k, v = _inputs()
     mask = torch.randn(5, 6, dtype=torch.float64, requires_grad=True)
     out, _ = _attend(q, k, v, mask)

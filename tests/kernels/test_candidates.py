@@ -1,4 +1,4 @@
-"""Candidates: neighbours of the heuristic's choice, every one of which computes what the heuristic's does."""
+"""Candidates: neighbours of the heuristic's choice, each with the heuristic's results."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NAMES = st.sampled_from(sorted(CALLS))
 
 @contextmanager
 def _handing_out(pick: Sequence[int]) -> Iterator[list[str]]:
-    """Launches take the candidates of these numbers in turn; the names of the kernels that are launched."""
+    """Launches take the candidates with these numbers in turn; yields the names of the launched kernels."""
     launched: list[str] = []
 
     def choose(tuner: Tuner, launch: Launch, heuristic: Choice) -> Choice:
@@ -73,7 +73,7 @@ GROUPS = {"sum over columns": ((9, 40), [1]), "split sum": ((5000, 3), [0]), "no
 @settings(max_examples=20)
 @given(st.sampled_from(sorted(GROUPS)), st.integers(0, 15))
 def test_any_candidate_of_a_generated_kernel_gives_the_same_result(name: str, pick: int) -> None:
-    """With its own block sizes and with others."""
+    """The result is the same with the kernel's own block sizes and with others."""
     shape, dims = GROUPS[name]
     torch.manual_seed(0)
     x = draw(*shape)
@@ -93,7 +93,7 @@ def test_any_candidate_of_a_generated_kernel_gives_the_same_result(name: str, pi
 
 
 def test_other_blocks_have_other_grids() -> None:
-    """A grid has as many programs as cover the elements, whatever tuning makes of a block."""
+    """A grid covers the elements for any block size that tuning may choose."""
     layout = ElementLayout({"BLOCK_R": 4, "BLOCK_C": 64}, 25, 4)
     assert [layout.grid({"BLOCK_R": rows, "BLOCK_C": 64}) for rows in (2, 4, 8)] == [(50, 1), (25, 1), (13, 1)]
     split = ElementLayout({"BLOCK_R": 4, "BLOCK_C": 64, "STEPS": 2}, 25, 4, chunks=3, rows=100, split=(1,))
@@ -118,14 +118,14 @@ def test_neighbours_are_one_step_away(columns: int) -> None:
 
 
 def test_a_choice_is_readable() -> None:
-    """Its text names blocks, where it has any, and warps."""
+    """The text names blocks, if there are any, and warps."""
     assert str(Choice((("BLOCK_R", 2), ("BLOCK_C", 64)), 8)) == "BLOCK_R 2, BLOCK_C 64, 8 warps"
     assert str(Choice((), 4)) == "4 warps"
 
 
 @pytest.mark.slow
 def test_candidates_compile() -> None:
-    """One of every third kernel, for an H100, within its shared memory."""
+    """One candidate of every third kernel compiles for an H100, within its shared memory."""
     rows = compiled("sm_90", "sample")
     assert len({row["kernel"] for row in rows}) == len(rows) > 4
     assert all(row["shared_bytes"] <= MAX_SHARED_BYTES for row in rows)
@@ -133,7 +133,7 @@ def test_candidates_compile() -> None:
 
 @pytest.mark.slow
 def test_every_candidate_compiles() -> None:
-    """At the usual sizes, for an H100, within its shared memory, and those of a model's generated kernels too."""
+    """At the usual sizes, all candidates compile for an H100 within its shared memory, also of generated kernels."""
     rows = compiled("sm_90", "candidates", "mixture")
     assert {*TUNABLE, "adam_kernel"} <= {row["kernel"] for row in rows}
     assert all(row["shared_bytes"] <= MAX_SHARED_BYTES for row in rows)

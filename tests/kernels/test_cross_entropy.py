@@ -14,7 +14,7 @@ IGNORE = -100
 
 
 def _case(rows: int, classes: int, dtype: torch.dtype, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits that require grad and targets, some of them ignored."""
+    """Logits that require grad, and targets, some of them ignored."""
     generator = torch.Generator().manual_seed(seed)
     logits = 3 * torch.randn(rows, classes, generator=generator, dtype=torch.float64)
     target = torch.randint(0, classes, (rows,), generator=generator)
@@ -24,7 +24,7 @@ def _case(rows: int, classes: int, dtype: torch.dtype, seed: int = 0) -> tuple[t
 
 @given(st.integers(1, 6), st.integers(1, 9), st.sampled_from([0.0, 0.1, 1.0]), st.integers(0, 99))
 def test_equals_torch_in_float64(rows: int, classes: int, smoothing: float, seed: int) -> None:
-    """Loss and gradient are torch's to float64 rounding; ignored rows have neither."""
+    """Loss and gradient equal torch's to float64 rounding; ignored rows have neither."""
     logits, target = _case(rows, classes, torch.float64, seed)
     weight = torch.randn(rows, dtype=torch.float64)
     loss, lse = cross_entropy(logits, target, IGNORE, smoothing)
@@ -61,7 +61,7 @@ def test_half_logits_have_a_float32_loss(dtype: torch.dtype) -> None:
 
 
 def test_infinite_ignored_row_gives_no_nan() -> None:
-    """A row that does not count may hold infinities: loss and gradient stay 0."""
+    """An ignored row may contain infinities; loss and gradient stay 0."""
     logits = torch.tensor([[float("inf"), 1.0], [2.0, 3.0]], requires_grad=True)
     loss, _ = cross_entropy(logits, torch.tensor([IGNORE, 1]), IGNORE, 0.1)
     loss.sum().backward()

@@ -9,7 +9,7 @@ from autoshard.kernels.exchange import Exchange, Steps, run_together
 
 
 def steps(rows: int, sent: list[int], received: list[int], times: int = 1) -> Steps:
-    """Exchanges as many rows so many times, and returns what came last."""
+    """Exchanges `rows` rows `times` times, and returns the last received rows."""
     arrived = [torch.arange(rows)]
     for _ in range(times):
         arrived = list((yield Exchange(arrived, sent, received)))
@@ -17,17 +17,17 @@ def steps(rows: int, sent: list[int], received: list[int], times: int = 1) -> St
 
 
 def test_rows_go_where_they_are_sent() -> None:
-    """Uneven numbers, and none."""
+    """Ranks may exchange uneven numbers of rows, or none."""
     assert run_together([steps(3, [1, 2], [1, 0]), steps(1, [0, 1], [2, 1])]) == [[0], [1, 2, 0]]
 
 
 def test_ranks_that_expect_other_rows_are_refused() -> None:
     """The rank and its numbers are named."""
-    with pytest.raises(ValueError, match=r"rank 1 expects \[1, 1\] rows of each rank, and is sent \[2, 1\]"):
+    with pytest.raises(ValueError, match=r"rank 1 expects \[1, 1\] rows of each rank, but is sent \[2, 1\]"):
         run_together([steps(3, [1, 2], [1, 0]), steps(1, [0, 1], [1, 1])])
 
 
 def test_ranks_that_end_before_others_are_refused() -> None:
     """One exchanges twice."""
-    with pytest.raises(ValueError, match="1 of 2 ranks exchange rows, others have ended"):
+    with pytest.raises(ValueError, match="1 of 2 ranks exchange rows, but the others have ended"):
         run_together([steps(2, [1, 1], [1, 1]), steps(2, [1, 1], [1, 1], times=2)])

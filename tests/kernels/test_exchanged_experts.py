@@ -1,4 +1,4 @@
-"""Experts of several ranks give the numbers of one, rows kept or sent again; the memory of a call is counted."""
+"""Experts of several ranks equal those of one rank, with rows saved or sent twice; a call's memory is counted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.kernels.test_ring_attention import alone
 
 @given(layers(), st.sampled_from([2, 4]))
 def test_ranks_together_compute_what_one_does(layer: Layer, ranks: int) -> None:
-    """Some experts get no token, some ranks have none. Kept rows give the gradients of rows sent again."""
+    """Some experts get no token, and some ranks have none. Saved rows give the same gradients as rows sent twice."""
     ranks = ranks if layer.count % ranks == 0 else 1
     x, index, weights, gate_up, bias, down, *constants = layer.arguments
     grad = torch.randn(x.shape, generator=torch.Generator().manual_seed(7), dtype=x.dtype)

@@ -1,4 +1,4 @@
-"""Layers of experts: equal to every token through each of its experts by itself, forward and backward."""
+"""Layers of experts equal every token through each of its experts separately, forward and backward."""
 
 from __future__ import annotations
 
@@ -45,8 +45,9 @@ def _gated(layer: Layer, halves: Tensor) -> Tensor:
 
 
 def gradients(layer: Layer, out: Tensor, grad: Tensor) -> list[Tensor]:
-    """Gradients of all operands that have one."""
-    return list(torch.autograd.grad(out, layer.trained, grad))
+    """Gradients of all operands that have one; zeros if no token has a known expert."""
+    anchored = out + sum(0.0 * operand.sum() for operand in layer.trained)
+    return list(torch.autograd.grad(anchored, layer.trained, grad))
 
 
 @given(layers())
@@ -62,7 +63,7 @@ def test_it_equals_tokens_one_by_one(layer: Layer) -> None:
 
 @given(layers())
 def test_rows_of_no_expert_add_nothing_where_they_are_not_cut_off(layer: Layer) -> None:
-    """Accelerators keep rows whose number the host would wait for: what products make of them is undefined."""
+    """Accelerators keep rows without an expert, lest the host wait for their number; their products are undefined."""
     layer = layer.requiring_gradients()
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(group_by_expert.__globals__, "_is_read_at_once", lambda tensor: False)
@@ -75,7 +76,7 @@ def test_rows_of_no_expert_add_nothing_where_they_are_not_cut_off(layer: Layer) 
 
 
 def _poisoned(products: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Products of groups, with NaN behind the last one."""
+    """Products of groups, with NaN after the last group."""
 
     def run(groups: ExpertGroups, *operands: Tensor) -> Tensor:
         made = products(groups, *operands)
@@ -87,7 +88,7 @@ def _poisoned(products: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 @given(layers(width=8), st.sampled_from([torch.float32, torch.bfloat16]))
 def test_products_in_groups_equal_a_loop(layer: Layer, dtype: torch.dtype) -> None:
-    """Numbers are those of float64, rounded, for operands that torch's grouped product takes."""
+    """Results equal float64's, rounded, for operands that torch's grouped product takes."""
     narrow = layer.to(dtype).requiring_gradients()
     wide = narrow.to(torch.float64).requiring_gradients()
     found, expected = ops.experts(*narrow.arguments), ops.experts(*wide.arguments)
@@ -111,8 +112,8 @@ def test_shapes_and_types_are_those_of_its_fake(operator: str) -> None:
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:
-    """One weight too few."""
+    """One weight too few is refused."""
     layer = Layer.drawn(torch.Generator().manual_seed(0))
     x, index, weights, *rest = layer.arguments
-    with pytest.raises(ValueError, match=r"experts takes x \[T, H\], .*; found x="):
+    with pytest.raises(ValueError, match=r"experts: pass x \[T, H\], .*Found x="):
         ops.experts(x, index, weights[:, :1], *rest)

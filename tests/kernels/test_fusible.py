@@ -1,4 +1,4 @@
-"""Programs for Inductor hold only operators that it knows."""
+"""Programs for Inductor contain only operators that it knows."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def handed(graph_module: fx.GraphModule, inputs: Sequence[torch.Tensor]) -> tuple[set[str], Tensors, Tensors]:
-    """The operators that a compiler gets, and results: of what it gets, and of the graph as it is."""
+    """The operators that a compiler gets, and the results of its graph and of the original graph."""
     found: set[str] = set()
 
     def compiler(graph: fx.GraphModule, inputs: object) -> object:
@@ -82,7 +82,7 @@ def test_dropout_is_drawn_where_it_is_used() -> None:
 
 @pytest.mark.parametrize("label_smoothing", [0.0, 0.3])
 def test_the_gradient_of_cross_entropy_needs_no_scatter(label_smoothing: float) -> None:
-    """It equals the definition's, also where rows do not count and hold infinities."""
+    """The gradient equals the definition's, even if ignored rows contain infinities."""
     logits, target = torch.randn(6, 5), torch.tensor([0, 4, -100, 2, -100, 1])
     logits[2, 1] = torch.inf
     _, lse = cross_entropy_reference(logits, target, -100, label_smoothing)

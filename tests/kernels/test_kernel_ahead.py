@@ -42,7 +42,7 @@ def test_compiles_almost_without_spills(architecture: str, record_property: Call
 
 @pytest.mark.slow
 def test_sizes_of_one_compile() -> None:
-    """A call may have one row, one query, one class: every kernel compiles with these as constants."""
+    """A call may have one row, one query, one class; every kernel compiles with these as constants."""
     assert {row["kernel"] for row in compiled("sm_90", "ones")} == KERNELS
 
 

@@ -1,4 +1,4 @@
-"""Launching: tiles, views of rows, and refusal of what cannot run."""
+"""Launching: tiles, views of rows, and refusal of unsupported operands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def _nothing() -> None:
 
 
 def test_cpu_tensors_without_the_interpreter_are_refused() -> None:
-    """On a CPU, a kernel that is not interpreted raises; it does not compute something else."""
+    """On a CPU, a kernel that is not interpreted raises, and computes nothing."""
     kernel = triton.JITFunction(_nothing)
     with pytest.raises(KernelError, match=r"_nothing needs tensors on a GPU; found device='cpu'"):
         launch(kernel, lambda _: (1,), torch.device("cpu"), num_warps=4)
@@ -23,7 +23,7 @@ def test_cpu_tensors_without_the_interpreter_are_refused() -> None:
 
 @pytest.mark.parametrize("columns", [1, 3, 200, 1024, 5000, MAX_COLUMNS])
 def test_a_tile_covers_its_row(columns: int) -> None:
-    """A tile holds the whole row, in powers of two, and several rows when they are short."""
+    """A tile holds the whole row, in powers of two, and several short rows."""
     tile = row_tile(columns)
     assert columns <= tile.columns < 2 * columns
     assert tile.rows == (16 if columns <= 128 else max(1, 2048 // tile.columns))

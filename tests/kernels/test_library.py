@@ -1,4 +1,4 @@
-"""Second derivatives of the semantic operators: those of small operators that compute the same, or an error."""
+"""Second derivatives of the semantic operators equal those of equivalent small operators, or raise an error."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ CASES: dict[str, Callable[[], tuple[Any, ...]]] = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_second_derivative(name: str) -> None:
-    """First and second derivatives are those of differences."""
+    """First and second derivatives equal finite differences."""
     call, *operands = CASES[name]()
     operands = [operand.detach().requires_grad_() for operand in operands]
     assert gradcheck(call, operands)
@@ -111,7 +111,7 @@ def test_third_derivative() -> None:
 
 
 def test_gradients_of_nothing() -> None:
-    """Results that no gradient comes for give none."""
+    """Results without a gradient give none."""
 
     class Context:
         saved_tensors = ()
@@ -123,14 +123,14 @@ def test_gradients_of_nothing() -> None:
 @pytest.mark.parametrize("eps", [1e-3, None])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_composite_of_rms_norm(dtype: torch.dtype, eps: float | None) -> None:
-    """The composite's results are those of torch's fused operator."""
+    """The composite's results equal those of torch's fused operator."""
     x, weight = (1e-3 * _numbers(3, 2, 4)).to(dtype), _numbers(2, 4).to(dtype)
     expected = torch.ops.aten._fused_rms_norm.default(x, [2, 4], weight, eps)
     torch.testing.assert_close(kernels.rms_norm_composite(x, [2, 4], weight, eps), expected, check_dtype=False)
 
 
 def test_refused_ctc_loss() -> None:
-    """A second derivative that torch has not either is an error where a gradient reaches it, and no sooner."""
+    """A second derivative that torch lacks too raises when a gradient reaches it, and not before."""
     scores = _numbers(5, 2, 4)
     lengths = (torch.tensor([5, 5]), torch.tensor([2, 2]))
     loss, _ = kernels.ctc_loss(scores.log_softmax(2), torch.tensor([[1, 2], [3, 1]]), *lengths, 0, False)

@@ -56,7 +56,7 @@ def calls(draw: st.DrawFn) -> tuple[Any, ...]:
 
 
 def _lying(kind: str, x: Tensor) -> Tensor:
-    """[B, H, S, D] that lies so, or as [B, S, H, D], or as a third of rows that are three times as long."""
+    """[B, H, S, D] in this layout, or as [B, S, H, D], or as a third of longer rows."""
     if kind == "heads":
         return x
     rows = x.transpose(1, 2).clone(memory_format=torch.contiguous_format)
@@ -80,7 +80,7 @@ def test_equals_the_definition(arguments: tuple[Any, ...], block_elements: int) 
 
 @given(calls(), st.sampled_from([1 << 22, 8]))
 def test_lies_as_fakes_say(arguments: tuple[Any, ...], block_elements: int) -> None:
-    """Results and gradients of the kernels, and of the definition, have the strides that a trace takes them to have."""
+    """Results and gradients of the kernels, and of the definition, have the strides that the trace assumes."""
     q, k, v, mask, *rest = arguments
     for forward, backward in (
         (native_attention, native_attention_backward),
@@ -157,7 +157,7 @@ CUDA_KERNELS = [
 def test_kernels_on_cuda(
     dtype: torch.dtype, options: dict[str, Any], kernel: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On fake CUDA tensors the operators that run are torch's fused kernels; results lie as a trace takes them to."""
+    """On fake CUDA tensors, torch's fused kernels run, and results have the layout that the trace assumes."""
     monkeypatch.setattr(module, "_prefers_cudnn", lambda device: options.get("prefers", False))
     size, head, shift = 64, options.get("head", 32), options.get("shift", 0)
     keys = options.get("keys", size)
@@ -206,7 +206,7 @@ def test_cudnn_reads_results_that_always_lie_alike(kind: str, monkeypatch: pytes
 @pytest.mark.parametrize("size", [8, 160])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_results_of_any_layout_on_a_gpu(dtype: torch.dtype, size: int, order: tuple[str, str]) -> None:
-    """Gradients of the same q, k and v, one after the other, are the same however the result and its gradient lie."""
+    """Gradients of the same q, k and v are equal for any layout of the result and its gradient."""
     torch.manual_seed(0)
     heads = 2 + ["heads", "rows", "packed"].index(order[0])  # shapes that no other call of the process had
     q, k, v, grad = (_lying("rows", torch.randn(3, heads, size, 8, device="cuda").to(dtype)) for _ in range(4))
@@ -227,7 +227,7 @@ def test_results_of_any_layout_on_a_gpu(dtype: torch.dtype, size: int, order: tu
                                                            (-32, True, False), (0, False, True)])  # fmt: skip
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_on_a_gpu(dtype: torch.dtype, shift: int, is_causal: bool, masked: bool, head: int, kind: str) -> None:
-    """Whichever kernel runs, cuDNN's too: results and gradients are those of the definition in float64."""
+    """For any kernel, even cuDNN's, results and gradients equal the definition in float64."""
     torch.manual_seed(0)
     queries, keys = 160, 160 + max(shift, 0)
     q, k, v, grad = (

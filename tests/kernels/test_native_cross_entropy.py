@@ -30,7 +30,7 @@ Case = tuple[Tensor, Tensor, int, float]
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
-    """Arguments of the loss: logits that lie in any order, some -inf, rows that do not count with infinities."""
+    """Arguments of the loss: logits in any layout, some -inf, and ignored rows with infinities."""
     rows, classes = draw(st.integers(1, 9)), draw(st.integers(1, 9))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
     dtype = draw(st.sampled_from([torch.float64, torch.float32, torch.bfloat16]))
@@ -49,7 +49,7 @@ def cases(draw: st.DrawFn) -> Case:
 
 @given(cases(), st.sampled_from([1 << 18, 8]))
 def test_equals_the_definition(case: Case, block: int) -> None:
-    """Loss, log-sum-exp of rows that count, and gradient, all rows at once or a few."""
+    """Loss, log-sum-exp of counted rows, and gradient, for all rows at once or a few."""
     case = (case[0].to(DEVICE), case[1].to(DEVICE), *case[2:])
     logits, target, ignore_index, smoothing = case
     with pytest.MonkeyPatch.context() as patch:
@@ -71,7 +71,7 @@ def test_equals_the_definition(case: Case, block: int) -> None:
 
 @given(cases(), st.integers(1, 3), st.sampled_from([1 << 18, 8]))
 def test_parts_of_a_split_vocabulary_equal_their_definition(case: Case, ranks: int, block: int) -> None:
-    """Each rank's sum, logit and gradient; together they are the loss and the gradient of all classes."""
+    """Each rank's sum, logit and gradient; together they give the loss and the gradient of all classes."""
     logits, target, ignore_index, smoothing = case[0].to(DEVICE), case[1].to(DEVICE), *case[2:]
     dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
     allowed = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}[logits.dtype]

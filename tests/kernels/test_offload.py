@@ -18,7 +18,7 @@ def test_a_value_comes_back_as_it_went(x):
 
 @pytest.mark.parametrize("operator", TRANSFERS)
 def test_operators_are_well_defined(operator):
-    """Schema, fake implementation and dispatch, as torch checks them."""
+    """Torch's checks of schema, fake implementation and dispatch pass."""
     torch.library.opcheck(operator, (torch.randn(3, 4),), test_utils=("test_schema", "test_faketensor"))
     with FakeTensorMode() as mode:
         fake = operator(mode.from_tensor(torch.randn(4, 3).T))

@@ -67,7 +67,7 @@ def _expected(case: str, dtype: torch.dtype, scale: float) -> tuple[Tensor, list
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_an_update_is_torchs_own(case: str, dtype: torch.dtype, scale: float | None) -> None:
-    """Parameter and state after four steps, and the operands are as they were."""
+    """Parameter and state after four steps are torch's, and the operands are unchanged."""
     _, options, operator, hyper, states, flags = CASES[case]
     values = [torch.linspace(-1, 1, 15, dtype=torch.float64).view(5, 3).to(dtype)]
     values += [torch.zeros(5, 3, dtype=dtype) for _ in range(states)]
@@ -86,7 +86,7 @@ def test_an_update_is_torchs_own(case: str, dtype: torch.dtype, scale: float | N
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", CASES)
 def test_long_updates_of_narrow_types_are_exact_but_for_rounding(case: str, dtype: torch.dtype) -> None:
-    """A step over vectors and what is left behind them, beside float64; Adam's rounds each result once."""
+    """A step over vectors and their remainder is compared with float64; Adam rounds each result once."""
     _, options, operator, hyper, states, flags = CASES[case]
     values = [torch.linspace(start, 1, 67).to(dtype) for start in (-1, 0.5, *(0.25 for _ in range(states)))]
     found = operator(*values, None, hyper(options, 2), *flags)
@@ -119,7 +119,7 @@ def test_the_twin_writes_over_its_operands(case: str) -> None:
 def test_many_are_updated_in_a_call(
     case: str, scale: float | None, first: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each as by itself, to the bit: those that torch's fused kernels take, and others beside them."""
+    """Each parameter is updated as alone, to the bit, whether torch's fused kernels take it or not."""
     monkeypatch.setattr(module, "_SCALED_AT_ONCE", 100)
     calls = _recorded(monkeypatch)
     _, options, operator, hyper, states, flags = CASES[case]
@@ -175,7 +175,7 @@ def test_shapes_are_known_without_values(case: str) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_squares_are_summed_wide(dtype: torch.dtype) -> None:
-    """Numbers that are narrower than float32 are squared and summed in it."""
+    """Numbers narrower than float32 are squared and summed in float32."""
     x = torch.full((3, 100), 300.0, dtype=dtype)
     found = sum_of_squares(x)
     assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)

@@ -66,9 +66,9 @@ def test_equals_each_sequence_alone(lengths: list[tuple[int, int]], is_causal: b
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    """Starts that do not belong together, and shapes that do not fit, are refused with the reason."""
+    """Inconsistent starts, and shapes that do not fit, are refused with the reason."""
     q, starts = draw(4, 2, 8), _starts([1, 3])
-    with pytest.raises(ValueError, match="as many starts"):
+    with pytest.raises(ValueError, match="equally many starts"):
         packed_attention(q, q, q, starts, starts[:2], True, 0, 1.0)
     with pytest.raises(ValueError, match="in int32"):
         packed_attention(q, q, q, starts.long(), starts.long(), True, 0, 1.0)

@@ -1,4 +1,4 @@
-"""Philox: the published vectors, and shards that draw what the whole array draws."""
+"""Philox gives the published vectors, and shards draw the same numbers as the whole array."""
 
 from __future__ import annotations
 
@@ -85,13 +85,13 @@ def test_words_have_the_right_moments() -> None:
 
 @pytest.mark.parametrize("p", [0.0, 0.3, 1.0])
 def test_keep_mask_keeps_the_share_it_should(p: float) -> None:
-    """`keep_mask` keeps 1 - p of the elements: all for p = 0, none for p = 1."""
+    """`keep_mask` keeps a share 1 - p of the elements: all for p = 0, none for p = 1."""
     keep = keep_mask((20_000,), (0,), (20_000,), torch.tensor(3), 4, p).double().mean()
     assert abs(float(keep) - (1 - p)) <= 5 * (p * (1 - p) / 20_000) ** 0.5
 
 
 def test_shapes_of_different_rank_are_refused() -> None:
-    """Shape, offset and global shape need one entry per dim each."""
+    """Shape, offset and global shape need one entry per dim."""
     with pytest.raises(ValueError, match=r"shape=\(2, 2\), offset=\(0,\)"):
         random_words((2, 2), (0,), (2, 2), torch.tensor(0), 0)
 

@@ -74,7 +74,7 @@ def _left_of(expected: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
 def test_numbers_follow_the_distribution(distribution: str, dtype: torch.dtype) -> None:
-    """Kolmogorov and Smirnov's test at a level of 1e-5: 2.5 / sqrt(n); PyTorch's own numbers pass it too."""
+    """Kolmogorov and Smirnov's test passes at a level of 1e-5, 2.5 / sqrt(n); PyTorch's own numbers pass too."""
     limit = 2.5 / math.sqrt(COUNT)
     assert distance(draw(distribution, dtype=dtype), _CUMULATED[distribution]) < limit
     torch.manual_seed(0)
@@ -95,7 +95,7 @@ def test_moments_are_those_of_pytorch(distribution: str) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_uniform_numbers_stay_below_one(dtype: torch.dtype) -> None:
-    """A type takes as many bits as it can hold, so that none rounds up to 1, and all are multiples of the last bit."""
+    """A number has as many bits as its dtype holds, so that none rounds up to 1; all are multiples of the last bit."""
     x = random(SEED, "uniform", [0.0, 1.0], 1, [COUNT], [0], [COUNT], dtype=dtype)
     bits = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}[dtype]
     assert x.dtype == dtype
@@ -108,7 +108,7 @@ def test_uniform_numbers_stay_below_one(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("low", "high"), [(1.0, 2.0), (-0.3, 0.1), (2.0, 2.0)])
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_uniform_numbers_stay_below_the_end(low: float, high: float, dtype: torch.dtype) -> None:
-    """Rounding to the type does not reach the end, which belongs to no interval but an empty one."""
+    """Rounding to the dtype does not reach the end, which belongs only to an empty interval."""
     x = random(SEED, "uniform", [low, high], 1, [COUNT], [0], [COUNT], dtype=dtype)
     first, last = (torch.tensor(bound, dtype=dtype) for bound in (low, high))
     assert bool((x >= first).all())
@@ -126,7 +126,7 @@ def test_exponential_numbers_are_above_zero() -> None:
      (-(2**62), 2**62, torch.int64), (5, 6, torch.int32), (0, 2**24 + 1, torch.float32)],
 )  # fmt: skip
 def test_integers_fill_their_range(low: int, high: int, dtype: torch.dtype) -> None:
-    """All of a small range; the halves of a large one equally often."""
+    """All integers of a small range occur; the halves of a large range occur equally often."""
     x = random(SEED, "integer", [low, high], 1, [COUNT], [0], [COUNT], dtype=dtype)
     assert x.dtype == dtype
     assert low <= int(x.min()) <= int(x.max()) < high
@@ -165,14 +165,14 @@ def test_shard_equals_slice(distribution: str, rows: int, columns: int, start: i
      ("integer", [-(2**63), 2**63]), ("truncated_normal", [0.0, 1.0, 2.0, 1.0])],
 )  # fmt: skip
 def test_parameters_out_of_range_are_refused(distribution: str, parameters: list[float]) -> None:
-    """The message says what the distribution needs, and what it got."""
+    """The message says the distribution's condition, and the given parameters."""
     with pytest.raises(KernelError, match=rf"{distribution} numbers need .*; got .*{parameters[-1]}\."):
         random(SEED, distribution, parameters, 0, [2], [0], [2], dtype=torch.float32)
 
 
 def test_unknown_distributions_are_refused() -> None:
-    """The message lists those that are known."""
-    with pytest.raises(KernelError, match=r"distribution='beta' is not known\. Known: uniform, normal"):
+    """The message lists the known distributions."""
+    with pytest.raises(KernelError, match=r"distribution='beta' is unknown\. Known: uniform, normal"):
         random(SEED, "beta", [1.0], 0, [2], [0], [2], dtype=torch.float32)
 
 

@@ -34,7 +34,7 @@ INPUT, HIDDEN = 3, 4
 
 
 def _layer(kind: str, bias: bool = True, dtype: torch.dtype = torch.float64) -> nn.RNNBase:
-    """A layer of both directions: the second is what `reverse` computes."""
+    """A layer of both directions; `reverse` computes the second."""
     torch.manual_seed(0)
     return LAYERS[kind](INPUT, HIDDEN, bias=bias, bidirectional=True, batch_first=True).to(dtype)
 
@@ -76,7 +76,7 @@ def _flat(result: Any) -> list[Tensor]:
 
 
 def _assert_same(mine: list[Tensor], torchs: list[Tensor], operands: list[Tensor]) -> None:
-    """Equal results, and equal gradients from the same gradients of all of them."""
+    """Equal results, and equal gradients from equal gradients of all results."""
     grads = [torch.randn_like(result) for result in torchs]
     found = torch.autograd.grad(mine, operands, grads)
     expected = torch.autograd.grad(torchs, operands, grads)
@@ -95,7 +95,7 @@ def test_equals_torch_in_float64(kind: str, batch: int, steps: int, bias: bool) 
 
 @given(kind=KINDS, lengths=st.lists(st.integers(1, 6), min_size=1, max_size=4))
 def test_rows_of_different_lengths_equal_packed_sequences(kind: str, lengths: list[int]) -> None:
-    """A row stops after its own last step; backwards it starts there."""
+    """A row stops after its own last step; in reverse it starts there."""
     layer, states = _layer(kind), _states(kind, len(lengths))
     x = torch.randn(len(lengths), max(lengths), INPUT, dtype=torch.float64, requires_grad=True)
     sizes = torch.tensor(lengths)
@@ -109,7 +109,7 @@ def test_rows_of_different_lengths_equal_packed_sequences(kind: str, lengths: li
 
 
 def test_a_row_without_steps_keeps_its_state() -> None:
-    """Its result at every step is the state that it came with, and its operand has no gradient."""
+    """The row's result at every step is its first state, and its operand has no gradient."""
     inputs = torch.randn(2, 3, 4 * HIDDEN, dtype=torch.float64, requires_grad=True)
     h0, c0 = (torch.randn(2, HIDDEN, dtype=torch.float64, requires_grad=True) for _ in range(2))
     w = torch.randn(4 * HIDDEN, HIDDEN, dtype=torch.float64)
@@ -156,7 +156,7 @@ def _operands(kind: str, lengths: Tensor | None, reverse: bool) -> tuple[Any, tu
 @pytest.mark.parametrize("lengths", [None, torch.tensor([4, 0, 2])], ids=["whole", "lengths"])
 @pytest.mark.parametrize("kind", LAYERS)
 def test_gradcheck_and_opcheck(kind: str, lengths: Tensor | None, reverse: bool) -> None:
-    """Gradients are those of finite differences; schema, fake tensors and dispatch agree."""
+    """Gradients equal finite differences; schema, fake tensors and dispatch agree."""
     torch.manual_seed(1)
     operator, args = _operands(kind, lengths, reverse)
     differentiable = {"lstm": 3, "projected": 3}.get(kind, 2)
@@ -165,7 +165,7 @@ def test_gradcheck_and_opcheck(kind: str, lengths: Tensor | None, reverse: bool)
 
 
 class CountLaunches(TorchDispatchMode):
-    """Counts the operators that compute: all but views and what is allocated."""
+    """Counts the operators that compute: all but views and allocations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ def test_half_precision_rounds_at_steps(kind: str, dtype: torch.dtype) -> None:
     ],
 )
 def test_shapes_that_do_not_fit_are_refused(call: Callable[[Tensor], Any], message: str) -> None:
-    """The message names the operator, what it takes and what was found."""
+    """The message names the operator, its operands and the found shapes."""
     with pytest.raises(ValueError, match=message):
         call(torch.zeros(3, 4, 5))
 
@@ -248,7 +248,7 @@ _FITTING: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
 
 @pytest.mark.parametrize("kind", sorted(_FITTING))
 def test_no_size_may_differ_alone(kind: str) -> None:
-    """Every size but the steps' number stands in two operands: one more, or one fewer, in one of them is refused."""
+    """Every size but the number of steps occurs in two operands; a difference of one is refused."""
     call, shapes = _FITTING[kind]
     call(*map(torch.zeros, shapes))
     for place, shape in enumerate(shapes):

@@ -120,7 +120,7 @@ def test_fused_opcheck(kernel: FusedKernel) -> None:
 
 
 def test_float64_has_no_kernel_and_explains_why() -> None:
-    """A kernel that does not apply is not found, and the reason can be asked for."""
+    """A kernel that does not apply is not found, and gives its reason."""
     arguments = (torch.ones(2, 3, dtype=torch.float64), -1, False)
     assert find_kernel(aten._softmax.default, arguments) is None
     (kernel,) = kernels_of(aten._softmax.default)

@@ -1,4 +1,4 @@
-"""`autoshard::poisson`, `binomial` and `gamma`: the distributions are PyTorch's, whatever the parameters."""
+"""`autoshard::poisson`, `binomial` and `gamma` have PyTorch's distributions, for any parameters."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_poisson(rate: float) -> None:
 
 @pytest.mark.parametrize(("count", "p"), [(5, 0.0), (5, 1.0), (7, 0.3), (40, 0.9), (60, 0.5), (5000, 0.01), (900, 0.7)])
 def test_binomial(count: int, p: float) -> None:
-    """Few and many trials, likely and unlikely ones."""
+    """Few and many trials, with likely and unlikely successes."""
     torch.manual_seed(0)
     mine = binomial(_filled(count), _filled(p), SEED, *PLACE)
     _assert_alike(mine, torch.binomial(_filled(count), _filled(p)))
@@ -47,7 +47,7 @@ def test_binomial(count: int, p: float) -> None:
 
 @pytest.mark.parametrize("alpha", [0.05, 0.5, 1.0, 2.5, 80.0])
 def test_gamma(alpha: float) -> None:
-    """Below 1, where a larger one is scaled down, and above."""
+    """Parameters below 1, where a larger number is scaled down, and above 1."""
     torch.manual_seed(0)
     mine = gamma(_filled(alpha), SEED, *PLACE)
     _assert_alike(mine, torch._standard_gamma(_filled(alpha)))
@@ -55,7 +55,7 @@ def test_gamma(alpha: float) -> None:
 
 
 def test_neighbours_do_not_matter() -> None:
-    """An element draws the same whatever parameters the others have."""
+    """An element draws the same number for any parameters of the others."""
     rates = torch.tensor([0.5, 30.0, 8.0, 1e4, 2.0])
     whole = poisson(rates, SEED, 3, [0], [5])
     for index in range(5):

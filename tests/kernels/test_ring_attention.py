@@ -1,4 +1,4 @@
-"""Attention as a ring: equal work on all ranks, results that lie as their fakes say, and memory as it is counted."""
+"""Attention as a ring: equal work on all ranks, layouts of results as in their fakes, and counted memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def pieces(ranks: int, dtype: torch.dtype, keys: int = HEADS) -> list[list[Tenso
 
 @pytest.mark.parametrize("ranks", [2, 5])
 def test_ranks_have_as_much_to_do_in_pairs(ranks: int) -> None:
-    """At each hop; else the first rank computes at one hop and the last at all."""
+    """In pairs, work is equal at each hop; otherwise the first rank computes at one hop, and the last at all."""
     pairs, hops = [], []
     for rank in range(ranks):
         paired, alone = (Ring(*place(rank, ranks, is_paired)) for is_paired in (True, False))
@@ -56,7 +56,7 @@ def _scores(rows: slice, keys: slice, _: slice, is_causal: bool, __: Sequence[in
 
 @pytest.mark.parametrize("is_paired", [False, True])
 def test_sums_are_kept_in_float32(is_paired: bool) -> None:
-    """In 16 bits results are those of float64, rounded a few times, however many hops; they lie as their fakes do."""
+    """In 16 bits, results equal float64's with a few roundings, for any number of hops; layouts equal the fakes'."""
     ranks = 4
     given = pieces(ranks, torch.bfloat16, keys=2)
     whole = [torch.cat([rank[operand].double() for rank in given], 2) for operand in range(4)]
@@ -106,7 +106,7 @@ def _check_memory(operator: Any, operands: tuple[Any, ...], rest: tuple[Any, ...
 
 
 def alone(steps: Steps) -> Any:
-    """The results of one rank to which as much is sent as it sends."""
+    """The results of one rank that receives as much as it sends."""
     answer = None
     try:
         while True:

@@ -70,7 +70,7 @@ def test_equals_torch(
 
 
 def test_tensors_in_another_order() -> None:
-    """A tensor that does not lie row by row is updated where it lies, and nothing beside it."""
+    """A tensor that is not row-major is updated in place, and no memory beside it."""
     torch.manual_seed(0)
     (whole,), grads, (first,), (second,) = _draw([(6, 8)], *[torch.float32] * 3)
     before = whole.clone()
@@ -86,7 +86,7 @@ def test_what_does_not_fit_is_refused() -> None:
     """Unlike dtypes and shapes are refused with the reason."""
     groups = _draw([(3,), (4,)], *[torch.float32] * 3)
     rest = (None, _hyper(0.0), True, False)
-    with pytest.raises(KernelError, match="as many grads as params, of one dtype"):
+    with pytest.raises(KernelError, match="equally many grads and params, of one dtype"):
         adam_updates_(groups[0], [groups[1][0], groups[1][1].double()], *groups[2:], *rest)
     with pytest.raises(KernelError, match="moments of one dtype"):
         adam_updates_(*groups[:3], [x.half() for x in groups[3]], *rest)

@@ -36,7 +36,7 @@ def _inputs(rows: int, columns: int, dtype: torch.dtype) -> dict[str, Tensor]:
 
 @given(st.integers(1, 17), st.integers(1, 41), dtypes)
 def test_add_rms_norm(rows: int, columns: int, dtype: torch.dtype) -> None:
-    """Sum, norm and statistics, and all gradients, of the form that is written out; and of the norm alone."""
+    """Sum, norm, statistics and all gradients, for the form of small operators, and for the norm alone."""
     inputs = _inputs(rows, columns, dtype)
     out, rstd, total = add_rms_norm(**inputs, eps=EPS)
     # The norm is of the sum as it is stored.
@@ -66,7 +66,7 @@ def test_add_layer_norm(rows: int, columns: int, dtype: torch.dtype) -> None:
 
 
 def test_torchs_own_rms_norm_is_a_form_too() -> None:
-    """The whole operator, forward and backward, gives what the one written out gives."""
+    """The fused operator, forward and backward, equals the small operators."""
     inputs = _inputs(3, 5, torch.float32)
     out, rstd, total = add_rms_norm(**inputs, eps=EPS)
     assert_results((out, rstd, total), expected_of(ADD_RMS.forms[1], out, **inputs, eps=EPS), torch.float32)
@@ -90,5 +90,5 @@ def test_strided_inputs_and_many_rows_per_program(monkeypatch: pytest.MonkeyPatc
 def test_what_is_added_must_fit() -> None:
     """A residual of another shape is refused with the reason."""
     x = draw(2, 3)
-    with pytest.raises(KernelError, match="the tensors that are added have shapes"):
+    with pytest.raises(KernelError, match="the added tensors have shapes"):
         add_rms_norm(x, x[:1], draw(3), EPS)

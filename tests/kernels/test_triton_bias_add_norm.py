@@ -19,7 +19,7 @@ EPS = 0.1
 
 @given(st.integers(1, 17), st.integers(1, 41), dtypes, st.booleans())
 def test_sum_norm_and_statistics(rows: int, columns: int, dtype: torch.dtype, is_centred: bool) -> None:
-    """x is rows of a product, the residual has the model's shape; each form is of the sum as it is stored."""
+    """x has the rows of a product, the residual has the model's shape; each form uses the stored sum."""
     x, residual = draw(2 * rows, columns, dtype=dtype), draw(2, rows, columns, dtype=dtype)
     x_bias, weight, bias = (draw(columns, dtype=dtype) for _ in range(3))
     affine = {"weight": weight, "eps": EPS} | ({"bias": bias} if is_centred else {})
@@ -33,7 +33,7 @@ def test_sum_norm_and_statistics(rows: int, columns: int, dtype: torch.dtype, is
 
 
 def test_strided_rows() -> None:
-    """Rows with gaps between them, of both what is added to."""
+    """Rows of x and of the residual may have gaps between them."""
     x, residual = draw(6, 10)[:, :5], draw(2, 3, 10)[..., 5:]
     x_bias, weight = draw(5), draw(5)
     out, rstd, total = bias_add_rms_norm(x, x_bias, residual, weight, EPS)
@@ -45,9 +45,9 @@ def test_strided_rows() -> None:
 @pytest.mark.parametrize(
     ("shapes", "reason"),
     [
-        (((6, 4), (4,), (2, 2, 4)), "are not the same rows"),
+        (((6, 4), (4,), (2, 2, 4)), "have different rows"),
         (((4, 4), (1,), (2, 2, 4)), "x_bias .1,. is not a row of x"),
-        (((4, 4), (4,), (2, 4, 2)), "are not the same rows"),
+        (((4, 4), (4,), (2, 4, 2)), "have different rows"),
     ],
 )
 def test_what_is_refused(shapes: tuple[tuple[int, ...], ...], reason: str) -> None:

@@ -19,7 +19,7 @@ backward = triton_cross_entropy.triton_cross_entropy_backward
 
 
 def _case(rows: int, classes: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits, and targets of which some are ignored."""
+    """Logits, and targets, some of them ignored."""
     logits = (3 * torch.randn(rows, classes, device=DEVICE)).to(dtype)
     target = torch.randint(0, classes, (rows,), device=DEVICE)
     target[::5] = IGNORE
@@ -47,7 +47,7 @@ def _check(logits: torch.Tensor, target: torch.Tensor, smoothing: float) -> None
     st.sampled_from([0.0, 0.1]),
 )
 def test_equals_torch(rows: int, classes: int, dtype: torch.dtype, smoothing: float) -> None:
-    """Loss and gradient are torch's float64 ones at odd sizes."""
+    """Loss and gradient equal torch's float64 results at odd sizes."""
     logits, target = _case(rows, classes, dtype)
     _check(logits, target, smoothing)
 
@@ -63,7 +63,7 @@ def test_walks_long_rows_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_strided_logits() -> None:
-    """Logits with gaps between rows, and transposed ones, are read right."""
+    """Logits with gaps between rows, and transposed logits, are read correctly."""
     logits, target = _case(11, 19, torch.float32)
     _check(logits[:, 2:17], target.clamp(max=14), 0.1)
     _check(logits.t().contiguous().t(), target, 0.1)

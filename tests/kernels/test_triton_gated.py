@@ -45,5 +45,5 @@ def test_what_does_not_fit_is_refused() -> None:
         gated(x, x[:1], "silu")
     with pytest.raises(KernelError, match="tensors of one dtype"):
         gated(x, x.half(), "silu")
-    with pytest.raises(KernelError, match="activation='relu' is none of"):
+    with pytest.raises(KernelError, match="activation='relu' is not one of"):
         gated(x, x, "relu")

@@ -43,5 +43,5 @@ def test_what_does_not_fit_is_refused() -> None:
     x = draw(4, 3)
     with pytest.raises(KernelError, match="a bias of x's last dim"):
         bias_gelu(x, draw(2), [4, 3], "gelu")
-    with pytest.raises(KernelError, match="has not the rows of x"):
+    with pytest.raises(KernelError, match="does not have the rows of x"):
         bias_gelu(x, draw(3), [3, 4], "gelu")

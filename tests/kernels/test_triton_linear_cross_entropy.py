@@ -1,4 +1,4 @@
-"""Cross-entropy in chunks of the classes against its forms in float64, and what it holds at a time."""
+"""Cross-entropy in chunks of the classes, compared with its forms in float64, and its memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _small_chunks() -> object:
 
 
 def _case(lead: Sequence[int], classes: int, depth: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, weight, and targets of which some are ignored."""
+    """Hidden states, weight, and targets, some of them ignored."""
     rows = torch.Size(lead).numel()
     target = torch.randint(0, classes, (rows,), device=DEVICE)
     target[::5] = IGNORE
@@ -67,13 +67,13 @@ def _check(hidden: Tensor, weight: Tensor, target: Tensor, smoothing: float) -> 
 def test_equals_torch(
     rows: int, classes: int, depth: int, dtype: torch.dtype, smoothing: float, has_sequence: bool
 ) -> None:
-    """At odd sizes, in several chunks of which the last is short, with targets in any and ignored ones."""
+    """Results equal torch's at odd sizes, in several chunks with a short last one; targets fall into any chunk."""
     torch.manual_seed(0)
     _check(*_case((2, rows) if has_sequence else (rows,), classes, depth, dtype), smoothing)
 
 
 def _results(form: Form, like: Tensor, arguments: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """The results of a form in float64, but for logits that it makes float32."""
+    """The results of a form in float64, except logits that it makes float32."""
     variables = {name: wide(value) for name, value in arguments.items()}
     variables |= {name: compute(arguments) for name, compute in form.free.items()}
     return tuple(x.double() for x in form.results(like.double(), variables))
@@ -81,7 +81,7 @@ def _results(form: Form, like: Tensor, arguments: Mapping[str, Any]) -> tuple[Te
 
 @pytest.mark.parametrize("form", [ROWS, WIDE_ROWS, SEQUENCE, WIDE_SEQUENCE])
 def test_forms(form: int) -> None:
-    """Each form computes what the kernel does."""
+    """Each form computes the same as the kernel."""
     torch.manual_seed(0)
     lead = (2, 3) if form in (SEQUENCE, WIDE_SEQUENCE) else (6,)
     hidden, weight, target = _case(lead, 40, 5, torch.float32)
@@ -94,7 +94,7 @@ def test_forms(form: int) -> None:
 
 
 def test_strided_operands() -> None:
-    """Hidden states and a weight that lie otherwise than row by row are read right, and a gradient that is expanded."""
+    """Hidden states and weights that are not row-major, and an expanded gradient, are read correctly."""
     torch.manual_seed(0)
     hidden, weight, target = _case((2, 7), 50, 6, torch.float32)
     _check(hidden.transpose(0, 1).contiguous().transpose(0, 1), weight.t().contiguous().t(), target, 0.0)
@@ -140,9 +140,9 @@ def test_the_logits_are_never_held() -> None:
 
 
 def test_what_gains_nothing_or_does_not_fit_is_refused() -> None:
-    """One chunk would hold all logits; operands must fit each other."""
+    """A single chunk would hold all logits; operands must fit each other."""
     hidden, weight, target = _case((3,), 16, 4, torch.float32)
-    with pytest.raises(KernelError, match="all 16 classes are one chunk"):
+    with pytest.raises(KernelError, match="all 16 classes fit into one chunk"):
         linear_cross_entropy(hidden, weight, target, IGNORE, 0.0)
     with pytest.raises(KernelError, match="one target"):
         linear_cross_entropy(hidden, weight, target[:2], IGNORE, 0.0)

@@ -83,7 +83,7 @@ def test_equals_torch(count: int, rows: int, columns: int, dtype: torch.dtype, g
 
 @pytest.mark.parametrize("count", [1, 2], ids=["rms", "layer"])
 def test_strided_inputs_of_many_dims(count: int) -> None:
-    """Inputs with gaps between rows, and transposed ones, are read right."""
+    """Inputs with gaps between rows, and transposed inputs, are read correctly."""
     x = _draw(3, 4, 16)[:, 1:, 3:12]
     parameters = [_draw(18)[::2], _draw(9)][:count]
     for view in (x, x.transpose(0, 1), x.transpose(1, 2).contiguous().transpose(1, 2)):
@@ -100,7 +100,7 @@ def test_many_rows_per_program(count: int, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("count", [1, 2], ids=["rms", "layer"])
 def test_norm_over_several_dims(count: int) -> None:
-    """`normalized_shape` may span several dims; the statistics keep them as ones, as ATen's do."""
+    """`normalized_shape` may span several dims; the statistics keep them as ones, like ATen's."""
     x, parameters = _draw(2, 3, 5), [_draw(3, 5), None][:count]
     out, *statistics = _forward(x, [3, 5], parameters)
     assert all(item.shape == (2, 1, 1) for item in statistics)
@@ -108,14 +108,14 @@ def test_norm_over_several_dims(count: int) -> None:
 
 
 def test_without_eps_an_rms_norm_takes_float32s() -> None:
-    """Results are those of ATen."""
+    """Results equal ATen's."""
     x, weight = _draw(2, 3, 5), _draw(3, 5)
     torch.testing.assert_close(rms_norm(x, [3, 5], weight, None)[0], F.rms_norm(x, [3, 5], weight))
 
 
 @pytest.mark.parametrize("mask", [[True, False], [False, True], [False, True, False]])
 def test_output_mask_leaves_out_gradients(mask: list[bool]) -> None:
-    """Gradients that are not asked for are None."""
+    """Gradients that the mask leaves out are None."""
     x, parameters = _draw(3, 5), [_draw(5) for _ in mask[1:]]
     _, *statistics = _forward(x, [5], parameters)
     grads = _backward(x, x, [5], statistics, parameters, mask)

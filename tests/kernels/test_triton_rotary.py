@@ -55,7 +55,7 @@ def test_interleaved_pairs() -> None:
 
 
 def test_strided_inputs() -> None:
-    """Heads between the elements of a sequence, as projections give them."""
+    """Heads are between the elements of a sequence, as projections return them."""
     q, k = draw(2, 5, 3, 6).transpose(1, 2), draw(2, 6, 2, 5).permute(0, 2, 3, 1)
     cos, sin = _angles(1, 0, 5, 6)
     arguments = {"q": q, "k": k, "cos": cos, "sin": sin}

@@ -22,7 +22,7 @@ def _tolerance(dtype: torch.dtype) -> float:
 
 @given(st.integers(1, 40), st.integers(1, 37), st.sampled_from(DTYPES), st.booleans())
 def test_equals_torch(rows: int, columns: int, dtype: torch.dtype, is_transposed: bool) -> None:
-    """Output and gradient are torch's float64 ones at odd sizes, also for transposed inputs."""
+    """Output and gradient equal torch's float64 results at odd sizes, also for transposed inputs."""
     x = (4 * torch.randn(columns, rows, device=DEVICE)).to(dtype)
     x = x.t() if is_transposed else x.t().contiguous()
     grad_out = torch.randn(rows, columns, device=DEVICE).to(dtype)
@@ -46,7 +46,7 @@ def test_minus_infinity_and_many_dims() -> None:
 
 
 def test_stores_nothing_outside_its_rows() -> None:
-    """Strided views are read and written where they are; what surrounds them is untouched."""
+    """Strided views are read and written in place; memory around them is untouched."""
     whole = torch.randn(7, 11, device=DEVICE)
     out = torch.full((9, 13), float("nan"), device=DEVICE)
     softmax_into(whole[1:6, 2:9], out[2:7, 3:10])

@@ -55,7 +55,7 @@ def test_strided_rows_in_several_blocks() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     """Statistics of another number of rows, or not in float32, are refused with the reason."""
     logits, targets = draw(4, 3), _targets(4, 3)
-    with pytest.raises(KernelError, match="one number of each row"):
+    with pytest.raises(KernelError, match="one number per row"):
         triton_split_cross_entropy(logits, draw(3), **targets, factor=1.0)
     with pytest.raises(KernelError, match="takes top in float32"):
         triton_split_cross_entropy(logits, draw(4, dtype=torch.float16), **targets, factor=1.0)

@@ -18,7 +18,7 @@ from autoshard.errors import KernelError
 from autoshard.kernels.triton_softmax import softmax
 from autoshard.kernels.tuning_store import Store
 from autoshard.kernels.tuning_switch import active_tuning, folder_identity
-from autoshard.runtime.agreement.control_group import HeldFact
+from autoshard.runtime.agreement.control_group import PieceFact
 from autoshard.runtime.engine import SimulatorEngine
 from tests.kernels.calls import CALLS, run
 from tests.kernels.fused import DEVICE, draw
@@ -33,7 +33,7 @@ def _off_afterwards() -> Iterator[None]:
 
 
 class CountingTimer:
-    """Runs what it is to time `runs` times, and says that the candidate of number `best` is the fastest."""
+    """Runs the timed function `runs` times, and reports candidate number `best` as the fastest."""
 
     def __init__(self, best: int = 2, runs: int = 1) -> None:
         self.best, self.runs, self.calls = best, runs, 0
@@ -57,7 +57,7 @@ def _choices(folder: Path) -> dict[str, list[str]]:
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("name", sorted(CALLS))
 def test_timing_leaves_no_trace(name: str, tmp_path: Path) -> None:
-    """Kernels run many times while they are measured; results, also those written in place, are as without."""
+    """Kernels run many times while they are measured; results, also those written in place, are unchanged."""
     expected = run(name, 5, 20)
     timer = CountingTimer(best=1)
     autoshard.tune_kernels(folder=tmp_path, timer=timer)
@@ -101,7 +101,7 @@ print(softmax(draw(33, 100), -1, False).sum().item())
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the second process interprets")
 def test_a_second_process_measures_nothing(tmp_path: Path) -> None:
-    """It reads what the first has measured."""
+    """The second process reads the first one's measurements."""
     autoshard.tune_kernels(folder=tmp_path, timer=CountingTimer())
     softmax(draw(33, 100), -1, False)
     made = subprocess.run([sys.executable, "-c", _SECOND, str(tmp_path)], cwd=ROOT, capture_output=True, text=True)
@@ -147,7 +147,7 @@ def test_a_full_disk_is_told_once(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
 def test_the_interpreter_is_not_timed(tmp_path: Path) -> None:
-    """Without a timer of one's own, a kernel that is interpreted runs as ever, and nothing is written."""
+    """Without a user's timer, an interpreted kernel runs unchanged, and nothing is written."""
     autoshard.tune_kernels(folder=tmp_path / "tuned")
     x = draw(3, 10)
     torch.testing.assert_close(softmax(x, -1, False), x.softmax(-1))
@@ -164,8 +164,8 @@ def test_large_copies_are_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_the_variable_switches_it_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 1 in the user's cache, else in the folder that it names; a call of the function goes before it."""
-    monkeypatch.setattr("autoshard.kernels.tuning_switch._ASKED", [])
+    """The value 1 uses the user's cache, another value is the folder; a call of the function takes precedence."""
+    monkeypatch.setattr("autoshard.kernels.tuning_switch._SET", [])
     assert active_tuning() is None
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     for value, folder in (("1", tmp_path / "autoshard" / "tuned"), (str(tmp_path / "mine"), tmp_path / "mine")):
@@ -182,8 +182,8 @@ def test_the_variable_switches_it_on(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled")
 def test_ranks_compare_their_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before a program with kernels runs, each rank tells the others in which folder it keeps what it measures."""
-    told: dict[str | HeldFact, str] = {}
+    """Before a program with kernels runs, each rank tells the others the folder of its measurements."""
+    told: dict[str | PieceFact, str] = {}
     monkeypatch.setattr(SimulatorEngine, "agree", lambda engine, facts: told.update(facts()))
     model, x = torch.nn.Linear(4, 4), torch.ones(2, 4)
     autoshard.compile(model, Mesh({"data": 2}), example_inputs=(x,), backend="triton")
@@ -196,7 +196,7 @@ def test_ranks_compare_their_folders(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    """The error names it, and the variable."""
+    """The error names the folder, and the variable."""
     (tmp_path / "file").write_text("")
     autoshard.tune_kernels(folder=tmp_path / "file")
     with pytest.raises(KernelError, match=r"cannot be kept in .*file.*AUTOSHARD_TUNE"):

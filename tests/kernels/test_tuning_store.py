@@ -1,4 +1,4 @@
-"""The folder of choices: the first to publish decides, and what is damaged counts as missing."""
+"""The folder of choices: the first to publish decides, and damaged files count as missing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _entry(folder: Path) -> Path:
 
 
 def test_what_is_published_is_read(tmp_path: Path) -> None:
-    """By a store of the same folder; with the times of all, readable."""
+    """A store of the same folder reads the choice; the file has readable times of all candidates."""
     assert Store(tmp_path / "new").publish(KEY, CANDIDATES[1], TIMES) == CANDIDATES[1]
     assert Store(tmp_path / "new").read(KEY) == CANDIDATES[1]
     entry = json.loads(_entry(tmp_path / "new").read_text())
@@ -35,7 +35,7 @@ def test_what_is_published_is_read(tmp_path: Path) -> None:
 
 
 def test_the_first_decides(tmp_path: Path) -> None:
-    """Who measured something else in the meantime takes what is there."""
+    """A process that measured another choice in the meantime takes the published one."""
     store = Store(tmp_path)
     store.publish(KEY, CANDIDATES[2], TIMES)
     assert store.publish(KEY, CANDIDATES[0], TIMES) == CANDIDATES[2]
@@ -50,7 +50,7 @@ def test_the_first_decides(tmp_path: Path) -> None:
     ],
 )
 def test_other_keys_are_apart(tmp_path: Path, other: Key) -> None:
-    """A choice holds for its kernel, its facts and its candidates, whatever a file is called."""
+    """A choice holds for its kernel, its facts and its candidates, under any file name."""
     store = Store(tmp_path)
     store.publish(KEY, CANDIDATES[0], TIMES)
     assert store.read(other) is None
@@ -75,7 +75,7 @@ def test_other_keys_are_apart(tmp_path: Path, other: Key) -> None:
     ],
 )
 def test_damage_counts_as_missing(tmp_path: Path, damage: Callable[[str], str]) -> None:
-    """Half a file, other content, a choice that is none: measured again, and put right."""
+    """Half a file, other content, and an unknown choice are measured again, and repaired."""
     store = Store(tmp_path)
     store.publish(KEY, CANDIDATES[1], TIMES)
     path = _entry(tmp_path)
@@ -126,7 +126,7 @@ def test_a_folder_has_an_identity(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
-    """Their choices would be ours. One that is made is its user's alone."""
+    """Choices of other users could become ours, so the folder is refused. A folder that is made is private."""
     Store(tmp_path / "own").identity()
     assert (tmp_path / "own").stat().st_mode & 0o777 == 0o700
     shared = tmp_path / "shared"

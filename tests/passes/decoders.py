@@ -10,8 +10,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from autoshard import Runtime, tracing
-from passes.sections.fold_program import FoldedProgram, fold_program
-from passes.sections.price_model import PricedModel
+from passes.search.layers.fold_program import FoldedProgram, fold_program
+from passes.search.layers.price_model import PricedModel
 
 PRICED = Runtime(name="as recipes say")
 """A runtime that does what recipes say where nobody says otherwise: what plans of it are is a price."""

@@ -90,6 +90,6 @@ def adamw(model: nn.Module, limit: float | None = None) -> Update | None:
 
 def short_step(model: nn.Module, update: Update | None = None, margin: int = 1) -> Program:
     """The same without inner blocks."""
-    elided = tracing.elide_blocks(model, margin, least=1)
-    assert elided is not None
-    return replace(step(elided.model, update), repeats=elided.repeats)
+    short = tracing.leave_out_blocks(model, margin, least=1)
+    assert short is not None
+    return replace(step(short.model, update), repeats=short.repeats)

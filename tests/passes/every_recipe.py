@@ -1,7 +1,8 @@
 """Every recipe of a small model on a small cluster, field by field: the oracle of the search over recipes.
 
-It knows nothing of `passes.search.recipe_space`: the rules of docs/plans.md are written down once more, and
-whatever `Recipe` and pricing take beside them is a recipe. Things that have several names come several times.
+It knows nothing of `passes.search.recipe_space`: the rules of docs/explanation/how_plans_are_found.md are written down
+once more, and whatever `Recipe` and pricing take beside them is a recipe. Things that have several names come several
+times.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from autoshard.ir.execution import Execution
 from autoshard.ir.recipe import RECOMPUTE
 from cost_models.hardware import Cluster
 from cost_models.schedule_orders import SCHEDULES
-from passes.recipes.pipeline_stages import even_blocks
-from passes.recipes.recipe_plan import predict_recipe
-from passes.sections.price_model import CountedModel
+from passes.search.layers.price_model import CountedModel
+from passes.search.pipeline_stages import even_blocks
+from passes.search.recipe_plan import predict_recipe
 
 HEADS = EXPERTS = 4
 """Heads and experts of the models of `tests.passes.decoders`; every other size that axes split is a multiple."""
@@ -47,13 +48,13 @@ def every_price(counted: CountedModel, cluster: Cluster, base: Execution, least_
 def every_recipe(counted: CountedModel, cluster: Cluster, base: Execution, least_tokens: int) -> Iterator[Execution]:
     """All recipes that the rules admit; not all of them have a price."""
     away = ("none", "activations") if cluster.device.host_link is not None else ("none",)
-    keepings = tuple(product(RECOMPUTE, away)) if counted.blocks else (("none", "none"),)
+    policies = tuple(product(RECOMPUTE, away)) if counted.blocks else (("none", "none"),)
     known = axes_of(counted, cluster.size, cluster.devices_per_node, least_tokens)
     for axes, pipe in product(known, _pipes(counted, cluster.size)):
         replicas = axes["data"] * axes["context"]
         if pipe["pipeline"] != cluster.size / axes["tensor"] / replicas:
             continue
-        for micro_batch, (recompute, offload), zero in product(range(1, base.batch + 1), keepings, zeros_of(replicas)):
+        for micro_batch, (recompute, offload), zero in product(range(1, base.batch + 1), policies, zeros_of(replicas)):
             kept = {"recompute": recompute, "offload": offload}
             try:
                 yield replace(base, **axes, **pipe, **zero, micro_batch=micro_batch, **kept)

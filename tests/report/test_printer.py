@@ -118,7 +118,7 @@ def test_a_forecast_says_so() -> None:
     )
     text = render_plan(plan_with(predicted))
     assert "step │ 2 ms (90%: 1.8 ms to 2.2 ms) │" in " ".join(text.split())
-    assert "A forecast: communication runs beside computation." in text
+    assert "A prediction for another runtime, which overlaps communication with computation." in text
     for row in ("hidden: communication over x │ 1 ms", "model FLOPs utilisation", "50.0%", "60.0%"):
         assert row in " ".join(text.split())
 

@@ -1,4 +1,4 @@
-"""Architectures of transformers, tiny and with random weights, each with a batch: what is read and written as files."""
+"""Tiny architectures of transformers with random weights, each with a batch, for tests of reading and writing files."""
 
 from __future__ import annotations
 

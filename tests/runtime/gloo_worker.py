@@ -47,7 +47,7 @@ def bind_groups(graph: fx.Graph, group_name: str) -> fx.GraphModule:
 
 
 def compare(source: PartitionSpec, target: PartitionSpec, dtype: torch.dtype, rank: int) -> None:
-    """Run one reshard on both, at an even and an uneven shape."""
+    """Run one reshard on Gloo and the simulator, at an even and an uneven shape."""
     for shape in ((3, 5), (4, 4)):
         value = torch.arange(shape[0] * shape[1]).reshape(shape).remainder(7).to(dtype)
         inputs = shard_all(value, source, MESH)

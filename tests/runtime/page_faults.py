@@ -15,7 +15,7 @@ import autoshard
 from tests.models import Chain
 
 WIDTH, LAYERS, ROWS = 256, 6, 2048
-"""Activations of 2 MiB, 12 of them kept for the backward."""
+"""Activations of 2 MiB; 12 of them are saved for the backward."""
 SETTLING, STEPS = 10, 6
 """Steps in which the heap still grows, by 2 MiB in any of the first nine; and steps that are counted."""
 

@@ -50,7 +50,7 @@ def run_checks(checks: Mapping[str, Check], ranks: int = 4, deadline_s: float = 
 
 
 def held_store() -> dist.TCPStore:
-    """A store that no rank holds, as under torchrun, for ranks that are killed or stopped; they call `join_ranks`.
+    """A store that no rank hosts, as under torchrun, for ranks that are killed or stopped; they call `join_ranks`.
 
     In a file, a rank that is stopped with the file's lock, or killed within a record, would stop all others.
     """
@@ -66,7 +66,7 @@ def join_ranks(port: int, rank: int, ranks: int) -> None:
 
 
 def checked_once(checks: Mapping[str, Check], **options: Any) -> Any:
-    """A module's fixture: the outcomes of checks, which run when the first test asks for one; see `run_checks`.
+    """A module's fixture: the outcomes of checks, which run for the first test that needs them; see `run_checks`.
 
     Only those run that a test of this session asks for, by a parameter `name`.
     """
@@ -80,7 +80,7 @@ def checked_once(checks: Mapping[str, Check], **options: Any) -> Any:
 
 
 def named(checks: Iterable[str], *, slow: Collection[str]) -> list[Any]:
-    """The names of checks as parameters of a test; some are slow: those that a quick one has much in common with."""
+    """The names of checks as parameters of a test; checks that resemble a quick one are slow."""
     assert set(slow) <= set(checks), f"no check is called {sorted(set(slow) - set(checks))}"
     return [pytest.param(name, marks=[pytest.mark.slow] if name in slow else []) for name in checks]
 
@@ -102,7 +102,7 @@ def _outcome(folder: Path, name: str, ranks: int) -> str:
 
 
 def _tells_less(outcome: str) -> tuple[bool, bool, str]:
-    """A rank that failed by itself says more than those that waited for it."""
+    """Sort a rank that failed by itself before ranks that waited for it."""
     waited = any(name in outcome for name in ("RankMismatchError", "LostRankError"))
     return "did not finish" in outcome, waited, outcome
 

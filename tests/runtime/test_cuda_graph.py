@@ -1,4 +1,4 @@
-"""Steps launched from CUDA graphs: equal to those whose kernels are launched one by one.
+"""Steps launched from CUDA graphs equal steps whose kernels are launched one by one.
 
 Without a GPU, a stand-in records a function by keeping it. Launched again, it computes on the memory that it
 was recorded with, and writes its results where they were.
@@ -26,7 +26,7 @@ DEVICE = "cuda" if ON_CUDA else "cpu"
 
 
 class StandIn:
-    """Records by keeping the function; counts what it recorded and launched."""
+    """Records by keeping the function; counts recordings and launches."""
 
     def __init__(self) -> None:
         self.recorded = self.launched = 0
@@ -60,7 +60,7 @@ def _one_process() -> Iterator[None]:
 
 
 def recorded_by(patch: pytest.MonkeyPatch) -> StandIn:
-    """Have steps that are compiled from now on record by a stand-in, which is returned."""
+    """Let steps that are compiled from now on record by a stand-in, which is returned."""
     found = StandIn()
     patch.setattr(compile_model, "graphs_of", lambda cuda_graph, *_, **__: GraphedPasses(found))
     return found

@@ -51,7 +51,7 @@ def device_mesh(shape: tuple[int, int] = (2, 2)) -> DeviceMesh:
 
 
 def pair(shape: tuple[int, int] = (2, 2)) -> tuple[TwoLayers, ShardedModule]:
-    """A model, and a copy of it laid out as Megatron does: hidden values over "model", the batch over "data"."""
+    """A model, and a copy of it in Megatron's layout: hidden values over "model", the batch over "data"."""
     torch.manual_seed(0)
     plain = TwoLayers()
     return plain, autoshard.compile(copy.deepcopy(plain), device_mesh(shape), constraints=MEGATRON)
@@ -135,7 +135,7 @@ def check_dtensor_input_and_sharded_output() -> None:
 
 
 def check_a_rank_loads_its_rows_alone() -> None:
-    """The sampler's rows, as DTensors, give the loss of the whole batches; nothing is moved to read them."""
+    """The sampler's rows, as DTensors, give the loss of the whole batches; reading them communicates nothing."""
     plain, sharded = pair()
     sharded(batch())
     dataset = torch.randn(10, WIDTH, generator=torch.Generator().manual_seed(2))
@@ -168,7 +168,7 @@ def check_groups_over_several_axes() -> None:
 
 
 def check_an_update_in_place_makes_no_dtensors() -> None:
-    """Parameters and state that a step wrote over stay the DTensors that they are: none is made to compare them."""
+    """Parameters and state that a step overwrites stay the same DTensors; comparing versions makes no new DTensors."""
     torch.manual_seed(0)
     model = TwoLayers()
     step = autoshard.compile(model, device_mesh(), optimizer=torch.optim.AdamW(model.parameters(), fused=True))
@@ -181,7 +181,7 @@ def check_an_update_in_place_makes_no_dtensors() -> None:
 
 
 def check_meshes_and_processes() -> None:
-    """An abstract mesh finds the processes; a larger one is refused; a smaller one is simulated."""
+    """An abstract mesh finds the processes; a larger mesh is refused; a smaller mesh is simulated."""
     assert isinstance(make_engine(Mesh({"data": 2, "model": 2}), torch.device("cpu")), DistributedEngine)
     assert isinstance(make_engine(Mesh({"data": 1}), torch.device("cpu")), SimulatorEngine)
     with pytest.raises(MeshError, match=r"has 8 ranks, but this run has 4 processes"):

@@ -30,6 +30,6 @@ def test_a_step_takes_its_memory_from_the_one_before() -> None:
 
 @pytest.mark.parametrize("name", ["MALLOC_TRIM_THRESHOLD_", "GLIBC_TUNABLES"])
 def test_the_users_own_setting_stays(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    """Who says what the C library does is not overruled."""
+    """A user's setting of the C library is not overruled."""
     monkeypatch.setenv(name, "glibc.malloc.trim_threshold=131072" if name == "GLIBC_TUNABLES" else "131072")
     assert not keep_freed_memory()

@@ -1,4 +1,4 @@
-"""Facts that are kept about tensors that lie as they did at the call before."""
+"""Facts cached for tensors whose sharding is the same as in the previous call."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from autoshard.runtime.known_layouts import is_same_memory
 
 
 def test_the_same_memory_is_the_same_elements_in_the_same_places() -> None:
-    """Neither other elements of one tensor, nor the same ones in another order."""
+    """Other elements of a tensor, or equal elements in another order, are not the same memory."""
     x = torch.zeros(2, 2)
     assert is_same_memory(x, x.view(2, 2))
     assert not any(is_same_memory(x, other) or is_same_memory(other, x) for other in (x.t(), x[0], x.clone()))

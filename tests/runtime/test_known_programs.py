@@ -1,4 +1,4 @@
-"""Programs are kept up to a number, and what is forgotten is freed."""
+"""Programs are cached up to a maximum number, and dropped programs are freed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.models import Chain
 
 
 def test_the_program_used_least_recently_is_forgotten_and_freed() -> None:
-    """With room for two of three kinds of calls, the kind that was not used again is compiled anew."""
+    """With room for two of three kinds of calls, the least recently used kind is compiled a second time."""
     sharded = autoshard.compile(nn.Linear(4, 2), Mesh({"data": 2}), options=autoshard.Options(max_programs=2))
     sharded(torch.ones(2, 4))
     first = weakref.ref(sharded.programs[0].phased.lowered.graph_module)
@@ -71,12 +71,12 @@ def _graph_of(sharded: ShardedModule) -> weakref.ref[Any]:
 
 @pytest.mark.parametrize("axes", [{"data": 2}, {"pipeline": 2}], ids=str)
 def test_forgotten_steps_and_evaluations_are_freed(axes: dict[str, int]) -> None:
-    """Neither the optimizer's side nor the stages of a pipeline hold what is forgotten."""
+    """Neither the optimizer's side nor the stages of a pipeline keep a dropped program alive."""
     check_freed(axes)
 
 
 def test_what_is_made_for_a_program_goes_with_it() -> None:
-    """It is made once for each program, also if another comes in its place, and copies of its holder have none."""
+    """A value is made once per program, even if another value replaces it; copies of its holder start empty."""
     sharded: Any = autoshard.compile(nn.Linear(4, 2), Mesh({"data": 2}), example_inputs=(torch.ones(2, 4),))
     (executable,) = sharded._known
     other = executable.for_a_copy()

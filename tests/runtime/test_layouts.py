@@ -1,4 +1,4 @@
-"""A step does little by itself for each parameter: layouts are found once, and what lies where it should stays."""
+"""A step does little work per parameter: layouts are computed once, and correctly placed tensors stay."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from tests.runtime.processes import checked_once, report
 
 FEW, MANY = 4, 10
 CALLS_OF_A_STEP, CALLS_OF_A_CALL = 20, 50
-"""Python functions that may be called for each parameter (of a layer of two, its operators included): in a traced step,
-and in a call with a backward."""
+"""The most calls of Python functions per parameter in a traced step, and in a call with a backward.
+
+The layer has two parameters, and its operators are counted too."""
 
 
 @contextmanager
@@ -94,7 +95,7 @@ def check_calls_of_a_backward() -> None:
 
 
 def check_a_step_makes_no_dtensor() -> None:
-    """Parameters and state are written where they lie: no DTensor is made of them, and nothing is copied."""
+    """Parameters and state are written in place: no DTensor is made of them, and nothing is copied."""
     step = _traced_step(FEW)
     for _ in range(3):
         step()
@@ -107,7 +108,7 @@ def check_a_step_makes_no_dtensor() -> None:
 
 
 def check_swapped_parameters() -> None:
-    """A parameter whose memory, or value, is exchanged between steps is read and updated where it then lies."""
+    """A parameter whose memory or value is swapped between steps is read and updated in its new memory."""
     model, mesh = _model(2), init_device_mesh("cpu", (1,), mesh_dim_names=("data",))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = autoshard.compile(model, mesh, optimizer=optimizer, loss_fn=F.mse_loss)

@@ -1,4 +1,4 @@
-"""Calls of many lengths: padded to few, with the results of the calls as they are."""
+"""Calls of many lengths are padded to few lengths, with unchanged results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORDS, WIDTH = 12, 8
 
 
 class Tagger(nn.Module):
-    """A causal model that gives a loss, which leaves out targets of -100, and what it predicts."""
+    """A causal model that returns a loss without targets of -100, and its predictions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,14 +54,14 @@ def batch(length: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_lengths_are_few_and_at_most_half_more() -> None:
-    """Between 8 and 4,096 there are 19 lengths, each at least as long as asked for."""
+    """Between 8 and 4,096 there are 19 lengths, each at least the requested length."""
     found = {length: padded_length(length) for length in range(8, 4097)}
     assert len(set(found.values())) == 19
     assert all(length <= padded <= 1.5 * length for length, padded in found.items())
 
 
 def test_many_lengths_share_programs_and_equal_one_device() -> None:
-    """Loss, predictions and gradients of eight lengths are those of one device, with two programs of training."""
+    """Loss, predictions and gradients of eight lengths equal one device, with two training programs."""
     model = Tagger()
     plain = copy.deepcopy(model)
     sharded = autoshard.compile(model, Mesh({"data": 2}), options=autoshard.Options(dynamic_lengths=PADDING))
@@ -80,7 +80,7 @@ def test_many_lengths_share_programs_and_equal_one_device() -> None:
 
 
 def test_what_is_undefined_on_one_device_is_no_effect_of_padding() -> None:
-    """The loss of targets that are all left out is NaN, padded or not; what is finite beside it is compared."""
+    """The loss without any target is NaN, padded or not; finite values beside it are compared."""
     model = Tagger()
     sharded = autoshard.compile(model, Mesh({"data": 2}), options=autoshard.Options(dynamic_lengths=PADDING))
     tokens, targets = batch(10)
@@ -132,7 +132,7 @@ def leaves_of(outputs: Any) -> list[torch.Tensor]:
 
 
 def test_a_model_that_looks_at_padding_runs_at_its_own_lengths(caplog: pytest.LogCaptureFixture) -> None:
-    """One warning names the operator and the line, and results are those of one device."""
+    """One warning names the operator and the line, and results equal one device."""
     sharded = equal_to_one_device(Mean(), PADDING, *(batch(length) for length in (9, 10, 11, 12)))
     assert len(sharded.programs) == 4
     warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
@@ -165,7 +165,7 @@ def test_results_that_grow_otherwise_are_not_cut_to_a_guess() -> None:
 
 
 class Pooled(nn.Module):
-    """A classifier that pools words; `how` it does is what padding may reach."""
+    """A classifier that pools words; in some ways `how`, padding reaches the result."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ SHAPES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 class Shaped(nn.Module):
-    """A sum of what is made of each element, times a mask."""
+    """A sum of a function of each element, times a mask."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ class Shaped(nn.Module):
 
 @pytest.mark.parametrize("how", SHAPES)
 def test_padding_without_a_gradient_is_none(how: str) -> None:
-    """An infinite derivative at the value of padding makes zero times it no number, though the loss is finite."""
+    """An infinite derivative at the padding value, times zero, is NaN, though the loss is finite."""
     calls = [(torch.rand(4, length, 3) + 0.5, torch.ones(4, length, 1)) for length in (9, 10)]
     sharded = equal_to_one_device(Shaped(how), {"x": 0, "mask": 0}, *calls)
     assert len(sharded.programs) == (1 if how in ("norm", "power of two") else 2)

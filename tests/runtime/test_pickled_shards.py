@@ -1,4 +1,4 @@
-"""Pickling what ranks hold: one rank writes wholes as plain tensors, and refuses shards."""
+"""Pickling shards: one rank writes whole tensors as plain ones, and refuses shards."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def reread(value: Any) -> Any:
 
 
 def check_one_rank_refuses_parts() -> None:
-    """Everyone's habit, and variations: one rank alone meets the error, and all go on after it."""
+    """Common ways to save: one rank alone raises the error, and all ranks continue after it."""
     model, step = stepped(PARTS)
     output = autoshard.compile(nn.Linear(6, 2), PAIR, constraints={"input:0": P("data")})(INPUTS)
     if dist.get_rank() == 0:
@@ -59,7 +59,7 @@ def check_one_rank_refuses_parts() -> None:
         states = (model.state_dict(), step.sharded.state_dict(), step.optimizer.state_dict())
         for value in (*states, model, [weight], weight.data, output):
             for save in (pickle.dumps, reread):
-                with pytest.raises(NotAvailableError, match=r"in parts on DeviceMesh.*full_state_dict=True"):
+                with pytest.raises(NotAvailableError, match=r"is sharded on DeviceMesh.*full_state_dict=True"):
                     save(value)
     step(INPUTS, torch.ones(4, 2))
 
@@ -94,7 +94,7 @@ def check_all_ranks_save_what_they_gathered() -> None:
 
 
 def check_copies_and_processes_get_dtensors() -> None:
-    """Copies, and what is sent to another process of a rank, remain DTensors with what the rank holds."""
+    """Copies, and tensors sent to another process of a rank, stay DTensors with the rank's shards."""
     for constraints in (WHOLE, PARTS):
         model, _ = stepped(constraints)
         weight: Any = model.get_parameter("0.weight")
@@ -106,7 +106,7 @@ def check_copies_and_processes_get_dtensors() -> None:
 
 
 def check_other_dtensors_are_torchs() -> None:
-    """A DTensor on a mesh for which nothing was compiled is pickled as torch has it."""
+    """A DTensor on a mesh without a compiled model is pickled as torch does."""
     stepped(PARTS)
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("another",))
     tensor: Any = distribute_tensor(torch.arange(4.0), mesh, [Shard(0)])
@@ -132,5 +132,5 @@ outcomes = checked_once(CHECKS, ranks=2)
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_with_a_process_per_rank(outcomes: dict[str, str], name: str) -> None:
-    """On two ranks, with a model in parts or whole on each."""
+    """The checks pass on two ranks, with a sharded model or a replicated one."""
     report(outcomes, name)

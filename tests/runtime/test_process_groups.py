@@ -11,7 +11,7 @@ from autoshard.runtime.process_groups import taking_from_a_list
 
 
 def test_a_graph_that_takes_a_list_frees_each_input_after_its_last_use() -> None:
-    """Nobody else holds them: not the caller's list, not its arguments."""
+    """No other object holds the inputs: neither the caller's list nor its arguments."""
     alive: list[bool] = []
     kept: list[weakref.ref[torch.Tensor]] = []
 

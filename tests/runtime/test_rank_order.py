@@ -1,4 +1,4 @@
-"""Reductions on Gloo add up in the order of ranks, and send no more than they need to."""
+"""Reductions on Gloo add in the order of ranks, and send no unnecessary bytes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def check_bits_are_the_simulators() -> None:
 
 
 def check_bits_do_not_depend_on_the_bucket() -> None:
-    """A tensor by itself, and at an odd offset in a larger one."""
+    """The bits are equal for a tensor alone, and at an odd offset in a larger tensor."""
     size, rank, here = dist.get_world_size(), dist.get_rank(), engine()
     alone, before, behind = (values(size, torch.float32, count)[rank] for count in (10007, 337, 5000))
     program = reducing(_c10d.all_reduce.default, "sum", "data")
@@ -79,7 +79,7 @@ def check_bits_do_not_depend_on_the_bucket() -> None:
 
 
 def check_bytes() -> None:
-    """Half of what Gloo's reduce-scatter sends; an all-reduce as much as ever. Counted by the kernel."""
+    """A reduce-scatter sends half of Gloo's bytes, an all-reduce as many as before; the kernel counts them."""
     size, here = dist.get_world_size(), engine()
     value = torch.ones(size * 2**17)
     halves = {_c10d.reduce_scatter_tensor.default: ("sum", size, "data"), _c10d.all_reduce.default: ("sum", "data")}

@@ -1,4 +1,4 @@
-"""Sequences of seeds follow torch's generator, as what one device draws does."""
+"""Sequences of seeds follow torch's generator, as random numbers do on one device."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_state_repeats_its_numbers_however_far_it_is(seeds: SeedSequence) -> N
 
 @pytest.mark.parametrize("others", [0, 1, 1000, 1_000_000])
 def test_numbers_that_others_draw_make_no_difference(seeds: SeedSequence, others: int) -> None:
-    """Ranks may draw unlike numbers of them."""
+    """Ranks may draw different numbers of random numbers elsewhere."""
     found = draw(seeds, 1)
     for _ in range(4):
         torch.randn(others)
@@ -78,7 +78,7 @@ def test_numbers_that_others_draw_make_no_difference(seeds: SeedSequence, others
 def test_what_a_fork_draws_is_forgotten(
     seeds: SeedSequence, inside: Callable[[], object], before: int, within: int, far: int
 ) -> None:
-    """Behind it the sequence goes on as if the fork had not been."""
+    """After the fork, the sequence continues as if there had been no fork."""
     torch.rand(far)
     expected = draw(copy.deepcopy(seeds), 6)
     found = draw(seeds, 3)
@@ -91,14 +91,14 @@ def test_what_a_fork_draws_is_forgotten(
 
 
 def test_a_fork_goes_on_where_it_begins(seeds: SeedSequence) -> None:
-    """Without a seed of its own it draws what is drawn again behind it."""
+    """A fork without a seed draws numbers that are drawn a second time after it."""
     with torch.random.fork_rng(devices=[]):
         inside = draw(seeds, 2)
     assert draw(seeds, 2) == inside
 
 
 def test_forks_nest(seeds: SeedSequence) -> None:
-    """Each brings back where it began, seeded or not."""
+    """Each fork restores its beginning, seeded or not."""
     expected = draw(copy.deepcopy(seeds), 4)
     found = draw(seeds)
     with torch.random.fork_rng(devices=[]):
@@ -114,7 +114,7 @@ def test_forks_nest(seeds: SeedSequence) -> None:
 
 
 def test_a_state_that_is_set_brings_its_place_back(seeds: SeedSequence) -> None:
-    """`get_rng_state` and `set_rng_state`, as checkpointing and evaluation use them."""
+    """`get_rng_state` and `set_rng_state` work, as checkpointing and evaluation use them."""
     draw(seeds, 2)
     state = torch.get_rng_state()
     expected = draw(seeds, 3)
@@ -140,7 +140,7 @@ def test_an_evaluation_that_sets_the_seed_repeats_while_training_goes_on(seeds: 
 @pytest.mark.parametrize("set_generator_first", [True, False])
 @pytest.mark.parametrize("seed", [3, 11])
 def test_a_state_that_is_loaded_goes_on(seeds: SeedSequence, set_generator_first: bool, seed: int) -> None:
-    """Whatever the seed is then, and whether torch's state is set before it, after it or not at all."""
+    """The sequence continues for any later seed, whether torch's state is set before, after or never."""
     draw(seeds, 2)
     torch.rand(7)
     saved, generator = seeds.state(), torch.get_rng_state()
@@ -160,7 +160,7 @@ def test_a_state_that_is_loaded_goes_on(seeds: SeedSequence, set_generator_first
 
 
 def test_a_seed_that_is_set_behind_a_loaded_state_counts(seeds: SeedSequence) -> None:
-    """Another one, and the same."""
+    """Another seed counts, and so does the same seed."""
     draw(seeds, 2)
     for seed in (3, 4):
         seeds.load(seeds.state())
@@ -171,14 +171,14 @@ def test_a_seed_that_is_set_behind_a_loaded_state_counts(seeds: SeedSequence) ->
 
 
 def test_a_pickled_sequence_goes_on(seeds: SeedSequence) -> None:
-    """It is loaded in another process, where texts hash unlike."""
+    """The sequence is loaded in another process, with other hashes of texts."""
     draw(seeds, 2)
     other = pickle.loads(pickle.dumps(seeds))
     assert draw(other, 2) == draw(seeds, 2)
 
 
 def test_what_is_saved_behind_a_seed_is_its_sequence(seeds: SeedSequence) -> None:
-    """Not that of the call before it."""
+    """The saved sequence is not that of the previous call."""
     draw(seeds, 2)
     torch.manual_seed(3)
     assert seeds.state().tolist() == [3, 0]

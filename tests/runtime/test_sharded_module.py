@@ -1,4 +1,4 @@
-"""The sharded module has the face of the model that was given, and few programs."""
+"""The sharded module has the interface of the original model, and few programs."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_no_grad_gives_outputs_without_graph() -> None:
 
 
 def test_frozen_parameters_get_no_gradient() -> None:
-    """A parameter that does not require grad has none, and the others have theirs."""
+    """A parameter that does not require grad gets no gradient, and the other parameters get theirs."""
     plain = nn.Sequential(nn.Linear(3, 6), nn.Linear(6, 3))
     sharded, x = autoshard.compile(copy.deepcopy(plain), MESH), torch.randn(4, 3)
     for model in (plain, sharded):

@@ -1,4 +1,4 @@
-"""Inputs lie where the program expects them, or one error says where they are."""
+"""Inputs are on the program's device, or one error names their device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 def test_an_input_on_another_device() -> None:
-    """The culprit, its device and the one it belongs on are named; what was traced on the CPU stays there."""
+    """The error names the input, its device and the right device; inputs traced on the CPU stay there."""
     with FakeTensorMode():
         given = {"input:0": torch.empty(2, 3, device=CUDA), "input:1": torch.empty(2)}
     check_devices(given, CUDA, {"input:0": "cuda", "input:1": "cpu"})
@@ -29,7 +29,7 @@ def test_an_input_on_another_device() -> None:
 
 @pytest.mark.parametrize("compiled_first", [False, True])
 def test_an_input_without_values(compiled_first: bool) -> None:
-    """A call on the meta device is refused, before and after there is a program for it."""
+    """A call on the meta device is refused, with and without a program for it."""
     inputs = torch.ones(4, 6, device="meta")
     sharded = autoshard.compile(
         nn.Linear(6, 2), autoshard.Mesh({"data": 2}), example_inputs=(inputs,) if compiled_first else None

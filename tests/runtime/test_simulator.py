@@ -66,7 +66,7 @@ def test_all_reduce(reduction: str, expected: list[list[float]]) -> None:
 
 
 def test_all_gather() -> None:
-    """Operands come one after another on dim 0, in the order of the group."""
+    """Operands are concatenated on dim 0, in the order of the group."""
     expected = [[0, 0, 2, 20], [1, 10, 3, 30]] * 2
     assert run(collective(C10D.all_gather_into_tensor.default, 2, "data"), RANKS) == expected
 
@@ -99,7 +99,7 @@ def test_joined_axes_are_one_group() -> None:
 
 
 def test_coalesced() -> None:
-    """A coalesced collective does each of its operands."""
+    """A coalesced collective applies to each of its operands."""
 
     def build(graph: fx.Graph, value: fx.Node) -> tuple[fx.Node, ...]:
         both = graph.call_function(C10D.all_reduce_coalesced.default, ([value, value], "sum", "model"))
@@ -129,7 +129,7 @@ def test_reduce_scatter_and_all_gather_are_an_all_reduce(data: st.DataObject) ->
 
 
 def test_axis_index_is_each_ranks_own() -> None:
-    """Values that depend on the rank are computed for each."""
+    """Values that depend on the rank are computed for each rank."""
 
     def build(graph: fx.Graph, value: fx.Node) -> tuple[fx.Node, ...]:
         index = graph.call_function(axis_index, ("model",))
@@ -201,18 +201,18 @@ def test_wrong_number_of_ranks() -> None:
 @pytest.mark.parametrize(
     ("graph_module", "match"),
     [
-        (collective(C10D.all_reduce_.default, "sum", "model"), "is not simulated"),
+        (collective(C10D.all_reduce_.default, "sum", "model"), "does not know"),
         (collective(C10D.all_reduce.default, "premul_sum", "model"), "unknown reduce_op='premul_sum'"),
         (collective(C10D.all_reduce.default, "sum", 3), "group_name=3"),
-        (collective(C10D.all_gather_into_tensor.default, 4, "model"), "a group of 4 ranks, the mesh has 2"),
-        (collective(C10D.reduce_scatter_tensor.default, "sum", 4, "data,model"), "does not divide by 4"),
+        (collective(C10D.all_gather_into_tensor.default, 4, "model"), "a group of 4 ranks, but the group has 2"),
+        (collective(C10D.reduce_scatter_tensor.default, "sum", 4, "data,model"), "4 does not divide dim 0"),
         (collective(C10D.all_to_all_single.default, [1, 1], [1, 2], "model"), "do not add up"),
-        (collective(C10D.all_to_all_single.default, [2, 1], [1, 1], "model"), "are not what the ranks send"),
+        (collective(C10D.all_to_all_single.default, [2, 1], [1, 1], "model"), "differ from the sent sizes"),
         (collective(C10D.broadcast.default, 2, "model"), "src=2 is not in a group of 2"),
     ],
 )
 def test_what_does_not_fit_is_refused(graph_module: fx.GraphModule, match: str) -> None:
-    """A collective that is unknown, or does not fit the mesh, is named."""
+    """The error names a collective that is unknown, or does not fit the mesh."""
     with pytest.raises(AutoshardError, match=match):
         simulate(graph_module, MESH, [RANKS])
 
@@ -233,7 +233,7 @@ def test_program_without_output() -> None:
 
 
 def test_emitted_reshards_agree_with_gloo(tmp_path: Path) -> None:
-    """Two processes on Gloo get what the simulator says, bit for bit, for every step and element type."""
+    """Two processes on Gloo equal the simulator, bit for bit, for every step and dtype."""
     command = [sys.executable, str(Path(__file__).with_name("gloo_worker.py"))]
     environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
     ranks = [

@@ -1,4 +1,4 @@
-"""Results that are computed outside of a model from an output in parts: values and gradients of one device."""
+"""Results computed from a sharded output outside of a model have the values and gradients of one device."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def check_what_is_trained_outside() -> None:
 
 
 def check_two_meshes() -> None:
-    """Outputs of two models, each on a mesh object of its own."""
+    """Outputs of two models, each on its own mesh object."""
     z, _ = logits_and_targets(8)
     student = SplitOutput.of(distribute_tensor(z, init_device_mesh("cpu", (2,)), [Shard(0)]))
     teacher = SplitOutput.of(distribute_tensor(z, init_device_mesh("cpu", (2,), mesh_dim_names=("a",)), [Shard(1)]))
@@ -156,7 +156,7 @@ def check_two_meshes() -> None:
 
 
 def check_half_precision() -> None:
-    """A mean of many losses in float16, whose sum is none that float16 can hold."""
+    """A mean of many losses in float16, whose sum exceeds float16."""
     z, y = torch.zeros(30_000, CLASSES, dtype=torch.float16), torch.zeros(30_000, dtype=torch.long)
     split = SplitOutput.of(distribute_tensor(z, init_device_mesh("cpu", (2,)), [Shard(0)]))
     found = F.cross_entropy(split, y)

@@ -1,4 +1,4 @@
-"""The loss of a step is a plain number to all but a backward."""
+"""The loss of a step acts as a plain number, except in a backward."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ def loss(request: pytest.FixtureRequest) -> torch.Tensor:
     ],
 )
 def test_a_backward_says_that_it_has_run(backward: Callable[[torch.Tensor], Any], loss: torch.Tensor) -> None:
-    with pytest.raises(autoshard.NotAvailableError, match=r"the step has run the backward already, and the optimizer"):
+    with pytest.raises(autoshard.NotAvailableError, match=r"the step has already run the backward, and the optimizer"):
         backward(loss)
 
 
 def test_results_are_plain(loss: torch.Tensor) -> None:
-    """Computed, copied and saved losses are ordinary tensors; the loss beside others has their gradient."""
+    """Computed, copied and saved losses are ordinary tensors; a sum with another loss has the other's gradient."""
     total = torch.zeros(())
     total += loss
     kept = io.BytesIO()

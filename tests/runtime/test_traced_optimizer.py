@@ -20,7 +20,7 @@ class Slower(torch.optim.SGD):
 
 
 def test_which_optimizers_are_traced() -> None:
-    """The three classes themselves, not what is made of them; the reason names the optimizer."""
+    """The three classes are traced, but not their subclasses; the reason names the optimizer."""
     model = _model()
     for kind in (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW):
         assert why_untraced(kind(model.parameters(), lr=0.1)) is None
@@ -31,7 +31,7 @@ def test_which_optimizers_are_traced() -> None:
 
 
 def test_groups_have_their_own_rules() -> None:
-    """Momentum in one group, none in the other; the vector's order is that which the operators read."""
+    """One group has momentum, the other has none; the vector has the operators' order."""
     model = _model()
     groups = [{"params": model[0].parameters()}, {"params": model[1].parameters(), "momentum": 0.0}]
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
@@ -44,7 +44,7 @@ def test_groups_have_their_own_rules() -> None:
 
 
 def test_parameters_of_unequal_age_are_told_apart() -> None:
-    """One of a group has taken a step, the other has not."""
+    """One parameter of a group has taken a step, the other has not."""
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
     names = names_of(model.named_parameters())
@@ -74,7 +74,7 @@ def test_adam_may_decouple_weight_decay() -> None:
 
 
 def test_parameters_of_another_model_are_refused() -> None:
-    """They have no name."""
+    """Parameters of another model have no name."""
     optimizer = torch.optim.SGD(_model().parameters(), lr=0.1)
     with pytest.raises(TraceError, match="holds 4 parameters in group 0 that are not the model's"):
         describe_update(optimizer, names_of(_model().named_parameters()), None)

@@ -1,4 +1,4 @@
-"""A step of an optimizer that takes its own runs its micro-batches in the order that is proven."""
+"""A step of an untraced optimizer runs its micro-batches in the proven order."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Model(nn.Module):
 
 
 def trained(order: Callable[[int], PipelineOrder], monkeypatch: pytest.MonkeyPatch, *, verify: bool) -> dict:
-    """What a model holds after two steps."""
+    """The state of a model after two steps."""
     monkeypatch.setattr(train_step, "one_after_another", order)
     torch.manual_seed(0)
     model, x = Model(), torch.randn(8, 4)
@@ -74,7 +74,7 @@ def test_another_right_order_trains_alike(monkeypatch: pytest.MonkeyPatch) -> No
 def test_wrong_orders_change_numbers_and_are_refused(
     wrong: Callable[[int], PipelineOrder], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """So what is run is what is proven."""
+    """Wrong orders change numbers and are refused, so the step runs the proven order."""
     usual = trained(one_after_another, monkeypatch, verify=True)
     other = trained(wrong, monkeypatch, verify=False)
     assert any(not torch.allclose(other[name], value) for name, value in usual.items())

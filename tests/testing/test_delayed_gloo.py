@@ -27,7 +27,7 @@ FAST = Link(latency_s=0.001, bandwidth_bytes_per_s=1e6)
 
 
 def check_each_functional_collective_is_right_and_takes_its_time() -> None:
-    """Bytes are those that a rank sends: of two ranks, half of a tensor of 400 bytes for each half of an all-reduce."""
+    """Bytes are those that a rank sends: with two ranks, half of a 400-byte tensor for each half of an all-reduce."""
     mesh = delayed_mesh(AXES, {"data": SLOW, "model": FAST})
     group, mine = mesh.get_group("data"), mesh.get_local_rank("data")
     name = group.group_name
@@ -56,7 +56,7 @@ def check_each_functional_collective_is_right_and_takes_its_time() -> None:
 
 
 def assert_queued(after: Transfer, *before: Transfer) -> None:
-    """The link was taken when `after` was issued, or when it had sent `before`."""
+    """The link was occupied when `after` was issued, or when it had sent `before`."""
     start_s = max(after.issued_s, *(item.done_s - SLOW.latency_s for item in before))
     assert abs(after.done_s - after.duration_s - start_s) < 1e-6
 
@@ -83,7 +83,7 @@ def check_axes_have_links_of_their_own_and_groups_of_an_axis_share_it() -> None:
 
 
 def check_groups_inside_a_box_take_its_link() -> None:
-    """Pairs inside a box of a pipeline take the box's link; by a clock that only waits, a collective ends for all."""
+    """Pairs inside a box of a pipeline use the box's link; by a clock that only waits, a collective ends for all."""
     clock = _Waited(float(dist.get_rank()))
     mesh = delayed_mesh({"pipeline": 4}, {"pipeline": SLOW}, box=(2, FAST), clock=clock)
     backend, rank = dist.get_backend(mesh.get_group()), dist.get_rank()
@@ -114,7 +114,7 @@ class _Waited:
 
 
 def check_messages_take_the_time_of_their_senders_link() -> None:
-    """Ranks 0 and 1 send each other two messages each, over groups of a direction, as the stages of a pipeline do."""
+    """Ranks 0 and 1 exchange two messages each way, over one group per direction, as pipeline stages do."""
     mesh = delayed_mesh({"pipeline": 4}, {"pipeline": SLOW})
     backend, rank = dist.get_backend(mesh.get_group()), dist.get_rank()
     there: Any = dist.new_group([0, 1], backend=backend)
@@ -207,17 +207,17 @@ def test_on_four_processes(outcomes: dict[str, str], name: str) -> None:
 
 @pytest.mark.parametrize("numbers", [{"latency_s": -1.0}, {"bandwidth_bytes_per_s": 0.0}, {"latency_s": float("nan")}])
 def test_a_link_that_no_network_is_is_refused(numbers: dict[str, float]) -> None:
-    """The message says how to write one."""
+    """The message shows a correct link."""
     with pytest.raises(MeshError, match=r"write Link\("):
         Link(**numbers)
 
 
 def test_a_mesh_needs_its_processes() -> None:
-    """Without a process group there are none."""
+    """Without a process group, the mesh is refused."""
     with pytest.raises(MeshError, match="found no process group"):
         delayed_mesh({"data": 2}, {})
 
 
 def test_transfers_are_public() -> None:
-    """The type of what `record_transfers` collects."""
+    """The type of recorded transfers is public."""
     assert Transfer("allreduce", ("data",), 8, 0.0, 1.0, 1.0, 0.5).waited_s == 0.5

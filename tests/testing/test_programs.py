@@ -1,4 +1,4 @@
-"""Drawn programs are ordinary models: they run, they have gradients, their source says all."""
+"""Drawn programs are ordinary models: they run and have gradients, and their source is complete."""
 
 import torch
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""How far rounding may carry a result, and that it excuses nothing else."""
+"""Rounding explains a difference only as far as it can reach."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.passes.greedy_plans import most_split_plan
 
 @given(dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]), number=st.integers(0, 9))
 def test_every_element_moves_by_one_rounding(dtype: torch.dtype, number: int) -> None:
-    """To a neighbour, or back to itself where it lies just above a power of two; integers stay; the number decides."""
+    """An element moves to a neighbour, or back to itself just above a power of two; integers stay; the seed decides."""
     values = {"x": torch.linspace(1.1, 1.9, 7, dtype=torch.float64).to(dtype), "tokens": torch.arange(3)}
     moved = nudge(values, number)
     away = (moved["x"].double() - values["x"].double()).abs()
@@ -42,7 +42,7 @@ class Product(nn.Module):
 
 
 def test_partial_sums_that_cancel_differ_by_rounding_alone() -> None:
-    """In bfloat16 each rank rounds its part, which is far larger than the sum of all."""
+    """In bfloat16, each rank rounds its part, which is far larger than the total."""
     torch.manual_seed(0)
     x, y = torch.randn(8, 64).bfloat16(), torch.randn(64, 8).bfloat16()
     x, y = torch.cat([x, -x * 0.9], 1), torch.cat([y, y])
@@ -53,7 +53,7 @@ def test_partial_sums_that_cancel_differ_by_rounding_alone() -> None:
 
 
 class Cancelling(nn.Module):
-    """A sum that all but vanishes beside its addends; a gradient's path by which each element matters."""
+    """A sum that almost vanishes beside its addends; a gradient path on which each element matters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def test_the_same_specs_in_a_more_precise_type_decide(monkeypatch: pytest.Monkey
 
 
 class Single(nn.Linear):
-    """A layer whose kernel has no float64, as grouped products have none."""
+    """A layer whose kernel has no float64, like grouped products."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.dtype == torch.float64:
@@ -94,6 +94,6 @@ class Single(nn.Linear):
 
 
 def test_a_type_in_which_a_model_does_not_run_is_refused_by_name() -> None:
-    """With what PyTorch says of it."""
-    with pytest.raises(NotAvailableError, match=r"precise=torch.float64: .* Single in it: .* Leave precise= out."):
+    """The message contains PyTorch's own."""
+    with pytest.raises(NotAvailableError, match=r"precise=torch.float64, but .* Single in it: .* Leave precise= out."):
         check_plan(Single(8, 4), Mesh({"data": 2}), (torch.randn(4, 8),), precise=torch.float64)

@@ -1,4 +1,4 @@
-"""Drawn clusters and schedules are what they are asked to be; whatever is drawn can be planned for."""
+"""Drawn clusters and schedules have the requested properties, and every drawn cluster can be planned for."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_clusters_are_as_small_as_asked_for(cluster: autoshard.Cluster) -> None:
 @given(clusters(max_devices=4))
 @settings(max_examples=5)
 def test_any_cluster_can_be_planned_for(cluster: autoshard.Cluster) -> None:
-    """On all of its devices, within their memory."""
+    """The plan uses all of the cluster's devices, within their memory."""
     plan = autoshard.plan(torch.nn.Linear(8, 8), cluster, example_inputs=(torch.ones(8, 8),))
     assert plan.mesh.size == cluster.size
     assert 0 < plan.predicted.step_time_s < 1

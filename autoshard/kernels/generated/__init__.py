@@ -1,1 +1,1 @@
-"""Triton kernels that are written for a group of operators: what a group is, its loops, its source, its operator."""
+"""Triton kernels generated for groups of operators: the groups, their loops, their sources, their operators."""

@@ -1,9 +1,9 @@
-"""Sine and cosine of any float32 angle, in registers alone.
+"""Sine and cosine of any float32 angle, computed in registers only.
 
-The device library's keep a table on the stack for large angles; here every angle is reduced in the same way (Payne,
-Hanek, "Radian reduction for trigonometric functions", SIGNUM 1983): the quadrant of x / (2 pi) and the rest of it are
-had from 96 bits of 1 / (2 pi), chosen by x's exponent. The polynomials on [-pi/4, pi/4] are those of Cephes (Moshier,
-1992).
+The device library's functions keep a table on the stack for large angles. Here, every angle is reduced in the same way
+(Payne, Hanek, "Radian reduction for trigonometric functions", SIGNUM 1983). The quadrant of x / (2 pi) and the rest
+follow from 96 bits of 1 / (2 pi), selected by x's exponent. The polynomials on [-pi/4, pi/4] are those of Cephes
+(Moshier, 1992).
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ def _reduce(x):
     mantissa = ((bits & 0x7FFFFF) | 0x800000).to(tl.int64)
     first, shift = exponent >> 5, (exponent & 31).to(tl.int64)
     a, b, c, d = _word(first - 1), _word(first), _word(first + 1), _word(first + 2)
-    # 96 bits of 1 / (2 pi), from the first that counts on, in three words.
+    # 96 bits of 1 / (2 pi), from the first relevant bit on, in three words.
     high = ((a << shift) & 0xFFFFFFFF) | (b >> (32 - shift))
     middle = ((b << shift) & 0xFFFFFFFF) | (c >> (32 - shift))
     low = ((c << shift) & 0xFFFFFFFF) | (d >> (32 - shift))
-    # |x| in turns, times 2^64 and modulo 2^64, as whole turns do not matter.
+    # |x| in turns, times 2^64 and modulo 2^64, because whole turns do not matter.
     turned = (mantissa * high << 40) + (mantissa * middle << 8) + (mantissa * low >> 24)
     quadrant = ((turned >> 61) + 1) >> 1
     rest = (turned - (quadrant << 62)).to(tl.float32) * 3.4061215800865545e-19  # pi / 2^63
@@ -60,7 +60,7 @@ def _reduce(x):
 
 @triton.jit
 def _word(index):
-    """Bits 32 index, ... of 1 / (2 pi), as a whole number; 0 for index -1."""
+    """Bits 32 index, ... of 1 / (2 pi), as an integer; 0 for index -1."""
     word = tl.where(index == 0, 0x28BE60DB, 0).to(tl.int64)
     word = tl.where(index == 1, 0x9391054A, word)
     word = tl.where(index == 2, 0x7F09D5F4, word)

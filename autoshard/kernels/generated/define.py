@@ -1,8 +1,8 @@
 """Generated kernels as operators: written to a file, compiled, and defined as `autoshard::triton_<operators>_<digest>`.
 
-An operator stands for one group: same shapes, strides and dtypes. An operand that lies otherwise when it comes is
-copied into the form that the kernel was written for. As hand-written kernels, they run on GPUs, and on a CPU in
-Triton's interpreter; the reference of each is its group, one operator after the other (`Group.run`).
+An operator implements one group, with fixed shapes, strides and dtypes. An operand with other strides is copied into
+the kernel's form. Like hand-written kernels, generated kernels run on GPUs, and on a CPU in Triton's interpreter. The
+reference of each is its group, run one operator after another (`Group.run`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from autoshard.kernels.library import define
 
 _HEADER = '''"""{title}
 
-Written by autoshard.kernels.generated; what is changed here is written over.
+Written by autoshard.kernels.generated; changes in this file are overwritten.
 """
 
 import triton
@@ -42,14 +42,14 @@ _IMPORTS = {
 
 @dataclass(frozen=True, slots=True)
 class GeneratedKernel:
-    """A kernel that was generated.
+    """A generated kernel.
 
     Args:
-        group: what it computes.
+        group: the operators that it computes.
         operator: the operator that runs it.
         function: the `@triton.jit` function.
-        layout: how it is launched.
-        path: the file that holds its source.
+        layout: its launch configuration.
+        path: the file with its source.
     """
 
     group: Group
@@ -60,11 +60,11 @@ class GeneratedKernel:
 
     @property
     def name(self) -> str:
-        """The operator's name, e.g. "autoshard::triton_mul_add_1a2b3c4d"."""
+        """The operator's name, such as "autoshard::triton_mul_add_1a2b3c4d"."""
         return self.operator._schema.name
 
     def specimen(self) -> Specimen:
-        """Its one compilation."""
+        """The kernel's single specialisation, to compile it ahead of time."""
         group = self.group
         kinds = [f"*{_POINTEES[group.values[index].dtype]}" for index in range(len(group.operands))]
         kinds += [f"*{_POINTEES[_stored(group, self.layout, index)]}" for index in group.results]
@@ -76,7 +76,7 @@ class GeneratedKernel:
 
 @dataclass(frozen=True, slots=True)
 class NamedGroup:
-    """A group with names for its values, and what its kernel is for, in a line or more."""
+    """A group with names for its values, and the kernel's purpose, in one or more lines."""
 
     group: Group
     names: tuple[str, ...]
@@ -92,20 +92,20 @@ _OPERATORS: dict[Group, OpOverload] = {}
 
 
 def generated_kernel(operator: Any) -> GeneratedKernel | None:
-    """The generated kernel that an operator runs; None for any other operator."""
+    """The generated kernel of an operator; None for any other operator."""
     return _KERNELS.get(operator)
 
 
 def define_kernels(groups: Sequence[NamedGroup], title: str) -> Mapping[Group, GeneratedKernel]:
-    """The kernels of a program's groups; its file is written, and what is not known yet is defined.
+    """The kernels of a program's groups. Writes their file, and defines kernels that are new.
 
     Args:
-        groups: the groups, each once.
+        groups: the groups, without repetitions.
         title: the first line of the file.
 
     Raises:
-        KernelError: the file cannot be written, or not to a folder of this user alone.
-        NoLoopsError: no kernel computes one of the groups.
+        KernelError: the file cannot be written, or its folder cannot be made private to this user.
+        NoLoopsError: a group cannot be computed by a kernel.
     """
     sources = {named.group: write_source(named.group, named.names, named.purpose) for named in groups}
     if not sources:
@@ -121,7 +121,7 @@ def define_kernels(groups: Sequence[NamedGroup], title: str) -> Mapping[Group, G
 
 
 def _file_text(title: str, functions: Sequence[str]) -> str:
-    """The file of some kernels, with the imports that they need."""
+    """The text of a file of kernels, with the imports that they need."""
     body = "\n\n\n".join(functions)
     used = {module: [name for name in names if re.search(rf"\b{name}\(", body)] for module, names in _IMPORTS.items()}
     lines = [f"from {module} import {', '.join(names)}" for module, names in used.items() if names]
@@ -151,7 +151,7 @@ def _launcher(group: Group, layout: ElementLayout, function: Any) -> Callable[..
         device = _device_of(operands)
         fitted = [_fit(item, form, device) for item, form in zip(operands, group.operands, strict=True)]
         stored = [_empty_stored(group, layout, index, device) for index in group.results]
-        # The interpreter computes what lies outside too, where NumPy would warn of a logarithm of 0.
+        # The interpreter also computes masked elements, for which NumPy would warn of a logarithm of 0.
         with np.errstate(all="ignore"):
             options = {"num_warps": layout.num_warps, "tunable": layout.tunable}
             launch(function, layout.grid, device, *fitted, *stored, **layout.blocks, **options)
@@ -163,30 +163,30 @@ def _launcher(group: Group, layout: ElementLayout, function: Any) -> Callable[..
 
 
 def _stored(group: Group, layout: ElementLayout, index: int) -> torch.dtype:
-    """The dtype that a kernel stores a result in."""
+    """The dtype in which a kernel stores a result."""
     return torch.float32 if index in layout.split else group.values[index].dtype
 
 
 def _empty_stored(group: Group, layout: ElementLayout, index: int, device: torch.device) -> Tensor:
-    """What a kernel writes a result to: its own form, or the parts of a sum that is split."""
+    """Memory for a kernel's result: in the result's form, or for the parts of a split sum."""
     if index not in layout.split:
         return group.values[index].empty(device)
     return torch.empty(layout.chunks, layout.rows, dtype=torch.float32, device=device)
 
 
 def _sum_parts(group: Group, index: int, parts: Tensor) -> Tensor:
-    """The sum of the parts [chunks, rows], one after the other, in the form of the result."""
+    """The sum of the parts [chunks, rows], in order, in the form of the result."""
     value = group.values[index]
     return parts.sum(0).to(value.dtype).view(value.shape)
 
 
 def _device_of(operands: Sequence[Tensor]) -> torch.device:
-    """Where a kernel runs: a single number may lie on the host, as for PyTorch's own operators."""
+    """The device of a kernel: a scalar operand may be on the host, as for PyTorch's own operators."""
     return next((item.device for item in operands if item.dim()), operands[0].device)
 
 
 def _fit(operand: Tensor, form: ValueShape, device: torch.device) -> Tensor:
-    """The operand in the form that a kernel was written for."""
+    """The operand in the form for which a kernel was written."""
     if operand.device == device and form.describes(operand):
         return operand
     fitted = form.empty(device)

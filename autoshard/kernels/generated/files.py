@@ -1,8 +1,8 @@
-"""Where generated sources lie: one file for each program, in a folder that users can open.
+"""The files of generated sources: one per program, in a folder that users can open.
 
-The folder is `autoshard/kernels` of the user's cache (`XDG_CACHE_HOME`, else `~/.cache`). A file is named by a digest
-of its text; one whose text is no longer that (somebody edited it) is written anew. What runs is the generated text
-itself: no file is executed, and no bytecode beside it is read. The folder is the user's alone. Removing it is safe.
+The folder is `autoshard/kernels` in the user's cache (`XDG_CACHE_HOME`, or `~/.cache`). A file is named by a digest of
+its text, and written again if somebody has edited it. Only the generated text itself is executed, never a file, and no
+bytecode beside it is read. The folder is private to the user, and can be removed safely.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PACKAGE = "autoshard_generated"
 
 
 def cache_folder() -> Path:
-    """Our folder in the user's cache."""
+    """The folder of autoshard in the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(cache) if os.path.isabs(cache) else Path.home() / ".cache") / "autoshard"
 
@@ -32,10 +32,10 @@ def source_folder() -> Path:
 
 
 def write_file(text: str) -> Path:
-    """Write a program's source and give its path; several processes may do so at once.
+    """Write a program's source and return its path; several processes may do so at once.
 
     Raises:
-        KernelError: the folder cannot be written, or not by this user alone.
+        KernelError: the folder cannot be written, or cannot be made private to this user.
     """
     path = source_folder() / f"program_{hashlib.sha256(text.encode()).hexdigest()[:16]}.py"
     try:
@@ -47,14 +47,14 @@ def write_file(text: str) -> Path:
             Path(file.name).replace(path)
     except OSError as error:
         raise KernelError(
-            f"generated kernels cannot be written to {str(path.parent)!r}: {error}. Set XDG_CACHE_HOME to a folder "
-            "that can be written, or use backend='auto'."
+            f"generated kernels cannot be written to {str(path.parent)!r}: {error}. Set XDG_CACHE_HOME to a writable "
+            "folder, or use backend='auto'."
         ) from error
     return path
 
 
 def load_text(text: str, path: Path) -> ModuleType:
-    """A program's source as a module; `path` is where people, debuggers and Triton find its lines."""
+    """A program's source as a module; people, debuggers and Triton find its lines at `path`."""
     linecache.cache[str(path)] = (len(text), None, text.splitlines(keepends=True), str(path))
     module = ModuleType(f"{_PACKAGE}.{path.stem}")
     module.__file__ = str(path)

@@ -1,4 +1,4 @@
-"""What generated kernels call besides Triton's own functions. NaN goes through, as it does in PyTorch."""
+"""Functions that generated kernels call besides Triton's own. NaN propagates, as in PyTorch."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def smallest(x):
 def tanh(x):
     """tanh x = sign(x) (1 - t) / (1 + t) with t = exp(-2 |x|); below 5/8, where 1 - t cancels, x + x^3 p(x^2).
 
-    p: Moshier (1989), "Methods and Programs for Mathematical Functions", `tanhf` of Cephes. Right to 2 units of the
-    last place. Where x^2 is 0 it is x: the sum would take the sign off -0.0.
+    p: Moshier (1989), "Methods and Programs for Mathematical Functions", `tanhf` of Cephes. The error is at most 2
+    units in the last place. If x^2 is 0, the result is x, because the sum would lose the sign of -0.0.
     """
     t = tl.exp(-2.0 * tl.abs(x))
     far = (1.0 - t) / (1.0 + t)

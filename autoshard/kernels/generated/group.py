@@ -1,7 +1,7 @@
 """Groups: straight-line programs of operators that one generated kernel computes.
 
-A group knows its operators, literals, shapes, strides and dtypes, and no names: groups that are equal share a kernel.
-Values are numbered: operands first, then one for each step.
+A group has operators, literals, shapes, strides and dtypes, but no names, so equal groups share a kernel. Values are
+numbered: operands first, then one for each step.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class ValueShape:
         return cls(tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
     def describes(self, tensor: Tensor) -> bool:
-        """Whether a tensor is of this form; the stride of a dim of size 1 does not matter."""
+        """Whether a tensor has this form; the stride of a dim of size 1 is ignored."""
         pairs = zip(self.shape, self.stride, tensor.stride(), strict=False)
         return tuple(tensor.shape) == self.shape and all(size == 1 or own == other for size, own, other in pairs)
 
     def empty(self, device: torch.device | None = None) -> Tensor:
-        """A tensor of this form, not filled."""
+        """An uninitialised tensor of this form."""
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
 
     def __str__(self) -> str:
@@ -50,14 +50,14 @@ class ValueShape:
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """An argument that is value number `index` of the group."""
+    """An argument that refers to value number `index` of the group."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class GroupStep:
-    """One call: `target(*args, **kwargs)` gives `value`; tensors among the arguments are `Ref`s."""
+    """One call: `target(*args, **kwargs)` computes `value`; `Ref`s stand for tensors among the arguments."""
 
     target: OpOverload
     args: tuple[Any, ...]
@@ -66,28 +66,28 @@ class GroupStep:
 
     @property
     def name(self) -> str:
-        """The operator's short name: "mul" of aten.mul.Tensor."""
+        """The operator's short name, such as "mul" for aten.mul.Tensor."""
         return self.target._schema.name.partition("::")[2].strip("_")
 
     @property
     def operands(self) -> tuple[int, ...]:
-        """The numbers of the values that it reads, in order."""
+        """The numbers of the values that the step reads, in order."""
         return tuple(_refs((self.args, [item for _, item in self.kwargs])))
 
     def call(self, value_of: Callable[[int], Any], target: Callable[..., Any] | None = None) -> Any:
-        """The call, of `target` or the operator itself, with `value_of(index)` for each operand."""
+        """Call `target`, or the operator itself, with `value_of(index)` for each operand."""
         args = map_refs(self.args, value_of)
         return (target or self.target)(*args, **{name: map_refs(item, value_of) for name, item in self.kwargs})
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """What a generated kernel computes.
+    """The operators of a generated kernel.
 
     Args:
-        operands: the forms of its operands.
-        steps: its calls, each of which reads operands and earlier steps.
-        results: the numbers of the steps' values that it yields.
+        operands: the forms of the operands.
+        steps: the calls; each reads operands and results of earlier steps.
+        results: the numbers of the values that the kernel returns.
     """
 
     operands: tuple[ValueShape, ...]
@@ -110,7 +110,7 @@ class Group:
         return self.steps[index - len(self.operands)]
 
     def run(self, operands: Sequence[Any]) -> tuple[Any, ...]:
-        """The results, by calling one operator after the other: the kernel's reference."""
+        """The results, computed by one operator after another: the kernel's reference."""
         values = list(operands)
         for step in self.steps:
             values.append(step.call(values.__getitem__))
@@ -118,7 +118,7 @@ class Group:
 
     @cached_property
     def text(self) -> str:
-        """The group in words: what tells groups apart (0.0 from -0.0, too), in every process."""
+        """A text that tells groups apart (even 0.0 from -0.0), in every process."""
         lines = [f"operand {value} {list(value.stride)}" for value in self.operands]
         lines += [
             f"{step.target}{step.args}{step.kwargs} {step.value} {list(step.value.stride)}" for step in self.steps
@@ -127,14 +127,14 @@ class Group:
 
     @cached_property
     def name(self) -> str:
-        """The kernel's name: its operators, and a digest of all that it is."""
+        """The kernel's name: its operators, and a digest of its text."""
         names = dict.fromkeys(step.name for step in self.steps if step.name not in _QUIET)
         shown = "_".join(list(names)[:4])
         return f"triton_{shown}_{hashlib.sha256(self.text.encode()).hexdigest()[:12]}"
 
 
 def map_refs(item: Any, value_of: Callable[[int], Any]) -> Any:
-    """An argument with `value_of(index)` in place of each `Ref`."""
+    """Replace each `Ref` in an argument by `value_of(index)`."""
     if isinstance(item, Ref):
         return value_of(item.index)
     if isinstance(item, (tuple, list)):

@@ -1,14 +1,15 @@
-"""The loops of a group: which axes its values vary along, found from shapes alone.
+"""The loops of a group: the axes along which its values vary, found from shapes alone.
 
-Every dim of every value is a product of *axes*, major to minor, as dims of a sharding rule are products of factors.
-1. Each dim of each value starts as one axis; dims of size 1 are none.
-2. A step says which lists of axes are equal: the dims of operands and result (pointwise; a broadcast dim says nothing),
-   those that a reduction keeps, all of them in order (`view`). Equal lists are walked from the left, and an axis that
-   meets a smaller one is split.
-3. Axes that reductions sum over become the columns of the kernel's tile; the others are its rows.
+Every dim of every value is a product of *axes*, major to minor, as dims in a sharding rule are products of factors.
+1. Each dim of each value starts as one axis; dims of size 1 have none.
+2. A step says which lists of axes are equal. Pointwise: the dims of operands and result, except broadcast dims.
+   Reductions: the dims that they keep. `view`: all dims, in order. Equal lists are compared from the left, and an axis
+   that meets a smaller one is split.
+3. Axes that reductions sum over become the columns of the kernel's tile; the other axes are its rows.
 
-A group has loops where no value has an axis twice, all reductions sum over the same axes, one value has all axes, and
-all results vary along all rows: then each program computes whole rows, and each element of a result is stored once.
+A group has loops under four conditions. No value has an axis twice. All reductions sum over the same axes. One value
+has all axes. All results vary along all rows. Then each program computes whole rows, and each element of a result is
+stored once.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from autoshard.kernels.generated.operators import POINTWISE, IndexKind, kind_of,
 
 _aten = torch.ops.aten
 Dims = tuple[tuple[int, ...], ...]
-"""For each dim of a value its axes, major to minor."""
+"""The axes of each dim of a value, major to minor."""
 
 
 class NoLoopsError(Exception):
-    """Operators do not go together into one kernel; says why."""
+    """Operators cannot be computed by one kernel; the message is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +38,10 @@ class Loops:
     """The loops of a group.
 
     Args:
-        rows, columns: the sizes of the axes of both, major to minor; columns are what reductions sum over.
-        strides: for each operand and result, by its number, the stride of each axis, rows first, in elements; 0 along
-            an axis that it does not vary along.
-        spans: for each value whether it varies along rows, and along columns.
+        rows, columns: the sizes of the axes of rows and columns, major to minor; reductions sum over columns.
+        strides: the strides of each operand and result, by its number, in elements, one per axis, rows first. The
+            stride is 0 along an axis that a value does not vary along.
+        spans: for each value, whether it varies along rows, and along columns.
     """
 
     rows: tuple[int, ...]
@@ -50,12 +51,12 @@ class Loops:
 
     @property
     def row_count(self) -> int:
-        """Rows of the tile of all elements."""
+        """The number of rows of the tile of all elements."""
         return math.prod(self.rows)
 
     @property
     def column_count(self) -> int:
-        """Its columns."""
+        """The number of its columns."""
         return math.prod(self.columns)
 
 
@@ -63,7 +64,7 @@ def find_loops(group: Group) -> Loops:
     """The loops of a group.
 
     Raises:
-        NoLoopsError: it has none.
+        NoLoopsError: the group has no loops.
     """
     if any(0 in value.shape for value in group.values):
         raise NoLoopsError("a value has no elements.")
@@ -78,7 +79,7 @@ def find_loops(group: Group) -> Loops:
     whole = [tuple(axes.resolve(dim) for dim in value) for value in dims]
     flat = [[axis for dim in value for axis in dim] for value in whole]
     if any(len(set(items)) < len(items) for items in flat):
-        raise NoLoopsError("a value would be read at two places of itself at once.")
+        raise NoLoopsError("a value would be read at two of its positions at once.")
     reduced = _reduced(axes, summed)
     order = _order(group, flat, reduced)
     rows = [axis for axis in order if axis not in reduced]
@@ -95,7 +96,7 @@ def find_loops(group: Group) -> Loops:
 
 @dataclass(slots=True)
 class _Axes:
-    """Axes by number, and what has become of those that were split or found equal to others."""
+    """Axes by number. `parts` maps an axis to the axes that it was split into, or found equal to."""
 
     sizes: list[int] = field(default_factory=list)
     parts: dict[int, tuple[int, ...]] = field(default_factory=dict)
@@ -108,14 +109,14 @@ class _Axes:
         return len(self.sizes) - 1
 
     def resolve(self, items: Iterable[int]) -> tuple[int, ...]:
-        """The axes that these now stand for."""
+        """The present axes that replace these axes."""
         found: list[int] = []
         for axis in items:
             found += self.resolve(self.parts[axis]) if axis in self.parts else (axis,)
         return tuple(found)
 
     def equate(self, left: Iterable[int], right: Iterable[int]) -> None:
-        """Make two lists of axes one."""
+        """Make two lists of axes equal."""
         firsts, seconds = deque(left), deque(right)
         while firsts and seconds:
             first, second = self._next(firsts), self._next(seconds)
@@ -123,7 +124,7 @@ class _Axes:
                 continue
             low, high = sorted((self.sizes[first], self.sizes[second]))
             if high % low:
-                raise NoLoopsError(f"a view cuts {high} elements across groups of {low}.")
+                raise NoLoopsError(f"a view splits {high} elements across groups of {low}.")
             if low == high:
                 self.parts[max(first, second)] = (min(first, second),)
             else:
@@ -144,7 +145,7 @@ class _Axes:
 
 
 def _apply(axes: _Axes, group: Group, dims: Sequence[Dims], step: GroupStep) -> Dims:
-    """The dims of a step's value, made equal to those of its operands as the operator says."""
+    """The dims of a step's value, equated with the dims of its operands as the operator requires."""
     shape = step.value.shape
     made = axes.fresh(shape)
     match kind_of(step.target):
@@ -178,7 +179,7 @@ def _apply_view(axes: _Axes, step: GroupStep, before: Dims, made: Dims) -> None:
 
 
 def _equate_aligned(axes: _Axes, operand: Dims, result: Dims) -> None:
-    """Dims aligned at the right; a dim of size 1 is broadcast."""
+    """Equate dims aligned at the right; a dim of size 1 is broadcast."""
     for before, after in zip(reversed(operand), reversed(result), strict=False):
         if before:
             axes.equate(before, after)
@@ -194,22 +195,22 @@ def _reduced(axes: _Axes, summed: Sequence[tuple[int, Dims, tuple[int, ...]]]) -
 
 
 def _order(group: Group, flat: Sequence[Sequence[int]], reduced: frozenset[int]) -> list[int]:
-    """All axes, in the order of a value that has them all: a result, if one has."""
+    """All axes, in the order of a value that has them all; results are preferred."""
     every = {axis for items in flat for axis in items}
     steps = range(len(group.operands), len(flat))
     for index in (*group.results, *steps, *range(len(group.operands))):
         if every == set(flat[index]):
             return list(flat[index])
-    raise NoLoopsError("no value varies along all axes of the others.")
+    raise NoLoopsError("no value varies along all axes.")
 
 
 def _check_results(group: Group, flat: Sequence[Sequence[int]], rows: set[int]) -> None:
     if any(not rows.issubset(flat[index]) for index in group.results):
-        raise NoLoopsError("a result has fewer rows than others.")
+        raise NoLoopsError("a result has fewer rows than other values.")
 
 
 def _check_costly(group: Group, flat: Sequence[Sequence[int]], rows: set[int]) -> None:
-    """What is broadcast along rows is computed anew for each: only where that is next to nothing."""
+    """Refuse costly values that are broadcast along rows, because each row would compute them again."""
     for index, step in enumerate(group.steps, len(group.operands)):
         entry = POINTWISE.get(step.target)
         if entry is not None and entry.is_costly and not rows.issubset(flat[index]):
@@ -232,7 +233,7 @@ def _collapse(
     strides: Mapping[int, tuple[int, ...]],
     spans: tuple[tuple[bool, bool], ...],
 ) -> Loops:
-    """The loops with neighbouring axes made one wherever all tensors lie so."""
+    """The loops, with neighbouring axes merged if all tensors are contiguous there."""
     sizes = [*rows, *columns]
     starts = [
         place

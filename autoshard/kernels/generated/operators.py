@@ -1,8 +1,8 @@
-"""What generated kernels can compute: for each operator its Triton expression, one table for all.
+"""The operators of generated kernels: one table of the Triton expression of each.
 
-Numbers are float32 inside a kernel, whatever their floating type in memory; integers and booleans keep theirs. A value
-is rounded to 16 bits where it is converted to such a type, and where it is stored. There is no operator here that draws
-random numbers or writes its operands: what is not in the table stays the call it was.
+Inside a kernel, numbers of any floating dtype are float32; integers and booleans keep their dtype. A value is rounded
+to 16 bits where it is converted to such a dtype, and where it is stored. Operators that draw random numbers or write
+their operands are not in the table. An operator that is not in the table stays a call.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ LANES: Mapping[torch.dtype, str] = MappingProxyType(
         torch.bool: "tl.int1",
     }
 )
-"""The type that a value of each dtype has inside a kernel; other dtypes are not taken."""
+"""The type of a value of each dtype inside a kernel; other dtypes are not supported."""
 
 _STORED = {torch.bfloat16: "tl.bfloat16", torch.float16: "tl.float16"}
 
 
 class IndexKind(Enum):
-    """What an operator does to indices."""
+    """The effect of an operator on indices."""
 
     POINTWISE = "pointwise"
     REDUCTION = "reduction"
@@ -47,13 +47,13 @@ class IndexKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Pointwise:
-    """An operator that computes each element from those at its index.
+    """An operator that computes each element from the operands' elements at the same index.
 
     Args:
-        write: from its arguments by name (tensors and numbers as Triton expressions) to an expression; None where it
-            cannot be written.
-        compares: whether it computes in its operands' common type, not in its result's.
-        is_costly: whether computing it again is worth avoiding.
+        write: maps arguments by name (tensors and numbers as Triton expressions) to an expression, or to None if there
+            is none.
+        compares: whether it computes in its operands' common dtype, not in its result's.
+        is_costly: whether it should not be computed twice.
     """
 
     write: Callable[..., str | None]
@@ -74,7 +74,7 @@ def _pointwise(*targets: OpOverload, compares: bool = False, is_costly: bool = F
 
 
 def _call_table(table: Mapping[OpOverload, str], **options: bool) -> None:
-    """Operators of one or two tensors, or a tensor and a number, written by a template of {x} and {y}."""
+    """Add operators of one or two tensors, or a tensor and a number, with templates of {x} and {y}."""
     for target, template in table.items():
 
         def write(self: str, other: str = "", template: str = template, **_: object) -> str:
@@ -237,7 +237,7 @@ _BOOLEAN = _LOGICAL | {
 }
 """Operators whose result may be boolean, besides comparisons and copies."""
 
-# From the tile's values, filled with the identity where the tile has no element, to one for each row.
+# Reductions map the tile's values, filled with the identity where the tile has no element, to one value per row.
 REDUCTIONS: Mapping[OpOverload, tuple[str, str]] = MappingProxyType(
     {
         _aten.sum.default: ("0", "tl.sum({x}, axis=1, keep_dims=True)"),
@@ -248,7 +248,7 @@ REDUCTIONS: Mapping[OpOverload, tuple[str, str]] = MappingProxyType(
         _aten.amin.default: ('float("inf")', "smallest({x})"),
     }
 )
-"""Reductions: the identity, and the expression."""
+"""The identity and the expression of each reduction."""
 
 VIEWS = frozenset(
     {
@@ -265,14 +265,14 @@ VIEWS = frozenset(
         _aten.t.default,
     }
 )
-"""Views that are nothing but other indices of the same elements."""
+"""Views that only change the indices of the same elements."""
 
 CONSTANTS = frozenset({_aten.full.default, _aten.scalar_tensor.default, _aten.zeros.default, _aten.ones.default})
-"""Operators that make a tensor of one number."""
+"""Operators that make a tensor filled with one number."""
 
 
 def kind_of(target: Any) -> IndexKind | None:
-    """What an operator is to generated kernels; None where they cannot compute it."""
+    """The kind of an operator in generated kernels; None if they cannot compute it."""
     for kind, table in (
         (IndexKind.POINTWISE, POINTWISE),
         (IndexKind.REDUCTION, REDUCTIONS),
@@ -285,7 +285,7 @@ def kind_of(target: Any) -> IndexKind | None:
 
 
 def bound_arguments(step: GroupStep) -> dict[str, Any]:
-    """All arguments by name, defaults included."""
+    """All arguments by name, including defaults."""
     parameters = step.target._schema.arguments
     bound = {parameter.name: parameter.default_value for parameter in parameters}
     bound.update(zip((parameter.name for parameter in parameters), step.args, strict=False))
@@ -302,7 +302,7 @@ def reduced_dims(step: GroupStep, operand: ValueShape) -> tuple[int, ...]:
 
 
 def number_of(step: GroupStep) -> float | int | bool:
-    """The number that a constant is filled with."""
+    """The number that fills a constant."""
     if step.target is _aten.zeros.default:
         return 0
     if step.target is _aten.ones.default:
@@ -312,11 +312,11 @@ def number_of(step: GroupStep) -> float | int | bool:
 
 
 def write_number(number: float | int | bool, lane: str) -> str:
-    """A number as Triton has it in a lane of a type."""
+    """A number as Triton text in a lane of a type."""
     if lane == "tl.float32":
         number = float(number)
         if number == 0 and math.copysign(1.0, number) < 0:
-            return "(-1.0 * tl.full([], 0.0, tl.float32))"  # Triton 3.6 drops the sign of a zero that is written out
+            return "(-1.0 * tl.full([], 0.0, tl.float32))"  # Triton 3.6 drops the sign of a literal -0.0
         if math.isfinite(number):
             return repr(number)
         return 'float("nan")' if math.isnan(number) else f'{"-" if number < 0 else ""}float("inf")'
@@ -324,7 +324,7 @@ def write_number(number: float | int | bool, lane: str) -> str:
 
 
 def convert(text: str, before: str, after: str) -> str:
-    """A value in a lane of another type."""
+    """The expression of a value converted to a lane of another type."""
     if before == after:
         return text
     return f"({text} != 0)" if after == "tl.int1" else f"{text}.to({after})"
@@ -339,7 +339,7 @@ def write_pointwise(step: GroupStep, values: tuple[ValueShape, ...], texts: Mapp
         texts: the expression of each operand, a name.
 
     Returns:
-        The expression, in the lane of the step's own dtype; None where it cannot be written.
+        The expression, in the lane of the step's own dtype; None if there is none for these arguments.
     """
     entry = POINTWISE[step.target]
     if not _has_plain_arguments(step, values):
@@ -367,7 +367,7 @@ def write_pointwise(step: GroupStep, values: tuple[ValueShape, ...], texts: Mapp
 
 
 def _has_plain_arguments(step: GroupStep, values: tuple[ValueShape, ...]) -> bool:
-    """Whether a call is one whose meaning is that of its table entry: dtypes that are known, no unusual option."""
+    """Whether the table's entry holds for a call: supported dtypes, and no unusual option."""
     kinds = [values[index].dtype for index in step.operands] + [step.value.dtype]
     if not step.operands or any(dtype not in LANES for dtype in kinds):
         return False
@@ -383,7 +383,7 @@ def _has_plain_arguments(step: GroupStep, values: tuple[ValueShape, ...]) -> boo
 
 
 def _computed_in(step: GroupStep, values: tuple[ValueShape, ...], entry: Pointwise) -> torch.dtype:
-    """The dtype in which a call computes: ATen's promotion of the operands, for comparisons; else the result's."""
+    """The dtype of a call's computation: for comparisons, ATen's promotion of the operands; else the result's dtype."""
     if step.target in _LOGICAL or step.target is _aten.logical_not.default:
         return torch.bool
     if step.target in _COPIES:
@@ -399,7 +399,7 @@ def _computed_in(step: GroupStep, values: tuple[ValueShape, ...], entry: Pointwi
 
 
 def write_reduction(step: GroupStep, operand: ValueShape, text: str, mask: str) -> str | None:
-    """The expression of a reduction of the tile's columns; None where it cannot be written."""
+    """The expression of a reduction over the tile's columns; None if there is none."""
     source, target = operand.dtype, step.value.dtype
     if source not in LANES or target not in LANES:
         return None

@@ -1,10 +1,10 @@
 """The Triton source of a group.
 
-A group that sums over nothing is computed as one long row of elements, cut into blocks; one that does, as a tile of
-whole rows, which stay in registers between what sums over them and what reads the sums. Sums over long leading dims (of
-a bias's gradient), which nothing in the group reads, are *split*: each program walks a chunk of what is summed, tile by
-tile, and stores its part of the sum in float32; the parts are summed behind the kernel, in a fixed order. Sizes and
-strides are those of the program, written as numbers. Each step is one line, with the call that it stands for behind it.
+A group without sums is computed as one long row of elements, split into blocks. A group with sums is computed as tiles
+of whole rows, which stay in registers between the sum and its readers. Sums over long leading dims (the gradient of a
+bias) that no step of the group reads are *split*. Each program walks a chunk of the summed elements, tile by tile, and
+stores its part of the sum in float32. The parts are summed after the kernel, in a fixed order. Sizes and strides are
+those of the program, as literals. Each step is one line, followed by its call as a comment.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _RESERVED = frozenset(
 )
 _INT32 = 2**31 - 1
 _COLUMN = "column = tl.arange(0, BLOCK_C)[None, :]"
-# Of sums that are split: rows of a tile, and programs.
+# Split sums: the rows of a tile, and the number of programs.
 _SPLIT_ROWS = 128
 _SPLIT_PROGRAMS = 512
 _SUMS = (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList)
@@ -50,15 +50,15 @@ _SUMS = (torch.ops.aten.sum.default, torch.ops.aten.sum.dim_IntList)
 
 @dataclass(frozen=True, slots=True)
 class ElementLayout:
-    """How a group's elements are shared out.
+    """The launch configuration of a group's kernel.
 
     Args:
         blocks: the values of the kernel's `constexpr` arguments.
-        programs: how many run, for each chunk.
-        num_warps: warps of each.
-        chunks: of what is summed, where sums are split.
-        rows: the elements of each sum that is split.
-        split: the numbers of the values that are such sums; the kernel stores [chunks, rows] of each, in float32.
+        programs: the number of programs, for each chunk.
+        num_warps: the warps of each program.
+        chunks: the number of chunks of the summed elements, if sums are split.
+        rows: the elements of each split sum.
+        split: the numbers of the split sums; the kernel stores [chunks, rows] of each, in float32.
     """
 
     blocks: Mapping[str, int]
@@ -70,7 +70,7 @@ class ElementLayout:
 
     @property
     def tunable(self) -> tuple[str, ...]:
-        """The blocks that tuning may change: not those by which a sum is split, as parts are added in order."""
+        """The blocks that tuning may change: none if a sum is split, because its parts are added in order."""
         return () if self.split else tuple(name for name in ("BLOCK", "BLOCK_R") if name in self.blocks)
 
     def grid(self, blocks: Mapping[str, int]) -> tuple[int, int]:
@@ -93,11 +93,11 @@ class Source:
 
 
 def lay_out(loops: Loops, sums: tuple[int, ...] = ()) -> ElementLayout:
-    """How the elements of these loops are shared out.
+    """Choose the launch configuration for loops.
 
     Args:
-        loops: the group's.
-        sums: the numbers of its reductions, where these may be split.
+        loops: the loops of the group.
+        sums: the numbers of its reductions, if these may be split.
 
     Raises:
         NoLoopsError: rows are too long for registers.
@@ -111,17 +111,17 @@ def lay_out(loops: Loops, sums: tuple[int, ...] = ()) -> ElementLayout:
     width = triton.next_power_of_2(loops.column_count)
     rows = max(1, min(16, _TILE // width))
     if _lies_by_columns(loops):
-        # Neighbouring rows are neighbours in memory: enough of them for whole sectors of 32 bytes.
+        # Neighbouring rows are adjacent in memory: take enough of them for whole sectors of 32 bytes.
         rows = 16
         if rows * width > MAX_COLUMNS:
-            raise NoLoopsError(f"columns of {loops.column_count} elements, side by side, are more than registers hold.")
+            raise NoLoopsError(f"adjacent columns of {loops.column_count} elements are more than registers hold.")
     rows = min(rows, triton.next_power_of_2(loops.row_count))
     warps = max(4, min(16, rows * width // (32 * _ELEMENTS_PER_THREAD)))
     return ElementLayout({"BLOCK_R": rows, "BLOCK_C": width}, math.ceil(loops.row_count / rows), warps)
 
 
 def _lay_out_split(loops: Loops, sums: tuple[int, ...]) -> ElementLayout:
-    """Tiles of many rows and few columns; as many chunks as keep a device busy, whichever it is."""
+    """Tiles of many rows and few columns, and enough chunks to keep any device busy."""
     rows = min(_SPLIT_ROWS, triton.next_power_of_2(loops.row_count))
     programs, width = math.ceil(loops.row_count / rows), _TILE // rows
     steps = max(1, math.ceil(loops.column_count * programs / (width * _SPLIT_PROGRAMS)))
@@ -131,7 +131,7 @@ def _lay_out_split(loops: Loops, sums: tuple[int, ...]) -> ElementLayout:
 
 
 def splittable_sums(group: Group, loops: Loops) -> tuple[int, ...]:
-    """The numbers of the group's reductions, if all are sums of floats that nothing in it reads, and lie row by row."""
+    """The numbers of the group's reductions if all are sums of floats, stored row by row and read by no step."""
     read = {index for step in group.steps for index in step.operands}
     found = [index for index in range(len(group.operands), len(group.values)) if _reduces(group, index)]
     rows = [math.prod(loops.rows[at + 1 :]) for at in range(len(loops.rows))]
@@ -147,7 +147,7 @@ def splittable_sums(group: Group, loops: Loops) -> tuple[int, ...]:
 
 
 def _reduces(group: Group, index: int) -> bool:
-    """Whether a value is that of a reduction over anything."""
+    """Whether a value is the result of a reduction over more than one element."""
     step = group.step_of(index)
     if kind_of(step.target) is not IndexKind.REDUCTION:
         return False
@@ -156,7 +156,7 @@ def _reduces(group: Group, index: int) -> bool:
 
 
 def _lies_by_columns(loops: Loops) -> bool:
-    """Whether what is read and written lies side by side along rows rather than columns."""
+    """Whether operands and results are adjacent in memory along rows rather than columns."""
     count = len(loops.rows)
     return any(own[count - 1] == 1 and own[-1] > 1 for own in loops.strides.values()) if count else False
 
@@ -165,18 +165,18 @@ def write_source(group: Group, names: Sequence[str], purpose: str) -> Source:
     """The source of a group's kernel.
 
     Args:
-        group: what it computes.
+        group: the operators to compute.
         names: a name for every value, used for variables and pointers.
         purpose: the docstring's first line.
 
     Raises:
-        NoLoopsError: no kernel can compute it; the message says why.
+        NoLoopsError: no kernel can compute the group; the message is the reason.
     """
     return _KernelSource(group, _identifiers(names), purpose).write()
 
 
 def _identifiers(names: Sequence[str]) -> tuple[str, ...]:
-    """The names made distinct, and no words of the kernel's own."""
+    """Make names distinct, and different from the kernel's own words."""
     found: dict[str, None] = {}
     for name in names:
         while name in found or name in _RESERVED:
@@ -203,9 +203,9 @@ class _KernelSource:
     def write(self) -> Source:
         group = self.group
         if len(group.operands) + len(group.results) > _MAX_POINTERS:
-            raise NoLoopsError(f"it reads and writes more than {_MAX_POINTERS} tensors.")
+            raise NoLoopsError(f"the group reads and writes more than {_MAX_POINTERS} tensors.")
         if any(value.dtype not in LANES for value in group.values):
-            raise NoLoopsError("a value has a dtype that kernels do not take.")
+            raise NoLoopsError("a value has a dtype that kernels do not support.")
         for index, step in enumerate(group.steps, len(group.operands)):
             self._write_step(index, step)
         for index in group.results:
@@ -238,7 +238,7 @@ class _KernelSource:
             texts = {operand: self._text(operand) for operand in step.operands}
             written = write_pointwise(step, self.group.values, texts)
         if written is None:
-            raise NoLoopsError(f"{step.target} cannot be written with these arguments.")
+            raise NoLoopsError(f"{step.target} has no expression for these arguments.")
         if index in self.layout.split:
             self.lines.append(f"{self.names[index]} += {written}  # {self._call(step)}")
             return
@@ -275,12 +275,12 @@ class _KernelSource:
     # Indices.
 
     def _place(self, index: int) -> tuple[str, str]:
-        """What is added to a value's pointer, and the mask; both empty for a single element."""
+        """The offset to add to a value's pointer, and the mask; both are empty for a single element."""
         strides = self.loops.strides[index]
         count = len(self.loops.rows)
         by_row = self._offset(self._flat, self.loops.rows, strides[:count], 0)
         if index in self.group.results and not by_row:
-            by_row = self._flat  # the only row is 0; what is stored is a tile
+            by_row = self._flat  # the only row is 0, but the stored value is a tile
         by_column = self._offset("column", self.loops.columns, strides[count:], count)
         if not self.loops.columns:
             return (f" + {by_row}", "inside") if by_row else ("", "")
@@ -294,7 +294,7 @@ class _KernelSource:
         return "row" if self.loops.columns else "index"
 
     def _offset(self, flat: str, sizes: Sequence[int], strides: Sequence[int], first: int) -> str:
-        """The sum of index times stride over axes that one flat index stands for."""
+        """The sum of index times stride over the axes of one flat index."""
         if not any(strides):
             return ""
         if all(strides[at] == strides[at + 1] * sizes[at + 1] for at in range(len(sizes) - 1)):
@@ -307,7 +307,7 @@ class _KernelSource:
         return " + ".join(terms)
 
     def _split_body(self) -> Iterator[str]:
-        """The sums' parts, over the tiles of a chunk."""
+        """The code that computes the sums' parts over the tiles of a chunk."""
         for index in self.layout.split:
             yield f"{self.names[index]} = tl.zeros([BLOCK_R, BLOCK_C], tl.float32)"
         yield "for step in range(STEPS):"
@@ -350,7 +350,7 @@ class _KernelSource:
         ends = [
             sum((size - 1) * stride for size, stride in zip(sizes, own, strict=True)) for own in loops.strides.values()
         ]
-        # One block more, for tuning may double a block.
+        # One more block, because tuning may double a block.
         padded = (self.layout.programs + 1) * self.layout.blocks.get("BLOCK", self.layout.blocks.get("BLOCK_R", 1))
         return max(*ends, padded * max(1, loops.column_count)) > _INT32
 
@@ -367,7 +367,7 @@ class _KernelSource:
     # Registers.
 
     def _check_registers(self) -> None:
-        """Refuse what would not stay in registers: the tiles that are alive at once, in registers of each thread."""
+        """Refuse a group whose tiles that are alive at once do not fit into registers."""
         tile = [size for name, size in self.layout.blocks.items() if name != "STEPS"]
         elements = math.prod(tile) / (32 * self.layout.num_warps)
         alive = _most_alive(self.group, self.loops) + len(self.layout.split)
@@ -376,7 +376,7 @@ class _KernelSource:
 
 
 def _most_alive(group: Group, loops: Loops) -> int:
-    """How many values that fill the tile are held at once, when each is loaded or computed right before it is read."""
+    """The number of tiles alive at once, if each is loaded or computed right before its first use."""
     first = len(group.operands)
     last: dict[int, int] = {index: len(group.steps) for index in group.results}
     for at, step in enumerate(group.steps):
@@ -396,7 +396,7 @@ def _most_alive(group: Group, loops: Loops) -> int:
 
 
 def _digit(flat: str, sizes: Sequence[int], at: int) -> str:
-    """The index along one axis of those that a flat index stands for."""
+    """The index along one axis, computed from a flat index over several axes."""
     below = math.prod(sizes[at + 1 :])
     divided = flat if below == 1 else f"{flat} // {below}"
     return divided if at == 0 else f"{divided} % {sizes[at]}"

@@ -1,9 +1,9 @@
-"""Messages among ranks over the store of their run, with a time limit that a rank at work extends.
+"""Messages among ranks through the store of their run. A time limit applies, which a working rank extends.
 
-Ranks take turns: in each, every rank says something, and all hear what all said, or all raise the same error. The
-store, not a collective, carries the messages: whoever waits can tell which rank is missing, whether that rank shows
-signs of life, and what another rank decided while this one was waiting. The verdict on a turn is one key of the store,
-written once: "all came", or who did not.
+Ranks exchange messages in turns. In each turn every rank sends one message, and all ranks receive all messages or raise
+the same error. The store carries the messages, not a collective. A waiting rank can read in the store which rank is
+missing, whether that rank shows signs of life, and the verdict of another rank. The verdict on a turn is one key of the
+store that is written once: "all", or a text that names the missing ranks.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from autoshard.runtime.agreement.lost_ranks import naming_a_lost_store
 from autoshard.runtime.agreement.meeting import refuse_a_kept_store
 
 TIMEOUT_S = 60.0
-"""How long ranks wait for one that shows no sign of life, where the user does not say."""
+"""Seconds that ranks wait for a rank that shows no sign of life, by default."""
 
 _ALL_CAME = "all"
 _SLICE_S = 0.25
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.0002, 0.02
 _LARGEST_PART = 4 * 2**20
-"""Bytes of a message that go into one key: the store that `torchrun` makes ends where a value has more than 8 MiB."""
+"""Bytes of a message per key. The store of `torchrun` fails for values above 8 MiB."""
 _COUNT = struct.Struct("<I")
-"""Before the first part: how many there are."""
+"""The number of parts, in front of the first part."""
 
 
 class ControlChannel:
-    """Turns of `ranks`, of which this process is one.
+    """Turns of messages among `ranks`, one of which is this process.
 
     Args:
-        ranks: numbers of the processes, in order.
-        timeout_s: a rank that neither comes to a turn nor shows a sign of life for so long is lost.
+        ranks: the ranks of the processes, in order.
+        timeout_s: seconds without a message or a sign of life after which a rank is lost.
     """
 
     def __init__(self, ranks: Sequence[int], timeout_s: float = TIMEOUT_S) -> None:
@@ -52,37 +52,37 @@ class ControlChannel:
         self._parts: dict[int, int] = {}
 
     def say(self, value: bytes) -> None:
-        """Take part in the next turn without waiting for what other ranks say."""
+        """Send this rank's message of the next turn, without waiting for the other ranks."""
         with naming_a_lost_store(self.rank):
             self._say(value)
 
-    def exchange(self, value: bytes, what: str, timeout_s: float | None = None) -> list[bytes]:
-        """What all ranks say in the next turn, by their place in `ranks`.
+    def exchange(self, value: bytes, action: str, timeout_s: float | None = None) -> list[bytes]:
+        """Send `value` in the next turn, and return the messages of all ranks, in the order of `ranks`.
 
         Args:
-            value: what this rank says.
-            what: what this rank is about to do, for the error of who waits in vain.
-            timeout_s: instead of the channel's own.
+            value: this rank's message.
+            action: the action that follows, for the error message if a rank is lost.
+            timeout_s: seconds, in place of the channel's timeout.
 
         Raises:
-            LostRankError: on every rank, also on one that comes late, if a rank did not come in time.
+            LostRankError: on every rank, also on a late one, if a rank did not come in time.
         """
         with naming_a_lost_store(self.rank):
             turn = self._say(value)
-            verdict = self._wait_for_verdict(turn, what, self.timeout_s if timeout_s is None else timeout_s)
+            verdict = self._wait_for_verdict(turn, action, self.timeout_s if timeout_s is None else timeout_s)
             if verdict != _ALL_CAME:
                 raise LostRankError(verdict)
             firsts = self._store.multi_get([f"{turn}/{rank}" for rank in self.ranks])
             everyone = [self._whole(turn, rank, first) for rank, first in zip(self.ranks, firsts, strict=True)]
             self._forget(turn - 1)
-        self._before = what
+        self._before = action
         return everyone
 
     @contextmanager
-    def showing_life(self, what: str) -> Iterator[None]:
-        """Within, other ranks see that this one is at work, and wait for it."""
+    def showing_life(self, action: str) -> Iterator[None]:
+        """Within the context, show other ranks that this rank is working, so that they wait for it."""
         ended = threading.Event()
-        thread = threading.Thread(target=self._show_life, args=(what, ended), daemon=True)
+        thread = threading.Thread(target=self._show_life, args=(action, ended), daemon=True)
         thread.start()
         try:
             yield
@@ -103,12 +103,12 @@ class ControlChannel:
         return turn
 
     def _whole(self, turn: int, rank: int, first: bytes) -> bytes:
-        """The message of a rank, of its first part, which says how many there are."""
+        """The message of a rank, whose first part says how many parts follow."""
         (count,) = _COUNT.unpack_from(first)
         others = (self._store.get(f"{turn}/{rank}/{number}") for number in range(1, count))
         return b"".join((first[_COUNT.size :], *others))
 
-    def _wait_for_verdict(self, turn: int, what: str, timeout_s: float) -> str:
+    def _wait_for_verdict(self, turn: int, action: str, timeout_s: float) -> str:
         key, start = f"{turn}/verdict", time.monotonic()
         lives: dict[int, tuple[bytes, float]] = dict.fromkeys(self.ranks, (b"", start))
         while not self._has_come(key):
@@ -119,11 +119,11 @@ class ControlChannel:
                 lives[rank] = lives[rank] if sign == lives[rank][0] else (sign, now)
             lost = [rank for rank in missing if now - lives[rank][1] > timeout_s]
             if lost:
-                self._store.compare_set(key, "", self._describe(lost, missing, what, now - start))
+                self._store.compare_set(key, "", self._describe(lost, missing, action, now - start))
         return self._store.get(key).decode()
 
     def _has_come(self, key: str) -> bool:
-        """Whether a key is there, now or a moment later; the store's own wait would log each moment that passes."""
+        """Whether a key exists, now or within a slice. The store's own wait would log each slice that passes."""
         end, pause_s = time.monotonic() + self._slice_s, _SHORTEST_PAUSE_S
         while not self._store.check([key]):
             if time.monotonic() >= end:
@@ -132,12 +132,12 @@ class ControlChannel:
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return True
 
-    def _describe(self, lost: list[int], missing: list[int], what: str, waited_s: float) -> str:
+    def _describe(self, lost: list[int], missing: list[int], action: str, waited_s: float) -> str:
         here = [rank for rank in self.ranks if rank not in missing]
         return (
             f"Ranks {lost} did not come within {waited_s:.0f} s, and showed no sign of life, while ranks {here} waited "
-            f"to {what}. What all ranks did last together: {self._before}. A rank that ended has an error of its own: "
-            "look for it first. Where a rank works alone for longer between two calls, pass more seconds as "
+            f"to {action}. The last action of all ranks together: {self._before}. A rank that ended has an error of "
+            "its own, so look for it first. If a rank works alone for longer between two calls, pass more seconds as "
             "Options(timeout_s=), or Checkpoints(..., timeout_s=)."
         )
 
@@ -145,18 +145,18 @@ class ControlChannel:
         key = f"life/{rank}"
         return self._store.get(key) if self._store.check([key]) else b""
 
-    def _show_life(self, what: str, ended: threading.Event) -> None:
+    def _show_life(self, action: str, ended: threading.Event) -> None:
         count = 0
         try:
             while not ended.is_set():
                 count += 1
-                self._store.set(f"life/{self.rank}", f"{count} {time.time()} {what}")
+                self._store.set(f"life/{self.rank}", f"{count} {time.time()} {action}")
                 ended.wait(min(1.0, self.timeout_s / 4))
         except RuntimeError:
-            return  # the store is gone: the rank itself finds out when it next says something
+            return  # the store is gone; the rank's next message raises the error
 
     def _forget(self, turn: int) -> None:
-        """Delete this rank's word of a turn that all have heard."""
+        """Delete this rank's message of a turn that all ranks have read."""
         if turn < 0:
             return
         self._store.delete_key(f"{turn}/{self.rank}")
@@ -165,7 +165,7 @@ class ControlChannel:
 
 
 def _store_of(ranks: tuple[int, ...], rank: int) -> dist.Store:
-    """A room in the run's store for the next channel of these ranks: each numbers its channels in the same order."""
+    """A part of the run's store for the next channel of `ranks`. Each rank numbers its channels in the same order."""
     world = dist.group.WORLD
     assert world is not None, "there is a process group"
     name = hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]

@@ -1,8 +1,8 @@
-"""Ranks agree, or all of them raise.
+"""Agreement: all ranks hold the same facts, or all of them raise.
 
-Ranks that run different programs would hang or, worse, compute nonsense. Before a program runs, each rank
-tells all others what it is about to do; any difference is an error on every rank. A rank that never comes is an error
-too, on every other rank, within the time that the user allows (`Options(timeout_s=)`).
+Ranks that run different programs would hang, or compute wrong values. Before a program runs, each rank sends the other
+ranks a description of its next call; any difference is an error on every rank. If a rank never comes, every other rank
+raises an error within `Options(timeout_s=)`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class HeldFact:
-    """The name of a fact about what only some ranks hold, compared among those at one place.
+class PieceFact:
+    """The name of a fact that is compared only among the ranks that hold the same piece of a tensor.
 
     Args:
-        name: for messages.
-        place: the same on ranks that hold the same piece.
+        name: the name in messages.
+        place: a text that is equal on ranks with the same piece.
     """
 
     name: str
@@ -42,21 +42,21 @@ class HeldFact:
         return self.name
 
 
-Facts = Mapping[str | HeldFact, str]
+Facts = Mapping[str | PieceFact, str]
 
 
 @dataclass(frozen=True, slots=True)
 class _Failed:
-    """Message of a rank that ended in an error of its own."""
+    """The message of a rank that raised an error of its own."""
 
     error: str
 
 
 class ControlGroup:
-    """All of `ranks`, who agree about small things.
+    """The group of `ranks`, which agree on small values.
 
     Args:
-        ranks: numbers of the processes; this one is among them.
+        ranks: the ranks of the processes, this process among them.
         timeout_s: see `ControlChannel`.
     """
 
@@ -67,23 +67,23 @@ class ControlGroup:
 
     @cached_property
     def vectors(self) -> VectorExchange | None:
-        """A faster way for a few numbers, if there is one; first asked for by all ranks together."""
+        """A faster exchange of a few numbers, or None. All ranks must first read this property together."""
         found = connect(self.channel)
         if found is None and self.channel.rank == self.channel.ranks[0]:
             _LOGGER.warning(
-                "ranks cannot open connections to each other, so that what they compare at each call goes through the "
-                "store of the run, which takes milliseconds: where they matter, pass Options(check='first')"
+                "ranks cannot open connections to each other, so they compare their calls through the store of the "
+                "run, which takes milliseconds per call: to avoid them, pass Options(check='first')"
             )
         return found
 
-    def agree(self, facts: Callable[[], Facts], what: str = "compile the same program") -> None:
+    def agree(self, facts: Callable[[], Facts], action: str = "compile the same program") -> None:
         """Raise `RankMismatchError` on every rank unless all ranks hold the same `facts`.
 
         Args:
-            facts: by name; a fact named by a `HeldFact` is compared among the ranks that have it.
-            what: what comes next, for the error of who waits in vain.
+            facts: values by name; a fact named by a `PieceFact` is compared among the ranks that have it.
+            action: the action that follows, for the error message if a rank is lost.
         """
-        everyone = self.gather(dict(facts()), what)
+        everyone = self.gather(dict(facts()), action)
         names = dict.fromkeys(name for theirs in everyone for name in theirs)
         differing = [name for name in names if len(set(_found(name, everyone))) > 1]
         if differing:
@@ -91,28 +91,28 @@ class ControlGroup:
                 f"Ranks disagree about {', '.join(map(str, differing[:_SHOWN]))}"
                 f"{f' and {len(differing) - _SHOWN} more' if len(differing) > _SHOWN else ''}. "
                 + "; ".join(self._describe(name, everyone) for name in differing[:_SHOWN])
-                + ". Every rank must build the same model (same seed, or the same checkpoint), and call it alike: "
-                "in the same mode, with the same inputs (seed the shuffle alike) and hyperparameters. Where they "
-                "are to differ in their last digits, pass Options(check='first')."
+                + ". Every rank must build the same model (same seed, or the same checkpoint). It must call the model "
+                "in the same mode, with the same inputs (seed the shuffle alike) and hyperparameters. If ranks "
+                "may differ in their last digits, pass Options(check='first')."
             )
 
-    def share(self, compute: Callable[[], T], what: str = "take the first rank's plan") -> T:
-        """What `compute` gives on the first rank, on every rank; an error of it is raised on every rank."""
+    def share(self, compute: Callable[[], T], action: str = "take the first rank's plan") -> T:
+        """Run `compute` on the first rank, and return its result or raise its error on every rank."""
         mine: Any = None
         if self.channel.rank == self.channel.ranks[0]:
-            with self.telling_errors(), self.channel.showing_life(what):
+            with self.telling_errors(), self.channel.showing_life(action):
                 try:
                     mine = compute()
                 except AutoshardError as error:
                     mine = error
-        result = self.gather(mine, what)[0]
+        result = self.gather(mine, action)[0]
         if isinstance(result, AutoshardError):
             raise result
         return result
 
     @contextmanager
     def telling_errors(self) -> Iterator[None]:
-        """Within, an error of this rank alone reaches those that wait for it."""
+        """Within the context, send an error of this rank to the ranks that wait for it."""
         if self._is_telling:
             yield
             return
@@ -128,27 +128,27 @@ class ControlGroup:
             self._is_telling = False
 
     @contextmanager
-    def working(self, what: str) -> Iterator[None]:
-        """Within, other ranks see that this one is at work, and hear of its error."""
-        with self.telling_errors(), self.channel.showing_life(what):
+    def working(self, action: str) -> Iterator[None]:
+        """Within the context, show other ranks that this rank is working, and send them its error."""
+        with self.telling_errors(), self.channel.showing_life(action):
             yield
 
-    def gather(self, value: T, what: str) -> list[T]:
-        """The value of each rank, in the order of ranks; `what` as for `agree`."""
-        everyone = [pickle.loads(said) for said in self.channel.exchange(pickle.dumps(value), what)]
+    def gather(self, value: T, action: str) -> list[T]:
+        """The value of each rank, in the order of ranks; `action` as for `agree`."""
+        everyone = [pickle.loads(said) for said in self.channel.exchange(pickle.dumps(value), action)]
         failed = {rank: said.error for rank, said in zip(self.channel.ranks, everyone, strict=True) if _is_failed(said)}
         if failed:
             rank, error = next(iter(failed.items()))
             raise RankMismatchError(
-                f"Ranks {list(failed)} failed while the other ranks were to {what}. Rank {rank}: {error}"
+                f"Ranks {list(failed)} failed while the other ranks were to {action}. Rank {rank}: {error}"
             )
         return everyone
 
-    def _describe(self, name: str | HeldFact, everyone: Sequence[Facts]) -> str:
-        """`seed: 0 on ranks [0, 1], 1 on ranks [2]`."""
+    def _describe(self, name: str | PieceFact, everyone: Sequence[Facts]) -> str:
+        """Format a fact, such as `seed: 0 on ranks [0, 1], 1 on ranks [2]`."""
         holders: dict[str, list[int]] = {}
         for rank, theirs in zip(self.channel.ranks, everyone, strict=True):
-            if name in theirs or not isinstance(name, HeldFact):
+            if name in theirs or not isinstance(name, PieceFact):
                 holders.setdefault(theirs.get(name, "nothing"), []).append(rank)
         return f"{name}: " + ", ".join(f"{value} on ranks {ranks}" for value, ranks in holders.items())
 
@@ -160,6 +160,6 @@ def _is_failed(said: object) -> bool:
     return isinstance(said, _Failed)
 
 
-def _found(name: str | HeldFact, everyone: Sequence[Facts]) -> list[str | None]:
-    """Values of the ranks under a name; of a `HeldFact`, of the ranks that have it."""
-    return [theirs.get(name) for theirs in everyone if name in theirs or not isinstance(name, HeldFact)]
+def _found(name: str | PieceFact, everyone: Sequence[Facts]) -> list[str | None]:
+    """The values of all ranks under a name; of a `PieceFact`, the values of the ranks that have it."""
+    return [theirs.get(name) for theirs in everyone if name in theirs or not isinstance(name, PieceFact)]

@@ -1,9 +1,9 @@
-"""Digests of tensors' bits: equal values have equal digests on every rank, and a swap of two elements shows.
+"""Digests of tensors' bits. Equal tensors have equal digests on every rank; swapping two elements changes the digest.
 
-A digest is a multilinear hash (Carter and Wegman 1979, section 3): the tensor's memory is read as 64-bit words, each
-is multiplied by an odd pseudo-random number that belongs to its position, and the products are summed, modulo 2^64.
-Tensors longer than the table of such numbers are hashed block by block, and the digests of the blocks as a tensor.
-Samples on the CPU, which are small, are hashed as bytes by BLAKE2: starting operators takes longer.
+A digest is a multilinear hash (Carter and Wegman 1979, section 3). It reads the tensor's memory as 64-bit words,
+multiplies each word by the odd pseudo-random number of its position, and sums the products modulo 2^64.
+A tensor longer than the table of numbers is hashed block by block, and then the digests of its blocks are hashed.
+Samples on the CPU are small; BLAKE2 hashes them as bytes, because starting operators would take longer.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ import torch
 
 _BLOCK = 1 << 11
 _AT_ONCE = 1 << 9
-"""Blocks that are hashed at once: products of 8 MiB."""
+"""The number of blocks hashed at once: products of 8 MiB."""
 
 _MASK = (1 << 64) - 1
 _WORD = torch.int64
 
 
 def words_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a tensor as a row of 64-bit words, the last one filled up with zeros.
+    """The memory of a tensor as a row of 64-bit words; zeros fill up the last word.
 
     Returns:
-        An int64 tensor, [bytes / 8]: a view where `tensor` is contiguous and its bytes are whole, aligned words.
+        An int64 tensor, [bytes / 8]; a view if `tensor` is contiguous and its bytes are whole, aligned words.
     """
     flat = tensor.detach().contiguous().reshape(-1)
-    if flat.stride(0) != 1:  # of a single element, which is contiguous whatever its stride
+    if flat.stride(0) != 1:  # a single element is contiguous with any stride
         flat = flat.as_strided(flat.shape, (1,))
     itemsize = flat.element_size()
     if flat.numel() * itemsize % 8 == 0 and flat.storage_offset() * itemsize % 8 == 0:
@@ -44,7 +44,7 @@ def words_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def digest_of_words(words: torch.Tensor) -> torch.Tensor:
-    """The digest of a row of words: a 0-dim int64 tensor where the words are."""
+    """The digest of a row of words: a 0-dim int64 tensor on the same device."""
     count = words.numel()
     if count <= _BLOCK:
         return (words * table_on(words.device).narrow(0, 0, count)).sum()
@@ -55,19 +55,19 @@ def digest_of_words(words: torch.Tensor) -> torch.Tensor:
 
 
 def digest_of(tensor: torch.Tensor) -> str:
-    """A digest of a tensor's shape, type and every element, as text."""
+    """A digest of a tensor's shape, dtype and every element, as text."""
     value = 0 if tensor.is_meta else int(digest_of_words(words_of(tensor)))
     return hex_of(digest_of_text(f"{tuple(tensor.shape)} {tensor.dtype} {value}"))
 
 
 def digest_of_samples(tensors: Sequence[torch.Tensor], most: int, turn: int) -> int | torch.Tensor:
-    """A digest of some tensors of one device: the sum of all their words, and at most so many bytes of each in order.
+    """A digest of tensors on one device: the sum of all their words, and a sample of at most `most` bytes of each.
 
-    A value that differs anywhere changes the sum. Values in another order leave the sum; those among the bytes, others
-    at every `turn`, are noticed.
+    A changed value changes the sum. Values in another order leave the sum as it is; the sample notices them if they
+    are among its bytes. Each `turn` samples other bytes.
 
     Returns:
-        A number where the device is the CPU, found by a hash of bytes; else a 0-dim int64 tensor.
+        On the CPU, an integer: a hash of bytes. On other devices, a 0-dim int64 tensor.
     """
     if tensors[0].device.type == "cpu":
         memories = [bytes_of(tensor) for tensor in tensors]
@@ -79,7 +79,7 @@ def digest_of_samples(tensors: Sequence[torch.Tensor], most: int, turn: int) -> 
 
 
 def sample_of(words: torch.Tensor, most: int, turn: int) -> torch.Tensor:
-    """At most so many of a row of words, spread over all of it, others at every `turn`."""
+    """At most `most` words, spread over the whole row; each turn takes other words."""
     if len(words) <= most:
         return words
     rows, length, start, width = _spread(len(words), most, turn)
@@ -94,20 +94,20 @@ def _sample_of_bytes(memory: npt.NDArray[np.uint8], most: int, turn: int) -> npt
 
 
 def _sum_of_words(memory: npt.NDArray[np.uint8]) -> bytes:
-    """The sum of 64-bit words modulo 2^64, and of the bytes behind the last one."""
+    """The sum of the 64-bit words modulo 2^64, and the bytes after the last word."""
     whole = len(memory) // 8 * 8
     return memory[:whole].view(np.uint64).sum().tobytes() + memory[whole:].tobytes()
 
 
 def _spread(count: int, most: int, turn: int) -> tuple[int, int, int, int]:
-    """How many rows of which length a sample is taken of; and where in each it begins, and how long it is there."""
+    """A sample's layout: the number of rows, their length, and the start and width of the sample in each row."""
     rows = min(_PIECES, most)
     width, length = most // rows, count // rows
     return rows, length, turn * width % (length - width + 1), width
 
 
 def bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    """The memory of a tensor on the CPU: a view where it is contiguous."""
+    """The memory of a tensor as bytes on the CPU; a view if the tensor is contiguous."""
     known = (
         tensor
         if tensor.dtype in _OF_NUMPY
@@ -117,7 +117,7 @@ def bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
 
 
 def digest_of_bytes(pieces: Iterable[Any]) -> int:
-    """A digest of buffers behind each other, that fits in an int64: the same in every process."""
+    """A digest of the buffers in order, which fits in an int64 and is the same in every process."""
     found = hashlib.blake2b(digest_size=8)
     for piece in pieces:
         found.update(piece)
@@ -125,29 +125,29 @@ def digest_of_bytes(pieces: Iterable[Any]) -> int:
 
 
 def digest_of_text(text: str) -> int:
-    """A digest of a text, that fits in an int64: the same in every process."""
+    """A digest of a text, which fits in an int64 and is the same in every process."""
     return digest_of_bytes([text.encode()])
 
 
 def combine(digests: Sequence[int]) -> int:
-    """One digest of several, in their order; fits in an int64."""
+    """Combine digests, in their order, into one that fits in an int64."""
     return digest_of_text(",".join(map(str, digests))) if len(digests) != 1 else digests[0]
 
 
 def hex_of(digest: int) -> str:
-    """A digest as people read it: 16 hexadecimal digits."""
+    """A digest as 16 hexadecimal digits."""
     return f"{digest & _MASK:016x}"
 
 
 _PIECES = 32
 _OF_NUMPY = {torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.bool}
 _OF_NUMPY |= {torch.float16, torch.float32, torch.float64, torch.complex64, torch.complex128}
-"""Types that NumPy has too."""
+"""Dtypes that NumPy has too."""
 
 
 @cache
 def table_on(device: torch.device) -> torch.Tensor:
-    """Odd pseudo-random numbers, the same on every rank: 16 KiB on a device for as long as the process lives."""
+    """Odd pseudo-random numbers, the same on every rank: 16 KiB per device for the life of the process."""
     generator = torch.Generator().manual_seed(0x5EED)
     bounds = torch.iinfo(_WORD)
     drawn = torch.randint(bounds.min, bounds.max, (_BLOCK,), generator=generator, dtype=_WORD, device="cpu")

@@ -1,4 +1,4 @@
-"""Numbers computed on devices, read without waiting: those on an accelerator one call later."""
+"""Numbers computed on devices, read without waiting for the device: an accelerator's numbers arrive one call later."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from autoshard.runtime.agreement.control_group import HeldFact
+from autoshard.runtime.agreement.control_group import PieceFact
 
 BEFORE = " of the call before"
 
@@ -17,34 +17,34 @@ BEFORE = " of the call before"
 class _OnTheirWay:
     """Numbers that are being copied to the host, by name."""
 
-    names: tuple[HeldFact, ...]
+    names: tuple[PieceFact, ...]
     values: torch.Tensor
     arrived: Any
 
 
 class LateNumbers:
-    """Numbers on their way from an accelerator."""
+    """Reads numbers that an accelerator computes, one call later."""
 
     def __init__(self) -> None:
         self._before: _OnTheirWay | None = None
 
-    def read(self, numbers: Mapping[HeldFact, int | torch.Tensor]) -> dict[HeldFact, int]:
-        """Numbers that are known now: those on the host, and from accelerators those of the call before.
+    def read(self, numbers: Mapping[PieceFact, int | torch.Tensor]) -> dict[PieceFact, int]:
+        """The numbers known now: the host's numbers, and the accelerator's numbers of the previous call.
 
         Args:
-            numbers: on the host, or 0-dim int64 tensors on an accelerator.
+            numbers: integers, or 0-dim int64 tensors on an accelerator.
         """
         known = {name: number for name, number in numbers.items() if isinstance(number, int)}
         away = {name: number for name, number in numbers.items() if isinstance(number, torch.Tensor)}
         before, self._before = self._before, _start(away) if away else None
         if before is not None:
             before.arrived.synchronize()
-            earlier = [HeldFact(f"{name.name}{BEFORE}", name.place) for name in before.names]
+            earlier = [PieceFact(f"{name.name}{BEFORE}", name.place) for name in before.names]
             known |= dict(zip(earlier, before.values.tolist(), strict=True))
         return known
 
 
-def _start(numbers: Mapping[HeldFact, torch.Tensor]) -> _OnTheirWay:
+def _start(numbers: Mapping[PieceFact, torch.Tensor]) -> _OnTheirWay:
     values = torch.stack(list(numbers.values()))
     arriving = torch.empty(values.shape, dtype=values.dtype, device="cpu", pin_memory=True)
     arriving.copy_(values, non_blocking=True)

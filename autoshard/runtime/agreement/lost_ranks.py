@@ -1,8 +1,8 @@
-"""A rank that stops amid a step ends the others with one clear error.
+"""If a rank stops in mid-step, the other ranks end with one clear error.
 
-Who communicates with a process that is gone is told by the backend at once; who waits for one that was told so, once
-that one ends, as a script does on an error. A process that is there but does not come is waited for as long as the
-process group allows (`init_process_group(timeout=...)`; by default 30 minutes with Gloo, 10 with NCCL).
+The backend tells a rank at once that the process it communicates with is gone. That rank then ends with an error, so
+the ranks that wait for it hear of it in turn. If a process runs but does not come, ranks wait as long as
+`init_process_group(timeout=...)` allows. The default is 30 minutes with Gloo and 10 with NCCL.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch.distributed as dist
 from autoshard.errors import LostRankError
 
 _GLOO = "gloo"
-"""Gloo raises plain `RuntimeError`s, whose text names its source file."""
+"""Gloo raises plain `RuntimeError`s; their text names its source file."""
 
 
 @contextlib.contextmanager
 def naming_lost_ranks() -> Iterator[None]:
-    """Within, an error of communication between processes is a `LostRankError`; others stay what they are."""
+    """Within the context, raise errors of communication between processes as `LostRankError`."""
     try:
         yield
     except RuntimeError as error:
@@ -28,14 +28,14 @@ def naming_lost_ranks() -> Iterator[None]:
             raise
         raise LostRankError(
             f"Rank {dist.get_rank()} was communicating with other ranks, and one of them stopped or did not answer in "
-            "time. Look for the rank that failed first and its own error (killed for memory, a failing node); then "
+            "time. Look for the rank that failed first and its own error (killed for memory, a failing node). Then "
             f"start the run again from its last checkpoint. ({error})"
         ) from error
 
 
 @contextlib.contextmanager
 def naming_a_lost_store(rank: int) -> Iterator[None]:
-    """Within, a store that this rank cannot reach is a `LostRankError`."""
+    """Within the context, raise `LostRankError` if this rank cannot reach the store."""
     try:
         yield
     except RuntimeError as error:

@@ -1,13 +1,13 @@
-"""The processes of one attempt of a run find each other, in a store that outlives attempts.
+"""The processes of one attempt of a run find each other, through a store that outlives attempts.
 
-`torchrun` restarts all processes of a run when one of them ends, and keeps one store for all attempts. What processes
-that are gone left there (addresses of Gloo's, counts) misleads those that come after, and no variable tells attempts
-apart on several nodes. So processes meet before they make a process group:
+`torchrun` restarts all processes of a run when one of them ends, and keeps one store for all attempts. Keys of ended
+processes stay in it, such as addresses of Gloo and counts, and mislead later processes. On several nodes no environment
+variable tells attempts apart. So processes meet before they make a process group:
 
-1. Each process adds a line to a list: its rank, and a number that it draws.
-2. Rank 0 draws a token, and shows it beside the latest number of each rank; anew, whenever the list has more.
-3. Who finds its own number there says so under the token.
-4. Once all ranks said so, all of them are there: rank 0 says that they met, and the token is the prefix of all keys.
+1. Each process adds a line to a list: its rank, and a random number.
+2. Rank 0 draws a token and publishes it with the latest number of each rank. It repeats this whenever the list grows.
+3. A process that finds its own number there confirms under the token.
+4. When all ranks have confirmed, rank 0 publishes that they met. The token is the prefix of all keys of the attempt.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ from autoshard.runtime.agreement.lost_ranks import naming_a_lost_store
 _CAME, _SHOWN, _SAID, _VERDICT = "autoshard/came", "autoshard/shown", "said", "verdict"
 _ALL_CAME = "all"
 _GRACE_S = 5.0
-"""How much longer the other ranks wait than rank 0, which names the missing ones."""
+"""Seconds that other ranks wait longer than rank 0, which names the missing ranks."""
 
 _SHORTEST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1
 
 
 def launcher_keeps_store() -> bool:
-    """Whether `torchrun` started this process, with a store of its own that outlives a restart."""
+    """Whether `torchrun` started this process and keeps a store that outlives a restart."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def refuse_a_kept_store(store: dist.Store) -> None:
-    """Raise where a process group has the launcher's store for its own, and processes before this one used it.
+    """Raise if a process group uses the launcher's store, and processes of an earlier attempt used it.
 
     Args:
-        store: of the process group.
+        store: the store of the process group.
 
     Raises:
-        NotAvailableError: so it is.
+        NotAvailableError: the store contains keys of ended processes.
     """
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
     if restarts and launcher_keeps_store() and _is_of_launcher_alone(store):
         raise NotAvailableError(
             f"torch.distributed was initialized on the store that torchrun keeps over restarts, and this is restart "
-            f"{restarts}: addresses of processes that are gone are in it, so that ranks may wait for them. Leave "
-            "init_process_group and init_device_mesh out, and pass autoshard.Mesh({...}) to compile, which initializes "
-            "torch.distributed itself; or start torchrun with the environment variable "
+            f"{restarts}. The store contains addresses of ended processes, so ranks may wait for them. Leave out "
+            "init_process_group and init_device_mesh, and pass autoshard.Mesh({...}) to compile, which initializes "
+            "torch.distributed itself. Or start torchrun with the environment variable "
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, which gives each attempt a store."
         )
 
 
 def _is_of_launcher_alone(store: dist.Store) -> bool:
-    """Whether a process group's keys lie in the launcher's store, under torch's prefixes alone."""
+    """Whether the keys of a process group are in the launcher's store, under no prefixes but torch's."""
     kept = store
     while isinstance(kept, dist.PrefixStore):
         kept = kept.underlying_store
@@ -71,11 +71,11 @@ def _is_of_launcher_alone(store: dist.Store) -> bool:
 
 
 _PREFIXES_OF_TORCH = ("default_pg/0//", "0//")
-"""Where `init_process_group` finds the store, and where it is given one. Torch below 2.13 puts the attempt in front."""
+"""Torch's prefixes: with the default store, and with a passed one. Torch below 2.13 puts the attempt in front."""
 
 
 def meet(timeout_s: float) -> tuple[dist.Store, int, int]:
-    """A store of this attempt alone, this process's rank, and the number of ranks; called by all processes.
+    """Return a store of this attempt, this process's rank, and the number of ranks. All processes must call.
 
     Raises:
         LostRankError: a rank did not come within `timeout_s`.
@@ -89,7 +89,7 @@ def meet(timeout_s: float) -> tuple[dist.Store, int, int]:
 
 
 def meet_in(store: dist.Store, rank: int, ranks: int, timeout_s: float) -> str:
-    """The token of the attempt that this process belongs to; see `meet`."""
+    """The token of this process's attempt; see `meet`."""
     number = secrets.token_hex(8)
     store.append(_CAME, f"{rank} {number}\n")  # type: ignore[attr-defined]  (torch's stubs lack it)
     return _lead(store, number, ranks, timeout_s) if rank == 0 else _follow(store, rank, number, timeout_s)
@@ -101,7 +101,7 @@ def _lead(store: dist.Store, number: str, ranks: int, timeout_s: float) -> str:
         came = dict(line.split() for line in _lines(store, _CAME))
         if came["0"] != number:
             raise LostRankError(
-                "The launcher started this run again. This process, rank 0 of the attempt before, ends."
+                "The launcher started this run again. This process, rank 0 of the previous attempt, ends."
             )
         if came != shown:
             token, shown = secrets.token_hex(8), came
@@ -132,7 +132,7 @@ def _follow(store: dist.Store, rank: int, number: str, timeout_s: float) -> str:
 
 
 _ADVICE = (
-    ", while the ranks of this run were to meet. A rank that ended has an error of its own: look for it first. Where a "
+    ", while the ranks of this run were to meet. A rank that ended has an error of its own, so look for it first. If a "
     "rank works alone for longer before it compiles, pass more seconds as Options(timeout_s=)."
 )
 
@@ -142,12 +142,12 @@ def _lines(store: dist.Store, key: str) -> list[str]:
 
 
 def _read(store: dist.Store, key: str) -> str:
-    """Text under a key; empty where the key is missing."""
+    """The text under a key; empty if the key is missing."""
     return store.get(key).decode() if store.check([key]) else ""
 
 
 def _until(timeout_s: float) -> Iterator[None]:
-    """Turns, with pauses between them, for so many seconds."""
+    """Yield repeatedly for `timeout_s` seconds, with pauses in between."""
     end, pause_s = time.monotonic() + timeout_s, _SHORTEST_PAUSE_S
     while time.monotonic() < end:
         yield

@@ -1,6 +1,6 @@
-"""One thread at a time: ranks that are processes must make the same calls in the same order.
+"""One thread at a time, because ranks that are processes must make the same calls in the same order.
 
-Two threads of a process would take turns otherwise on each rank, and collectives of unlike calls would meet.
+Two threads would take turns differently on each rank, so that collectives of different calls would be matched.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from autoshard.errors import NotAvailableError
 
 
 class OneThread:
-    """A context that one thread of this process is within, several times over; it is an error for a second thread.
+    """A context for one thread of this process, which may enter it repeatedly. A second thread raises an error.
 
     Example:
         >>> within = OneThread()
@@ -27,8 +27,8 @@ class OneThread:
         if not self._lock.acquire(blocking=False):
             raise NotAvailableError(
                 f"Thread {threading.current_thread().name!r} calls a compiled model that thread {self._name!r} is "
-                "running. With a process for each rank, all ranks must make the same calls in the same order, which "
-                "threads do not keep. Call it from one thread at a time."
+                "running. With a process for each rank, all ranks must make the same calls in the same order, and "
+                "threads do not keep the order. Call the model from one thread at a time."
             )
         self._name = threading.current_thread().name
 

@@ -1,4 +1,4 @@
-"""A watch over parameters and buffers between calls: changed in place, or of other values than other ranks hold."""
+"""A watch over parameters and buffers between calls: in-place changes, and values that differ between ranks."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from autoshard.runtime.agreement.control_group import Facts, HeldFact
+from autoshard.runtime.agreement.control_group import Facts, PieceFact
 from autoshard.runtime.agreement.digests import bytes_of, digest_of_bytes, digest_of_words, words_of
-from autoshard.runtime.agreement.held import WHOLE, copies_of, facts_of, piece_of
+from autoshard.runtime.agreement.pieces import WHOLE, copies_of, facts_of, piece_of
 from autoshard.runtime.known_layouts import local_of
 from autoshard.runtime.stages.stage_meshes import is_elsewhere
 
 SAMPLE = "values of parameters and buffers"
 
 _AT_ONCE = 8
-"""Tensors whose elements are compared at a call."""
+"""The number of tensors compared at a call."""
 
 _ELEMENTS = 64
-"""Elements of each that are."""
+"""The number of elements compared of each tensor."""
 
 
 class ParameterWatch:
-    """Over tensors as they lie from now on.
+    """Watches tensors from their present sharding on.
 
-    In-place changes are seen in torch's version counters. Writes that these do not show (through `.data`) are seen by
-    the values of a few elements of a few tensors at a time, where another rank holds the same piece. A parameter that
-    the ranks of another stage hold has a version too, as a change in place is a line that all ranks run.
+    In-place changes show in torch's version counters. Writes through `.data` do not show there. To find them, each call
+    compares a few elements of a few tensors with the ranks that hold the same piece. Parameters of another stage have
+    versions too, because all ranks run the line that changes a parameter in place.
 
     Args:
         named: parameters and buffers.
-        ranks: how many there are, those of every stage of a pipeline.
+        ranks: the number of ranks, in all pipeline stages together.
     """
 
     def __init__(self, named: Sequence[tuple[str, torch.Tensor]], ranks: int) -> None:
@@ -47,30 +47,30 @@ class ParameterWatch:
         self._groups: list[tuple[str, list[_WatchedPart]]] = list(self._by_place())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterWatch:
-        """Over the copies of the tensors."""
+        """Watch the copies of the tensors."""
         result = ParameterWatch(copy.deepcopy(self._named, memo), self._ranks)
         result._groups = result._groups if self._groups else []
         return result
 
     def changes(self) -> int:
-        """A digest of which tensors were changed in place how often since the last call; 0 for none."""
+        """A digest of the in-place changes of each tensor since the last call; 0 if there are none."""
         found, before = self._read_versions(), self._versions
         self._changes, self._versions = [*map(sub, found, before)], found
         return digest_of_bytes([array("q", self._changes)]) if found != before else 0
 
-    def sample(self, turn: int) -> dict[HeldFact, int | torch.Tensor]:
-        """The digest of some elements of some tensors, others at each turn; nothing where no two ranks hold alike."""
+    def sample(self, turn: int) -> dict[PieceFact, int | torch.Tensor]:
+        """The digest of some elements of some tensors, other ones each turn; empty if no two ranks share a piece."""
         if not self._groups:
             return {}
         place, rows = self._groups[turn % len(self._groups)]
         step = self._step(turn)
-        place = f"{place} from {step}"  # stages may have other numbers of groups
+        place = f"{place} from {step}"  # stages may have different numbers of groups
         if not rows[0].is_on_host:
-            return {HeldFact(SAMPLE, place): digest_of_words(words_of(self._elements_at(turn)[1]))}
-        return {HeldFact(SAMPLE, place): digest_of_bytes(row.memory(step) for row in rows)}
+            return {PieceFact(SAMPLE, place): digest_of_words(words_of(self._elements_at(turn)[1]))}
+        return {PieceFact(SAMPLE, place): digest_of_bytes(row.memory(step) for row in rows)}
 
     def elements(self, turn: int) -> dict[str, list[float]]:
-        """What `sample` reads at a turn and at the one before, by place."""
+        """The elements that `sample` reads at a turn and at the previous turn, by place."""
         found: dict[str, list[float]] = {}
         for place, elements in map(self._elements_at, (turn - 1, turn)) if self._groups else ():
             real = torch.view_as_real(elements) if elements.is_complex() else elements
@@ -78,21 +78,21 @@ class ParameterWatch:
         return found
 
     def stop_sampling(self) -> None:
-        """Compare no values from now on."""
+        """Compare no more values."""
         self._groups = []
 
     def facts(self) -> Facts:
-        """What says which tensors differ: every piece's digest, and how often those that nobody shares were changed."""
+        """Facts that show which tensors differ: digests of all pieces, and in-place changes of unshared tensors."""
         names = [name for name, tensor in self._named if not tensor.is_inference()]
         changed = {
-            HeldFact(f"in-place changes of {name} between two calls", WHOLE): str(count)
+            PieceFact(f"in-place changes of {name} between two calls", WHOLE): str(count)
             for name, tensor, count in zip(names, self._counted, self._changes, strict=True)
             if is_elsewhere(tensor) or self._copies(tensor) == 1
         }
         return {**facts_of(self._named), **changed}
 
     def _copies(self, tensor: torch.Tensor) -> int:
-        """How many ranks hold the same piece: of a parameter, ranks of one stage."""
+        """The number of ranks that hold the same piece; a parameter is held by the ranks of one stage."""
         return copies_of(tensor, tensor.device_mesh.size() if isinstance(tensor, DTensor) else self._ranks)
 
     def _read_versions(self) -> list[int]:
@@ -105,11 +105,11 @@ class ParameterWatch:
         return place, torch.cat([row.elements(step) for row in rows])
 
     def _step(self, turn: int) -> int:
-        """From which element on each tensor is read at a turn, before it begins again."""
+        """The first element to read at a turn, before wrapping around."""
         return turn // len(self._groups) * _ELEMENTS
 
     def _by_place(self) -> Iterator[tuple[str, list[_WatchedPart]]]:
-        """Tensors that other ranks hold too, a few at a time, all at one place, of one device and type."""
+        """Tensors that other ranks hold too, in groups of one place, device and dtype, a few tensors each."""
         found: dict[tuple, list[_WatchedPart]] = {}
         for _, tensor in self._named:
             if is_elsewhere(tensor) or self._copies(tensor) == 1:
@@ -125,7 +125,7 @@ class ParameterWatch:
 
 
 class _WatchedPart:
-    """Part of a tensor that this rank holds, as a row; that of a DTensor is kept while its local tensor is the same."""
+    """This rank's piece of a tensor as a row. A DTensor's row is kept while its local tensor stays the same."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.is_on_host = tensor.device.type == "cpu"
@@ -136,13 +136,13 @@ class _WatchedPart:
         self._bytes: Any = b""
 
     def elements(self, step: int) -> torch.Tensor:
-        """Some elements, which lie after the step-th."""
+        """Some elements from position `step` on."""
         self._look()
         first, count = self._part(step)
         return self._flat.narrow(0, first, count)
 
     def memory(self, step: int) -> Any:
-        """The bytes of `elements`, on the CPU."""
+        """The bytes of `elements`, for a tensor on the CPU."""
         self._look()
         first, count = self._part(step)
         size = self._flat.itemsize
@@ -153,7 +153,7 @@ class _WatchedPart:
         return (0, count) if count <= _ELEMENTS else (step % (count - _ELEMENTS + 1), _ELEMENTS)
 
     def _look(self) -> None:
-        """Find where the tensor lies now: a plain one may lie elsewhere and be the same object."""
+        """Update the row: a plain tensor may have new memory and stay the same object."""
         local = local_of(self._tensor) if self._is_distributed else self._tensor
         if local is not self._local or not self._is_distributed:
             self._local, self._flat = local, local.detach().view(-1)

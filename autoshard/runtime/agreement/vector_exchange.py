@@ -1,10 +1,10 @@
-"""A few numbers from each rank to all, at every step.
+"""An exchange of a few numbers among all ranks, at every step.
 
-The all-gather of Bruck, Ho, Kipnis, Upfal and Weathersby (1997, section 3) in log2(ranks) rounds of messages between
-pairs. The first round is under way while the rank works; with two ranks it is the only one.
+It is the all-gather of Bruck, Ho, Kipnis, Upfal and Weathersby (1997, section 3): log2(ranks) rounds of messages
+between pairs. The first round travels while the rank works; with two ranks it is the only round.
 
-Messages go over sockets that only the rank's own thread reads and writes. Gloo's messages between pairs wake threads of
-its own, several times for each: they took 3 ms of a step on two ranks, where a message here takes 0.05 ms.
+Messages travel over sockets that only the rank's own thread reads and writes. A message of Gloo wakes Gloo's threads
+several times. Such messages took 3 ms of a step on two ranks; a message here takes 0.05 ms.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ from autoshard.runtime.agreement.control_channel import ControlChannel
 _LOGGER = logging.getLogger(__name__)
 
 LENGTH = 9
-"""How many numbers each rank gives."""
+"""The number of numbers that each rank sends."""
 
 _BYTES = 8 * LENGTH
 
 _GRACE_S = 5.0
-"""How long ranks that lost another one wait for each other, to tell who it is."""
+"""Seconds that ranks which lost another rank wait for each other, to tell which rank it is."""
 
 _CONNECT_S = 10.0
-"""How long ranks try to reach each other."""
+"""Seconds that ranks try to reach each other."""
 
 Row = tuple[int, ...]
-"""The numbers of a rank."""
+"""The numbers of one rank."""
 
 
 class VectorExchange:
-    """Made by all ranks of a channel together, right after a turn of it; see `connect`.
+    """Exchanges numbers. All ranks of a channel make it together, right after a turn of the channel; see `connect`.
 
     Args:
-        channel: names a rank that is lost.
-        links: for each round, a socket to the rank that this one sends to, and one to that which it hears.
+        channel: names a lost rank.
+        links: for each round, the socket to the receiving rank, and the socket to the sending rank.
     """
 
     def __init__(self, channel: ControlChannel, links: Sequence[tuple[socket.socket, socket.socket]]) -> None:
@@ -62,19 +62,19 @@ class VectorExchange:
             _prepare(end, channel.timeout_s)
         weakref.finalize(self, _close, [*chain(*links)])
 
-    def post(self, numbers: Sequence[int], what: Callable[[], str]) -> None:
-        """Send this rank's numbers on their way; `what` says what they are about, for errors."""
+    def post(self, numbers: Sequence[int], action: Callable[[], str]) -> None:
+        """Send this rank's numbers; `action` describes the call, for errors."""
         self._said = array("q", numbers).tobytes()
         try:
             self._links[0][0].sendall(self._said)
         except OSError as error:
-            self._name_the_lost(what, error)
+            self._name_the_lost(action, error)
 
-    def collect(self, what: Callable[[], str]) -> list[Row]:
-        """The numbers of all ranks, in their order.
+    def collect(self, action: Callable[[], str]) -> list[Row]:
+        """The numbers of all ranks, in rank order.
 
         Raises:
-            LostRankError: on every rank that is left, if one does not send its own in time.
+            LostRankError: on every remaining rank, if a rank does not send its numbers in time.
         """
         said = self._said
         try:
@@ -85,30 +85,30 @@ class VectorExchange:
                 said += _receive(source, count)
                 _check_was_not_reset(source)
         except OSError as error:
-            self._name_the_lost(what, error)
+            self._name_the_lost(action, error)
         numbers = array("q", said)
         rows = [tuple(numbers[first : first + LENGTH]) for first in range(0, len(numbers), LENGTH)]
         return rows[self._size - self._place :] + rows[: self._size - self._place]
 
-    def _name_the_lost(self, what: Callable[[], str], error: OSError) -> NoReturn:
+    def _name_the_lost(self, action: Callable[[], str], error: OSError) -> NoReturn:
         """Raise the same `LostRankError` on every rank."""
         _reset(chain(*self._links))
         timeout_s = min(self._channel.timeout_s, _GRACE_S)
-        self._channel.exchange(b"", f"{what()}, and lost another rank", timeout_s)
+        self._channel.exchange(b"", f"{action()}, and lost another rank", timeout_s)
         raise LostRankError(
-            f"Rank {self._channel.rank} lost its connection to another rank, though all are there, when it was to "
-            f"{what()}. Start the run again from its last checkpoint. ({error!r})"
+            f"Rank {self._channel.rank} lost its connection to another rank, though all ranks are running, when it was "
+            f"to {action()}. Start the run again from its last checkpoint. ({error!r})"
         ) from error
 
 
 def connect(channel: ControlChannel) -> VectorExchange | None:
-    """Connect all ranks of a channel, who call this together; None on every rank where one cannot reach another."""
+    """Connect all ranks of a channel, which must all call; None on every rank if a rank cannot reach another."""
     size, place = len(channel.ranks), channel.ranks.index(channel.rank)
     rounds = range((size - 1).bit_length())
     with _listen() as server:
         token, host = secrets.token_bytes(_TOKEN), _store_host()
         own = (_address_towards(host), server.getsockname()[1], token)
-        said = [pickle.loads(item) for item in channel.exchange(pickle.dumps(own), _WHAT)]
+        said = [pickle.loads(item) for item in channel.exchange(pickle.dumps(own), _ACTION)]
         opened: list[socket.socket] = []
         try:
             for number in rounds:
@@ -118,14 +118,14 @@ def connect(channel: ControlChannel) -> VectorExchange | None:
         except OSError as error:
             _LOGGER.debug("rank %s cannot reach another: %s", channel.rank, error)
             heard = {}
-    everyone = channel.exchange(bytes([bool(heard)]), _WHAT)
+    everyone = channel.exchange(bytes([bool(heard)]), _ACTION)
     if all(map(any, everyone)):
         return VectorExchange(channel, [(opened[number], heard[number]) for number in rounds])
     _close([*opened, *heard.values()])
     return None
 
 
-_WHAT = "connect to the other ranks"
+_ACTION = "connect to the other ranks"
 _TOKEN = 32
 
 
@@ -136,7 +136,7 @@ def _listen() -> socket.socket:
 
 
 def _call(address: str, port: int, token: bytes, number: int) -> socket.socket:
-    """A connection to the rank that hears this one in a round."""
+    """A connection to the rank that receives from this rank in round `number`."""
     end = socket.create_connection((address, port), _CONNECT_S)
     try:
         end.sendall(token + bytes([number]))
@@ -147,7 +147,7 @@ def _call(address: str, port: int, token: bytes, number: int) -> socket.socket:
 
 
 def _answer(server: socket.socket, token: bytes, rounds: int) -> dict[int, socket.socket]:
-    """By round, the connection of the rank that this one hears then; whoever does not know the token is left out."""
+    """The connections of the ranks that send to this rank, by round. A caller without the token is dropped."""
     found: dict[int, socket.socket] = {}
     end = time.monotonic() + _CONNECT_S
     while len(found) < rounds:
@@ -171,7 +171,7 @@ def _answer(server: socket.socket, token: bytes, rounds: int) -> dict[int, socke
 
 
 def _store_host() -> str:
-    """The host that every rank reaches, as the store of the run is there; this one where the store is a file."""
+    """The host of the run's store, which every rank reaches; "localhost" if the store is a file."""
     world = dist.group.WORLD
     assert world is not None, "there is a process group"
     store = world.get_group_store()
@@ -181,11 +181,11 @@ def _store_host() -> str:
 
 
 def _address_towards(host: str) -> str:
-    """The address by which this host and another reach each other; `host` itself where it is this one."""
+    """This host's address on the route to `host`; `host` itself if it is this host."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind, protocol) as probe:
-            probe.connect(address)  # of datagrams: nothing is sent
+            probe.connect(address)  # connecting a datagram socket sends nothing
             own = probe.getsockname()[0]
     except OSError:
         return host
@@ -193,7 +193,7 @@ def _address_towards(host: str) -> str:
 
 
 def _receive(source: socket.socket, count: int) -> bytes:
-    """So many bytes."""
+    """Read `count` bytes."""
     said = b""
     while len(said) < count:
         more = source.recv(count - len(said))
@@ -204,13 +204,13 @@ def _receive(source: socket.socket, count: int) -> bytes:
 
 
 def _check_was_not_reset(source: socket.socket) -> None:
-    """Raise for a rank that spoke, waited for this one, and gave up; one that ended in order is not asked again."""
+    """Raise if the other rank sent, waited for this rank, and gave up. A connection closed in order is no error."""
     with suppress(BlockingIOError):
         source.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
 
 
 def _reset(ends: Iterable[socket.socket]) -> None:
-    """Close connections so that who comes later sees that this rank gave up."""
+    """Close connections with a reset, so that a late rank sees that this rank gave up."""
     for end in ends:
         with suppress(OSError):  # it is closed
             end.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -218,7 +218,7 @@ def _reset(ends: Iterable[socket.socket]) -> None:
 
 
 def _prepare(end: socket.socket, timeout_s: float) -> None:
-    """Send at once; and let the kernel wait, as Python would ask it twice, with an error after so many seconds."""
+    """Send at once. Let the kernel wait and raise after `timeout_s`; Python's timeout would add a system call."""
     end.settimeout(None)
     end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

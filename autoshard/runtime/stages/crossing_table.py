@@ -1,4 +1,4 @@
-"""Values that the stages of a program hand each other, by reader and by pair of ranks."""
+"""Values that pipeline stages send each other, by reader and by pair of ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAKERS = (Work.FORWARD, Work.BACKWARD, Work.BACKWARD_INPUT)
 
 
 class CrossingMessage(NamedTuple):
-    """A value that crosses stages, of one micro-batch."""
+    """A value that one stage sends to another, for one micro-batch."""
 
     name: str
     reader: int
@@ -24,7 +24,7 @@ class CrossingMessage(NamedTuple):
 
 
 class CrossingTable:
-    """The values that cross stages of a program, looked up.
+    """Lookups of the values that cross the stages of a program.
 
     Args:
         staged: the program.
@@ -46,11 +46,11 @@ class CrossingTable:
                     self._slots[crossing.name, crossing.is_forward] = slot
 
     def slot(self, name: str, *, is_forward: bool) -> LocalSlot:
-        """The slot that a value is made for."""
+        """The output slot of a value in the stage that makes it."""
         return self._slots[name, is_forward]
 
     def messages(self, stage: int, micro_batch: int, *, is_forward: bool) -> list[CrossingMessage]:
-        """The values that a stage reads."""
+        """The messages that a stage reads for a micro-batch."""
         found = self.read.get((stage, is_forward), ())
         return [CrossingMessage(item.name, stage, is_forward, micro_batch) for item in found]
 
@@ -62,7 +62,7 @@ class CrossingTable:
 
     @cached_property
     def orders(self) -> Mapping[tuple[int, int], Sequence[CrossingMessage]]:
-        """By pair of pipeline ranks, the messages from the first to the second, in the sender's order."""
+        """The messages from one pipeline rank to another, in the sender's order, by pair of ranks."""
         ranks = self.staged.order.stage_ranks
         pairs = sorted({(ranks[item.maker], ranks[item.reader]) for item in self.staged.crossings})
         return {pair: list(self._sent_over(pair)) for pair in pairs}

@@ -1,4 +1,4 @@
-"""Where the stages of a pipeline run: an engine on the axes that the pipeline leaves, and messages between stages."""
+"""The engine of a pipeline stage, on the mesh axes besides "pipeline", and the messages between stages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_engines(
     finish_in_place: FinishInPlace | None = None,
     timeout_s: float = TIMEOUT_S,
 ) -> tuple[Engine, StageMessages | None]:
-    """`make_engine` of a mesh; of one with a pipeline, that of a stage, and the messages between stages."""
+    """The engine of `make_engine`. With an axis "pipeline": the engine of a stage, and the messages between stages."""
     options = (wrap, check_in_place, finish_in_place, timeout_s)
     mesh = _with_an_axis_for_stages(mesh)
     engine = make_engine(mesh, device, *options)
@@ -48,11 +48,11 @@ def make_engines(
 
 
 def _with_an_axis_for_stages(mesh: DeviceMesh | Mesh) -> DeviceMesh | Mesh:
-    """A mesh of a pipeline alone gets an axis of size 1, which its stages run on."""
+    """Add an axis of size 1 to a mesh that has only the axis "pipeline", for the stages to run on."""
     if isinstance(mesh, Mesh):
         return Mesh({PIPELINE_AXIS: mesh.size, ALONE: 1}) if mesh.axis_names == (PIPELINE_AXIS,) else mesh
     if not isinstance(mesh, DeviceMesh) or mesh.mesh_dim_names != (PIPELINE_AXIS,):
-        return mesh  # what is no mesh is refused where it is looked at
+        return mesh  # `make_engine` refuses an object that is no mesh
     group, ranks = mesh.get_group(), mesh.mesh[:, None]
     alone: Any
     alone, _ = dist.new_subgroups_by_enumeration(ranks.tolist(), backend=dist.get_backend(group))

@@ -1,8 +1,8 @@
-"""The ranks of a pipeline that hold a parameter.
+"""The ranks of a pipeline stage, which hold the stage's parameters.
 
-A parameter lies on the ranks at one place alone, as a DTensor on the mesh of these. Every other rank has its name, its
-shape and that mesh, and nothing in it. Torch too has DTensors on ranks outside their mesh, so state dicts and
-torch.distributed.checkpoint take them as they are.
+A parameter is a DTensor on the mesh of one stage's ranks. Every other rank has its name, its shape and the mesh, but no
+values. Torch, too, has DTensors on ranks outside their mesh, so state dicts and torch.distributed.checkpoint accept
+them.
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from autoshard.runtime.agreement.lost_ranks import naming_lost_ranks
 
 
 def is_elsewhere(tensor: torch.Tensor) -> TypeGuard[DTensor]:
-    """Whether only other ranks hold parts of a tensor."""
+    """Whether only other ranks hold shards of a tensor."""
     return isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None
 
 
 class Elsewhere(DTensor):
-    """A tensor of which only other ranks hold parts.
+    """A tensor whose shards are only on other ranks.
 
-    Torch gathers a DTensor on a rank outside its mesh by giving back the nothing that the rank holds. This class
-    refuses instead, and remains what it is where modules and state dicts copy it.
+    On a rank outside a DTensor's mesh, torch gathers the DTensor by returning an empty tensor. This class raises
+    instead. Copies in modules and state dicts keep the class.
     """
 
     def redistribute(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refuse to gather."""
         raise NotAvailableError(
-            f"A tensor of shape {tuple(self.shape)} is held by other ranks of the axis 'pipeline' alone, so torch "
+            f"A tensor of shape {tuple(self.shape)} is held only by other ranks of the axis 'pipeline', so torch "
             "cannot gather or save it (full_tensor, full_state_dict=True, torch.save). Use step.export(path) for whole "
             "weights, and Checkpoints for the whole state."
         )
@@ -47,39 +47,39 @@ class Elsewhere(DTensor):
         self.redistribute()
 
     def to_local(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """An outline without memory. To write into it does nothing, as torch does where each rank takes its part."""
+        """A tensor on the meta device. Writing to it does nothing, as when torch copies each rank's part."""
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     def detach(self) -> Elsewhere:
-        """See `torch.Tensor.detach`."""
+        """Detach, keeping the class."""
         return as_elsewhere(super().detach())
 
     def clone(self, **kwargs: Any) -> Elsewhere:
-        """See `torch.Tensor.clone`."""
+        """Clone, keeping the class."""
         return as_elsewhere(super().clone(**kwargs))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """As the DTensor that it is for torch, so that a process of torch alone takes what a rank sends it."""
+        """Pickle as a plain DTensor, so that a process without autoshard can load it."""
         return DTensor(self._local_tensor, self._spec, requires_grad=self.requires_grad).__reduce_ex__(protocol)
 
 
 def as_elsewhere(tensor: torch.Tensor) -> Elsewhere:
-    """A DTensor on a mesh without this rank, as one that refuses to be gathered."""
-    assert isinstance(tensor, DTensor), "a tensor that is elsewhere is a DTensor"
+    """Turn a DTensor on a mesh without this rank into a tensor that refuses to be gathered."""
+    assert isinstance(tensor, DTensor), "a tensor on other ranks is a DTensor"
     made = Elsewhere(tensor._local_tensor, tensor._spec, requires_grad=tensor.requires_grad)
-    assert isinstance(made, Elsewhere), "a class makes its own"
+    assert isinstance(made, Elsewhere), "the class was called above"
     return made
 
 
 @dataclass(frozen=True, slots=True)
 class StageMeshes:
-    """The ranks at each place of a pipeline.
+    """The ranks of each place in a pipeline.
 
     Args:
-        meshes: of each place: the mesh of its ranks, which has the axes that the pipeline leaves.
-        place: of this process.
-        group: one process of each place: those with this one's coordinates on the other axes.
-        ranks: the numbers of these processes.
+        meshes: the mesh of each place's ranks, with all axes except "pipeline".
+        place: the place of this process.
+        group: one process of each place: the processes with this one's coordinates on the other axes.
+        ranks: the ranks of these processes.
     """
 
     meshes: tuple[DeviceMesh, ...]
@@ -109,13 +109,13 @@ class StageMeshes:
         return self.meshes[self.place]
 
     def elsewhere(self, like: torch.Tensor, placements: Sequence[Placement], place: int) -> DTensor:
-        """A tensor of the type and shape of `like`, which the ranks at another place hold."""
+        """A tensor of the dtype and shape of `like`, whose shards are on the ranks of another place."""
         return self.elsewhere_on(self.meshes[place], like.shape, like.dtype, placements)
 
     def elsewhere_on(
         self, mesh: DeviceMesh, shape: Sequence[int], dtype: torch.dtype, placements: Sequence[Placement]
     ) -> DTensor:
-        """As `elsewhere`, by one of `meshes`."""
+        """A tensor as of `elsewhere`, on one of `meshes`."""
         shape = torch.Size(shape)
         nothing = torch.empty(0 if shape else (), dtype=dtype, device=self.own.device_type)
         stride = torch.empty(shape, device="meta").stride()
@@ -124,9 +124,9 @@ class StageMeshes:
     def share(
         self, place: int, make: Callable[[], torch.Tensor], shape: Sequence[int], like: torch.Tensor
     ) -> torch.Tensor:
-        """Broadcast the result of `make`, of this shape and the type of `like`, from one place of the pipeline to all.
+        """Broadcast the result of `make` from one place of the pipeline to all; it has this shape and `like`'s dtype.
 
-        Called by all ranks of the mesh.
+        All ranks of the mesh must call.
         """
         if place == self.place:
             value = make().detach().contiguous()
@@ -138,5 +138,5 @@ class StageMeshes:
 
 
 def _without_this_rank(device_type: str, ranks: torch.Tensor, names: tuple[str, ...]) -> DeviceMesh:
-    """The mesh of other ranks: no process group is made, as this process has no part in what they say."""
+    """A mesh of other ranks, without a process group, because this process does not communicate on it."""
     return DeviceMesh(device_type, ranks, mesh_dim_names=names, _init_backend=False)

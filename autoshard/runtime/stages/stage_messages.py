@@ -1,8 +1,8 @@
-"""What stages of a pipeline hand each other: within a process, or from rank to rank.
+"""Messages between pipeline stages: within a process, or from rank to rank.
 
-Ranks send to the rank with their own coordinates on the other axes. Each pair of pipeline ranks has a communicator for
-each direction; the sender's order says in which order messages go over it, and the reader receives in that order.
-What a rank sent keeps its memory until a message comes back that was made after its reader had read it.
+A rank sends to the rank with equal coordinates on the other axes. Each pair of pipeline ranks has a communicator for
+each direction. Messages travel in the sender's order, and the reader receives them in that order. A sender keeps a
+message's memory until it gets a message that was made after the reader had read the first.
 """
 
 from __future__ import annotations
@@ -31,39 +31,39 @@ from autoshard.runtime.stages.crossing_table import CrossingMessage, CrossingTab
 
 
 class StageMessages(Protocol):
-    """The messages of a module's steps. All ranks call `connect`, `sum_over_stages` and `share` together."""
+    """The messages of a module's steps. All ranks must call `connect`, `sum_over_stages` and `share` together."""
 
     @property
     def rank(self) -> int | None:
-        """This process's place in the pipeline; None where it runs all stages."""
+        """This process's place in the pipeline; None if it runs all stages."""
         ...
 
     def connect(self, staged: StagedProgram) -> CrossingTable:
-        """Make what is needed to serve a program: the table with which its steps begin."""
+        """Prepare the messages of a program; return the table with which its steps begin."""
         ...
 
     def begin(self, table: CrossingTable, weights: Sequence[float]) -> None:
-        """A step of a connected program begins; micro-batches of no weight have no backward."""
+        """Begin a step of a connected program; micro-batches of weight zero have no backward."""
         ...
 
     def send(self, crossing: Crossing, micro_batch: int, value: LocalValue) -> None:
-        """Hand a value on to its reader; it must not be written to before `end`."""
+        """Send a value to its reader; do not write to it before `end`."""
         ...
 
     def expect(self, stage: int, micro_batch: int, *, is_forward: bool) -> None:
-        """Begin to receive what a stage will read."""
+        """Begin to receive the values that a stage will read."""
         ...
 
     def has_all(self, stage: int, micro_batch: int, *, is_forward: bool) -> bool:
-        """Whether `take` gives all that a stage reads, perhaps after some waiting for other processes."""
+        """Whether `take` can return all values that a stage reads, possibly after waiting for other processes."""
         ...
 
     def take(self, name: str, stage: int, micro_batch: int, *, is_forward: bool) -> tuple[LocalValue, LocalSlot]:
-        """A value that a stage reads, and the slot that it was made for."""
+        """Return a value that a stage reads, and the slot with which it was made."""
         ...
 
     def end(self) -> None:
-        """Wait until all that was sent has gone."""
+        """Wait until all messages are sent."""
         ...
 
     def sum_over_stages(self, addends: Mapping[int, torch.Tensor | None], stages: int) -> torch.Tensor:
@@ -71,12 +71,12 @@ class StageMessages(Protocol):
         ...
 
     def share(self, value: LocalValue | None, name: str, staged: StagedProgram) -> LocalValue:
-        """The local value of a result, on all processes; those that run its stage give it."""
+        """The local value of a result on all processes; the processes of its stage pass it in."""
         ...
 
 
 class MessagesInProcess:
-    """All stages run in this process."""
+    """Messages between stages that all run in this process."""
 
     def __init__(self) -> None:
         self._there: dict[CrossingMessage, LocalValue] = {}
@@ -84,52 +84,43 @@ class MessagesInProcess:
 
     @property
     def rank(self) -> None:
-        """See `StageMessages`."""
         return None
 
     def connect(self, staged: StagedProgram) -> CrossingTable:
-        """See `StageMessages`."""
         return CrossingTable(staged)
 
     def begin(self, table: CrossingTable, weights: Sequence[float]) -> None:
-        """See `StageMessages`."""
         self._table = table
         self._there.clear()
 
     def send(self, crossing: Crossing, micro_batch: int, value: LocalValue) -> None:
-        """See `StageMessages`."""
         self._there[CrossingMessage(crossing.name, crossing.reader, crossing.is_forward, micro_batch)] = value
 
     def expect(self, stage: int, micro_batch: int, *, is_forward: bool) -> None:
-        """See `StageMessages`."""
+        """Do nothing: `send` has stored the value."""
 
     def has_all(self, stage: int, micro_batch: int, *, is_forward: bool) -> bool:
-        """See `StageMessages`."""
         assert self._table is not None, "a step began"
         return all(key in self._there for key in self._table.messages(stage, micro_batch, is_forward=is_forward))
 
     def take(self, name: str, stage: int, micro_batch: int, *, is_forward: bool) -> tuple[LocalValue, LocalSlot]:
-        """See `StageMessages`."""
         assert self._table is not None, "a step began"
         value = self._there.pop(CrossingMessage(name, stage, is_forward, micro_batch))
         return value, self._table.slot(name, is_forward=is_forward)
 
     def end(self) -> None:
-        """See `StageMessages`."""
         self._table = None
 
     def sum_over_stages(self, addends: Mapping[int, torch.Tensor | None], stages: int) -> torch.Tensor:
-        """See `StageMessages`."""
         return _in_order([addends.get(number) for number in range(stages)])
 
     def share(self, value: LocalValue | None, name: str, staged: StagedProgram) -> LocalValue:
-        """See `StageMessages`."""
         assert value is not None, "the process runs all stages"
         return value
 
 
 def _in_order(addends: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """The sum, from the first on."""
+    """The sum of the addends, in their order."""
     total = torch.zeros((), dtype=torch.float32)
     for index, addend in enumerate(item for item in addends if item is not None):
         total = addend if index == 0 else total + addend
@@ -137,11 +128,11 @@ def _in_order(addends: Sequence[torch.Tensor | None]) -> torch.Tensor:
 
 
 class MessagesBetweenRanks:
-    """Each process runs the stages of one rank of the pipeline.
+    """Messages between processes, each of which runs the stages of one pipeline rank.
 
     Args:
-        device_mesh: all ranks; its axis "pipeline" carries stages.
-        groups: of all ranks.
+        device_mesh: the mesh of all ranks, with an axis "pipeline".
+        groups: the process groups of all ranks.
     """
 
     def __init__(self, device_mesh: DeviceMesh, groups: ProcessGroups) -> None:
@@ -164,10 +155,10 @@ class MessagesBetweenRanks:
         return self._mine[PIPELINE_AXIS]
 
     def connect(self, staged: StagedProgram) -> CrossingTable:
-        """See `StageMessages`: groups are made by all processes, in one order.
+        """Make the groups, by all processes in one order.
 
-        Every pair of ranks gets its own, whether it sends or not: torch names groups by how many a process has, so all
-        processes must have equally many.
+        Every pair of ranks gets a group, even if it sends no messages. Torch names groups by the number that a process
+        has made, so all processes must make equally many.
         """
         self._groups.prepare(_groups_of(staged))
         if not self._ways:
@@ -186,7 +177,6 @@ class MessagesBetweenRanks:
         return mine
 
     def begin(self, table: CrossingTable, weights: Sequence[float]) -> None:
-        """See `StageMessages`."""
         self._table = table
         self._there.clear()
         self._posted.clear()
@@ -197,7 +187,6 @@ class MessagesBetweenRanks:
         }
 
     def send(self, crossing: Crossing, micro_batch: int, value: LocalValue) -> None:
-        """See `StageMessages`."""
         key = CrossingMessage(crossing.name, crossing.reader, crossing.is_forward, micro_batch)
         there = self._of_stage(crossing.reader)
         if there == self.rank:
@@ -211,13 +200,12 @@ class MessagesBetweenRanks:
         self._sent.setdefault(there, deque()).append((key, work, tensor))
 
     def expect(self, stage: int, micro_batch: int, *, is_forward: bool) -> None:
-        """See `StageMessages`."""
         assert self._table is not None, "a step began"
         for key in self._table.messages(stage, micro_batch, is_forward=is_forward):
             self._post(key)
 
     def _post(self, wanted: CrossingMessage) -> None:
-        """Begin to receive a value, and all that its sender sends before."""
+        """Begin to receive a value, and all values that its sender sends before it."""
         assert self._table is not None, "a step began"
         for pair, waiting in self._waiting.items():
             if wanted not in waiting:
@@ -244,7 +232,7 @@ class MessagesBetweenRanks:
         return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
     def has_all(self, stage: int, micro_batch: int, *, is_forward: bool) -> bool:
-        """See `StageMessages`: what other processes send is waited for; what this one makes must be there."""
+        """Values of other processes are waited for; values of this process must be here."""
         assert self._table is not None, "a step began"
         places = self._table.staged.order.stage_ranks
         own = [
@@ -255,7 +243,6 @@ class MessagesBetweenRanks:
         return all(key in self._there for key in own)
 
     def take(self, name: str, stage: int, micro_batch: int, *, is_forward: bool) -> tuple[LocalValue, LocalSlot]:
-        """See `StageMessages`."""
         assert self._table is not None, "a step began"
         key = CrossingMessage(name, stage, is_forward, micro_batch)
         slot = self._table.slot(name, is_forward=is_forward)
@@ -269,7 +256,7 @@ class MessagesBetweenRanks:
         return buffer, slot
 
     def _let_go(self, came: CrossingMessage) -> None:
-        """Give up what the maker of a message had read when it made that; waiting for it then takes no time."""
+        """Free messages that the maker of the message `came` had read before making it. The waits take no time."""
         assert self._table is not None, "a step began"
         maker, places = self._table.makers[came.name, came.is_forward], self._table.places
         sent = self._sent.get(self._of_stage(maker), deque())
@@ -279,7 +266,6 @@ class MessagesBetweenRanks:
                 sent.popleft()[1].wait()
 
     def end(self) -> None:
-        """See `StageMessages`."""
         with naming_lost_ranks():
             for _, work, _ in (entry for sent in self._sent.values() for entry in sent):
                 work.wait()
@@ -287,7 +273,7 @@ class MessagesBetweenRanks:
         self._table = None
 
     def sum_over_stages(self, addends: Mapping[int, torch.Tensor | None], stages: int) -> torch.Tensor:
-        """See `StageMessages`: zeros stand for what other processes have."""
+        """Sum one row over the ranks, in which each rank has zeros for the stages of others."""
         row = torch.zeros(stages, dtype=torch.float32, device=self._device)
         for number, addend in addends.items():
             if addend is not None:
@@ -298,7 +284,7 @@ class MessagesBetweenRanks:
         return _in_order(list(row))
 
     def share(self, value: LocalValue | None, name: str, staged: StagedProgram) -> LocalValue:
-        """See `StageMessages`: what each rank has goes to those with its coordinates on the other axes."""
+        """Each rank of the stage broadcasts its value to the ranks with its coordinates on the other axes."""
         stage = staged.results[name]
         slot, mesh = staged.made(name, stage, is_forward=True), staged.stages[stage].phased.lowered.mesh
         given = self._empty(slot, mesh) if value is None else value.contiguous()
@@ -314,7 +300,7 @@ class MessagesBetweenRanks:
 
 
 def _groups_of(staged: StagedProgram) -> Iterator[str]:
-    """The groups along which stages communicate within themselves, and reshard what they receive."""
+    """The groups for collectives within stages, and for reshards of the values that stages receive."""
     yield ",".join(staged.stages[0].phased.lowered.mesh.axis_names)
     graphs = [graph for stage in staged.stages for graph in stage.phased.phases.values()]
     for crossing in staged.crossings:
@@ -332,11 +318,11 @@ def _groups_of(staged: StagedProgram) -> Iterator[str]:
 
 
 def _handing_out(slot: LocalSlot, mesh: Mesh) -> Iterator[fx.GraphModule]:
-    """Programs that reshard a result to hand it out, whole or as it lies."""
+    """Programs that reshard a result for the user, whole or sharded."""
     for target in {PartitionSpec(), storage_spec(slot.spec, mesh)} - {slot.spec}:
         yield reshard_program(slot.spec, target, slot.shape, slot.dtype, mesh)
 
 
 def find_slot(slots: Sequence[LocalSlot], name: str) -> LocalSlot:
-    """The slot of a name."""
+    """The slot with a name."""
     return next(slot for slot in slots if slot.slot.name == name)

@@ -1,1 +1,1 @@
-"""Weights of compiled models: initialised, read from files, written to files."""
+"""Weights of compiled models: initialised, read from files, and written to files."""

@@ -1,8 +1,8 @@
-"""A model's weights as files: what `from_pretrained` of transformers and `load_weights` read.
+"""A model's weights as files that transformers' `from_pretrained` and `load_weights` can read.
 
-Ranks gather a block of a tensor at a time, and the first rank writes it: no rank holds more than its shards and that
-block. A folder is written aside, and gets its name by a rename when it is whole: a crash leaves the old folder or the
-new one, never some files of each.
+Ranks gather one block of a tensor at a time, and the first rank writes it. So a rank holds no more than its shards and
+one block. The folder is written under a temporary name, and renamed when it is complete. A crash leaves the old folder
+or the new one, never a mixture.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from autoshard.runtime.weights.weight_files import INDEX, SINGLE
 from autoshard.runtime.weights.weight_names import names_by_tensor, persistent_tensors, to_write
 
 MAX_FILE_BYTES = 5_000_000_000
-"""Bytes of tensors in a file, where the user does not say."""
+"""Bytes of tensors per file, by default."""
 
 BLOCK_BYTES = 8 * 2**20
-"""Bytes that are gathered, and written, at a time."""
+"""Bytes that are gathered and written at a time."""
 
 _OF_ADAPTERS = re.compile("|".join(map(re.escape, (peft_weights.FILE, peft_weights.CONFIG))))
-"""Names of the files of an adapter that an export writes, and replaces."""
+"""Names of the adapter files that an export writes and replaces."""
 
 _OURS = re.compile(
     rf"{re.escape(SINGLE)}|{re.escape(INDEX)}|model-\d{{5}}-of-\d{{5}}\.safetensors|{_OF_ADAPTERS.pattern}"
 )
-"""Names of the files of weights that an export writes, and replaces, and of an adapter, which would change them."""
+"""Names of the weight files that an export writes and replaces, and of adapters, which would change the weights."""
 
 
 @in_normal_mode
@@ -58,7 +58,7 @@ def export_weights(
     merge: bool = False,
     holders: Mapping[str, int] = NO_HOLDERS,
 ) -> None:
-    """Write the weights of `model`, and what transformers needs beside them; see `HasWeights.export`."""
+    """Write the weights of `model`, and the files that transformers needs beside them; see `HasWeights.export`."""
     if max_file_bytes < 1:
         raise WeightsError(f"max_file_bytes={max_file_bytes} holds no tensor; pass at least 1.")
     check_is_placed(model, "export")
@@ -67,8 +67,8 @@ def export_weights(
     aside = path.with_name(f".{path.name}.partial")
     is_writer = engine.control is None or engine.control.channel.rank == engine.control.channel.ranks[0]
 
-    def on_writer(what: str, do: Callable[[], None]) -> None:
-        together(engine, what, lambda: do() if is_writer else None)
+    def on_writer(action: str, do: Callable[[], None]) -> None:
+        together(engine, action, lambda: do() if is_writer else None)
 
     tensors = _tensors(model, engine, holders)
     if peft_weights.has_adapters(model) and not merge:
@@ -84,7 +84,7 @@ def export_weights(
 
 @contextmanager
 def _removed_on_failure(aside: Path | None) -> Iterator[None]:
-    """Within, an error removes the folder aside: a full disk has its room again."""
+    """Within the context, an error removes the temporary folder, which frees a full disk."""
     try:
         yield
     except WeightsError:
@@ -109,8 +109,8 @@ class _FolderContent:
 
     Args:
         files: the tensors of each file.
-        write_beside: writes into a folder what stands beside the weights.
-        replaced: names of files that go from a folder that was there.
+        write_beside: writes the other files, such as the configuration, into a folder.
+        replaced: names of files to leave out when the folder replaces an old one.
     """
 
     files: Mapping[str, Mapping[str, Unread]]
@@ -119,7 +119,7 @@ class _FolderContent:
 
 
 def _adapters(model: nn.Module, engine: Engine, tensors: Mapping[str, Unread]) -> _FolderContent:
-    """The adapters of a model of peft, whose names the first rank asks peft for: it may look them up in the hub."""
+    """The adapters of a peft model. Only the first rank gets their names from peft, which may access the hub."""
     named = engine.share(lambda: peft_weights.adapters_of(model))
     files = {file: {name: tensors[own] for name, own in names.items()} for file, names in named.items()}
     for held in files.values():
@@ -138,7 +138,7 @@ def _weights(model: nn.Module, tensors: Mapping[str, Unread], max_file_bytes: in
 
 
 def _files(tensors: Mapping[str, Unread], max_file_bytes: int) -> dict[str, dict[str, Unread]]:
-    """The tensors of each file, in order; a tensor larger than a file may be has one of its own."""
+    """The tensors of each file, in order; a tensor above the limit has a file of its own."""
     parts: list[dict[str, Unread]] = [{}]
     held_bytes = 0
     for name, tensor in tensors.items():
@@ -153,7 +153,7 @@ def _files(tensors: Mapping[str, Unread], max_file_bytes: int) -> dict[str, dict
 
 
 def _begin(path: Path, aside: Path) -> None:
-    """Make the folder aside, empty."""
+    """Make an empty temporary folder."""
     if path.exists() and not path.is_dir():
         raise WeightsError(f"{path} is a file; export writes a folder. Name another.")
     _put_back(path)
@@ -162,7 +162,7 @@ def _begin(path: Path, aside: Path) -> None:
 
 
 def _write(path: Path | None, tensors: Mapping[str, Unread]) -> None:
-    """Write a file; ranks that have no `path` take part in gathering what is written."""
+    """Write a file; ranks without a `path` only take part in gathering its tensors."""
     blocks = _blocks(tensors)
     try:
         if path is not None:
@@ -177,7 +177,7 @@ def _write(path: Path | None, tensors: Mapping[str, Unread]) -> None:
 
 
 def _blocks(tensors: Mapping[str, Unread]) -> Iterator[tuple[Unread, Region]]:
-    """What a file holds, in its order."""
+    """The blocks of a file, in its order."""
     for name in in_file_order(tensors):
         tensor = tensors[name]
         for region in blocks_of(tensor.shape, tensor.dtype.itemsize, BLOCK_BYTES):
@@ -185,13 +185,13 @@ def _blocks(tensors: Mapping[str, Unread]) -> Iterator[tuple[Unread, Region]]:
 
 
 def _gather(blocks: Iterator[tuple[Unread, Region]]) -> None:
-    """Take part in gathering, for the rank that writes or in its place where it failed."""
+    """Take part in gathering, on a rank that does not write or whose write failed."""
     for tensor, region in blocks:
         tensor.read(region)
 
 
 def _write_beside(model: nn.Module, files: Mapping[str, Mapping[str, Unread]], folder: Path) -> None:
-    """Write the index, and what the model is built from."""
+    """Write the index, and the model's configuration."""
     if len(files) > 1:
         total_bytes = sum(tensor.nbytes for held in files.values() for tensor in held.values())
         places = {name: file for file, held in files.items() for name in held}
@@ -206,7 +206,7 @@ def _write_beside(model: nn.Module, files: Mapping[str, Mapping[str, Unread]], f
 
 
 def _finish(content: _FolderContent, path: Path, aside: Path) -> None:
-    """Write what stands beside the weights, and give the folder its name."""
+    """Write the other files, and rename the folder."""
     content.write_beside(aside)
     _keep_others(path, aside, content.replaced)
     for folder, _, files in os.walk(aside):
@@ -216,7 +216,7 @@ def _finish(content: _FolderContent, path: Path, aside: Path) -> None:
 
 
 def _keep_others(path: Path, aside: Path, replaced: re.Pattern[str]) -> None:
-    """Have what lies beside the weights in a folder that is to be replaced (a tokenizer's files) in the new one too."""
+    """Link the files beside the weights in the old folder, such as a tokenizer's, into the new one."""
     for old in path.iterdir() if path.exists() else ():
         new = aside / old.name
         if new.exists() or replaced.fullmatch(old.name):
@@ -228,7 +228,7 @@ def _keep_others(path: Path, aside: Path, replaced: re.Pattern[str]) -> None:
 
 
 def _link(old: str | Path, new: str | Path) -> None:
-    """A second name for a file, or a copy where the disk has no such names."""
+    """Make a hard link to a file, or a copy if the file system has no links."""
     try:
         os.link(old, new, follow_symlinks=False)
     except OSError:
@@ -236,7 +236,7 @@ def _link(old: str | Path, new: str | Path) -> None:
 
 
 def _swap(path: Path, aside: Path) -> None:
-    """Give the new folder its name. A crash between the two renames leaves both folders whole; see `_put_back`."""
+    """Rename the new folder. A crash between the two renames leaves both folders complete; see `_put_back`."""
     replaced = _replaced(path)
     try:
         if path.exists():
@@ -245,7 +245,7 @@ def _swap(path: Path, aside: Path) -> None:
     except OSError as error:
         _put_back(path)
         raise WeightsError(
-            f"{path} cannot be replaced: {error.strerror}. It is as it was. If another disk is mounted there, export "
+            f"{path} cannot be replaced: {error.strerror}. It is unchanged. If another disk is mounted there, export "
             "to a folder inside it."
         ) from error
     _sync(path.parent)
@@ -253,7 +253,7 @@ def _swap(path: Path, aside: Path) -> None:
 
 
 def _put_back(path: Path) -> None:
-    """Give an old folder its name again, if a swap was cut short."""
+    """Rename an old folder back, if a swap was interrupted."""
     replaced = _replaced(path)
     if not replaced.exists():
         return
@@ -264,12 +264,12 @@ def _put_back(path: Path) -> None:
 
 
 def _replaced(path: Path) -> Path:
-    """The name of the old folder while the new one takes its place."""
+    """The name of the old folder during a swap."""
     return path.with_name(f".{path.name}.replaced")
 
 
 def _sync(path: Path) -> None:
-    """Have what a file holds, or the names in a folder, on the disk."""
+    """Write a file's bytes, or the names in a folder, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

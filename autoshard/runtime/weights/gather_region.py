@@ -1,7 +1,7 @@
-"""A region of a DTensor, gathered on every rank: memory for the region is enough, whatever the size of the whole.
+"""A region of a DTensor, gathered on every rank with memory for the region only, whatever the size of the whole.
 
-`full_tensor` takes two to six times the whole for a moment (a collective for each axis that cuts a dim, each with a
-result of its own). Here the ranks that hold parts of the region send them to all, one after the other.
+`full_tensor` briefly takes two to six times the whole: a collective for each axis that splits a dim, each with its own
+result. Here, the ranks that hold parts of the region broadcast them, one after another.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _C10D = torch.ops._c10d_functional
 
 @torch.no_grad()
 def gather_region(tensor: DTensor, region: Region, group: str) -> torch.Tensor:
-    """The values of a region of `tensor`, which all ranks of its mesh ask for together.
+    """The values of a region of `tensor`. All ranks of its mesh must call together.
 
     Args:
-        tensor: cut by `Shard` alone.
-        region: of the whole.
-        group: the name that torch has for the process group of all ranks of the mesh, in their order.
+        tensor: sharded by `Shard` and `Replicate` only.
+        region: a region of the whole tensor.
+        group: torch's name of the process group of all ranks of the mesh, in rank order.
     """
     mine = LocalPart.of(tensor)
     place = tuple(tensor.device_mesh.get_coordinate() or ())
@@ -43,7 +43,7 @@ def gather_region(tensor: DTensor, region: Region, group: str) -> torch.Tensor:
 
 
 def _parts(tensor: DTensor) -> Iterator[tuple[tuple[int, ...], int, Region]]:
-    """Each part once: the place of the first rank that has it, that rank's number on the mesh, and where it lies."""
+    """Each part once: the coordinates of its first rank, that rank's number on the mesh, and the part's region."""
     sizes = tuple(tensor.device_mesh.shape)
     for rank, place in enumerate(product(*map(range, sizes))):
         pairs = zip(place, tensor.placements, strict=True)
@@ -59,7 +59,7 @@ def _intersection(first: Region, second: Region) -> Region | None:
 
 
 def _within(region: Region, outer: Region) -> Region:
-    """A region as slices of another that contains it."""
+    """A region relative to another that contains it."""
     return tuple(
         slice(part.start - around.start, part.stop - around.start) for part, around in zip(region, outer, strict=True)
     )

@@ -1,8 +1,8 @@
-"""Weights of a compiled model, made by the initialisers of its modules, each rank its part.
+"""Weights of a compiled model, computed by the initialisers of its modules; each rank computes its shards.
 
-What initialisers do is recorded without values (`Compiler.record_initialisation`), and computed for the part that a
-rank holds (`replay`). Random numbers depend on the seed, on the place of the draw among all draws of the model, and on
-the global index of the element: so weights are the same, bit by bit, under every plan and on any number of ranks.
+The operations of initialisers are recorded without values (`Compiler.record_initialisation`), and computed for the
+rank's shards (`replay`). A random number depends on the seed, the position of the draw among all draws of the model,
+and the global index of the element. So weights are equal, bit by bit, under every plan and on any number of ranks.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ def init_weights(
     only: Collection[str] | None = None,
     holders: Mapping[str, int] = NO_HOLDERS,
 ) -> None:
-    """Give the weights of a model the values that its initialisers give; called by all ranks.
+    """Initialise the weights of a model by its initialisers. All ranks must call.
 
     Args:
-        model: the user's, as it lies on the ranks.
-        engine: where it runs.
+        model: the user's model, sharded over the ranks.
+        engine: the engine that runs it.
         record: records the initialisers.
-        seed: of random numbers.
-        unset: names of weights that have no value to keep, on any rank.
-        only: names of the weights that are given values; None: all.
+        seed: the seed of random numbers.
+        unset: names of weights without values, on any rank.
+        only: names of the weights to initialise; None: all.
         holders: see `Engine.place`.
 
     Raises:
-        TraceError: an initialiser cannot be recorded, or none gives a value to a weight that is unset.
+        TraceError: an initialiser cannot be recorded, or an unset weight has no initialiser.
     """
     initialisation = record()
     engine.agree(lambda: {"init_weights(seed)": str(seed), "initialisation": initialisation.digest()})
@@ -60,7 +60,7 @@ def init_weights(
 
 
 def _write(weight: torch.Tensor, name: str, replay: Replay) -> None:
-    """Write this rank's part of a weight, by one write in place whatever its size, as versions are compared."""
+    """Write this rank's part of a weight with an in-place write of any size, because versions are compared."""
     part = LocalPart.of(weight)
     box = Box(part.offset, tuple(part.tensor.shape))
     for piece, value in replay.pieces(name, box, part.tensor):
@@ -73,21 +73,21 @@ def _check_have_sources(names: list[str], sources: dict[str, frozenset[str]], un
         more = len(missing) - _SHOWN
         raise TraceError(
             f"No initialiser gives a value to {', '.join(map(repr, missing[:_SHOWN]))}"
-            f"{f' and {more} more' if more > 0 else ''}, made on the meta device: what a constructor writes is not "
-            "repeated. Give the module a reset_parameters() that writes it, pass init_weights(seed, init_fn), or build "
-            "that module in memory."
+            f"{f' and {more} more' if more > 0 else ''}, made on the meta device, and values from a constructor are "
+            "lost there. Give the module a reset_parameters() that writes it, pass init_weights(seed, init_fn), or "
+            "build that module in memory."
         )
 
 
 def _in_order(names: list[str], sources: dict[str, frozenset[str]]) -> list[str]:
-    """The weights in an order in which each is computed before what it is computed from is written over."""
+    """The weights in an order in which no weight is written before the weights computed from it."""
     waiting, result = dict.fromkeys(names), []
     while waiting:
         free = [name for name in waiting if not any(name in sources[other] for other in waiting if other != name)]
         if not free:
             raise TraceError(
-                f"Initialisers compute {', '.join(map(repr, [*waiting][:_SHOWN]))} from values of each other, before "
-                "either is initialised. Give them values apart."
+                f"Initialisers compute {', '.join(map(repr, [*waiting][:_SHOWN]))} from each other's values, before "
+                "either is initialised. Initialise them separately."
             )
         result += free
         waiting = {name: None for name in waiting if name not in free}

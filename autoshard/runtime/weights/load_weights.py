@@ -1,7 +1,7 @@
-"""Weights of files for a model that runs on ranks: each rank reads the regions that it holds.
+"""Weights from files for a model on ranks: each rank reads the regions of its shards.
 
-Nothing is changed before all is known to fit: names, shapes and types, and whether the names of a tied parameter have
-equal values. Ranks tell each other what does not, so the error is the same on all.
+Before any weight is changed, all are checked: names, shapes and dtypes, and whether the names of a tied parameter have
+equal values. Ranks exchange their findings, so the error is the same on all.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from autoshard.runtime.weights.weight_names import match, names_by_tensor, persi
 T = TypeVar("T")
 
 BLOCK_BYTES = 8 * 2**20
-"""Bytes of a file that are read at a time, with what lies between them."""
+"""Bytes of a file that are read at a time, including the bytes between rows of a region."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The tensors of files for one of a model.
+    """The tensors of files for one tensor of a model.
 
     Args:
-        names: of the tensor in the model: several if it is tied.
-        tensor: as the model holds it.
-        sources: in files, one for each of the names under which they have it.
+        names: the names of the tensor in the model: several if it is tied.
+        tensor: the model's tensor.
+        sources: tensors of files, one for each name under which the files have it.
     """
 
     names: Sequence[str]
@@ -49,29 +49,29 @@ class Found:
 @in_normal_mode
 @torch.no_grad()
 def load_weights(model: nn.Module, engine: Engine, path: str | Path, *, strict: bool, cast: bool) -> None:
-    """Give parameters and persistent buffers of `model` the values that files have; see `ShardedModule`."""
+    """Load parameters and persistent buffers of `model` from files; see `HasWeights.load_weights`."""
     check_is_placed(model, "load_weights")
     found, text = together(engine, f"read {path}", lambda: _found(model, path, strict=strict, cast=cast))
     texts = _everyone(engine, text, f"read {path}")
     if len(set(texts)) > 1:
-        raise WeightsError(f"Ranks find different files at {path}: give every rank the same ones.")
+        raise WeightsError(f"Ranks find different files at {path}: give all ranks the same files.")
     together(engine, f"read {path}", lambda: _take_all(found))
 
 
-def together(engine: Engine, what: str, make: Callable[[], T]) -> T:
-    """What `make` gives, if it does on every rank; else the same `WeightsError` on all.
+def together(engine: Engine, action: str, make: Callable[[], T]) -> T:
+    """Return the result of `make` if it succeeds on every rank; else raise the same `WeightsError` on all.
 
-    Meanwhile other ranks see that this one is at work, and hear of any other error of it.
+    Meanwhile other ranks see that this rank is working, and hear of any other error.
     """
     made, failure = [], ""
-    with nullcontext() if engine.control is None else engine.control.working(what):
+    with nullcontext() if engine.control is None else engine.control.working(action):
         try:
             made.append(make())
         except WeightsError as error:
             failure = str(error)
         except OSError as error:
             failure = f"The disk failed: {error}"
-    failures = _everyone(engine, failure, what)
+    failures = _everyone(engine, failure, action)
     if any(failures):
         by_text = {text: [rank for rank, said in enumerate(failures) if said == text] for text in failures if text}
         texts = [text if len(ranks) == len(failures) else f"Ranks {ranks}: {text}" for text, ranks in by_text.items()]
@@ -79,12 +79,12 @@ def together(engine: Engine, what: str, make: Callable[[], T]) -> T:
     return made[0]
 
 
-def _everyone(engine: Engine, said: str, what: str) -> list[str]:
-    return [said] if engine.control is None else engine.control.gather(said, what)
+def _everyone(engine: Engine, said: str, action: str) -> list[str]:
+    return [said] if engine.control is None else engine.control.gather(said, action)
 
 
 def _found(model: nn.Module, path: str | Path, *, strict: bool, cast: bool) -> tuple[list[Found], str]:
-    """What there is for each tensor of a model, which all fits; and what the files hold, for other ranks to compare."""
+    """The files' tensors for each tensor of a model, checked, and a text of the files for other ranks to compare."""
     files = WeightFiles(path)
     tensors = persistent_tensors(model)
     matched = match(model, tensors, files.tensors)
@@ -96,15 +96,15 @@ def _found(model: nn.Module, path: str | Path, *, strict: bool, cast: bool) -> t
         *(_listed("Missing", _missing(found, matched.optional)) if strict else ()),
         *(_listed("Unexpected", map(repr, matched.unexpected)) if strict else ()),
         *_listed("Of another shape", _unlike(found, lambda tensor: tuple(tensor.shape))),
-        *(() if cast else _listed("Of another type", _unlike(found, lambda tensor: tensor.dtype))),
+        *(() if cast else _listed("Of another dtype", _unlike(found, lambda tensor: tensor.dtype))),
     ]
     if not problems:
         problems += _listed("Tied in the model, but not equal", _untied(found))
     if problems:
         raise WeightsError(
-            f"{path} does not hold the weights of {type(model).__name__}, in which nothing was changed. "
-            f"{' '.join(problems)} strict=False leaves missing ones as they are, and takes no unexpected ones; "
-            "cast=True converts types."
+            f"{path} does not hold the weights of {type(model).__name__}, whose weights are unchanged. "
+            f"{' '.join(problems)} strict=False leaves missing weights as they are, and ignores unexpected tensors; "
+            "cast=True converts dtypes."
         )
     return [item for item in found if item.sources], files.describe()
 
@@ -123,7 +123,7 @@ def _unlike(found: Sequence[Found], trait: Callable[[torch.Tensor | Unread], obj
 
 
 def _untied(found: Sequence[Found]) -> Iterator[str]:
-    """Tied parameters of which this rank holds a part that differs from name to name."""
+    """Tied parameters whose values on this rank differ from name to name."""
     for item in found:
         if len(item.sources) > 1:
             blocks = [there for _, there in _blocks(LocalPart.of(item.tensor))]
@@ -144,15 +144,15 @@ def _take_all(found: Sequence[Found]) -> None:
         for here, there in _blocks(part):
             part.tensor[here] = item.sources[0].read(there)
         if not part.tensor.numel():
-            part.tensor.zero_()  # nothing, but in place: weights that were written are told by that
+            part.tensor.zero_()  # writes nothing, but counts as an in-place write, which marks the weight as set
 
 
 def _blocks(part: LocalPart) -> Iterator[tuple[Region, Region]]:
-    """Regions of what this rank holds, and where in the whole they lie, in each of which few bytes of a file lie."""
+    """Regions of this rank's part and the same regions in the whole, each over few bytes of a file."""
     held = part.tensor.shape
     if not held.numel():
         return
-    itemsize = part.tensor.dtype.itemsize * math.prod(part.shape[1:]) // math.prod(held[1:])  # with what lies between
+    itemsize = part.tensor.dtype.itemsize * math.prod(part.shape[1:]) // math.prod(held[1:])  # with the bytes between
     for region in blocks_of(held, itemsize, BLOCK_BYTES):
         moved = (slice(at.start + start, at.stop + start) for at, start in zip(region, part.offset, strict=True))
         yield region, tuple(moved)

@@ -1,4 +1,4 @@
-"""What this rank holds of a tensor, and where in the whole it lies: weights are written without the whole of them."""
+"""This rank's part of a tensor, and its position in the whole, to read and write weights without the whole."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from autoshard.errors import NotAvailableError
 
 @dataclass(frozen=True, slots=True)
 class LocalPart:
-    """Part of a tensor that this rank holds; empty where only other ranks hold the tensor.
+    """This rank's part of a tensor; empty if only other ranks hold the tensor.
 
     Args:
-        tensor: the rank's own memory: what is written into it in place is written into the whole.
+        tensor: the rank's own memory; writes to it are writes to the whole tensor.
         offset: the global index of its first element, one entry per dim.
         shape: the shape of the whole.
     """
@@ -29,10 +29,10 @@ class LocalPart:
     @staticmethod
     @torch.no_grad()
     def of(tensor: torch.Tensor) -> LocalPart:
-        """The part of a DTensor; a plain tensor is its own.
+        """The part of a DTensor; a plain tensor is the whole.
 
         Raises:
-            NotAvailableError: the DTensor is a sum of what ranks hold, or lies as no program has parameters.
+            NotAvailableError: the DTensor is partial, or has placements that no parameter of a program has.
         """
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
@@ -54,13 +54,13 @@ class LocalPart:
 def offset_of(
     shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[int, ...]:
-    """The global index of the first element that DTensor gives to a rank.
+    """The global index of the first element of a DTensor's shard on a rank.
 
     Args:
-        shape: of the whole tensor.
+        shape: the shape of the whole tensor.
         placements: one per dim of the mesh.
-        sizes: of the dims of the mesh.
-        coordinate: the rank's place on the mesh.
+        sizes: the sizes of the mesh's dims.
+        coordinate: the rank's coordinates on the mesh.
 
     Example:
         >>> offset_of((9,), (Shard(0), Shard(0)), (2, 2), (1, 0))
@@ -72,7 +72,7 @@ def offset_of(
 def index_of(
     shape: Sequence[int], placements: Sequence[Placement], sizes: Sequence[int], coordinate: Sequence[int]
 ) -> tuple[slice, ...]:
-    """What DTensor gives to a rank, as slices of the whole; see `offset_of`.
+    """A DTensor's shard on a rank, as slices of the whole; arguments as for `offset_of`.
 
     Example:
         >>> index_of((9,), (Shard(0), Shard(0)), (2, 2), (1, 0))
@@ -83,7 +83,7 @@ def index_of(
         if type(placement) is Replicate:
             continue
         if type(placement) is not Shard:
-            raise NotAvailableError(f"A tensor of shape={tuple(shape)} lies as {placement}; only shards have a place.")
+            raise NotAvailableError(f"A tensor of shape={tuple(shape)} lies as {placement}; only shards have an index.")
         dim = placement.dim % len(shape)
         chunk = -(-left[dim] // size)
         start = min(place * chunk, left[dim])

@@ -1,4 +1,4 @@
-"""The weights of a compiled model: where they lie, whether they have values, and how they are given some."""
+"""The weights of a compiled model: their sharding, whether they have values, and their initialisation."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ InitFunction = Callable[[nn.Module], Any]
 
 @dataclass(slots=True)
 class Weights:
-    """Parameters and buffers of `model`, the user's own, on `engine`; `compiler` looks at its initialisers."""
+    """Parameters and buffers of the user's `model` on `engine`; `compiler` records its initialisers."""
 
     model: nn.Module
     engine: Engine
     compiler: Compiler
     unset: UnsetWeights = field(default_factory=UnsetWeights)
     holders: dict[str, int] = field(default_factory=dict)
-    """By each name of a parameter, the place of the pipeline whose ranks alone hold it; empty where there is none."""
+    """The pipeline place whose ranks alone hold a parameter, by each of its names; empty without a pipeline."""
 
     def place(self, specs: Mapping[str, PartitionSpec]) -> None:
-        """Lay parameters out as `specs` say; what is on the meta device gets memory, on the ranks that hold it."""
+        """Shard parameters by `specs`. Weights on the meta device get memory, on the ranks that hold them."""
         with self.unset.getting_memory(self.model):
             self.engine.place(self.model, specs, self.holders)
 
     def share_out(self, staged: StagedProgram) -> None:
-        """Say which place of a pipeline holds each parameter; the first one what no stage has read so far.
+        """Choose the pipeline place of each parameter; the first place for parameters that no stage has read so far.
 
         Raises:
-            NotAvailableError: an earlier program has one at another place.
+            NotAvailableError: an earlier program has a parameter at another place.
         """
         ranks, stages = staged.order.stage_ranks, staged.stage_of_parameters()
         firsts = {id(item): name for name, item in self.model.named_parameters()}
@@ -50,25 +50,25 @@ class Weights:
         moved = [name for name, holder in self.holders.items() if found.get(name, holder) != holder]
         if moved:
             raise NotAvailableError(
-                f"For this call the pipeline is cut elsewhere: {moved[0]!r} would have to go from place "
-                f"{self.holders[moved[0]]} of the axis 'pipeline' to {found[moved[0]]}, and parameters stay where they "
-                "are. Give calls the shapes that the first one had (pad them), or compile the model anew."
+                f"For this call the pipeline is split elsewhere: {moved[0]!r} would move from place "
+                f"{self.holders[moved[0]]} of the axis 'pipeline' to {found[moved[0]]}. Parameters stay where they "
+                "are. Give calls the shapes of the first call (pad them), or compile the model a second time."
             )
         self.holders = found
 
     def _holder_of(self, name: str, stage: int | None, ranks: Sequence[int]) -> int:
         return self.holders.get(name, 0) if stage is None else ranks[stage]
 
-    def check_are_placed(self, what: str) -> None:
-        """Raise `NotAvailableError` where `what` would write weights that have no memory yet."""
-        check_is_placed(self.model, what)
+    def check_are_placed(self, action: str) -> None:
+        """Raise `NotAvailableError` if `action` would write weights that have no memory yet."""
+        check_is_placed(self.model, action)
 
     def refuse_use(self) -> None:
-        """Raise `TraceError`, on every rank, if some have no values; buffers that no state has are made."""
+        """Raise `TraceError`, on every rank, if some weights have no values. Non-persistent buffers are initialised."""
         self.unset.refuse_use(self.model, self.engine, partial(self._init, 0, None))
 
     def init(self, seed: int, init_fn: InitFunction | None) -> None:
-        """See `ShardedModule.init_weights`."""
+        """Initialise the weights; see `HasWeights.init_weights`."""
         self.check_are_placed("init_weights")
         self._init(seed, init_fn, None)
 

@@ -1,8 +1,8 @@
-"""Adapters of peft, as its own files have them, and weights into which they are merged.
+"""Adapters of peft in the format of its own files, and weights with adapters merged into them.
 
-An adapter's file has names without the adapter's name, beside the configuration that `PeftModel.from_pretrained` reads.
-peft itself says which tensors of a model belong to an adapter, and merges each layer; its functions are asked here with
-outlines of tensors, or with one layer at a time. peft is never imported before the user does.
+An adapter's file has tensor names without the adapter's name, beside the configuration that `PeftModel.from_pretrained`
+reads. The library peft knows which tensors of a model belong to an adapter, and merges layers. This module calls its
+functions with outlines of tensors, or with one layer at a time. It never imports peft before the user does.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 """The files of an adapter."""
 
 _PREFIX = "base_model.model."
-"""What peft's files have before the names of a model that is no `PeftModel`."""
+"""The prefix of tensor names in peft's files, which a model that is not a `PeftModel` lacks."""
 
 _MERGE = "export(path, merge=True) writes the model with its adapters merged into its weights."
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether a model has layers of peft."""
+    """Whether a model has peft layers."""
     return _layer_of_peft(model) is not None
 
 
 def adapters_of(model: nn.Module) -> dict[str, dict[str, str]]:
-    """By the file of each adapter: the names of its tensors there, and those in the model.
+    """The names of each adapter's tensors in its file and in the model, by the file.
 
     Raises:
-        WeightsError: peft writes no such adapter, or computes what it writes.
+        WeightsError: peft does not write this kind of adapter, or computes the tensors that it writes.
     """
     from peft import get_peft_model_state_dict  # type: ignore[import-not-found]
 
@@ -57,7 +57,7 @@ def adapters_of(model: nn.Module) -> dict[str, dict[str, str]]:
 
 
 def write_configurations(model: Any, path: Path) -> None:
-    """Write beside each adapter what `PeftModel.from_pretrained` makes it from."""
+    """Write beside each adapter the configuration that `PeftModel.from_pretrained` reads."""
     base = model.get_base_model() if _is_peft_model(model) else model
     for folder, config in _configurations(model).values():
         config = deepcopy(config)
@@ -68,14 +68,14 @@ def write_configurations(model: Any, path: Path) -> None:
 
 
 def merged(model: nn.Module, tensors: Mapping[str, Unread]) -> tuple[nn.Module, dict[str, Unread]]:
-    """The model without peft's layers, as an outline, and its tensors, into which active adapters are merged.
+    """The model without peft's layers, as an outline, and its tensors with active adapters merged into them.
 
     Args:
-        model: has layers of peft, here or there.
-        tensors: those that a state dict of the model has.
+        model: a model with peft layers.
+        tensors: the tensors of the model's state dict.
 
     Raises:
-        WeightsError: an adapter cannot be merged; a weight into which one would be is tied to another.
+        WeightsError: an adapter cannot be merged, or would be merged into a tied weight.
     """
     every = [*model.named_parameters(), *model.named_buffers()]
     outlines: dict[int, Any] = {id(item): _outline(item) for _, item in every}
@@ -98,7 +98,7 @@ def merged(model: nn.Module, tensors: Mapping[str, Unread]) -> tuple[nn.Module, 
 
 
 class _Merging:
-    """Layers of `model` that are merged when they are read, the last of which is kept."""
+    """Merges layers of `model` when they are read, and caches the last one."""
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, Unread]) -> None:
         self._model = model
@@ -106,7 +106,7 @@ class _Merging:
         self._last: tuple[str, dict[str, torch.Tensor]] = ("", {})
 
     def reading(self, path: str, name: str) -> Callable[[Region], torch.Tensor]:
-        """A function that reads a region of a tensor of the layer at `path`, once it is merged."""
+        """A function that merges the layer at `path` and reads a region of its tensor `name`."""
 
         def read(region: Region) -> torch.Tensor:
             if self._last[0] != path or not self._last[1]:
@@ -130,7 +130,7 @@ class _Merging:
 
 
 def _without_layers(module: Any, path: str, at: str, layers: dict[str, str]) -> nn.Module:
-    """The module without peft's layers, which are at `path` with them and `at` without; `layers` gets both of each."""
+    """The module without peft's layers. `layers` maps each layer's new name (`at`) to its name with peft (`path`)."""
     from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer  # type: ignore[import-not-found]
     from peft.utils.other import AuxiliaryTrainingWrapper  # type: ignore[import-not-found]
 
@@ -150,7 +150,7 @@ def _without_layers(module: Any, path: str, at: str, layers: dict[str, str]) -> 
 
 
 def _unloaded(layer: Any, *, merge: bool) -> nn.Module:
-    """The layer that peft puts in the place of one of its own."""
+    """The layer that replaces a peft layer."""
     unload = getattr(layer, "unload_and_optionally_merge_module", None)
     if unload is not None:
         return unload(merge=merge, safe_merge=False, adapter_names=None)
@@ -160,10 +160,10 @@ def _unloaded(layer: Any, *, merge: bool) -> nn.Module:
 
 
 def _untie(model: nn.Module, base: Any, tied: Iterable[Sequence[str]], layers: Mapping[str, str]) -> None:
-    """Untie the head from the embedding, and say so in the configuration, if their adapters differ.
+    """Untie the head from the embedding, also in the configuration, if their adapters differ.
 
     Raises:
-        WeightsError: another weight that a layer changes is tied.
+        WeightsError: another weight with an adapter is tied.
     """
     embedding, head = _embedding_and_head(base)
     for names in tied:
@@ -172,8 +172,8 @@ def _untie(model: nn.Module, base: Any, tied: Iterable[Sequence[str]], layers: M
             continue
         if len(names) > 2 or head is None or not base.get_parameter(names[0]) is head.weight is embedding.weight:
             raise WeightsError(
-                f"{' and '.join(map(repr, names))} are one tensor, and an adapter that is merged into it for one of "
-                "them would change the other. Export the adapter: export(path)."
+                f"{' and '.join(map(repr, names))} are one tensor, and merging an adapter into it for one name would "
+                "change the others. Export the adapter instead: export(path)."
             )
         head.weight = nn.Parameter(_outline(head.weight), False)
     if head is not None and base.config.tie_word_embeddings and embedding.weight is not head.weight:
@@ -181,19 +181,19 @@ def _untie(model: nn.Module, base: Any, tied: Iterable[Sequence[str]], layers: M
 
 
 def _embedding_and_head(base: Any) -> tuple[Any, Any]:
-    """The modules that a model of transformers may tie, else None twice."""
+    """The modules that a transformers model may tie; else None twice."""
     if not transformers_weights.applies_to(base) or base.get_output_embeddings() is None:
         return None, None
     return base.get_input_embeddings(), base.get_output_embeddings()
 
 
 def _configurations(model: nn.Module) -> dict[str, tuple[str, Any]]:
-    """By the name of each adapter: its folder, and its configuration."""
+    """Each adapter's folder and configuration, by its name."""
     configurations = getattr(model, "peft_config", None)
     if not isinstance(configurations, Mapping):
         raise WeightsError(
-            f"{_layer_of_peft(model)} is a part of {type(model).__qualname__}, and an adapter's files have names of "
-            f"the model that peft was given. Compile what get_peft_model returns. Or else: {_MERGE}"
+            f"{_layer_of_peft(model)} is a part of {type(model).__qualname__}, but an adapter's files name tensors as "
+            f"in the model that was passed to peft. Compile the result of get_peft_model. Or else: {_MERGE}"
         )
     if len(configurations) == 1 and not _is_peft_model(model):
         return {name: ("", config) for name, config in configurations.items()}
@@ -203,8 +203,9 @@ def _configurations(model: nn.Module) -> dict[str, tuple[str, Any]]:
 def _not_written(adapter: str, config: Any) -> WeightsError:
     kind = getattr(config.peft_type, "value", config.peft_type)
     return WeightsError(
-        f"The adapter {adapter!r} is of the type {kind}, of which peft computes what it writes, from whole tensors. "
-        "Inside `with sharded.whole_parameters()`, call model.save_pretrained(path, is_main_process=rank == 0) on all."
+        f"The adapter {adapter!r} is of the type {kind}, whose tensors peft computes from whole ones when it writes. "
+        "Inside `with sharded.whole_parameters()`, call model.save_pretrained(path, is_main_process=rank == 0) on all "
+        "ranks."
     )
 
 
@@ -215,7 +216,7 @@ def _is_peft_model(module: nn.Module) -> bool:
 
 
 def _layer_of_peft(model: nn.Module) -> str | None:
-    """The first module of peft, in words."""
+    """Name and class of the first peft module, for messages."""
     for name, module in model.named_modules():
         if type(module).__module__.partition(".")[0] == "peft":
             return f"{name or 'The model'} ({type(module).__name__} of peft)"

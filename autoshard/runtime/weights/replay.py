@@ -1,8 +1,8 @@
-"""Weights computed from the record of their initialisation: part by part where that can be, else whole, then cut.
+"""Weights computed from the record of their initialisation: part by part if possible, else whole and then sliced.
 
-A weight can be computed by parts where all that leads to it is drawn, filled, or computed element by element on tensors
-of its own shape (or boxes of it: a row of zeros for padding). Its formula says how. What else there is (an orthogonal
-matrix) is computed whole on every rank, one weight at a time.
+A weight can be computed by parts if its values are drawn, filled, or computed elementwise from tensors of its shape.
+Boxes of it may be written too, such as a row of zeros for padding. The formula of a weight is the expression for a
+part. Any other weight (such as an orthogonal matrix) is computed whole on every rank, one weight at a time.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from autoshard.ir.initialisation import Box, Initialisation, Operation, Place
 
 _AT_ONCE = 1 << 15
-"""Elements that are drawn at once: the words of as many stay in a processor's cache."""
+"""Elements that are drawn at once, few enough for a processor's cache."""
 
 _RANDOM = "autoshard::random"
 _EMPTY = ("aten::empty", "aten::empty_like", "aten::new_empty", "aten::empty_strided", "aten::new_empty_strided")
@@ -30,14 +30,14 @@ class _NotByPartsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Drawn:
-    """Random numbers, by an operation that draws the whole."""
+    """Random numbers, by an operation that can draw any part of the whole."""
 
     operation: Operation
 
 
 @dataclass(frozen=True, slots=True)
 class _Before:
-    """The value that the weight has before; if it `is_empty`, that of memory which nobody wrote."""
+    """The weight's previous value; if it `is_empty`, uninitialised memory."""
 
     dtype: torch.dtype
     is_empty: bool
@@ -45,7 +45,7 @@ class _Before:
 
 @dataclass(frozen=True, slots=True)
 class _Applied:
-    """An operator, element by element: for each of its operands a formula, a scalar, or None for what it writes to."""
+    """An elementwise operator. Each operand is a formula, a scalar, or None for the tensor that it writes."""
 
     operation: Operation
     operands: tuple[_Formula | torch.Tensor | None, ...]
@@ -53,7 +53,7 @@ class _Applied:
 
 @dataclass(frozen=True, slots=True)
 class _BoxedValue:
-    """A value of which boxes are written, one after the other; each with the dims of it that the written tensor has."""
+    """A value into which boxes are written, one by one; each write has its box, and the dims of the written tensor."""
 
     first: _Formula
     writes: tuple[tuple[Box, tuple[int, ...], _Applied], ...]
@@ -64,12 +64,12 @@ _Formula = _Drawn | _Before | _Applied | _BoxedValue
 
 @dataclass(slots=True)
 class Replay:
-    """The values that a record gives.
+    """Computes the values of a record.
 
     Args:
-        record: what initialisers do.
-        seed: of what they draw; values are computed where it is.
-        whole_of: the value that a weight has before, whole, by name; called by all ranks alike.
+        record: the recorded operations of initialisers.
+        seed: the seed of random numbers; values are computed on its device.
+        whole_of: returns a weight's previous value, whole, by name; all ranks must call it alike.
     """
 
     record: Initialisation
@@ -88,12 +88,12 @@ class Replay:
         self._names.update((place.memory, name) for name, place in self.record.begins.items())
 
     def pieces(self, name: str, part: Box, before: torch.Tensor) -> Iterator[tuple[Box, torch.Tensor]]:
-        """The values of a part of a weight, piece by piece: each with the box of the part that it is.
+        """Yield the values of a part of a weight, piece by piece, each with its box in the part.
 
         Args:
-            name: the weight.
+            name: the name of the weight.
             part: the part, which may be empty.
-            before: the values that the part has before.
+            before: the part's previous values.
         """
         end, time = self.record.ends[name], len(self.record.operations)
         try:
@@ -106,7 +106,7 @@ class Replay:
         self._wholes.clear()
 
     def _formula(self, place: Place, time: int, root: int) -> _Formula:
-        """How a tensor, as it is before an operation, is computed by parts; `root` is the weight's memory."""
+        """The formula of a tensor as it is before operation `time`; `root` is the weight's memory."""
         memory = place.memory
         if not place.is_in_order(self.record.numels[memory]):
             raise _NotByPartsError
@@ -116,7 +116,7 @@ class Replay:
         return _BoxedValue(first, found) if found else first
 
     def _first(self, place: Place, root: int) -> _Formula:
-        """How the tensor at a place came to be."""
+        """The formula of the first value of a tensor."""
         if place.memory == root:
             return _Before(place.dtype, False)
         index, born = self._births.get(place.memory, (0, None))
@@ -136,7 +136,7 @@ class Replay:
         return *found, self._apply(self.record.operations[index], index, written, root)
 
     def _apply(self, operation: Operation, index: int, result: Place, root: int) -> _Applied:
-        """An operation on tensors of its result's shape."""
+        """The formula of an operation on tensors of its result's shape."""
         given = [item for item in operation.args if isinstance(item, Place)]
         leaves = pytree.tree_leaves((operation.args, dict(operation.kwargs)))
         is_plain = len(given) == sum(isinstance(leaf, Place) for leaf in leaves)
@@ -156,7 +156,7 @@ class Replay:
         return self._formula(item, index, root)
 
     def _relevant(self, memory: int, time: int) -> tuple[list[tuple[int, Place]], bool]:
-        """The writes to a memory before an operation that still matter, and whether the first of them writes it all."""
+        """The writes to a memory before an operation that are not overwritten; whether the first covers all of it."""
         writes = [(index, place) for index, place in self._writes.get(memory, ()) if index < time]
         for number in range(len(writes) - 1, -1, -1):
             index, place = writes[number]
@@ -165,7 +165,7 @@ class Replay:
         return writes, False
 
     def _value(self, formula: _Formula, box: Box, before: torch.Tensor) -> torch.Tensor:
-        """A box of a value, in memory of its own; `before` is the box of the weight's value before."""
+        """A box of a value, in new memory; `before` is the same box of the weight's previous value."""
         match formula:
             case _Drawn(operation):
                 distribution, parameters, site, *_, shape = operation.args[1:]
@@ -217,7 +217,7 @@ class Replay:
         return flat
 
     def _begun(self, memory: int, *, is_written: bool) -> torch.Tensor:
-        """The whole of a memory before it is first written, its own if it will be."""
+        """The whole of a memory before its first write; a copy if it will be written."""
         if memory in self._births:
             if (memory, 0) not in self._wholes:
                 self._bear(self._births[memory][0])
@@ -235,7 +235,7 @@ class Replay:
         operation = self.record.operations[index]
         if operation.name == _RANDOM:
             (place,) = operation.results
-            assert place is not None, "numbers that are drawn have memory of their own"
+            assert place is not None, "drawn numbers have memory of their own"
             whole = torch.empty(place.shape, dtype=place.dtype, device=self.seed.device)
             for piece in _cut(Box.whole(place.shape)):
                 piece.of(whole).copy_(self._value(_Drawn(operation), piece, whole))
@@ -249,7 +249,7 @@ class Replay:
                 self._wholes[place.memory, 0] = flat
 
     def _run(self, operation: Operation, index: int, own: dict[int, torch.Tensor]) -> Any:
-        """Run an operation on whole tensors, which writes to its `own` memories, and to copies of others."""
+        """Run an operation on whole tensors. It writes to its `own` memories, and to copies of others."""
 
         def tensor_of(place: Place) -> torch.Tensor:
             if place.memory in own:
@@ -268,14 +268,14 @@ def _at(place: Place, flat: torch.Tensor) -> torch.Tensor:
 
 
 def _in_dims(tensor: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
-    """A tensor without the dims, of one element each, that are not among `dims`."""
+    """A tensor with only the dims in `dims`; the dropped dims have one element each."""
     for dim in reversed(range(tensor.dim())):
         tensor = tensor if dim in dims else tensor.select(dim, 0)
     return tensor
 
 
 def _cut(box: Box) -> Iterator[Box]:
-    """A box in boxes of so many elements at most, in order; an empty one as it is."""
+    """Split a box, in order, into boxes of at most `_AT_ONCE` elements; an empty box is returned as it is."""
     if box.numel <= _AT_ONCE:
         yield box
         return

@@ -1,8 +1,9 @@
 """A safetensors file that is written block by block.
 
-The library writes a file from tensors that are all in memory; here blocks of them are gathered, written and freed. The
-format (https://github.com/huggingface/safetensors#format): the length of the header in 8 bytes, little-endian; the
-header, JSON of each tensor's type, shape and place; then the values of all tensors, without gaps.
+The library writes a file from tensors that are all in memory. Here, blocks of tensors are gathered, written and freed.
+The format (https://github.com/huggingface/safetensors#format) begins with the length of the header in 8 bytes,
+little-endian. The header is JSON of each tensor's dtype, shape and offsets. The values of all tensors follow, without
+gaps.
 """
 
 from __future__ import annotations
@@ -29,23 +30,23 @@ _ALIGNMENT = 8
 
 
 def check_types(tensors: Mapping[str, Unread]) -> None:
-    """Raise `WeightsError` for tensors of types that the format does not have."""
+    """Raise `WeightsError` for tensors whose dtype the format lacks."""
     without = [f"{name!r} ({tensor.dtype})" for name, tensor in tensors.items() if tensor.dtype not in _NAMES]
     if without:
-        raise WeightsError(f"Safetensors files have no type for {', '.join(without)}. Convert the model first.")
+        raise WeightsError(f"Safetensors files have no dtype for {', '.join(without)}. Convert the model first.")
 
 
 def in_file_order(tensors: Mapping[str, Unread]) -> list[str]:
-    """The names of the tensors of a file: wide types first, so that each place is a multiple of its type's size."""
+    """The names of a file's tensors: wide dtypes first, so that each offset is a multiple of its dtype's size."""
     return sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)
 
 
 class SafetensorsWriter:
-    """A file of some tensors, of which `write` takes the values in the order of `in_file_order`, block by block.
+    """Writes a file of tensors. Pass the values to `write` block by block, in the order of `in_file_order`.
 
     Args:
-        path: where it is made.
-        tensors: name to shape and type.
+        path: the file.
+        tensors: shape and dtype of each tensor, by name.
     """
 
     def __init__(self, path: Path, tensors: Mapping[str, Unread]) -> None:
@@ -62,19 +63,19 @@ class SafetensorsWriter:
         self._file.write(len(text).to_bytes(8, "little") + text)
 
     def write(self, values: torch.Tensor) -> None:
-        """Add the next values."""
+        """Append the next values."""
         flat = values.detach().cpu().contiguous().reshape(-1)
         if flat.numel():
             self._file.write(flat.view(torch.uint8).numpy().data)
 
     def __enter__(self) -> SafetensorsWriter:
-        """See `close`."""
+        """Return the writer."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the file, once the disk has all of it."""
+        """Close the file, after the disk has all of it."""
         try:
             if error is None:
                 self._file.flush()

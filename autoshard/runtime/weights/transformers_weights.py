@@ -1,9 +1,9 @@
-"""The weights of transformers' models, as its own files have them.
+"""The weights of transformers models, in the format of its own files.
 
-A folder may have been saved under older names, without the prefix of the base model or with it, or as other tensors: a
-matrix for each expert where the model has one tensor for all. transformers knows for each of its classes which tensors
-of files make which of the model, and back again; its own functions are asked here, with tensors that are not read yet.
-They are those of version 5; transformers is never imported before the user does.
+A folder may use older names, with or without the prefix of the base model. It may also have other tensors, for example
+one matrix per expert when the model has one tensor for all. The library transformers knows for each class how to
+convert between the files' tensors and the model's. This module calls its functions (of version 5) with tensors that are
+not read yet. It never imports transformers before the user does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from autoshard.runtime.weights.unread import Unread
 
 
 def applies_to(model: nn.Module) -> bool:
-    """Whether a model is one of transformers', or of a user's class that derives from one."""
+    """Whether a model is a transformers model, or of a user's subclass."""
     transformers = sys.modules.get("transformers")
     if transformers is None or find_spec("transformers.core_model_loading") is None:
         return False
@@ -31,7 +31,7 @@ def applies_to(model: nn.Module) -> bool:
 
 
 def converted(model: Any, names: Collection[str], stored: Mapping[str, Unread]) -> tuple[dict[str, Unread], list[str]]:
-    """Tensors of files as the model has them, by its names; and the names in files of what it has not."""
+    """The files' tensors in the model's form, by its names; and the files' names that the model lacks."""
     from transformers import core_model_loading as loading
     from transformers.conversion_mapping import get_model_conversion_mapping
 
@@ -63,7 +63,7 @@ def converted(model: Any, names: Collection[str], stored: Mapping[str, Unread]) 
 
 
 def reverted(model: Any, tensors: Mapping[str, Unread], tied: Iterable[tuple[str, ...]]) -> dict[str, Unread]:
-    """Tensors of a model as `save_pretrained` would write them; `tied` names each tensor."""
+    """A model's tensors in the form of `save_pretrained`; `tied` lists the names of each tensor."""
     from transformers.core_model_loading import revert_weight_conversion
 
     copies = getattr(model, "all_tied_weights_keys", None) or {}
@@ -74,12 +74,12 @@ def reverted(model: Any, tensors: Mapping[str, Unread], tied: Iterable[tuple[str
 
 
 def optional_among(model: Any, names: Iterable[str]) -> frozenset[str]:
-    """Names of tensors that the model's class says files may lack."""
+    """Names of tensors that files may lack, according to the model's class."""
     return frozenset(name for name in names if _fits(model._keys_to_ignore_on_load_missing, name))
 
 
 def without_obsolete(model: Any, names: Iterable[str]) -> list[str]:
-    """Names in files of tensors that the model has not, but for those that files of its class may have."""
+    """Drop the unexpected names in files that the model's class allows."""
     buffers = [name for name, _ in model.named_buffers()]
     computed = {path for end, path in _COMPUTED.items() if any(name.endswith(end) for name in buffers)}
     patterns = {*(model._keys_to_ignore_on_load_unexpected or ()), *computed}
@@ -87,7 +87,7 @@ def without_obsolete(model: Any, names: Iterable[str]) -> list[str]:
 
 
 def write_config(model: Any, folder: Path) -> None:
-    """Write what `from_pretrained` builds the model from, and how it generates."""
+    """Write the configuration that `from_pretrained` reads, and the generation configuration."""
     config = deepcopy(model.config)
     config.dtype = str(model.dtype).removeprefix("torch.")
     config.architectures = [type(model).__name__]
@@ -97,7 +97,7 @@ def write_config(model: Any, folder: Path) -> None:
 
 
 _COMPUTED = {"rotary_emb.inv_freq": r"rotary_emb\.inv_freq", "position_ids": r"(^|\.)position_ids$"}
-"""Buffers that models compute now, and that old files have: the end of their names, and a pattern."""
+"""Buffers that models now compute, but old files contain: the end of the buffer's name, and a pattern of file names."""
 
 
 def _fits(patterns: Iterable[str] | None, name: str) -> bool:

@@ -1,9 +1,9 @@
-"""Tensors that are read when they are needed, and then only the region that is.
+"""Tensors that are read only when needed, and only the needed region.
 
-A tensor in a file, or one that lies in parts on the ranks, has a shape and a type before it is read. Functions that
-only move values (`torch.cat`, `stack`, `chunk`, `split`, `transpose`, ...) take an `Unread` and give another, whose
-regions are made of regions of the first. So a library's code that makes tensors of a model from tensors of files runs
-before anything is read. Any other function waits until its result is read, and then takes its operands whole.
+A tensor in a file, or a sharded one, has a shape and a dtype before it is read. Functions that only move values
+(`torch.cat`, `stack`, `chunk`, `split`, `transpose`, ...) map an `Unread` to another, whose regions consist of regions
+of the first. So a library's code that makes a model's tensors from files' tensors runs before anything is read. Any
+other function runs when its result is read, on whole operands.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Read = Callable[[Region], torch.Tensor]
 
 
 def whole_region(shape: Sequence[int]) -> Region:
-    """All of a tensor of this shape."""
+    """The region of a whole tensor."""
     return tuple(slice(0, size) for size in shape)
 
 
 def blocks_of(shape: Sequence[int], itemsize: int, most_bytes: int) -> Iterator[Region]:
-    """Regions of at most so many bytes, in the order in which a tensor of this shape lies in memory.
+    """Regions of at most `most_bytes`, in the row-major order of a tensor of this shape.
 
     Example:
         >>> list(blocks_of((3, 2), 4, 16))
@@ -51,12 +51,12 @@ def blocks_of(shape: Sequence[int], itemsize: int, most_bytes: int) -> Iterator[
 
 
 def shape_of(region: Region) -> tuple[int, ...]:
-    """The shape of what lies in a region."""
+    """The shape of a region."""
     return tuple(part.stop - part.start for part in region)
 
 
 class Unread:
-    """A tensor of `shape` and `dtype`; `read` gives the values of a region of it.
+    """A tensor of `shape` and `dtype`; `read` returns the values of a region.
 
     Example:
         >>> whole = torch.arange(6.0).reshape(2, 3)
@@ -72,20 +72,20 @@ class Unread:
         self._read = read
 
     def __repr__(self) -> str:
-        """Shape and type."""
+        """Show shape and dtype."""
         return f"Unread(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the whole."""
+        """The size of the whole in bytes."""
         return self.shape.numel() * self.dtype.itemsize
 
     def read(self, region: Region | None = None) -> torch.Tensor:
-        """The values of a region, by default the whole; they may share memory with what they are read from."""
+        """The values of a region, by default the whole; they may share memory with their source."""
         return self._read(whole_region(self.shape) if region is None else region)
 
     def __getattr__(self, name: str) -> Any:
-        """Methods of tensors, as `__torch_function__` has them."""
+        """Look up methods of tensors, which run as in `__torch_function__`."""
         method = getattr(torch.Tensor, name) if not name.startswith("__") else None
         if not callable(method):
             raise AttributeError(f"a tensor that is not read yet has no {name!r}")
@@ -95,12 +95,12 @@ class Unread:
     def __torch_function__(
         cls, function: Callable[..., Any], types: Iterable[type], args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """What a torch function gives."""
+        """Run a torch function on tensors that are not read yet."""
         return _call(function, args, kwargs or {})
 
 
 def _call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The result of `function`: of regions of its operands if it only moves values, else of all of them, once read."""
+    """The result of `function`: on regions of operands if it only moves values, else on whole operands, when read."""
     moved = _MOVES.get(getattr(function, "__name__", ""), _computed_by(function))
     return moved(*args, **kwargs)
 
@@ -111,7 +111,7 @@ def _joined(parts: Sequence[Unread], dim: int = 0) -> Unread:
     shape = list(parts[0].shape)
     others = {(*part.shape[:dim], *part.shape[dim + 1 :], part.dtype) for part in parts}
     if len(others) > 1:
-        raise WeightsError(f"{list(parts)} cannot be joined along dim {dim}: they differ in other dims, or in type.")
+        raise WeightsError(f"{list(parts)} cannot be joined along dim {dim}: they differ in other dims, or in dtype.")
     sizes = [part.shape[dim] for part in parts]
     shape[dim] = sum(sizes)
     offsets = [0, *accumulate(sizes)]
@@ -148,7 +148,7 @@ def _unsqueezed(tensor: Unread, dim: int) -> Unread:
 
 
 def _squeezed(tensor: Unread, dim: int | None = None) -> Unread:
-    """`torch.squeeze` of one dim, or of all."""
+    """`torch.squeeze` of one dim, or all."""
     if dim is None:
         return reduce(_squeezed, range(len(tensor.shape) - 1, -1, -1), tensor)
     dim %= len(tensor.shape)
@@ -200,7 +200,7 @@ def _transposed(tensor: Unread, dim0: int, dim1: int) -> Unread:
 
 
 def _same(tensor: Unread, *_: Any, **__: Any) -> Unread:
-    """What leaves values as they are."""
+    """A function that leaves values as they are."""
     return tensor
 
 
@@ -209,7 +209,7 @@ def _size(tensor: Unread, dim: int | None = None) -> Any:
 
 
 def _computed_by(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function as one that waits until its result is read."""
+    """Wrap a function to run when its result is read."""
 
     def compute(*args: Any, **kwargs: Any) -> Any:
         known, tree = pytree.tree_flatten((args, kwargs))
@@ -259,4 +259,4 @@ _MOVES: Mapping[str, Callable[..., Any]] = {
     "dim": lambda tensor: len(tensor.shape),
     "numel": lambda tensor: tensor.shape.numel(),
 }
-"""What only moves values, or asks for a shape, by its name in torch."""
+"""Functions that only move values, or return a shape, by their names in torch."""

@@ -1,9 +1,8 @@
-"""Weights of a model from the meta device that have memory and no values yet.
+"""Weights of a model from the meta device that have memory, but no values yet.
 
-A model that was built under `torch.device("meta")` gets memory shard by shard when its first program is placed. Its
-weights are zeros until something writes them: `init_weights`, `load_weights`, `load_state_dict`,
-`torch.distributed.checkpoint`, or the user. Each writes in place, which torch counts in a tensor's version. A call
-before that is an error.
+A model built under `torch.device("meta")` gets memory shard by shard when its first program is placed. Its weights are
+zeros until they are written: by `init_weights`, `load_weights`, `load_state_dict`, `torch.distributed.checkpoint`, or
+the user. All of these write in place, which torch counts in a tensor's version. A call before that raises an error.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ _Unset = tuple[torch.Tensor, Version]
 
 
 class UnsetWeights:
-    """Parameters and buffers that nobody wrote since they got memory.
+    """Parameters and buffers that have not been written since they got memory.
 
-    Each rank knows of those that it holds; that there may be some, all ranks know alike.
+    Each rank knows its own unset weights. All ranks agree on whether there may be any.
     """
 
     def __init__(self) -> None:
@@ -35,7 +34,7 @@ class UnsetWeights:
         self._may_be_some = False
 
     def __deepcopy__(self, memo: dict[int, object]) -> UnsetWeights:
-        """Those of a copy of the model: its tensors have versions of their own."""
+        """The unset weights of a copy of the model, whose tensors have versions of their own."""
         result = UnsetWeights()
         result._may_be_some = self._may_be_some
         for name, (tensor, version) in self._found.items():
@@ -46,7 +45,7 @@ class UnsetWeights:
 
     @contextmanager
     def getting_memory(self, model: nn.Module) -> Iterator[None]:
-        """Within, what of `model` is on the meta device gets memory."""
+        """Within the context, weights of `model` on the meta device get memory."""
         names = on_meta(model)
         yield
         if names:
@@ -56,7 +55,7 @@ class UnsetWeights:
             self._may_be_some = True
 
     def names(self, model: nn.Module) -> list[str]:
-        """Names of parameters and buffers of `model` that are unset now, of those that this rank holds."""
+        """The names of unset parameters and buffers of `model` on this rank."""
         if self._found:
             tensors = dict(_named(model))
             self._found = {
@@ -67,7 +66,7 @@ class UnsetWeights:
         return list(self._found)
 
     def names_everywhere(self, model: nn.Module, engine: Engine) -> list[str]:
-        """Names of those that are unset on any rank."""
+        """The names of weights that are unset on any rank."""
         if not self._may_be_some:
             return []
         mine = self.names(model)
@@ -75,9 +74,9 @@ class UnsetWeights:
         return list(dict.fromkeys(name for theirs in everyone for name in theirs))
 
     def refuse_use(self, model: nn.Module, engine: Engine, make: Callable[[Collection[str]], None]) -> None:
-        """Raise `TraceError`, on every rank, if a weight of `model` is unset; a rank may have no part of it.
+        """Raise `TraceError`, on every rank, if a weight of `model` is unset on any rank.
 
-        Buffers that no state has are made by `make`, with their names, where the rest is there: weights were loaded.
+        If only non-persistent buffers are unset, because weights were loaded, `make` initialises them by name.
         """
         if not self._may_be_some:
             return
@@ -85,8 +84,8 @@ class UnsetWeights:
         names = [name for name in unset if not _is_without_state(model, name)]
         if names:
             raise TraceError(
-                f"The model was built on the meta device, and weights of it have no values yet: {_listed(names)}. Call "
-                "init_weights(seed), load_weights(path) or load_state_dict on what compile returned, then call it."
+                f"The model was built on the meta device, and some weights have no values yet: {_listed(names)}. Call "
+                "init_weights(seed), load_weights(path) or load_state_dict on the compiled model before you call it."
             )
         if unset:
             make(unset)
@@ -94,17 +93,17 @@ class UnsetWeights:
 
 
 def on_meta(model: nn.Module) -> list[str]:
-    """Names of parameters and buffers of `model` that are on the meta device."""
+    """Names of parameters and buffers of `model` on the meta device."""
     return [name for name, tensor in _named(model) if tensor.is_meta]
 
 
-def check_is_placed(model: nn.Module, what: str) -> None:
-    """Raise `NotAvailableError` where `what` would write weights that are on the meta device still."""
+def check_is_placed(model: nn.Module, action: str) -> None:
+    """Raise `NotAvailableError` if `action` would write weights that are still on the meta device."""
     names = on_meta(model)
     if names:
         raise NotAvailableError(
-            f"{what} would write weights that have no memory yet, as the model was built on the meta device and no "
-            f"program of it is compiled: {_listed(names)}. Pass compile(..., example_inputs=), or call compile_for "
+            f"{action} would write weights that have no memory yet: {_listed(names)}. The model was built on the meta "
+            "device, and no program of it is compiled. Pass compile(..., example_inputs=), or call compile_for "
             "with the inputs of a call."
         )
 

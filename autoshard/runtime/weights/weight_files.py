@@ -1,9 +1,9 @@
-"""Safetensors files that are read by regions, as one set of named tensors.
+"""Safetensors files as one set of named tensors that can be read by regions.
 
-The files are one file, the files of an index (`model.safetensors.index.json`), or all of a folder: what transformers,
-diffusers and safetensors itself write. The library maps a file into memory; of what is mapped only the pages that a
-region touches are read. They count as this process's memory until the file is closed, so files are opened anew now and
-then.
+The files are one file, the files of an index (`model.safetensors.index.json`), or all files of a folder, as
+transformers, diffusers and safetensors write them. The library maps a file into memory, and reads only the pages that a
+region touches. The pages count as memory of this process until the file is closed, so files are reopened from time to
+time.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 _MOST_MAPPED_BYTES = 32 * 2**20
-"""Bytes read from a file, with what lies between them, before it is opened anew."""
+"""Bytes read from a file, including the bytes between rows, before it is reopened."""
 
 
 @dataclass(frozen=True, slots=True)
 class _IndexedFiles:
-    """Files to read, and in which of them an index says that each tensor is."""
+    """Files to read, and the file of each tensor according to an index."""
 
     paths: tuple[Path, ...]
     index: Path | None
@@ -45,7 +45,7 @@ class WeightFiles:
         path: a folder, a file, or an index.
 
     Raises:
-        WeightsError: naming each file that is missing or damaged, and each tensor that is not where it should be.
+        WeightsError: the message names each missing or damaged file, and each tensor that is not where the index says.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -58,11 +58,11 @@ class WeightFiles:
             raise WeightsError(f"{self.path} cannot be read: {'; '.join(problems)}.")
 
     def describe(self) -> str:
-        """Names, shapes and types of all tensors."""
+        """Names, shapes and dtypes of all tensors, as text."""
         return ", ".join(f"{name}: {describe(tensor)}" for name, tensor in sorted(self.tensors.items()))
 
     def _find_all(self, found: _IndexedFiles) -> Iterator[str]:
-        """Know the tensors of each file; yields what is wrong."""
+        """Collect the tensors of each file; yield the problems."""
         for path in found.paths:
             try:
                 tensors = {name: _outline(file, name) for file in [_opened(path)] for name in file.keys()}  # noqa: SIM118
@@ -78,11 +78,11 @@ class WeightFiles:
             if path.exists() and self.homes.get(name, path) != path:
                 yield f"{found.index} says that tensor {name!r} is in {path.name}, but it is in {self.homes[name].name}"
             elif path in self.homes.values() and name not in self.homes:
-                yield f"{found.index} says that tensor {name!r} is in {path.name}, which has none of that name"
+                yield f"{found.index} says that tensor {name!r} is in {path.name}, which has no tensor of that name"
 
 
 class _RegionReader:
-    """The file that is open, from which regions are read."""
+    """Reads regions, and keeps the last file open."""
 
     def __init__(self) -> None:
         self._path: Path | None = None
@@ -90,7 +90,7 @@ class _RegionReader:
         self._mapped_bytes = 0
 
     def read(self, path: Path, name: str, region: Region) -> torch.Tensor:
-        """The values of a region of a tensor of a file."""
+        """The values of a region of a tensor in a file."""
         if path != self._path or self._mapped_bytes > _MOST_MAPPED_BYTES:
             self._file = None  # closed before it is opened again
             self._file, self._path, self._mapped_bytes = _opened(path), path, 0
@@ -108,26 +108,26 @@ def _touched_bytes(values: torch.Tensor) -> int:
 
 
 def _opened(path: Path) -> Any:
-    """An open file; its header is read and compared with its length."""
+    """Open a file; the library checks its header and its length."""
     try:
         return safe_open(path, framework="pt")
     except FileNotFoundError as error:
         raise WeightsError(f"there is no file {path}") from error
     except (SafetensorError, OSError) as error:
         raise WeightsError(
-            f"{path} is damaged, cut short, or no safetensors file ({error}): copy or download it again"
+            f"{path} is damaged, truncated, or not a safetensors file ({error}): copy or download it a second time"
         ) from error
 
 
 def _outline(file: Any, name: str) -> tuple[tuple[int, ...], torch.dtype]:
-    """The shape and type of a tensor of a file, of which nothing is read."""
+    """The shape and dtype of a tensor in a file, read without its values."""
     part = file.get_slice(name)
     shape = tuple(part.get_shape())
     return shape, (part[0:0] if shape else file.get_tensor(name)).dtype
 
 
 def _find(path: Path) -> _IndexedFiles:
-    """The files that a path means."""
+    """The files that a path stands for."""
     if path.is_file():
         return _of_index(path) if path.name.endswith(".json") else _IndexedFiles((path,), None, {})
     if not path.is_dir():
@@ -154,27 +154,27 @@ def _find(path: Path) -> _IndexedFiles:
 
 
 def _of_index(path: Path) -> _IndexedFiles:
-    """The files of an index."""
+    """The files that an index lists."""
     try:
         names = parse(path.read_text(encoding="utf-8"))["weight_map"]
         outside = [file for file in names.values() if not _stays_inside(file)]
         promised = {} if outside else {name: path.parent / file for name, file in names.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsError(f"{path} is damaged, or no index of safetensors files: {error!r}.") from error
+        raise WeightsError(f"{path} is damaged, or not an index of safetensors files: {error!r}.") from error
     if outside:
         raise WeightsError(
-            f"{path} names {reprlib.repr(outside[0])}, which does not lie in its folder. An index may name files "
-            "beside it alone: copy the file there, and name it so."
+            f"{path} names {reprlib.repr(outside[0])}, which is outside of the index's folder. An index may only name "
+            "files in its folder: copy the file there, and change the name in the index."
         )
     return _IndexedFiles(tuple(sorted(set(promised.values()))), path, promised)
 
 
 def _stays_inside(file: str) -> bool:
-    """Whether a name of an index is that of a file in the index's folder."""
+    """Whether a file name in an index stays in the index's folder."""
     path = PurePosixPath(file)
     return not (path.is_absolute() or ".." in path.parts or "\0" in file or "\\" in file)
 
 
 def describe(tensor: torch.Tensor | Unread) -> str:
-    """Type and shape: `float32[4, 2]`."""
+    """Dtype and shape as text, such as `float32[4, 2]`."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,7 +1,7 @@
 """Names of tensors in files and in models.
 
-Files hold parameters and persistent buffers under the names that `state_dict` has, a tied parameter under one of its
-names or under several. Models of transformers have rules of their own (`transformers_weights`).
+Files hold parameters and persistent buffers under the names of `state_dict`. A tied parameter has one or more of its
+names there. transformers models have rules of their own (`transformers_weights`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from autoshard.runtime.weights.unread import Unread
 
 @dataclass(frozen=True, slots=True)
 class Matched:
-    """Which tensors of files belong to which of a model.
+    """The tensors of files that belong to a model.
 
     Args:
-        sources: by the name in the model.
-        unexpected: names in files of what the model has not.
-        optional: names in the model of what files may lack.
+        sources: the files' tensors, by the names in the model.
+        unexpected: names in files that the model lacks.
+        optional: names in the model that files may lack.
     """
 
     sources: dict[str, Unread] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class Matched:
 
 
 def persistent_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """What files of a model hold: parameters, tied ones by each of their names, and the buffers of its state dict."""
+    """The tensors that files hold: parameters, tied ones under each name, and the buffers of the state dict."""
     named: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for path, module in model.named_modules(remove_duplicate=False):
         for name, buffer in module.named_buffers(recurse=False):
@@ -50,7 +50,7 @@ def names_by_tensor(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, ...]
 
 
 def match(model: nn.Module, names: Iterable[str], stored: Mapping[str, Unread]) -> Matched:
-    """The tensors of files for the tensors of a model that have these names."""
+    """Match the files' tensors with the model's tensors of these names."""
     names = frozenset(names)
     if transformers_weights.applies_to(model):
         sources, unexpected = transformers_weights.converted(model, names, stored)
@@ -61,7 +61,7 @@ def match(model: nn.Module, names: Iterable[str], stored: Mapping[str, Unread]) 
 
 
 def to_write(model: nn.Module, tensors: Mapping[str, Unread], tied: Iterable[tuple[str, ...]]) -> Mapping[str, Unread]:
-    """What files of a model hold, from its tensors: of `tied` names one, by which the others are found."""
+    """The tensors to write into files: each of `tied` under one name, from which the others are found."""
     if transformers_weights.applies_to(model):
         return transformers_weights.reverted(model, tensors, tied)
     return {names[0]: tensors[names[0]] for names in tied}

@@ -1,4 +1,4 @@
-"""Uses of checkpoints: whatever a state holds goes on, and what only pickle reads is refused."""
+"""Uses of checkpoints: whatever a state holds goes on, and what only pickle can read is refused."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ USES = (
     Use("a checkpoint with containers", _containers),
     Use("a checkpoint with a large number", _average),
     Use("a checkpoint with infinity", _infinite),
-    Use("a checkpoint with an object", an_own_class, refused="only pickle reads"),
+    Use("a checkpoint with an object", an_own_class, refused="only pickle can read"),
     Use("a checkpoint with containers, on two ranks", _containers, processes=True),
     Use("a checkpoint with a sparse tensor, on two ranks", _sparse, processes=True),
 )

@@ -202,11 +202,11 @@ USES = (
     Use("an input on meta, on two ranks", input_on_meta, refused=r"input:0 .* is on device='meta'", processes=True),
     Use("a target on meta", target_on_meta, refused=r"input:1 .* is on device='meta'"),
     Use("a target on meta, on two ranks", target_on_meta, refused=r"input:1 .* is on device='meta'", processes=True),
-    Use("backward of a step's loss", backward_of_a_step, refused="the step has run the backward already"),
+    Use("backward of a step's loss", backward_of_a_step, refused="the step has already run the backward"),
     Use(
         "backward of a step's loss, on two ranks",
         backward_of_a_step,
-        refused="the step has run the backward already",
+        refused="the step has already run the backward",
         processes=True,
     ),
     Use(
@@ -228,12 +228,12 @@ USES = (
     Use(
         "a part compiled by torch.jit.script",
         captured_before(lambda layer, inputs: torch.jit.script(layer)),
-        refused=r"model\.0 is a RecursiveScriptModule, .* as it was before torch.jit.script",
+        refused=r"model\.0 is a RecursiveScriptModule, .* from before torch.jit.script",
     ),
     Use(
         "a part recorded by torch.jit.trace",
         captured_before(lambda layer, inputs: torch.jit.trace(layer, (inputs,))),
-        refused=r"model\.0 is a TopLevelTracedModule, .* as it was before torch.jit.script",
+        refused=r"model\.0 is a TopLevelTracedModule, .* from before torch.jit.script",
     ),
     Use("torch.compile of the compiled", torch_compile),
     Use("torch.compile of the compiled, on two ranks", torch_compile, processes=True),
@@ -251,7 +251,7 @@ USES = (
     Use(
         "DistributedDataParallel given to compile",
         distributed_before(DistributedDataParallel),
-        refused="model is a DistributedDataParallel, .* pass the module as it was before",
+        refused="model is a DistributedDataParallel, .* Pass the module from before",
         processes=True,
     ),
     Use(
@@ -263,7 +263,7 @@ USES = (
     Use(
         "fully_shard before compile",
         distributed_before(fully_shard),
-        refused=r"model is a FSDPSequential, .* pass the module as it was before",
+        refused=r"model is a FSDPSequential, .* Pass the module from before",
         processes=True,
     ),
 )

@@ -72,7 +72,7 @@ def the_best_state_in_memory(compile: Compile) -> Numbers:
 USES = (
     Use("torch.save of whole states", a_file_of_wholes),
     Use("torch.save of whole states, on two ranks", a_file_of_wholes, processes=True),
-    Use("torch.save of parts, on two ranks", a_file_of_parts, refused="in parts.*full_state_dict", processes=True),
-    Use("torch.save of an optimizer's parts", a_file_of_an_optimizer_in_parts, refused="in parts", processes=True),
+    Use("torch.save of parts, on two ranks", a_file_of_parts, refused="is sharded.*full_state_dict", processes=True),
+    Use("torch.save of an optimizer's parts", a_file_of_an_optimizer_in_parts, refused="is sharded", processes=True),
     Use("the best state in memory, on two ranks", the_best_state_in_memory, processes=True),
 )

@@ -132,8 +132,16 @@ USES = (
     Use("another norm, on two ranks", norm_set(torch.optim.AdamW), processes=True),
     Use("another norm of RMSprop", norm_set(torch.optim.RMSprop)),
     Use("a norm of 0", set_on_step("max_grad_norm", 0), refused="must be a positive number"),
-    Use("micro-batches set on a step", set_on_step("micro_batches", 2), refused="only max_grad_norm can be set"),
-    Use("a word misspelt on a step", set_on_step("max_gradient_norm", 2), refused="only max_grad_norm can be set"),
+    Use(
+        "micro-batches set on a step",
+        set_on_step("micro_batches", 2),
+        refused="only max_grad_norm of",
+    ),
+    Use(
+        "a word misspelt on a step",
+        set_on_step("max_gradient_norm", 2),
+        refused="only max_grad_norm of",
+    ),
     Use("attributes set", attributes_set),
     Use("attributes set, on two ranks", attributes_set, processes=True),
     Use("a module set", module_set),

@@ -1,4 +1,4 @@
-"""Sine and cosine of any angle are those of float64 to the last places of float32."""
+"""Sine and cosine of any angle equal float64's to the last places of float32."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _angles_kernel(x_ptr, sine_ptr, cosine_ptr, count, BLOCK: tl.constexpr):
 
 
 def test_any_angle() -> None:
-    """Small and huge angles of both signs, those nearest to quarters of a turn, and what is no number."""
+    """Small and huge angles of both signs, angles next to quarter turns, infinities and NaN."""
     spread = torch.logspace(-12, math.log10(3.4e38), 3000, dtype=torch.float64).float()
     quarters = (torch.arange(1, 2000, dtype=torch.float64) * (math.pi / 2)).float()
     # 16367173 2^72 is the float32 whose remainder is the smallest.

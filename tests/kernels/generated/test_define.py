@@ -1,4 +1,4 @@
-"""Generated kernels as operators: names, forms of operands, what else they are given."""
+"""Generated kernels as operators: names, forms of operands, and operands of other forms."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_an_operand_that_lies_otherwise_is_copied() -> None:
 
 
 def test_expanded_operands_are_read_once() -> None:
-    """An operand of which one row stands for all, and one of its shape that was written out."""
+    """An operand whose one row stands for all is read once; a contiguous operand of its shape works too."""
     x = draw(1, 10).expand(6, 10)
     group = _scaled(3.0, x)
     kernel = define_kernels([NamedGroup(group, ("x", "twice", "out"), "tanh(3 x).")], "A test.")[group]
@@ -37,7 +37,7 @@ def test_expanded_operands_are_read_once() -> None:
 
 
 def test_literals_tell_groups_apart() -> None:
-    """0.0 and -0.0 are equal numbers and different groups, with kernels of their own; equal groups share one."""
+    """0.0 and -0.0 are equal numbers, but their groups differ and have separate kernels; equal groups share one."""
     x = torch.ones(4, device=DEVICE)
     groups = [_scaled(0.0, x), _scaled(-0.0, x), _scaled(0.0, x)]
     assert groups[0] == groups[2] != groups[1]
@@ -48,7 +48,7 @@ def test_literals_tell_groups_apart() -> None:
 
 
 def test_names_may_be_words_of_the_kernel() -> None:
-    """A value that is called as something in the kernel is called otherwise there."""
+    """A value whose name is a word of the kernel gets another name there."""
     x = draw(5)
     group = _scaled(5.0, x)
     kernel = define_kernels([NamedGroup(group, ("tl", "index", "index"), "Names.")], "A test.")[group]

@@ -1,4 +1,4 @@
-"""Sources lie where the user's cache is, and what runs is what was generated."""
+"""Sources are in the user's cache, and the generated text itself runs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoshard.kernels.generated.files import load_text, source_folder, write_fi
 
 
 def test_the_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """XDG_CACHE_HOME, if it is absolute, else ~/.cache."""
+    """The folder is XDG_CACHE_HOME, if it is absolute, else ~/.cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert source_folder() == tmp_path / "autoshard" / "kernels"
     for value in ("", "relative"):
@@ -24,7 +24,7 @@ def test_the_folder_is_the_users_cache(monkeypatch: pytest.MonkeyPatch, tmp_path
 
 
 def test_an_edited_file_is_written_anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Equal texts share a file; one that was edited is put right; nothing else is left behind."""
+    """Equal texts share a file; an edited file is repaired; no other files are left."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     path = write_file("answer = 42\n")
     path.write_text("answer = 41\n")
@@ -44,7 +44,7 @@ def test_a_folder_that_cannot_be_written_is_named(monkeypatch: pytest.MonkeyPatc
 
 
 def test_bytecode_beside_the_source_is_not_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Somebody else's `.pyc` for the same path, size and time of change: the generated text runs, not that."""
+    """A foreign `.pyc` for the same path, size and time of change does not run; the generated text does."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     text, other = "answer = 42\n", "answer = 41\n"
     path = write_file(other)
@@ -62,7 +62,7 @@ def test_bytecode_beside_the_source_is_not_run(monkeypatch: pytest.MonkeyPatch, 
 
 
 def test_the_file_is_not_read_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A file that changes behind its check changes neither what runs nor what Triton reads as a function's source."""
+    """A file that changes after its check changes neither the running code nor the source that Triton reads."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     text = "def answer():\n    return 42\n"
     path = write_file(text)
@@ -73,7 +73,7 @@ def test_the_file_is_not_read_again(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_folders_are_made_for_their_user_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whatever the umask says."""
+    """The folders are private under any umask."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     before = os.umask(0)
     try:

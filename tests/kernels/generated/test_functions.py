@@ -1,4 +1,4 @@
-"""Functions that generated kernels call are those of float64 to the last places of float32."""
+"""Functions that generated kernels call equal float64's to the last places of float32."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _tanh_kernel(x_ptr, found_ptr, count, BLOCK: tl.constexpr):
 
 
 def _off_by_ulps(found: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
-    """Distance of float32 numbers to exact ones, in units of the last place of the exact ones."""
+    """Distance of float32 numbers from exact numbers, in units in the last place of the exact numbers."""
     _, exponent = torch.frexp(expected)
     return (found.double() - expected).abs() / torch.ldexp(torch.ones_like(expected), exponent - 24)
 
@@ -39,7 +39,7 @@ def test_tanh_is_right_to_a_few_units_of_the_last_place() -> None:
 
 
 def test_tanh_at_its_ends() -> None:
-    """Zeros of both signs, what is too small to be squared, what is 1, and NaN."""
+    """Zeros of both signs, numbers too small to be squared, numbers near 1, and NaN."""
     x = torch.tensor([0.0, -0.0, 1e-30, -1e-30, 100.0, -100.0, math.inf, -math.inf, math.nan], device=DEVICE)
     found = torch.empty_like(x)
     with np.errstate(invalid="ignore"):  # as for every generated kernel: the series that is not taken

@@ -1,4 +1,4 @@
-"""Loops are found from shapes: axes are split by views, shared by what is computed together, and refused otherwise."""
+"""Loops are found from shapes: views split axes, values computed together share axes, other groups are refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _step(target: Any, *args: Any, shape: tuple[int, ...]) -> GroupStep:
 
 
 def test_pointwise_calls_on_contiguous_tensors_have_one_axis() -> None:
-    """Dims that lie behind each other in all tensors are one axis."""
+    """Dims that are adjacent in all tensors form one axis."""
     add = _step(_aten.add.Tensor, Ref(0), Ref(1), shape=(4, 6, 8))
     loops = find_loops(Group((_value(4, 6, 8), _value(4, 6, 8)), (add,), (2,)))
     assert (loops.rows, loops.columns) == ((192,), ())
@@ -39,7 +39,7 @@ def test_a_broadcast_operand_has_no_stride_along_what_it_lacks() -> None:
 
 
 def test_sums_are_columns() -> None:
-    """The summed dims become the columns, whatever their place; a view's dims are split."""
+    """The summed dims become the columns, in any position; a view's dims are split."""
     view = _step(_aten.view.default, Ref(0), (4, 6, 8), shape=(4, 6, 8))
     total = _step(_aten.sum.dim_IntList, Ref(1), (1,), shape=(4, 8))
     loops = find_loops(Group((_value(24, 8),), (view, total), (2,)))
@@ -65,7 +65,7 @@ def test_turned_tensors_keep_their_strides() -> None:
                 (_step(_aten.t.default, Ref(0), shape=(6, 6)), _step(_aten.add.Tensor, Ref(0), Ref(1), shape=(6, 6))),
                 (2,),
             ),
-            "at two places of itself",
+            "at two of its positions",
         ),
         (
             Group(
@@ -88,7 +88,7 @@ def test_turned_tensors_keep_their_strides() -> None:
                 ),
                 (3, 4),
             ),
-            "cuts 6 elements across groups of 4",
+            "splits 6 elements across groups of 4",
         ),
         (
             Group(

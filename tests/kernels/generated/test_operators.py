@@ -1,4 +1,4 @@
-"""Every operator of the table computes what PyTorch's does, with NaN, infinities, and mixed dtypes."""
+"""Every operator of the table equals PyTorch's, with NaN, infinities, and mixed dtypes."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_every_operator_computes_what_pytorch_does() -> None:
 
 
 def test_kinds_are_told_apart() -> None:
-    """An operator is of one kind, and what is in no table has none."""
+    """An operator has one kind; an operator in no table has none."""
     assert kind_of(_aten.mul.Tensor) is IndexKind.POINTWISE
     assert kind_of(_aten.sum.default) is IndexKind.REDUCTION
     assert kind_of(_aten.permute.default) is IndexKind.VIEW

@@ -162,7 +162,7 @@ def _total(y: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_model_without_blocks_is_priced() -> None:
-    """It is one section before the blocks that it does not have."""
+    """It is one layer class before the blocks that it does not have."""
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(64, 64), nn.ReLU()).bfloat16()
     inputs = (torch.zeros(1, 64, dtype=torch.bfloat16, device="meta"),)

@@ -158,7 +158,7 @@ def test_products_run_in_the_models_own_dtype() -> None:
 
 def test_what_recipes_do_not_follow_is_refused() -> None:
     """They choose the axes, and say where everything lies."""
-    with pytest.raises(NotAvailableError, match=r"Prices under another runtime choose the axes themselves"):
+    with pytest.raises(NotAvailableError, match=r"A search for another runtime chooses the axes"):
         _plan(CLUSTER.mesh({"data": 4}))
     with pytest.raises(NotAvailableError, match="gives a value its spec"):
         _plan(constraints={"*": P()})

@@ -118,7 +118,7 @@ def test_what_differs_between_micro_batches_is_refused() -> None:
     """A call of the batch, made once for all."""
     found = hoist_what_differs(phased_of(LLAMA, SHARDED), Random(0))
     assert found is not None
-    with pytest.raises(VerificationError, match=r"what is hoisted reads input 'input:.', which may differ between"):
+    with pytest.raises(VerificationError, match=r"the hoisted program reads input 'input:.', which may differ between"):
         verify_phases(found[1])
 
 

@@ -114,7 +114,7 @@ def test_kernels_of_split_programs_stand_for_whole_calls() -> None:
     assert kernels.launches_without - kernels.launches == sum(use.times * use.saved_launches for use in kernels.uses)
 
 
-def test_elided_blocks_have_their_kernels(tmp_path: Path) -> None:
+def test_repeated_blocks_have_their_kernels(tmp_path: Path) -> None:
     """A deep model planned without its inner blocks launches and moves what the whole does; files and print say so."""
     arguments: Mapping[str, Any] = {"example_inputs": batch(), "precision": None}
     model = alike(10)

@@ -84,13 +84,13 @@ def programs(kind: str) -> tuple[Program, Program]:
     """The training step without inner blocks, and with all."""
     with torch.device("meta"):
         step = KINDS[kind]()
-    elided = tracing.elide_blocks(step.model, 2, least=1)
-    assert elided is not None
+    short = tracing.leave_out_blocks(step.model, 2, least=1)
+    assert short is not None
     short, whole = (
         tracing.trace(model, step.args, dict(step.kwargs or {}), update=adamw(step.model))
-        for model in (elided.model, step.model)
+        for model in (short.model, step.model)
     )
-    return replace(short, repeats=elided.repeats), whole
+    return replace(short, repeats=short.repeats), whole
 
 
 def check_alike(kind: str, mesh: Mesh, options: PlanOptions, share: float, cluster: Cluster) -> None:

@@ -85,7 +85,7 @@ def test_drawn_programs_have_one_price(data: st.DataObject) -> None:
     assert times.total_s == pytest.approx(planning.assignment.cost_of(choice), rel=error)
 
 
-def test_elided_blocks_are_walked_as_often_as_they_run() -> None:
+def test_repeated_blocks_are_walked_as_often_as_they_run() -> None:
     """A program without them has the price of the whole one."""
     model = alike(6)
     planning = problem_of(short_step(model, adamw(model, 1.0), 1), SQUARE)

@@ -7,7 +7,7 @@ import torch
 from autoshard.ir.program import Program
 from autoshard.tracing import trace
 from passes.preparation.canonicalize import Canonicalize, is_view
-from passes.preparation.insert_hubs import InsertHubs
+from passes.preparation.insert_fan_outs import InsertFanOuts
 from tests.passes.blocks import Block, Perceptron
 
 
@@ -37,7 +37,7 @@ def test_results_stay_the_same() -> None:
     """Both rewrites keep every output and gradient."""
     for program in (block_program(), trace(Perceptron(), (torch.randn(4, 16), torch.randn(4, 16)), {})):
         expected = run(program)
-        for rewritten in (Canonicalize()(program), InsertHubs()(Canonicalize()(program))):
+        for rewritten in (Canonicalize()(program), InsertFanOuts()(Canonicalize()(program))):
             torch.testing.assert_close(run(rewritten), expected)
             assert [slot.name for slot in rewritten.outputs] == [slot.name for slot in program.outputs]
 
@@ -66,5 +66,5 @@ def test_the_given_program_stays_as_it_is() -> None:
     """Passes work on copies."""
     program = block_program()
     text = program.text()
-    InsertHubs()(Canonicalize()(program))
+    InsertFanOuts()(Canonicalize()(program))
     assert program.text() == text

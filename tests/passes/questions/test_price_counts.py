@@ -17,8 +17,8 @@ from passes.driver.plan_and_lower import plan_program
 from passes.driver.plan_options import PlanOptions
 from passes.driver.pricing import price_execution, priced_model
 from passes.lowering.lower_program import lower_program
-from passes.recipes.price_recipe import model_flops
-from passes.sections.price_model import PricedModel
+from passes.search.layers.price_model import PricedModel
+from passes.search.price_recipe import model_flops
 from tests.passes.decoders import Decoder, dense, sparse
 from tests.passes.executions import under
 from tests.passes.questions import numeric_counts
@@ -67,7 +67,7 @@ def test_substituted_equals_priced(recipe: Execution) -> None:
             assert int(value_of(plan, "activation_bytes", **sizes)) == memory["activations"]
         priced: Any = _priced(model, length)
         cluster = Cluster("h100_sxm", 1, other.devices)
-        wanted = model_flops(priced.counted.section_prices(other, cluster), priced.folded.blocks, other)
+        wanted = model_flops(priced.counted.layer_prices(other, cluster), priced.folded.blocks, other)
         assert float(value_of(plan, "rank_flops", **sizes)) == pytest.approx(wanted, rel=1e-12)
         assert value_of(plan, "parameters", **sizes) == sum(item.numel() for item in model.parameters())
         assert value_of(plan, "tokens", **sizes) == batch * length

@@ -75,6 +75,6 @@ def test_limits_are_never_slower_than_the_plan() -> None:
 
 def test_a_plan_of_another_model_is_refused() -> None:
     """By the name of a parameter."""
-    message = r"previous= is of another model: parameter 'layers.0.weight' has shape=\(512, 512\) in it and"
+    message = r"previous= is of another model: its parameter 'layers.0.weight' has shape=\(512, 512\), and"
     with pytest.raises(PlanMismatchError, match=message):
         make_plan(width=256, previous=tight())

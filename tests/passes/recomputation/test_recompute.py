@@ -51,9 +51,9 @@ def again(name: str, before: str) -> RecomputedNode:
     return RecomputedNode(name, before, "")
 
 
-ONE = (again("exp", "mul_2"), again("hub_1", "mul_2"))
+ONE = (again("exp", "mul_2"), again("fan_out_1", "mul_2"))
 """From the product, which is then kept in place of it."""
-ALL = tuple(again(name, "pow_2") for name in ("mm", "exp", "hub_1", "dropout", "hub_2"))
+ALL = tuple(again(name, "pow_2") for name in ("mm", "exp", "fan_out_1", "dropout", "fan_out_2"))
 """From the inputs."""
 
 
@@ -82,8 +82,8 @@ def test_clones_stand_before_what_reads_them() -> None:
     start = next(index for index, line in enumerate(lines) if line.startswith("exp_again"))
     assert [line.partition(": ")[2].partition(" = ")[2] for line in lines[start : start + 3]] == [
         "aten.exp.default(mm)",
-        "hub(exp_again)",
-        "aten.mul.Tensor(dropout_1, hub_1_again)",
+        "fan_out(exp_again)",
+        "aten.mul.Tensor(dropout_1, fan_out_1_again)",
     ]
     assert lines[:start] == prepare(traced()).text().splitlines()[:start]
 
@@ -94,7 +94,7 @@ def test_clones_read_clones() -> None:
     clones = {original_of(node): node for node in program.graph.nodes if original_of(node)}
     assert list(clones) == [node.name for node in ALL]
     assert clones["exp"].args == (clones["mm"],)
-    assert clones["dropout"].args[0] is clones["hub_1"]
+    assert clones["dropout"].args[0] is clones["fan_out_1"]
     assert {node.meta["phase"] for node in clones.values()} == {PHASE}
     nodes = program.nodes_by_name()
     for item in ALL:
@@ -130,7 +130,7 @@ def test_clones_run_in_the_backward() -> None:
 
 # Offload.
 
-MOVED = (OffloadedNode("hub_1", "mul_2", ""), OffloadedNode("hub_2", "pow_2", ""))
+MOVED = (OffloadedNode("fan_out_1", "mul_2", ""), OffloadedNode("fan_out_2", "pow_2", ""))
 """Values of the forward that the backward reads come back from the host."""
 PRODUCT = (OffloadedNode("mm", "mul_2", ""),)
 """The operand of a recomputed value comes back from the host."""
@@ -141,11 +141,11 @@ def test_copies_stand_where_values_are_made_and_read() -> None:
     program = InsertRecompute((), MOVED)(prepare(traced()))
     nodes = program.nodes_by_name()
     names = list(nodes)
-    assert names.index("hub_1_host") == names.index("hub_1") + 1
-    assert names.index("hub_1_back") == names.index("mul_2") - 1
-    assert nodes["hub_1_host"].meta["phase"] == "forward"
-    assert nodes["hub_1_back"].meta["phase"] == PHASE
-    assert {moved_by(nodes[name]) for name in ("hub_1_host", "hub_1_back")} == {"hub_1"}
+    assert names.index("fan_out_1_host") == names.index("fan_out_1") + 1
+    assert names.index("fan_out_1_back") == names.index("mul_2") - 1
+    assert nodes["fan_out_1_host"].meta["phase"] == "forward"
+    assert nodes["fan_out_1_back"].meta["phase"] == PHASE
+    assert {moved_by(nodes[name]) for name in ("fan_out_1_host", "fan_out_1_back")} == {"fan_out_1"}
     for item in MOVED:
         assert {reader.meta["phase"] for reader in nodes[item.name].users} == {"forward"}
 
@@ -156,7 +156,7 @@ def test_clones_read_what_comes_back() -> None:
     nodes = program.nodes_by_name()
     assert nodes["exp_again"].args == (nodes["mm_back"],)
     with pytest.raises(PlanMismatchError, match="recomputes 'exp' before its operand 'mm'"):
-        InsertRecompute(tuple(again(name, "pow_2") for name in ("exp", "hub_1")), PRODUCT)(prepare(traced()))
+        InsertRecompute(tuple(again(name, "pow_2") for name in ("exp", "fan_out_1")), PRODUCT)(prepare(traced()))
 
 
 def test_the_forward_keeps_what_lies_on_the_host() -> None:
@@ -287,7 +287,7 @@ def test_a_wrong_clone_in_the_prepared_program_is_refused() -> None:
     """The pass itself is not trusted: its result is compared with the trace."""
     program = InsertRecompute(ALL)(prepare(traced()))
     nodes = program.nodes_by_name()
-    nodes["exp_again"].args = (nodes["hub"],)
+    nodes["exp_again"].args = (nodes["fan_out"],)
     with pytest.raises(VerificationError, match="gradient 'weight'"):
         verify_preparation(traced(), program)
 
@@ -300,7 +300,10 @@ def test_a_wrong_clone_in_the_prepared_program_is_refused() -> None:
     [
         ((again("exp", "nowhere"),), "a node 'nowhere' that this program does not compute"),
         ((again("p_weight", "mul_2"),), "a node 'p_weight' that this program does not compute"),
-        ((again("exp", "t"), again("hub_1", "t")), "has 'hub_1' again before 't', but 'mul_2' reads it earlier"),
+        (
+            (again("exp", "t"), again("fan_out_1", "t")),
+            "has 'fan_out_1' again before 't', but 'mul_2' reads it earlier",
+        ),
         ((again("exp", "pow_2"), again("mm", "mul_2")), "recomputes 'exp' before its operand 'mm'"),
     ],
 )

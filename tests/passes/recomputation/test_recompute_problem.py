@@ -312,7 +312,7 @@ def test_keepings() -> None:
     """
     problem = example("blocks")
     keepings = {problem.planning.members[number][0]: found for number, found in problem.options.keepings.items()}
-    assert keepings["hub_10"] == (Keeping.AS_READ, *RECOMPUTED, *OFFLOADED)
+    assert keepings["fan_out_10"] == (Keeping.AS_READ, *RECOMPUTED, *OFFLOADED)
     assert keepings["mm"] == (Keeping.AS_READ, Keeping.KEPT, Keeping.EARLY, Keeping.LATE)
     assert keepings["gelu"] == (Keeping.AS_READ, Keeping.KEPT, Keeping.EARLY)
     assert not set(keepings) & {slot.node for slot in problem.space.program.inputs}

@@ -24,6 +24,7 @@ RUNTIMES = st.builds(
     overlap_gradients=st.booleans(),
     overlap_tensor=st.booleans(),
     overlap_expert=st.booleans(),
+    overlap_offload=st.booleans(),
     early_stop=st.booleans(),
     fused=st.just(True),
     gradient_dtype=st.sampled_from(["f32", "bf16"]),

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 from autoshard import Cluster, Runtime
 from autoshard.ir.execution import Execution
 from cost_models.order_times import StageTimes
-from passes.recipes.pipeline_stages import cuts_backward, share_out, stages_time
-from passes.search.recipe_bounds import SectionTable, path_times, places_of
+from passes.search.layers.fold_program import AFTER, BEFORE
+from passes.search.pipeline_stages import cuts_backward, share_out, stages_time
+from passes.search.recipe_bounds import LayerTable, path_times, places_of
 from passes.search.recipe_pricer import RecipePricer
-from passes.search.recipe_space import KEEPINGS, Keeping, Pipe, RecipeSpace, Sharding, known_pipes
-from passes.sections.fold_program import AFTER, BEFORE
+from passes.search.recipe_space import POLICIES, ActivationPolicy, Pipe, RecipeSpace, Sharding, known_pipes
 from tests.passes.decoders import priced_dense, priced_sparse
 from tests.passes.executions import under
 from tests.passes.pipes import recipe_of
@@ -42,14 +42,14 @@ def pipelines(draw: st.DrawFn) -> tuple[Pipe, list[str], int]:
 def test_no_pipeline_is_shorter_than_the_path_of_a_rank(
     drawn: tuple[Pipe, list[str], int], seconds: list[float]
 ) -> None:
-    """Any schedule takes at least its bound, with any times of sections and hand-overs."""
+    """Any schedule takes at least its bound, with any times of layer classes and hand-overs."""
     pipe, blocks, micro_batches = drawn
     forward, backward, send_s = np.array(seconds[:4]), np.array(seconds[4:8]), seconds[8]
-    table = SectionTable(forward, backward, *[np.zeros(4)] * 3)
+    table = LayerTable(forward, backward, *[np.zeros(4)] * 3)
     (found,) = path_times(table, places_of(NAMES, tuple(blocks), (pipe,)), send_s, micro_batches)
     recipe, stages = recipe_of(pipe, len(blocks), micro_batches), []
     for stage in share_out(blocks, recipe):
-        counts = np.array([dict(stage.sections).get(name, 0) for name in NAMES])
+        counts = np.array([dict(stage.layers).get(name, 0) for name in NAMES])
         half = float(counts @ backward) / 2
         stages.append(StageTimes(float(counts @ forward), half, half, send_s))
     total_s = stages_time(stages, recipe)
@@ -105,14 +105,14 @@ def test_no_recipe_takes_less_memory_than_the_floors_of_its_layout_and_pipeline(
     decided_by = Counter[bool]()
     for layout in itertools.chain.from_iterable(space.layouts()):
         ranks = list(space.pipelines(layout))
-        for keeping, size in itertools.product(KEEPINGS, ranks):
-            first = space.recipe(layout, keeping, space.pipes(layout, ranks[0])[0], Sharding())
-            floors = [pricer.least_memory(first, ranks[-1], zero) for zero in range(4)]
+        for policy, size in itertools.product(POLICIES, ranks):
+            most = Pipe(ranks[-1], "1F1B") if ranks[-1] > 1 else Pipe()
+            floors = [pricer.least_memory(space.recipe(layout, policy, most, Sharding(zero))) for zero in range(4)]
             assert floors == sorted(floors, reverse=True)
             for pipe, sharding in itertools.product(space.pipes(layout, size), space.shardings(layout, size)):
-                recipe = space.recipe(layout, keeping, pipe, sharding)
+                recipe = space.recipe(layout, policy, pipe, sharding)
                 own, price = pricer.memory_floors(recipe, (pipe,))[0], pricer.memory_bytes(recipe)
-                assert price * (1 - 2e-9) - 17 <= own <= price
+                assert price - 10 <= own <= price
                 assert floors[sharding.zero] <= own * (1 + 1e-12)
-                decided_by[keeping == Keeping()] += 1
+                decided_by[policy == ActivationPolicy()] += 1
     assert min(decided_by[True], decided_by[False]) > 0

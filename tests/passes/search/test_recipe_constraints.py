@@ -15,8 +15,8 @@ from autoshard.errors import NotAvailableError
 from autoshard.ir.execution import Execution
 from autoshard.ir.recipe import RECOMPUTE
 from passes.driver.pricing import price_execution
-from passes.recipes.recipe_plan import predict_recipe
 from passes.search.recipe_constraints import pinned
+from passes.search.recipe_plan import predict_recipe
 from passes.search.recipe_problem import RecipeProblem
 from tests.passes.decoders import PRICED, dense, priced_dense, tokens
 

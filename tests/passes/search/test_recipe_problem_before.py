@@ -102,10 +102,10 @@ def test_what_a_search_cannot_begin_with_is_refused() -> None:
         with pytest.raises(NotAvailableError, match=message):
             autoshard.plan(MODEL, FOUR, example_inputs=tokens(), previous=cast("Any", wrong), **OPTIONS)
     for other, message in (
-        ({}, "is of a recipe; pass global_batch="),
+        ({}, "prices a recipe; pass global_batch="),
         (
             {"recipe": Execution(data=4), "global_batch": 8, "runtime": "megatron"},
-            "recipe= is priced as it is: leave one out",
+            "recipe= is priced without one: leave one out",
         ),
     ):
         with pytest.raises(NotAvailableError, match=message):

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from autoshard import Cluster
 from autoshard.ir.execution import Execution
-from passes.recipes.recipe_plan import predict_recipe
+from passes.search.layers.price_model import CountedModel
+from passes.search.recipe_plan import predict_recipe
 from passes.search.recipe_problem import RecipeProblem
 from passes.search.recipe_space import RecipeSpace
 from passes.search.search_recipes import FoundRecipe
-from passes.sections.price_model import CountedModel
 from passes.solver.search_control import Ceiling
 from tests.passes.decoders import priced_dense, priced_sparse
 from tests.passes.search.problems import RUNTIMES

@@ -22,7 +22,7 @@ from passes.lowering.lower_program import lower_program
 from passes.lowering.lowering_options import LoweringOptions
 from passes.lowering.split_phases import SplitPhases
 from passes.preparation.canonicalize import Canonicalize
-from passes.preparation.insert_hubs import InsertHubs
+from passes.preparation.insert_fan_outs import InsertFanOuts
 from passes.verification.verify_passes import verify_pass
 from tests.models import Perceptron
 from tests.passes.mutants import Place, mutate
@@ -72,7 +72,7 @@ def with_result_scaled(fused: Any) -> Any:
 
 FAULTS = {
     "canonicalize": (Canonicalize, scaled),
-    "insert_hubs": (InsertHubs, scaled),
+    "insert_fan_outs": (InsertFanOuts, scaled),
     "lower": (Lower, without_collective),
     "split_phases": (SplitPhases, with_kept_exchanged),
 }
@@ -85,7 +85,7 @@ def test_the_pass_that_goes_wrong_is_named(name: str, monkeypatch: pytest.Monkey
     right = kind.__call__
     monkeypatch.setattr(kind, "__call__", lambda self, program: spoil(right(self, program)))
     monkeypatch.setenv("AUTOSHARD_VERIFY", "each-pass")
-    with pytest.raises(VerificationError, match=rf"^passes\.\w+\.{name} made another program of what it was given"):
+    with pytest.raises(VerificationError, match=rf"^passes\.\w+\.{name} changed the results of its program"):
         compile_layers()
 
 
@@ -96,7 +96,7 @@ def test_kernels_that_go_wrong_are_named(monkeypatch: pytest.MonkeyPatch) -> Non
     lower_program(program, plan, options=LoweringOptions(with_kernels=True, on_pass=verify_pass))
     right = FuseKernels.__call__
     monkeypatch.setattr(FuseKernels, "__call__", lambda self, lowered: with_result_scaled(right(self, lowered)))
-    with pytest.raises(VerificationError, match=r"^passes\.lowering\.fuse_kernels made another program"):
+    with pytest.raises(VerificationError, match=r"^passes\.lowering\.fuse_kernels changed the results"):
         lower_program(program, plan, options=LoweringOptions(with_kernels=True, on_pass=verify_pass))
 
 
@@ -114,7 +114,7 @@ def test_passes_that_are_right_are_accepted(monkeypatch: pytest.MonkeyPatch) -> 
     assert seen == [
         "Canonicalize",
         "JoinGelu",
-        "InsertHubs",
+        "InsertFanOuts",
         "InsertRecompute",
         "Lower",
         "SplitPhases",

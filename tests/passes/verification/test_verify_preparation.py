@@ -39,7 +39,7 @@ def traced() -> Program:
 
 
 def test_canonical_programs_with_hubs_keep_their_values() -> None:
-    """Products without their bias, views made again and hubs are the same expressions."""
+    """Products without their bias, views made again and fan-outs are the same expressions."""
     prepared = prepare(traced())
     assert traced().text() != prepared.text()
     verify_preparation(traced(), prepared)

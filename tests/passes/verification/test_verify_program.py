@@ -272,7 +272,7 @@ def test_a_gradient_must_lie_like_its_parameter() -> None:
     first = next(slot for slot in lowered.outputs if slot.slot.kind == OutputKind.GRADIENT and len(slot.shape) == 2)
     changed = dataclasses.replace(first, spec=P(None, "data"))
     outputs = tuple(changed if slot is first else slot for slot in lowered.outputs)
-    with pytest.raises(VerificationError, match="what it belongs to lies as"):
+    with pytest.raises(VerificationError, match="but its owner lies as"):
         verify_program(prepared(), dataclasses.replace(lowered, outputs=outputs))
 
 
@@ -324,7 +324,10 @@ def test_inferred_rules_are_named_as_assumptions(monkeypatch: pytest.MonkeyPatch
     plan = plan_program(program, MESH, h100s(MESH), PlanOptions(constraints={"input:0": P("data")}))
     report = verify_program(prepare(program), lower_program(program, plan).lowered)
     assumption, users = report.assumptions
-    assert "doubled.default is a user's operator: it is taken to compute what it says of its arguments alone (" in users
+    assert (
+        "doubled.default is a user's operator. It is assumed to compute its stated result from its arguments alone ("
+        in users
+    )
     assert "doubled.default has a sharding rule that was found by running it" in assumption
     assert "a b -> a b" in assumption
 

@@ -13,7 +13,7 @@ from autoshard.runtime.agreement.control_channel import ControlChannel
 
 @pytest.fixture
 def channel() -> Iterator[ControlChannel]:
-    """A channel of one rank over such a store as `torchrun` makes."""
+    """A channel of one rank over a store like `torchrun`'s."""
     store = dist.TCPStore("localhost", 0, 1, is_master=True)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield ControlChannel([0])
@@ -22,14 +22,14 @@ def channel() -> Iterator[ControlChannel]:
 
 @pytest.mark.parametrize("size", [0, 1, 4 * 2**20, 4 * 2**20 + 1, 20 * 2**20])
 def test_a_message_has_any_size(channel: ControlChannel, size: int) -> None:
-    """Also one that the store would not take in one piece; each turn has its own."""
+    """A message may be larger than the store's limit; each turn has its own message."""
     for turn in range(3):
         value = bytes([turn]) * size
         assert channel.exchange(value, "say much") == [value]
 
 
 def test_what_comes_a_moment_later_is_waited_for(channel: ControlChannel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is not asked for again and again meanwhile: a rank that waits leaves the processor to others."""
+    """A waiting rank polls with pauses, and leaves the processor to other ranks."""
     answers = iter([False, False, True])
     monkeypatch.setattr(channel, "_store", SimpleNamespace(check=lambda keys: next(answers)))
     assert channel._has_come("verdict")

@@ -1,4 +1,4 @@
-"""Digests of tensors see every element, and where it is."""
+"""Digests of tensors depend on every element and its position."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ TYPES = (torch.bool, torch.uint8, torch.bfloat16, torch.float16, torch.int32, to
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("shape", [(), (1,), (3,), (5, 7), (0, 3)])
 def test_equal_tensors_have_equal_digests(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """However they lie in memory."""
+    """The digests are equal for any memory layout."""
     tensor = torch.arange(64).remainder(2).to(dtype)[: torch.Size(shape).numel()].reshape(shape)
     apart = torch.stack([tensor, tensor], -1)[..., 0]
     assert digest_of(tensor) == digest_of(apart)
@@ -49,7 +49,7 @@ def test_a_view_that_is_no_whole_words_has_a_digest() -> None:
 
 
 def test_samples_reach_every_word() -> None:
-    """They are bounded, and in turns see all but what is left over behind the last piece."""
+    """Samples are bounded; over the turns they cover all words except the remainder."""
     words = words_of(torch.arange(10_000))
     seen: set[int] = set()
     for turn in range(64):
@@ -65,7 +65,7 @@ def test_samples_reach_every_word() -> None:
 )
 @pytest.mark.parametrize("shape", [(), (1,), (5, 3), (0, 2)])
 def test_bytes_of_host_memory_are_those_of_the_elements_in_order(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    """Any layout is read as it looks: transposed tensors, conjugates, and those that require a gradient."""
+    """Any layout is read in logical order: transposed tensors, conjugates, and tensors that require a gradient."""
     torch.manual_seed(0)
     tensor = (4 * torch.randn(shape)).to(dtype)
     expected = tensor.flatten().view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
@@ -83,7 +83,7 @@ def seen_otherwise(tensor: torch.Tensor) -> list[torch.Tensor]:
 @pytest.mark.parametrize("size", [8, (1 << 15) + 1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bfloat16, torch.int64])
 def test_a_change_anywhere_shows_at_once(size: int, dtype: torch.dtype) -> None:
-    """In a large tensor, too, of which only a part is looked at in order."""
+    """A change also shows in a large tensor, of which only a sample is read in order."""
     tensor = torch.arange(size).remainder(100).to(dtype)
     for place in (0, 5, size // 2, size - 1):
         changed = tensor.clone()
@@ -93,7 +93,7 @@ def test_a_change_anywhere_shows_at_once(size: int, dtype: torch.dtype) -> None:
 
 
 def test_another_order_shows_within_some_turns() -> None:
-    """Rows of a large tensor that are exchanged leave the sum as it is."""
+    """Swapping rows of a large tensor leaves the sum unchanged, but changes the sample within some turns."""
     rows = torch.randn(1 << 10, 32, generator=torch.Generator().manual_seed(0))
     changed = rows.clone()
     changed[[3, 700]] = rows[[700, 3]]

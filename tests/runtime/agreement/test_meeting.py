@@ -31,7 +31,7 @@ def client(store: dist.TCPStore) -> dist.TCPStore:
 
 
 def clients(store: dist.TCPStore, count: int) -> list[dist.TCPStore]:
-    """Clients of a store, made before any of them polls: connecting to a busy store can take five seconds."""
+    """Clients of a store, made before any of them polls, because connecting to a busy store can take five seconds."""
     return [client(store) for _ in range(count)]
 
 
@@ -47,7 +47,7 @@ def tokens(stores: list[dist.TCPStore], delays_s: list[float], timeout_s: float 
 
 
 def test_attempts_have_tokens_of_their_own() -> None:
-    """Whoever comes first, however many come, and whatever ranks of earlier attempts said."""
+    """An attempt has one token, for any order and number of ranks, and after any messages of earlier attempts."""
     server, found = held_store(), list[str]()
     stores = clients(server, 3)
     for delays_s in ([0.0, 0.2], [0.2, 0.0], [0.0, 0.1, 0.2], [0.1, 0.0], [0.0]):
@@ -62,7 +62,7 @@ class DoomedError(Exception):
 
 
 class DoomedStore:
-    """A store whose process ends after so many acts, and with it the other processes of the attempt."""
+    """A store whose process ends after some operations, and with it the other processes of the attempt."""
 
     def __init__(self, store: dist.TCPStore, acts: int, over: threading.Event) -> None:
         self._store, self._acts, self._over = store, acts, over
@@ -95,7 +95,7 @@ def test_an_attempt_that_ended_anywhere_is_no_part_of_the_next(doomed: int) -> N
 
 
 def test_a_first_rank_that_was_replaced_ends() -> None:
-    """It waits for ranks that are gone; those of the next attempt meet without it."""
+    """The replaced rank waits for ended ranks; the ranks of the next attempt meet without it."""
     store = held_store()
     stores = clients(store, 4)
     with ThreadPoolExecutor(4) as pool:
@@ -103,7 +103,7 @@ def test_a_first_rank_that_was_replaced_ends() -> None:
         while not store.check(["autoshard/shown"]):
             time.sleep(0.01)
         first = pool.submit(meet_in, stores[0], 0, 3, 20.0)
-        with pytest.raises(LostRankError, match="rank 0 of the attempt before"):
+        with pytest.raises(LostRankError, match="rank 0 of the previous attempt"):
             left.result()
         others = [pool.submit(meet_in, stores[rank], rank, 3, 20.0) for rank in (1, 2)]
         assert {future.result() for future in others} == {first.result()}
@@ -113,7 +113,7 @@ def test_a_first_rank_that_was_replaced_ends() -> None:
     ("late", "match"), [(1, r"Ranks \[1\] did not come within 0"), (0, r"Ranks \[0\] did not come")]
 )
 def test_a_rank_that_does_not_come_is_named(late: int, match: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On the ranks that are there."""
+    """The remaining ranks name the missing rank."""
     monkeypatch.setattr("autoshard.runtime.agreement.meeting._GRACE_S", 0.3)
     store, ranks = held_store(), [rank for rank in range(3) if rank != late]
     stores = clients(store, 3)
@@ -179,7 +179,7 @@ def train(rank: int, port: int, attempt: int, told: Path) -> None:
 
 
 def test_a_run_begins_anew_on_the_kept_store(tmp_path: Path) -> None:
-    """Processes of a second and a third attempt compile and run, though those of the first ended amid a call."""
+    """Processes of a second and a third attempt compile and run, though processes of the first ended during a call."""
     store, context = held_store(), mp.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     expected = OneLayer()(torch.ones(4, 6)).item()

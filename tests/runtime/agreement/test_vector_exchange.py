@@ -24,7 +24,7 @@ class Turns:
 
 
 class Channel:
-    """A `ControlChannel` of threads, whose ranks have numbers that are not their places."""
+    """A `ControlChannel` of threads, whose ranks differ from their positions."""
 
     timeout_s = 0.2
 
@@ -70,7 +70,7 @@ def made(channel: Channel) -> VectorExchange:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
 def test_every_rank_hears_all_numbers_in_the_order_of_ranks(size: int) -> None:
-    """At each of several turns, whether the number of ranks is a power of two or not."""
+    """All numbers arrive at each of several turns, for any number of ranks."""
 
     def work(channel: Channel) -> list[Any]:
         vectors, found = made(channel), []
@@ -84,7 +84,7 @@ def test_every_rank_hears_all_numbers_in_the_order_of_ranks(size: int) -> None:
 
 
 def test_a_rank_that_comes_late_is_missed_and_told() -> None:
-    """The other one ends its wait; so does the late one, though it hears numbers that were sent before."""
+    """The other rank stops waiting; the late rank raises too, though it receives numbers that were sent earlier."""
 
     def work(channel: Channel) -> str:
         vectors = made(channel)
@@ -98,7 +98,7 @@ def test_a_rank_that_comes_late_is_missed_and_told() -> None:
 
 
 def test_ranks_that_cannot_reach_each_other_have_no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None on every rank, though only one cannot; and no rank waits for a connection for long."""
+    """The result is None on every rank if one rank cannot connect; no rank waits long for a connection."""
     right = vector_exchange._call
 
     def call(address: str, port: int, token: bytes, number: int) -> socket.socket:
@@ -122,7 +122,7 @@ def test_ranks_that_were_heard_are_left_where_another_does_not_call(monkeypatch:
 
 
 def test_who_does_not_know_the_token_is_left_out() -> None:
-    """Another program that connects, says something else or nothing, and the rank that does know it."""
+    """Another program may connect and send something else or nothing; the rank with the token still connects."""
     server, token = vector_exchange._listen(), b"t" * 32
     port = server.getsockname()[1]
     with server, socket.create_connection(("localhost", port)) as one:

@@ -20,7 +20,7 @@ from autoshard.runtime.stages.stage_messages import MessagesInProcess
     ],
 )
 def test_a_simulated_stage_has_the_axes_that_the_pipeline_leaves(mesh: Mesh, of_stages: Mesh) -> None:
-    """Or an axis of one rank, where it leaves none."""
+    """The stage has an axis of one rank if the pipeline leaves no axis."""
     engine, messages = make_engines(mesh, torch.device("cpu"))
     assert isinstance(engine, SimulatorEngine)
     assert engine.mesh == of_stages

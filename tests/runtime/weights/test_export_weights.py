@@ -57,7 +57,7 @@ def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_transformers_loads_what_is_written(name: str, tmp_path: Path) -> None:
-    """Logits are equal, in one file and in many, whose tensors are those that transformers itself writes."""
+    """Logits are equal, from one file and from many; the files' tensors are those of transformers itself."""
     model = build(name)
     model.save_pretrained(tmp_path / "theirs")
     for number, size in enumerate((10**9, 3000)):
@@ -89,7 +89,7 @@ def test_any_model_is_written_and_read(tmp_path: Path) -> None:
 
 
 def test_files_are_no_larger_than_asked(tmp_path: Path) -> None:
-    """But for a tensor that is larger by itself."""
+    """Only a single larger tensor exceeds the limit."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(40, 8))
     export(model, tmp_path / "a", 300)
     sizes = {path.name: sum(value.nbytes for value in load_file(path).values()) for path in _weights(tmp_path / "a")}
@@ -100,7 +100,7 @@ def test_files_are_no_larger_than_asked(tmp_path: Path) -> None:
 
 
 def test_what_was_written_before_is_replaced(tmp_path: Path) -> None:
-    """Old weights go, be they in more files or fewer; files of the user's own stay."""
+    """Old weight files are removed, however many; the user's own files stay."""
     folder = tmp_path / "a"
     for size in (300, 10**9, 500):
         model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(40, 8))
@@ -118,7 +118,7 @@ class Crash(BaseException):
 
 @pytest.mark.parametrize(("act", "nth"), [("rename", 1), ("rename", 2), ("rmtree", 2)])
 def test_a_crash_leaves_one_whole_folder(act: str, nth: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that ends at any rename, or while it deletes the old folder; the next export puts the rest right."""
+    """A process ends at any rename, or while it deletes the old folder; the next export repairs the rest."""
     folder, models = tmp_path / "a", [nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(3)]
     export(models[0], folder, 300)
     (folder / "tokenizer").mkdir()
@@ -180,8 +180,8 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_what_cannot_be_written_is_named(tmp_path: Path) -> None:
-    """Types that the format has not, tensors without values, a path that is a file, a size that holds nothing."""
-    with pytest.raises(WeightsError, match=r"no type for 'weight' \(torch.complex128\)"):
+    """Unsupported dtypes, tensors without values, a path that is a file, and a useless size are refused."""
+    with pytest.raises(WeightsError, match=r"no dtype for 'weight' \(torch.complex128\)"):
         export(nn.Linear(2, 2, bias=False, dtype=torch.complex128), tmp_path / "a")
     with pytest.raises(NotAvailableError, match=r"export would write weights .*'weight', 'bias'"):
         export(nn.Linear(2, 2, device="meta"), tmp_path / "a")

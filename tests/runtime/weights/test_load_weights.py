@@ -40,7 +40,7 @@ def assert_equal(model: nn.Module, other: nn.Module) -> None:
 
 @pytest.mark.parametrize("name", BUILDERS)
 def test_what_transformers_saved_is_loaded(name: str, tmp_path: Path) -> None:
-    """In one file and in many; logits are equal."""
+    """One file and several files load, with equal logits."""
     saved = build(name)
     for number, size in enumerate(("1GB", "3KB")):
         saved.save_pretrained(tmp_path / str(number), max_shard_size=size)
@@ -52,7 +52,7 @@ def test_what_transformers_saved_is_loaded(name: str, tmp_path: Path) -> None:
 
 
 def test_a_model_with_a_head_takes_the_base_models_weights(tmp_path: Path) -> None:
-    """Names without the prefix of the base model, and the other way round, as transformers takes them."""
+    """Names without the prefix of the base model are taken, and the reverse, as in transformers."""
     saved = build("gpt2, tied")
     saved.transformer.save_pretrained(tmp_path / "base")
     assert "wte.weight" in load_file(tmp_path / "base" / "model.safetensors")
@@ -77,7 +77,7 @@ def test_buffers_that_models_compute_may_be_in_old_files(tmp_path: Path) -> None
 
 @pytest.mark.parametrize("dropped", [[], ["head.weight"], ["embedding.weight"]])
 def test_tied_parameters_are_there_once_or_more(dropped: list[str], tmp_path: Path) -> None:
-    """Under any of their names."""
+    """A tied parameter loads under any of its names."""
     saved, model = Tied(), Tied()
     stored = {name: value.clone() for name, value in saved.state_dict().items() if name not in dropped}
     save_file(stored, tmp_path / "a.safetensors")
@@ -87,7 +87,7 @@ def test_tied_parameters_are_there_once_or_more(dropped: list[str], tmp_path: Pa
 
 
 def test_tied_parameters_that_differ_are_refused(tmp_path: Path) -> None:
-    """They cannot both be the model's."""
+    """Different values for a tied parameter cannot both be the model's."""
     model, before = _changed(tmp_path, lambda stored: stored["head.weight"].add_(1))
     with pytest.raises(WeightsError, match=r"Tied in the model, but not equal: 'embedding.weight' = 'head.weight'"):
         load(model, tmp_path)
@@ -107,16 +107,16 @@ def test_all_that_does_not_fit_is_named_at_once(tmp_path: Path) -> None:
     with pytest.raises(WeightsError) as caught:
         load(model, tmp_path)
     message = str(caught.value)
-    assert f"{tmp_path} does not hold the weights of Tied, in which nothing was changed" in message
+    assert f"{tmp_path} does not hold the weights of Tied, whose weights are unchanged" in message
     assert "Missing: 'embedding.weight' = 'head.weight', 'norm.weight', 'norm.bias'." in message
     assert "Unexpected: 'norm.more', 'scale'." in message
     assert "Of another shape: 'head.bias' (float32[4], in the model float32[5])." in message
-    assert "Of another type: 'norm.running_mean' (bfloat16[3], in the model float32[3])." in message
+    assert "Of another dtype: 'norm.running_mean' (bfloat16[3], in the model float32[3])." in message
     assert_equal(model, before)
 
 
 def test_what_fits_is_taken_where_that_is_asked(tmp_path: Path) -> None:
-    """`strict=False` leaves what is missing, `cast=True` converts; another shape is refused all the same."""
+    """`strict=False` leaves missing weights, `cast=True` converts dtypes; another shape is refused in any case."""
 
     def change(stored: dict[str, torch.Tensor]) -> None:
         del stored["norm.weight"]
@@ -125,7 +125,7 @@ def test_what_fits_is_taken_where_that_is_asked(tmp_path: Path) -> None:
 
     model, before = _changed(tmp_path, change)
     nn.init.constant_(model.norm.weight, 7.0)
-    with pytest.raises(WeightsError, match=r"nothing was changed\. Of another type: 'head.bias'"):
+    with pytest.raises(WeightsError, match=r"whose weights are unchanged\. Of another dtype: 'head.bias'"):
         load(model, tmp_path, strict=False)
     load(model, tmp_path, strict=False, cast=True)
     assert model.norm.weight.tolist() == [7.0] * 3
@@ -152,7 +152,7 @@ def test_parameters_stay_the_objects_that_optimizers_hold(tmp_path: Path) -> Non
 
 
 def _changed(folder: Path, change) -> tuple[Tied, Tied]:
-    """A model, a copy of it, and a file of another one's weights, of which something is changed."""
+    """A model, a copy of it, and a changed file of another model's weights."""
     model = Tied()
     stored = {name: value.clone() for name, value in Tied().state_dict().items()}
     change(stored)

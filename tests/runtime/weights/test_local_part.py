@@ -48,5 +48,5 @@ def test_a_plain_tensor_is_its_own_part() -> None:
 
 
 def test_what_ranks_add_up_has_no_place() -> None:
-    with pytest.raises(NotAvailableError, match="only shards have a place"):
+    with pytest.raises(NotAvailableError, match="only shards have an index"):
         offset_of((4,), [Partial()], [2], [0])

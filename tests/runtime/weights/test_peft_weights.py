@@ -1,4 +1,4 @@
-"""Adapters of peft as files, and merged. peft itself where it is installed, else a stand-in written by hand."""
+"""Adapters of peft as files, and merged adapters. Uses peft if it is installed, else a hand-written stand-in."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def peft() -> Any:
 
 
 class Net(nn.Module):
-    """Layers to adapt and one to leave; a head that may be the first layer's weight."""
+    """Layers with adapters and one without; a head that may share the first layer's weight."""
 
     def __init__(self, *, tied: bool = False) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Wrapped(nn.Module):
 
 
 def adapted(model: nn.Module, **options: Any) -> Any:
-    """The model with adapters that change it."""
+    """The model with non-zero adapters."""
     config = peft().LoraConfig(**{"r": 2, "lora_alpha": 6, "target_modules": ["up"], **options})
     found = peft().get_peft_model(model, config)
     for name, parameter in found.named_parameters():
@@ -90,7 +90,7 @@ def tied_llama() -> transformers.LlamaForCausalLM:
 
 
 def trained(model: nn.Module, **inputs: Tensor) -> Any:
-    """The step of a compiled model whose matrices lie in parts, which has changed them."""
+    """The step of a compiled model with sharded matrices, after it has changed them."""
     rows = {name: P("data") for name, item in model.named_parameters() if item.dim() > 1 and not item.shape[0] % 2}
     optimizer = torch.optim.SGD([item for item in model.parameters() if item.requires_grad], lr=0.1)
     step = autoshard.compile(model, PAIR, optimizer=optimizer, constraints=rows)
@@ -124,7 +124,7 @@ def assert_same_loss(plain: Any, step: Any) -> None:
 
 
 def check_adapter() -> None:
-    """Under peft's names, with what the adapter trained beside it, its configuration, and nothing of the base."""
+    """The file has peft's names, the weights trained beside the adapter, its configuration, and no base weights."""
     step = trained(adapted(Net(), modules_to_save=["head"]))
     expected = wholes(step)
     with shared_folder() as folder:
@@ -150,7 +150,7 @@ def check_adapter() -> None:
 
 
 def check_merged() -> None:
-    """The plain model loads what is written strictly, and computes the same; training goes on as before."""
+    """The plain model loads the file strictly, and computes the same; training continues unchanged."""
     step = trained(adapted(Net(), modules_to_save=["head"]))
     before = wholes(step)
     with shared_folder() as folder:
@@ -165,7 +165,7 @@ def check_merged() -> None:
 
 
 def check_merged_inside() -> None:
-    """A model of peft inside another is merged; its adapter alone has no file."""
+    """A peft model inside another is merged; its adapter alone has no file."""
     step = trained(Wrapped())
     with shared_folder() as folder:
         with pytest.raises(WeightsError, match=r"inner.* of peft\) is a part of Wrapped.*merge=True"):
@@ -179,7 +179,7 @@ def check_merged_inside() -> None:
 
 
 def check_tied() -> None:
-    """A weight that is tied to one with an adapter would change with it; a trained copy of the head is tied no more."""
+    """A weight tied to a weight with an adapter would change too; a trained copy of the head is untied."""
     step = trained(adapted(Net(tied=True)))
     with shared_folder() as folder:
         with pytest.raises(WeightsError, match=r"'up.weight' and 'head.weight' are one tensor"):
@@ -207,7 +207,7 @@ def check_transformers(**options: Any) -> None:
 
 
 def check_no_adapters() -> None:
-    """A model without adapters is exported as it is."""
+    """A model without adapters is exported unchanged."""
     step = trained(Net())
     with shared_folder() as folder:
         step.export(folder, merge=True)
@@ -243,7 +243,7 @@ outcomes = checked_once(CHECKS, ranks=2)
 
 @pytest.mark.parametrize("name", CHECKS)
 def test_with_a_process_per_rank(outcomes: dict[str, str], name: str) -> None:
-    """On two ranks, each with rows of every matrix."""
+    """The checks pass on two ranks, each with rows of every matrix."""
     report(outcomes, name)
 
 
@@ -251,7 +251,7 @@ def test_with_a_process_per_rank(outcomes: dict[str, str], name: str) -> None:
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft reads it
 @pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"use_rslora": True}, {"trainable_token_indices": [1, 3]}])
 def test_peft_loads_what_is_written(tmp_path: Path, options: dict[str, Any]) -> None:
-    """`PeftModel.from_pretrained` and `from_pretrained` compute what the compiled model does."""
+    """`PeftModel.from_pretrained` and `from_pretrained` compute the same as the compiled model."""
     model = tied_llama()
     model.save_pretrained(tmp_path / "base")
     step = trained(adapted(model, target_modules=["q_proj"], task_type="CAUSAL_LM", **options), **TOKENS)

@@ -18,7 +18,7 @@ from autoshard.tracing import record_initialisation
 
 
 class Weight(nn.Module):
-    """One weight, and what initialises it."""
+    """One weight, and its initialiser."""
 
     def __init__(self, shape: tuple[int, ...], init: Callable[[Tensor], object], dtype: torch.dtype) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def test_what_can_be_is_computed_by_parts(name: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", BY_PARTS)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_pieces_do_not_change_bits(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long the pieces are in which the processor computes."""
+    """The bits are equal for any length of the computed pieces."""
     found = _replay(name, dtype)
     whole = _part(found, Box.whole((6, 5)))
     monkeypatch.setattr(replay, "_AT_ONCE", 3)

@@ -1,4 +1,4 @@
-"""Tensors that are read by regions: what functions make of them before they are read."""
+"""Tensors read by regions, and functions of them before they are read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FUNCTIONS: dict[str, Callable[[list[Any]], Any]] = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_regions_of_results_are_those_of_the_whole(name: str) -> None:
-    """Every region of a result, empty ones too, has the values that the function gives for whole tensors."""
+    """Every region of a result, also an empty one, has the values of the function on whole tensors."""
     wholes = [torch.randn(5, 4), torch.randn(5, 4)]
     expected = FUNCTIONS[name](wholes)
     found = FUNCTIONS[name]([Unread(whole.shape, whole.dtype, whole.__getitem__) for whole in wholes])
@@ -43,7 +43,7 @@ def test_regions_of_results_are_those_of_the_whole(name: str) -> None:
 
 
 def test_only_what_is_needed_is_read() -> None:
-    """A slice of a stack of experts reads the slices of the experts in it, and nothing of the others."""
+    """A slice of a stack of experts reads only the slices of its experts."""
     read: list[tuple[int, Region]] = []
 
     def expert(number: int) -> Unread:

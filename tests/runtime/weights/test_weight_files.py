@@ -56,11 +56,11 @@ def test_a_path_is_a_file_an_index_or_a_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/secret.safetensors", "a/../../b", "a\\b", "\0", ".."])
 def test_an_index_names_no_files_outside_its_folder(tmp_path: Path, name: str) -> None:
-    """Though they are there."""
+    """Files outside the folder are refused, even if they exist."""
     save_file(TENSORS, tmp_path / "secret.safetensors")
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(TENSORS, name)}))
-    with pytest.raises(WeightsError, match=r"which does not lie in its folder"):
+    with pytest.raises(WeightsError, match=r"which is outside of the index's folder"):
         WeightFiles(tmp_path / "inner")
 
 
@@ -76,9 +76,9 @@ def test_files_of_an_index_may_be_links(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"weight_map":' * 100_000, '{"weight_map":{"a":3}}', '{"a":1,"a":2}'])
 def test_an_index_without_end(tmp_path: Path, text: str) -> None:
-    """Deep ones, and those that are none, are one error."""
+    """Deep indices, and files that are no index, raise one error."""
     (tmp_path / INDEX).write_text(text)
-    with pytest.raises(WeightsError, match="is damaged, or no index"):
+    with pytest.raises(WeightsError, match="is damaged, or not an index"):
         WeightFiles(tmp_path)
 
 
@@ -98,18 +98,18 @@ def test_files_are_opened_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         lambda data: data[:8] + b"x" + data[9:],
         lambda data: b"\xff" * 8 + data[8:],
     ],
-    ids=["cut short", "no header", "empty", "too long", "header", "length of header"],
+    ids=["truncated", "no header", "empty", "too long", "header", "length of header"],
 )
 def test_damaged_files_are_refused_by_name(tmp_path: Path, damage) -> None:
-    """The error names the file, whatever is wrong with it."""
+    """The error names the file, for any kind of damage."""
     file = two_files(tmp_path) / "second.safetensors"
     file.write_bytes(damage(file.read_bytes()))
-    with pytest.raises(WeightsError, match=r"second\.safetensors is damaged, cut short, or no safetensors file"):
+    with pytest.raises(WeightsError, match=r"second\.safetensors is damaged, truncated, or not a safetensors file"):
         WeightFiles(tmp_path)
 
 
 def test_all_that_is_wrong_with_files_is_said_at_once(tmp_path: Path) -> None:
-    """A missing file, a damaged one, and a tensor that is not where the index says."""
+    """One error lists a missing file, a damaged file, and a tensor that is not where the index says."""
     two_files(tmp_path)
     index = json.loads((tmp_path / INDEX).read_text())
     index["weight_map"] |= {"matrix": "second.safetensors", "other": "third.safetensors", "more": "fourth.safetensors"}
@@ -122,17 +122,17 @@ def test_all_that_is_wrong_with_files_is_said_at_once(tmp_path: Path) -> None:
 
 
 def test_a_tensor_that_no_file_has_is_named(tmp_path: Path) -> None:
-    """An index may promise what its file has not."""
+    """An index may list a tensor that its file lacks."""
     two_files(tmp_path)
     index = json.loads((tmp_path / INDEX).read_text())
     index["weight_map"]["other"] = "first.safetensors"
     (tmp_path / INDEX).write_text(json.dumps(index))
-    with pytest.raises(WeightsError, match=r"'other' is in first\.safetensors, which has none of that name"):
+    with pytest.raises(WeightsError, match=r"'other' is in first\.safetensors, which has no tensor of that name"):
         WeightFiles(tmp_path)
 
 
 def test_a_tensor_in_two_files_is_named(tmp_path: Path) -> None:
-    """Without an index nothing says which of two is meant."""
+    """Without an index, it is unknown which of two tensors is meant."""
     for file in ("first.safetensors", "second.safetensors"):
         save_file({"matrix": TENSORS["matrix"]}, tmp_path / file)
     with pytest.raises(WeightsError, match=r"'matrix' is in first\.safetensors and in second\.safetensors"):
@@ -148,7 +148,7 @@ def test_damaged_indices_are_refused_by_name(tmp_path: Path, text: str) -> None:
 
 
 def test_paths_without_weights_say_what_is_there(tmp_path: Path) -> None:
-    """A folder of other files, no folder at all, and two indices."""
+    """A folder of other files, a missing folder, and two indices are refused."""
     with pytest.raises(WeightsError, match=r"There is no file or folder .*snapshot_download"):
         WeightFiles(tmp_path / "none")
     with pytest.raises(WeightsError, match=r"no safetensors files, it is empty\. Write"):

@@ -1,4 +1,4 @@
-"""Which tensors of files are those of a model."""
+"""Matching of the files' tensors with the model's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autoshard.runtime.weights.weight_names import match
 
 
 def test_tensors_of_a_plain_model_have_its_names() -> None:
-    """Others are named as unexpected; transformers, which renames, is asked about its own models only."""
+    """Other tensors are named as unexpected; transformers renames tensors only for its own models."""
     pytest.importorskip("transformers")
     stored: dict[str, Any] = {"weight": object(), "wrong": object()}
     found = match(nn.Linear(2, 2), ["weight", "bias"], stored)

@@ -37,7 +37,7 @@ class LoraConfig:
 
 
 class Linear(BaseTunerLayer):
-    """A linear layer beside a product of two small ones."""
+    """A linear layer with a low-rank product beside it."""
 
     def __init__(self, base_layer: nn.Linear, config: LoraConfig) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Linear(BaseTunerLayer):
         return self.base_layer(x) + self.lora_B["default"](self.lora_A["default"](x)) * self.scaling
 
     def get_base_layer(self) -> nn.Module:
-        """The layer that is adapted."""
+        """The adapted layer."""
         return self.base_layer
 
     def merge(self, safe_merge: bool, adapter_names: Any) -> None:
@@ -62,7 +62,7 @@ class Linear(BaseTunerLayer):
 
 
 class ModulesToSaveWrapper(AuxiliaryTrainingWrapper):
-    """A module of which a copy is trained."""
+    """A module with a trained copy."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ class PeftModel(nn.Module):
         return self.base_model(*args, **kwargs)
 
     def get_base_model(self) -> nn.Module:
-        """The model that is adapted."""
+        """The adapted model."""
         return self.base_model.model if isinstance(self.base_model, LoraModel) else self.base_model
 
 

@@ -8,4 +8,4 @@ class BaseTuner(nn.Module):
 
 
 class BaseTunerLayer(nn.Module):
-    """A layer that stands for another."""
+    """A layer that wraps another."""

@@ -4,4 +4,4 @@ from torch import nn
 
 
 class AuxiliaryTrainingWrapper(nn.Module):
-    """A module that stands for another, which is trained otherwise."""
+    """A module that wraps another, which is trained in another way."""

@@ -1,0 +1,21 @@
+"""The fan-out: an identity, inserted by the planner, at which a value is resharded once for several users."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from autoshard.rules.notation import Rule
+from autoshard.rules.registry import rule_of
+
+
+def fan_out(x: torch.Tensor) -> torch.Tensor:
+    """Return the value itself. Lowering removes the call."""
+    return x
+
+
+@rule_of(fan_out)
+def _fan_out(x: Any) -> Rule:
+    dims = tuple((f"d{index}",) for index in range(x.ndim))
+    return Rule(([dims], [dims]), linear=[(0,)])

@@ -1,0 +1,68 @@
+"""This rank's pieces of tensors, and the place of each piece on the mesh."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from autoshard.runtime.agreement.control_group import Facts, PieceFact
+from autoshard.runtime.agreement.digests import digest_of
+from autoshard.runtime.known_layouts import local_of
+from autoshard.runtime.stages.stage_meshes import is_elsewhere
+
+WHOLE = str(())
+"""The place of a tensor that every rank holds whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorPiece:
+    """This rank's piece of a tensor.
+
+    Args:
+        local: the piece, or the whole tensor.
+        place: pairs of a mesh axis that splits the tensor and this rank's index on the axis. Ranks with equal places
+            hold equal pieces. Empty if every rank holds the whole tensor.
+    """
+
+    local: torch.Tensor
+    place: tuple[tuple[int, int], ...]
+
+
+def piece_of(tensor: torch.Tensor) -> TensorPiece:
+    """This rank's piece of a tensor. A plain tensor is the same on all ranks."""
+    if not isinstance(tensor, DTensor):
+        return TensorPiece(tensor, ())
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None, "this process is on the mesh"
+    return TensorPiece(local_of(tensor), tuple((dim, coordinate[dim]) for dim in _cut_dims(tensor)))
+
+
+def copies_of(tensor: torch.Tensor, ranks: int) -> int:
+    """The number of ranks, among `ranks`, that hold the same piece of a tensor. All ranks hold a plain tensor whole.
+
+    For an input, `ranks` counts the ranks of all pipeline stages, because each stage has a copy of the input.
+    """
+    parts = [tensor.device_mesh.size(dim) for dim in _cut_dims(tensor)] if isinstance(tensor, DTensor) else []
+    return ranks // math.prod(parts)
+
+
+def _cut_dims(tensor: DTensor) -> list[int]:
+    mesh = tensor.device_mesh
+    return [dim for dim, item in enumerate(tensor.placements) if not item.is_replicate() and mesh.size(dim) > 1]
+
+
+def facts_of(named: Iterable[tuple[str, torch.Tensor]]) -> Facts:
+    """The digest of each piece by the name of its tensor, to compare among the ranks that hold the piece."""
+    pieces = ((name, piece_of(tensor)) for name, tensor in named if not is_elsewhere(tensor))
+    return {PieceFact(name, str(piece.place)): digest_of(piece.local) for name, piece in pieces}
+
+
+def named_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Parameters and buffers, by their names in messages."""
+    parameters = [(f"parameter {name!r}", item) for name, item in model.named_parameters()]
+    return [*parameters, *((f"buffer {name!r}", item) for name, item in model.named_buffers())]

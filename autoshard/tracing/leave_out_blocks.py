@@ -1,0 +1,104 @@
+"""Leaves out blocks of a deep model before it is traced for planning. A long run of equal blocks keeps only its ends.
+
+Before → after: `layers = [A, A, A, ..., A]`, 32 of them, becomes `[A, A, A, A]`, and a `Repeat` records that 28 blocks
+are missing between the second and the third. The repeating unit may have several blocks (`[A, B, A, B, ...]`). Equality
+of blocks is that of `shorten`, and blocks keep their parameters' names.
+
+The short model's program represents the whole model if the model treats equal blocks equally.
+`passes.strategies.repeated` checks this on the program as far as it is visible there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from autoshard.errors import TraceError
+from autoshard.ir.repeat import Repeat
+from autoshard.tracing.shorten import block_lists, with_lists
+
+LEAST_LEFT_OUT = 4
+"""Fewer units than so many are not worth leaving out."""
+
+_MOST_PERIOD = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWithGaps:
+    """A model with blocks left out, which shares its parameters with the whole model."""
+
+    model: nn.Module
+    repeats: tuple[Repeat, ...]
+
+
+class _Kept(nn.ModuleList):
+    """The remaining blocks of a list under their own names; indices count the remaining blocks."""
+
+    def _get_abs_string_index(self, idx: int) -> str:  # torch's own indexing calls it
+        return list(self._modules)[idx]
+
+
+def _keep(blocks: nn.ModuleList, kept: Sequence[int]) -> nn.ModuleList:
+    found = _Kept()
+    found._modules.update({str(number): blocks[number] for number in kept})
+    return found
+
+
+def leave_out_blocks(model: nn.Module, margin: int, least: int = LEAST_LEFT_OUT) -> ModelWithGaps | None:
+    """Return the model without the inner units of its long runs of equal blocks; None without such runs.
+
+    Args:
+        model: any module; blocks are entries of outermost module lists.
+        margin: units kept at each end of a run, beside the two units at the gap.
+        least: least number of units to leave out of a run.
+    """
+    repeats = [
+        Repeat(path, *place) for path, _, kinds in block_lists(model) for place in inner_runs(kinds, margin, least)
+    ]
+    return ModelWithGaps(without(model, repeats), tuple(repeats)) if repeats else None
+
+
+def without(model: nn.Module, repeats: Sequence[Repeat]) -> nn.Module:
+    """Return the model without the units that `repeats` leave out. It shares its parameters with the whole model.
+
+    Raises:
+        TraceError: the model has no such blocks.
+    """
+    lists = {path: blocks for path, blocks, _ in block_lists(model)}
+    replaced: dict[str, nn.ModuleList] = {}
+    for path in dict.fromkeys(repeat.path for repeat in repeats):
+        inner = [range(item.before + item.period, item.behind) for item in repeats if item.path == path]
+        if path not in lists or any(numbers.stop >= len(lists[path]) for numbers in inner):
+            raise TraceError(f"{type(model).__name__} has no list of blocks {path!r} as long as the plan says.")
+        kept = [number for number in range(len(lists[path])) if not any(number in numbers for numbers in inner)]
+        replaced[path] = _keep(lists[path], kept)
+    return with_lists(model, replaced)
+
+
+def inner_runs(kinds: Sequence[int], margin: int, least: int = LEAST_LEFT_OUT) -> Iterator[tuple[int, int, int]]:
+    """Period, first block ahead and first block behind the gap of each run, for `leave_out_blocks`."""
+    start = 0
+    while start < len(kinds):
+        period, units = _longest_run(kinds, start)
+        left_out = units - 2 * (margin + 1)
+        if left_out < max(1, least):
+            start += 1
+            continue
+        before = start + margin * period
+        yield period, before, before + (left_out + 1) * period
+        start += units * period
+
+
+def _longest_run(kinds: Sequence[int], start: int) -> tuple[int, int]:
+    """The period that covers most blocks from `start` on (the shortest of several), and the number of units."""
+    best = (1, 0)
+    for period in range(1, _MOST_PERIOD + 1):
+        end = start + period
+        while end < len(kinds) and kinds[end] == kinds[end - period]:
+            end += 1
+        units = (end - start) // period
+        if units > 1 and units * period > best[0] * best[1]:
+            best = (period, units)
+    return best

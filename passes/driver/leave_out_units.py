@@ -1,0 +1,129 @@
+"""Leaves out the inner blocks of a traced stage, as `autoshard.tracing.leave_out_blocks` does for a model.
+
+Before → after: blocks 8 to 27 run the same operators; 8, 9, 26 and 27 stay, and a `Repeat` counts the missing blocks.
+Block 26 then reads the values of block 9 in place of block 25's. The backward of block 9 reads those of block 26.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import fx
+
+from autoshard.graphs.lazy_module import lazy_module
+from autoshard.ir.program import OWNERS, Program, describe
+from autoshard.ir.repeat import Repeat
+from autoshard.tracing.copy_node import copy_node
+from autoshard.tracing.leave_out_blocks import inner_runs
+from passes.strategies.fold_blocks import module_paths
+
+_BLOCK = re.compile(r"((?:.*?\.)??[^.]+)\.(\d+)(?:\.(.*))?$")
+
+
+def leave_out_units(program: Program, margin: int) -> Program | None:
+    """Return the program without the inner units of its runs of equal blocks; None without such runs.
+
+    Args:
+        program: program of a stage, as traced, with its update.
+        margin: units kept at each end, as in `leave_out_blocks`.
+    """
+    paths = module_paths(program)
+    repeats = tuple(_repeats(program, paths, margin))
+    if not repeats:
+        return None
+    try:
+        return _LeavingOut(program, repeats, paths).run()
+    except _CannotLeaveOutError:
+        return None
+
+
+class _CannotLeaveOutError(Exception):
+    """A value of a missing unit is read elsewhere."""
+
+
+def _repeats(program: Program, paths: Mapping[str, str], margin: int) -> Iterator[Repeat]:
+    """Runs of blocks of one list that run the same operators."""
+    forms: dict[str, dict[int, list[object]]] = defaultdict(lambda: defaultdict(list))
+    for node in program.graph.nodes:
+        found = _BLOCK.match(paths[node.name])
+        if found is not None:
+            target = str(node.target) if node.op == "call_function" else ""
+            form = (found[3], node.op, target, node.meta.get("phase"), describe(node.meta.get("val")))
+            forms[found[1]][int(found[2])].append(form)
+    for path, blocks in forms.items():
+        numbers = sorted(blocks)
+        if numbers != list(range(numbers[0], numbers[-1] + 1)):
+            continue
+        known: dict[tuple[object, ...], int] = {}
+        kinds = [known.setdefault(tuple(blocks[number]), len(known)) for number in numbers]
+        for period, before, behind in inner_runs(kinds, margin):
+            yield Repeat(path, period, numbers[before], numbers[behind])
+
+
+_Spot = tuple[int, int, int]
+"""Repeat, unit counted from the first of the four that stay, and place in the unit."""
+
+
+@dataclass(slots=True)
+class _LeavingOut:
+    """Copies a program without the units that its repeats leave out."""
+
+    program: Program
+    repeats: Sequence[Repeat]
+    paths: Mapping[str, str]
+    spots: dict[fx.Node, _Spot] = field(default_factory=dict)
+    at: dict[_Spot, fx.Node] = field(default_factory=dict)
+
+    def run(self) -> Program:
+        self._find_spots()
+        graph, copies = fx.Graph(), dict[fx.Node, fx.Node]()
+        names = self.program.nodes_by_name()
+        kept = [slot for slot in self.program.outputs if not self._is_left_out(names[slot.node])]
+        if any(slot.kind not in OWNERS for slot in self.program.outputs if slot not in kept):
+            raise _CannotLeaveOutError
+        for node in self.program.graph.nodes:
+            if node.op == "output" or self._is_left_out(node):
+                continue
+            copies[node] = copy_node(graph, node, lambda operand, reader=node: copies[self._read(reader, operand)])
+        graph.output(tuple(copies[names[slot.node]] for slot in kept))
+        inputs = tuple(slot for slot in self.program.inputs if not self._is_left_out(names[slot.node]))
+        made = lazy_module(self.program.graph_module, graph)
+        return replace(self.program, graph_module=made, inputs=inputs, outputs=tuple(kept), repeats=tuple(self.repeats))
+
+    def _find_spots(self) -> None:
+        counts: dict[tuple[int, int], int] = defaultdict(int)
+        for node in self.program.graph.nodes:
+            for number, repeat in enumerate(self.repeats):
+                first = repeat.first_block(self.paths[node.name])
+                if first is None:
+                    continue
+                unit = (first - repeat.units[0]) // repeat.period
+                spot = number, unit, counts[number, unit]
+                counts[number, unit] += 1
+                self.spots[node], self.at[spot] = spot, node
+
+    def _is_left_out(self, node: fx.Node) -> bool:
+        spot = self.spots.get(node)
+        return spot is not None and 2 <= spot[1] < 2 + self.repeats[spot[0]].left_out
+
+    def _read(self, reader: fx.Node, operand: fx.Node) -> fx.Node:
+        """The node that is read in place of an operand: the one at the same distance, the gap left out."""
+        here, there = self.spots.get(reader), self.spots.get(operand)
+        if there is None or here is None or here[0] != there[0]:
+            if self._is_left_out(operand):
+                raise _CannotLeaveOutError
+            return operand
+        gap = self.repeats[here[0]].left_out
+        own = here[1] if here[1] < 2 else here[1] - gap
+        unit = own + there[1] - here[1]
+        if not 0 <= unit < 4:
+            if self._is_left_out(operand):
+                raise _CannotLeaveOutError
+            return operand
+        found = self.at.get((there[0], unit if unit < 2 else unit + gap, there[2]))
+        if found is None:
+            raise _CannotLeaveOutError
+        return found

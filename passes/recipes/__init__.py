@@ -1,1 +1,0 @@
-"""Recipes counted and priced, and the plan of one."""

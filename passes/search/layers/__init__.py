@@ -1,0 +1,1 @@
+"""The layer classes of a model: counted and priced under every layout."""

@@ -1,0 +1,394 @@
+"""Write down what a folded program does, as data from which a recipe's cost is arithmetic.
+
+Of every call that does work it keeps the operator, its tensors with sizes linear in the batch, and along which dims the
+recipe's axes split them; of every axis, its collectives; of every layer class, what the forward saves for the backward.
+
+Kernels are the program's calls, with these exceptions, which hold for the libraries that people train with:
+* a bias is added by the product before it (cuBLASLt's epilogue, `addmm`);
+* a copy of layout next to attention or a batched product is not made: those kernels read and write strided tensors;
+* what depends on no input or parameter (position tables, causal masks) is made once, not per step;
+* chains of memory-bound calls are one kernel each (`chains.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+
+import autoshard.kernels as kernels
+from autoshard.ir.program import InputKind, tensor_values
+from autoshard.ir.spec import PartitionSpec
+from cost_models.exchanges import WORKSPACE_BYTES
+from cost_models.work import TensorInfo
+from passes.search.layers.chains import Chains
+from passes.search.layers.fold_program import FoldedProgram, is_layout
+from passes.search.layers.propagate_axis import LAYERS, AxisLayout, MoveKind
+from passes.search.layers.trace_values import (
+    attention_cores,
+    depending,
+    is_free,
+    makers_of_outputs,
+    readers_of,
+    source_of,
+)
+from passes.strategies.enumerate_strategies import operands_of
+from passes.strategies.operator_names import dtype_name, operator_name
+
+_Key = tuple[str, int]
+FUSED = "fused"
+"""The operator of a chain."""
+aten = torch.ops.aten
+_PRODUCTS = frozenset({aten.mm.default, aten.bmm.default})
+
+
+@dataclass(frozen=True, slots=True)
+class Sized:
+    """A tensor: its shape for one sequence, what each further sequence adds, and the dims that axes split.
+
+    `splits`: for each dim, the axes that split it.
+    """
+
+    first: tuple[int, ...]
+    step: tuple[int, ...]
+    itemsize: int
+    dtype: str
+    splits: tuple[tuple[str, ...], ...]
+
+    def shape(self, batch: int, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The local shape for `batch` sequences, on axes of these sizes."""
+        result = []
+        for first, step, axes in zip(self.first, self.step, self.splits, strict=True):
+            dim = first + step * (batch - 1)
+            for axis in axes:
+                dim = -(-dim // sizes[axis])
+            result.append(dim)
+        return tuple(result)
+
+    def local_bytes(self, batch: int, sizes: Mapping[str, int]) -> int:
+        """Bytes on each rank."""
+        return math.prod(self.shape(batch, sizes)) * self.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class LayerKernel:
+    """A call, or a fused chain of calls, that runs on the device.
+
+    Args:
+        name: of its last call.
+        operator: as the cost models know it; `FUSED` for a chain.
+        inputs, outputs: tensors that it reads and writes.
+        arguments: positional arguments, see `cost_models.operators.work`.
+        has_weight: whether an operand is a parameter, or a view of one.
+        makes_gradient: whether a result is a parameter's gradient.
+        is_core: whether it belongs to attention's core, between its first and its last product.
+    """
+
+    name: str = field(compare=False)
+    operator: str
+    inputs: tuple[Sized, ...]
+    outputs: tuple[Sized, ...]
+    arguments: tuple[object, ...]
+    has_weight: bool
+    makes_gradient: bool
+    is_core: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A collective of an axis. `value` is split as before the collective, but for that axis itself."""
+
+    axis: str
+    kind: MoveKind
+    value: Sized
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What a layer class does in one phase, once."""
+
+    kernels: tuple[LayerKernel, ...]
+    sent: tuple[Sent, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A value that the forward keeps for the backward.
+
+    Args:
+        value: it.
+        is_core: as for kernels.
+        is_operand: whether only products that make parameters' gradients read it, in their precision.
+    """
+
+    value: Sized
+    is_core: bool
+    is_operand: bool
+
+
+@dataclass(frozen=True, slots=True)
+class LayerClass:
+    """A layer class's work and memory.
+
+    Args:
+        forward, backward: work.
+        saved: kept between them.
+        entering: the values that come from another layer class: all that is kept if the layer class is recomputed.
+        parameters: by qualified name.
+        expert_parameters: names of those that the expert axis splits.
+        workspaces: of each kernel, what it reads and writes that is not kept between the phases.
+    """
+
+    forward: Phase
+    backward: Phase
+    saved: tuple[Saved, ...]
+    entering: tuple[Sized, ...]
+    parameters: Mapping[str, Sized]
+    expert_parameters: frozenset[str]
+    workspaces: tuple[tuple[Sized, ...], ...]
+
+    @property
+    def splits(self) -> frozenset[tuple[int, tuple[str, ...]]]:
+        """The dims of its values that axes split, for one sequence, with those axes."""
+        kernels = (*self.forward.kernels, *self.backward.kernels)
+        values = [*self.parameters.values(), *(each for item in kernels for each in (*item.inputs, *item.outputs))]
+        dims = (pair for value in values for pair in zip(value.first, value.splits, strict=True))
+        return frozenset((dim, axes) for dim, axes in dims if axes)
+
+
+def count_layers(folded: FoldedProgram, layouts: Mapping[str, AxisLayout], *, fused: bool) -> dict[str, LayerClass]:
+    """Every layer class of a folded program.
+
+    Args:
+        folded: the program.
+        layouts: axis to its layout.
+        fused: whether chains of memory-bound calls are one kernel.
+    """
+    counter = _LayerCounter(folded, layouts, fused=fused)
+    return {name: counter.layer(name) for name in folded.layers}
+
+
+class _LayerCounter:
+    """What is known of a program's values, and how layer classes are made of it."""
+
+    def __init__(self, folded: FoldedProgram, layouts: Mapping[str, AxisLayout], *, fused: bool) -> None:
+        self.folded, self.layouts = folded, layouts
+        self.nodes = folded.single.nodes_by_name()
+        self.slots = {slot.node: slot for slot in folded.single.inputs}
+        self.gradients = makers_of_outputs(folded)
+        self.core = attention_cores(folded)
+        self.varying = depending(folded, {slot.node for slot in folded.single.inputs if slot.kind != InputKind.SEED})
+        order = [node for node in folded.single.graph.nodes if _works(node, self.varying)]
+        self.chains = Chains(folded, frozenset(node.name for node in order), self.varying, fused=fused)
+        self.calls: dict[tuple[str | None, str], list[fx.Node]] = {}
+        for node in order:
+            self.calls.setdefault((folded.layer_of.get(node.name), node.meta["phase"]), []).append(node)
+
+    def layer(self, name: str) -> LayerClass:
+        """One layer class."""
+        nodes, expert = self.folded.parameters.get(name, ()), self.layouts.get("expert")
+        shared = (node for node in nodes if expert is not None and expert.dim_of((node, 0)) is not None)
+        return LayerClass(
+            self._phase(name, "forward"), self._phase(name, "backward"), self._saved(name), self._entering(name),
+            {self.slots[node].name: self._sized(self.nodes[node], 0) for node in nodes},
+            frozenset(self.slots[node].name for node in shared), self._workspaces(name),
+        )  # fmt: skip
+
+    def _phase(self, layer: str, phase: str) -> Phase:
+        kernels = [self._kernel(chain) for chain in self._chains_in(layer, phase)]
+        return Phase(tuple(kernels), tuple(self._sent(layer, phase)))
+
+    def _chains_in(self, layer: str, phase: str) -> list[list[fx.Node]]:
+        """The calls of a layer class that do work, by chain."""
+        chains: dict[str, list[fx.Node]] = {}
+        for node in self.calls.get((layer, phase), ()):
+            chains.setdefault(self.chains.chain_of(node), []).append(node)
+        return list(chains.values())
+
+    # Kernels.
+
+    def _kernel(self, chain: list[fx.Node]) -> LayerKernel:
+        last, is_fused = chain[-1], len(chain) > 1
+        read = [self._operand(node, index) for node, index in self.chains.operands(chain)]
+        written = [self._sized(node, index) for node, index in self._written(chain)]
+        operator = FUSED if is_fused else self._operator(last)
+        arguments = () if is_fused else tuple(fx.map_arg(last.args, lambda argument: None))
+        return LayerKernel(
+            last.name, operator, tuple(read), tuple(written), arguments,
+            has_weight=self._reads_weight(last),
+            makes_gradient=last.name in self.gradients and last.target not in LAYERS,
+            is_core=all(node.name in self.core for node in chain),
+        )  # fmt: skip
+
+    def _operator(self, node: fx.Node) -> str:
+        """The operator as cost models know it: layers whose experts are shared out exchange tokens."""
+        name = operator_name(node)
+        is_shared = node.target in LAYERS and "expert" in self.layouts
+        return name.replace("experts", "exchanged_experts", 1) if is_shared else name
+
+    def _rows(self, layer: fx.Node, width: int | None = None) -> Sized:
+        """The tokens of a layer of experts, each as often as it has experts; `width` elements each, or a token's."""
+        is_backward = layer.target is kernels.experts_backward
+        x, index = (self._operand(layer, place + is_backward) for place in (0, 1))
+        each, splits = index.first[1], (x.splits[0], ())
+        first, step = (x.first[0] * each, width or x.first[1]), (x.step[0] * each, 0)
+        return Sized(first, step, x.itemsize, x.dtype, splits)
+
+    def _written(self, chain: list[fx.Node]) -> list[tuple[fx.Node, int]]:
+        """The results of a chain's calls that it writes to memory."""
+        inside = {node.name for node in chain}
+        return [
+            (node, index)
+            for node in chain
+            for index, value in enumerate(tensor_values(node))
+            if value is not None and (node is chain[-1] or self._is_read_outside(node, index, inside))
+        ]
+
+    def _is_read_outside(self, node: fx.Node, index: int, inside: set[str]) -> bool:
+        readers = self.chains.readers(node, index)
+        return not readers_of(node, index) or any(item.name not in inside for item in readers)
+
+    # Sizes.
+
+    def _operand(self, node: fx.Node, index: int) -> Sized:
+        """Operand `index` of a call, split as the call wants it."""
+        one = operands_of(node)[index].meta["val"]
+        two = operands_of(self.folded.twin[node.name])[index].meta["val"]
+        specs = {axis: layout.operands[node.name][index] for axis, layout in self.layouts.items()}
+        return _sized(one, two, specs)
+
+    def _sized(self, node: fx.Node, index: int) -> Sized:
+        """Result `index` of a node (absent results counted)."""
+        values = tensor_values(node)
+        one = values[index]
+        assert one is not None
+        two = tensor_values(self.folded.twin[node.name])[index]
+        assert two is not None
+        position = sum(value is not None for value in values[:index])
+        specs = {axis: layout.results[node.name][position] for axis, layout in self.layouts.items()}
+        return _sized(one, two, specs)
+
+    # Memory.
+
+    def _saved(self, layer: str) -> tuple[Saved, ...]:
+        found: dict[str, Saved] = {}
+        for node in self.folded.single.graph.nodes:
+            if node.op != "call_function" or is_layout(node) or node.meta["phase"] != "forward":
+                continue
+            if self.folded.layer_of.get(node.name) != layer or node.name not in self.varying:
+                continue
+            for index, value in enumerate(tensor_values(node)):
+                if value is not None and (late := self._late_readers(node, index)):
+                    is_operand = all(item.name in self.gradients and item.target in _PRODUCTS for item in late)
+                    found[f"{node.name}:{index}"] = Saved(self._sized(node, index), node.name in self.core, is_operand)
+        return tuple(found.values())
+
+    def _late_readers(self, node: fx.Node, index: int) -> list[fx.Node]:
+        return [item for item in self.chains.readers(node, index) if item.meta["phase"] == "backward"]
+
+    def _workspaces(self, layer: str) -> tuple[tuple[Sized, ...], ...]:
+        """See `LayerClass`; values that are views of one are one, whole."""
+        found: dict[tuple[Sized, ...], None] = {}
+        for phase in ("forward", "backward"):
+            for chain in self._chains_in(layer, phase):
+                if self._sums_gradients(chain):
+                    continue
+                read = [source_of(operands_of(node)[index]) for node, index in self.chains.operands(chain)]
+                values = dict.fromkeys((*read, *self._written(chain)))
+                passing = [self._sized(*value) for value in values if self._passes(*value, phase)]
+                passing += [self._inside(node) for node in chain if node.target in LAYERS]
+                found[tuple(passing)] = None
+        return tuple(found)
+
+    def _inside(self, layer: fx.Node) -> Sized:
+        """The memory that a layer of experts takes while it runs, as a width of its rows."""
+        arguments = tuple(fx.map_arg(layer.args, lambda argument: None))
+        infos = [item.meta["val"] for item in operands_of(layer)]
+        inputs = tuple(TensorInfo(tuple(item.shape), item.itemsize, dtype_name(item.dtype)) for item in infos)
+        rows = self._rows(layer, 1)
+        whole = WORKSPACE_BYTES[operator_name(layer)](inputs, arguments)
+        return replace(rows, first=(rows.first[0], math.ceil(whole / (math.prod(rows.first) * rows.itemsize))))
+
+    def _sums_gradients(self, chain: list[fx.Node]) -> bool:
+        """Whether a chain adds up a parameter's gradient, which is done where the gradient lies."""
+        return chain[-1].name in self.gradients and all(node.target is aten.add.Tensor for node in chain)
+
+    def _passes(self, node: fx.Node, index: int, phase: str) -> bool:
+        """Whether a value is made in a phase and not kept behind it; what is made again lies nowhere."""
+        if node.op != "call_function" or node.name not in self.varying or node.meta["phase"] != phase:
+            return False
+        return phase == "backward" or not self._late_readers(node, index)
+
+    def _entering(self, layer: str) -> tuple[Sized, ...]:
+        found: dict[str, Sized] = {}
+        for node in self.calls.get((layer, "forward"), ()):
+            for operand in operands_of(node):
+                owner, index = source_of(operand)
+                place = self.folded.layer_of.get(owner.name)
+                if place not in (layer, None) and owner.name in self.varying:
+                    found[f"{owner.name}:{index}"] = self._sized(owner, index)
+        return tuple(found.values())
+
+    # Collectives.
+
+    def _sent(self, layer: str, phase: str) -> list[Sent]:
+        sent = []
+        for axis, layout in self.layouts.items():
+            for move in layout.moves:
+                reader = self.nodes[move.reader]
+                if reader.op == "placeholder" or self.folded.layer_of.get(reader.name) != layer:
+                    continue
+                owner, _ = source_of(self.nodes[move.value[0]])
+                if reader.meta["phase"] != phase or owner.name not in self.varying:
+                    continue
+                value = self._base_value(move.value)
+                others = tuple(tuple(name for name in axes if name != axis) for axes in value.splits)
+                value = Sized(value.first, value.step, value.itemsize, value.dtype, others)
+                sent.append(Sent(axis, move.kind, value))
+        return sent + self._exchanged(layer, phase)
+
+    def _exchanged(self, layer: str, phase: str) -> list[Sent]:
+        """Rows that layers of experts exchange: there and back; in the backward rows, gradients, and theirs back."""
+        if "expert" not in self.layouts:
+            return []
+        layers = [node for node in self.calls.get((layer, phase), ()) if node.target in LAYERS]
+        times = 2 if phase == "forward" else 3
+        return [Sent("expert", MoveKind.EXCHANGE, self._rows(node)) for node in layers] * times
+
+    def _base_value(self, key: _Key) -> Sized:
+        """The value that owns a view's memory, split as the owner is; the view where it is but a part."""
+        node = self.nodes[key[0]]
+        present = [index for index, value in enumerate(tensor_values(node)) if value is not None]
+        value = tensor_values(node)[present[key[1]]]
+        owner, index = source_of(node)
+        whole = tensor_values(owner)[index] if owner.op == "call_function" and owner is not node else None
+        if whole is None or value is None or value.numel() != whole.numel():
+            return self._sized(node, present[key[1]])
+        return self._sized(owner, index)
+
+    def _reads_weight(self, node: fx.Node) -> bool:
+        slots = (self.slots.get(source_of(operand)[0].name) for operand in operands_of(node))
+        return any(slot is not None and slot.kind == InputKind.PARAMETER for slot in slots)
+
+
+def _works(node: fx.Node, varying: frozenset[str]) -> bool:
+    """Whether a node is a call that does work."""
+    return node.op == "call_function" and node.name in varying and not is_free(node) and not _is_bias(node)
+
+
+def _is_bias(node: fx.Node) -> bool:
+    """Whether a call adds a vector to a product that nobody else reads."""
+    if node.target is not aten.add.Tensor or len(operands_of(node)) != 2:
+        return False
+    product, bias = operands_of(node)
+    return product.target is aten.mm.default and len(product.users) == 1 and bias.meta["val"].ndim == 1
+
+
+def _sized(one: torch.Tensor, two: torch.Tensor, specs: Mapping[str, PartitionSpec]) -> Sized:
+    first = tuple(int(dim) for dim in one.shape)
+    step = tuple(int(b) - int(a) for a, b in zip(one.shape, two.shape, strict=True))
+    splits = tuple(tuple(axis for axis, spec in specs.items() if spec.axes_of(dim)) for dim in range(len(first)))
+    return Sized(first, step, one.dtype.itemsize, dtype_name(one.dtype), splits)

@@ -1,0 +1,170 @@
+"""Fold a traced model: one block of each kind, and what comes before and after the blocks, with sizes linear in batch.
+
+The model, cut short, is traced twice, with two and with three sequences. Both traces must be the same program but for
+sizes. Then every dim is `first + step * (batch - 1)`, and one folded program serves all micro-batch sizes. One sequence
+is not traced: autograd and some layers do other things for it (`nn.Transformer`, Mamba, `nn.BatchNorm1d` of vectors).
+A layer class is a maximal part that is repeated as a whole: the calls of one block of a kind, of everything before the
+blocks, or of everything after them. Of a kind's blocks the last one that was kept stands for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autoshard.ir.program import InputKind, Program
+from autoshard.tracing import BlockList
+from passes.preparation.canonicalize import Canonicalize, is_view
+from passes.search.layers.one_sequence import program_of_one
+
+BEFORE, AFTER = "before", "after"
+
+
+@dataclass(frozen=True, slots=True)
+class FoldedProgram:
+    """A program cut into layer classes.
+
+    Args:
+        single: the canonical program of one sequence.
+        twin: name of each node of `single` to the same node in the program of two sequences.
+        layer_of: node name to layer class: "before", "after", "list:kind", or "" for blocks that others stand for.
+        blocks: the layer class of every block of the whole model, in order.
+        parameters: layer class to names of the parameters' placeholders that belong to it.
+        lists: the lists of blocks.
+    """
+
+    single: Program
+    twin: Mapping[str, fx.Node]
+    layer_of: Mapping[str, str]
+    blocks: tuple[str, ...]
+    parameters: Mapping[str, tuple[str, ...]]
+    lists: tuple[BlockList, ...] = ()
+
+    def names_of(self, name: str) -> tuple[str, ...]:
+        """The qualified names, in the whole model, of the parameters that a parameter of the short one stands for.
+
+        None for a parameter of a block that another block stands for.
+        """
+        for item in self.lists:
+            prefix, _, rest = name.removeprefix(f"{item.path}.").partition(".")
+            if name.startswith(f"{item.path}.") and prefix.isdigit():
+                kind = item.kinds[item.kept[int(prefix)]]
+                last = max(index for index, position in enumerate(item.kept) if item.kinds[position] == kind)
+                if int(prefix) != last:
+                    return ()
+                alike = (position for position, other in enumerate(item.kinds) if other == kind)
+                return tuple(f"{item.path}.{position}.{rest}" for position in alike)
+        return (name,)
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """All layer classes: before, the kinds of blocks, after."""
+        return (BEFORE, *dict.fromkeys(self.blocks), AFTER)
+
+
+def fold_program(double: Program, triple: Program, lists: Sequence[BlockList]) -> FoldedProgram:
+    """The folded form of a model's traces with two and with three sequences.
+
+    Raises:
+        TraceError: the two traces differ in more than sizes.
+    """
+    double, triple = Canonicalize()(double), Canonicalize()(triple)
+    single = program_of_one(double, triple)
+    places = _places(lists)
+    layer_of = _layers(single, places)
+    parameters = _parameters(single, places, layer_of)
+    return FoldedProgram(single, double.nodes_by_name(), layer_of, _all_blocks(lists), parameters, tuple(lists))
+
+
+def is_layout(node: fx.Node) -> bool:
+    """Whether a call only changes how a value lies in memory: a view, or a copy."""
+    return is_view(node) or node.target in _COPIES or getattr(node.target, "__name__", "") == "getitem"
+
+
+_COPIES = frozenset({torch.ops.aten.clone.default, torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default})
+
+
+def _places(lists: Sequence[BlockList]) -> dict[str, str]:
+    """Path of each block of the short model to its layer class, "" unless it is the last of its kind."""
+    places: dict[str, str] = {}
+    for item in lists:
+        last = {item.kinds[position]: index for index, position in enumerate(item.kept)}
+        for index, position in enumerate(item.kept):
+            kind = item.kinds[position]
+            places[f"{item.path}.{index}"] = _layer(item, kind) if last[kind] == index else ""
+    return places
+
+
+def _layer(item: BlockList, kind: int) -> str:
+    return f"{item.path}:{kind}"
+
+
+def _all_blocks(lists: Sequence[BlockList]) -> tuple[str, ...]:
+    return tuple(_layer(item, kind) for item in lists for kind in item.kinds)
+
+
+def _block_of(path: str, places: Mapping[str, str]) -> str | None:
+    """The block's path that a module's or parameter's path lies in, or None."""
+    parts = path.split(".")
+    prefixes = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    return next((prefix for prefix in prefixes if prefix in places), None)
+
+
+def _layers(program: Program, places: Mapping[str, str]) -> dict[str, str]:
+    """The layer class of every call: by its module, else by where its operands come from."""
+    blocks: dict[str, str | None] = {}
+    order = [node for node in program.graph.nodes if node.op == "call_function"]
+    for node in order:
+        blocks[node.name] = _block_of(node.meta.get("module", ""), places) or _inherited(node, blocks)
+    first, last = _extent(order, blocks, "forward")
+    first_back, _ = _extent(order, blocks, "backward")
+    result = {}
+    for index, node in enumerate(order):
+        block = blocks[node.name]
+        if block is not None:
+            result[node.name] = places[block]
+        elif node.meta["phase"] == "forward":
+            result[node.name] = BEFORE if index < first or (index < last and _is_constant(node)) else AFTER
+        else:
+            result[node.name] = AFTER if index < first_back else BEFORE
+    return result
+
+
+def _inherited(node: fx.Node, blocks: Mapping[str, str | None]) -> str | None:
+    """Sums of gradients belong to the block of their latest operand."""
+    if node.meta["phase"] == "forward" or "add" not in str(node.target):
+        return None
+    known = [blocks[item.name] for item in node.all_input_nodes if blocks.get(item.name) is not None]
+    return known[-1] if known else None
+
+
+def _is_constant(node: fx.Node) -> bool:
+    return not node.all_input_nodes
+
+
+def _extent(order: Sequence[fx.Node], blocks: Mapping[str, str | None], phase: str) -> tuple[int, int]:
+    """Positions of the first and the last call of a phase that lies in a block."""
+    inside = [
+        index for index, node in enumerate(order) if node.meta["phase"] == phase and blocks[node.name] is not None
+    ]
+    return (inside[0], inside[-1]) if inside else (len(order), len(order))
+
+
+def _parameters(program: Program, places: Mapping[str, str], layer_of: Mapping[str, str]) -> dict[str, tuple[str, ...]]:
+    """A block's parameters are its own; others belong to the layer class of their first reader."""
+    found: dict[str, list[str]] = {}
+    nodes = program.nodes_by_name()
+    for slot in program.inputs_of(InputKind.PARAMETER):
+        block = _block_of(slot.name, places)
+        layer = places[block] if block is not None else _reader_layer(nodes[slot.node], layer_of)
+        if layer:
+            found.setdefault(layer, []).append(slot.node)
+    return {layer: tuple(names) for layer, names in found.items()}
+
+
+def _reader_layer(node: fx.Node, layer_of: Mapping[str, str]) -> str:
+    readers = [layer_of[user.name] for user in node.users if user.name in layer_of]
+    return readers[0] if readers else AFTER

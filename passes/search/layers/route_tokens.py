@@ -1,0 +1,128 @@
+"""Find the calls that work on tokens in the order of their experts, and how an axis that splits tokens splits them.
+
+A mixture of experts sorts tokens by the experts that they are for, computes on them in that order, and puts results
+back. To a sharding rule a sort needs all tokens. But what is done with one token depends on no other: ranks that each
+have some of the tokens route those and no others, as if they were batches of their own. So does Megatron-LM's
+dispatcher (megatron/core/transformer/moe/token_dispatcher.py): tokens enter it as tensor and context ranks have them,
+and its exchange spans these ranks too.
+
+1. The indices of a sort of what a top-k chose are an *order*; those of a sort of an order put tokens back.
+2. What is selected by an order lies in it, and so does what is computed of that, until it is put back. In the backward
+   the transposes of these two selections, sums at indices, do the same.
+3. In such a call the axis splits the dim of each operand and result that grows with the number of sequences, and
+   nothing else; a result that does not grow (a weight's gradient) is partial.
+
+A layer of experts that is one operator (`autoshard.kernels.experts`) routes its tokens itself. An axis that splits
+tokens splits it as it splits the calls above; an axis that shares out experts splits the experts' matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import fx
+
+import autoshard.kernels as kernels
+from autoshard.ir.program import tensor_values
+from autoshard.ir.spec import PartitionSpec
+from autoshard.rules.enumeration import Strategy
+from passes.search.layers.fold_program import FoldedProgram
+from passes.search.layers.propagate_axis import LAYERS
+from passes.search.layers.trace_values import source_of
+from passes.strategies.enumerate_strategies import operands_of
+
+aten = torch.ops.aten
+_SORTS = frozenset({aten.sort.default, aten.sort.stable})
+_SELECTIONS = frozenset({aten.index_select.default, aten.index_add.default})
+FIRST_MATRIX = 3
+"""Index of the first matrix among the operands of `experts`; tokens, their experts and weights come first."""
+
+
+def routed_calls(folded: FoldedProgram, axis: str) -> dict[str, Strategy]:
+    """The calls on tokens in the order of their experts, with their strategy on an axis that splits tokens.
+
+    Args:
+        folded: the program; its two traces tell which dims grow with the number of sequences.
+        axis: whose ranks each have some of the tokens.
+    """
+    found: dict[str, Strategy] = {}
+    for node in (*_in_experts_order(folded), *layers_of_experts(folded)):
+        strategy = _strategy(node, folded.twin, axis)
+        if any(spec.dims for spec in strategy.inputs):
+            found[node.name] = strategy
+    return found
+
+
+def layers_of_experts(folded: FoldedProgram) -> list[fx.Node]:
+    """The calls of layers of experts that are one operator."""
+    return [node for node in folded.single.graph.nodes if node.op == "call_function" and node.target in LAYERS]
+
+
+def matrices_of_layers(folded: FoldedProgram) -> list[fx.Node]:
+    """Operands of layers of experts with the experts along dim 0."""
+    layers = (node for node in layers_of_experts(folded) if node.target is kernels.experts)
+    return [operand for node in layers for operand in operands_of(node)[FIRST_MATRIX:]]
+
+
+def shared_layers(folded: FoldedProgram, axis: str) -> dict[str, Strategy]:
+    """Layers of experts under an axis that shares the experts out; each rank has its own tokens."""
+    return {node.name: _shared(node, axis) for node in layers_of_experts(folded)}
+
+
+def _shared(node: fx.Node, axis: str) -> Strategy:
+    split, whole = PartitionSpec(axis), PartitionSpec()
+    first = FIRST_MATRIX + (node.target is kernels.experts_backward)
+    inputs = tuple(split if index >= first else whole for index in range(len(operands_of(node))))
+    present = [value for value in tensor_values(node) if value is not None]
+    count = len(inputs) - first if node.target is kernels.experts_backward else 0
+    outputs = tuple(split if index >= len(present) - count else whole for index in range(len(present)))
+    return Strategy(inputs, outputs, (None,))
+
+
+def _in_experts_order(folded: FoldedProgram) -> list[fx.Node]:
+    """Calls that make an order, or that read or make tokens in it."""
+    forth: set[fx.Node] = set()
+    back: set[fx.Node] = set()
+    found = []
+    for node in folded.single.graph.nodes:
+        if node.op != "call_function":
+            continue
+        sorted_by = source_of(node.args[0])[0] if node.target in _SORTS else None
+        index = node.args[2] if node.target in _SELECTIONS else None
+        if sorted_by is not None and sorted_by in forth:
+            back.add(node)
+        elif sorted_by is not None and sorted_by.target is aten.topk.default:
+            forth.add(node)
+        elif index is not None and (index in back or index in forth):
+            if (index in forth) == (node.target is aten.index_select.default):
+                forth.add(node)
+        elif any(item in back for item in node.all_input_nodes):
+            back.add(node)
+        elif any(item in forth for item in node.all_input_nodes):
+            forth.add(node)
+        else:
+            continue
+        found.append(node)
+    return found
+
+
+def _strategy(node: fx.Node, twins: Mapping[str, fx.Node], axis: str) -> Strategy:
+    operands = operands_of(node)
+    inputs = tuple(_along_tokens(item, twins, axis)[0] for item in operands)
+    outputs = _along_tokens(node, twins, axis)
+    if any(spec.dims for spec in inputs):
+        outputs = tuple(spec if spec.dims else PartitionSpec(partial={axis: "sum"}) for spec in outputs)
+    return Strategy(inputs, outputs, (None,))
+
+
+def _along_tokens(node: fx.Node, twins: Mapping[str, fx.Node], axis: str) -> tuple[PartitionSpec, ...]:
+    """For each of a node's tensors, the spec that splits its dim that grows with the number of sequences."""
+    values = zip(tensor_values(node), tensor_values(twins[node.name]), strict=True)
+    return tuple(_growing(one.shape, two.shape, axis) for one, two in values if one is not None and two is not None)
+
+
+def _growing(one: Sequence[int], two: Sequence[int], axis: str) -> PartitionSpec:
+    """The spec that splits the first dim in which two shapes differ."""
+    grows = [before != after for before, after in zip(one, two, strict=True)]
+    return PartitionSpec(*(None,) * grows.index(True), axis) if any(grows) else PartitionSpec()

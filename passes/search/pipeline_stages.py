@@ -1,0 +1,129 @@
+"""The stages of a recipe's pipeline: which blocks each has, on which rank it is, and how its schedule runs them.
+
+The first stage also has what comes before the blocks, the last what comes after.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoshard.errors import RecipeError
+from autoshard.ir.execution import Execution
+from cost_models import schedule_orders
+from cost_models.errors import CostArgumentError
+from cost_models.order_times import StageTimes, schedule_time
+from cost_models.schedule_orders import most_in_flight, stage_ranks
+from passes.search.layers.fold_program import AFTER, BEFORE
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage: how often it has each layer class."""
+
+    layers: tuple[tuple[str, int], ...]
+
+
+def share_out(blocks: Sequence[str], recipe: Execution) -> tuple[Stage, ...]:
+    """The stages of a model's blocks, in order; the ends go with the first and the last."""
+    counts = _block_counts(len(blocks), recipe)
+    stages, start = [], 0
+    for index, count in enumerate(counts):
+        names = list(blocks[start : start + count])
+        start += count
+        names = [BEFORE] * (index == 0) + names + [AFTER] * (index == len(counts) - 1)
+        stages.append(Stage(tuple(Counter(names).items())))
+    return tuple(stages)
+
+
+def _block_counts(blocks: int, recipe: Execution) -> tuple[int, ...]:
+    """Blocks on each stage."""
+    if recipe.stage_layers is not None:
+        if sum(recipe.stage_layers) != blocks:
+            found = sum(recipe.stage_layers)
+            raise RecipeError(
+                f"stage_layers={recipe.stage_layers!r} shares out {found} blocks; the model has {blocks}."
+            )
+        return tuple(recipe.stage_layers)
+    stages = recipe.stages
+    if stages > 1 and blocks < stages:
+        raise RecipeError(
+            f"pipeline={recipe.pipeline} x virtual_stages={recipe.virtual_stages} = {stages} stages cannot share "
+            f"{blocks} blocks."
+        )
+    return even_blocks(blocks, stages)
+
+
+@lru_cache(maxsize=8192)
+def even_blocks(blocks: int, stages: int, *, split_ends: bool = False) -> tuple[int, ...]:
+    """Blocks on each of some stages, as even as can be; with `split_ends` the ends count as blocks.
+
+    Example:
+        >>> even_blocks(10, 4), even_blocks(10, 4, split_ends=True)
+        ((2, 3, 3, 2), (2, 3, 3, 2))
+    """
+    slots = blocks + 2 * split_ends
+    bounds = [round(index * slots / stages) for index in range(stages + 1)]
+    counts = [after - before for before, after in pairwise(bounds)]
+    for end in (0, -1):
+        counts[end] -= split_ends
+    return tuple(counts)
+
+
+def rank_layers(stages: Sequence[Stage], recipe: Execution) -> list[dict[str, int]]:
+    """By pipeline rank, how often it has each layer class, as its schedule lays the stages out."""
+    held: list[dict[str, int]] = [{} for _ in range(recipe.pipeline)]
+    owners = stage_ranks(recipe.chosen_schedule, recipe.pipeline, recipe.virtual_stages)
+    for stage, owner in zip(stages, owners, strict=True):
+        for name, count in stage.layers:
+            held[owner][name] = held[owner].get(name, 0) + count
+    return held
+
+
+def rank_counts(names: Sequence[str], stages: Sequence[Stage], recipe: Execution) -> Floats:
+    """How often each pipeline rank has each layer class, [ranks, classes]."""
+    return np.array([layer_counts(names, held.items()) for held in rank_layers(stages, recipe)])
+
+
+def layer_counts(names: Sequence[str], held: Iterable[tuple[str, int]]) -> Floats:
+    """How often a rank or stage has each layer class, in the order of `names`."""
+    counts = dict(held)
+    return np.array([counts.get(name, 0) for name in names], dtype=float)
+
+
+def in_flight(recipe: Execution) -> tuple[float, ...]:
+    """By pipeline rank, micro-batches that each of its stages holds at its peak; times do not change them."""
+    if recipe.pipeline == 1:
+        return (1.0,)
+    counts = most_in_flight(recipe.chosen_schedule, recipe.pipeline, recipe.micro_batches, recipe.virtual_stages)
+    return tuple(count / recipe.virtual_stages for count in counts)
+
+
+def cuts_backward(recipe: Execution) -> bool:
+    """Whether a pipeline's schedule cuts backwards in two."""
+    return recipe.pipeline > 1 and schedule_orders.cuts_backward(recipe.chosen_schedule)
+
+
+def stages_time(stages: Sequence[StageTimes], recipe: Execution) -> float:
+    """Seconds of the pipeline.
+
+    Raises:
+        RecipeError: the schedule does not take so many micro-batches or virtual stages.
+    """
+    if recipe.pipeline == 1:
+        (only,) = stages
+        return recipe.micro_batches * (only.forward_s + only.backward_s)
+    shape = (recipe.micro_batches, recipe.virtual_stages)
+    overlaps = recipe.runtime.overlap_pipeline
+    try:
+        return schedule_time(recipe.chosen_schedule, tuple(stages), *shape, overlap_sends=overlaps)
+    except CostArgumentError as error:
+        raise RecipeError(f"pipeline={recipe.pipeline}, virtual_stages={recipe.virtual_stages}: {error}") from error

@@ -1,0 +1,78 @@
+"""What a pipeline rank does once per step: gradients are reduced, parameters updated, and gathered."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from autoshard.ir.execution import Execution
+from cost_models.collectives import all_gather_time, all_reduce_time, reduce_scatter_time
+from cost_models.compute import memory_time
+from cost_models.hardware import Cluster
+from cost_models.streams import beside
+from passes.search.recipe_groups import Groups, in_pieces
+
+GRADIENT_BYTES = {"f32": 4, "bf16": 2, "f16": 2}
+WEIGHT_BYTES = {"bf16": 2, "f16": 2, "f8": 2, "f32": 4}
+
+
+class EndLoad(NamedTuple):
+    """Parameters of a pipeline rank, and its time for each micro-batch.
+
+    Args:
+        dense, expert: elements of its parameters outside of experts, and in them.
+        forward_s, backward_s: seconds of a micro-batch.
+    """
+
+    dense: float
+    expert: float
+    forward_s: float
+    backward_s: float
+
+
+def end_times(load: EndLoad, recipe: Execution, groups: Groups, cluster: Cluster) -> dict[str, float]:
+    """Seconds that a pipeline rank waits once per step: its ends, beside its last backward and its first forward."""
+    reduce_s, gather_s = exchange_times(load.dense, load.expert, recipe, groups)
+    if recipe.runtime.overlap_gradients:
+        reduce_s = beside(load.backward_s, reduce_s) - load.backward_s
+    if recipe.runtime.overlap_parameters:
+        gather_s = beside(load.forward_s, gather_s) - load.forward_s
+    elements = load.dense / groups.zero.size + load.expert / groups.expert_replicas.size
+    elements = elements if recipe.zero else load.dense + load.expert
+    update_s = memory_time(elements * update_bytes(recipe), cluster.device)
+    return {"gradient reduction": reduce_s, "parameter gathering": gather_s, "optimizer": update_s}
+
+
+def exchange_times(dense: float, expert: float, recipe: Execution, groups: Groups) -> tuple[float, float]:
+    """Seconds of reducing gradients, and of gathering updated parameters, of `dense` and `expert` elements.
+
+    What each micro-batch did (`price_recipe.sharded_time`) is not done again.
+    """
+    gradient = GRADIENT_BYTES[recipe.runtime.gradient_dtype]
+    reduce_s = gather_s = 0.0
+    if recipe.zero in (1, 2):
+        weight = WEIGHT_BYTES[recipe.precision]
+        gather_s = in_pieces(all_gather_time, dense * weight, groups.zero, recipe)
+        if expert:
+            gather_s += in_pieces(all_gather_time, expert * weight, groups.expert_replicas, recipe)
+    if recipe.reduces_each:
+        return reduce_s, gather_s
+    if recipe.zero and groups.zero.size == groups.replicas.size:
+        reduce_s = in_pieces(reduce_scatter_time, dense * gradient, groups.zero, recipe)
+    else:
+        reduce_s = in_pieces(all_reduce_time, dense * gradient, groups.replicas, recipe)
+    if expert:
+        exchange = reduce_scatter_time if recipe.zero else all_reduce_time
+        reduce_s += in_pieces(exchange, expert * gradient, groups.expert_replicas, recipe)
+    return reduce_s, gather_s
+
+
+_STATE_PASSES = {"sgd": 0, "sgd_momentum": 1, "adam": 2, "adamw": 2}
+
+
+def update_bytes(recipe: Execution) -> float:
+    """Bytes that the optimizer moves for each element: state and master weight read and written, gradient read, the
+    parameter written."""
+    state = 8 * _STATE_PASSES[recipe.optimizer]
+    master = 8 if recipe.runtime.master_weights else 2
+    clipping = GRADIENT_BYTES[recipe.runtime.gradient_dtype]
+    return state + master + GRADIENT_BYTES[recipe.runtime.gradient_dtype] + 2 + clipping

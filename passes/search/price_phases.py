@@ -1,0 +1,116 @@
+"""What a phase of a layer class takes for one micro-batch: on the device, with its collectives, and on the host.
+
+Collectives run beside computation of their own: those of the tensor axis beside products of weight gradients, those of
+the context axis beside attention, experts' beside what is left of all computation, of another micro-batch. The host
+issues kernels ahead of the device, which waits for it where it is slower; it issues on while the device waits for a
+collective. So a phase takes the longer of the two:
+
+    max(computation + exposed, kernels * dispatch),     exposed = sent - (1 - interference) * hidden
+
+Where a schedule cuts the backward in two, each part waits for the host by itself, and products of weight gradients,
+which run later, hide none of the collectives (Qi et al. 2023 delay them; Megatron-LM hides collectives beside them).
+So nothing takes longer where a device or a link is faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autoshard.ir.execution import Execution
+from cost_models.hardware import Cluster
+from cost_models.streams import measured_slowdown
+from passes.search.layers.price_layers import EXPERT, Busy, PhasePrice
+from passes.search.recipe_groups import Groups, sorting_time, traffic_time
+
+_IDLE = Busy()
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTime:
+    """Seconds of a phase, once.
+
+    Args:
+        compute_s: computation on the device.
+        exposed: by axis, what its collectives add to that.
+        late_s: of `compute_s`, products of weight gradients; `late_hidden_s`: what they save of `exposed`.
+        issue_s: the host's time to issue all of it, ahead of the device; `late_issue_s`: products of weight gradients.
+    """
+
+    compute_s: float
+    exposed: Mapping[str, float]
+    late_s: float
+    late_hidden_s: float
+    issue_s: float
+    late_issue_s: float
+
+    @property
+    def total_s(self) -> float:
+        """All of it."""
+        return max(self._device_s, self.issue_s)
+
+    @property
+    def input_gradient_s(self) -> float:
+        """What a cut backward runs first."""
+        return max(self._device_s - self.late_s + self.late_hidden_s, self.issue_s - self.late_issue_s)
+
+    @property
+    def weight_gradient_s(self) -> float:
+        """What a cut backward runs later."""
+        return max(self.late_s, self.late_issue_s)
+
+    @property
+    def communication(self) -> dict[str, float]:
+        """By axis, what of `total_s` its collectives add."""
+        sent = sum(self.exposed.values())
+        added = self.total_s - max(self.compute_s, self.issue_s)
+        return {axis: value * added / sent for axis, value in self.exposed.items()} if sent else {}
+
+    @property
+    def _device_s(self) -> float:
+        return self.compute_s + sum(self.exposed.values())
+
+
+def phase_time(
+    phase: PhasePrice,
+    recipe: Execution,
+    groups: Groups,
+    cluster: Cluster,
+    *,
+    done: Busy = _IDLE,
+) -> PhaseTime:
+    """Times of a phase for one micro-batch.
+
+    Args:
+        phase: the phase of a layer class.
+        recipe, groups, cluster: as it runs.
+        done: computation that is done already, and is left out.
+    """
+    kernels = phase.busy.kernels - done.kernels
+    compute_s = max(0.0, phase.busy.total_s - done.total_s)
+    compute_s += sum(sorting_time(item, recipe, cluster) for item in phase.traffic)
+    dispatch_s = 0.0
+    if recipe.runtime.blocking_launches:
+        compute_s += (kernels + len(phase.traffic)) * cluster.device.dispatch("blocking")
+    else:
+        dispatch_s = cluster.device.dispatch("graph" if recipe.runtime.cuda_graph else "eager")
+    sent: dict[str, float] = {}
+    for item in phase.traffic:
+        sent[item.axis] = sent.get(item.axis, 0.0) + traffic_time(item, recipe, groups)
+    late_s = phase.busy.weight_gradient_s
+    hidden = {
+        "tensor": min(sent.get("tensor", 0.0), recipe.runtime.overlap_tensor * late_s),
+        "context": min(sent.get("context", 0.0), phase.busy.attention_s),
+    }
+    beside_late = hidden["tensor"]
+    if recipe.runtime.overlap_expert:
+        turns = 1 - 1 / recipe.micro_batches  # one forward and one backward of a step have no other beside them
+        to_hide = sent.get(EXPERT, 0.0)
+        rest = min(to_hide, max(0.0, compute_s - late_s - hidden["context"]))
+        late = min(to_hide - rest, late_s - beside_late)
+        hidden[EXPERT] = turns * (rest + late)
+        beside_late += turns * late
+    saved = 1 - measured_slowdown()
+    exposed = {axis: value - saved * hidden.get(axis, 0.0) for axis, value in sent.items()}
+    late_issue_s = phase.busy.weight_gradient_kernels * dispatch_s
+    return PhaseTime(compute_s, exposed, late_s, saved * beside_late, kernels * dispatch_s, late_issue_s)

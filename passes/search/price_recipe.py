@@ -1,0 +1,278 @@
+"""Price a recipe: from the prices of a model's layer classes to the time and memory of a training step.
+
+1. Blocks are shared out over the pipeline's stages (`pipeline_stages`). Blocks of one kind are priced once.
+2. What a stage takes for one micro-batch is its computation and the communication that nothing hides: of collectives of
+   its layout (`price_phases`), and, where parameters are sharded (ZeRO-3), their gathering, prefetched one block ahead;
+   where gradients are (ZeRO-2 and -3), the reduction of those of each micro-batch. What blocks keep may go to the host
+   and come back, beside the same computation, on links of its own.
+3. The schedule runs them.
+4. Once per step gradients are reduced, parameters are updated and gathered.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from autoshard.ir.execution import Execution
+from cost_models.collectives import all_gather_time, all_reduce_time, point_to_point_time, reduce_scatter_time
+from cost_models.compute import memory_time
+from cost_models.hardware import Cluster
+from cost_models.order_times import StageTimes
+from cost_models.streams import beside, slowed
+from passes.search.layers.fold_program import AFTER, BEFORE
+from passes.search.layers.price_layers import Busy, LayerPrice, PhasePrice
+from passes.search.pipeline_stages import Stage, cuts_backward, rank_layers, stages_time
+from passes.search.price_ends import GRADIENT_BYTES, WEIGHT_BYTES, EndLoad, end_times
+from passes.search.price_memory import kept_bytes
+from passes.search.price_phases import PhaseTime, phase_time
+from passes.search.recipe_groups import Groups, in_pieces
+
+HOST = "the host"
+"""What copies to the host and back count as in a step's communication."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerTime:
+    """Seconds of a layer class, once, with what is hidden taken off.
+
+    Args:
+        forward_s, backward_s: of the passes, the backward without what it recomputes.
+        recompute_s: that.
+        input_gradient_s, weight_gradient_s: of a backward that is cut in two; they take at least `backward_s`.
+        communication: the part of all that is exposed communication, by axis.
+    """
+
+    forward_s: float
+    backward_s: float
+    recompute_s: float
+    input_gradient_s: float
+    weight_gradient_s: float
+    communication: Mapping[str, float]
+
+
+def layer_time(price: LayerPrice, recipe: Execution, groups: Groups, cluster: Cluster, *, is_block: bool) -> LayerTime:
+    """The time of a layer class for one micro-batch."""
+    forward, backward = (phase_time(phase, recipe, groups, cluster) for phase in (price.forward, price.backward))
+    gathers, copies = sharded_time(price, recipe, groups), copies_time(price, recipe, cluster, is_block=is_block)
+    adding_s = memory_time(accumulation_bytes(price, recipe), cluster.device)
+    again = _recomputed(price, recipe, groups, cluster, is_block=is_block)
+    there = _passing(forward.total_s, forward.total_s, gathers[0], copies[0], recipe)
+    first_s = backward.input_gradient_s + again.total_s
+    back = _passing(backward.total_s + again.total_s, first_s, gathers[1], copies[1], recipe)
+    communication: dict[str, float] = {}
+    for part in (forward.communication, there.exposed, backward.communication, again.communication, back.exposed):
+        for name, value in part.items():
+            communication[name] = communication.get(name, 0.0) + value
+    return LayerTime(
+        there.total_s, back.total_s + adding_s - again.total_s, again.total_s,
+        back.first_s - again.total_s, backward.weight_gradient_s + adding_s, communication,
+    )  # fmt: skip
+
+
+def _recomputed(price: LayerPrice, recipe: Execution, groups: Groups, cluster: Cluster, *, is_block: bool) -> PhaseTime:
+    """What a layer class's backward computes again."""
+    if not is_block or recipe.recompute == "none":
+        return _NOTHING
+    if recipe.recompute == "selective":
+        return phase_time(PhasePrice(price.forward.core, Busy(), Busy(), ()), recipe, groups, cluster)
+    done = price.forward.tail if recipe.runtime.early_stop else Busy()
+    return phase_time(price.forward, recipe, groups, cluster, done=done)
+
+
+_NOTHING = PhaseTime(0.0, {}, 0.0, 0.0, 0.0, 0.0)
+
+
+class _PassTimes(NamedTuple):
+    """A pass with what it exchanges: seconds of all, and of what a cut one runs first; what of it is exchange."""
+
+    total_s: float
+    first_s: float
+    exposed: Mapping[str, float]
+
+
+def _passing(busy_s: float, first_s: float, gather_s: float, copy_s: float, recipe: Execution) -> _PassTimes:
+    """A pass that is busy for so long, its first part alone for `first_s`, beside gathering and copying.
+
+    Where the pass is cut, all exchange is in its first part.
+    """
+    overlaps = recipe.runtime.overlap_parameters if recipe.zero == 3 else recipe.runtime.overlap_gradients
+    before_s, beside_s = (0.0, gather_s) if overlaps else (gather_s, 0.0)
+    waited_s = 0.0 if recipe.runtime.overlap_offload else copy_s
+    longest_s = max(beside_s, copy_s - waited_s)
+    total_s, gathered_s = (beside(before_s + busy_s, seconds) for seconds in (longest_s, beside_s))
+    first_s = max(longest_s, before_s + first_s + slowed(before_s + busy_s, longest_s))
+    copied = {HOST: total_s + waited_s - gathered_s} if copy_s else {}
+    return _PassTimes(total_s + waited_s, first_s + waited_s, {"data": gathered_s - busy_s, **copied})
+
+
+def copies_time(price: LayerPrice, recipe: Execution, cluster: Cluster, *, is_block: bool) -> tuple[float, float]:
+    """Seconds in which what a layer class keeps goes to the host, and comes back; the ends' stays on the device."""
+    if recipe.offload != "activations" or not is_block:
+        return 0.0, 0.0
+    kept = kept_bytes(price, recipe, is_block=True)
+    return (cluster.device.to_host_time(kept), cluster.device.from_host_time(kept)) if kept else (0.0, 0.0)
+
+
+def sharded_time(price: LayerPrice, recipe: Execution, groups: Groups) -> tuple[float, float]:
+    """Seconds of gathering a layer class's parameters in the forward, and again with reducing their gradients after.
+
+    ZeRO-3 gathers; ZeRO-2 reduces too, where there are several micro-batches (`Execution.reduces_each`). Experts are
+    shared out among the ranks that hold the same ones. Where collectives take lists, each matrix is gathered by
+    itself, and vectors stay whole (DeepSpeed's ZeRO-3).
+    """
+    if not recipe.reduces_each:
+        return 0.0, 0.0
+    gradient, weight = GRADIENT_BYTES[recipe.runtime.gradient_dtype], WEIGHT_BYTES[recipe.precision]
+    dense, expert = price.parameters, price.expert_parameters
+
+    reduce_s = in_pieces(reduce_scatter_time, dense * gradient, groups.zero, recipe)
+    reduce_s += in_pieces(all_reduce_time, dense * gradient / groups.zero.size, groups.outer, recipe)
+    if expert:
+        reduce_s += in_pieces(reduce_scatter_time, expert * gradient, groups.expert_replicas, recipe)
+    if recipe.zero < 3:
+        return 0.0, reduce_s
+    each = max(1, price.matrices) if recipe.runtime.listed_collectives else None
+    gather_s = in_pieces(all_gather_time, dense * weight, groups.zero, recipe, count=each)
+    if expert:
+        gather_s += in_pieces(all_gather_time, expert * weight, groups.expert_replicas, recipe)
+    return gather_s, gather_s + reduce_s
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step: its time, and where the time goes; each is found when it is read first.
+
+    Args:
+        layers: the price of each layer class.
+        stages: how often each stage has each layer class.
+        recipe, groups, cluster: as it runs.
+    """
+
+    layers: Mapping[str, LayerPrice]
+    stages: Sequence[Stage]
+    recipe: Execution
+    groups: Groups
+    cluster: Cluster
+
+    @cached_property
+    def time_s(self) -> float:
+        """Seconds of the step."""
+        return self._pipe_s + sum(self.end.values())
+
+    @cached_property
+    def breakdown(self) -> Mapping[str, float]:
+        """Seconds by where they go; `time_s` is their sum."""
+        recipe, found = self.recipe, dict[str, float]()
+        is_late = recipe.pipeline > 1 and not recipe.runtime.overlap_pipeline
+        sends_s = 2 * self.send_s * recipe.virtual_stages * recipe.micro_batches if is_late else 0.0
+        busy_s = sum(stage.forward_s + stage.backward_s for stage in self.stage_times)
+        busy_s *= recipe.micro_batches / recipe.pipeline
+        waited_s = 0.0 if recipe.pipeline == 1 else max(0.0, self._pipe_s - busy_s)
+        sends_s = min(sends_s, waited_s)
+        for name, time in self.times.items():
+            share = sum(counts.get(name, 0) for counts in self.ranks) * recipe.micro_batches / recipe.pipeline
+            for axis, value in time.communication.items():
+                key = f"communication over {axis}"
+                found[key] = found.get(key, 0.0) + value * share
+        if waited_s > sends_s:
+            found["pipeline bubble"] = waited_s - sends_s
+        if sends_s:
+            found["communication over pipeline"] = sends_s
+        found |= {name: value for name, value in self.end.items() if value}
+        return {"compute": self.time_s - sum(found.values()), **found}
+
+    @cached_property
+    def _pipe_s(self) -> float:
+        return stages_time(self.stage_times, self.recipe)
+
+    @cached_property
+    def times(self) -> Mapping[str, LayerTime]:
+        """Times of the layer classes."""
+        parts = (self.recipe, self.groups, self.cluster)
+        return {
+            name: layer_time(price, *parts, is_block=name not in (BEFORE, AFTER)) for name, price in self.layers.items()
+        }
+
+    @cached_property
+    def send_s(self) -> float:
+        """Seconds of a hand-over."""
+        return send_time(self.layers, self.recipe, self.groups)
+
+    @cached_property
+    def stage_times(self) -> Sequence[StageTimes]:
+        """Times of each stage for a micro-batch."""
+        known = {stage: self._stage_times(stage) for stage in dict.fromkeys(self.stages)}
+        return [known[stage] for stage in self.stages]
+
+    def _stage_times(self, stage: Stage) -> StageTimes:
+        def total(part: Callable[[LayerTime], float]) -> float:
+            return sum(part(self.times[name]) * count for name, count in stage.layers)
+
+        forward_s, again_s = total(lambda time: time.forward_s), total(lambda time: time.recompute_s)
+        if not cuts_backward(self.recipe):
+            return StageTimes(forward_s, total(lambda time: time.backward_s), 0.0, self.send_s, again_s)
+        first_s, late_s = total(lambda time: time.input_gradient_s), total(lambda time: time.weight_gradient_s)
+        return StageTimes(forward_s, first_s, late_s, self.send_s, again_s)
+
+    @cached_property
+    def ranks(self) -> Sequence[Mapping[str, int]]:
+        """How often each pipeline rank has each layer class."""
+        return rank_layers(self.stages, self.recipe)
+
+    @cached_property
+    def end(self) -> Mapping[str, float]:
+        """The ends of the rank on which they take longest."""
+        kinds = dict.fromkeys(tuple(counts.items()) for counts in self.ranks)
+        ends = [end_times(self._load_of(counts), self.recipe, self.groups, self.cluster) for counts in kinds]
+        return max(ends, key=lambda parts: sum(parts.values()))
+
+    def _load_of(self, counts: Iterable[tuple[str, int]]) -> EndLoad:
+        mine = [(self.layers[name], self.times[name], count) for name, count in counts]
+        return EndLoad(
+            dense=sum(price.parameters * count for price, _, count in mine),
+            expert=sum(price.expert_parameters * count for price, _, count in mine),
+            forward_s=sum(time.forward_s * count for _, time, count in mine),
+            backward_s=sum((time.backward_s + time.recompute_s) * count for _, time, count in mine),
+        )
+
+
+def send_time(layers: Mapping[str, LayerPrice], recipe: Execution, groups: Groups) -> float:
+    """Seconds of handing a block's input to the next stage; each tensor rank sends its part (Narayanan et al. 2021)."""
+    if recipe.pipeline == 1:
+        return 0.0
+    whole = max(price.entering_bytes for name, price in layers.items() if name not in (BEFORE, AFTER))
+    part = whole if recipe.sequence_parallel else whole / recipe.tensor
+    group = groups.neighbours
+    link = group.inter if group.inter is not None else group.intra
+    assert link is not None, "two stages have a link"
+    sent = point_to_point_time(part, link)
+    if recipe.tensor > 1 and not recipe.sequence_parallel:
+        sent += all_gather_time(whole, groups.tensor)
+    return sent
+
+
+def accumulation_bytes(price: LayerPrice, recipe: Execution) -> float:
+    """Bytes moved to add a micro-batch's gradients to those before it, or to lay out those that are reduced at once.
+
+    Gradients come in two bytes an element and are added to a sum that is read and written. FSDP copies them into its
+    flat buffer, and casts that to the dtype in which it reduces.
+    """
+    gradient = GRADIENT_BYTES[recipe.runtime.gradient_dtype]
+    elements = price.parameters + price.expert_parameters
+    if recipe.reduces_each:
+        return elements * (4 + (2 + gradient if gradient > 2 else 0))
+    return elements * (2 + 2 * gradient) if recipe.micro_batches > 1 else 0.0
+
+
+def model_flops(layers: Mapping[str, LayerPrice], blocks: Sequence[str], recipe: Execution) -> float:
+    """FLOPs of products and attention in a step on one rank, nothing recomputed."""
+    names = [BEFORE, *blocks, AFTER]
+    counts = {name: names.count(name) for name in dict.fromkeys(names)}
+    per_micro = math.fsum(
+        (layers[name].forward.busy.flops + layers[name].backward.busy.flops) * count for name, count in counts.items()
+    )
+    return per_micro * recipe.micro_batches / recipe.pipeline

@@ -1,0 +1,125 @@
+"""The groups of ranks of a recipe's axes, and how long collectives take on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autoshard.errors import RecipeError
+from autoshard.ir.execution import Execution
+from cost_models.collectives import (
+    all_gather_time,
+    all_reduce_time,
+    all_to_all_time,
+    dispatch_time,
+    reduce_scatter_time,
+)
+from cost_models.compute import memory_time
+from cost_models.hardware import Cluster
+from cost_models.topology import GroupLinks
+from passes.search.layers.price_layers import EXPERT, AxisTraffic
+from passes.search.layers.propagate_axis import MoveKind
+
+Exchange = Callable[[float, GroupLinks], float]
+"""Seconds of exchanging bytes in a group."""
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """The links of the recipe's groups.
+
+    Args:
+        tensor, context, expert: of these axes; replicas: of data x context; `zero`: over which ZeRO shards; `outer`: of
+            the replicas of such a group; expert_replicas: of ranks that hold the same experts; neighbours: of two
+            stages that follow each other.
+    """
+
+    tensor: GroupLinks
+    context: GroupLinks
+    expert: GroupLinks
+    replicas: GroupLinks
+    zero: GroupLinks
+    outer: GroupLinks
+    expert_replicas: GroupLinks
+    neighbours: GroupLinks
+
+    def of(self, axis: str) -> GroupLinks:
+        """The group of a layout's axis."""
+        return {"tensor": self.tensor, "context": self.context, "expert": self.expert}[axis]
+
+
+def recipe_groups(recipe: Execution, cluster: Cluster) -> Groups:
+    """The groups of a recipe on a cluster. Raises RecipeError if it needs another number of devices."""
+    if recipe.devices != cluster.size:
+        raise RecipeError(
+            f"The recipe needs pipeline={recipe.pipeline} x data={recipe.data} x context={recipe.context} x "
+            f"tensor={recipe.tensor} = {recipe.devices} devices; the cluster has {cluster.size}."
+        )
+    replicas, shards = recipe.replicas, recipe.zero_group or recipe.replicas
+
+    def along(inner: int, size: int, inside: int = 1) -> GroupLinks:
+        """A group of `size` ranks, `inner` apart, and of `inside` ranks that are neighbours beside each of them."""
+        outer, between = cluster.size // (inner * size), inner // inside
+        shape = {"outer": outer, "group": size, "between": between, "inside": inside}
+        return cluster.group_links(shape, ("group", "inside") if inside > 1 else ("group",))
+
+    tensor, expert_tensor = recipe.tensor, recipe.expert_tensor
+    inner, inside = expert_tensor, 1
+    if not recipe.runtime.folded_experts:
+        inner, inside = tensor * recipe.context, tensor * recipe.context // expert_tensor
+    return Groups(
+        tensor=along(1, tensor),
+        context=along(tensor, recipe.context),
+        expert=along(inner, recipe.expert),
+        replicas=along(tensor, replicas),
+        zero=along(tensor, shards),
+        outer=along(tensor * shards, replicas // shards),
+        expert_replicas=along(inner * recipe.expert, recipe.expert_ranks // (recipe.expert * inside), inside),
+        neighbours=along(tensor * replicas, min(2, recipe.pipeline)) if recipe.pipeline > 1 else along(1, 1),
+    )
+
+
+def traffic_time(item: AxisTraffic, recipe: Execution, groups: Groups) -> float:
+    """Seconds of a collective."""
+    group = groups.of(item.axis)
+    if recipe.runtime.merged_dispatch and (item.axis, item.kind) == (EXPERT, MoveKind.EXCHANGE):
+        return _merged_s(item.bytes, item.copies, group)
+    return _alone_s(_MOVES[item.kind], item.bytes, group)
+
+
+_MOVES = {
+    MoveKind.GATHER: all_gather_time, MoveKind.SCATTER: reduce_scatter_time, MoveKind.REDUCE: all_reduce_time,
+    MoveKind.EXCHANGE: all_to_all_time,
+}  # fmt: skip
+
+
+@lru_cache(maxsize=2**16)
+def _alone_s(exchange: Exchange, moved_bytes: float, group: GroupLinks) -> float:
+    """Seconds of an exchange with nothing beside it; a search asks for few of them very often."""
+    return exchange(moved_bytes, group)
+
+
+_merged_s = lru_cache(maxsize=2**16)(dispatch_time)
+"""The same of an exchange of tokens that are sent once to each place."""
+
+
+def sorting_time(item: AxisTraffic, recipe: Execution, cluster: Cluster) -> float:
+    """Seconds in which tokens that came by rank are sorted by expert, or back; a merged dispatch does that itself."""
+    if item.axis != EXPERT or recipe.runtime.merged_dispatch:
+        return 0.0
+    return memory_time(2 * item.bytes, cluster.device)
+
+
+_LISTED_S = 2e-5
+"""Seconds in which the host issues a view and a copy for each rank of a collective that takes a list of tensors, from
+C++, without Python between them (jiahuanglin.xyz, all_lessons/gpu_kernel_serving/18_pytorch_to_kernel: 5 to 25 us)."""
+
+
+def in_pieces(
+    exchange: Exchange, total_bytes: float, group: GroupLinks, recipe: Execution, *, count: int | None = None
+) -> float:
+    """Seconds of exchanging bytes in `count` pieces (default: of the recipe's size), each listed by rank if it does."""
+    count = max(1, round(total_bytes / recipe.runtime.bucket_bytes)) if count is None else count
+    listing_s = group.size * _LISTED_S if recipe.runtime.listed_collectives and group.size > 1 else 0.0
+    return count * (_alone_s(exchange, total_bytes / count, group) + listing_s)

@@ -1,0 +1,36 @@
+"""Fan-outs: one place to reshard a value for all of its users."""
+
+from __future__ import annotations
+
+import torch
+
+from autoshard.rules.fan_out import fan_out
+from autoshard.tracing import trace
+from passes.preparation.canonicalize import Canonicalize
+from passes.preparation.insert_fan_outs import InsertFanOuts
+from tests.passes.blocks import Perceptron
+
+GOLDEN = """\
+fan_out_1: f32[4, 16] = fan_out(input_0)
+fan_out: f32[16, 32] = fan_out(p_second_weight)
+fan_out_2: f32[4, 32] = fan_out(relu)
+fan_out_4: f32[4, 16] = fan_out(sub)
+fan_out_5: f32[4, 16] = fan_out(mul_1)
+fan_out_3: f32[4, 32] = fan_out(fan_out_2)
+fan_out_6: f32[4, 32] = fan_out(threshold_backward)"""
+
+
+def test_values_with_several_users_get_hubs() -> None:
+    """One before the first forward user, one more where several backward users follow."""
+    program = InsertFanOuts()(Canonicalize()(trace(Perceptron(), (torch.randn(4, 16), torch.randn(4, 16)), {})))
+    lines = [line for line in program.text().splitlines() if "= fan_out(" in line]
+    assert "\n".join(lines) == GOLDEN
+
+
+def test_no_value_but_a_hub_has_two_users() -> None:
+    """Behind a fan-out every edge is private; scalars need none."""
+    program = InsertFanOuts()(Canonicalize()(trace(Perceptron(), (torch.randn(4, 16), torch.randn(4, 16)), {})))
+    for node in program.graph.nodes:
+        value = node.meta.get("val")
+        if node.target is not fan_out and isinstance(value, torch.Tensor) and value.ndim > 0:
+            assert len([user for user in node.users if user.op == "call_function"]) <= 1

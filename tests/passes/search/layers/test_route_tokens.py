@@ -1,0 +1,66 @@
+"""Ranks that share tokens each route their own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from autoshard import Cluster
+from autoshard.ir.execution import Execution
+from autoshard.ir.spec import P
+from passes.search.layers.price_layers import Busy, LayerPrice
+from passes.search.layers.propagate_axis import AXIS
+from passes.search.layers.route_tokens import routed_calls
+from tests.passes.decoders import priced_sparse
+
+PRICED = priced_sparse()
+SPARSE = "layers:1"
+SPLIT = (Execution(data=2, context=2, expert=4, micro_batch=64),
+         Execution(data=2, tensor=2, sequence_parallel=True, expert=4, micro_batch=64))  # fmt: skip
+
+
+def _experts(recipe: Execution) -> LayerPrice:
+    return PRICED.counted.layer_prices(recipe, Cluster("h100_sxm", 1, 4))[SPARSE]
+
+
+def test_calls_between_the_two_permutations_are_routed() -> None:
+    """Both sorts, both selections and products, forward and backward; neither the router before nor sums behind."""
+    nodes = PRICED.folded.single.nodes_by_name()
+    found = [nodes[name] for name in routed_calls(PRICED.folded, AXIS)]
+    forward = [node.target for node in found
+               if node.meta["phase"] == "forward" and PRICED.folded.layer_of[node.name] == SPARSE]  # fmt: skip
+    aten = torch.ops.aten
+    for target in (aten.sort.default, aten.index_select.default, aten.bmm.default):
+        assert forward.count(target) == 2
+    assert not {aten.mm.default, aten.topk.default, aten.sum.dim_IntList} & set(forward)
+
+
+def test_tokens_are_split_and_weights_are_not() -> None:
+    """A weight's gradient adds up what ranks have of it."""
+    nodes = PRICED.folded.single.nodes_by_name()
+    products = {name: strategy for name, strategy in routed_calls(PRICED.folded, AXIS).items()
+                if nodes[name].target is torch.ops.aten.bmm.default}  # fmt: skip
+    for name, strategy in products.items():
+        weight_read = any(spec == P() for spec in strategy.inputs)
+        assert strategy.outputs == ((P(None, AXIS),) if weight_read else (P(partial={AXIS: "sum"}),)), name
+        assert nodes[name].meta["phase"] == "backward" or weight_read
+
+
+@pytest.mark.parametrize("recipe", SPLIT)
+def test_experts_cost_a_rank_with_half_the_tokens_what_half_the_sequences_cost(recipe: Execution) -> None:
+    """Splitting tokens over context or tensor ranks is no other than splitting batches."""
+    split, half = _experts(recipe), _experts(Execution(data=4, expert=4, micro_batch=32))
+    for one, two in ((split.forward, half.forward), (split.backward, half.backward)):
+        assert _seconds(one.busy) == pytest.approx(_seconds(two.busy))
+        assert one.traffic == two.traffic
+
+
+def test_tokens_that_all_tensor_ranks_hold_are_not_split() -> None:
+    """Without sequence parallelism each tensor rank routes all of them."""
+    whole = _experts(Execution(data=2, tensor=2, expert=4, micro_batch=64))
+    alone = _experts(Execution(data=4, expert=4, micro_batch=64))
+    assert [item for item in whole.forward.traffic if item.axis == "expert"] == list(alone.forward.traffic)
+
+
+def _seconds(busy: Busy) -> tuple[float, ...]:
+    return busy.matmul_s, busy.memory_s, busy.flops

@@ -1,0 +1,66 @@
+"""The memory of a recipe's fullest rank."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from autoshard import Cluster
+from autoshard.ir.execution import Execution
+from passes.search.pipeline_stages import share_out
+from passes.search.price_memory import MemoryPrice, memory_price
+from passes.search.recipe_groups import recipe_groups
+from tests.passes.decoders import dense, priced_dense
+from tests.passes.executions import under
+
+PRICED = priced_dense(8)
+ELEMENTS = sum(parameter.numel() for parameter in dense(8).parameters())
+
+
+def _memory(recipe: Execution, in_flight: float = 1.0) -> MemoryPrice:
+    cluster = Cluster("h100_sxm", max(1, recipe.devices // 8), min(8, recipe.devices))
+    prices = PRICED.counted.layer_prices(recipe, cluster)
+    stages = share_out(PRICED.folded.blocks, recipe)
+    return memory_price(prices, stages, recipe, recipe_groups(recipe, cluster), (in_flight,) * recipe.pipeline)
+
+
+def test_state_is_counted_in_bytes_per_parameter() -> None:
+    """Two for the weight, four for the gradient, twelve for master weight and moments."""
+    parts = _memory(Execution()).parts
+    assert parts["parameters"] == 2 * ELEMENTS
+    assert parts["gradients"] == 4 * ELEMENTS
+    assert parts["optimizer state"] == 12 * ELEMENTS
+
+
+def test_zero_3_keeps_one_master_weight() -> None:
+    """The shard is the master weight, and two blocks are gathered."""
+    parts = _memory(Execution(data=8, zero=3)).parts
+    assert parts["parameters"] == pytest.approx(4 * ELEMENTS / 8)
+    assert parts["optimizer state"] == pytest.approx(8 * ELEMENTS / 8)
+    assert parts["gathered parameters"] > 0
+
+
+def test_micro_batches_in_flight_keep_their_activations() -> None:
+    """Three micro-batches keep three times as much."""
+    recipe = Execution(pipeline=2, micro_batch=512, global_batch=4096)
+    one, three = (_memory(recipe, in_flight=count).parts["activations"] for count in (1.0, 3.0))
+    assert three == 3 * one
+
+
+def test_the_update_counts_where_it_is_the_peak() -> None:
+    """Gradients in 16 bits are copied to float32 for master weights, when activations are gone."""
+    small = under(Execution(), gradient_dtype="bf16")
+    assert "update" in _memory(small).parts
+    assert "update" not in _memory(dataclasses.replace(small, micro_batch=1024)).parts
+
+
+def test_offloaded_state_is_not_on_the_device() -> None:
+    """It lies in the host's memory."""
+    assert "optimizer state" not in _memory(Execution(data=2, zero=1, offload="optimizer")).parts
+
+
+def test_gradients_beside_their_sum_take_memory() -> None:
+    """Two more bytes for each parameter."""
+    apart, together = (_memory(under(Execution(), separate_sum=flag)).parts["gradients"] for flag in (True, False))
+    assert apart - together == 2 * ELEMENTS

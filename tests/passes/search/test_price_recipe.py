@@ -1,0 +1,170 @@
+"""The time of a recipe's step follows from the prices of its layer classes."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from autoshard import Cluster
+from autoshard.ir.execution import Execution
+from cost_models.collectives import all_gather_time
+from cost_models.hardware import Cluster as PricedCluster
+from cost_models.hardware import node_type
+from cost_models.step import InStep
+from cost_models.streams import beside
+from passes.search.pipeline_stages import share_out
+from passes.search.price_ends import exchange_times
+from passes.search.price_recipe import (
+    Step,
+    accumulation_bytes,
+    copies_time,
+    layer_time,
+    send_time,
+    sharded_time,
+)
+from passes.search.recipe_groups import recipe_groups
+from tests.passes.decoders import HIDDEN, SEQUENCE, priced_dense
+from tests.passes.executions import under
+
+PRICED = priced_dense(8)
+BLOCKS = PRICED.folded.blocks
+
+
+def _cluster(recipe: Execution) -> Cluster:
+    return Cluster("h100_sxm", max(1, recipe.devices // 8), min(8, recipe.devices))
+
+
+def _seconds(recipe: Execution, cluster: PricedCluster | None = None) -> float:
+    cluster = cluster or _cluster(recipe)
+    prices = PRICED.counted.layer_prices(recipe, cluster)
+    groups = recipe_groups(recipe, cluster)
+    return Step(prices, share_out(BLOCKS, recipe), recipe, groups, cluster).time_s
+
+
+def test_a_micro_batch_more_takes_its_own_time() -> None:
+    """Without a pipeline, time is linear in micro-batches but for the ends of the step."""
+    one, two, three = (_seconds(Execution(micro_batch=2, global_batch=2 * count)) for count in (2, 3, 4))
+    assert two - one == pytest.approx(three - two)
+
+
+def test_slower_kernels_make_slower_steps() -> None:
+    """And so does a slower network, where there is one."""
+    recipe = Execution(data=16, micro_batch=8192)
+    node = node_type("h100_sxm")
+    plain, kernels, network = (
+        _seconds(recipe, PricedCluster(node, 2, 8, InStep(**factors)))
+        for factors in ({}, {"kernels": 3.0}, {"network": 3.0})
+    )
+    assert kernels > plain < network
+
+
+def test_the_host_bounds_small_kernels_unless_a_graph_is_captured() -> None:
+    """A tiny model takes what issuing its kernels takes."""
+    assert _seconds(under(Execution(), cuda_graph=True)) < 0.6 * _seconds(Execution())
+
+
+def test_a_part_that_is_handed_on_is_gathered_unless_the_next_stage_reads_parts() -> None:
+    """Tensor ranks send a part of a block's input each; with sequence parallelism the next stage has the same part."""
+    whole = Execution(tensor=4, pipeline=2, micro_batch=64)
+    split = dataclasses.replace(whole, sequence_parallel=True)
+    cluster = _cluster(whole)
+    groups = recipe_groups(whole, cluster)
+    sent_s = [send_time(PRICED.counted.layer_prices(each, cluster), each, groups) for each in (split, whole)]
+    gathered_s = all_gather_time(64 * SEQUENCE * HIDDEN * 2, groups.tensor)
+    assert sent_s[1] - sent_s[0] == pytest.approx(gathered_s)
+
+
+def test_early_stop_saves_the_last_product() -> None:
+    """It lies between no recomputation and all of it."""
+    recipes = [
+        Execution(micro_batch=64, recompute="none"),
+        under(Execution(micro_batch=64, recompute="full"), early_stop=True),
+    ]
+    recipes.append(under(recipes[1], early_stop=False))
+    none, early, full = map(_seconds, recipes)
+    assert none < early < full
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_copies_to_the_host_run_beside_a_blocks_own_work(recompute: str) -> None:
+    """Of what it keeps, there and back; the step is longer by what they slow down, or leave to wait for."""
+    recipe = under(Execution(micro_batch=64, recompute=recompute), cuda_graph=True)
+    away = dataclasses.replace(recipe, offload="activations")
+    cluster = _cluster(recipe)
+    prices = PRICED.counted.layer_prices(recipe, cluster)
+    groups = recipe_groups(recipe, cluster)
+    for name in dict.fromkeys(BLOCKS):
+        here, there = (layer_time(prices[name], each, groups, cluster, is_block=True) for each in (recipe, away))
+        out_s, back_s = copies_time(prices[name], away, cluster, is_block=True)
+        assert out_s > 0
+        assert there.forward_s == beside(here.forward_s, out_s)
+        backward_s = beside(here.backward_s + here.recompute_s, back_s)
+        assert there.backward_s + there.recompute_s == pytest.approx(backward_s)
+    assert _seconds(away) > _seconds(recipe)
+
+
+def test_overlap_hides_communication() -> None:
+    """Of gradients and of tensor collectives."""
+    base = Execution(data=8, tensor=8, micro_batch=16)
+    apart = under(base, overlap_gradients=False, overlap_tensor=False, overlap_parameters=False)
+    hidden, shown = map(_seconds, (base, apart))
+    assert hidden < shown
+
+
+def test_gradients_are_summed_only_over_several_micro_batches() -> None:
+    """A single micro-batch's gradients need no sum."""
+    price = PRICED.counted.layer_prices(Execution(), _cluster(Execution()))["layers:0"]
+    assert accumulation_bytes(price, Execution()) == 0
+    assert accumulation_bytes(price, Execution(global_batch=2)) == 10 * price.parameters
+
+
+def test_selective_recomputation_repeats_attentions_core_only() -> None:
+    """Fused attention has none: it keeps no scores."""
+    recipe = Execution(recompute="selective")
+    cluster = _cluster(recipe)
+    price = PRICED.counted.layer_prices(recipe, cluster)["layers:0"]
+    times = layer_time(price, recipe, recipe_groups(recipe, cluster), cluster, is_block=True)
+    assert times.recompute_s == 0
+
+
+def test_blocking_launches_add_the_host_to_the_device() -> None:
+    """The host's time of every kernel is on the way, whether kernels are long or short."""
+    for micro_batch in (1, 8192):
+        free, blocking = (under(Execution(micro_batch=micro_batch), blocking_launches=flag) for flag in (False, True))
+        assert _seconds(blocking) > _seconds(free)
+
+
+def test_listing_costs_host_time_for_every_rank_and_matrix() -> None:
+    """Gathering by lists takes longer, the more so the more ranks are listed."""
+
+    def extra(data: int) -> float:
+        times = []
+        for listed in (False, True):
+            recipe = under(Execution(data=data, zero=3), listed_collectives=listed)
+            cluster = _cluster(recipe)
+            price = PRICED.counted.layer_prices(recipe, cluster)["layers:0"]
+            times.append(sharded_time(price, recipe, recipe_groups(recipe, cluster))[0])
+        return times[1] - times[0]
+
+    assert 0 < extra(8) < extra(64)
+
+
+def test_ranks_that_keep_shards_of_gradients_reduce_those_of_each_micro_batch() -> None:
+    """ZeRO-2 with several micro-batches; with a single one it reduces once, as ZeRO-1 does."""
+    for batch in (8, 64):
+        one, two = (under(Execution(data=8, zero=zero, global_batch=batch), overlap_gradients=False) for zero in (1, 2))
+        cluster = _cluster(one)
+        groups = recipe_groups(two, cluster)
+        prices = PRICED.counted.layer_prices(two, cluster).values()
+        reduced_s = sum(sharded_time(price, two, groups)[1] for price in prices)
+        assert (reduced_s > 0) == (batch > 8) == (_seconds(two) > _seconds(one))
+
+
+def test_a_step_waits_for_gradients_once_or_for_each_micro_batch() -> None:
+    """Not for both: what each micro-batch reduced is not reduced again at the end."""
+    for zero, is_reduced in ((1, True), (2, False), (3, False)):
+        recipe = Execution(data=8, zero=zero, global_batch=64)
+        cluster = _cluster(recipe)
+        reduce_s, _ = exchange_times(1e9, 1e9, recipe, recipe_groups(recipe, cluster))
+        assert (reduce_s > 0) == is_reduced

@@ -1,0 +1,134 @@
+"""What experts cost: their products, and the tokens that are sent to them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from autoshard import Cluster
+from autoshard.ir.execution import Execution
+from passes.search.layers.price_layers import AxisTraffic
+from passes.search.layers.price_model import PricedModel
+from passes.search.layers.propagate_axis import MoveKind
+from passes.search.pipeline_stages import share_out
+from passes.search.price_memory import memory_price
+from passes.search.price_recipe import Step, sharded_time
+from passes.search.recipe_groups import recipe_groups, sorting_time, traffic_time
+from passes.search.recipe_plan import predict_recipe
+from tests.benchmarks.experts import Experts, MixtureOfExperts
+from tests.passes.decoders import Decoder, folded, priced_sparse
+from tests.passes.executions import under
+
+PRICED = priced_sparse()
+RECIPE = Execution(data=4, expert=4, micro_batch=4096)
+CLUSTER = Cluster("h100_sxm", 1, 4)
+
+
+class Beside(nn.Module):
+    """A module beside a residual."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+
+def _seconds(recipe: Execution) -> float:
+    prices = PRICED.counted.layer_prices(recipe, CLUSTER)
+    stages = share_out(PRICED.folded.blocks, recipe)
+    return Step(prices, stages, recipe, recipe_groups(recipe, CLUSTER), CLUSTER).time_s
+
+
+def _exchanges(recipe: Execution) -> list[AxisTraffic]:
+    prices = PRICED.counted.layer_prices(recipe, CLUSTER).values()
+    phases = (phase for price in prices for phase in (price.forward, price.backward))
+    return [item for phase in phases for item in phase.traffic if item.axis == "expert"]
+
+
+def test_tokens_count_once_for_each_of_their_experts() -> None:
+    """Two experts a token: what is sent holds each token twice."""
+    assert {item.copies for item in _exchanges(RECIPE)} == {2.0}
+
+
+def test_experts_that_are_sharded_are_gathered() -> None:
+    """Under ZeRO-3 ranks with the same experts hold a shard of them, and have two blocks' whole while they run."""
+    recipe = Execution(data=4, expert=2, zero=3)
+    groups = recipe_groups(recipe, CLUSTER)
+    prices = PRICED.counted.layer_prices(recipe, CLUSTER)
+    moe = max(prices.values(), key=lambda price: price.expert_parameters)
+    dense = dataclasses.replace(moe, expert_parameters=0)
+    with_experts, without = (sharded_time(price, recipe, groups) for price in (moe, dense))
+    assert with_experts[0] > without[0]
+    assert with_experts[1] - with_experts[0] > without[1] - without[0]
+    alone = dataclasses.replace(recipe, expert=4)
+    assert sharded_time(moe, alone, recipe_groups(alone, CLUSTER)) == pytest.approx(
+        sharded_time(dense, alone, recipe_groups(alone, CLUSTER))
+    )
+    sized = {name: dataclasses.replace(each, parameters=100, expert_parameters=1000) for name, each in prices.items()}
+    memory = memory_price(sized, share_out(PRICED.folded.blocks, recipe), recipe, groups, [1.0])
+    assert memory.parts["gathered parameters"] == 2 * 2 * 1100
+
+
+def test_a_merged_dispatch_sends_less_and_sorts_nothing() -> None:
+    """Of two experts on four ranks, 1 in 4 pairs shares its rank; starts are not less."""
+    merged, groups = under(RECIPE, merged_dispatch=True), recipe_groups(RECIPE, CLUSTER)
+    for item in _exchanges(RECIPE):
+        apart, together = (traffic_time(item, recipe, groups) for recipe in (RECIPE, merged))
+        assert 0.875 * apart <= together < 0.95 * apart
+        assert sorting_time(item, merged, CLUSTER) == 0.0 < sorting_time(item, RECIPE, CLUSTER)
+    assert _seconds(merged) < _seconds(RECIPE)
+
+
+def test_other_traffic_is_not_sorted() -> None:
+    """Only tokens that were sent to experts are."""
+    item = AxisTraffic("tensor", MoveKind.REDUCE, 2**20)
+    assert sorting_time(item, RECIPE, CLUSTER) == 0.0
+
+
+def test_separate_experts_launch_a_kernel_each() -> None:
+    """With two experts on each of two ranks, each of their products is two kernels, which take no less."""
+    one = Execution(data=2, expert=2, micro_batch=4096)
+    each = under(one, separate_experts=True)
+    cluster = Cluster("h100_sxm", 1, 2)
+    together, apart = (PRICED.counted.layer_prices(recipe, cluster) for recipe in (one, each))
+    for name, price in together.items():
+        before, after = price.forward.busy, apart[name].forward.busy
+        products = 2 if price.expert_parameters else 0
+        assert after.kernels == before.kernels + products
+        assert after.matmul_s >= before.matmul_s
+        assert after.flops == before.flops
+
+
+def test_one_micro_batch_has_no_other_to_hide_its_exchanges() -> None:
+    """Exchanges of one run beside computation of another."""
+    hidden = under(RECIPE, overlap_expert=True)
+    assert _seconds(hidden) == _seconds(RECIPE)
+    several = {"micro_batch": 8192, "global_batch": 4 * 8 * 4096}
+    assert _seconds(dataclasses.replace(hidden, **several)) < _seconds(dataclasses.replace(RECIPE, **several))
+
+
+def test_biases_of_experts_lie_with_them() -> None:
+    """A rank has the biases of its experts; their tokens, and how much each counts, come and go once each way."""
+    hidden, count = 64, 4
+    with torch.device("meta"):
+        layers = [MixtureOfExperts(hidden, Experts(count, 2, hidden, 0, 0, biased=True), None) for _ in range(2)]
+        priced = PricedModel(folded(Decoder([*map(Beside, layers)]).bfloat16()))
+    block = priced.counted.layer_prices(RECIPE, CLUSTER)[priced.folded.blocks[0]]
+    assert block.expert_parameters == 3 * hidden * hidden + 2 * hidden + hidden
+    assert [len(phase.traffic) for phase in (block.forward, block.backward)] == [3, 3]
+
+
+def test_steps_in_eight_bits_have_an_interval_of_their_own() -> None:
+    """Wider than that in 16 bits: no such run was fitted to."""
+    one, eight = (
+        predict_recipe(PRICED.counted, dataclasses.replace(RECIPE, precision=precision), CLUSTER)
+        for precision in ("bf16", "f8")
+    )
+    widths = [math.log(high / low) for low, high in (item.step_time_interval_s or (1, 1) for item in (one, eight))]
+    assert 0 < widths[0] < widths[1]
