@@ -1,8 +1,8 @@
-"""Message passing on a pairwise problem: a lower bound of its optimum, and choices near it.
+"""Message passing on a pairwise problem: a lower bound of its optimum, and choices near the optimum.
 
 Sequential tree-reweighted message passing (Kolmogorov, "Convergent Tree-Reweighted Message Passing for Energy
-Minimization", IEEE PAMI 28(10), 2006, figure 3). Variables are visited in their order, which for programs is program
-order, and back; each pass back ends in a bound that never falls while the costs stay.
+Minimization", IEEE PAMI 28(10), 2006, figure 3). Each pass visits the variables in program order and back. The bound
+after a pass never falls while the costs stay the same.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
 
 
 class Messages:
-    """Message passing on one pairwise problem whose costs may be re-weighed between rounds.
+    """Message passing on one pairwise problem; the weights of its memory rows may change between rounds.
 
-    Options that are not allowed are left out: choices name options of the whole problem, all else counts what is left.
+    Forbidden options are left out. Choices name options of the whole problem; costs, tables and messages have an entry
+    for each allowed option.
     """
 
     def __init__(self, problem: Assignment) -> None:
@@ -44,9 +45,9 @@ class Messages:
         self._forward, self._backward = self._forwards.each, self._backwards.each
 
     def weigh(self, rows: Mapping[int, tuple[MemoryRow, float]]) -> None:
-        """Add `weight` seconds per byte of each memory row, by its point, to the costs; the messages stay.
+        """Add a weight, seconds per byte, of each memory row to the costs; the messages stay.
 
-        What is not allowed costs as much more as any bytes can save, so that it stays dearer than what is.
+        Forbidden pairs cost more by the most that bytes can save, so they stay dearer than allowed pairs.
         """
         weighed = [(self._left_of(row), weight) for row, weight in rows.values() if weight > 0.0]
         if not weighed:
@@ -63,7 +64,7 @@ class Messages:
                 self._tables[number] = self._tables[number] + weight * sizes
 
     def _left_of(self, row: MemoryRow) -> _LeftOfRow:
-        """A row without the options that are not allowed; made once."""
+        """Return a memory row of the allowed options; each row is made once."""
         if id(row) not in self._rows:
             variables = {variable: sizes[self._kept[variable]] for variable, sizes in row.variables.items()}
             edges = {number: self._table(self._problem.edges[number], sizes) for number, sizes in row.edges.items()}
@@ -72,13 +73,13 @@ class Messages:
         return self._rows[id(row)]
 
     def _table(self, edge: Edge, costs: Floats) -> Floats:
-        """Costs of an edge, the earlier variable's options as rows, without those that are not allowed."""
+        """Return the costs of an edge's allowed options, with the earlier variable's options as rows."""
         first, second = self._kept[min(edge.tail, edge.head)], self._kept[max(edge.tail, edge.head)]
         table = costs if edge.tail < edge.head else costs.T
         return table if table.shape == (len(first), len(second)) else table[np.ix_(first, second)]
 
     def iterate(self, times: int = 1) -> tuple[float, tuple[int, ...]]:
-        """Some passes forth and back: the best bound of all, and the choice that the last one rounded to."""
+        """Pass messages back and forth; return the best bound, and the choice that the last pass rounds to."""
         bound, choice = -np.inf, ()
         for left in reversed(range(times)):
             choice = self._whole(self._round()) if not left else ()
@@ -87,7 +88,7 @@ class Messages:
         return bound, choice
 
     def _capped_tables(self) -> list[Floats]:
-        """The costs of each edge, see `_table`; edges that share a table and its options share it here."""
+        """Return the costs of each edge (`_table`); edges that share a table and its options share it here."""
         made: dict[tuple[int, ...], Floats] = {}
 
         def capped(edge: Edge) -> Floats:
@@ -99,15 +100,15 @@ class Messages:
         return [capped(edge) for edge in self._problem.edges]
 
     def _whole(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """A choice of what is left as one of the whole problem."""
+        """Turn a choice of allowed options into a choice of the whole problem."""
         return tuple(int(kept[option]) for kept, option in zip(self._kept, choice, strict=True))
 
     def _left(self, variable: int, option: int) -> int:
-        """The place of an option among those that are left."""
+        """Return the place of an option among the allowed options."""
         return int(np.searchsorted(self._kept[variable], option))
 
     def _round(self) -> tuple[int, ...]:
-        """A choice, variable by variable, given what those before chose and what comes back from those behind."""
+        """Choose variable by variable, given earlier choices and the messages from later variables."""
         choice: list[int] = []
         for variable, cost in enumerate(self._costs):
             for number in self._later[variable]:
@@ -152,7 +153,7 @@ class Messages:
         return bound
 
     def improve(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """Change one variable at a time as long as that lowers the weighed cost (iterated conditional modes)."""
+        """Change one variable at a time as long as the weighed cost falls (iterated conditional modes)."""
         current = [self._left(variable, option) for variable, option in enumerate(choice)]
         changed = True
         while changed:
@@ -169,7 +170,7 @@ class Messages:
         return best if cost[best] < cost[choice[variable]] * (1 - 1e-12) else choice[variable]
 
     def costs_given_neighbours(self, variable: int, choice: Sequence[int]) -> Floats:
-        """The unweighed cost of each option of `variable` while all others stay as in `choice`, which is allowed."""
+        """Return the unweighed cost of each option of `variable`; the other variables stay as in `choice`."""
         left = list(choice)
         for number in (*self._earlier[variable], *self._later[variable]):
             for end in self._ends[number]:
@@ -190,12 +191,12 @@ class Messages:
 
 
 _FURTHER = 4.0
-"""How many times as much as they must what is not allowed is raised, so that it seldom is again."""
+"""Factor by which forbidden pairs are raised further than needed, so that they are seldom raised a second time."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Barred:
-    """Costs and tables in which what is not allowed costs `raised_by` more; edges that share a table still do."""
+    """Costs and tables in which forbidden pairs cost `raised_by` more; shared tables stay shared."""
 
     raised_by: float
     costs: Sequence[Floats]
@@ -203,7 +204,7 @@ class _Barred:
 
     @classmethod
     def of(cls, costs: Sequence[Floats], tables: Sequence[Floats], cap: float, most: float) -> _Barred:
-        """Those in which what costs `cap` costs `most` more."""
+        """Raise each cost of `cap` by `most`."""
         known: dict[int, Floats] = {}
         for table in (*costs, *tables):
             if id(table) not in known:
@@ -213,28 +214,28 @@ class _Barred:
 
 
 _least = np.minimum.reduce
-"""The least element, along an axis or of a vector; `ndarray.min` says the same more slowly."""
+"""The least element along an axis or of a vector, as `ndarray.min`, but faster."""
 
 
 class _Vectors:
-    """Messages along edges, one after the other in one array."""
+    """Messages along edges, stored behind each other in one array."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = np.array(lengths, dtype=np.intp)
         self._starts = np.cumsum(self._lengths) - self._lengths
         self._all = np.zeros(int(self._lengths.sum()))
         self.each = np.split(self._all, self._starts[1:])
-        """Views, which hold what is written into them."""
+        """Return views of the array; writing into a view writes into the array."""
 
     def from_zero(self) -> None:
-        """Take its least element from each, so that they stay small; that changes no bound and no choice."""
+        """Subtract its least element from each message. Messages stay small; no bound and no choice changes."""
         if len(self._all):
             self._all -= np.repeat(np.minimum.reduceat(self._all, self._starts), self._lengths)
 
 
 @dataclass(frozen=True, slots=True)
 class _LeftOfRow:
-    """A memory row of the options that are left: bytes by variable and by edge, and by how much two choices differ."""
+    """A memory row of the allowed options: bytes by variable and by edge, and their largest difference."""
 
     row: MemoryRow
     variables: Mapping[int, Floats]
@@ -243,7 +244,7 @@ class _LeftOfRow:
 
 
 def _allowed(problem: Assignment) -> list[np.ndarray]:
-    """The options of each variable that are allowed, or all where none is; equal ones are one object."""
+    """Return the allowed options of each variable, or all if none is allowed; equal arrays are one object."""
     made: dict[tuple[int, bytes], np.ndarray] = {}
 
     def allowed(cost: Floats) -> np.ndarray:
@@ -255,7 +256,7 @@ def _allowed(problem: Assignment) -> list[np.ndarray]:
 
 
 def _more_than_any_choice(problem: Assignment) -> float:
-    """A finite cost that stands for an infinite one: above the cost of every choice that is allowed."""
+    """Return a finite cost in place of infinity, above the cost of every allowed choice."""
     tables = [*problem.costs, *(edge.cost for edge in problem.edges)]
     finite = (table[np.isfinite(table)] for table in tables)
     return 2.0 * sum(float(costs.max()) for costs in finite if costs.size) or 1.0
