@@ -1,1 +1,1 @@
-"""Count the bytes in memory under a plan."""
+"""Lifetimes and bytes of values in memory, as a function of the plan."""

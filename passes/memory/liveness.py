@@ -1,23 +1,22 @@
-"""Lifetimes of a program's values under any plan, as a guide for searches.
+"""Lifetimes of a program's values, as a function of the plan: a guide for searches.
 
-The lowered program decides whether a plan fits (`passes.memory.lowered_memory`), and a search is repeated with a
-smaller limit until its choice fits. So this guide leaves out values that are in memory only for a moment, except the
-copies that reshards make.
+The lowered program decides whether a plan fits (`passes.memory.lowered_memory`). A search is repeated within less
+memory until its choice fits. So the guide ignores short-lived memory, except the copies that reshards make.
 
-Program points are the steps of lowering. Each operand of a call is resharded, one after the other; the call runs; its
-results that leave the program are resharded. After the forward, outputs are handed out. A value that owns memory takes
-it from its call to its last use, including uses through views. A reshard's copy takes memory from the reshard on:
+Program points are the actions of lowering. It reshards each operand of a call in turn, and the call runs. Results that
+leave the program are resharded. After the forward, outputs are returned. Each owned value takes memory from its call to
+its last use, including uses through views. A copy by a reshard takes memory from the reshard on.
 
-* A value goes after its last use if this use reshards it; else it stays until the call that reads it is over.
-* The memory of a view or a fan-out is either the value or the copy that was made on the way there. Its bytes are the
-  same under each plan of the view. So it is counted by the view's spec alone (`EITHER`).
-* Parameters, buffers and inputs stay from the start; parameters also carry optimizer state. An update writes over its
-  operands, so it leaves no value of its own.
-* Results stay to the end. Outputs are handed out whole; until then they stay in the plan's specs. A whole training step
-  hands out none.
+* A value is freed after a last use that reshards it. Otherwise it lives until its reading call is over.
+* The memory behind a view or a fan-out is either the value or the copy that was made on the way there. Its bytes are
+  the same under each plan of the view. So it is counted by the view's spec alone (`EITHER`).
+* Parameters, buffers and inputs live from the start; parameters also carry optimizer state. An update overwrites its
+  operands, so it needs no further memory.
+* Results live to the end. Outputs are returned whole; until then they have the plan's spec. A whole training step
+  returns no outputs.
 
-Each size depends on the options of at most two variables. Some sizes really depend on three: a view of an input may use
-a copy of the input, or a copy of the view. Then both are counted.
+Every size depends on the options of at most two variables. A copy of an input may be in use by a view of the input, or
+by a copy of that view. This depends on three variables, so both are counted.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ UPDATE = "update"
 """The phase of an optimizer's update."""
 
 GRADIENT = 1
-"""The operand that an update in place only reads; see `autoshard.kernels.optimizers`."""
+"""The operand that an in-place update only reads, in `autoshard.kernels.optimizers`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """The points, both inclusive, between which an item is in memory."""
+    """First and last point, both inclusive, of a lifetime."""
 
     birth: int
     death: int
@@ -54,7 +53,7 @@ class Interval:
 
 
 class Held(StrEnum):
-    """The kinds of memory that a link keeps for some time."""
+    """Kind of memory that a link uses for some time."""
 
     COPY = "the copy that a reshard on the link makes"
     VALUE = "the value itself, if there is no reshard on the link"
@@ -64,7 +63,7 @@ class Held(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OnLink:
-    """The memory that a link, given by its index, keeps over an interval."""
+    """Memory of a link, by index, over an interval."""
 
     link: int
     held: Held
@@ -73,7 +72,7 @@ class OnLink:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedLifetimes:
-    """Lifetimes and numbers of values in left-out blocks (`passes.strategies.repeated`), by the value that stands for
+    """Lifetimes and numbers of values in missing units (`passes.strategies.repeated`), by the values that stand for
     them.
     """
 
@@ -88,17 +87,17 @@ class Liveness:
     Args:
         points: number of program points.
         values: (site, result) to lifetime, for values that own memory.
-        on_links: memory that links keep.
+        on_links: memory of links.
         calls: call to the point at which it runs.
-        reshards: index of a link to the point of its reshard.
-        forward_end: the point after the forward, when outputs are handed out.
-        adding: fan-out of a gradient to the point at which the gradient is added to the sum over micro-batches.
+        reshards: index of a link to the point of a reshard on it.
+        forward_end: the point after the forward, when outputs are returned in the plan's spec.
+        adding: fan-out of a gradient to the point at which it is added to the sum over micro-batches.
         state_bytes_per_parameter_byte: optimizer state, as a multiple of a parameter's bytes.
         parameters: the placeholders that are parameters.
-        of_micro_batch: the placeholders of one micro-batch; true if other stages send the value and the backward may
-            read it.
-        repeated: lifetimes in left-out blocks.
-        micro_batches, load: see `find_lifetimes`.
+        of_micro_batch: the placeholders of one micro-batch, and whether other stages send them and the backward may
+            read them.
+        repeated: lifetimes in the blocks that the program leaves out.
+        micro_batches, load: arguments of `find_lifetimes`.
     """
 
     points: int
@@ -116,13 +115,13 @@ class Liveness:
     load: StageLoad = ONE_STAGE
 
     def of(self, space: SearchSpace) -> Liveness:
-        """Return the lifetimes of another search space of the same step."""
+        """The lifetimes of another search space of the same step."""
         return find_lifetimes(space, self.state_bytes_per_parameter_byte, self.micro_batches, self.load)
 
     def standing(self, interval: Interval, name: str = "") -> int:
-        """Return how many more values of this lifetime a rank always holds, for its other stages and micro-batches.
+        """Number of values of such a lifetime that a rank always holds for its other stages and micro-batches.
 
-        `name`: the site of the value; "" for memory of a link.
+        `name` is the site of the value, unless it belongs to a link.
         """
         if name in self.of_micro_batch:
             return self.load.in_flight - 1 if self.of_micro_batch[name] else 0
@@ -132,14 +131,14 @@ class Liveness:
         return self.load.in_flight - 1 if is_saved else 0
 
     def held_values(self) -> Iterator[tuple[str, int, Interval, int]]:
-        """Return site, result, lifetime and number of all values that own memory."""
+        """Site, result, lifetime and number of all values that own memory."""
         for (name, result), interval in self.values.items():
             yield name, result, interval, 1
         for (name, result), (interval, number) in self.repeated.values.items():
             yield name, result, interval, number
 
     def held_on_links(self) -> Iterator[tuple[OnLink, int]]:
-        """Return the memory that links keep, and its number."""
+        """Memory of all links, with the number of copies."""
         yield from ((kept, 1) for kept in self.on_links)
         yield from self.repeated.on_links
 
@@ -153,11 +152,10 @@ def find_lifetimes(
     """Find the lifetimes of all values and copies of a search space.
 
     Args:
-        space: the sites and links. For a training step of several micro-batches, the sites and links of one
-            micro-batch.
-        state_bytes_per_parameter_byte: see `Liveness`.
-        micro_batches: number of micro-batches in a step. From the second on, the sums of gradients are in memory too.
-        load: other stages and micro-batches of the rank.
+        space: the sites and links. For a whole training step on several micro-batches, those of one.
+        state_bytes_per_parameter_byte: optimizer state, as in `Liveness`.
+        micro_batches: micro-batches of a step. From the second on, sums of gradients also need memory.
+        load: memory on the rank beside the program.
     """
     times = _Times.of(space)
     lifetimes = _Lifetimes(space, times, micro_batches > 1)
@@ -183,9 +181,9 @@ def find_lifetimes(
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """Points of each link's reshard, of each call (0 for inputs), after the forward, and of the end.
+    """Points of each link's reshard, of each call (0 for inputs), after the forward, and the last point.
 
-    `adding` has the point of adding each gradient to the sum over micro-batches, by the gradient's fan-out.
+    Also the points at which each gradient, by its fan-out in the backward, is added to the sum over micro-batches.
     """
 
     reshards: Mapping[int, int]
@@ -231,7 +229,7 @@ def _runs_in(site: Site, phase: str) -> bool:
 
 @dataclass(slots=True)
 class _Lifetimes:
-    """Find the lifetimes, place by place. A place is a value that owns memory, or a value that a view reads."""
+    """Finds lifetimes place by place. A place is a value that owns memory, or the operand of a view."""
 
     space: SearchSpace
     times: _Times
@@ -254,7 +252,7 @@ class _Lifetimes:
         self._find_deaths()
 
     def find(self) -> tuple[dict[tuple[str, int], Interval], tuple[OnLink, ...]]:
-        """Return lifetimes of values, and the memory that links keep."""
+        """Find lifetimes of values, and memory of links."""
         owned: dict[str, int] = {}  # view to the point from which its memory is counted by its own spec
         for name, site in self.space.sites.items():
             for result in range(len(site.results)):
@@ -264,7 +262,7 @@ class _Lifetimes:
         return self.values, tuple(self.on_links)
 
     def _place(self, name: str, result: int, owned: dict[str, int]) -> None:
-        """Add the memory of a value from its birth on: first the value, then the value or copy of its last reader."""
+        """Record memory from the birth of a value on: its certain lifetime, then that of its last reader's copy."""
         site, place = self.space.sites[name], (name, result)
         start = self.times.calls[name] if not site.is_alias else owned.get(name)
         if site.is_alias and len(site.results) > 1:
@@ -291,7 +289,7 @@ class _Lifetimes:
             owned[link.head] = sure + 1
 
     def _last_reader(self, place: tuple[str, int]) -> tuple[int | None, int]:
-        """Return the link that reads a value last, and the last point at which the value is surely in memory."""
+        """The link that reads a value last, and the point up to which the value lives regardless of reshards."""
         readers, death = self.readers[place], self.deaths[place]
         if not readers or not self._is_plain(place[0]):
             return None, death
@@ -301,7 +299,7 @@ class _Lifetimes:
         return last, max([self.times.reshards[last], *others])
 
     def _reader(self, index: int, death: int, until: int | None) -> None:
-        """Add the copy for one reader, from its reshard on; `until`: the last point of the copy, if a view reads it."""
+        """Record the lifetime of the copy for one reader, from its reshard to `until`."""
         point = self.times.reshards[index]
         link = self.space.links[index]
         self._keep(index, Held.PACKED, point, point)
@@ -313,7 +311,7 @@ class _Lifetimes:
             self._keep(index, Held.COPY, point, point)
 
     def _result(self, index: int, death: int) -> None:
-        """Add the memory of a result: to the end, or to the end of the forward if a step or a buffer takes it over."""
+        """Record the lifetime of a result: to the end, except for results that a step returns or buffers take over."""
         head, point = self.space.sites[self.space.links[index].head], self.times.reshards[index]
         goes = self.is_step if head.node is None else head.name in self._buffers()
         until = self.times.forward_end if goes else self.times.end
@@ -328,7 +326,7 @@ class _Lifetimes:
             self.on_links.append(OnLink(link, held, Interval(birth, death)))
 
     def _find_deaths(self) -> None:
-        """Find the last use of every value; uses of a view are uses of the viewed value."""
+        """Find the last use of every value; a view's uses are uses of its base."""
         self.deaths = {}
         for name, site in reversed(list(self.space.sites.items())):
             for result in range(len(site.results)):
@@ -337,7 +335,7 @@ class _Lifetimes:
                 self.deaths[name, result] = self.times.end if site.is_input else max(uses, default=born)
 
     def _use(self, index: int) -> int:
-        """Return the last point at which a link needs its value, without a reshard."""
+        """The last point at which a link needs its value without a reshard."""
         link = self.space.links[index]
         head = self.space.sites[link.head]
         if leaves_program(head, link):
@@ -350,12 +348,12 @@ class _Lifetimes:
         return link.operand == 0 and self.space.sites[link.head].is_alias
 
     def _is_written(self, link: Link) -> bool:
-        """Whether an update writes over the value of a link."""
+        """Whether an update overwrites a link's value."""
         node = self.space.sites[link.head].node
         return node is not None and node.target in IN_PLACE and link.operand not in (-1, GRADIENT)
 
     def _is_plain(self, name: str) -> bool:
-        """Whether a site's results fill their memory, so the site is no view of a part of another value."""
+        """Whether the memory of a site's results has their own size, because they are no views of a part."""
         if name not in self.viewed:
             return True
         link = self.space.links[self.viewed[name]]

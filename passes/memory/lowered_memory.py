@@ -1,9 +1,9 @@
 """The memory of a lowered program on a rank, found by walking through it as processes run it.
 
-Parameters, buffers, optimizer state and inputs are held throughout. Values that the forward saves are held until the
-backward has used them. Gradients are held to the end, or until the update, which writes over its inputs. A call hands
-out its outputs in their specs; a training step keeps none. A program that leaves out units of blocks counts the whole
-model's memory (`passes.memory.storages`).
+Parameters, buffers, optimizer state and inputs live throughout. Saved values live until the backward has used them.
+Gradients live to the end, or until the update, which overwrites its inputs. A call returns its outputs in the plan's
+spec; a training step keeps no outputs. A program that leaves out units of blocks has the whole model's memory
+(`passes.memory.storages`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PART_OF: Mapping[InputKind, str] = {InputKind.PARAMETER: PARAMETERS, InputKind.
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Memory in use on each rank in one call, or in one training step, at the moment of the peak.
+    """Memory in use on each rank at the peak of one call or training step.
 
     Args:
         parts: bytes at that moment, by part (`PARTS`).
@@ -45,17 +45,17 @@ class StepMemory:
 
 
 def peak_bytes(phased: PhasedProgram, micro_batches: int = 1, load: StageLoad = ONE_STAGE) -> int:
-    """The most bytes in use on each rank in one call or training step, see `step_memory`."""
+    """The peak of `step_memory` in bytes."""
     return step_memory(phased, micro_batches, load).peak_bytes
 
 
 def step_memory(phased: PhasedProgram, micro_batches: int = 1, load: StageLoad = ONE_STAGE) -> StepMemory:
-    """Return the memory in use on each rank at the peak of one call or training step.
+    """Find the memory on each rank at the peak of one call, or of one training step.
 
     Args:
         phased: the program.
-        micro_batches: number of micro-batches in a step; the last micro-batch is counted.
-        load: other stages and micro-batches of the rank.
+        micro_batches: micro-batches of a step; the last micro-batch is counted.
+        load: memory on the rank beside the program.
     """
     memory = Storages(LocalUnits.of(phased.lowered))
     inputs = _inputs(memory, phased)
@@ -99,11 +99,11 @@ def _inputs(memory: Storages, phased: PhasedProgram) -> list[Value]:
     ]
 
 
-_IN_PLACE = "autoshard: the update written over what it updates"
+_IN_PLACE = "autoshard: the update written over its operands"
 
 
 def update_in_place(update: fx.GraphModule, written: Mapping[int, int]) -> fx.Graph:
-    """Return `written_in_place` of an update; made once, and kept with the update."""
+    """`written_in_place` of an update; made once, and kept with the update."""
     of_graph, of_written, made = update.meta.get(_IN_PLACE, (None, None, None))
     if made is None or of_graph is not update.graph or of_written != written:
         made = written_in_place(update.graph, written)
@@ -112,14 +112,14 @@ def update_in_place(update: fx.GraphModule, written: Mapping[int, int]) -> fx.Gr
 
 
 def _run_once(memory: Storages, phased: PhasedProgram, inputs: Sequence[Value]) -> list[Value]:
-    """Return the values that are computed once for all micro-batches."""
+    """The hoisted values, computed once for all micro-batches."""
     if phased.hoisted is None:
         return []
     return memory.run(filled(phased.hoisted.graph), [inputs[index] for index in phased.hoisted_inputs], inputs)
 
 
 def _sums(memory: Storages, phased: PhasedProgram) -> list[Value]:
-    """Return the sums of gradients over earlier micro-batches."""
+    """The sums of gradients over the micro-batches so far."""
     pairs = zip(carried_bytes(phased), carried_nodes(phased), strict=True)
     return [memory.new(size, GRADIENTS, node) for size, node in pairs]
 
@@ -127,9 +127,9 @@ def _sums(memory: Storages, phased: PhasedProgram) -> list[Value]:
 def _add(
     memory: Storages, sums: Sequence[Value], gradients: Sequence[Value], owned: Sequence[bool], held: Sequence[Value]
 ) -> list[Value]:
-    """Return the new sums: first sums that are added in place, then new storages. Each addition frees its addends.
+    """Add gradients to sums, first in place, then into new memory; addends are freed afterwards.
 
-    A sum lies where the first micro-batch's gradient did. So if gradients share a storage, so do their sums.
+    Sums have the memory layout of the first micro-batch's gradients, so they are together where `gradients` are.
     """
     left = [index for index, is_owned in enumerate(owned) if not is_owned]
     found = [gradient for gradient, is_owned in zip(gradients, owned, strict=True) if is_owned]
@@ -142,20 +142,18 @@ def _add(
 
 
 def carried_bytes(phased: PhasedProgram) -> list[int]:
-    """Return the bytes of each gradient that the backward carries into the update."""
+    """Bytes of the gradients that the backward carries into the update."""
     values = [node.meta["val"] for node in carried_nodes(phased)]
     return [value.numel() * value.element_size() for value in values]
 
 
 def carried_nodes(phased: PhasedProgram) -> list[fx.Node]:
-    """Return the gradients that the backward carries into the update."""
+    """The gradients that the backward carries into the update."""
     return _results(phased.backward)[len(phased.backward_outputs) :]
 
 
 def written_by_update(phased: PhasedProgram) -> dict[int, int]:
-    """Return result to input for the results of an update that are written over its inputs, as in
-    `runtime.executable`.
-    """
+    """The results of an update that overwrite its inputs, as in `runtime.executable`."""
     first = len(phased.carried)
     slots = [phased.lowered.inputs[index].slot for index in phased.update_inputs]
     places = {(slot.kind, slot.name): first + index for index, slot in enumerate(slots)}

@@ -1,4 +1,4 @@
-"""Memory rows: bytes in use at one point of a program for each choice."""
+"""Memory rows: bytes in use at one point of a program as a function of the choice, from the items in memory there."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from passes.memory.memory_usage import MemoryUsage, UsedBytes
 from passes.solver.assignment import Floats, MemoryRow
 
 _MOST_KEPT = 32
-"""Number of rows that are kept for one problem. Searches of known recipes and of all plans use the same few rows."""
+"""Most cached rows of one problem; searches of known recipes and of all plans use the same few rows."""
 
 
 def row_at(usage: MemoryUsage, point: int, edge_between: Mapping[tuple[int, ...], int]) -> MemoryRow:
-    """Return the memory row of a program point; `edge_between` gives the edges of pairs of variables."""
+    """The memory row of a program point; `edge_between` gives the edges of pairs of variables."""
     if point not in usage.known_rows:
         if len(usage.known_rows) >= _MOST_KEPT:
             usage.known_rows.clear()
@@ -31,10 +31,10 @@ def row_at(usage: MemoryUsage, point: int, edge_between: Mapping[tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Bytes(Mapping[int, Floats]):
-    """Bytes by option of variables, or by pair of options of edges, summed when they are first read.
+    """Bytes by option of variables, or by pair of options of edges, summed on demand.
 
     Args:
-        held: the items in memory, by the variable or edge that decides their size.
+        held: the items in memory, by their deciding variable or edge.
     """
 
     held: Mapping[int, Sequence[UsedBytes]]

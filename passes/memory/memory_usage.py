@@ -1,7 +1,7 @@
-"""Bytes in use at every point of a program for each choice, computed fast for searches.
+"""Bytes in use at every point of a program, as a function of the choice, for searches that need many evaluations.
 
-An item is in memory over an interval. Its size is an entry of a table, chosen by the options of one or two variables.
-All tables are laid end to end, so that one lookup gives all sizes.
+An item takes memory over an interval. Its size is an entry of a table, chosen by the options of one or two variables.
+All tables are stored in one array, so that one lookup gives all sizes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class UsedBytes:
         interval: the points at which the item is in memory.
         table: its bytes by the options of one or two variables, [options] or [options, options].
         variables: these variables.
-        number: how many such items there are.
+        number: the count of such items.
     """
 
     interval: Interval
@@ -37,7 +37,7 @@ class UsedBytes:
 
     @property
     def is_of_one(self) -> bool:
-        """Whether one variable decides the size; it may be both row and column."""
+        """Whether one variable decides the size, perhaps as both row and column."""
         return self.table.ndim == 1 or self.variables[0] == self.variables[-1]
 
     @property
@@ -46,7 +46,7 @@ class UsedBytes:
         return np.diagonal(self.table) if self.is_of_one and self.table.ndim == 2 else self.table
 
     def least(self, masks: Mapping[int, _Mask]) -> float:
-        """The least bytes under the options that masks allow, by variable; absent variables are free."""
+        """The least bytes of the options that masks leave, by variable; absent variables are free."""
         sizes = self.sizes
         for axis, variable in enumerate(self.variables[: sizes.ndim]):
             sizes = sizes.compress(masks[variable], axis) if variable in masks else sizes
@@ -54,11 +54,11 @@ class UsedBytes:
 
 
 def with_standing(items: Iterable[tuple[str, UsedBytes]], liveness: Liveness) -> Iterator[UsedBytes]:
-    """Return the items, and the items like them that the rank always holds; see `Liveness.standing`.
+    """Items, and their copies that the rank holds at all times; see `Liveness.standing`.
 
     Args:
-        items: pairs of site and item; "" for an item that is not the value of a site.
-        liveness: lifetimes of the program.
+        items: each item after its value's site, or after "".
+        liveness: the program's lifetimes.
     """
     for name, item in items:
         yield item
@@ -72,15 +72,15 @@ class MemoryUsage:
     """The items of a program with `points` points; make it with `of`.
 
     Args:
-        births: the first point of each item in memory, [items].
-        ends: the first point after each item, [items].
-        sizes: all tables end to end.
-        first: the beginning of each item's table, [items].
+        births: the point from which each item is in memory, [items].
+        ends: the first point after each item's death, [items].
+        sizes: the entries of all tables.
+        first: the place of each item's table in `sizes`, [items].
         rows, columns: the variables whose options are looked up, [items].
-        row_steps, column_steps: entries between an option and the next, [items].
-        numbers: number of each item, [items].
-        items: the items.
-        known_rows: memory rows made so far, by point.
+        row_steps, column_steps: the distance in entries between neighbouring options, [items].
+        numbers: the count of each item, [items].
+        items: the items themselves.
+        known_rows: memory rows of this usage, by point.
     """
 
     points: int
@@ -98,7 +98,7 @@ class MemoryUsage:
 
     @classmethod
     def of(cls, points: int, items: Sequence[UsedBytes]) -> MemoryUsage:
-        """Return the usage of `items`; items that share a table object share its entries."""
+        """The usage of `items`; those that share a table object share its entries."""
         tables = {id(item.table): item.table for item in items}
         ends = np.cumsum([table.size for table in tables.values()], dtype=np.int64)
         first = dict(zip(tables, [0, *ends.tolist()], strict=False))
@@ -130,7 +130,7 @@ class MemoryUsage:
         return [self.items[place] for place in places.tolist()]
 
     def least_peak(self, allowed: Mapping[int, _Mask]) -> float:
-        """A lower bound of the peak of every allowed choice, bytes: at each point, each item has its least size.
+        """A lower bound of every choice's peak, bytes: at each point, every item has its least size.
 
         Args:
             allowed: variable to a mask of its options, not empty; absent variables are free.
@@ -145,7 +145,7 @@ class MemoryUsage:
         return float(self._in_use(sizes).max(initial=0.0))
 
     def _in_use(self, sizes: Floats) -> Floats:
-        """Bytes at each point for items of these sizes."""
+        """Bytes at each point, of items of these sizes."""
         sizes = sizes * self.numbers
         count = self.points + 1
         change = np.bincount(self.births, sizes, count) - np.bincount(self.ends, sizes, count)

@@ -1,16 +1,15 @@
-"""The peak memory of each rank of a pipeline, found by walking through its order.
+"""The peak memory of a pipeline rank: walks the rank's schedule with the memory needs of each stage.
 
-Each phase of a stage is walked once, for one micro-batch (`passes.memory.storages`). The memory of several
-micro-batches
-is then added up along the order:
+A stage's phases are walked once, for one micro-batch (`passes.memory.storages`). The schedule then says how many
+micro-batches are in memory at once:
 
-* Parameters, buffers, optimizer state and the inputs of all micro-batches are held throughout. Hoisted values are held
-  from the stage's first forward on, sums of gradients from its first backward on.
-* Values that a forward saves are held until the backward. If the backward is cut in two, the first half keeps most of
-  these values for the second half.
-* A received value takes memory from the receive until it is read. A sent value that is not saved takes memory until its
-  reader sends a message after reading it (`autoshard.runtime.stages.stage_messages`). A value between two stages of one
-  rank is held until it is read.
+* Parameters, buffers, optimizer state and the inputs of all micro-batches are in memory throughout. Hoisted values are
+  there from the stage's first forward on, and sums of gradients from its first backward on.
+* Saved values of a forward live until the backward. If the backward is cut in two, the first half keeps for the second
+  the values that the second reads. Most saved values are of this kind.
+* A received value takes memory from the receive until its reader runs. A sent value that is not saved takes memory
+  until a later message from its reader arrives (`autoshard.runtime.stages.stage_messages`). A value between two stages
+  of one rank lives until its reader runs.
 """
 
 from __future__ import annotations
@@ -36,9 +35,9 @@ class RankMemory:
     """Memory in use on a pipeline rank, bytes.
 
     Args:
-        peak_bytes: the most bytes at once.
-        parts: bytes at the peak, by part; they sum to the peak.
-        in_flight_bytes: the most bytes that micro-batches between forward and backward hold at once.
+        peak_bytes: the peak.
+        parts: the peak by category; they sum to it.
+        in_flight_bytes: the most memory of micro-batches between forward and backward.
     """
 
     peak_bytes: int
@@ -48,21 +47,20 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class _Needs:
-    """Memory of one stage, bytes.
+    """Memory that a stage takes, bytes. Each peak is in addition to the values that live throughout.
 
     Args:
-        parameters, state: held throughout; buffers count with the parameters.
-        inputs: the inputs of one micro-batch, without values that other stages send.
+        parameters, state: throughout, buffers with the parameters.
+        inputs: inputs of one micro-batch, without those from other stages.
         hoisted: values that are computed once.
-        hoisting: the most in use beyond held memory while hoisted values are computed.
-        forward: the most in use beyond held memory while a forward runs, with received values.
+        hoisting: the peak while they are computed.
+        forward: the peak of a forward, including received values.
         saved: values that a forward saves.
-        backward: the most in use beyond held memory while a backward runs, with saved and received values.
+        backward: the peak of a backward, including saved and received values.
         carried: the gradients that a backward makes for the update.
-        adding: the most by which adding gradients to the sums exceeds both.
-        first_half, kept, second_half: the most in use while the halves of a cut backward run, and the values kept
-            between them.
-        update: the most in use beyond parameters and state while the update runs, with the gradients.
+        adding: the further peak of the addition of these to the sums.
+        first_half, kept, second_half: the peaks of the halves of a cut backward, and the memory kept in between.
+        update: the peak of the update, without parameters and state, with the gradients.
         sent: values that a forward makes for other stages and does not save, by name.
     """
 
@@ -84,7 +82,7 @@ class _Needs:
 
 
 def pipeline_memory(staged: StagedProgram) -> tuple[RankMemory, ...]:
-    """Return the peak memory of each rank of a pipeline, and its parts."""
+    """Peak memory of each rank of a pipeline, and its parts."""
     alike = dict[fx.GraphModule, _Needs]()
     needs = list[_Needs]()
     for stage in staged.stages:
@@ -162,7 +160,7 @@ def _needs_of(stage: StageProgram, staged: StagedProgram) -> _Needs:
 
 
 def _forward_names(phased: PhasedProgram) -> list[str]:
-    """Return the names of a forward's results, in order."""
+    """The names of a forward's results, in order."""
     return [phased.lowered.outputs[index].slot.name for index in phased.forward_outputs]
 
 
@@ -171,7 +169,7 @@ def _sent_names(phased: PhasedProgram, crossing: Collection[str]) -> list[str]:
 
 
 def _restart(memory: Storages) -> int:
-    """Return the peak so far, and begin a new count."""
+    """The peak so far; resets it."""
     peak, memory.peak = memory.peak, 0
     return peak
 
@@ -189,7 +187,7 @@ def _update_bytes(phased: PhasedProgram, carried: Sequence[int]) -> int:
 
 @dataclass(slots=True)
 class _RankWalk:
-    """The walk of one rank through its order: live bytes by part, and the peak so far."""
+    """A walk along a rank's schedule: live bytes by part, and the peak so far."""
 
     staged: StagedProgram
     needs: Sequence[_Needs]
@@ -224,7 +222,7 @@ class _RankWalk:
         return RankMemory(self.peak, self.parts, self.most_in_flight)
 
     def _reach(self, more: int) -> None:
-        """Count a moment at which `more` bytes are in use beyond the live bytes."""
+        """Note a moment at which `more` bytes are in use beside the live ones."""
         total = sum(self.live.values()) + more
         if total > self.peak:
             self.peak = total
@@ -262,7 +260,7 @@ class _RankWalk:
                 self._add(number, needs)
 
     def _add(self, number: int, needs: _Needs) -> None:
-        """Add the gradients of a backward to the sums."""
+        """Gradients join the sums."""
         if number in self.summed:
             self._reach(needs.carried + needs.adding)
             return
@@ -286,7 +284,7 @@ class _RankWalk:
         self._reach(0)
 
     def _read(self, number: int, micro_batch: int, *, is_forward: bool) -> None:
-        """Count waiting values as the task's own, and free sent messages that their readers had read by then."""
+        """Count a task's inputs as its own memory, and free the messages that their readers have read by now."""
         self.live[ACTIVATIONS] -= self.waiting.pop((number, is_forward, micro_batch), 0)
         for item in self.staged.crossings:
             if item.reader == number and item.is_forward == is_forward:
@@ -314,6 +312,6 @@ class _RankWalk:
 
 
 def crossing_bytes(staged: StagedProgram, name: str, maker: int, *, is_forward: bool) -> int:
-    """Bytes on each rank of a value that crosses stages, in its maker's spec."""
+    """Bytes, on each rank, of a value that crosses stages, in its maker's spec."""
     slot = staged.made(name, maker, is_forward=is_forward)
     return local_bytes(slot, staged.stages[maker].phased.lowered.mesh)

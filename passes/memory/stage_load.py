@@ -1,7 +1,7 @@
-"""The stages and micro-batches that a pipeline rank holds beside the stage and micro-batch of a program.
+"""The stages and micro-batches that a pipeline rank has in memory at once.
 
-A stage is planned as if its rank had several stages like it. Each of them has parameters, optimizer state and sums of
-gradients. Each micro-batch between its forward and its backward has saved values.
+A stage is planned as if its rank had several equal stages. Parameters, optimizer state and sums of gradients count once
+for each of them. Saved values count once for each micro-batch between its forward and its backward.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ class StageLoad:
     """The load of a rank.
 
     Args:
-        stages: number of stages on the rank, all like the planned stage.
-        in_flight: number of micro-batches whose saved values are held, over all these stages.
+        stages: the count of the rank's stages, all equal to the planned one.
+        in_flight: the count of micro-batches with saved values in memory, over all of these stages.
     """
 
     stages: int = 1
@@ -23,4 +23,4 @@ class StageLoad:
 
 
 ONE_STAGE = StageLoad()
-"""One stage, and one micro-batch at a time: the load of programs without stages."""
+"""One stage, and one micro-batch at a time: any program without stages."""

@@ -1,12 +1,13 @@
-"""Count the bytes of a rank's storages while a graph of local operators runs, each from its making to its last use.
+"""Counts the bytes of a rank's storages while a graph of local operators runs.
 
-A result takes memory from its operator's run to the last use of the result or of a view of it. Few operators have
-counted workspaces (`workspaces`). Values on the host take none.
+An operator's result takes memory from its call to its last use, including uses through views. Graphs free each value
+after its last use. Allocations inside kernels are counted for a few operators only (`workspaces`). Values on the host
+take no device memory.
 
 A program may leave out units of blocks (`autoshard.ir.repeat`). The first unit after the gap stands for them: each of
-its storages counts once more for every left-out unit. In each phase the left-out units run between the two units beside
-the gap, so their storages begin and end there (`_Lives.spans`). The peak is never inside a left-out unit
-(`passes.strategies.repeated`).
+its storages counts once more for every unit left out. In each phase the left-out units run between the two units beside
+the gap, so their storages begin and end there (`_Lives.spans`). Left-out units use less memory inside than one of these
+two units (`passes.strategies.repeated`).
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Storage:
     Args:
         size: bytes of the tensor.
         part: one of `PARTS`.
-        left_out: bytes of the alike tensors of all left-out units.
-        repeat: the number of these units' repeat.
+        left_out: bytes of the same tensors in all left-out units.
+        repeat: the number of these units' repeat, else -1.
     """
 
     size: int
@@ -50,7 +51,7 @@ class Storage:
 
     @property
     def bytes(self) -> float:
-        """Bytes of the whole model's alike tensors."""
+        """Bytes of this tensor in all units of the model."""
         return self.size + self.left_out
 
 
@@ -63,12 +64,12 @@ _ALL_THERE = LocalUnits((), {})
 
 @dataclass(slots=True)
 class Storages:
-    """Run graphs, and record the moment of the most bytes in use.
+    """Runs graphs, and keeps the peak of the bytes in use.
 
     Args:
         units: the units of nodes in a program that leaves some out.
-        peak: bytes in use at that moment.
-        parts: the same bytes by part.
+        peak: bytes in use at the peak.
+        parts: the same by part.
     """
 
     units: LocalUnits = _ALL_THERE
@@ -76,7 +77,7 @@ class Storages:
     parts: dict[str, int] = field(default_factory=dict)
 
     def new(self, size: int, part: str = ACTIVATIONS, node: fx.Node | None = None) -> Value:
-        """Return a new storage of `size` bytes, for a value of a node."""
+        """A storage of so many bytes, for a value of a node."""
         spot = None if node is None else self.units.spot(node)
         if spot is None or spot.unit != BEHIND:
             return (Storage(size if node is None else round(whole_size(node, size)), part),)
@@ -87,19 +88,19 @@ class Storages:
         return round(sum(storage.bytes for storage in _distinct(values)))
 
     def note(self, values: Iterable[Value]) -> None:
-        """Count a moment at which exactly these values are in use."""
+        """Note a moment at which exactly these values are in use."""
         storages = list(_distinct(values))
         self._note([(storage.part, storage.bytes) for storage in storages])
 
     def run(
         self, graph: fx.Graph, inputs: Iterable[Value], held: Iterable[Value] = (), part: str = ACTIVATIONS
     ) -> list[Value]:
-        """Walk through a graph; return the storages of its results.
+        """Walk through a graph; the storages of its results.
 
         Args:
             graph: local operators with their values in `meta["val"]`; returns a flat tuple.
-            inputs: the values of its placeholders, each freed after its last use here.
-            held: values that stay in memory throughout; inputs may be among them.
+            inputs: the values of the graph's placeholders, each freed after its last use here.
+            held: values that stay in memory throughout, perhaps inputs too.
             part: the part of the results that the graph makes.
         """
         nodes = list(graph.nodes)
@@ -139,7 +140,7 @@ class Storages:
             self.peak, self.parts = sum(parts.values()), parts
 
     def _made(self, node: fx.Node, where: dict[fx.Node, Value]) -> Value:
-        """Return the storages of a node's results: new storages, or those of the viewed operand."""
+        """The storages of a node's results: new ones, or those that it views."""
         if node.target is to_host:
             return self.new(0)
         value = node.meta.get("val")
@@ -160,8 +161,8 @@ class _Lives:
 
     Args:
         units: the units of nodes.
-        nodes: the graph's nodes, in order; their indices are the points.
-        births, ends: the first and the last point of each storage.
+        nodes: the graph's nodes, in order; their places are the points.
+        births, ends: the first and the last point.
         given: storages that exist before the graph runs.
     """
 
@@ -172,7 +173,7 @@ class _Lives:
     given: set[Storage] = field(default_factory=set)
 
     def use(self, value: Value, point: int, *, is_given: bool = False) -> None:
-        """Count a value as in use at a point."""
+        """A value is in use at a point."""
         for storage in value:
             if storage not in self.births:
                 self.births[storage] = point
@@ -181,7 +182,7 @@ class _Lives:
             self.ends[storage] = point
 
     def keep(self, values: Iterable[Value], *, from_start: bool = False) -> None:
-        """Count values as in use to the end."""
+        """Values are in use to the end."""
         for storage in _distinct(values):
             if from_start:
                 self.births[storage] = 0
@@ -189,9 +190,9 @@ class _Lives:
             self.ends[storage] = len(self.nodes) - 1
 
     def spans(self) -> Iterator[tuple[Storage, float, int, int]]:
-        """Return storages with bytes and points; after each, its left-out units' bytes with their points.
+        """Storages with their bytes and points, then the same for left-out units.
 
-        Storages of left-out units begin at the gap. They end there if units read them last.
+        Storages that left-out units make begin at the gap. Storages that they read last end there.
         """
         gaps = self._gaps()
         for storage, birth in self.births.items():
@@ -207,9 +208,9 @@ class _Lives:
                 yield storage, storage.left_out, first, last
 
     def _gaps(self) -> Mapping[int, int]:
-        """Return the point of the gap of each repeat. Passes mix nodes of the two units beside it.
+        """The place of the left-out units of each repeat, between the two units beside the gap.
 
-        Half of both units' nodes are before the gap.
+        Passes move nodes of the two units past each other, so the place has half of their nodes before it.
         """
         beside = defaultdict[int, list[int]](list)
         for point, node in enumerate(self.nodes if self.units.repeats else ()):
@@ -224,20 +225,22 @@ def _distinct(values: Iterable[Value]) -> Iterable[Storage]:
 
 
 def _needed_by(node: fx.Node) -> list[fx.Node]:
-    """Return the values that have to be in memory while a node runs: operands, and values of an awaited collective."""
+    """Values in memory while a node runs: its operands, and the sent values of a collective if the node waits for
+    one.
+    """
     operands = list(node.all_input_nodes)
     sent = [value for item in operands if is_wait(node) and holds_operand(item) for value in item.all_input_nodes]
     return list(dict.fromkeys((*operands, *sent)))
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
-    """Return the operands of a call; the tensor that it writes and returns comes first."""
+    """The operands of a call. An operand that the call writes and returns comes first."""
     given = node.kwargs.get("out")
     return [given, *node.all_input_nodes] if isinstance(given, fx.Node) else node.all_input_nodes
 
 
 def _shares_memory(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a call returns the memory of its first tensor."""
+    """Whether the result of a call shares the memory of its first tensor."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False

@@ -1,7 +1,7 @@
-"""Memory that an operator takes while it runs, beside operands and results, for operators that take much.
+"""Memory that an operator takes during its call, beside operands and results, for the operators that take much.
 
-A layer of experts sorts rows by expert, and keeps the values between its products. A ring of attention holds keys and
-values of other ranks. For other operators only operands and results count.
+Expert layers sort rows by expert and keep intermediate values. Ring attention keeps keys and values of other ranks. All
+other operators are counted by operands and results alone.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ def has_workspace(node: fx.Node) -> bool:
 
 
 def workspace_bytes(node: fx.Node) -> int:
-    """Bytes of a call's workspace for operands of local size."""
+    """The most bytes beside operands and results while a call runs, whose operands are local values."""
     return workspace_of(node, operand_infos(node)) if has_workspace(node) else 0
 
 
 def workspace_of(node: fx.Node, operands: Sequence[TensorInfo]) -> int:
-    """Bytes of a call's workspace for operands of the given sizes."""
+    """The same for a call that has a workspace, with operands of other sizes."""
     count = _count_of(node.target)
     assert count is not None, "the call has a workspace"
     arguments = tuple(fx.map_arg(node.args, lambda argument: None))
@@ -37,5 +37,5 @@ def workspace_of(node: fx.Node, operands: Sequence[TensorInfo]) -> int:
 
 @cache
 def _count_of(target: Any) -> Callable[..., float] | None:
-    """Return the formula of an operator's workspace, or None."""
+    """The formula of an operator, if there is one; cached, since walks need it at every node."""
     return WORKSPACE_BYTES.get(str(target))

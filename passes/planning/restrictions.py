@@ -47,7 +47,7 @@ Roles = Mapping[str, "Role"]
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Use of a mesh axis: whether each kind of value is split over it; None: the search decides.
+    """Use of a mesh axis: whether each kind of value is split over it. None lets the search decide.
 
     Args:
         parameters: parameters at rest.

@@ -1,1 +1,1 @@
-"""Predict a choice's step time and memory with the cost models, and name its layout."""
+"""Predictions of the cost models for a plan, and the names of its layouts."""

@@ -1,4 +1,4 @@
-"""The assumed imbalance of experts' loads where ranks hold different experts."""
+"""The assumed imbalance between experts on different ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from passes.planning.build_assignment import PlanningProblem
 
 
 def expert_load(planning: PlanningProblem, choice: Sequence[int]) -> float | None:
-    """Rows of the busiest rank's experts, as a multiple of the mean; None if no axis splits experts."""
+    """Rows of the busiest expert-parallel rank, in multiples of the mean; None if no experts are split."""
     mesh, found = planning.space.mesh, []
     for name, site in planning.space.sites.items():
         if site.node is None or site.node.target is not experts:

@@ -1,9 +1,8 @@
-"""Predict one choice: parts of its step time, and parts of its memory at the peak.
+"""Predicts time and memory of one choice: the parts of the step, and the memory at its peak.
 
-The time is that of one rank's simulated step (`cost_models.streams`), because all ranks do the same at the same time.
-The step is read off the lowered program (`walk_program`), which may leave out blocks and may have kernels. Computation
-runs beside collectives that the program begins early and waits for late. How well it does so depends on the cluster
-(`overlap_of`).
+The time is that of a simulated step of one rank (all ranks run in lockstep), by `cost_models.streams`. The step is read
+off the lowered program (`walk_program`), which may leave out blocks and may have kernels. Computation overlaps with
+collectives that the program starts early and waits for late, as far as the cluster allows (`overlap_of`).
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ def predict(
     *,
     dispatch: str = "eager",
 ) -> Prediction:
-    """Return predicted step time, peak memory and their parts, per rank.
+    """Predicted step time, peak memory and their parts, per rank.
 
     Args:
         planning: the problem.
         choice: one option per variable.
-        walked: the step, read off the lowered program of the choice.
-        memory: the memory of the choice, in the program without kernels.
-        kernels: the kernels in the step.
+        walked: the step, as the lowered program of the choice says.
+        memory: the memory of the choice.
+        kernels: the kernels in the step; memory is that of the program without.
         dispatch: how the host issues operators, see `cost_models.device.Device.dispatch`.
     """
     cluster, micro_batches = planning.prices.cluster, planning.liveness.micro_batches
@@ -75,9 +74,7 @@ def predict(
 
 
 def _breakdown(planning: PlanningProblem, times: StreamTimes) -> dict[str, float]:
-    """Return the parts of the step: computation by phase, reshards' copies, exposed communication, waiting for the
-    host.
-    """
+    """Parts of the step: computation by phase, copies of reshards, communication that is waited for, the host."""
     phases = {name: seconds for name, seconds in times.compute_s.items() if name != COPIES}
     parts = {phase if phase in (PHASE, LABEL) else f"{phase} compute": seconds for phase, seconds in phases.items()}
     parts[COPIES] = times.compute_s.get(COPIES, 0.0)
@@ -88,13 +85,13 @@ def _breakdown(planning: PlanningProblem, times: StreamTimes) -> dict[str, float
 
 
 def trace_of(line: Timeline) -> Trace:
-    """Return a simulated timeline in the form of a plan's."""
+    """Convert a simulated timeline to a plan's trace."""
     spans = ((span.process, span.stream, span.name, span.start_s, span.end_s) for span in line.spans)
     return Trace.of(line.processes, spans)
 
 
 def _tokens(planning: PlanningProblem) -> int:
-    """Number of elements of the first integer input; 0 without one."""
+    """Elements of the first integer input."""
     for slot in planning.space.program.inputs_of(InputKind.INPUT):
         (value,) = planning.space.sites[slot.node].results
         if not value.dtype.is_floating_point and value.shape:

@@ -1,9 +1,8 @@
-"""Predict the step of a pipeline: its stages' lowered programs, run in the order of the step.
+"""Predicts a pipeline's step: its stages' lowered programs, run in the order of the step.
 
-Each phase of a stage takes the seconds of its walk (`walk_program`). Each value that crosses ranks takes the seconds of
-its bytes between two neighbours. The order is simulated with these seconds (`cost_models.order_times`), and each rank's
-memory is walked along it (`passes.memory.pipeline_memory`). The step's parts are means over ranks; the memory is that
-of the fullest rank.
+Each phase of a stage takes its walked time (`walk_program`). Each value that crosses ranks takes the time of its bytes
+between two neighbours. The order is run with these times (`cost_models.order_times`), and each rank's memory is walked
+in it (`passes.memory.pipeline_memory`). The step's parts are means over ranks; the memory is that of the fullest rank.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _WORKS = {
 
 @dataclass(frozen=True, slots=True)
 class PipelinePrediction:
-    """The prediction of a step, and of each stage: the stage's own busy time, and its rank's memory."""
+    """The prediction of a step, and those of its stages' plans: own busy time, and the rank's memory."""
 
     whole: Prediction
     stages: tuple[Prediction, ...]
@@ -55,7 +54,7 @@ class PipelinePrediction:
 
 @dataclass(frozen=True, slots=True)
 class _Walked:
-    """One stage: its phases' simulated times and numbers of runs, and the bytes that a rank sends in a step by mesh
+    """A stage: its phases' simulated times, the number of runs of each, and a rank's sent bytes in a step by mesh
     axis.
     """
 
@@ -69,7 +68,7 @@ class _Walked:
 
 
 def predict_pipeline(staged: StagedProgram, mesh: Mesh, cluster: Cluster, *, clips_norm: bool) -> PipelinePrediction:
-    """Return predicted step time and peak memory of a step in stages, and their parts.
+    """Predict step time and peak memory of a step in stages, with their parts.
 
     Args:
         staged: the lowered stages and the order.
@@ -78,7 +77,7 @@ def predict_pipeline(staged: StagedProgram, mesh: Mesh, cluster: Cluster, *, cli
         clips_norm: gradients are clipped to a norm over all stages.
     """
     order = staged.order
-    alike = dict[tuple[fx.GraphModule, int], _Walked]()  # by what runs, and how often
+    alike = dict[tuple[fx.GraphModule, int], _Walked]()  # by forward and number of runs
     walked = list[_Walked]()
     for number, stage in enumerate(staged.stages):
         key = stage.phased.forward, _runs(order, number)["forward"]
@@ -126,7 +125,7 @@ def predict_pipeline(staged: StagedProgram, mesh: Mesh, cluster: Cluster, *, cli
 
 
 def order_rows(order: PipelineOrder) -> list[Rows]:
-    """Return the actions of each rank in the form of `cost_models`, which derives transfers itself."""
+    """The actions of each rank in the form of `cost_models`. Transfers follow from the values that cross ranks."""
     return [
         np.array(
             [
@@ -159,12 +158,12 @@ def _walk(stage: StageProgram, cluster: Cluster, order: PipelineOrder, number: i
 
 
 def _with_adding(backward: Segment, seconds: float) -> Segment:
-    """Return a backward with the mean seconds of adding gradients after it."""
+    """A backward behind which gradients are added up, for so many seconds in the mean."""
     return replace(backward, ops=(*backward.ops, Op("add gradients", ACCUMULATION, seconds))) if seconds else backward
 
 
 def _runs(order: PipelineOrder, stage: int) -> dict[str, int]:
-    """Return the number of runs of a stage's phases; absent phases run once."""
+    """Number of runs of a stage's phases; phases not listed run once."""
     tasks = Counter(task.work for slots in order.ranks for slot in slots for task in slot if task.stage == stage)
     return {name: tasks[work] for name, work in _WORKS.items()}
 
@@ -174,7 +173,7 @@ def _busy_s(walked: _Walked) -> float:
 
 
 def _transfers(staged: StagedProgram, mesh: Mesh, cluster: Cluster) -> dict[Transfer, float]:
-    """Seconds of each value between two ranks; over the network if any pipeline has these ranks in two nodes."""
+    """Seconds of each value between two ranks, over the network where those of any pipeline are in two nodes."""
     found: dict[Transfer, float] = {}
     is_near = cache(lambda *places: _share_a_node(mesh, places, cluster))
     for item in staged.crossings:
@@ -187,7 +186,7 @@ def _transfers(staged: StagedProgram, mesh: Mesh, cluster: Cluster) -> dict[Tran
 
 
 def _share_a_node(mesh: Mesh, places: tuple[int, int], cluster: Cluster) -> bool:
-    """Whether ranks at both places of the pipeline, alike along all other axes, are always in the same node."""
+    """Whether ranks at both places of the pipeline, with equal other coordinates, are always in the same node."""
     axes = mesh.axis_names
     stride = math.prod(mesh.shape[axes.index(PIPELINE_AXIS) + 1 :])
     span = stride * mesh.axis_size(PIPELINE_AXIS)
@@ -199,7 +198,7 @@ def _share_a_node(mesh: Mesh, places: tuple[int, int], cluster: Cluster) -> bool
 
 
 def _parts(walked: Sequence[_Walked]) -> dict[str, float]:
-    """Return the parts of stages' own time, summed over stages."""
+    """The parts of the stages' own time, summed over stages."""
     found = defaultdict[str, float](float)
     for stage in walked:
         for name, times in stage.phases.items():
@@ -214,7 +213,7 @@ def _parts(walked: Sequence[_Walked]) -> dict[str, float]:
 
 
 def _breakdown(walked: Sequence[_Walked], ranks: Sequence[RankTimes]) -> dict[str, float]:
-    """Return the parts of the step as means over ranks; they sum to the step."""
+    """The parts of the step, averaged over ranks; they sum to the step."""
     parts = {name: seconds / len(ranks) for name, seconds in _parts(walked).items()}
     parts[f"communication over {PIPELINE_AXIS}"] = sum(rank.exposed_send_s for rank in ranks) / len(ranks)
     parts[BUBBLE] = sum(rank.bubble_s for rank in ranks) / len(ranks)
@@ -229,7 +228,7 @@ def _by_rank(staged: StagedProgram, values: Sequence[int]) -> list[int]:
 
 
 def _sent_bytes(staged: StagedProgram, walked: Sequence[_Walked]) -> dict[str, float]:
-    """Bytes that the busiest rank sends, by mesh axis."""
+    """Bytes of the busiest sender, by mesh axis."""
     order = staged.order
     found = defaultdict[str, list[float]](lambda: [0.0] * (max(order.stage_ranks) + 1))
     for rank, item in zip(order.stage_ranks, walked, strict=True):
@@ -244,7 +243,7 @@ def _sent_bytes(staged: StagedProgram, walked: Sequence[_Walked]) -> dict[str, f
 
 
 def _tokens_per_s(staged: StagedProgram, total_s: float) -> float | None:
-    """Elements of the first integer input of a step, per second; None without one."""
+    """Elements of the first integer input of a step, per second."""
     crossing = {item.name for item in staged.crossings}
     slots = (slot for stage in staged.stages for slot in stage.phased.lowered.inputs)
     for slot in slots:
@@ -255,7 +254,7 @@ def _tokens_per_s(staged: StagedProgram, total_s: float) -> float | None:
 
 
 def _share(shares: Sequence[float | None], staged: StagedProgram, total_s: float, ranks: int) -> float | None:
-    """The utilisation of all ranks, from each stage's in its own plan's step; a stage may have no products."""
+    """The utilisation of all ranks, from that of each stage in its own plan's step. A stage may have no products."""
     if total_s <= 0 or all(share is None for share in shares):
         return None
     plans = [stage.plan.predicted.step_time_s for stage in staged.stages]

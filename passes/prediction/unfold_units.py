@@ -1,14 +1,13 @@
-"""Repeat the unit that stands for left-out units, in the order of a phase.
+"""Repeats the unit that stands for blocks left out of a lowered program, in the order of a phase.
 
-Calls of the four units of a program run one unit after the other. These calls are *anchors*. They cut a phase into
-regions, each up to the last anchor of a unit. Passes move other events: a gather for unit b may begin in the region of
-the unit before b. In the whole program, the second copy of that gather begins in the region of the first copy of b. So
+Calls of the program's four units run one unit after the other. These calls are *anchors*, and cut a phase into regions,
+each up to the last anchor of a unit. Passes move other events: a gather of unit b may start in the region of the unit
+before b. In the whole program the second copy of that gather starts in the region of the first copy of b. So
 
-1. each event of b is some number of regions away from b's own region, its *shift*;
-2. copy i of the event is the same shift away from the region of copy i, after as many anchors of that region;
-3. events of units before b that are in b's region go to the first copy's region; events of units after b go to the
-   last;
-4. copies of an event far from b, or before or after all anchors, stay at its place, one after the other.
+1. every event of b is in some region, at a distance in regions from b's own, its shift;
+2. copy i is at that shift from the region of copy i, after as many anchors of that region;
+3. events of earlier units in b's region go to the region of the first copy, events of later units to the last;
+4. copies of an event far from b, or ahead of all anchors or after them, follow each other at its place.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from passes.strategies.local_units import UnitSpot
 from passes.strategies.repeated import BEHIND
 
 _FARTHEST = 2
-"""Most regions between an event and its unit: two units run before the left-out units, and two after them."""
+"""Most regions between an event and its unit: two units are ahead of the gap, and two behind it."""
 
 
 class Event(Protocol):
-    """An event of a phase."""
+    """An event in a phase."""
 
     @property
     def spot(self) -> UnitSpot | None:
@@ -36,20 +35,20 @@ class Event(Protocol):
 
     @property
     def is_anchor(self) -> bool:
-        """Whether the event is in the order of its unit."""
+        """Whether the event keeps the order of its unit."""
         ...
 
 
 _Event = TypeVar("_Event", bound=Event)
 _Copy = tuple[_Event, int]
-"""An event and the number of its copy, from 1; 0 for an event that happens once."""
+"""An event, and the number of its copy, from 1; 0 for an event outside repeated units."""
 
 
 def unfolded(events: Sequence[_Event], left_out: Sequence[int]) -> list[_Copy[_Event]]:
-    """Return the events of the whole phase, in order.
+    """The events of the whole phase, in order.
 
     Args:
-        events: the events of the phase that leaves out units, in order.
+        events: events of the phase without the missing units, in order.
         left_out: number of units that each repeat leaves out.
     """
     found = [(event, 0) for event in events]
@@ -59,15 +58,15 @@ def unfolded(events: Sequence[_Event], left_out: Sequence[int]) -> list[_Copy[_E
 
 
 _Key = tuple[int, int, int]
-"""Region, copy of the region's unit, and number of the region's anchors before the event."""
+"""Region, copy of the region's unit, and number of anchors of the region ahead."""
 
 
 @dataclass(slots=True)
 class _Unfolding(Generic[_Event]):
-    """The repetition of one repeat's unit b.
+    """One repeat.
 
     Args:
-        repeat: the repeat's number.
+        repeat: its number.
         copies: number of units that b stands for.
         events: all events of the phase.
         units: the unit of each region.
@@ -91,7 +90,7 @@ class _Unfolding(Generic[_Event]):
         return event.spot.unit if event.spot is not None and event.spot.repeat == self.repeat else None
 
     def run(self) -> list[_Copy[_Event]]:
-        """Return the events in order, with all copies of b's events."""
+        """The events in order, with the copies of b's events."""
         lasts = [run[-1] for run in self.anchors]
         keyed: list[tuple[_Key, int, int, _Copy[_Event]]] = []
         for place, (event, copy) in enumerate(self.events):
@@ -107,18 +106,18 @@ class _Unfolding(Generic[_Event]):
         return [item for *_, item in keyed]
 
     def _once(self, region: int, passed: int, unit: int | None) -> _Key:
-        """Return the place of an event that happens once."""
+        """The place of an event outside b."""
         if region >= len(self.units) or self.units[region] != BEHIND:
             return region, 0, passed
         is_behind = region + 1 < len(self.units) and unit is not None and self._is_behind(region, unit)
         return region, self.copies if is_behind else 1, passed
 
     def _is_behind(self, region: int, unit: int) -> bool:
-        """Whether a unit runs after b, for b's region. Units run in the order of their numbers, or against it."""
+        """Whether a unit runs after b around b's region; units run in the order of their numbers or in reverse."""
         return (unit > BEHIND) == (self.units[region + 1] > BEHIND)
 
     def _copies(self, region: int, passed: int) -> Iterator[_Key]:
-        """Return the places of the copies of an event of b."""
+        """The places of the copies of an event of b."""
         own = min(
             (number for number, unit in enumerate(self.units) if unit == BEHIND),
             key=lambda number: abs(number - region),

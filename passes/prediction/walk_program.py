@@ -1,11 +1,10 @@
-"""Read the step of one rank off its lowered program, as segments for `cost_models.streams`.
+"""Reads the step of one rank off its lowered program, as segments for `cost_models.streams`.
 
-Nodes run in the order of the program, calls one after the other. A collective begins where it is issued, once the links
-of its group are free. Its stream is "network" if groups span nodes, else "node". While the program waits for a
-collective, computation stands still until the collective is done. A call that exchanges rows waits in the same way. So
-every change that a pass makes to the lowered program is priced by walking it.
+Nodes run at their places. Calls run one after the other. A collective starts at its place, once the links of its group
+are free. (Its stream is "network" if groups span nodes, else "node".) At its wait, computation pauses until it is done,
+as it does while a call exchanges rows. So any pass over lowered programs is priced by walking the result.
 
-With micro-batches, forward and backward run once for each; the update and hoisted calls run once. Between them the
+With micro-batches, forward and backward run once for each. The update and the hoisted phase run once. In between, the
 gradients of each micro-batch but the first are added to a sum, which is read and written.
 """
 
@@ -46,9 +45,9 @@ class WalkedStep:
     """A step, read off its lowered program.
 
     Args:
-        segments: its phases, in the order in which they run.
+        segments: its phases, in running order.
         sent_bytes: bytes that a rank sends over each mesh axis.
-        adding_s: seconds of adding one micro-batch's gradients to the sums of earlier micro-batches.
+        adding_s: seconds of adding the gradients of one micro-batch to the sum.
     """
 
     segments: tuple[Segment, ...]
@@ -57,12 +56,12 @@ class WalkedStep:
 
 
 def walk_program(phased: PhasedProgram, prices: NodePrices, micro_batches: int = 1) -> WalkedStep:
-    """Return the step of a lowered program.
+    """Walk the step of a lowered program.
 
     Args:
-        phased: the program. Its left-out units run like the unit that stands for them.
+        phased: the program. Units that it leaves out run like the unit that stands for them.
         prices: prices of its nodes.
-        micro_batches: number of micro-batches in a step; the program is for one of them.
+        micro_batches: micro-batches of a step; the program is that of one.
     """
     units = LocalUnits.of(phased.lowered)
     written = {name: _PhaseWalk(name, prices, units).segment(phase.graph) for name, phase in phased.phases.items()}
@@ -86,7 +85,7 @@ def _sent_by_axis(phased: PhasedProgram, mesh: Mesh, units: LocalUnits, micro_ba
 
 
 def adding_up(adding_s: float, micro_batches: int) -> list[Segment]:
-    """Return the segment that adds the gradients of later micro-batches to the first's; empty for one micro-batch."""
+    """The additions of all micro-batches' gradients to those of the first; none for one micro-batch."""
     more = micro_batches - 1
     if not more or not adding_s:
         return []
@@ -94,13 +93,13 @@ def adding_up(adding_s: float, micro_batches: int) -> list[Segment]:
 
 
 def _seconds_of_adding(phased: PhasedProgram, device: Device, units: LocalUnits) -> float:
-    """Seconds to add the gradients that one backward carries into the update to their sums."""
+    """Seconds to add the gradients that one backward carries into the update to sums."""
     sizes = zip(carried_nodes(phased), carried_bytes(phased), strict=True)
     return sum(units.count(node) * accumulation_time(size, device) for node, size in sizes)
 
 
 def stream_of(axes: tuple[str, ...], cluster: Cluster, mesh_axes: Mapping[str, int]) -> str:
-    """Return the stream of a collective over some mesh axes; communicators share their links."""
+    """The stream of messages over some mesh axes; communicators share their links."""
     return NETWORK if cluster.group_links(mesh_axes, axes).nodes > 1 else NODE
 
 
@@ -109,11 +108,11 @@ class _Walked(NamedTuple):
 
     Args:
         node: the node.
-        spot: the unit of repeated blocks that it belongs to.
+        spot: its unit of repeated blocks.
         seconds: seconds of computation.
-        begins: it begins a collective, or an exchange of rows.
+        begins: whether it starts a collective, or an exchange of rows.
         awaited: the collective that it waits for.
-        is_anchor: see `passes.prediction.unfold_units`.
+        is_anchor: whether it keeps its place in the unit (`passes.prediction.unfold_units`).
     """
 
     node: fx.Node
@@ -126,7 +125,7 @@ class _Walked(NamedTuple):
 
 @dataclass(slots=True)
 class _PhaseWalk:
-    """The walk through one phase. `begun` maps a collective's node and copy to the index of its operation."""
+    """One phase under construction; `begun` has the operation of each copy of a node's collective."""
 
     name: str
     prices: NodePrices
@@ -161,7 +160,7 @@ class _PhaseWalk:
             yield _Walked(node, spot, awaited=_collective_behind(node))
 
     def _whole_s(self, node: fx.Node, seconds: float) -> float:
-        """Seconds of a call on a bucket of the whole program's size."""
+        """Seconds of a call on a bucket as large as in the whole program."""
         latency_s = min(seconds, self.prices.cluster.device.launch_latency_s)
         return latency_s + whole_size(node, seconds - latency_s)
 
@@ -172,7 +171,7 @@ class _PhaseWalk:
             self.ops.append(Op(node.name, _label(node), 0.0, needs=(begun.get(copy, last),), launches=0))
 
     def _is_waited_for(self, behind: fx.Node, copy: int) -> bool:
-        """Whether this copy of a wait happens: a bucket with members of several units is waited for once."""
+        """Whether a copy of a wait is there: a bucket with members of several units is waited for once."""
         share = 1 / whole_size(behind, 1.0)
         is_last = copy == self.units.count(behind)
         return copy == 0 or is_last or int(copy * share) > int((copy - 1) * share)
@@ -193,14 +192,14 @@ def _is_call(node: fx.Node) -> bool:
 
 
 def _label(node: fx.Node) -> str:
-    """Return the part of the step that a node's time counts for."""
+    """Label of a node's time."""
     if IS_RESHARD in node.meta and KERNEL not in node.meta:
         return COPIES
     return LABEL if node.target in TRANSFERS else node.meta.get("phase", COMPUTE)
 
 
 def _collective_behind(wait: fx.Node) -> fx.Node:
-    """Return the collective that a node waits for."""
+    """The collective that a node waits for."""
     node = wait.all_input_nodes[0]
     while not is_collective(node):
         node = node.all_input_nodes[0]

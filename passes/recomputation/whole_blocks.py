@@ -1,8 +1,8 @@
 """Recompute or offload whole blocks, as a recipe says, before specs are chosen.
 
-* `recompute="full"`: each repeated block is recomputed from the values that enter it, just before its backward begins
-  (Chen et al., "Training deep nets with sublinear memory cost", 2016). Values that the next segment reads are kept, and
-  so are values that must not be computed twice;
+* `recompute="full"`: each repeated block is recomputed from its inputs just before its backward (Chen et al.,
+  "Training deep nets with sublinear memory cost", 2016). Values that the next segment reads are kept, and so are values
+  that must not be computed twice;
 * `offload="activations"`: values of a block that its backward reads, or that a recomputation reads, go to the host.
   They come back just before they are first read.
 """

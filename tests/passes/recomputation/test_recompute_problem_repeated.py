@@ -1,4 +1,4 @@
-"""A program without a model's inner blocks recomputes and offloads what the whole one does, at the same cost."""
+"""A program without inner blocks recomputes and offloads as the whole program does, at equal cost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _joint(planning: PlanningProblem) -> RecomputeProblem:
 
 
 def _choice_of_whole(whole: RecomputeProblem, short: RecomputeProblem, choice: Sequence[int]) -> tuple[int, ...]:
-    """The choice of the whole program that one of the short program stands for."""
+    """Return the choice of the whole program for a choice of the short program."""
     matches = match_nodes(short.space.program, whole.space.program)
     found = []
     for variable, members in enumerate(whole.planning.members):
@@ -47,7 +47,7 @@ def _choice_of_whole(whole: RecomputeProblem, short: RecomputeProblem, choice: S
 def test_the_short_program_recomputes_and_offloads_what_the_whole_one_does(
     make: Callable[[int], nn.Module], depth: int, mesh: Mesh, micro_batches: int | None
 ) -> None:
-    """Under any choice: what is brought back, when, what that costs, and the memory as counted and as it is."""
+    """Any choice has equal copies, times, costs, and counted and exact memory in the short and the whole program."""
     model = make(depth)
     update = None if micro_batches is None else adamw(model)
     programs = step(model, update), short_step(model, update, margin=2)
