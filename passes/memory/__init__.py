@@ -1,1 +1,1 @@
-"""What is in memory when, as a function of the plan."""
+"""Lifetimes and bytes of values in memory, as a function of the plan."""

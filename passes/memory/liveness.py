@@ -1,22 +1,22 @@
-"""When the values of a program are in memory, as a function of the plan: a guide for searches.
+"""Lifetimes of a program's values, as a function of the plan: a guide for searches.
 
-The lowered program decides whether a plan fits (`passes.memory.lowered_memory`); a search is repeated within less until
-its choice does. So the guide leaves out what is there for a moment only, but for the copies that reshards make.
+The lowered program decides whether a plan fits (`passes.memory.lowered_memory`). A search is repeated within less
+memory until its choice fits. So the guide ignores short-lived memory, except the copies that reshards make.
 
-Program points are those at which lowering does something. It reshards each operand of a call, one after the other; the
-call runs; results that leave the program are resharded. Behind the forward, outputs are handed out. Each owned value
-takes memory from its call to its last use, uses through views included; a copy that a reshard makes, from the reshard:
+Program points are the actions of lowering. It reshards each operand of a call in turn, and the call runs. Results that
+leave the program are resharded. After the forward, outputs are returned. Each owned value takes memory from its call to
+its last use, including uses through views. A copy by a reshard takes memory from the reshard on.
 
-* A value goes after a last use that reshards it; else it stays until the call that reads it is over.
-* The memory behind a view or a fan-out is either the value or the copy that was made on the way there. Its bytes
-  are the same under each plan of the view. So it is counted by the view's spec alone (`EITHER`).
-* Parameters, buffers and inputs stay from the start; parameters also carry optimizer state. An update is written over
-  its operands, so that nothing stays of it.
-* Results stay to the end. Outputs are handed out whole; until then they lie as the plan says. A whole training step
-  hands out none.
+* A value is freed after a last use that reshards it. Otherwise it lives until its reading call is over.
+* The memory behind a view or a fan-out is either the value or the copy that was made on the way there. Its bytes are
+  the same under each plan of the view. So it is counted by the view's spec alone (`EITHER`).
+* Parameters, buffers and inputs live from the start; parameters also carry optimizer state. An update overwrites its
+  operands, so it needs no further memory.
+* Results live to the end. Outputs are returned whole; until then they have the plan's spec. A whole training step
+  returns no outputs.
 
-Every size depends on the options of two variables at most. Where the truth depends on three (is a copy of an input in
-use by a view of it, or by a copy of the view?), both are counted.
+Every size depends on the options of at most two variables. A copy of an input may be in use by a view of the input, or
+by a copy of that view. This depends on three variables, so both are counted.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ UPDATE = "update"
 """The phase of an optimizer's update."""
 
 GRADIENT = 1
-"""The operand that an update in place only reads; see `autoshard.kernels.optimizers`."""
+"""The operand that an in-place update only reads, in `autoshard.kernels.optimizers`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """From which point to which point (both inclusive) something is in memory."""
+    """First and last point, both inclusive, of a lifetime."""
 
     birth: int
     death: int
@@ -53,7 +53,7 @@ class Interval:
 
 
 class Held(StrEnum):
-    """What a link keeps in memory, for some time."""
+    """Kind of memory that a link uses for some time."""
 
     COPY = "the copy that a reshard on the link makes"
     VALUE = "the value itself, if there is no reshard on the link"
@@ -63,7 +63,7 @@ class Held(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OnLink:
-    """What the link of an index keeps in memory over an interval."""
+    """Memory of a link, by index, over an interval."""
 
     link: int
     held: Held
@@ -72,7 +72,9 @@ class OnLink:
 
 @dataclass(frozen=True, slots=True)
 class RepeatedLifetimes:
-    """What left-out blocks hold (`passes.strategies.repeated`): lifetimes and numbers of what stands for it."""
+    """Lifetimes and numbers of values in missing units (`passes.strategies.repeated`), by the values that stand for
+    them.
+    """
 
     values: Mapping[tuple[str, int], tuple[Interval, int]] = field(default_factory=dict)
     on_links: tuple[tuple[OnLink, int], ...] = ()
@@ -85,17 +87,17 @@ class Liveness:
     Args:
         points: number of program points.
         values: (site, result) to lifetime, for values that own memory.
-        on_links: what links keep.
+        on_links: memory of links.
         calls: call to the point at which it runs.
         reshards: index of a link to the point of a reshard on it.
-        forward_end: the point behind the forward, when outputs are handed out as they lie.
+        forward_end: the point after the forward, when outputs are returned in the plan's spec.
         adding: fan-out of a gradient to the point at which it is added to the sum over micro-batches.
         state_bytes_per_parameter_byte: optimizer state, as a multiple of a parameter's bytes.
         parameters: the placeholders that are parameters.
         of_micro_batch: the placeholders of one micro-batch, and whether other stages send them and the backward may
             read them.
-        repeated: what blocks hold that the program leaves out.
-        micro_batches, load: what it was found for, see `find_lifetimes`.
+        repeated: lifetimes in the blocks that the program leaves out.
+        micro_batches, load: arguments of `find_lifetimes`.
     """
 
     points: int
@@ -113,13 +115,13 @@ class Liveness:
     load: StageLoad = ONE_STAGE
 
     def of(self, space: SearchSpace) -> Liveness:
-        """The lifetimes of another search space, of the same step."""
+        """The lifetimes of another search space of the same step."""
         return find_lifetimes(space, self.state_bytes_per_parameter_byte, self.micro_batches, self.load)
 
     def standing(self, interval: Interval, name: str = "") -> int:
-        """How many values like one of a lifetime a rank holds at all times, for its other stages and micro-batches.
+        """Number of values of such a lifetime that a rank always holds for its other stages and micro-batches.
 
-        `name`: the site of the value, if it is not what a link keeps.
+        `name` is the site of the value, unless it belongs to a link.
         """
         if name in self.of_micro_batch:
             return self.load.in_flight - 1 if self.of_micro_batch[name] else 0
@@ -136,7 +138,7 @@ class Liveness:
             yield name, result, interval, number
 
     def held_on_links(self) -> Iterator[tuple[OnLink, int]]:
-        """What links keep, and how many there are of it."""
+        """Memory of all links, with the number of copies."""
         yield from ((kept, 1) for kept in self.on_links)
         yield from self.repeated.on_links
 
@@ -147,13 +149,13 @@ def find_lifetimes(
     micro_batches: int = 1,
     load: StageLoad = ONE_STAGE,
 ) -> Liveness:
-    """The lifetimes of all values and copies of a search space.
+    """Find the lifetimes of all values and copies of a search space.
 
     Args:
-        space: the sites and links; of a whole training step on several micro-batches, those of one.
-        state_bytes_per_parameter_byte: see `Liveness`.
-        micro_batches: how many a step has: from the second on, the sums of the gradients so far are there as well.
-        load: what the rank holds beside the program.
+        space: the sites and links. For a whole training step on several micro-batches, those of one.
+        state_bytes_per_parameter_byte: optimizer state, as in `Liveness`.
+        micro_batches: micro-batches of a step. From the second on, sums of gradients also need memory.
+        load: memory on the rank beside the program.
     """
     times = _Times.of(space)
     lifetimes = _Lifetimes(space, times, micro_batches > 1)
@@ -179,9 +181,9 @@ def find_lifetimes(
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """Points: of each link's reshard, of each call (0 for inputs), behind the forward, and the last one.
+    """Points of each link's reshard, of each call (0 for inputs), after the forward, and the last point.
 
-    And of adding each gradient of a step to the sum over micro-batches, by the fan-out that it leaves the backward by.
+    Also the points at which each gradient, by its fan-out in the backward, is added to the sum over micro-batches.
     """
 
     reshards: Mapping[int, int]
@@ -227,7 +229,7 @@ def _runs_in(site: Site, phase: str) -> bool:
 
 @dataclass(slots=True)
 class _Lifetimes:
-    """Finds what is in memory when, place by place: a place is a value that owns memory, or what a view reads."""
+    """Finds lifetimes place by place. A place is a value that owns memory, or the operand of a view."""
 
     space: SearchSpace
     times: _Times
@@ -250,7 +252,7 @@ class _Lifetimes:
         self._find_deaths()
 
     def find(self) -> tuple[dict[tuple[str, int], Interval], tuple[OnLink, ...]]:
-        """Lifetimes of values, and what links keep."""
+        """Find lifetimes of values, and memory of links."""
         owned: dict[str, int] = {}  # view to the point from which its memory is counted by its own spec
         for name, site in self.space.sites.items():
             for result in range(len(site.results)):
@@ -260,7 +262,7 @@ class _Lifetimes:
         return self.values, tuple(self.on_links)
 
     def _place(self, name: str, result: int, owned: dict[str, int]) -> None:
-        """What is kept from the birth of a value on: itself as far as that is sure, then what its last reader makes."""
+        """Record memory from the birth of a value on: its certain lifetime, then that of its last reader's copy."""
         site, place = self.space.sites[name], (name, result)
         start = self.times.calls[name] if not site.is_alias else owned.get(name)
         if site.is_alias and len(site.results) > 1:
@@ -287,7 +289,7 @@ class _Lifetimes:
             owned[link.head] = sure + 1
 
     def _last_reader(self, place: tuple[str, int]) -> tuple[int | None, int]:
-        """The link that reads a value last, and the point up to which the value is there whatever is resharded."""
+        """The link that reads a value last, and the point up to which the value lives regardless of reshards."""
         readers, death = self.readers[place], self.deaths[place]
         if not readers or not self._is_plain(place[0]):
             return None, death
@@ -297,7 +299,7 @@ class _Lifetimes:
         return last, max([self.times.reshards[last], *others])
 
     def _reader(self, index: int, death: int, until: int | None) -> None:
-        """How long the copy for one reader is there, from its reshard on; `until`: its last point."""
+        """Record the lifetime of the copy for one reader, from its reshard to `until`."""
         point = self.times.reshards[index]
         link = self.space.links[index]
         self._keep(index, Held.PACKED, point, point)
@@ -309,7 +311,7 @@ class _Lifetimes:
             self._keep(index, Held.COPY, point, point)
 
     def _result(self, index: int, death: int) -> None:
-        """What stays of a result: to the end, but for what a step returns and what buffers take over."""
+        """Record the lifetime of a result: to the end, except for results that a step returns or buffers take over."""
         head, point = self.space.sites[self.space.links[index].head], self.times.reshards[index]
         goes = self.is_step if head.node is None else head.name in self._buffers()
         until = self.times.forward_end if goes else self.times.end
@@ -324,7 +326,7 @@ class _Lifetimes:
             self.on_links.append(OnLink(link, held, Interval(birth, death)))
 
     def _find_deaths(self) -> None:
-        """The last use of every value; a view's uses are uses of what it views."""
+        """Find the last use of every value; a view's uses are uses of its base."""
         self.deaths = {}
         for name, site in reversed(list(self.space.sites.items())):
             for result in range(len(site.results)):
@@ -333,7 +335,7 @@ class _Lifetimes:
                 self.deaths[name, result] = self.times.end if site.is_input else max(uses, default=born)
 
     def _use(self, index: int) -> int:
-        """The last point at which a link needs its value, if it is not resharded."""
+        """The last point at which a link needs its value without a reshard."""
         link = self.space.links[index]
         head = self.space.sites[link.head]
         if leaves_program(head, link):
@@ -346,12 +348,12 @@ class _Lifetimes:
         return link.operand == 0 and self.space.sites[link.head].is_alias
 
     def _is_written(self, link: Link) -> bool:
-        """Whether an update writes over what a link carries."""
+        """Whether an update overwrites a link's value."""
         node = self.space.sites[link.head].node
         return node is not None and node.target in IN_PLACE and link.operand not in (-1, GRADIENT)
 
     def _is_plain(self, name: str) -> bool:
-        """Whether the memory of a site's results has the size of what they hold: no view of a part of something."""
+        """Whether the memory of a site's results has their own size, because they are no views of a part."""
         if name not in self.viewed:
             return True
         link = self.space.links[self.viewed[name]]

@@ -1,9 +1,9 @@
-"""The memory of a lowered program on a rank, by walking through it as processes run it.
+"""The memory of a lowered program on a rank, found by walking through it as processes run it.
 
-Parameters, buffers, optimizer state and inputs are held throughout. Values that the forward saves are held until the
-backward has used them; gradients to the end, or until the update, which writes over its inputs. A call hands its
-outputs out as they lie; a training step keeps none. A program that leaves out units of blocks has the whole model's
-memory (`passes.memory.storages`).
+Parameters, buffers, optimizer state and inputs live throughout. Saved values live until the backward has used them.
+Gradients live to the end, or until the update, which overwrites its inputs. A call returns its outputs in the plan's
+spec; a training step keeps no outputs. A program that leaves out units of blocks has the whole model's memory
+(`passes.memory.storages`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PART_OF: Mapping[InputKind, str] = {InputKind.PARAMETER: PARAMETERS, InputKind.
 
 @dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Memory in use on each rank in one call, or in one training step, at the moment of the peak.
+    """Memory in use on each rank at the peak of one call or training step.
 
     Args:
         parts: bytes at that moment, by part (`PARTS`).
@@ -45,17 +45,17 @@ class StepMemory:
 
 
 def peak_bytes(phased: PhasedProgram, micro_batches: int = 1, load: StageLoad = ONE_STAGE) -> int:
-    """The largest number of bytes in use on each rank in one call, or in one training step; see `step_memory`."""
+    """The peak of `step_memory` in bytes."""
     return step_memory(phased, micro_batches, load).peak_bytes
 
 
 def step_memory(phased: PhasedProgram, micro_batches: int = 1, load: StageLoad = ONE_STAGE) -> StepMemory:
-    """Memory in use on each rank at the peak of one call, or of one training step.
+    """Find the memory on each rank at the peak of one call, or of one training step.
 
     Args:
         phased: the program.
-        micro_batches: how many a step has; the last micro-batch is counted.
-        load: what the rank holds beside the program.
+        micro_batches: micro-batches of a step; the last micro-batch is counted.
+        load: memory on the rank beside the program.
     """
     memory = Storages(LocalUnits.of(phased.lowered))
     inputs = _inputs(memory, phased)
@@ -99,7 +99,7 @@ def _inputs(memory: Storages, phased: PhasedProgram) -> list[Value]:
     ]
 
 
-_IN_PLACE = "autoshard: the update written over what it updates"
+_IN_PLACE = "autoshard: the update written over its operands"
 
 
 def update_in_place(update: fx.GraphModule, written: Mapping[int, int]) -> fx.Graph:
@@ -112,7 +112,7 @@ def update_in_place(update: fx.GraphModule, written: Mapping[int, int]) -> fx.Gr
 
 
 def _run_once(memory: Storages, phased: PhasedProgram, inputs: Sequence[Value]) -> list[Value]:
-    """The values that are computed once for all micro-batches."""
+    """The hoisted values, computed once for all micro-batches."""
     if phased.hoisted is None:
         return []
     return memory.run(filled(phased.hoisted.graph), [inputs[index] for index in phased.hoisted_inputs], inputs)
@@ -127,9 +127,9 @@ def _sums(memory: Storages, phased: PhasedProgram) -> list[Value]:
 def _add(
     memory: Storages, sums: Sequence[Value], gradients: Sequence[Value], owned: Sequence[bool], held: Sequence[Value]
 ) -> list[Value]:
-    """Sums: first those that are added where they lie, then new ones; with each, its addends go.
+    """Add gradients to sums, first in place, then into new memory; addends are freed afterwards.
 
-    Sums lie where the first micro-batch's gradients did, so together where `gradients` do.
+    Sums have the memory layout of the first micro-batch's gradients, so they are together where `gradients` are.
     """
     left = [index for index, is_owned in enumerate(owned) if not is_owned]
     found = [gradient for gradient, is_owned in zip(gradients, owned, strict=True) if is_owned]
@@ -153,7 +153,7 @@ def carried_nodes(phased: PhasedProgram) -> list[fx.Node]:
 
 
 def written_by_update(phased: PhasedProgram) -> dict[int, int]:
-    """The results of an update that are written over its inputs, as `runtime.executable` has it."""
+    """The results of an update that overwrite its inputs, as in `runtime.executable`."""
     first = len(phased.carried)
     slots = [phased.lowered.inputs[index].slot for index in phased.update_inputs]
     places = {(slot.kind, slot.name): first + index for index, slot in enumerate(slots)}

@@ -10,7 +10,7 @@ from passes.memory.memory_usage import MemoryUsage, UsedBytes
 from passes.solver.assignment import Floats, MemoryRow
 
 _MOST_KEPT = 32
-"""Rows that are kept of one problem: searches of known recipes, and of all plans, ask for the same few."""
+"""Most cached rows of one problem; searches of known recipes and of all plans use the same few rows."""
 
 
 def row_at(usage: MemoryUsage, point: int, edge_between: Mapping[tuple[int, ...], int]) -> MemoryRow:
@@ -31,10 +31,10 @@ def row_at(usage: MemoryUsage, point: int, edge_between: Mapping[tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class _Bytes(Mapping[int, Floats]):
-    """Bytes by option of variables, or by pair of options of edges, summed when they are asked for.
+    """Bytes by option of variables, or by pair of options of edges, summed on demand.
 
     Args:
-        held: the items in memory, by the variable or edge that decides about them.
+        held: the items in memory, by their deciding variable or edge.
     """
 
     held: Mapping[int, Sequence[UsedBytes]]

@@ -1,4 +1,4 @@
-"""How many bytes values, reshards and calls take under each option of the variables that decide about them."""
+"""Bytes of values, reshards and calls under each option of their deciding variables."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class MemoryTables:
         return self._tables[key]
 
     def of_call(self, name: str) -> Floats | None:
-        """Bytes that a call takes beside its operands and results by the option of its site; None for none."""
+        """Bytes of a call's workspace by the option of its site, or None."""
         site = self.space.sites[name]
         if site.node is None or not has_workspace(site.node):
             return None
@@ -49,7 +49,7 @@ class MemoryTables:
         return self._tables[key]
 
     def on_link(self, kept: OnLink) -> Floats:
-        """Bytes of what a link keeps, by the options of its tail and head or of its head: see `Held`."""
+        """Bytes of a link's memory, by the options of its tail and head or of its head, depending on `Held`."""
         link = self.space.links[kept.link]
         tail, head = self.space.sites[link.tail], self.space.sites[link.head]
         if is_on_host(tail):
@@ -61,7 +61,7 @@ class MemoryTables:
         return self._tables[key]
 
     def _nothing(self, *options: int) -> Floats:
-        """The table of values that take no memory of the device."""
+        """The table of values without device memory."""
         key = ("nothing", *options)
         if key not in self._tables:
             self._tables[key] = np.zeros(options)
@@ -83,7 +83,7 @@ class MemoryTables:
 
 
 def is_on_host(site: Site) -> bool:
-    """Whether a site's value lies on the host; it goes there as its owner has it, without a reshard."""
+    """Whether a site's value is on the host; it goes there in its owner's spec, without a reshard."""
     return site.node is not None and site.node.target is to_host
 
 
@@ -94,7 +94,7 @@ def _workspace_bytes(site: Site, strategy: Strategy, mesh: Mesh) -> float:
 
 
 def _is_packed(sources: Sequence[PartitionSpec], targets: Sequence[PartitionSpec], mesh: Mesh) -> np.ndarray:
-    """Whether a reshard puts pieces in order: it gathers an inner dim, or moves an axis to another dim."""
+    """Whether a reshard puts pieces in order: by a gather of an inner dim, or by the move of an axis to another dim."""
     found = np.zeros((len(sources), len(targets)), dtype=bool)
     for axis, size in mesh.axes:
         if size > 1:
@@ -110,7 +110,7 @@ def _dim_of(spec: PartitionSpec, axis: str) -> int:
 
 
 def differs(sources: Sequence[PartitionSpec], targets: Sequence[PartitionSpec], mesh: Mesh) -> np.ndarray:
-    """Whether each source is another layout than each target, [sources, targets]; axes of size one make none."""
+    """Whether each source differs from each target, [sources, targets], ignoring axes of size one."""
     numbers: dict[PartitionSpec, int] = {}
     alone = {axis for axis, size in mesh.axes if size == 1}
     number = {

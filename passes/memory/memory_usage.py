@@ -1,7 +1,7 @@
-"""Bytes in use at every point of a program as a function of the choice, for searches that ask for it often.
+"""Bytes in use at every point of a program, as a function of the choice, for searches that need many evaluations.
 
-An item lies in memory over an interval. Its size is an entry of a table, chosen by the options of one or two variables.
-All tables are laid end to end, so that one lookup gives all sizes.
+An item takes memory over an interval. Its size is an entry of a table, chosen by the options of one or two variables.
+All tables are stored in one array, so that one lookup gives all sizes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class UsedBytes:
     """An item in memory.
 
     Args:
-        interval: the points at which it is there.
+        interval: the points at which the item is in memory.
         table: its bytes by the options of one or two variables, [options] or [options, options].
         variables: these variables.
-        number: how many such items there are.
+        number: the count of such items.
     """
 
     interval: Interval
@@ -37,7 +37,7 @@ class UsedBytes:
 
     @property
     def is_of_one(self) -> bool:
-        """Whether one variable decides, be it as row and as column."""
+        """Whether one variable decides the size, perhaps as both row and column."""
         return self.table.ndim == 1 or self.variables[0] == self.variables[-1]
 
     @property
@@ -54,11 +54,11 @@ class UsedBytes:
 
 
 def with_standing(items: Iterable[tuple[str, UsedBytes]], liveness: Liveness) -> Iterator[UsedBytes]:
-    """Items, and what the rank holds like them at all times; see `Liveness.standing`.
+    """Items, and their copies that the rank holds at all times; see `Liveness.standing`.
 
     Args:
-        items: each behind the site that it is the value of, "" for others.
-        liveness: of the program.
+        items: each item after its value's site, or after "".
+        liveness: the program's lifetimes.
     """
     for name, item in items:
         yield item
@@ -73,14 +73,14 @@ class MemoryUsage:
 
     Args:
         births: the point from which each item is in memory, [items].
-        ends: the point from which it no longer is, [items].
-        sizes: all tables end to end.
-        first: where the table of each item begins, [items].
+        ends: the first point after each item's death, [items].
+        sizes: the entries of all tables.
+        first: the place of each item's table in `sizes`, [items].
         rows, columns: the variables whose options are looked up, [items].
-        row_steps, column_steps: by how many entries one option further is, [items].
-        numbers: how many there are of each, [items].
-        items: what it is made of.
-        known_rows: memory rows that were made of it, by point.
+        row_steps, column_steps: the distance in entries between neighbouring options, [items].
+        numbers: the count of each item, [items].
+        items: the items themselves.
+        known_rows: memory rows of this usage, by point.
     """
 
     points: int
@@ -130,7 +130,7 @@ class MemoryUsage:
         return [self.items[place] for place in places.tolist()]
 
     def least_peak(self, allowed: Mapping[int, _Mask]) -> float:
-        """Bytes below which the peak of no choice is: at each point, every item as small as it can be.
+        """A lower bound of every choice's peak, bytes: at each point, every item has its least size.
 
         Args:
             allowed: variable to a mask of its options, not empty; absent variables are free.

@@ -1,15 +1,15 @@
-"""The most bytes that a rank of a pipeline has in use, by walking through its order with what each stage takes.
+"""The peak memory of a pipeline rank: walks the rank's schedule with the memory needs of each stage.
 
-A stage's phases are walked once, for one micro-batch (`passes.memory.storages`); what several micro-batches hold at
-once is then added up as the order says:
+A stage's phases are walked once, for one micro-batch (`passes.memory.storages`). The schedule then says how many
+micro-batches are in memory at once:
 
-* Parameters, buffers, optimizer state and all micro-batches' inputs are held throughout; what is hoisted, from the
-  stage's first forward on; the sums of gradients, from its first backward on.
-* What a forward saves is held until the backward. Where that is cut in two, the first half keeps for the second what
-  it reads, which is most of it.
-* What is received takes memory from the receive until it is read. What is sent and not saved takes memory until a
-  message comes from its reader that was made after it was read (`autoshard.runtime.stages.stage_messages`).
-  What stages of one rank hand each other is held until it is read.
+* Parameters, buffers, optimizer state and the inputs of all micro-batches are in memory throughout. Hoisted values are
+  there from the stage's first forward on, and sums of gradients from its first backward on.
+* Saved values of a forward live until the backward. If the backward is cut in two, the first half keeps for the second
+  the values that the second reads. Most saved values are of this kind.
+* A received value takes memory from the receive until its reader runs. A sent value that is not saved takes memory
+  until a later message from its reader arrives (`autoshard.runtime.stages.stage_messages`). A value between two stages
+  of one rank lives until its reader runs.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class RankMemory:
     """Memory in use on a pipeline rank, bytes.
 
     Args:
-        peak_bytes: the most at once.
-        parts: of the peak, by what they are; they sum to it.
-        in_flight_bytes: the most that micro-batches between forward and backward hold at once.
+        peak_bytes: the peak.
+        parts: the peak by category; they sum to it.
+        in_flight_bytes: the most memory of micro-batches between forward and backward.
     """
 
     peak_bytes: int
@@ -47,21 +47,21 @@ class RankMemory:
 
 @dataclass(frozen=True, slots=True)
 class _Needs:
-    """Memory that a stage takes, bytes.
+    """Memory that a stage takes, bytes. Each peak is in addition to the values that live throughout.
 
     Args:
-        parameters, state: held throughout, buffers with the parameters.
-        inputs: of one micro-batch, without what other stages send.
-        hoisted: what is computed once.
-        hoisting: most in use, beyond what is held, while that is computed.
-        forward: most in use while a forward runs, beyond what is held, what it received included.
-        saved: what a forward keeps.
-        backward: likewise of a backward, what it takes of the forward and received included.
+        parameters, state: throughout, buffers with the parameters.
+        inputs: inputs of one micro-batch, without those from other stages.
+        hoisted: values that are computed once.
+        hoisting: the peak while they are computed.
+        forward: the peak of a forward, including received values.
+        saved: values that a forward saves.
+        backward: the peak of a backward, including saved and received values.
         carried: the gradients that a backward makes for the update.
-        adding: the most by which adding them to the sums exceeds both.
-        first_half, kept, second_half: most in use while the halves of a cut backward run, and what is kept between.
-        update: most in use while the update runs, beyond parameters and state, the gradients included.
-        sent: what a forward makes for other stages and does not save, by name.
+        adding: the further peak of the addition of these to the sums.
+        first_half, kept, second_half: the peaks of the halves of a cut backward, and the memory kept in between.
+        update: the peak of the update, without parameters and state, with the gradients.
+        sent: values that a forward makes for other stages and does not save, by name.
     """
 
     parameters: int
@@ -169,7 +169,7 @@ def _sent_names(phased: PhasedProgram, crossing: Collection[str]) -> list[str]:
 
 
 def _restart(memory: Storages) -> int:
-    """The peak so far; the next one is counted anew."""
+    """The peak so far; resets it."""
     peak, memory.peak = memory.peak, 0
     return peak
 
@@ -187,7 +187,7 @@ def _update_bytes(phased: PhasedProgram, carried: Sequence[int]) -> int:
 
 @dataclass(slots=True)
 class _RankWalk:
-    """A rank's order under way: what is live, by part, and the most that was."""
+    """A walk along a rank's schedule: live bytes by part, and the peak so far."""
 
     staged: StagedProgram
     needs: Sequence[_Needs]
@@ -222,7 +222,7 @@ class _RankWalk:
         return RankMemory(self.peak, self.parts, self.most_in_flight)
 
     def _reach(self, more: int) -> None:
-        """Note a moment at which so many bytes more than what is live are in use."""
+        """Note a moment at which `more` bytes are in use beside the live ones."""
         total = sum(self.live.values()) + more
         if total > self.peak:
             self.peak = total
@@ -284,7 +284,7 @@ class _RankWalk:
         self._reach(0)
 
     def _read(self, number: int, micro_batch: int, *, is_forward: bool) -> None:
-        """Count values that waited for a task as its own, and let go of messages that their makers had read by then."""
+        """Count a task's inputs as its own memory, and free the messages that their readers have read by now."""
         self.live[ACTIVATIONS] -= self.waiting.pop((number, is_forward, micro_batch), 0)
         for item in self.staged.crossings:
             if item.reader == number and item.is_forward == is_forward:
@@ -312,6 +312,6 @@ class _RankWalk:
 
 
 def crossing_bytes(staged: StagedProgram, name: str, maker: int, *, is_forward: bool) -> int:
-    """Bytes, on each rank, of a value that crosses stages, as its maker has it."""
+    """Bytes, on each rank, of a value that crosses stages, in its maker's spec."""
     slot = staged.made(name, maker, is_forward=is_forward)
     return local_bytes(slot, staged.stages[maker].phased.lowered.mesh)

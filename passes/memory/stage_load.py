@@ -1,7 +1,7 @@
-"""The load of a pipeline rank beside the stage and the micro-batch that a program is of.
+"""The stages and micro-batches that a pipeline rank has in memory at once.
 
-A stage is planned as if its rank had some stages like it. Parameters, optimizer state and sums of gradients are there
-for each of them; the values that a forward saves, for each micro-batch between its forward and its backward.
+A stage is planned as if its rank had several equal stages. Parameters, optimizer state and sums of gradients count once
+for each of them. Saved values count once for each micro-batch between its forward and its backward.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ class StageLoad:
     """The load of a rank.
 
     Args:
-        stages: on the rank, all like the one that is planned.
-        in_flight: micro-batches whose saved values are held, over all of these stages.
+        stages: the count of the rank's stages, all equal to the planned one.
+        in_flight: the count of micro-batches with saved values in memory, over all of these stages.
     """
 
     stages: int = 1

@@ -1,13 +1,13 @@
-"""Count the bytes of a rank's storages while a graph of local operators runs: each from its making to its last use.
+"""Counts the bytes of a rank's storages while a graph of local operators runs.
 
-An operator's results take memory from its run to the last use of them or of a view of them, as graphs run where each
-value is freed after its last use. Kernels' own allocations are counted for few operators (`workspaces`). Values on the
-host take none.
+An operator's result takes memory from its call to its last use, including uses through views. Graphs free each value
+after its last use. Allocations inside kernels are counted for a few operators only (`workspaces`). Values on the host
+take no device memory.
 
-A program may leave out units of blocks (`autoshard.ir.repeat`). The first unit behind the gap stands for them: each of
+A program may leave out units of blocks (`autoshard.ir.repeat`). The first unit after the gap stands for them: each of
 its storages counts once more for every unit left out. In each phase the left-out units run between the two units beside
-the gap, so their storages begin and end there (`_Lives.spans`). Inside of them less is in use than in one of those two
-(`passes.strategies.repeated`).
+the gap, so their storages begin and end there (`_Lives.spans`). Left-out units use less memory inside than one of these
+two units (`passes.strategies.repeated`).
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Storage:
     Args:
         size: bytes of the tensor.
         part: one of `PARTS`.
-        left_out: bytes of the alike tensors of all left-out units.
-        repeat: which repeat these units are of.
+        left_out: bytes of the same tensors in all left-out units.
+        repeat: the number of these units' repeat, else -1.
     """
 
     size: int
@@ -51,7 +51,7 @@ class Storage:
 
     @property
     def bytes(self) -> float:
-        """Bytes of the whole model's alike tensors."""
+        """Bytes of this tensor in all units of the model."""
         return self.size + self.left_out
 
 
@@ -64,11 +64,11 @@ _ALL_THERE = LocalUnits((), {})
 
 @dataclass(slots=True)
 class Storages:
-    """Runs graphs, and remembers the moment at which most bytes are in use.
+    """Runs graphs, and keeps the peak of the bytes in use.
 
     Args:
         units: the units of nodes in a program that leaves some out.
-        peak: bytes in use at that moment.
+        peak: bytes in use at the peak.
         parts: the same by part.
     """
 
@@ -99,9 +99,9 @@ class Storages:
 
         Args:
             graph: local operators with their values in `meta["val"]`; returns a flat tuple.
-            inputs: the values of its placeholders, each freed after its last use here.
-            held: values that stay in memory throughout, inputs among them or not.
-            part: of the results that the graph makes.
+            inputs: the values of the graph's placeholders, each freed after its last use here.
+            held: values that stay in memory throughout, perhaps inputs too.
+            part: the part of the results that the graph makes.
         """
         nodes = list(graph.nodes)
         given, where, lives = iter(inputs), dict[fx.Node, Value](), _Lives(self.units, nodes)
@@ -161,9 +161,9 @@ class _Lives:
 
     Args:
         units: the units of nodes.
-        nodes: of the graph, in order; their places are the points.
+        nodes: the graph's nodes, in order; their places are the points.
         births, ends: the first and the last point.
-        given: storages that are there before the graph runs.
+        given: storages that exist before the graph runs.
     """
 
     units: LocalUnits
@@ -190,9 +190,9 @@ class _Lives:
             self.ends[storage] = len(self.nodes) - 1
 
     def spans(self) -> Iterator[tuple[Storage, float, int, int]]:
-        """Storages with their bytes and their points; then the same of left-out units.
+        """Storages with their bytes and points, then the same for left-out units.
 
-        Storages that units make begin at the gap, and storages that units read last end there.
+        Storages that left-out units make begin at the gap. Storages that they read last end there.
         """
         gaps = self._gaps()
         for storage, birth in self.births.items():
@@ -208,9 +208,9 @@ class _Lives:
                 yield storage, storage.left_out, first, last
 
     def _gaps(self) -> Mapping[int, int]:
-        """The place of the left-out units of each repeat: passes move nodes of the two units beside it past each other.
+        """The place of the left-out units of each repeat, between the two units beside the gap.
 
-        Half of the nodes of both units stand before it.
+        Passes move nodes of the two units past each other, so the place has half of their nodes before it.
         """
         beside = defaultdict[int, list[int]](list)
         for point, node in enumerate(self.nodes if self.units.repeats else ()):
@@ -225,20 +225,22 @@ def _distinct(values: Iterable[Value]) -> Iterable[Storage]:
 
 
 def _needed_by(node: fx.Node) -> list[fx.Node]:
-    """What must be in memory while a node runs: its operands, and what the collective that it waits for sends."""
+    """Values in memory while a node runs: its operands, and the sent values of a collective if the node waits for
+    one.
+    """
     operands = list(node.all_input_nodes)
     sent = [value for item in operands if is_wait(node) and holds_operand(item) for value in item.all_input_nodes]
     return list(dict.fromkeys((*operands, *sent)))
 
 
 def _sources(node: fx.Node) -> list[fx.Node]:
-    """The operands of a call, first the one that it writes if it gives that back."""
+    """The operands of a call. An operand that the call writes and returns comes first."""
     given = node.kwargs.get("out")
     return [given, *node.all_input_nodes] if isinstance(given, fx.Node) else node.all_input_nodes
 
 
 def _shares_memory(node: fx.Node, source: fx.Node) -> bool:
-    """Whether a call gives the memory of its first tensor."""
+    """Whether the result of a call shares the memory of its first tensor."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return False

@@ -1,7 +1,7 @@
-"""Memory that an operator takes while it runs, beside operands and results, where that is much.
+"""Memory that an operator takes during its call, beside operands and results, for the operators that take much.
 
-Layers of experts sort rows by expert and keep what is between their products; a ring of attention has keys and values
-of other ranks. Other operators are counted by their operands and results alone.
+Expert layers sort rows by expert and keep intermediate values. Ring attention keeps keys and values of other ranks. All
+other operators are counted by operands and results alone.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from passes.strategies.tensor_infos import operand_infos
 
 
 def has_workspace(node: fx.Node) -> bool:
-    """Whether what a call takes while it runs is counted."""
+    """Whether the workspace of a call is counted."""
     return _count_of(node.target) is not None
 
 
@@ -28,7 +28,7 @@ def workspace_bytes(node: fx.Node) -> int:
 
 
 def workspace_of(node: fx.Node, operands: Sequence[TensorInfo]) -> int:
-    """The same of a call that has a workspace, with operands of other sizes."""
+    """The same for a call that has a workspace, with operands of other sizes."""
     count = _count_of(node.target)
     assert count is not None, "the call has a workspace"
     arguments = tuple(fx.map_arg(node.args, lambda argument: None))
@@ -37,5 +37,5 @@ def workspace_of(node: fx.Node, operands: Sequence[TensorInfo]) -> int:
 
 @cache
 def _count_of(target: Any) -> Callable[..., float] | None:
-    """The formula of an operator, if it has one; walks ask for every node."""
+    """The formula of an operator, if there is one; cached, since walks need it at every node."""
     return WORKSPACE_BYTES.get(str(target))

@@ -1,1 +1,1 @@
-"""What the cost models say of a choice, and what it is called."""
+"""Predictions of the cost models for a plan, and the names of its layouts."""

@@ -1,4 +1,4 @@
-"""How unevenly a plan takes experts to be chosen: what is assumed where ranks have different ones."""
+"""The assumed imbalance between experts on different ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from passes.planning.build_assignment import PlanningProblem
 
 
 def expert_load(planning: PlanningProblem, choice: Sequence[int]) -> float | None:
-    """Rows of the rank whose experts are chosen most, in multiples of the mean; None where no experts are split."""
+    """Rows of the busiest expert-parallel rank, in multiples of the mean; None if no experts are split."""
     mesh, found = planning.space.mesh, []
     for name, site in planning.space.sites.items():
         if site.node is None or site.node.target is not experts:

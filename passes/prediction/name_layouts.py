@@ -1,15 +1,16 @@
-"""Say in the field's words where a parameter, its gradient and its optimizer state lie.
+"""Names the layout of a parameter, its gradient and its optimizer state in the field's words.
 
 An axis of the mesh is, for one parameter,
 
 * *ZeRO-3* (fully sharded) if it splits the parameter, and the forward gathers it over the axis;
 * *split* if it splits the parameter, and the forward uses the pieces (tensor or expert parallel);
-* *ZeRO-2* if it splits the state, and the gradient is reduced to pieces as soon as it is computed, not the parameter;
-* *ZeRO-1* if it splits the state alone;
+* *ZeRO-2* if it splits the state and not the parameter, and the gradient is reduced to pieces as soon as it is
+  computed;
+* *ZeRO-1* if it splits only the state;
 * *copied* otherwise.
 
-After Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models" (2020). Where a
-parameter has no state, the pieces in which it is updated count.
+After Rajbhandari et al., "ZeRO: memory optimizations toward training trillion parameter models" (2020). For a parameter
+without state, the pieces of its update count.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _ORDER = (_ZERO_3, _ZERO_2, _ZERO_1, _SPLIT, _COPIED)
 
 
 def plan_of_parameter(planning: PlanningProblem, choice: Sequence[int], slot: InputSlot) -> ParameterPlan:
-    """Where a parameter lies under a choice, and what belongs to it."""
+    """The layout of a parameter, its gradient and its state under a choice."""
     space = planning.space
     spec = planning.strategy(slot.node, choice).outputs[0]
     value = space.sites[slot.node].results[0]
@@ -64,7 +65,7 @@ def plan_of_parameter(planning: PlanningProblem, choice: Sequence[int], slot: In
 
 
 def _gathered(planning: PlanningProblem, choice: Sequence[int], parameter: str) -> set[str]:
-    """The axes over which a parameter is gathered on its way, by fan-outs and views, into the calls of the forward."""
+    """The axes over which a parameter is gathered, through fan-outs and views, before the forward's calls."""
     found: set[str] = set()
     for link in forward_links(planning, parameter):
         before = planning.strategy(link.tail, choice).outputs[link.result]

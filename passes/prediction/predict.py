@@ -1,9 +1,8 @@
-"""What the cost models say of one choice: where the time goes, and what fills the memory at its peak.
+"""Predicts time and memory of one choice: the parts of the step, and the memory at its peak.
 
-The time is that of a simulated step of one rank (all ranks do the same at the same time), which
-`cost_models.streams` runs. The step is read off the lowered program (`walk_program`), which may leave out blocks, and
-may have kernels. Computation runs beside collectives that the program begins early and waits for late, as far as the
-cluster's communication leaves it room (`overlap_of`).
+The time is that of a simulated step of one rank (all ranks run in lockstep), by `cost_models.streams`. The step is read
+off the lowered program (`walk_program`), which may leave out blocks and may have kernels. Computation overlaps with
+collectives that the program starts early and waits for late, as far as the cluster allows (`overlap_of`).
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ def _breakdown(planning: PlanningProblem, times: StreamTimes) -> dict[str, float
 
 
 def trace_of(line: Timeline) -> Trace:
-    """A simulated timeline as a plan carries it."""
+    """Convert a simulated timeline to a plan's trace."""
     spans = ((span.process, span.stream, span.name, span.start_s, span.end_s) for span in line.spans)
     return Trace.of(line.processes, spans)
 

@@ -1,8 +1,8 @@
-"""Prediction of a pipeline's step: its stages' lowered programs, run in the order of the step.
+"""Predicts a pipeline's step: its stages' lowered programs, run in the order of the step.
 
-Each phase of a stage takes what walking it says (`walk_program`), each value that crosses ranks what its bytes take
-between two neighbours. The order is run with these (`cost_models.order_times`); each rank's memory is walked in it
-(`passes.memory.pipeline_memory`). The step's parts are means over ranks; the memory is that of the fullest rank.
+Each phase of a stage takes its walked time (`walk_program`). Each value that crosses ranks takes the time of its bytes
+between two neighbours. The order is run with these times (`cost_models.order_times`), and each rank's memory is walked
+in it (`passes.memory.pipeline_memory`). The step's parts are means over ranks; the memory is that of the fullest rank.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _WORKS = {
 
 @dataclass(frozen=True, slots=True)
 class PipelinePrediction:
-    """The prediction of a step, and what each of its stages' plans says: its own busy time, and its rank's memory."""
+    """The prediction of a step, and those of its stages' plans: own busy time, and the rank's memory."""
 
     whole: Prediction
     stages: tuple[Prediction, ...]
@@ -54,7 +54,9 @@ class PipelinePrediction:
 
 @dataclass(frozen=True, slots=True)
 class _Walked:
-    """A stage: its phases' simulated times, how often each runs, and what a rank sends in a step by mesh axis."""
+    """A stage: its phases' simulated times, the number of runs of each, and a rank's sent bytes in a step by mesh
+    axis.
+    """
 
     phases: Mapping[str, StreamTimes]
     runs: Mapping[str, int]
@@ -66,16 +68,16 @@ class _Walked:
 
 
 def predict_pipeline(staged: StagedProgram, mesh: Mesh, cluster: Cluster, *, clips_norm: bool) -> PipelinePrediction:
-    """Predicted step time and peak memory of a step in stages, and their parts.
+    """Predict step time and peak memory of a step in stages, with their parts.
 
     Args:
         staged: the lowered stages and the order.
         mesh: all axes, the pipeline's included.
-        cluster: what is priced for.
+        cluster: the hardware.
         clips_norm: gradients are clipped to a norm over all stages.
     """
     order = staged.order
-    alike = dict[tuple[fx.GraphModule, int], _Walked]()  # by what runs, and how often
+    alike = dict[tuple[fx.GraphModule, int], _Walked]()  # by forward and number of runs
     walked = list[_Walked]()
     for number, stage in enumerate(staged.stages):
         key = stage.phased.forward, _runs(order, number)["forward"]
@@ -123,7 +125,7 @@ def predict_pipeline(staged: StagedProgram, mesh: Mesh, cluster: Cluster, *, cli
 
 
 def order_rows(order: PipelineOrder) -> list[Rows]:
-    """The actions of each rank, as `cost_models` has them; transfers follow from what crosses ranks."""
+    """The actions of each rank in the form of `cost_models`. Transfers follow from the values that cross ranks."""
     return [
         np.array(
             [
@@ -161,7 +163,7 @@ def _with_adding(backward: Segment, seconds: float) -> Segment:
 
 
 def _runs(order: PipelineOrder, stage: int) -> dict[str, int]:
-    """How often a stage's phases run; those that are not named run once."""
+    """Number of runs of a stage's phases; phases not listed run once."""
     tasks = Counter(task.work for slots in order.ranks for slot in slots for task in slot if task.stage == stage)
     return {name: tasks[work] for name, work in _WORKS.items()}
 
@@ -184,7 +186,7 @@ def _transfers(staged: StagedProgram, mesh: Mesh, cluster: Cluster) -> dict[Tran
 
 
 def _share_a_node(mesh: Mesh, places: tuple[int, int], cluster: Cluster) -> bool:
-    """Whether ranks at both places of the pipeline, alike along all other axes, are always in the same node."""
+    """Whether ranks at both places of the pipeline, with equal other coordinates, are always in the same node."""
     axes = mesh.axis_names
     stride = math.prod(mesh.shape[axes.index(PIPELINE_AXIS) + 1 :])
     span = stride * mesh.axis_size(PIPELINE_AXIS)
@@ -196,7 +198,7 @@ def _share_a_node(mesh: Mesh, places: tuple[int, int], cluster: Cluster) -> bool
 
 
 def _parts(walked: Sequence[_Walked]) -> dict[str, float]:
-    """Where stages' own time goes, summed over them."""
+    """The parts of the stages' own time, summed over stages."""
     found = defaultdict[str, float](float)
     for stage in walked:
         for name, times in stage.phases.items():
@@ -211,7 +213,7 @@ def _parts(walked: Sequence[_Walked]) -> dict[str, float]:
 
 
 def _breakdown(walked: Sequence[_Walked], ranks: Sequence[RankTimes]) -> dict[str, float]:
-    """The parts of the step, means over ranks; they sum to it."""
+    """The parts of the step, averaged over ranks; they sum to the step."""
     parts = {name: seconds / len(ranks) for name, seconds in _parts(walked).items()}
     parts[f"communication over {PIPELINE_AXIS}"] = sum(rank.exposed_send_s for rank in ranks) / len(ranks)
     parts[BUBBLE] = sum(rank.bubble_s for rank in ranks) / len(ranks)
@@ -226,7 +228,7 @@ def _by_rank(staged: StagedProgram, values: Sequence[int]) -> list[int]:
 
 
 def _sent_bytes(staged: StagedProgram, walked: Sequence[_Walked]) -> dict[str, float]:
-    """Bytes that the rank sends most of, by mesh axis."""
+    """Bytes of the busiest sender, by mesh axis."""
     order = staged.order
     found = defaultdict[str, list[float]](lambda: [0.0] * (max(order.stage_ranks) + 1))
     for rank, item in zip(order.stage_ranks, walked, strict=True):
@@ -252,7 +254,7 @@ def _tokens_per_s(staged: StagedProgram, total_s: float) -> float | None:
 
 
 def _share(shares: Sequence[float | None], staged: StagedProgram, total_s: float, ranks: int) -> float | None:
-    """The utilisation of all ranks, from that of each stage in its own plan's step; one may have no products."""
+    """The utilisation of all ranks, from that of each stage in its own plan's step. A stage may have no products."""
     if total_s <= 0 or all(share is None for share in shares):
         return None
     plans = [stage.plan.predicted.step_time_s for stage in staged.stages]

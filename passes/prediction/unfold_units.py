@@ -1,13 +1,13 @@
-"""Repeat the unit that stands for blocks which a lowered program leaves out, in the order of a phase.
+"""Repeats the unit that stands for blocks left out of a lowered program, in the order of a phase.
 
-Calls of the four units that a program holds run one unit after the other: these are *anchors*. They cut a phase into
-regions, each up to the last anchor of a unit. Passes move other events: a gather of unit b may begin in the region of
-the unit before b. In the whole program the second copy of that gather begins in the region of the first copy of b. So
+Calls of the program's four units run one unit after the other. These calls are *anchors*, and cut a phase into regions,
+each up to the last anchor of a unit. Passes move other events: a gather of unit b may start in the region of the unit
+before b. In the whole program the second copy of that gather starts in the region of the first copy of b. So
 
-1. every event of b stands in some region, so many regions from b's own: its shift;
-2. copy i stands by that shift from the region of copy i, behind as many anchors of that region;
-3. events of units ahead of b that stand in b's region come into that of the first copy, events behind b into the last;
-4. copies of an event far from b, or ahead of all anchors or behind them, stand one behind the other, where it does.
+1. every event of b is in some region, at a distance in regions from b's own, its shift;
+2. copy i is at that shift from the region of copy i, after as many anchors of that region;
+3. events of earlier units in b's region go to the region of the first copy, events of later units to the last;
+4. copies of an event far from b, or ahead of all anchors or after them, follow each other at its place.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from passes.strategies.local_units import UnitSpot
 from passes.strategies.repeated import BEHIND
 
 _FARTHEST = 2
-"""Regions between an event and its unit, at most: there are two units ahead of those left out, and two behind."""
+"""Most regions between an event and its unit: two units are ahead of the gap, and two behind it."""
 
 
 class Event(Protocol):
-    """A thing that happens in a phase."""
+    """An event in a phase."""
 
     @property
     def spot(self) -> UnitSpot | None:
@@ -35,20 +35,20 @@ class Event(Protocol):
 
     @property
     def is_anchor(self) -> bool:
-        """Whether the event stands in the order of its unit."""
+        """Whether the event keeps the order of its unit."""
         ...
 
 
 _Event = TypeVar("_Event", bound=Event)
 _Copy = tuple[_Event, int]
-"""An event, and the number of its copy, from 1; 0 for an event that is there once."""
+"""An event, and the number of its copy, from 1; 0 for an event outside repeated units."""
 
 
 def unfolded(events: Sequence[_Event], left_out: Sequence[int]) -> list[_Copy[_Event]]:
     """The events of the whole phase, in order.
 
     Args:
-        events: of the phase that leaves out units, in order.
+        events: events of the phase without the missing units, in order.
         left_out: number of units that each repeat leaves out.
     """
     found = [(event, 0) for event in events]
@@ -58,7 +58,7 @@ def unfolded(events: Sequence[_Event], left_out: Sequence[int]) -> list[_Copy[_E
 
 
 _Key = tuple[int, int, int]
-"""Region, copy of the unit whose region it is, anchors of the region that stand before."""
+"""Region, copy of the region's unit, and number of anchors of the region ahead."""
 
 
 @dataclass(slots=True)
@@ -67,8 +67,8 @@ class _Unfolding(Generic[_Event]):
 
     Args:
         repeat: its number.
-        copies: how many units b stands for.
-        events: all of the phase.
+        copies: number of units that b stands for.
+        events: all events of the phase.
         units: the unit of each region.
         anchors: the places of the anchors of each region.
     """
@@ -90,7 +90,7 @@ class _Unfolding(Generic[_Event]):
         return event.spot.unit if event.spot is not None and event.spot.repeat == self.repeat else None
 
     def run(self) -> list[_Copy[_Event]]:
-        """The events in order, those of b as often as it is there."""
+        """The events in order, with the copies of b's events."""
         lasts = [run[-1] for run in self.anchors]
         keyed: list[tuple[_Key, int, int, _Copy[_Event]]] = []
         for place, (event, copy) in enumerate(self.events):
@@ -106,14 +106,14 @@ class _Unfolding(Generic[_Event]):
         return [item for *_, item in keyed]
 
     def _once(self, region: int, passed: int, unit: int | None) -> _Key:
-        """The place of an event that is there once."""
+        """The place of an event outside b."""
         if region >= len(self.units) or self.units[region] != BEHIND:
             return region, 0, passed
         is_behind = region + 1 < len(self.units) and unit is not None and self._is_behind(region, unit)
         return region, self.copies if is_behind else 1, passed
 
     def _is_behind(self, region: int, unit: int) -> bool:
-        """Whether a unit runs behind b where a region is b's: units run in the order of their numbers or against it."""
+        """Whether a unit runs after b around b's region; units run in the order of their numbers or in reverse."""
         return (unit > BEHIND) == (self.units[region + 1] > BEHIND)
 
     def _copies(self, region: int, passed: int) -> Iterator[_Key]:

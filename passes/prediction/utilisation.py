@@ -18,9 +18,9 @@ from passes.strategies.operator_names import dtype_name, operator_name
 
 @dataclass(frozen=True, slots=True)
 class _Contraction:
-    """Alike calls of a product or of attention.
+    """Equal calls of a product or of attention.
 
-    `peak_s`: those of them that are the model's, not recomputed, at one device's peak, together.
+    `peak_s` is the time of the model's own calls, without recomputation, at one device's peak, in all.
     """
 
     site: str
@@ -33,20 +33,20 @@ class _Contraction:
 
 @dataclass(frozen=True, slots=True)
 class Utilisation:
-    """Seconds that a step's products and attention take at peak: shared by all ranks without loss, and as they run."""
+    """Seconds of a step's products and attention at peak: shared by all ranks without loss, and as they run."""
 
     model_s: float
     local_s: float
 
     def shares(self, step_time_s: float) -> tuple[float | None, float | None]:
-        """MFU and HFU: model and hardware FLOPs utilisation; None where nothing is counted."""
+        """MFU and HFU, model and hardware FLOPs utilisation; None if nothing is counted."""
         if self.model_s <= 0 or step_time_s <= 0:
             return None, None
         return self.model_s / step_time_s, self.local_s / step_time_s
 
 
 def utilisation(planning: PlanningProblem, choice: Sequence[int]) -> Utilisation:
-    """The FLOPs of a choice. Each dtype counts at its own peak."""
+    """Utilisation of a choice. Each dtype counts at its own peak."""
     if "contractions" not in planning.derived:
         planning.derived["contractions"] = _find_contractions(planning)
     contractions: Sequence[_Contraction] = planning.derived["contractions"]
@@ -76,7 +76,7 @@ def _find_contractions(planning: PlanningProblem) -> tuple[_Contraction, ...]:
 
 
 def _local_s(planning: PlanningProblem, choice: Sequence[int], item: _Contraction) -> float:
-    """Seconds at peak of what one rank runs of a contraction."""
+    """Seconds at peak of one rank's part of a contraction."""
     mesh, strategy = planning.space.mesh, planning.strategy(item.site, choice)
     results = planning.space.sites[item.site].results
     inputs = [s.local_shape(v.shape, mesh) for v, s in zip(item.operands, strategy.inputs, strict=True)]

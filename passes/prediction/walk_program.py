@@ -1,12 +1,11 @@
-"""Read the step of one rank off its lowered program, as segments for `cost_models.streams`.
+"""Reads the step of one rank off its lowered program, as segments for `cost_models.streams`.
 
-Nodes run where they stand: calls one after the other; a collective begins where it is issued, once the links of its
-group are free (its stream: "network" where groups span nodes, else "node"); where it is waited for, computation stands
-still until it is done; so it does while a call exchanges rows. So whatever passes do to a lowered program is priced by
-walking it.
+Nodes run at their places. Calls run one after the other. A collective starts at its place, once the links of its group
+are free. (Its stream is "network" if groups span nodes, else "node".) At its wait, computation pauses until it is done,
+as it does while a call exchanges rows. So any pass over lowered programs is priced by walking the result.
 
-With micro-batches, forward and backward run so often; the update, and what is hoisted, once. Between them the gradients
-of each micro-batch but the first are added to a sum, which is read and written.
+With micro-batches, forward and backward run once for each. The update and the hoisted phase run once. In between, the
+gradients of each micro-batch but the first are added to a sum, which is read and written.
 """
 
 from __future__ import annotations
@@ -43,12 +42,12 @@ NETWORK, NODE = "network", "node"
 
 @dataclass(frozen=True, slots=True)
 class WalkedStep:
-    """What a step is, as its lowered program says.
+    """A step, read off its lowered program.
 
     Args:
-        segments: its phases, in the order in which they run.
+        segments: its phases, in running order.
         sent_bytes: bytes that a rank sends over each mesh axis.
-        adding_s: seconds of adding the gradients of one micro-batch to those before it.
+        adding_s: seconds of adding the gradients of one micro-batch to the sum.
     """
 
     segments: tuple[Segment, ...]
@@ -57,12 +56,12 @@ class WalkedStep:
 
 
 def walk_program(phased: PhasedProgram, prices: NodePrices, micro_batches: int = 1) -> WalkedStep:
-    """The step of a lowered program.
+    """Walk the step of a lowered program.
 
     Args:
-        phased: the program. Units of blocks that it leaves out run as the unit does that stands for them.
-        prices: of its nodes.
-        micro_batches: how many a step has; the program is that of one.
+        phased: the program. Units that it leaves out run like the unit that stands for them.
+        prices: prices of its nodes.
+        micro_batches: micro-batches of a step; the program is that of one.
     """
     units = LocalUnits.of(phased.lowered)
     written = {name: _PhaseWalk(name, prices, units).segment(phase.graph) for name, phase in phased.phases.items()}
@@ -86,7 +85,7 @@ def _sent_by_axis(phased: PhasedProgram, mesh: Mesh, units: LocalUnits, micro_ba
 
 
 def adding_up(adding_s: float, micro_batches: int) -> list[Segment]:
-    """Adding the gradients of all micro-batches to those of the first; nothing with one of them."""
+    """The additions of all micro-batches' gradients to those of the first; none for one micro-batch."""
     more = micro_batches - 1
     if not more or not adding_s:
         return []
@@ -100,20 +99,20 @@ def _seconds_of_adding(phased: PhasedProgram, device: Device, units: LocalUnits)
 
 
 def stream_of(axes: tuple[str, ...], cluster: Cluster, mesh_axes: Mapping[str, int]) -> str:
-    """The stream of what is sent over some mesh axes: communicators share their links."""
+    """The stream of messages over some mesh axes; communicators share their links."""
     return NETWORK if cluster.group_links(mesh_axes, axes).nodes > 1 else NODE
 
 
 class _Walked(NamedTuple):
-    """A thing that a node does.
+    """An event of a node.
 
     Args:
         node: the node.
-        spot: the unit of repeated blocks that it belongs to.
-        seconds: of computation.
-        begins: it begins a collective, or an exchange of rows.
+        spot: its unit of repeated blocks.
+        seconds: seconds of computation.
+        begins: whether it starts a collective, or an exchange of rows.
         awaited: the collective that it waits for.
-        is_anchor: see `passes.prediction.unfold_units`.
+        is_anchor: whether it keeps its place in the unit (`passes.prediction.unfold_units`).
     """
 
     node: fx.Node
@@ -126,7 +125,7 @@ class _Walked(NamedTuple):
 
 @dataclass(slots=True)
 class _PhaseWalk:
-    """One phase in the making; `begun` says which operation each copy of the collective of a node is."""
+    """One phase under construction; `begun` has the operation of each copy of a node's collective."""
 
     name: str
     prices: NodePrices
@@ -193,7 +192,7 @@ def _is_call(node: fx.Node) -> bool:
 
 
 def _label(node: fx.Node) -> str:
-    """What the time of a node counts as."""
+    """Label of a node's time."""
     if IS_RESHARD in node.meta and KERNEL not in node.meta:
         return COPIES
     return LABEL if node.target in TRANSFERS else node.meta.get("phase", COMPUTE)

@@ -1,1 +1,1 @@
-"""What a plan is asked: explain, why_not, limits."""
+"""Questions about a plan: explain, why_not, limits."""

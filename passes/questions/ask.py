@@ -1,8 +1,8 @@
-"""Answers to questions about a plan: `explain`, `why_not` and `limits`, each by planning again with one thing changed.
+"""Answers to questions about a plan: `explain`, `why_not` and `limits`, each by planning with one thing changed.
 
-`explain` forces each spec that a value may have. `why_not` gives each axis of the mesh the role that was asked for; a
-feature that no axis of the mesh can have is planned on another mesh of the same devices. `limits` plans for more
-memory, or for hardware of which one part is a tenth faster. So each figure is the predicted step of a plan.
+`explain` forces each spec that a value may have. `why_not` gives each mesh axis the role in question. A feature that no
+axis of the mesh can have is planned on another mesh of the same devices. `limits` plans for more memory, or for
+hardware with one part a tenth faster. So each figure is the predicted step of a plan.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Questions:
     replan: Replan
 
     def explain(self, plan: Plan, name: str) -> Explanation:
-        """Each other spec of a value, with the fastest plan; see `Plan.explain`."""
+        """Answer `Plan.explain`: each other spec of a value, with the fastest plan."""
         problems = self.replan.problems()
         if not problems:
             raise NotAvailableError(
@@ -106,7 +106,7 @@ class Questions:
     def _on_axes(
         self, plan: Plan, problems: Sequence[PlanningProblem], feature: str, ways: Sequence[Way]
     ) -> tuple[str, list[Variant | None]]:
-        """The axes of the mesh that have a feature, in words; and each other way to give it to one."""
+        """The axes of the mesh that have a feature, in words, and each other way to give it to an axis."""
         specs = [_specs_of(each) for each in plan.stages or (plan,)]
         pairs = list(zip(problems, specs, strict=True))
         used = [_over(way) for way in ways if all(has_role(pairs, axis, role) for axis, role in way.items())]
@@ -128,7 +128,7 @@ class Questions:
         return found, missing
 
     def _variant(self, plan: Plan, name: str, change: Change) -> Variant | None:
-        """The fastest plan with a change; None where the model has nothing that could be changed so."""
+        """The fastest plan with a change; None if the change does not apply to the model."""
         try:
             found = self._plan_again(plan, change)
         except RecipeError:
@@ -137,7 +137,7 @@ class Questions:
         return Variant(words, **_figures(found))
 
     def _outcome(self, plan: Plan, stage: int, site_name: str, spec: PartitionSpec) -> Outcome:
-        """The fastest plan with a spec; one that does not fit where constraints exclude it."""
+        """The fastest plan with a spec; an outcome that does not fit if constraints exclude the spec."""
         try:
             return self._plan_again(plan, Change(stage=stage, specs={site_name: spec}))
         except RecipeError:
@@ -163,7 +163,7 @@ def outcome_of(plan: Plan) -> Outcome:
 
 
 def fastest_first(item: Outcome) -> tuple[bool, float]:
-    """A key to sort outcomes by: those that fit by their step, then the others by the memory that they need."""
+    """Sort key of outcomes: outcomes that fit by step time, then the rest by the memory that they need."""
     return not item.fits, item.step_time_s if item.step_time_s is not None else float(item.smallest_bytes or 0)
 
 
@@ -179,7 +179,7 @@ def _answer(
 
 
 def _use(plan: Plan, feature: str) -> str:
-    """The place where a plan has a feature that no axis of its stages has; "" for nowhere."""
+    """The place where a plan has a feature that no axis of its stages has, or ""."""
     if feature == "pipeline" and plan.stages:
         return f"of {len(plan.stages)} stages"
     if plan.recipe is not None and FEATURES[feature].is_used(plan.recipe):
@@ -194,7 +194,7 @@ def _saved(plan: Plan, feature: str) -> int:
 
 
 def _ways(problems: Sequence[PlanningProblem], feature: str) -> Iterator[Way]:
-    """Each way in which axes of the mesh may have a feature; HSDP is FSDP over one axis, and copies over another."""
+    """Each way in which axes of the mesh may have a feature. HSDP is FSDP over one axis, and copies over another."""
     axes = [axis for axis, size in problems[0].space.mesh.axes if size > 1] if problems else []
     if feature == "hsdp":
         yield from ({first: "fsdp", second: "data"} for first, second in permutations(axes, 2))
@@ -234,7 +234,7 @@ def _site_named(problems: Sequence[PlanningProblem], name: str) -> tuple[int, st
 
 
 def _is_between_stages(name: str) -> bool:
-    """Whether a slot's name is that of a value that stages exchange, which no user has named."""
+    """Whether a slot's name is that of a value between stages, which no user has named."""
     return crosses_stages(name) or is_of_weights(name) or name.startswith(InputKind.SQUARES)
 
 

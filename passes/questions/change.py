@@ -1,4 +1,4 @@
-"""One thing that is otherwise when a plan is made again: the unit of every question."""
+"""One change to a plan's problem, the unit of every question."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from passes.planning.build_assignment import PlanningProblem
 from passes.planning.restrictions import Roles
 
 Fields = Mapping[str, Collection[object]]
-"""Fields of `autoshard.Recipe` to the values that they may have."""
+"""Fields of `autoshard.Recipe` to their allowed values."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Change:
-    """One thing that a question changes before it plans again.
+    """One thing that a question changes before it plans.
 
     Args:
-        stage: the stage whose sites `specs` names.
+        stage: the stage of the sites in `specs`.
         specs: sites to the spec that their value must have.
         roles: mesh axes to the role that each must have, in all stages.
-        without: "recompute" or "offload", which the plan must do without.
-        fields: fields of recipes to the values that they may have; the plan may then be for another mesh.
+        without: "recompute" or "offload", which the plan must not use.
+        fields: recipe fields to their allowed values; the plan may then be for another mesh.
         memory: factor of the memory limit; infinite for no limit.
-        faster: the cluster to its faster form.
+        faster: maps the cluster to its faster form.
     """
 
     stage: int = 0
@@ -56,19 +56,19 @@ class Replan(Protocol):
         ...
 
     def missing(self, feature: str) -> str:
-        """Why no recipe of the model has a feature; "" where one may."""
+        """Reason why no recipe of the model has a feature; "" if some recipe may have it."""
         ...
 
     def kernels(self, plan: Plan) -> Kernels:
-        """The Triton kernels that a plan is priced with, or would run with `backend="triton"`."""
+        """The Triton kernels of a plan's price, or of the plan under `backend="triton"`."""
         ...
 
     def __call__(self, plan: Plan, change: Change) -> Plan:
-        """The fastest plan with a change.
+        """Find the fastest plan with a change.
 
         Raises:
-            DoesNotFitError: none fits in memory.
-            RecipeError: the model has nothing that could be changed so.
-            NotAvailableError: the change needs something that the call does not have.
+            DoesNotFitError: no plan fits in memory.
+            RecipeError: the change does not apply to the model.
+            NotAvailableError: the change needs an argument that the call lacks.
         """
         ...

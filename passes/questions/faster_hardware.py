@@ -1,4 +1,4 @@
-"""Clusters of which one part is a tenth faster."""
+"""Clusters with one part a tenth faster."""
 
 from __future__ import annotations
 
@@ -54,4 +54,4 @@ FASTER: Mapping[str, Callable[[Cluster], Cluster | None]] = {
     f"{SHARE} faster links in a node": _faster_fabric,
     f"{SHARE} faster network": _faster_network,
 }
-"""Name of a part to what makes a cluster's faster; None where the cluster has no such part."""
+"""Name of a part to a function that makes it faster; the function returns None for a cluster without the part."""

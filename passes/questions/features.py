@@ -1,4 +1,4 @@
-"""Features that plans are asked about by `why_not`: their names, and the fields of recipes that have them."""
+"""Features for `why_not`: their names, and the recipe fields that express them."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     "recompute": ("recomputation", "checkpoint", "checkpointing", "activation-checkpointing", "remat"),
     "offload": ("offloading", "cpu-offload", "activation-offloading"),
 }
-"""Feature to its other names; case, `_`, spaces and the word "parallel" do not count, nor the dash of ZeRO's stages."""
+"""Feature to its synonyms. Case, `_`, spaces, the word "parallel", and the dash of ZeRO's stages are ignored."""
 
 _OWN = {other: name for name, others in NAMES.items() for other in (name, *others)}
 
 
 def feature_named(text: object) -> str:
-    """The feature that a name stands for.
+    """The feature of a name or synonym.
 
     Raises:
-        InvalidSpecError: none; lists those that there are.
+        InvalidSpecError: no feature has this name. The message lists the features.
 
     Example:
         >>> feature_named("ZeRO3"), feature_named("tensor_parallel"), feature_named("PP")
@@ -49,23 +49,23 @@ def feature_named(text: object) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Feature:
-    """The fields of recipes that have a feature.
+    """The recipe fields of a feature.
 
     Args:
-        ways: fields to the values with which a recipe has the feature, by a name for each way.
-        without: fields to the values with which it has not; one of these is enough.
+        ways: by name of the way, field values with which a recipe has the feature.
+        without: alternatives of field values with which a recipe lacks the feature.
     """
 
     ways: Mapping[str, Fields]
     without: tuple[Fields, ...]
 
     def is_used(self, recipe: Recipe) -> bool:
-        """Whether a recipe has it."""
+        """Whether a recipe has the feature."""
         return any(all(getattr(recipe, name) in values for name, values in way.items()) for way in self.ways.values())
 
 
 class _Several(Collection[object]):
-    """The sizes over one. A range would look through all of them for None."""
+    """The sizes over one. Unlike a range, it is not searched linearly for None."""
 
     def __contains__(self, value: object) -> bool:
         return isinstance(value, int) and value in self._sizes

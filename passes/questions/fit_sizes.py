@@ -1,12 +1,13 @@
-"""Sizes of a model's values as polynomials in the sizes of its inputs: traced at several, fitted exactly, and checked.
+"""Sizes of a model's values as polynomials in the sizes of its inputs: traced at several sizes, fitted exactly,
+checked.
 
-1. The model is observed on a grid of input sizes: the operators that it runs (labels), and the sizes of its values.
-2. The operators must be the same at every point. Each size is interpolated over the rationals, of degree one in each
-   symbol, or, where that fails, two.
-3. A point that was not used must agree. It is of odd sizes, where rounding shows, if the model runs there.
+1. The model is observed on a grid of input sizes: its operators (labels), and the sizes of its values.
+2. The operators must be equal at every point. Each size is interpolated over the rationals, of degree one in each
+   symbol, or of degree two if that fails.
+3. A point outside the grid must agree. It has odd sizes, where rounding shows, if the model runs there.
 
-A polynomial holds beyond the points as far as the model does not change its ways there: a window that is longer than
-every sequence that was tried is not seen.
+A polynomial holds beyond the points as long as the model behaves in the same way. A window longer than every observed
+sequence goes unnoticed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from autoshard.errors import FormulaError, TraceError
 from cost_models.formulas import Point, Size, grid, interpolate, size_symbol, value_at
 
 InputDims = Mapping[str, int | Mapping[str, int]]
-"""Symbol to the dim that it is of every input, or of some inputs by name ("input:0")."""
+"""Symbol to its dim in every input, or in some inputs by name ("input:0")."""
 
 _MAX_DEGREE = 2
 
@@ -34,13 +35,13 @@ class DoesNotRunError(FormulaError):
 
 @dataclass(frozen=True, slots=True)
 class InputSize:
-    """A size of the inputs that is a symbol.
+    """An input size that is a symbol.
 
     Args:
-        name: of the symbol.
+        name: name of the symbol.
         places: inputs (by index among the leaves of all arguments) and their dims that have this size.
         value: the size in the example inputs.
-        step: observe the model at multiples of it.
+        step: observe the model at multiples of this size.
     """
 
     name: str
@@ -50,9 +51,9 @@ class InputSize:
 
     @property
     def trials(self) -> tuple[int, ...]:
-        """Sizes to observe the model at; the first is that of the example.
+        """Sizes at which to observe the model; the first is that of the example.
 
-        Smaller ones where possible: a longer sequence may be more than the model has positions for.
+        Smaller sizes are preferred, because a longer sequence may exceed the model's positions.
         """
         value = self.value
         if value >= 8 * self.step and value % (4 * self.step) == 0:
@@ -67,7 +68,7 @@ class InputSize:
 
 @dataclass(frozen=True, slots=True)
 class Observation:
-    """What a model does at some sizes: what it runs, and numbers with, for messages, what each is of."""
+    """A model at some sizes: its operators, its numbers, and for messages the owner of each number."""
 
     labels: tuple[str, ...]
     numbers: tuple[int, ...]
@@ -75,15 +76,17 @@ class Observation:
 
 
 def input_sizes(args: Sequence[Any], kwargs: Mapping[str, Any], dims: InputDims | None) -> tuple[InputSize, ...]:
-    """The sizes of the inputs that are symbols.
+    """The input sizes that are symbols.
 
     Args:
         args, kwargs: the example inputs.
-        dims: which; default: `batch` is the first dim of every input, and `sequence` the second, if some input looks
-            like sequences: integers of two dims or more, or three dims. Inputs of other sizes there are left alone.
+        dims: dims of the symbols. Default: `batch` is the first dim of every input. `sequence` is the second dim if
+            some
+            input looks like sequences: integers with at least two dims, or any tensor with three. Inputs with another
+                size there are unaffected.
 
     Raises:
-        FormulaError: a dim that no input has, or `dims` is no mapping.
+        FormulaError: no input has a dim, or `dims` is no mapping.
     """
     leaves = pytree.tree_leaves((tuple(args), dict(kwargs)))
     tensors = {index: leaf for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
@@ -95,7 +98,7 @@ def input_sizes(args: Sequence[Any], kwargs: Mapping[str, Any], dims: InputDims 
             sizes.append(_named("sequence", 1, like))
         return tuple(sizes)
     if not isinstance(dims, Mapping):
-        raise FormulaError(f"dims={dims!r} is a {type(dims).__name__}; pass a dict of symbols to dims: {{'batch': 0}}.")
+        raise FormulaError(f"dims={dims!r} is a {type(dims).__name__}; pass a dict of symbols to dims, {{'batch': 0}}.")
     return tuple(_named(name, dim, tensors) for name, dim in dims.items())
 
 
@@ -117,7 +120,7 @@ def _named(name: str, dim: int | Mapping[str, int], tensors: Mapping[int, torch.
 
 
 def resize(args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Sequence[InputSize], point: Point) -> tuple[Any, Any]:
-    """The example inputs at other sizes; their content is repeated, or cut."""
+    """The example inputs at other sizes, with repeated or truncated content."""
     leaves, tree = pytree.tree_flatten((tuple(args), dict(kwargs)))
     for size, wanted in zip(sizes, point, strict=True):
         for index, dim in size.places:
@@ -130,7 +133,7 @@ def resize(args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Sequence[Input
 
 
 def fit_numbers(sizes: Sequence[InputSize], observe: Callable[[Point], Observation]) -> tuple[Size, ...]:
-    """Each number that `observe` gives, as a polynomial in `sizes`.
+    """Fit each number that `observe` gives as a polynomial in `sizes`.
 
     Raises:
         FormulaError: the model runs other operators at other sizes, or a number is no polynomial of degree two.
@@ -171,8 +174,8 @@ def fit_numbers(sizes: Sequence[InputSize], observe: Callable[[Point], Observati
         wrong = look(base).owners[columns.index(failing)]
     names = tuple(size.name for size in sizes)
     raise FormulaError(
-        f"The size of {wrong} is no polynomial of degree {_MAX_DEGREE} in {', '.join(names)} (it is rounded, or "
-        "reaches a limit that is no size), so there is no formula in all of them. Hold some fixed: "
+        f"The size of {wrong} is no polynomial of degree {_MAX_DEGREE} in {', '.join(names)}. It is rounded, or "
+        "reaches a constant limit, so no formula covers these sizes. Hold some fixed: "
         f"formula(..., fixed={names!r})."
     )
 
@@ -199,10 +202,11 @@ def _check_same(sizes: Sequence[InputSize], base: Point, first: Observation, poi
 
 
 def cannot_resize(sizes: Sequence[InputSize], point: Point, error: TraceError) -> FormulaError:
-    """The error of a model that does not run at other sizes."""
+    """The error for a model that does not run at other sizes."""
     shown = ", ".join(f"{size.name}={now}" for size, now in zip(sizes, point, strict=True))
     names = tuple(size.name for size in sizes)
     return DoesNotRunError(
-        f"The model does not run with {shown}, so there is no formula in these sizes: {error} Say which dims of the "
-        f"inputs may change (formula(..., dims={{'batch': 0}})), or hold some fixed: formula(..., fixed={names!r})."
+        f"The model does not run with {shown}, so there is no formula in these sizes. {error} Name the dims of the "
+        f"inputs that may change (formula(..., dims={{'batch': 0}})), or hold some fixed: "
+        f"formula(..., fixed={names!r})."
     )

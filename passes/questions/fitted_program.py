@@ -1,4 +1,4 @@
-"""A prepared program whose shapes are expressions in the sizes of its inputs, and the block of each node."""
+"""A prepared program with shapes as expressions in the sizes of its inputs, and the block of each node."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ Shape = tuple[Size, ...]
 
 @dataclass(frozen=True, slots=True)
 class FittedProgram:
-    """A prepared program whose shapes are expressions in the sizes of its inputs.
+    """A prepared program with shapes as expressions in the sizes of its inputs.
 
     Args:
-        program: as it is for the example inputs.
-        shapes: for every node the global shapes of the tensors that it yields, absent ones left out.
-        places: for nodes that belong to a block, which.
-        sizes: of the inputs.
-        samples: the programs of the sizes that were traced.
-        trace: gives that of others.
+        program: the program for the example inputs.
+        shapes: for every node the global shapes of its tensor results.
+        places: for nodes in a block, the block.
+        sizes: symbolic sizes of the inputs.
+        samples: the programs traced so far, by sizes.
+        trace: traces the program of further sizes.
     """
 
     program: Program
@@ -48,7 +48,7 @@ class FittedProgram:
 def fit_program(
     sizes: tuple[InputSize, ...], trace: Callable[[Point], Program], lists: Sequence[BlockList]
 ) -> FittedProgram:
-    """The program that `trace` gives at some sizes of the inputs, with its shapes fitted. Raises as `fit_numbers`."""
+    """Fit the shapes of a traced program. Raises the errors of `fit_numbers`."""
     samples: dict[Point, Program] = {}
 
     def observe(point: Point) -> Observation:
@@ -71,7 +71,7 @@ def fit_program(
 
 
 def _places(program: Program, lists: Sequence[BlockList]) -> dict[str, BlockPlace]:
-    """By the module that issued a call, or by a parameter's name; sums of gradients go with their last operand."""
+    """The block of each node, by its module or its parameter's name; sums of gradients go with their last operand."""
     names = {slot.node: slot.name.rpartition(":")[2] for slot in program.inputs}  # of state: "exp_avg:layers.0.weight"
     found: dict[str, BlockPlace] = {}
     for node in program.graph.nodes:
@@ -86,7 +86,7 @@ def _places(program: Program, lists: Sequence[BlockList]) -> dict[str, BlockPlac
 
 
 def _place_of(path: str, lists: Sequence[BlockList], program: Program) -> BlockPlace | None:
-    """The block that a module's or parameter's path lies in."""
+    """The block that contains a module or parameter."""
     for item in lists:
         head, _, rest = path.partition(f"{item.path}.")
         position = rest.partition(".")[0]
@@ -97,10 +97,10 @@ def _place_of(path: str, lists: Sequence[BlockList], program: Program) -> BlockP
 
 
 def tensors_of(node: fx.Node) -> tuple[torch.Tensor, ...]:
-    """The tensors that a node yields, absent ones left out."""
+    """The tensor results of a node."""
     return tuple(value for value in tensor_values(node) if value is not None)
 
 
 def line_of(node: fx.Node) -> str:
-    """The user's line that a node comes from, for messages."""
+    """The user's source line of a node, for messages."""
     return node.meta.get("source") or "unknown line"

@@ -1,10 +1,10 @@
 """Formulas: costs of a plan as expressions in sizes of inputs, numbers of blocks, and sizes of mesh axes.
 
 A formula is the total of counts (`totals`), each of one operation of a block or of the rest of the model. Nothing is
-done before the first formula is asked for.
+computed before the first formula is requested.
 
-Blocks of one kind must come to the same count. The first and the last may differ from those between (a reshard on the
-way in); the difference stays as it is.
+Blocks of one kind must have equal counts. The first and the last may differ from the blocks in between (a reshard on
+the way in); the difference is a constant.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ QUANTITIES = (
     *("step_flops", "rank_flops", COMMUNICATION, "parameters", "parameter_bytes", "gradient_bytes", "optimizer_bytes"),
     *("activation_bytes", "tokens"),
 )
-"""Names of formulas; docs/reference/formulas.md says what each is."""
+"""Names of formulas, explained in docs/reference/formulas.md."""
 
 _OF_MODEL = ("step_flops", "parameters", "tokens")
-"""Quantities of the whole model; all others are of a rank, the mean over stages where these differ."""
+"""Quantities of the whole model; all others are per rank, averaged over stages."""
 
 _OF_STEP = ("step_flops", "rank_flops", "tokens")
-"""Quantities of a step, which each micro-batch adds to."""
+"""Quantities of a step, which sum over micro-batches."""
 
 
 class Counts(Protocol):
@@ -59,17 +59,17 @@ class Counts(Protocol):
         ...
 
     def axes(self, plan: Plan) -> Mapping[str, int]:
-        """The axes that a formula has symbols for, with their sizes."""
+        """The axes with symbols in formulas, and their sizes."""
         ...
 
     def of(self, plan: Plan, name: str, sizes: tuple[InputSize, ...], axes: Mapping[str, Size]) -> Iterable[Counted]:
-        """A quantity; `sizes` are those that are symbols, `axes` the size of each axis."""
+        """Count a quantity; `sizes` are the symbolic input sizes, `axes` the size of each axis."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class PlanFormulas:
-    """The formulas of a plan; holds its model, so that a plan that is sent to another process has none."""
+    """The formulas of a plan. They hold its model, so they are dropped when a plan is pickled."""
 
     counts: Counts
 
@@ -118,14 +118,14 @@ def _check_fixed(fixed: Collection[str], known: Sequence[str]) -> None:
 
 @dataclass
 class CountsOfPlan:
-    """Counts of plans that `autoshard.plan` gives; see `Counts`.
+    """Counts of plans from `autoshard.plan`, as `Counts`.
 
     Args:
-        trace: a request to its program.
-        request: of the plan, for one micro-batch.
-        cluster_for: a mesh to the hardware that it is priced for.
-        state_bytes_per_parameter_byte: of the optimizer, where the program does not hold its state.
-        cut: a traced program and a plan with stages to the programs of these.
+        trace: traces a request.
+        request: request of the plan, for one micro-batch.
+        cluster_for: maps a mesh to its hardware.
+        state_bytes_per_parameter_byte: size of optimizer state, if the program does not contain the state.
+        cut: cuts a traced program into the stages of a plan.
     """
 
     trace: Callable[[Request], Program]
@@ -155,14 +155,14 @@ class CountsOfPlan:
     def _of_stages(
         self, plan: Plan, name: str, sizes: tuple[InputSize, ...], axes: Mapping[str, Size]
     ) -> Iterator[Counted]:
-        """The counts of each stage; a plan without stages is one of one stage."""
+        """The counts of each stage; a plan without stages counts as one stage."""
         for number, stage in enumerate(plan.stages or (plan,)):
             counts = self._counts_of(plan, number, sizes, {ALONE: 1, **axes})
             found = list(self._of_stage(stage, counts, name))
             yield from found
             if plan.stages and name in (COMMUNICATION, f"{COMMUNICATION}_{PIPELINE_AXIS}"):
                 yield from counts.crossing_bytes(self._sends(plan, number))
-            if found and name == "tokens":  # of the stage that reads the model's first input
+            if found and name == "tokens":  # only the stage that reads the model's first input counts tokens
                 return
 
     def _of_stage(self, stage: Plan, counts: PlanCounts, name: str) -> Iterable[Counted]:
@@ -200,7 +200,7 @@ class CountsOfPlan:
         return known
 
     def _sends(self, plan: Plan, number: int) -> Mapping[str, int]:
-        """Name of each value that a stage gives to stages of other ranks, to how often it is sent for a micro-batch."""
+        """Number of sends per micro-batch of each value that a stage sends to stages on other ranks, by name."""
         assert plan.order is not None, "a plan with stages has an order"
         ranks, found = plan.order.stage_ranks, Counter[str]()
         for crossing in self._cut(plan, self.request, (plan.cuts,)).crossings:
@@ -223,7 +223,7 @@ class CountsOfPlan:
             raise cannot_resize(sizes, point, error) from error
 
     def _cut(self, plan: Plan, request: Request, key: object) -> CutProgram:
-        """The stages of a call, which is traced once for all of them."""
+        """The stages of a call, traced once for all of them."""
         assert self.cut is not None, "plans with stages are cut"
         if key not in self._cuts:
             self._cuts[key] = self.cut(self.trace(replace(request, update=None)), plan)

@@ -34,12 +34,12 @@ _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 
 @dataclass(frozen=True, slots=True)
 class CountedPart:
-    """A part of a quantity, of one operation of a lowered program.
+    """A part of a quantity, from one operation of a lowered program.
 
     Args:
-        label: of the operation.
+        label: label of the operation.
         dims: local sizes that it depends on.
-        count: the quantity that such sizes come to.
+        count: the quantity as a function of such sizes.
     """
 
     label: str
@@ -51,7 +51,7 @@ Parts = Iterator[tuple[str, CountedPart]]
 """Sites of the traced program, and parts."""
 
 Read = Callable[[PhasedProgram, Mapping[str, Size]], Parts]
-"""Reads a quantity off a lowered program, on axes of these sizes."""
+"""Reads a quantity off a lowered program, for axes of these sizes."""
 
 
 def reader_of(name: str) -> Read:
@@ -74,9 +74,9 @@ def _contractions(phased: PhasedProgram, axes: Mapping[str, Size]) -> Parts:
             continue
         if exchanges(node):
             raise FormulaError(
-                f"The operations of a rank at {node.target} ({line_of(node)}) depend on how blocks of keys that go "
-                "round its ranks are paired: that is no formula in sizes. formula('step_flops') is of all ranks "
-                "together; plan.predicted has the time."
+                f"No formula gives the operations of a rank at {node.target} ({line_of(node)}). They depend on the "
+                "pairing of key blocks between ranks. formula('step_flops') counts all ranks together; "
+                "plan.predicted has the time."
             )
         dims = tuple(dim for infos in tensor_infos(node) for info in infos for dim in info.shape)
         yield site, CountedPart(operator_name(node), dims, partial(flops_of, node))
@@ -91,10 +91,10 @@ def contracts(node: fx.Node) -> bool:
 
 
 def flops_of(node: fx.Node, dims: Sequence[Size]) -> Size:
-    """The FLOPs of a call whose operands and results have these dims, one after the other.
+    """The FLOPs of a call whose operands and results have these dims, in order.
 
     Raises:
-        FormulaError: they depend on which of two sizes is larger.
+        FormulaError: the FLOPs depend on which of two sizes is larger.
     """
     given = iter(dims)
 
@@ -107,8 +107,8 @@ def flops_of(node: fx.Node, dims: Sequence[Size]) -> Size:
         done = work(operator_name(node), inputs, outputs, _literals(node))
     except TypeError as error:
         raise FormulaError(
-            f"The FLOPs of {node.target} ({line_of(node)}) depend on whether one size is larger than another, so they "
-            "are no formula; hold the sizes of its operands fixed: formula(..., fixed=('sequence',))."
+            f"The FLOPs of {node.target} ({line_of(node)}) depend on which of two sizes is larger, so they are "
+            "no formula. Hold the sizes of its operands fixed: formula(..., fixed=('sequence',))."
         ) from error
     return sympy.nsimplify(done.flops, rational=True)
 
@@ -135,12 +135,12 @@ def _sent(phased: PhasedProgram, axes: Mapping[str, Size], axis: str) -> Parts:
 
 
 def _saved(phased: PhasedProgram, axes: Mapping[str, Size]) -> Parts:
-    """Bytes that the forward keeps for the backward; inputs and parameters are left out."""
+    """Bytes that the forward saves for the backward, without inputs and parameters."""
     return _owned(phased, phased.saved)
 
 
 def _gradients(phased: PhasedProgram, axes: Mapping[str, Size]) -> Parts:
-    """Bytes of gradients, as they leave the program, or as the backward carries them into the update."""
+    """Bytes of gradients that leave the program, or that the backward carries into the update."""
     yield from _owned(phased, phased.carried)
     yield from (_slot(phased, item) for item in phased.lowered.outputs if item.slot.kind is OutputKind.GRADIENT)
 
@@ -165,7 +165,7 @@ def _slot(phased: PhasedProgram, item: LocalSlot, times: int = 1) -> tuple[str, 
 
 
 def _owned(phased: PhasedProgram, names: Sequence[str]) -> Parts:
-    """Bytes of values that calls make, those of views once with what they view."""
+    """Bytes of values that calls make; views count once with their base."""
     nodes = {node.name: node for node in phased.lowered.graph_module.graph.nodes}
     owners: dict[fx.Node, None] = {}
     for name in names:
@@ -177,7 +177,7 @@ def _owned(phased: PhasedProgram, names: Sequence[str]) -> Parts:
     for node in owners:
         value = node.meta["val"]
         shape = tuple(value.shape)
-        if node.target is _GATHER:  # pieces, one behind the other
+        if node.target is _GATHER:  # consecutive pieces
             piece = tuple(node.all_input_nodes[0].meta["val"].shape)
             shape = (math.prod(shape) // math.prod(piece), *piece)
         yield _site(node), _bytes(f"a value of {node.target}", shape, value.dtype.itemsize)
@@ -189,7 +189,7 @@ def _bytes(label: str, shape: Sequence[int], each: Size) -> CountedPart:
 
 
 def _is_alias(node: fx.Node) -> bool:
-    """Whether a node's result lies in the memory of its operand's."""
+    """Whether a node's result is in the memory of its operand."""
     if node.target is operator.getitem:
         return _is_alias(node.all_input_nodes[0])
     return node.op == "call_function" and (is_view(node) or is_wait(node))
@@ -202,5 +202,5 @@ def _calls(phased: PhasedProgram) -> Iterator[tuple[str, fx.Node]]:
 
 
 def _site(node: fx.Node) -> str:
-    """The node of the traced program that a local call is emitted for."""
+    """The traced node of a local call."""
     return str(node.meta[EMITTED_AT])

@@ -1,11 +1,11 @@
 """Counts of a plan's step as expressions in sizes, read off its lowered program at a few sizes.
 
 1. The program is traced at a few sizes of the inputs, and each dim of its values is fitted (`fit_sizes`).
-2. The plan is lowered at its own sizes, with each size of the inputs and each mesh axis changed, and with all changed.
-   Reshards go the ways that they go at the plan's own sizes.
+2. The plan is lowered at its own sizes, with each input size and each mesh axis changed, and with all changed. Reshards
+   take the steps of the plan's own sizes.
 3. The parts of a quantity are read off these programs (`lowered_parts`). Their local shapes are those of values as the
-   plan splits them, if these are right in all programs; else each local size is matched with the shares of global
-   ones. The parts are counted with these expressions.
+   plan splits them, if these are right in all programs. Otherwise each local size is matched with the shares of global
+   sizes. The parts are counted with these expressions.
 """
 
 from __future__ import annotations
@@ -87,15 +87,15 @@ class PlanCounts:
                 return
 
     def crossing_bytes(self, sends: Mapping[str, int]) -> Iterator[Counted]:
-        """Bytes of values that a stage gives to other stages: name of each to how often it is sent."""
+        """Bytes of values that a stage sends to other stages, given the number of sends by name."""
         for _, size in self.local(lambda phased, axes: sent_at_cuts(phased, sends)):
             yield None, size  # at a cut, however many blocks there are
 
     def local(self, read: Read) -> Iterator[Counted]:
-        """A quantity of a rank, by the parts that are read off the lowered programs.
+        """A quantity of a rank, from the parts read off the lowered programs.
 
         Raises:
-            FormulaError: a part is not the same at all sizes, or has a size that is no share of the model's.
+            FormulaError: a part differs between sizes, or has a size that is no share of the model's.
         """
         found = [(at, _by_site(read(phased, self.axes))) for at, phased in self._walked()]
         (base, first), *others = found
@@ -120,7 +120,7 @@ class PlanCounts:
         if not self._programs:
             sizes, mesh = self.fitted.sizes, self.plan.mesh
             own = tuple(size.value for size in sizes)
-            self._lower(own, mesh)  # first: the others' reshards go the same ways
+            self._lower(own, mesh)  # first, because later reshards take the same steps
             free = [axis for axis in mesh.axis_names if isinstance(self.axes[axis], sympy.Symbol)]
             alone = [axis for axis in free if mesh.axis_size(axis) == 1]
             if alone:  # collectives have nodes where there are two ranks
@@ -166,7 +166,7 @@ class PlanCounts:
     # Local sizes.
 
     def _dims_of(self, site: str, seen: Mapping[int, tuple[int, ...]], label: str) -> Sequence[Size]:
-        """The expressions that are `seen` in the programs of these numbers, of what is emitted for a site.
+        """The expressions of the sizes `seen` in the programs of these numbers, for a site's emitted nodes.
 
         They are the shape of one of its values as the plan splits it, or each a share of some dim of the model.
         """
@@ -197,14 +197,14 @@ class PlanCounts:
 
     @cached_property
     def _steps_at(self) -> Mapping[tuple[object, ...], Sequence[ReshardStep]]:
-        """The steps of reshards by reader, maker and which of its results."""
+        """The steps of reshards by reader, maker and result index."""
         found = defaultdict[tuple[object, ...], list[ReshardStep]](list)
         for place, steps in self._steps.items():
             found[place[:3]] += steps
         return found
 
     def _sent(self, shape: Shape, step: ReshardStep) -> list[Shape]:
-        """The shapes of a value before and after a step, and in the pieces that it sends or gathers."""
+        """The shapes of a value before and after a step, and of the pieces that it sends or gathers."""
         before, after, ranks = self._local(shape, step.source), self._local(shape, step.target), self.axes[step.axis]
         if step.to_dim is None:
             return [before, (ranks, *before), after]
@@ -225,10 +225,10 @@ class PlanCounts:
         return self._evaluated[size]
 
     def _dim(self, site: str, sizes: Mapping[int, int], label: str) -> Size:
-        """The expression that is `sizes` in the programs of these numbers: a share of the site's own dims if possible.
+        """The expression equal to `sizes` in the programs of these numbers, if possible a share of the site's own dims.
 
         Raises:
-            FormulaError: there is none.
+            FormulaError: no expression fits.
         """
         own = tuple(dict.fromkeys(dim for shape in self._shapes(site) for dim in shape))
         key = (own, tuple(sizes.items()))
@@ -274,7 +274,7 @@ def _by_site(parts: Iterator[tuple[str, CountedPart]]) -> dict[str, list[Counted
 
 
 def _resized(mesh: Mesh, axes: Sequence[str]) -> Iterator[Mesh]:
-    """The mesh with other sizes of some axes, larger ones first."""
+    """The mesh with other sizes of some axes, larger sizes first."""
     for factor in (Fraction(2), Fraction(3), Fraction(4), Fraction(1, 2)):
         sizes = {axis: size * (factor if axis in axes else 1) for axis, size in mesh.axes}
         if all(size.denominator == 1 and (axis not in axes or size > 1) for axis, size in sizes.items()):

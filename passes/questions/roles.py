@@ -20,11 +20,11 @@ Stages = Sequence[tuple[PlanningProblem, SpecOf]]
 
 
 def role_of(stages: Stages, axis: str) -> str:
-    """The use of an axis of the mesh by a plan, by where most elements of its parameters lie; "" where it has none.
+    """The role of a mesh axis in a plan, by the layout of most parameter elements; "" without a role.
 
     Args:
-        stages: of the plan.
-        axis: of the mesh of a stage.
+        stages: stages of the plan.
+        axis: axis of a stage's mesh.
     """
     sizes = {"tensor": 0, "fsdp": 0, "zero-2": 0, "zero-1": 0, "data": 0}
     for planning, specs in stages:
@@ -41,7 +41,7 @@ def has_role(stages: Stages, axis: str, feature: str) -> bool:
 
 
 def _roles_of_matrices(planning: PlanningProblem, specs: SpecOf, axis: str) -> Iterator[tuple[str, int]]:
-    """The role that an axis has for each matrix, and the matrix's elements."""
+    """The role of an axis for each matrix, and the matrix's elements."""
     owners = {slot.name: slot for slot in planning.space.program.inputs_of(InputKind.STATE)}
     nodes = planning.space.program.nodes_by_name()
     for slot in matrices(planning):
@@ -62,6 +62,6 @@ def _roles_of_matrices(planning: PlanningProblem, specs: SpecOf, axis: str) -> I
 
 
 def _splits_activations(stages: Stages, axis: str) -> bool:
-    """Whether most calls of the forward that read matrices give results that are split over an axis."""
+    """Whether an axis splits the results of most forward calls that read matrices."""
     split = [axis in specs(head)[1][0].sharded_axes for planning, specs in stages for head in users(planning)]
     return 2 * sum(split) > len(split)

@@ -16,9 +16,9 @@ from cost_models.formulas import Size, size_symbol
 
 @dataclass(frozen=True, slots=True)
 class BlockPlace:
-    """A block of a program: the path of its list, its kind (blocks of a kind are alike), and its position there.
+    """A block of a program: the path of its list, its kind (blocks of a kind are equal), and its position.
 
-    `stands_for`: how many blocks of the model it is; more than one beside blocks that are left out.
+    `stands_for` is the number of the model's blocks that it represents; more than one beside blocks left out.
     """
 
     path: str
@@ -28,10 +28,10 @@ class BlockPlace:
 
 
 COMMUNICATION = "communication_bytes"
-"""The quantity of bytes sent over any axis; "communication_bytes_data": over one."""
+"""The quantity of bytes sent over any axis; "communication_bytes_data" is that over one axis."""
 
 Counted = tuple[BlockPlace | None, Size]
-"""A part of a count, and the block that it belongs to."""
+"""A part of a count, and its block."""
 
 
 def block_symbols(lists: Sequence[BlockList]) -> dict[tuple[str, int], str]:
@@ -50,10 +50,10 @@ def block_symbols(lists: Sequence[BlockList]) -> dict[tuple[str, int], str]:
 
 
 def total(counts: Iterable[Counted], symbols: Mapping[tuple[str, int], str], fixed: Collection[str] = ()) -> Size:
-    """The sum of counts, linear in the number of blocks of each kind but for those that are held fixed.
+    """The sum of counts, linear in the number of blocks of each kind, except for fixed numbers.
 
     Raises:
-        FormulaError: blocks of one kind come to different counts.
+        FormulaError: blocks of one kind have different counts.
     """
     parts: defaultdict[BlockPlace | None, list[Any]] = defaultdict(list)
     for place, size in counts:
@@ -73,13 +73,13 @@ def total(counts: Iterable[Counted], symbols: Mapping[tuple[str, int], str], fix
 
 
 def _linear(symbol: str, blocks: Sequence[Any]) -> Size:
-    """Blocks that are like those between the first and the last count by their number."""
+    """Count inner blocks by their number, and the first and the last separately."""
     between = blocks[1:-1] or blocks
     if any(item != between[0] for item in between):
         raise FormulaError(
             f"The plan does not treat all blocks alike, so costs are not linear in {symbol}. Constrain them to one "
-            f"layout (constraints={{'*.weight': ...}}), plan for at least three blocks of a kind, or hold their number "
-            f"fixed: formula(..., fixed=({symbol!r},))."
+            f"layout (constraints={{'*.weight': ...}}), or plan for at least three blocks of a kind. Or hold their "
+            f"number fixed: formula(..., fixed=({symbol!r},))."
         )
     edges = sympy.Add(*(item - between[0] for item in blocks))
     return edges + size_symbol(symbol) * between[0]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from autoshard.errors import DoesNotFitError
 from passes.planning.build_assignment import PlanningProblem
-from passes.recomputation.recompute_problem import NOTHING_AGAIN, Again
+from passes.recomputation.recompute_problem import NOTHING_RESTORED, Restored
 from passes.solver.assignment import Solution
 from passes.solver.search_control import SearchControl
 
@@ -37,7 +37,7 @@ class JointSolution:
 
     planning: PlanningProblem
     solution: Solution
-    again: Again = NOTHING_AGAIN
+    restored: Restored = NOTHING_RESTORED
     recomputable: int = 0
     offloadable: int = 0
     host_bytes: float = 0.0

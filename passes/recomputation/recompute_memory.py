@@ -1,7 +1,7 @@
-"""What lies in memory where values are recomputed or offloaded, as a function of strategies and keepings.
+"""What lies in memory where values are recomputed or offloaded, as a function of strategies and policies.
 
 That of the program in which each value is followed, behind the forward, by another one that all the rest of the step
-reads (`recompute_split`), and by all that might be recomputed. Of the first kind nothing depends on keepings; a second
+reads (`recompute_split`), and by all that might be recomputed. Of the first kind nothing depends on policies; a second
 one is there from the end of the first if the value is held, from the recomputation if it is recomputed, and from the
 fetch if it is offloaded; what a recomputation needs beside that is there if it happens.
 """
@@ -21,7 +21,7 @@ from passes.memory.memory_tables import MemoryTables, differs
 from passes.memory.memory_usage import UsedBytes
 from passes.memory.repeated_lifetimes import Key, numbered, repeated_intervals
 from passes.planning.build_assignment import PlanningProblem
-from passes.recomputation.recompute_options import AGAIN, OFFLOADED, RECOMPUTED, Keeping, RecomputeOptions
+from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, RESTORED, RecomputeOptions, ValuePolicy
 from passes.recomputation.recompute_split import SplitSpace, split_space
 from passes.solver.assignment import Floats
 from passes.strategies.enumerate_strategies import Link, leaves_program, needs_of, specs_of
@@ -44,7 +44,7 @@ class RecomputeMemory:
     spread: dict[tuple[object, ...], Floats] = field(default_factory=dict)
     wholes: dict[str, Floats] = field(default_factory=dict)
 
-    def keepings_of(self, name: str) -> tuple[Keeping, ...]:
+    def policies_of(self, name: str) -> tuple[ValuePolicy, ...]:
         return self.options.of(self.planning.classes[name])
 
     @cached_property
@@ -64,8 +64,8 @@ class RecomputeMemory:
         """Blocks left out of the split space."""
         paths = module_paths(self.planning.space.program)
         paths |= {copy: paths[name] for copy, (name, _) in self.split.sources.items()}
-        again = set(self.split.again.values())
-        return find_repeated(self.split.space, paths_where_run(self.split.space, paths, again))
+        restored = set(self.split.restored.values())
+        return find_repeated(self.split.space, paths_where_run(self.split.space, paths, restored))
 
     def items(self) -> Iterator[tuple[str, UsedBytes]]:
         """Values in memory behind their site, "" for others, with the options under which they lie there.
@@ -93,20 +93,20 @@ class RecomputeMemory:
                 table = self.memory.of_value(name, result, self._copies(name))
                 yield (name, result), self._item(interval, table, (name,))
         for key, kept in numbered(self.liveness.on_links).items():
-            if not self._is_of_view_again(kept):
+            if not self._is_of_restored_view(kept):
                 yield key, self._on_link(kept)
                 yield from ((("behind", key), item) for item in self._result_behind(kept))
         for name, copy in self.split.late.items():
-            for keeping in self.keepings_of(name):
-                for number, item in enumerate(self._late_items(name, keeping)):
-                    yield (copy, (keeping, number)), item
+            for policy in self.policies_of(name):
+                for number, item in enumerate(self._late_items(name, policy)):
+                    yield (copy, (policy, number)), item
         for name in self._may_stay:
             for item in self._copy_beside(name):
                 yield (name, "beside"), item
 
     @cached_property
     def _may_stay(self) -> frozenset[str]:
-        """Values of the forward of which it depends on keepings when they go: that may be held, and views."""
+        """Values of the forward of which it depends on policies when they go: that may be held, and views."""
         sites = self.planning.space.sites
         forward = (name for name, site in sites.items() if site.phase == "forward" and not site.is_input)
         return frozenset(name for name in forward if name in self.split.late or sites[name].is_alias)
@@ -115,7 +115,7 @@ class RecomputeMemory:
         ratio = self.liveness.state_bytes_per_parameter_byte
         return 1 + ratio if name in self.liveness.parameters else 1.0
 
-    def _is_of_view_again(self, kept: OnLink) -> bool:
+    def _is_of_restored_view(self, kept: OnLink) -> bool:
         """Whether a link keeps the memory of a view that is recomputed, which is that of its second life."""
         link = self.split.space.links[kept.link]
         is_view = link.operand == 0 and self.split.space.sites[link.head].is_alias
@@ -129,13 +129,13 @@ class RecomputeMemory:
         return self._item(kept.interval, table, (link.head,) if table.ndim == 1 else (link.tail, link.head))
 
     def _value_behind(self, kept: OnLink, link: Link, *, is_held: bool) -> UsedBytes:
-        """A value of the forward from its last use there on, under the keepings that hold it or, else, that free it.
+        """A value of the forward from its last use there on, under the policies that hold it or, else, that free it.
 
         Where it is held, its second life counts it for as long as that lasts.
         """
-        is_there = tuple(self.options.holds(link.tail, keeping) is is_held for keeping in self.keepings_of(link.tail))
+        is_there = tuple(self.options.holds(link.tail, policy) is is_held for policy in self.policies_of(link.tail))
         origin, want = self.split.origin(link.head)
-        there = tuple(want is None or keeping is want for keeping in self.keepings_of(origin))
+        there = tuple(want is None or policy is want for policy in self.policies_of(origin))
         variables = (self.planning.classes[link.tail], self.planning.classes[origin])
         return self._item_under(kept.interval, self.memory.on_link(kept), variables, (is_there, there))
 
@@ -150,38 +150,38 @@ class RecomputeMemory:
             if interval.birth <= interval.death:
                 yield self._value_behind(dataclasses.replace(kept, interval=interval), link, is_held=True)
 
-    def _late_items(self, name: str, keeping: Keeping) -> Iterator[UsedBytes]:
-        """A value behind the forward, under a keeping."""
-        if keeping in AGAIN or self.options.holds(name, keeping):
-            is_owner = name not in self.viewed or keeping in OFFLOADED
-            yield from self._owned(name, keeping) if is_owner else self._seen(name, keeping)
+    def _late_items(self, name: str, policy: ValuePolicy) -> Iterator[UsedBytes]:
+        """A value behind the forward, under a policy."""
+        if policy in RESTORED or self.options.holds(name, policy):
+            is_owner = name not in self.viewed or policy in OFFLOADED
+            yield from self._owned(name, policy) if is_owner else self._seen(name, policy)
 
-    def _owned(self, name: str, keeping: Keeping) -> Iterator[UsedBytes]:
+    def _owned(self, name: str, policy: ValuePolicy) -> Iterator[UsedBytes]:
         """What lies in memory of its own behind the forward; a recomputed call makes what nothing reads, too."""
-        there = tuple(kept is keeping for kept in self.keepings_of(name))
-        start = self._start(name, keeping)
+        there = tuple(kept is policy for kept in self.policies_of(name))
+        start = self._start(name, policy)
         for result in range(len(self.planning.space.sites[name].results)):
             end = self._end(name, result)
-            interval = Interval(start, max(start, end) if keeping in RECOMPUTED else end)
+            interval = Interval(start, max(start, end) if policy in RECOMPUTED else end)
             if interval.birth <= interval.death:
                 table = self.memory.of_value(name, result)
                 yield self._item_under(interval, table, (self.planning.classes[name],), (there,))
 
-    def _seen(self, name: str, keeping: Keeping) -> Iterator[UsedBytes]:
+    def _seen(self, name: str, policy: ValuePolicy) -> Iterator[UsedBytes]:
         """What a view keeps in memory behind the forward: nothing while what it views is there anyway, then that."""
-        start, end = self._start(name, keeping), self.ends[name, 0]
+        start, end = self._start(name, policy), self.ends[name, 0]
         covered = min(end, self._end_of_viewed(self.viewed[name]))
         if start <= covered:
-            yield self._view_item(Interval(start, covered), name, keeping, is_covered=True)
+            yield self._view_item(Interval(start, covered), name, policy, is_covered=True)
         if max(start, covered + 1) <= end:
-            yield self._view_item(Interval(max(start, covered + 1), end), name, keeping, is_covered=False)
+            yield self._view_item(Interval(max(start, covered + 1), end), name, policy, is_covered=False)
 
     def _copy_beside(self, name: str) -> Iterator[UsedBytes]:
         """The copy that a view is, at its last use in the forward: it goes meanwhile, unless what it views is held."""
         link = self.viewed.get(name)
         if link is None or self.planning.space.sites[link.tail].is_input:
             return
-        start, end = self._start(name, Keeping.AS_READ), self.deaths[name, 0]
+        start, end = self._start(name, ValuePolicy.AS_READ), self.deaths[name, 0]
         if start <= end:
             interval = Interval(start, end)
             table = self.memory.on_link(OnLink(self.planning.space.links.index(link), Held.COPY, interval))
@@ -263,10 +263,10 @@ class RecomputeMemory:
         results = range(len(self.planning.space.sites[name].results)) if name in self.viewed else (result,)
         return max(self._end(name, each) for each in results)
 
-    def _start(self, name: str, keeping: Keeping) -> int:
+    def _start(self, name: str, policy: ValuePolicy) -> int:
         """From which point a value behind the forward is counted."""
-        if keeping in AGAIN:
-            return self.liveness.calls[self.split.again[name, keeping]]
+        if policy in RESTORED:
+            return self.liveness.calls[self.split.restored[name, policy]]
         return max(self.reshard_points[name], default=self.liveness.calls[name]) + 1
 
     @cached_property
@@ -283,8 +283,8 @@ class RecomputeMemory:
             return self.liveness.points
         return self.ends.get(self._memory_of(link), -1)
 
-    def _view_item(self, interval: Interval, name: str, keeping: Keeping, *, is_covered: bool) -> UsedBytes:
-        """What a view keeps under a keeping: the copy that it is of, or all of what it is a part of.
+    def _view_item(self, interval: Interval, name: str, policy: ValuePolicy, *, is_covered: bool) -> UsedBytes:
+        """What a view keeps under a policy: the copy that it is of, or all of what it is a part of.
 
         `is_covered`: whether the memory of what it views is counted as that.
         """
@@ -292,12 +292,12 @@ class RecomputeMemory:
         tail, head = self.planning.space.sites[link.tail], self.planning.space.sites[name]
         moved = differs(specs_of(tail, link.result), needs_of(head, link), self.planning.space.mesh)
         rows = []
-        for kept in self.keepings_of(link.tail):
+        for kept in self.policies_of(link.tail):
             is_of_it = tail.is_input or self.options.holds(link.tail, kept)
-            is_of_it = is_of_it or (kept in AGAIN and keeping in RECOMPUTED)
+            is_of_it = is_of_it or (kept in RESTORED and policy in RECOMPUTED)
             whole = self._own_bytes(link) if kept in OFFLOADED and is_of_it else self._whole_bytes(link)
             rows.append(np.where(moved, self._copy_bytes(name), 0.0 if is_covered and is_of_it else whole[:, None]))
-        there = [other is keeping for other in self.keepings_of(name)]
+        there = [other is policy for other in self.policies_of(name)]
         sizes = np.concatenate([np.concatenate([row * now for now in there], axis=1) for row in rows])
         return UsedBytes(interval, sizes, (self.planning.classes[link.tail], self.planning.classes[name]))
 
@@ -330,13 +330,13 @@ class RecomputeMemory:
     def _item(self, interval: Interval, table: Floats, names: tuple[str, ...]) -> UsedBytes:
         """An item of sites of the split space; what belongs to a recomputation is there if that happens."""
         origins = [self.split.origin(name) for name in names]
-        there = tuple(tuple(kept is want or want is None for kept in self.keepings_of(name)) for name, want in origins)
+        there = tuple(tuple(kept is want or want is None for kept in self.policies_of(name)) for name, want in origins)
         return self._item_under(interval, table, tuple(self.planning.classes[name] for name, _ in origins), there)
 
     def _item_under(
         self, interval: Interval, table: Floats, variables: tuple[int, ...], there: tuple[tuple[bool, ...], ...]
     ) -> UsedBytes:
-        """An item that is there under some keepings of its variables."""
+        """An item that is there under some policies of its variables."""
         key = (id(table), there)
         if key not in self.spread:
             self.spread[key] = _spread(table, there)
@@ -349,7 +349,7 @@ def _site(key: Key) -> str:
 
 
 def _spread(table: Floats, there: tuple[tuple[bool, ...], ...]) -> Floats:
-    """A table for each combination of keepings: as it is where it is there under all of them, and else nothing."""
+    """A table for each combination of policies: as it is where it is there under all of them, and else nothing."""
     if there == ((True,),) * len(there):
         return table
     present = np.ones((), dtype=bool)

@@ -1,6 +1,6 @@
 """Which values of the forward might be recomputed in the backward, or offloaded until then, and where.
 
-A site of the forward has a *keeping*: what becomes of its value once the forward has used it.
+A site of the forward has a *policy*: what becomes of its value once the forward has used it.
 
 * AS_READ: it stays for what reads it in the backward, and is freed at once where nothing does: what happens without
   recomputation;
@@ -37,7 +37,7 @@ LEAST_SHARE = 1e-3
 """Values smaller than this part of all that the backward reads of the forward are not recomputed for their own sake."""
 
 
-class Keeping(Enum):
+class ValuePolicy(Enum):
     """See the module's docstring."""
 
     AS_READ = "as read"
@@ -48,12 +48,12 @@ class Keeping(Enum):
     HOST_LATE = "on the host, back late"
 
 
-RECOMPUTED = (Keeping.EARLY, Keeping.LATE)
-OFFLOADED = (Keeping.HOST_EARLY, Keeping.HOST_LATE)
-AGAIN = (*RECOMPUTED, *OFFLOADED)
+RECOMPUTED = (ValuePolicy.EARLY, ValuePolicy.LATE)
+OFFLOADED = (ValuePolicy.HOST_EARLY, ValuePolicy.HOST_LATE)
+RESTORED = (*RECOMPUTED, *OFFLOADED)
 """Keepings under which a value is freed after the forward, and there again in the backward."""
 
-_AS_READ = (Keeping.AS_READ,)
+_AS_READ = (ValuePolicy.AS_READ,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,33 +61,33 @@ class RecomputeOptions:
     """What may be kept how.
 
     Args:
-        keepings: variable to what may become of the values of its sites; absent ones are kept as they are read.
-        anchors: site to the site before which it is there again, for each keeping that says so; in program order.
+        policies: variable to what may become of the values of its sites; absent ones are kept as they are read.
+        anchors: site to the site before which it is there again, for each policy that says so; in program order.
         late: sites of the forward whose values the backward reads, as they are or by way of its own views.
     """
 
-    keepings: Mapping[int, tuple[Keeping, ...]]
-    anchors: Mapping[str, Mapping[Keeping, str]]
+    policies: Mapping[int, tuple[ValuePolicy, ...]]
+    anchors: Mapping[str, Mapping[ValuePolicy, str]]
     late: frozenset[str]
 
-    def of(self, variable: int) -> tuple[Keeping, ...]:
+    def of(self, variable: int) -> tuple[ValuePolicy, ...]:
         """What may become of the values of a variable."""
-        return self.keepings.get(variable, _AS_READ)
+        return self.policies.get(variable, _AS_READ)
 
-    def holds(self, name: str, keeping: Keeping) -> bool:
+    def holds(self, name: str, policy: ValuePolicy) -> bool:
         """Whether a site's value stays in memory from the forward to the backward."""
-        return keeping is Keeping.KEPT or (keeping is Keeping.AS_READ and name in self.late)
+        return policy is ValuePolicy.KEPT or (policy is ValuePolicy.AS_READ and name in self.late)
 
-    def candidates(self, keepings: Collection[Keeping], counts: Mapping[str, int]) -> int:
-        """How many sites of the whole program might have one of some keepings; `counts` as `PlanningProblem.counts`."""
-        may = (name for name, found in self.anchors.items() if not found.keys().isdisjoint(keepings))
+    def candidates(self, policies: Collection[ValuePolicy], counts: Mapping[str, int]) -> int:
+        """How many sites of the whole program might have one of some policies; `counts` as `PlanningProblem.counts`."""
+        may = (name for name, found in self.anchors.items() if not found.keys().isdisjoint(policies))
         return sum(counts.get(name, 1) for name in may)
 
 
 def find_options(
     planning: PlanningProblem, least_share: float = LEAST_SHARE, *, offload: bool = False
 ) -> RecomputeOptions:
-    """The keepings that are worth considering, the same for all sites of a variable.
+    """The policies that are worth considering, the same for all sites of a variable.
 
     Args:
         planning: the problem without recomputation.
@@ -131,11 +131,11 @@ class _OptionSearch(ForwardCalls):
         anchors = self._anchors([name for number in remade for name in members[number]])
         moved = self._moved(members, held) if self.offload else set[int]()
         anchors = self._with_host_anchors([name for number in moved for name in members[number]], anchors)
-        keepings: dict[int, tuple[Keeping, ...]] = {}
+        policies: dict[int, tuple[ValuePolicy, ...]] = {}
         for number in sorted(remade | held | moved):
-            keepings[number] = self._keepings(members[number], anchors)
+            policies[number] = self._policies(members[number], anchors)
         return RecomputeOptions(
-            {number: found for number, found in keepings.items() if len(found) > 1}, anchors, frozenset(self.first_read)
+            {number: found for number, found in policies.items() if len(found) > 1}, anchors, frozenset(self.first_read)
         )
 
     def _needed(self, members: Mapping[int, Sequence[str]], pure: set[int]) -> tuple[set[int], set[int]]:
@@ -177,7 +177,7 @@ class _OptionSearch(ForwardCalls):
         least = self.least_share * sum(sizes.values())
         return (number for number in sorted(pure) if sizes[number] > 0 and sizes[number] >= least)
 
-    def _anchors(self, remade: Iterable[str]) -> dict[str, dict[Keeping, str]]:
+    def _anchors(self, remade: Iterable[str]) -> dict[str, dict[ValuePolicy, str]]:
         """Before which sites each site is recomputed; in program order."""
         names = list(self.space.sites)
         late = self._late_points(set(remade))
@@ -186,16 +186,16 @@ class _OptionSearch(ForwardCalls):
             number = self.segment[name]
             early[number] = min(early.get(number, len(names)), late[name])
         return {
-            name: {Keeping.EARLY: names[early[self.segment[name]]], Keeping.LATE: names[point]}
+            name: {ValuePolicy.EARLY: names[early[self.segment[name]]], ValuePolicy.LATE: names[point]}
             for name, point in reversed(late.items())
         }
 
     def _with_host_anchors(
-        self, moved: Collection[str], anchors: Mapping[str, Mapping[Keeping, str]]
-    ) -> dict[str, dict[Keeping, str]]:
+        self, moved: Collection[str], anchors: Mapping[str, Mapping[ValuePolicy, str]]
+    ) -> dict[str, dict[ValuePolicy, str]]:
         """`anchors`, and where what is offloaded comes back; in program order."""
         moved = set(moved)
-        found: dict[str, dict[Keeping, str]] = {}
+        found: dict[str, dict[ValuePolicy, str]] = {}
         for name in self.forward:
             item = dict(anchors.get(name, {}))
             if name in moved:
@@ -204,17 +204,17 @@ class _OptionSearch(ForwardCalls):
                 found[name] = item
         return found
 
-    def _host_anchors(self, name: str, anchors: Mapping[str, Mapping[Keeping, str]]) -> dict[Keeping, str]:
+    def _host_anchors(self, name: str, anchors: Mapping[str, Mapping[ValuePolicy, str]]) -> dict[ValuePolicy, str]:
         """Before which sites a value comes back: it is first read by the backward itself, or by a recomputation."""
         direct = [link.head for link in self.readers[name] if self.is_late(link)]
-        clones = [anchors[link.head] for link in self.readers[name] if Keeping.EARLY in anchors.get(link.head, {})]
-        late = direct or [clone[Keeping.LATE] for clone in clones]
-        early = direct + [clone[Keeping.EARLY] for clone in clones]
+        clones = [anchors[link.head] for link in self.readers[name] if ValuePolicy.EARLY in anchors.get(link.head, {})]
+        late = direct or [clone[ValuePolicy.LATE] for clone in clones]
+        early = direct + [clone[ValuePolicy.EARLY] for clone in clones]
         if not early:
             return {}
         return {
-            Keeping.HOST_EARLY: min(early, key=self.order.__getitem__),
-            Keeping.HOST_LATE: min(late, key=self.order.__getitem__),
+            ValuePolicy.HOST_EARLY: min(early, key=self.order.__getitem__),
+            ValuePolicy.HOST_LATE: min(late, key=self.order.__getitem__),
         }
 
     def _late_points(self, remade: Collection[str]) -> dict[str, int]:
@@ -228,11 +228,13 @@ class _OptionSearch(ForwardCalls):
                     found[name] = self.first_read[name] if name in self.first_read else min(after)
         return found
 
-    def _keepings(self, names: Sequence[str], anchors: Mapping[str, Mapping[Keeping, str]]) -> tuple[Keeping, ...]:
+    def _policies(
+        self, names: Sequence[str], anchors: Mapping[str, Mapping[ValuePolicy, str]]
+    ) -> tuple[ValuePolicy, ...]:
         """What may become of alike values: only what may become of each of them."""
-        found = [Keeping.AS_READ]
+        found = [ValuePolicy.AS_READ]
         if any(self._is_unread(name) for name in names):
-            found.append(Keeping.KEPT)
+            found.append(ValuePolicy.KEPT)
         for early, late in (RECOMPUTED, OFFLOADED):
             if all(early in anchors.get(name, {}) for name in names):
                 found.append(early)

@@ -1,12 +1,12 @@
-r"""The planning problem with recomputation: a variable's option is a strategy together with a keeping of its values.
+r"""The planning problem with recomputation: a variable's option is a strategy together with a policy of its values.
 
-Beside what the problem without recomputation has (`recompute_options` says what keepings are):
+Beside what the problem without recomputation has (`recompute_options` says what policies are):
 
 * time: a call that is recomputed runs twice, and so do the reshards of its operands (`_Building.costs`, `edges`);
 * what is recomputed needs its operands: each is held from the forward, or recomputed before it, or enters the program.
-  Pairs of keepings for which this is not so cost infinity (`_fits_together`);
+  Pairs of policies for which this is not so cost infinity (`_fits_together`);
 * what is offloaded costs the time of its copies there and back, which nothing hides, and needs nothing to come back;
-* memory: what lies in it depends on keepings as well (`recompute_memory`).
+* memory: what lies in it depends on policies as well (`recompute_memory`).
 
 So there still is one option per variable, costs join two of them, and memory is linear in items. A last use counts
 every recomputation that might read the value, chosen or not.
@@ -29,7 +29,7 @@ from passes.memory.memory_rows import row_at
 from passes.memory.memory_usage import MemoryUsage, with_standing
 from passes.planning.build_assignment import PlanningProblem
 from passes.recomputation.recompute_memory import RecomputeMemory
-from passes.recomputation.recompute_options import AGAIN, OFFLOADED, RECOMPUTED, Keeping, RecomputeOptions
+from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, RESTORED, RecomputeOptions, ValuePolicy
 from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
 from passes.solver.search_control import SearchControl, SearchStopped
 from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, leaves_program, specs_of
@@ -41,7 +41,7 @@ class RecomputeProblem:
     """See the module's docstring.
 
     Args:
-        planning: the problem without recomputation; options of a variable are its options, once for each keeping.
+        planning: the problem without recomputation; options of a variable are its options, once for each policy.
         options: what may be kept how.
         assignment: the problem, without memory rows.
         usage: bytes in use at each point under a choice.
@@ -67,17 +67,17 @@ class RecomputeProblem:
         return row_at(self.usage, point, self.planning.edge_between)
 
     def widen(self, allowed: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        """Masks of options of the problem without recomputation as masks of these: whatever the keeping."""
+        """Masks of options of the problem without recomputation as masks of these: whatever the policy."""
         return {variable: np.tile(mask, len(self.options.of(variable))) for variable, mask in allowed.items()}
 
-    def without_keepings(self, choice: Sequence[int]) -> tuple[int, ...]:
+    def without_policies(self, choice: Sequence[int]) -> tuple[int, ...]:
         """The choice of strategies: one of the problem without recomputation."""
         sizes = (len(cost) for cost in self.planning.assignment.costs)
         return tuple(option % size for option, size in zip(choice, sizes, strict=True))
 
-    def again(self, choice: Sequence[int]) -> Again:
+    def restored(self, choice: Sequence[int]) -> Restored:
         """What a choice recomputes and offloads, in program order: where that makes memory, and something reads it."""
-        made = self.made_again(choice)
+        made = self.policies_of_restored(choice)
         readers: dict[str, list[Link]] = defaultdict(list)
         for link in self.space.links:
             readers[link.tail].append(link)
@@ -85,50 +85,50 @@ class RecomputeProblem:
         offloaded: list[OffloadedNode] = []
         for name in reversed(made):
             if any(link.head in recomputed or _is_late(self.space.sites[link.head], link) for link in readers[name]):
-                node, keeping = self.space.sites[name].node, made[name]
+                node, policy = self.space.sites[name].node, made[name]
                 assert node is not None, "calls have nodes"
-                place = (name, self.options.anchors[name][keeping], node.meta.get("module", ""))
-                if keeping in RECOMPUTED:
+                place = (name, self.options.anchors[name][policy], node.meta.get("module", ""))
+                if policy in RECOMPUTED:
                     recomputed[name] = RecomputedNode(*place)
                 else:
                     offloaded.append(OffloadedNode(*place))
-        return Again(tuple(reversed(recomputed.values())), tuple(reversed(offloaded)))
+        return Restored(tuple(reversed(recomputed.values())), tuple(reversed(offloaded)))
 
-    def made_again(self, choice: Sequence[int]) -> dict[str, Keeping]:
+    def policies_of_restored(self, choice: Sequence[int]) -> dict[str, ValuePolicy]:
         """What is there again; without views to recompute of what is held as it lies, which are held with it."""
         viewed = {link.head: link for link in self.space.links if link.operand == 0}
-        found: dict[str, Keeping] = {}
+        found: dict[str, ValuePolicy] = {}
         for name in self.options.anchors:
-            keeping = self.keeping(name, choice)
+            policy = self.policy(name, choice)
             is_held = (
-                keeping in RECOMPUTED
+                policy in RECOMPUTED
                 and self.space.sites[name].is_alias
                 and viewed[name].tail not in found
                 and not self._is_moved(viewed[name], choice)
             )
-            if keeping in AGAIN and not is_held:
-                found[name] = keeping
+            if policy in RESTORED and not is_held:
+                found[name] = policy
         return found
 
     def _is_moved(self, link: Link, choice: Sequence[int]) -> bool:
         """Whether a value is resharded on its way."""
-        base = self.without_keepings(choice)
+        base = self.without_policies(choice)
         source = self.planning.strategy(link.tail, base).outputs[link.result]
         return source != self.planning.strategy(link.head, base).inputs[link.operand]
 
-    def keeping(self, name: str, choice: Sequence[int]) -> Keeping:
+    def policy(self, name: str, choice: Sequence[int]) -> ValuePolicy:
         """What becomes of a site's value under a choice."""
         variable = self.planning.classes[name]
-        return self.keepings(variable)[choice[variable] // len(self.planning.assignment.costs[variable])]
+        return self.policies(variable)[choice[variable] // len(self.planning.assignment.costs[variable])]
 
-    def keepings(self, variable: int) -> tuple[Keeping, ...]:
+    def policies(self, variable: int) -> tuple[ValuePolicy, ...]:
         """What may become of the values of a variable."""
         return self.options.of(variable)
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
-    """What a program has again in the backward instead of keeping it, in program order."""
+class Restored:
+    """What a program has again in the backward instead of policy it, in program order."""
 
     recomputed: tuple[RecomputedNode, ...] = ()
     offloaded: tuple[OffloadedNode, ...] = ()
@@ -137,7 +137,7 @@ class Again:
         return bool(self.recomputed or self.offloaded)
 
 
-NOTHING_AGAIN = Again()
+NOTHING_RESTORED = Restored()
 """All that the backward reads is kept."""
 
 
@@ -191,12 +191,12 @@ class _Building:
 
     def costs(self) -> Iterator[Floats]:
         for variable, cost in enumerate(self.planning.assignment.costs):
-            runs = [cost * _runs(keeping) for keeping in self.options.of(variable)]
-            if any(keeping in OFFLOADED for keeping in self.options.of(variable)):
+            runs = [cost * _runs(policy) for policy in self.options.of(variable)]
+            if any(policy in OFFLOADED for policy in self.options.of(variable)):
                 copies = self._copy_times(variable)
                 runs = [
-                    run + copies if keeping in OFFLOADED else run
-                    for run, keeping in zip(runs, self.options.of(variable), strict=True)
+                    run + copies if policy in OFFLOADED else run
+                    for run, policy in zip(runs, self.options.of(variable), strict=True)
                 ]
             fits = np.diagonal(self.allowed.get((variable, variable), np.ones((len(runs), len(runs)), dtype=bool)))
             yield np.concatenate([np.where(fit, run, np.inf) for run, fit in zip(runs, fits, strict=True)])
@@ -206,7 +206,7 @@ class _Building:
         total = np.zeros(len(self.planning.assignment.costs[variable]))
         for name in self.planning.members[variable]:
             site = self.planning.space.sites[name]
-            for result in self.read_again[name]:
+            for result in self.read_back[name]:
                 sizes = local_bytes_of(site.results[result], specs_of(site, result), self.planning.space.mesh)
                 total += self.site_runs[name] * self.planning.prices.host_times(sizes)
         return total
@@ -216,12 +216,12 @@ class _Building:
         return self.planning.site_runs()
 
     @cached_property
-    def read_again(self) -> dict[str, set[int]]:
+    def read_back(self) -> dict[str, set[int]]:
         """The results of each site that the backward reads, or what it may recompute."""
         found: dict[str, set[int]] = defaultdict(set)
         for link in self.planning.space.links:
             head = self.planning.space.sites[link.head]
-            is_recomputed = any(keeping in RECOMPUTED for keeping in self.memory.keepings_of(link.head))
+            is_recomputed = any(policy in RECOMPUTED for policy in self.memory.policies_of(link.head))
             if _is_late(head, link) or is_recomputed:
                 found[link.tail].add(link.result)
         return found
@@ -231,7 +231,7 @@ class _Building:
             yield Edge(edge.tail, edge.head, self._edge_table(edge, self.allowed[edge.tail, edge.head]))
 
     def _edge_table(self, edge: Edge, allowed: np.ndarray) -> Floats:
-        """Costs of an edge for each pair of keepings; edges that share a table share it here."""
+        """Costs of an edge for each pair of policies; edges that share a table share it here."""
         heads = self.options.of(edge.head)
         key = (id(edge.cost), heads, allowed.tobytes(), allowed.shape)
         if key not in self.tables:
@@ -244,24 +244,24 @@ class _Building:
 
     @cached_property
     def allowed(self) -> dict[tuple[int, int], np.ndarray]:
-        """For variables that links join, which keepings of both go together, [tail, head]."""
+        """For variables that links join, which policies of both go together, [tail, head]."""
         found: dict[tuple[int, int], np.ndarray] = {}
         for link in self.planning.space.links:
-            tails, heads = self.memory.keepings_of(link.tail), self.memory.keepings_of(link.head)
+            tails, heads = self.memory.policies_of(link.tail), self.memory.policies_of(link.head)
             pairs = np.array([[self._fits_together(link, tail, head) for head in heads] for tail in tails])
             key = (self.planning.classes[link.tail], self.planning.classes[link.head])
             found[key] = found[key] & pairs if key in found else pairs
         return found
 
-    def _fits_together(self, link: Link, tail: Keeping, head: Keeping) -> bool:
+    def _fits_together(self, link: Link, tail: ValuePolicy, head: ValuePolicy) -> bool:
         if head not in RECOMPUTED or self.planning.space.sites[link.tail].is_input:
             return True
-        if tail in AGAIN:
-            before, after = self.memory.split.again[link.tail, tail], self.memory.split.again[link.head, head]
+        if tail in RESTORED:
+            before, after = self.memory.split.restored[link.tail, tail], self.memory.split.restored[link.head, head]
             return self.memory.liveness.calls[before] < self.memory.liveness.calls[after]
         return self.options.holds(link.tail, tail)
 
 
-def _runs(keeping: Keeping) -> int:
+def _runs(policy: ValuePolicy) -> int:
     """How often a call runs in a step."""
-    return 2 if keeping in RECOMPUTED else 1
+    return 2 if policy in RECOMPUTED else 1

@@ -28,7 +28,7 @@ from passes.planning.search import Search, Searchable, restrict
 from passes.recomputation.fitting import JointSolution, PeakOf, bounded, fitting
 from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, find_options
 from passes.recomputation.recompute_problem import RecomputeProblem, build_recompute_problem
-from passes.recomputation.with_again import host_bytes, with_again
+from passes.recomputation.with_restored import host_bytes, with_restored
 from passes.solver.assignment import Solution
 from passes.solver.dual_search import DualSearch
 from passes.solver.search_control import SearchStopped
@@ -96,7 +96,7 @@ def _solve_jointly(
     start = [each for each in start if peak_of(planning, each.choice) <= search.memory_limit_bytes]
     coarse, bound = dataclasses.replace(search, tolerance=_TOLERANCE), free.solution.lower_bound
     found = _where_memory_binds(planning, coarse, allowed, start, peak_of, offload=offload)
-    # neither strategies nor keepings cost less where memory is short
+    # neither strategies nor policies cost less where memory is short
     return bounded(found, max(found.solution.lower_bound, bound))
 
 
@@ -160,7 +160,7 @@ def _solve(
     assert search.memory_limit_bytes is not None, "without a limit nothing is recomputed"
 
     options = find_options(planning, offload=offload)
-    if not options.keepings:
+    if not options.policies:
         return _alone(planning, search, allowed, start, peak_of)
     try:
         with search.control.building():
@@ -186,12 +186,12 @@ def _solve(
 
 def _joint(problem: RecomputeProblem, found: Solution) -> JointSolution:
     """The plan that a choice of a problem with recomputation stands for."""
-    again, choice = problem.again(found.choice), problem.without_keepings(found.choice)
-    running, counts = with_again(problem.planning, again), problem.planning.counts()
+    restored, choice = problem.restored(found.choice), problem.without_policies(found.choice)
+    running, counts = with_restored(problem.planning, restored), problem.planning.counts()
     return JointSolution(
         running,
         Solution(choice, found.cost, found.lower_bound),
-        again,
+        restored,
         problem.options.candidates(RECOMPUTED, counts),
         problem.options.candidates(OFFLOADED, counts),
         host_bytes(running, choice),

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from autoshard.ir.recompute import PHASE
-from passes.recomputation.recompute_options import AGAIN, RECOMPUTED, Keeping, RecomputeOptions
+from passes.recomputation.recompute_options import RECOMPUTED, RESTORED, RecomputeOptions, ValuePolicy
 from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, leaves_program
 
 
@@ -29,45 +29,45 @@ class SplitSpace:
     Args:
         space: the sites and links; the first links are those of the original space, in order.
         late: site to the one that yields its value behind the forward.
-        again: site and keeping to the one that recomputes it, or fetches it from the host.
+        again: site and policy to the one that recomputes it, or fetches it from the host.
         sources: the sites of `late` and `again`, to their originals and how these are kept (None: either way).
     """
 
     space: SearchSpace
     late: Mapping[str, str]
-    again: Mapping[tuple[str, Keeping], str]
-    sources: Mapping[str, tuple[str, Keeping | None]]
+    restored: Mapping[tuple[str, ValuePolicy], str]
+    sources: Mapping[str, tuple[str, ValuePolicy | None]]
 
-    def origin(self, name: str) -> tuple[str, Keeping | None]:
-        """The site of the original space that a site stands for, and the keeping for which it is there."""
+    def origin(self, name: str) -> tuple[str, ValuePolicy | None]:
+        """The site of the original space that a site stands for, and the policy for which it is there."""
         return self.sources.get(name, (name, None))
 
 
 def split_space(space: SearchSpace, options: RecomputeOptions, classes: Mapping[str, int]) -> SplitSpace:
     """The split space of `space`."""
-    kept = [name for name in space.sites if classes[name] in options.keepings]
+    kept = [name for name in space.sites if classes[name] in options.policies]
     late = {name: f"{name}, late" for name in kept}
-    again = {
-        (name, keeping): f"{name}, {keeping.value} again"
+    restored = {
+        (name, policy): f"{name}, {policy.value} again"
         for name in kept
-        for keeping in options.keepings[classes[name]]
-        if keeping in AGAIN
+        for policy in options.policies[classes[name]]
+        if policy in RESTORED
     }
     sources = {copy: (name, None) for name, copy in late.items()}
-    sources |= {copy: (name, keeping) for (name, keeping), copy in again.items()}
-    sites = dict(_sites(space, options, late, again))
+    sources |= {copy: (name, policy) for (name, policy), copy in restored.items()}
+    sites = dict(_sites(space, options, late, restored))
     moved = [
         dataclasses.replace(link, tail=late[link.tail]) if link.tail in late and _is_late(space, link) else link
         for link in space.links
     ]
     added = [
-        dataclasses.replace(link, tail=late.get(link.tail, link.tail), head=again[link.head, keeping])
+        dataclasses.replace(link, tail=late.get(link.tail, link.tail), head=restored[link.head, policy])
         for link in space.links
-        for keeping in RECOMPUTED
-        if (link.head, keeping) in again
+        for policy in RECOMPUTED
+        if (link.head, policy) in restored
     ]
     whole = dataclasses.replace(space, sites=sites, links=(*moved, *added))
-    return SplitSpace(whole, late, again, sources)
+    return SplitSpace(whole, late, restored, sources)
 
 
 def _is_late(space: SearchSpace, link: Link) -> bool:
@@ -80,12 +80,12 @@ def _sites(
     space: SearchSpace,
     options: RecomputeOptions,
     late: Mapping[str, str],
-    again: Mapping[tuple[str, Keeping], str],
+    restored: Mapping[tuple[str, ValuePolicy], str],
 ) -> Iterator[tuple[str, Site]]:
     """The sites in the order of the program: the second lives behind the forward, recomputations where they happen."""
     before: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    for (name, keeping), copy in again.items():
-        before[options.anchors[name][keeping]].append((name, copy))
+    for (name, policy), copy in restored.items():
+        before[options.anchors[name][policy]].append((name, copy))
     forward = [name for name, site in space.sites.items() if site.node is not None and site.phase == "forward"]
     calls = [name for name in forward if not space.sites[name].is_input]
     for name, site in space.sites.items():

@@ -4,23 +4,26 @@ The Lagrangian of the memory rows, with multipliers :math:`\lambda_t \ge 0`, is 
 
 .. math::  L(\lambda) = \min_x \sum_v c_v[x_v] + \sum_{uv} C_{uv}[x_u, x_v] + \sum_t \lambda_t (m_t(x) - L) ,
 
-whose value under any :math:`\lambda` is a lower bound of the optimum. `Messages` bounds it from below, and rounds to
-choices, by sequential tree-reweighted message passing (Kolmogorov, "Convergent Tree-Reweighted Message Passing for
-Energy Minimization", 2006): variables are in program order, so the long chains of a program are solved exactly.
+whose value under any :math:`\lambda` is a lower bound of the optimum. `Messages` bounds this value from below and
+rounds
+to choices by sequential tree-reweighted message passing (Kolmogorov, "Convergent Tree-Reweighted Message Passing for
+Energy Minimization", 2006). Variables are in program order, so the long chains of a program are solved exactly.
 
-1. Pass messages; round; improve the rounding one variable at a time. Keep the cheapest choice that fits.
-2. Every choice seen is a cut: :math:`L(\lambda) \le c(x) + \sum_t \lambda_t (m_t(x) - L)`. The multipliers that are
-   best under all cuts (Kelley, "The Cutting-Plane Method", 1960), and not too far above the best so far (Marsten, Hogan
-   and Blankenship, "The Boxstep Method for Large-Scale Optimization", 1975), averaged with these (Wentges, 1997), come
-   next. A program point gets a multiplier when it first is a peak over the limit.
-3. Stop when bound and choice meet within the tolerance, when they no longer approach each other, when nothing was found
-   that fits for long, after `max_rounds`, or when the search is stopped from outside.
-4. Where memory binds: weigh it more, until what messages round to fits; where something does already, that may be left
-   out. Take the choices of least Lagrangian that do not fit and cost less than the best that does, and change in each
-   the variable that costs least per byte that it saves at the peak, until it fits. Then improve the best choice one
-   variable at a time.
-5. Before that, where they are still apart: take the best of all choices seen (`merge_choices`). Where nothing fits so
-   far, one of a small peak is asked for, if that finds nothing, and rounds go on.
+1. Pass messages. Round them to a choice. Improve the choice one variable at a time. Keep the cheapest choice that fits.
+2. Every seen choice is a cut: :math:`L(\lambda) \le c(x) + \sum_t \lambda_t (m_t(x) - L)`. Find the multipliers that
+   are best under all cuts (Kelley, "The Cutting-Plane Method", 1960). They may exceed the best multipliers so far only
+   by a margin (Marsten, Hogan and Blankenship, "The Boxstep Method for Large-Scale Optimization", 1975). Average both
+   (Wentges, 1997) and continue with the average. A program point gets a multiplier when its bytes first are a peak over
+   the limit.
+3. Stop when the gap between bound and choice is within the tolerance or no longer shrinks. Stop also when no choice has
+   fit for long, after `max_rounds`, or when the caller stops the search.
+4. If memory binds, raise the multipliers until the rounded choice fits. A search that already has a choice may skip
+   this step.
+5. Take the choices of least Lagrangian that do not fit and cost less than the best. In each, change the variable that
+   costs least per byte that it saves at the peak, until the choice fits.
+6. If the gap is still large, take the best combination of all seen choices (`merge_choices`). If no choice fits even
+   then, ask the caller for a choice of a small peak, and continue with step 1.
+7. Improve the best choice one variable at a time.
 """
 
 from __future__ import annotations
@@ -37,14 +40,14 @@ from passes.solver.search_control import SearchControl
 
 @dataclass(frozen=True, slots=True)
 class DualSearch:
-    """See the module's docstring.
+    """The search of the module's docstring.
 
     Args:
-        tolerance: relative gap at which the search is content.
+        tolerance: relative gap at which the search ends.
         max_rounds: rounds of message passing at most.
-        presses: whether memory is weighed more although something fits.
-        merges_above: relative gap above which the best of all choices seen is taken, see `merge_choices`.
-        control: told how it goes; may stop it after any round, repair or change.
+        presses: raise the multipliers of memory even if a choice fits.
+        merges_above: relative gap above which the choices seen are combined, see `merge_choices`.
+        control: is told the state of the search, and may stop it after any round, repair or change.
     """
 
     tolerance: float = 1e-3
@@ -61,14 +64,14 @@ class DualSearch:
         start: Sequence[Sequence[int]] = (),
         frugal: Callable[[], Sequence[int]] | None = None,
     ) -> Solution | None:
-        """The cheapest choice found that fits, with a proven bound; None if none was found.
+        """Return the cheapest choice found that fits, with a proven bound; None if no choice was found.
 
         Args:
             problem: the assignment; its rows are ignored, its limit holds.
             usage: bytes in use at every point.
             row_at: the memory row of a point.
             start: choices to begin with, e.g. of known recipes.
-            frugal: asked for a choice of a small peak, or nothing, where none is found that fits.
+            frugal: called if no choice fits; returns a choice of a small peak, or ().
         """
         state = DualState(problem, usage, row_at, self.control)
         for choice in start:
@@ -87,7 +90,7 @@ class DualSearch:
         return state.solution()
 
     def _find_any(self, state: DualState, frugal: Callable[[], Sequence[int]] | None) -> None:
-        """Find something that fits; rounds go on with it, as it says how dear bytes are at most."""
+        """Find any choice that fits; it bounds the price of a byte, so more rounds follow."""
         if self.merges_above < math.inf:
             merge(state, self.merges_above)
         choice = frugal() if state.best is None and frugal is not None else ()

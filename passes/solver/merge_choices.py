@@ -1,17 +1,18 @@
-r"""Make one choice of many: the cheapest that takes from each what it has best.
+"""Combine many choices into one: the cheapest choice that takes each option from one of them.
 
-Under multipliers for memory every choice that messages round to is good at something, and few fit (`dual_search`). What
-they agree on is mostly right; where they differ, a mixed-integer program decides:
+Every choice that messages round to is good in some variables, and few choices fit (`dual_search`). Options that all
+choices share are mostly right. A mixed-integer program decides the other variables:
 
-1. Of each variable keep the options that any choice seen has, and forbid the others.
-2. Solve the rest, for what is cheaper than the incumbent. Memory binds at few program points, and which ones is not
-   known before: where what is found takes too much, add the rows of those points, and solve again. Each problem that is
-   solved is a relaxation of the rest; so the first choice that fits is the best of it, as far as its tree was searched.
+1. Keep the options of each variable that any choice has, and forbid its other options.
+2. Solve the reduced problem for choices that are cheaper than the best so far. Memory binds at few program points, and
+   these are not known in advance. If the solution exceeds the limit at some points, add their rows, and solve once
+   more. Each solved problem is a relaxation of the reduced problem. So the first solution that fits is its optimum, as
+   far as the solver's tree was searched.
 
-That a tour which is best among the edges of some good ones is better than each is known of the travelling salesman
-(Cook and Seymour, "Tour Merging via Branch-Decomposition", 2003), and of mixed-integer programs, where most of what
-solutions and relaxations agree on is fixed (Danna, Rothberg and Le Pape, "Exploring relaxation induced neighborhoods to
-improve MIP solutions", 2005). What is proven of the rest bounds nothing but that.
+Tours of the travelling salesman are combined in this way (Cook and Seymour, "Tour Merging via Branch-Decomposition",
+2003). A neighbourhood search of mixed-integer programs fixes the variables on which solutions agree (Danna, Rothberg
+and Le Pape, "Exploring relaxation induced neighborhoods", 2005). The bound of the reduced problem does not bound the
+whole problem.
 """
 
 from __future__ import annotations
@@ -26,23 +27,24 @@ from passes.solver.dual_state import DualState
 from passes.solver.solve_milp import Effort, solve_milp
 
 _COLUMNS = 1e5
-"""Columns of all nodes of the solver's tree: some 80 nodes of a Llama of 13 billion whose alike blocks are left out,
-which take 0.3 s, and 20 of a GPT-2 of two layers. Of that, 100 nodes took up to 20 s, and made steps 0.9 % cheaper or
-none (limits of 0.2 to 0.7 of its memory, 2026-11-28)."""
+"""Columns of all nodes of the solver's tree together. A Llama of 13 billion with repeated blocks left out gets some 80
+nodes in 0.3 s, a GPT-2 of two layers 20 nodes. For this GPT-2, 100 nodes took up to 20 s and made steps at most 0.9 %
+cheaper. Its limits were 0.2 to 0.7 of its memory (2026-11-28).
+"""
 
 _SOLVED = 40
-"""Problems that are solved, each with more rows than the one before."""
+"""Number of problems that are solved, each with more rows than the one before it."""
 
 _ROUNDING = 1e-9
-"""Part of the costs by which a solver may be wrong: what differs by less is as cheap."""
+"""Relative error of the solver's costs. A smaller difference counts as none."""
 
 
 def merge(state: DualState, tolerance: float) -> None:
-    """Improve the incumbent of a state, or find one, from the choices that it has seen.
+    """Improve or find the best choice of a state, by combining the choices that the state has seen.
 
     Args:
         state: after rounds of message passing.
-        tolerance: relative gap at which the search is content.
+        tolerance: relative gap at which the search ends.
     """
     if not state.cuts:
         return
@@ -70,7 +72,7 @@ def merge(state: DualState, tolerance: float) -> None:
 
 
 def _seen(state: DualState) -> list[np.ndarray]:
-    """Which options of each variable any choice seen has."""
+    """Return, for each variable, a mask of the options of all seen choices."""
     masks = [np.zeros(len(cost), dtype=bool) for cost in state.problem.costs]
     for choice in (choice for _, _, choice in state.cuts):
         for mask, option in zip(masks, choice, strict=True):
@@ -79,11 +81,11 @@ def _seen(state: DualState) -> list[np.ndarray]:
 
 
 _MOST_PEAKS = 4
-"""Points whose rows are added at a time."""
+"""Number of points whose rows are added at once."""
 
 
 def _highest_over(used: np.ndarray, limit: float) -> list[int]:
-    """The points of the highest peaks over a limit: of each run of points over it, the highest."""
+    """Return the points of the highest peaks over a limit, one for each run of points over the limit."""
     over = np.flatnonzero(used > limit)
     if not len(over):
         return []

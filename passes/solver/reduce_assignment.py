@@ -3,12 +3,12 @@
 Two exact reductions, after Scholz and Eckstein ("Register Allocation for Irregular Architectures", 2002), applied until
 nothing changes:
 
-1. *Dominated options.* Option `i` of a variable goes if another option `j` costs no more by itself, no more against
-   every option of every neighbour, and needs no more memory in any row; and if it is forbidden, by itself or against
-   every option of a neighbour, while some other is not.
-2. *Elimination.* A variable that no memory row mentions and that has at most two neighbours goes: for each pair of
-   options of the neighbours its best option is known, and its cost moves onto the edge between them (onto the
-   neighbour's own cost, or into a constant, where it has one neighbour or none). `expand` undoes this.
+1. *Dominated options.* Option `i` of a variable goes if option `j` costs no more, by itself and against every option of
+   every neighbour. It also needs no more memory in any row. An option also goes if it is forbidden, by itself or
+   against every option of a neighbour, while another option is allowed.
+2. *Elimination.* A variable goes if no memory row mentions it and it has at most two neighbours. For each pair of
+   options of the neighbours, its best option is known. Its cost moves onto the edge between them. With one neighbour,
+   the cost moves onto the neighbour's own cost; with none, into a constant. `expand` restores eliminated variables.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Reduced:
     """A smaller assignment with the same optimum, less `constant`, and the way back.
 
     Args:
-        problem: what is left; may have no variable.
-        constant: cost of what was eliminated, seconds.
+        problem: the smaller assignment; may have no variable.
+        constant: cost of the eliminated variables, seconds.
     """
 
     problem: Assignment
@@ -42,7 +42,7 @@ class Reduced:
     _eliminated: tuple[tuple[int, _Decide], ...]
 
     def expand(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """The choice for the whole assignment that belongs to `choice` for the reduced one."""
+        """Return the choice for the whole assignment that belongs to `choice` for the reduced assignment."""
         full = [0] * len(self._options)
         for variable, option in zip(self._kept, choice, strict=True):
             full[variable] = int(self._options[variable][option])
@@ -70,7 +70,7 @@ def reduce_assignment(problem: Assignment) -> Reduced:
 
 @dataclass(slots=True)
 class _State:
-    """Costs, tables and memory of the variables that are left, changed in place."""
+    """Costs, tables and memory of the remaining variables, changed in place."""
 
     costs: list[Floats]
     tables: dict[tuple[int, int], Floats]
@@ -108,7 +108,7 @@ class _State:
         )
 
     def table(self, first: int, second: int) -> Floats:
-        """The costs of pairs, options of `first` as rows."""
+        """Return the costs of pairs, options of `first` as rows."""
         return self.tables[first, second] if first < second else self.tables[second, first].T
 
     def add_table(self, first: int, second: int, table: Floats) -> None:
@@ -118,7 +118,7 @@ class _State:
         self.neighbours[second].add(first)
 
     def drop_dominated(self, variable: int) -> bool:
-        """Remove dominated options of `variable`; whether any went."""
+        """Remove dominated options of `variable`; return whether any were removed."""
         allowed = self._allowed(variable)
         if allowed.any() and not allowed.all():
             self._keep_options(variable, np.flatnonzero(allowed))
@@ -139,7 +139,7 @@ class _State:
         return True
 
     def _allowed(self, variable: int) -> np.ndarray:
-        """Flags of the options that have a finite cost with some option of each neighbour."""
+        """Return a mask of the options that have a finite cost with some option of each neighbour."""
         allowed = np.isfinite(self.costs[variable])
         for other in self.neighbours[variable]:
             allowed = allowed & np.isfinite(self.table(variable, other)).any(axis=1)
@@ -157,7 +157,7 @@ class _State:
                 tables[key] = _take(tables[key], key, variable, keep)
 
     def eliminate(self, variable: int) -> bool:
-        """Remove `variable` if the rules allow it; whether it went."""
+        """Remove `variable` if the rules allow it; return whether it was removed."""
         others = sorted(self.neighbours[variable])
         if variable in self.pinned or len(others) > 2:
             return False
@@ -200,7 +200,7 @@ class _State:
         )
 
     def _record(self, variable: int, position: _Decide) -> None:
-        """Remember how to decide `variable`; `full` holds original options, and so does the decision."""
+        """Record how to decide `variable`; `full` holds original options, and so does the decision."""
         options = self.options[variable]
         self.eliminated.append((variable, lambda full: int(options[position(full)])))
 
@@ -239,7 +239,9 @@ def _take(table: Floats, key: tuple[int, int], variable: int, keep: np.ndarray) 
 
 
 def _undominated(profile: Floats) -> np.ndarray:
-    """Indices of the rows, less each that is nowhere below some other; of equal rows the first stays."""
+    """Return the indices of the undominated rows. A row is dominated if another row is nowhere above it; of equal rows
+    the first stays.
+    """
     kept: list[int] = []
     order = np.lexsort((np.arange(len(profile)), np.where(np.isfinite(profile), profile, 1e30).sum(axis=1)))
     for row in order:

@@ -1,8 +1,8 @@
-"""What stands between a running search and its user: it says how the search goes, and whether it is to end.
+"""Report the state of a running search to its user, and let the user end it.
 
-Searches end by counted work (rounds, nodes of a tree, attempts), so that a question has one answer on every machine.
-The time that a user gives is a ceiling over all searches of a plan; where it ends one that would have gone on, that is
-noted, as the plan may be another one on another day.
+Searches end by counted work (rounds, nodes of a tree, attempts), so every machine finds the same plan. The user's time
+budget is a ceiling over all searches for a plan. If the ceiling cuts a search short, this is recorded, because a faster
+machine may then find another plan.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ ALL_PLANS = "all plans"
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How a search stands.
+    """The state of a search.
 
     Args:
-        problem: what is searched: a known recipe, or the whole.
-        best: the cheapest choice so far that fits, seconds; infinite where there is none yet.
+        problem: the problem that is searched: a known recipe, or all plans.
+        best: the cheapest choice so far that fits, seconds; infinite if there is none yet.
         lower_bound: proven: no choice of the problem is cheaper, seconds.
     """
 
@@ -37,11 +37,11 @@ class Progress:
 
 @dataclass(slots=True)
 class Ceiling:
-    """The most time that the searches for a plan may take together.
+    """The most time that all searches for a plan may take together.
 
     Args:
         until: a time of `time.monotonic`.
-        has_cut: it ended a search that would have gone on.
+        has_cut: the ceiling ended a search that would have gone on.
     """
 
     until: float = math.inf
@@ -49,11 +49,11 @@ class Ceiling:
 
     @classmethod
     def within(cls, seconds: float) -> Self:
-        """That of searches which begin now."""
+        """Return the ceiling of searches that begin now."""
         return cls(time.monotonic() + seconds)
 
     def cuts(self) -> bool:
-        """Whether it is reached; asked where a search would go on, and nowhere else, as it notes that it cut one."""
+        """Return whether time is up, and record that a search was cut. Call this only where a search would go on."""
         if not self.has_cut and time.monotonic() >= self.until:
             self.has_cut = True
             _LOGGER.warning(
@@ -67,19 +67,19 @@ _STOPPED = "the search was stopped before its problem was built"
 
 
 class SearchStopped(KeyboardInterrupt):
-    """A search was stopped while it had nothing to give, as its problem was not built yet."""
+    """A search was stopped before its problem was built, so it has no choice to give."""
 
 
 @dataclass(slots=True)
 class SearchControl:
-    """Handed down to all searches for one plan.
+    """The control of all searches for one plan.
 
     Args:
-        show: told now and then how the search stands.
-        is_stopped: searches end as soon as they have something to give; set from outside.
-        problem: what is searched now.
-        is_building: a problem is being built; see `building`.
-        ceiling: of this search, and of others for the same plan.
+        show: is told from time to time how the search stands.
+        is_stopped: searches end as soon as they have a choice to give; set from outside.
+        problem: the problem that is searched now.
+        is_building: a problem is being built, see `building`.
+        ceiling: shared with other searches for the same plan.
     """
 
     show: Callable[[Progress], None] | None = None
@@ -90,25 +90,29 @@ class SearchControl:
 
     @classmethod
     def within(cls, seconds: float) -> Self:
-        """That of a search which begins now, and may take so long."""
+        """Return the control of a search that begins now and may take `seconds`."""
         return cls(ceiling=Ceiling.within(seconds))
 
     def is_over(self) -> bool:
-        """Whether to go no further; see `Ceiling.cuts`."""
+        """Whether the search has to end, see `Ceiling.cuts`."""
         return self.is_stopped or self.ceiling.cuts()
 
     def stop(self) -> None:
-        """Stop the search from a signal's handler; a `SearchStopped` where a problem is being built."""
+        """Stop the search from a signal's handler.
+
+        Raises:
+            SearchStopped: a problem is being built.
+        """
         self.is_stopped = True
         if self.is_building:
             raise SearchStopped(_STOPPED)
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Within, `stop` raises: there is nothing yet that could be given.
+        """Build a problem within this context. `stop` raises there, because no choice exists yet.
 
         Raises:
-            SearchStopped: the search is stopped already, or while the problem is built.
+            SearchStopped: the search was stopped before, or is stopped while the problem is built.
         """
         if self.is_stopped:
             raise SearchStopped(_STOPPED)
@@ -120,7 +124,7 @@ class SearchControl:
 
     @contextmanager
     def unseen(self) -> Iterator[None]:
-        """Within, nothing is shown: what bounds a part of a problem does not bound the whole."""
+        """Show nothing within this context: the bound of a part of a problem does not bound the whole."""
         show, self.show = self.show, None
         try:
             yield
@@ -128,6 +132,6 @@ class SearchControl:
             self.show = show
 
     def note(self, best: float, lower_bound: float) -> None:
-        """Show how the search stands."""
+        """Show the state of the search."""
         if self.show is not None:
             self.show(Progress(self.problem, best, max(0.0, lower_bound)))

@@ -1,8 +1,8 @@
-"""Find a choice of the smallest peak memory in a large assignment: what decides whether anything fits.
+"""Find a choice of small peak memory in a large assignment, to decide whether any choice fits.
 
-The peak is the maximum over program points. Minimising it is a game between the choice and a distribution over points:
-each round, the choice minimises the weighed memory (by message passing), and points that it uses most gain weight
-(multiplicative weights; Arora, Hazan and Kale, 2012). The smallest peak seen is kept.
+The peak is the maximum over program points. Minimising it is a game between the choice and a distribution over points.
+In each round, the choice minimises the weighed memory by message passing. Points with many bytes gain weight
+(multiplicative weights; Arora, Hazan and Kale, 2012). The choice of the smallest peak seen is kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PASSES = 3
 
 _RATE = 4.0
 _FORBIDDEN = 10.0
-"""The price of an option that is not allowed, in peaks of an arbitrary choice: costs here are bytes."""
+"""Price of a forbidden option, as a multiple of the peak of some choice. Costs here are bytes."""
 
 
 def choice_of_smallest_peak(
@@ -34,13 +34,13 @@ def choice_of_smallest_peak(
     *,
     control: SearchControl | None = None,
 ) -> tuple[int, ...]:
-    """The choice with the smallest peak that was found (see the module's docstring).
+    """Return the choice of the smallest peak found.
 
     Args:
-        problem, usage, row_at: as of `DualSearch`.
-        enough: a peak, in bytes, that need not be made smaller.
-        hopeless: bytes: once it is proven that every peak is above, nothing is returned.
-        control: may stop it.
+        problem, usage, row_at: see `DualSearch`.
+        enough: a peak, in bytes, at which the search ends.
+        hopeless: bytes. () is returned once every peak is proven to be above this.
+        control: may stop the search.
     """
     choice = tuple(int(np.argmin(cost)) for cost in problem.costs)
     messages = Messages(_without_costs(problem, forbidden=_FORBIDDEN * max(1.0, float(usage(choice).max()))))
@@ -70,7 +70,7 @@ def choice_of_smallest_peak(
 
 
 def _without_costs(problem: Assignment, forbidden: float) -> Assignment:
-    """The same problem where whatever is allowed costs nothing, and what is not, many times the memory that is used."""
+    """Return the problem with a cost of zero for allowed options and pairs, and of `forbidden` for the rest."""
 
     def flat(costs: np.ndarray) -> np.ndarray:
         return np.where(np.isfinite(costs), 0.0, forbidden)

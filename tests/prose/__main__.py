@@ -39,6 +39,8 @@ ENFORCED = (
     "passes/lowering",
     "passes/padding",
     "passes/preparation",
+    "passes/solver",
+    "passes/strategies",
     "passes/verification",
     "tests",
 )

@@ -89,7 +89,7 @@ def _has_ring(site: Site, strategy: Strategy) -> bool:
 def test_of_rings_there_is_no_formula() -> None:
     """Operations of one rank have no formula with rings; operations of all ranks are the model's."""
     plan = replace(greedy_plan(PROGRAM, MESH, lambda *call: float(_has_ring(*call))), formulas=FORMULAS)
-    with pytest.raises(FormulaError, match="blocks of keys that go round"):
+    with pytest.raises(FormulaError, match="the pairing of key blocks between ranks"):
         plan.formula("rank_flops")
     assert plan.formula("step_flops")
 
@@ -205,7 +205,8 @@ def test_blocks_that_a_plan_treats_differently_are_refused() -> None:
     slot = next(slot.node for slot in prepare(program).inputs if slot.name == "layers.2.wide.weight")
     assert plan.nodes[slot].outputs[0] != P()
     nodes = {**plan.nodes, slot: replace(plan.nodes[slot], outputs=(P(),))}
-    plan = replace(plan, nodes=nodes)
+    parameter = replace(plan.parameters["layers.2.wide.weight"], spec=P())
+    plan = replace(plan, nodes=nodes, parameters={**plan.parameters, "layers.2.wide.weight": parameter})
     with pytest.raises(FormulaError, match=r"does not treat all blocks alike.*fixed=\('layers',\)"):
         plan.formula("parameter_bytes")
     assert "layers" not in map(str, plan.formula("parameter_bytes", fixed=("layers",)).free_symbols)

@@ -17,7 +17,7 @@ from autoshard.testing.programs import programs
 from autoshard.tracing import trace
 from passes.planning.search import Search
 from passes.recomputation.recompute_problem import RecomputeProblem
-from passes.recomputation.with_again import with_again
+from passes.recomputation.with_restored import with_restored
 from passes.solver.dual_search import DualSearch
 from passes.solver.dual_state import DualState
 from passes.solver.search_control import SearchControl
@@ -79,8 +79,8 @@ def seen(problem: RecomputeProblem, share: float) -> list[tuple[int, ...]]:
 
 def peaks(problem: RecomputeProblem, choice: tuple[int, ...]) -> tuple[float, float]:
     """Return the peak by the search's tables, and the peak of the running program, in bytes."""
-    running = with_again(problem.planning, problem.again(choice))
-    return float(problem.usage(choice).max()), peak_of(running, problem.without_keepings(choice))
+    running = with_restored(problem.planning, problem.restored(choice))
+    return float(problem.usage(choice).max()), peak_of(running, problem.without_policies(choice))
 
 
 @pytest.mark.parametrize("share", [0.5, 0.7, 0.8, 0.9])

@@ -26,10 +26,10 @@ from passes.driver.plan_and_lower import planning_problem
 from passes.driver.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.search import Search
-from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, Keeping, find_options
-from passes.recomputation.recompute_problem import NOTHING_AGAIN, Again, RecomputeProblem, build_recompute_problem
+from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, ValuePolicy, find_options
+from passes.recomputation.recompute_problem import NOTHING_RESTORED, RecomputeProblem, Restored, build_recompute_problem
 from passes.recomputation.recompute_search import solve_jointly
-from passes.recomputation.with_again import with_again
+from passes.recomputation.with_restored import with_restored
 from tests.passes.blocks import blocks_program, h100s, peak_of, perceptron_program, problem_of
 
 LINE = Mesh({"x": 2})
@@ -67,11 +67,11 @@ def joint(planning: PlanningProblem) -> RecomputeProblem:
 def offloading(planning: PlanningProblem) -> RecomputeProblem:
     """The problem that only offloads."""
     options = find_options(planning, least_share=0.0, offload=True)
-    keepings = {
-        number: tuple(keeping for keeping in found if keeping is Keeping.AS_READ or keeping in OFFLOADED)
-        for number, found in options.keepings.items()
+    policies = {
+        number: tuple(policy for policy in found if policy is ValuePolicy.AS_READ or policy in OFFLOADED)
+        for number, found in options.policies.items()
     }
-    return build_recompute_problem(planning, dataclasses.replace(options, keepings=keepings))
+    return build_recompute_problem(planning, dataclasses.replace(options, policies=policies))
 
 
 @cache
@@ -104,13 +104,13 @@ def test_cost_and_memory_are_those_of_the_program_with_clones(name: str) -> None
     recomputed, offloaded, same = 0, 0, 0
     for seed in range(24):
         choice = drawn_choice(problem, seed)
-        again, strategies = problem.again(choice), problem.without_keepings(choice)
-        running = with_again(problem.planning, again)
+        restored, strategies = problem.restored(choice), problem.without_policies(choice)
+        running = with_restored(problem.planning, restored)
         cost = running.assignment.cost_of(strategies)
         assert cost <= problem.assignment.cost_of(choice) * (1 + 1e-12)
         assert running.usage(strategies).max() <= problem.usage(choice).max()
-        recomputed += bool(again.recomputed)
-        offloaded += bool(again.offloaded)
+        recomputed += bool(restored.recomputed)
+        offloaded += bool(restored.offloaded)
         same += cost == pytest.approx(problem.assignment.cost_of(choice), rel=1e-12)
     assert min(recomputed, offloaded) >= 12
     assert same >= 2
@@ -121,9 +121,9 @@ def test_the_optimum_is_what_its_program_costs_and_takes() -> None:
     problem = example("blocks")
     free = Search()(problem.planning)
     found = Search(0.75 * float(problem.planning.usage(free.choice).max()))(problem)
-    again, strategies = problem.again(found.choice), problem.without_keepings(found.choice)
-    running = with_again(problem.planning, again)
-    assert len(again.recomputed) >= 4
+    restored, strategies = problem.restored(found.choice), problem.without_policies(found.choice)
+    running = with_restored(problem.planning, restored)
+    assert len(restored.recomputed) >= 4
     assert running.assignment.cost_of(strategies) == pytest.approx(found.cost, rel=1e-12)
     assert running.usage(strategies).max() == problem.usage(found.choice).max()
 
@@ -135,10 +135,10 @@ def test_nothing_recomputed_costs_what_it_did() -> None:
     for seed in range(20):
         generator = np.random.default_rng(seed)
         choice = tuple(int(generator.integers(len(cost))) for cost in planning.assignment.costs)
-        assert problem.without_keepings(choice) == choice
+        assert problem.without_policies(choice) == choice
         assert problem.assignment.cost_of(choice) == planning.assignment.cost_of(choice)
         assert problem.usage(choice).max() >= planning.usage(choice).max()
-        assert problem.again(choice) == NOTHING_AGAIN
+        assert problem.restored(choice) == NOTHING_RESTORED
 
 
 def test_memory_rows_are_the_usage() -> None:
@@ -153,20 +153,20 @@ def test_memory_rows_are_the_usage() -> None:
 
 def with_every_recomputation(problem: RecomputeProblem) -> Iterator[PlanningProblem]:
     """Return the program with each possible set of recomputed and offloaded values, at each place."""
-    numbers = sorted(problem.options.keepings)
+    numbers = sorted(problem.options.policies)
     sizes = [len(cost) for cost in problem.planning.assignment.costs]
     seen = set()
-    for keepings in product(*(range(len(problem.options.keepings[number])) for number in numbers)):
+    for policies in product(*(range(len(problem.options.policies[number])) for number in numbers)):
         choice = [0] * len(sizes)
-        for number, keeping in zip(numbers, keepings, strict=True):
-            choice[number] = keeping * sizes[number]
+        for number, policy in zip(numbers, policies, strict=True):
+            choice[number] = policy * sizes[number]
         pairs = (edge.cost[choice[edge.tail], choice[edge.head]] for edge in problem.assignment.edges)
         if all(map(np.isfinite, pairs)):
             seen.add(frozenset(_all_again(problem, choice)))
     for nodes in sorted(seen, key=len):
         recomputed = tuple(node for node in nodes if isinstance(node, RecomputedNode))
         offloaded = tuple(node for node in nodes if isinstance(node, OffloadedNode))
-        yield with_again(problem.planning, Again(recomputed, offloaded))
+        yield with_restored(problem.planning, Restored(recomputed, offloaded))
 
 
 def _all_again(problem: RecomputeProblem, choice: Sequence[int]) -> Iterator[RecomputedNode | OffloadedNode]:
@@ -174,14 +174,14 @@ def _all_again(problem: RecomputeProblem, choice: Sequence[int]) -> Iterator[Rec
     for name, before in problem.options.anchors.items():
         variable = problem.planning.classes[name]
         number = choice[variable] // len(problem.planning.assignment.costs[variable])
-        keeping = problem.options.keepings.get(variable, (Keeping.AS_READ,))[number]
-        if keeping in RECOMPUTED:
-            yield RecomputedNode(name, before[keeping], "")
-        if keeping in OFFLOADED:
-            yield OffloadedNode(name, before[keeping], "")
+        policy = problem.options.policies.get(variable, (ValuePolicy.AS_READ,))[number]
+        if policy in RECOMPUTED:
+            yield RecomputedNode(name, before[policy], "")
+        if policy in OFFLOADED:
+            yield OffloadedNode(name, before[policy], "")
 
 
-def assert_optimal(problem: RecomputeProblem, limit: float) -> Again | None:
+def assert_optimal(problem: RecomputeProblem, limit: float) -> Restored | None:
     """Check the search against trying all choices, each program with its own exact search and memory."""
     search = Search(limit)
     alone = Search(limit, says_smallest=False)  # what a program that does not fit would take is not asked
@@ -197,7 +197,7 @@ def assert_optimal(problem: RecomputeProblem, limit: float) -> Again | None:
         return None
     found = search(problem)
     assert found.cost == pytest.approx(min(costs), rel=1e-9)
-    return problem.again(found.choice)
+    return problem.restored(found.choice)
 
 
 @pytest.mark.slow
@@ -208,8 +208,8 @@ def test_the_search_equals_trying_every_recomputation(program: Program, share: f
     planning = problem_of(program, LINE)
     problem = build_recompute_problem(planning, find_options(planning, least_share=0.0))
     limit = share * float(planning.usage(Search()(planning).choice).max())
-    again = assert_optimal(problem, limit)
-    if again is not None:
+    restored = assert_optimal(problem, limit)
+    if restored is not None:
         found = solve_jointly(planning, Search(limit), {}, (), peak_of, offload=False)
         assert found.solution.cost == pytest.approx(Search(limit)(problem).cost, rel=1e-9)
 
@@ -242,8 +242,8 @@ def test_the_search_equals_trying_every_offload(count: int, ranks: int, share: f
     """The search equals the least cost over all sets of offloaded values, and marks sets of none or all."""
     planning = problem_of(sines(count), Mesh({"x": ranks}))
     limit = share * float(planning.usage(Search()(planning).choice).max())
-    again = assert_optimal(offloading(planning), limit)
-    assert (0 if again is None else len(again.offloaded)) == offloaded
+    restored = assert_optimal(offloading(planning), limit)
+    assert (0 if restored is None else len(restored.offloaded)) == offloaded
 
 
 def slow_cluster(link: HostLink | None) -> Cluster:
@@ -267,9 +267,9 @@ def test_only_a_device_with_a_host_link_offloads(link: HostLink | None) -> None:
     """A device with a host link offloads if offloading is cheapest; a device without a link recomputes."""
     planning = planning_problem(sines(4), Mesh({"x": 1}), slow_cluster(link), PlanOptions())
     limit = 0.9 * float(planning.usage(Search()(planning).choice).max())
-    again = solve_jointly(planning, Search(limit), {}, (), peak_of).again
-    assert bool(again.offloaded) == (link is not None)
-    assert bool(again.recomputed) == (link is None)
+    restored = solve_jointly(planning, Search(limit), {}, (), peak_of).restored
+    assert bool(restored.offloaded) == (link is not None)
+    assert bool(restored.recomputed) == (link is None)
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
@@ -283,7 +283,7 @@ def test_the_host_holds_no_more_than_it_has(share: float) -> None:
     narrow = planning_problem(sines(4), one, Cluster(node, 1, cluster.devices_per_node), PlanOptions())
     found = solve_jointly(narrow, Search(limit), {}, (), peak_of)
     assert found.host_bytes <= room
-    assert bool(found.again.offloaded) == (share == 1.0)
+    assert bool(found.restored.offloaded) == (share == 1.0)
     with pytest.raises(DoesNotFitError) as caught:
         solve_jointly(narrow, Search(1.0), {}, (), peak_of)
     found = solve_jointly(narrow, Search(caught.value.smallest_bytes), {}, (), peak_of)
@@ -298,24 +298,24 @@ def test_stages_of_a_sweep_of_limits() -> None:
     with pytest.raises(DoesNotFitError):
         solve_jointly(planning, Search(0.3 * largest), {}, (), peak_of)
     found = [solve_jointly(planning, Search(share * largest), {}, (), peak_of) for share in (0.34, 0.45, 0.6, 1.0)]
-    stages = [(bool(item.again.recomputed), bool(item.again.offloaded)) for item in found]
+    stages = [(bool(item.restored.recomputed), bool(item.restored.offloaded)) for item in found]
     assert stages == [(True, True), (True, False), (False, False), (False, False)]
     costs = [item.solution.cost for item in found]
     assert costs == sorted(costs, reverse=True)
     assert costs[-1] < costs[-2]
 
 
-def test_keepings() -> None:
+def test_policies() -> None:
     """A value that the backward reads may be recomputed; a value that only feeds recomputed values may be kept.
 
     The first value that a block's backward reads has one way to be recomputed, because early and late are equal.
     """
     problem = example("blocks")
-    keepings = {problem.planning.members[number][0]: found for number, found in problem.options.keepings.items()}
-    assert keepings["fan_out_10"] == (Keeping.AS_READ, *RECOMPUTED, *OFFLOADED)
-    assert keepings["mm"] == (Keeping.AS_READ, Keeping.KEPT, Keeping.EARLY, Keeping.LATE)
-    assert keepings["gelu"] == (Keeping.AS_READ, Keeping.KEPT, Keeping.EARLY)
-    assert not set(keepings) & {slot.node for slot in problem.space.program.inputs}
+    policies = {problem.planning.members[number][0]: found for number, found in problem.options.policies.items()}
+    assert policies["fan_out_10"] == (ValuePolicy.AS_READ, *RECOMPUTED, *OFFLOADED)
+    assert policies["mm"] == (ValuePolicy.AS_READ, ValuePolicy.KEPT, ValuePolicy.EARLY, ValuePolicy.LATE)
+    assert policies["gelu"] == (ValuePolicy.AS_READ, ValuePolicy.KEPT, ValuePolicy.EARLY)
+    assert not set(policies) & {slot.node for slot in problem.space.program.inputs}
 
 
 class HandsOut(nn.Module):
@@ -344,9 +344,9 @@ def test_what_leaves_the_program_is_not_recomputed() -> None:
 def test_small_values_are_left_alone() -> None:
     """With a least share, only values of that size start a recomputation."""
     planning = example("blocks").planning
-    assert not find_options(planning, least_share=1.0).keepings
-    few = find_options(planning, least_share=0.2).keepings
-    every = find_options(planning, least_share=0.0).keepings
+    assert not find_options(planning, least_share=1.0).policies
+    few = find_options(planning, least_share=0.2).policies
+    every = find_options(planning, least_share=0.0).policies
     assert 0 < len(few) < len(every)
 
 
@@ -368,5 +368,5 @@ def test_unless_asked_values_below_a_thousandth_are_left_alone(rows: int, is_sma
         planning = problem_of(trace(TwoSizes(), (torch.zeros(rows, 64),), {}), LINE)
     found = find_options(planning).anchors
     nodes = [site.node for name, site in planning.space.sites.items() if name in found]
-    again = {tuple(node.meta["val"].shape) for node in nodes if node is not None and "exp" in str(node.target)}
-    assert again == ({(rows, 64)} if is_small else {(64,), (rows, 64)})
+    restored = {tuple(node.meta["val"].shape) for node in nodes if node is not None and "exp" in str(node.target)}
+    assert restored == ({(rows, 64)} if is_small else {(64,), (rows, 64)})

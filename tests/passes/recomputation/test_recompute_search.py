@@ -30,8 +30,8 @@ from passes.prediction.utilisation import utilisation
 from passes.recomputation import fitting, recompute_search
 from passes.recomputation.plan_before import solution_of
 from passes.recomputation.recompute_options import RecomputeOptions, find_options
-from passes.recomputation.recompute_problem import Again, RecomputeProblem, build_recompute_problem
-from passes.recomputation.with_again import with_again
+from passes.recomputation.recompute_problem import RecomputeProblem, Restored, build_recompute_problem
+from passes.recomputation.with_restored import with_restored
 from passes.solver.assignment import Assignment
 from passes.solver.search_control import Progress, SearchControl
 from tests.passes.blocks import (
@@ -190,7 +190,7 @@ def test_a_plan_before_costs_what_it_did(share: float) -> None:
     assert known is not None
     assert known.solution.cost == pytest.approx(before.objective, rel=1e-9)
     assert known.peak_bytes(peak_of) == before.predicted.peak_memory_bytes
-    assert known.again == Again(before.recompute.nodes, before.offload.nodes)
+    assert known.restored == Restored(before.recompute.nodes, before.offload.nodes)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 0.3])
@@ -328,8 +328,8 @@ def test_tables_count_no_less_than_what_runs(seed: int) -> None:
     """Tables count at least the running program's memory, so a plan that fits by the tables fits."""
     problem = joint(problem_of(perceptron_program(64), LINE))
     choice = drawn_choice(problem, seed)
-    running = with_again(problem.planning, problem.again(choice))
-    assert problem.usage(choice).max() >= peak_of(running, problem.without_keepings(choice))
+    running = with_restored(problem.planning, problem.restored(choice))
+    assert problem.usage(choice).max() >= peak_of(running, problem.without_policies(choice))
 
 
 @settings(max_examples=50)

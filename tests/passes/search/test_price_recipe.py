@@ -19,7 +19,7 @@ from passes.search.price_recipe import (
     Step,
     accumulation_bytes,
     copies_time,
-    layer_time,
+    layer_times,
     send_time,
     sharded_time,
 )
@@ -95,12 +95,12 @@ def test_copies_to_the_host_run_beside_a_blocks_own_work(recompute: str) -> None
     prices = PRICED.counted.layer_prices(recipe, cluster)
     groups = recipe_groups(recipe, cluster)
     for name in dict.fromkeys(BLOCKS):
-        here, there = (layer_time(prices[name], each, groups, cluster, is_block=True) for each in (recipe, away))
+        here, there = (layer_times({name: prices[name]}, each, groups, cluster) for each in (recipe, away))
         out_s, back_s = copies_time(prices[name], away, cluster, is_block=True)
         assert out_s > 0
-        assert there.forward_s == beside(here.forward_s, out_s)
-        backward_s = beside(here.backward_s + here.recompute_s, back_s)
-        assert there.backward_s + there.recompute_s == pytest.approx(backward_s)
+        assert there.forward_s[0] == beside(here.forward_s[0], out_s)
+        backward_s = beside(here.backward_s[0] + here.recompute_s[0], back_s)
+        assert there.backward_s[0] + there.recompute_s[0] == pytest.approx(backward_s)
     assert _seconds(away) > _seconds(recipe)
 
 
@@ -123,9 +123,8 @@ def test_selective_recomputation_repeats_attentions_core_only() -> None:
     """Selective recomputation repeats attention's core, and does nothing for fused attention without kept scores."""
     recipe = Execution(recompute="selective")
     cluster = _cluster(recipe)
-    price = PRICED.counted.layer_prices(recipe, cluster)["layers:0"]
-    times = layer_time(price, recipe, recipe_groups(recipe, cluster), cluster, is_block=True)
-    assert times.recompute_s == 0
+    prices = PRICED.counted.layer_prices(recipe, cluster)
+    assert not layer_times(prices, recipe, recipe_groups(recipe, cluster), cluster).recompute_s.any()
 
 
 def test_blocking_launches_add_the_host_to_the_device() -> None:

@@ -15,8 +15,8 @@ from passes.driver.plan_of_choice import lowered_plan
 from passes.driver.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, find_options
-from passes.recomputation.recompute_problem import Again, RecomputeProblem, build_recompute_problem
-from passes.recomputation.with_again import host_bytes, with_again
+from passes.recomputation.recompute_problem import RecomputeProblem, Restored, build_recompute_problem
+from passes.recomputation.with_restored import host_bytes, with_restored
 from tests.passes.blocks import peak_of, problem_of
 from tests.passes.deep import adamw, alike, in_turn, short_step, step
 from tests.passes.recomputation.test_recompute_problem import drawn_choice
@@ -53,8 +53,8 @@ def test_the_short_program_recomputes_and_offloads_what_the_whole_one_does(
     programs = step(model, update), short_step(model, update, margin=2)
     whole, short = (_joint(problem_of(program, mesh, micro_batches=micro_batches or 1)) for program in programs)
     assert len(short.space.sites) < len(whole.space.sites)
-    for keepings in (RECOMPUTED, OFFLOADED):
-        counts = (each.options.candidates(keepings, each.planning.counts()) for each in (short, whole))
+    for policies in (RECOMPUTED, OFFLOADED):
+        counts = (each.options.candidates(policies, each.planning.counts()) for each in (short, whole))
         assert len(set(counts)) == 1
     for seed in range(2):
         choice = drawn_choice(short, seed)
@@ -63,22 +63,22 @@ def test_the_short_program_recomputes_and_offloads_what_the_whole_one_does(
         used = short.usage(choice)
         assert used.max() == whole.usage(same).max()
         assert used.max() == short.memory_row(int(used.argmax())).bytes_of(choice, short.assignment.edges)
-        again, strategies = short.again(choice), short.without_keepings(choice)
-        running, other = with_again(short.planning, again), with_again(whole.planning, whole.again(same))
-        of_other = whole.without_keepings(same)
+        restored, strategies = short.restored(choice), short.without_policies(choice)
+        running, other = with_restored(short.planning, restored), with_restored(whole.planning, whole.restored(same))
+        of_other = whole.without_policies(same)
         assert peak_of(running, strategies) == pytest.approx(peak_of(other, of_other), rel=0.01)
         assert host_bytes(running, strategies) == host_bytes(other, of_other)
-    plan = _plan(running, strategies, again)
+    plan = _plan(running, strategies, restored)
     expanded = expand_plan(plan, short.space.program, whole.space.program)
-    of_whole = _plan(other, of_other, whole.again(same))
+    of_whole = _plan(other, of_other, whole.restored(same))
     assert expanded.program_digest == of_whole.program_digest
     assert (expanded.recompute.nodes, expanded.offload.nodes) == (of_whole.recompute.nodes, of_whole.offload.nodes)
     assert expanded.nodes == of_whole.nodes
 
 
-def _plan(running: PlanningProblem, choice: Sequence[int], again: Again) -> Plan:
+def _plan(running: PlanningProblem, choice: Sequence[int], restored: Restored) -> Plan:
     plan = lowered_plan(running, choice, 0.0, None, running.prices.cluster, PlanOptions()).plan
-    recompute = dataclasses.replace(plan.recompute, nodes=again.recomputed)
+    recompute = dataclasses.replace(plan.recompute, nodes=restored.recomputed)
     return dataclasses.replace(
-        plan, recompute=recompute, offload=dataclasses.replace(plan.offload, nodes=again.offloaded)
+        plan, recompute=recompute, offload=dataclasses.replace(plan.offload, nodes=restored.offloaded)
     )

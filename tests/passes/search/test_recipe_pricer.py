@@ -16,8 +16,8 @@ from autoshard.ir.execution import Execution
 from cost_models.order_times import StageTimes
 from passes.search.layers.fold_program import AFTER, BEFORE
 from passes.search.pipeline_stages import cuts_backward, share_out, stages_time
-from passes.search.recipe_bounds import LayerTable, path_times, places_of
-from passes.search.recipe_pricer import RecipePricer
+from passes.search.price_recipe import LayerTimes
+from passes.search.recipe_pricer import RecipePricer, path_times, places_of
 from passes.search.recipe_space import POLICIES, ActivationPolicy, Pipe, RecipeSpace, Sharding, known_pipes
 from tests.passes.decoders import priced_dense, priced_sparse
 from tests.passes.executions import under
@@ -45,8 +45,8 @@ def test_no_pipeline_is_shorter_than_the_path_of_a_rank(
     """Any schedule takes at least its bound, with any times of layer classes and hand-overs."""
     pipe, blocks, micro_batches = drawn
     forward, backward, send_s = np.array(seconds[:4]), np.array(seconds[4:8]), seconds[8]
-    table = LayerTable(forward, backward, *[np.zeros(4)] * 3)
-    (found,) = path_times(table, places_of(NAMES, tuple(blocks), (pipe,)), send_s, micro_batches)
+    times = LayerTimes(forward, backward, *[np.zeros(4)] * 5, communication=())
+    (found,) = path_times(times, places_of(NAMES, tuple(blocks), (pipe,)), send_s, micro_batches)
     recipe, stages = recipe_of(pipe, len(blocks), micro_batches), []
     for stage in share_out(blocks, recipe):
         counts = np.array([dict(stage.layers).get(name, 0) for name in NAMES])

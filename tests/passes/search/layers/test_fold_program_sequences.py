@@ -16,8 +16,7 @@ from autoshard import Cluster, TraceError, tracing
 from autoshard.ir.execution import Execution
 from autoshard.ir.program import Program, tensor_values
 from passes.driver.pricing import price_execution
-from passes.search.layers.fold_program import fold_program, is_layout
-from passes.search.layers.one_sequence import program_of_one
+from passes.search.layers.fold_program import fold_program, is_layout, program_of_one
 from tests.passes.decoders import PRICED
 from tests.passes.executions import under
 from tests.zoo.table import ARCHITECTURES
