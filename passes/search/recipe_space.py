@@ -357,11 +357,4 @@ def _splits_evenly(counted: CountedModel, kind: RecipeKind, layout: Layout) -> b
     used = {axis for _, axes in splits for axis in axes}
     if any(size > 1 and axis not in used for axis, size in sizes.items()):
         return False
-    return all(dim % _product(sizes, axes) == 0 for dim, axes in splits)
-
-
-def _product(sizes: Mapping[str, int], axes: Collection[str]) -> int:
-    total = 1
-    for axis in axes:
-        total *= sizes[axis]
-    return total
+    return all(dim % math.prod(sizes[axis] for axis in axes) == 0 for dim, axes in splits)
