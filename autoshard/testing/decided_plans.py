@@ -66,7 +66,7 @@ def deciding_of(planning: PlanningProblem, cluster: Cluster, recompute: bool) ->
     """The decisions of a problem."""
     has_host = cluster.device.host_link is not None
     every = find_options(planning, least_share=0.0, offload=has_host)
-    options = every if recompute else dataclasses.replace(every, keepings={})
+    options = every if recompute else dataclasses.replace(every, policies={})
     return Deciding(options, build_recompute_problem(planning, options, with_memory=False))
 
 
@@ -94,7 +94,7 @@ def plan_of_decisions(
     for variable in range(len(problem.assignment.costs)):
         choice[variable] = pick(variable, np.flatnonzero(_allowed(problem.assignment, variable, choice)))
     decided = tuple(choice[variable] for variable in range(len(choice)))
-    again, strategies = problem.again(decided), problem.without_keepings(decided)
+    again, strategies = problem.again(decided), problem.without_policies(decided)
     running, counts = with_again(planning, again), planning.counts()
     cost = running.assignment.cost_of(strategies)
     plan = lowered_plan(running, strategies, cost, None, cluster, PlanOptions()).plan

@@ -1,13 +1,12 @@
-"""Counts of the price of a recipe under another runtime, as expressions in sizes.
+"""Counts of a recipe's price under another runtime, as expressions in sizes.
 
-1. The model is folded at a few lengths of its inputs, and its layer classes are priced there: with the recipe's
-   micro-batch and with twice as many sequences, on the recipe's axes and on axes of one rank. The FLOPs and bytes of
-   each are fitted: as polynomials in sizes of inputs (`fit_sizes`), as linear in the micro-batch and in one over each
-   axis.
-2. The quantities of a rank are arithmetic on its layer classes, as in `price_recipe`: the collectives of each, again
-   where blocks are recomputed; ZeRO's gathering and reduction; hand-overs of stages.
+1. The model is folded at a few lengths of its inputs. Its layer classes are priced there with the recipe's micro-batch
+   and with twice as many sequences. Axes have the recipe's sizes and size one. The FLOPs and bytes of each are then
+   fitted: polynomials in sizes of inputs (`fit_sizes`), linear in the micro-batch and in one over each axis.
+2. The quantities of a rank are sums over its layer classes, as in `price_recipe`. They count collectives (twice if
+   blocks are recomputed), ZeRO's gathers and reduce-scatters, and sends between stages.
 
-Where the stages of a pipeline differ, a rank's share is the mean over them. Splits count as even.
+If the stages of a pipeline differ, a rank's share is their mean. Splits count as even.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from passes.search.price_memory import kept_bytes, state_bytes
 
 _AXES = ("data", "context", "tensor", "expert", "pipeline")
 _SPLIT_BY = ("tensor", "context", "expert")
-"""Axes that split what layer classes do."""
+"""Axes that split the work of layer classes."""
 
 _BATCH, _MICRO_BATCH = "batch", "micro_batch"
 _ENDS = (BEFORE, AFTER)
@@ -174,7 +173,7 @@ def _inverse(axis: str) -> sympy.Symbol:
 
 
 def _over(name: str, sent: Mapping[str, Any]) -> Any:
-    """The bytes that a quantity asks for, of those that are sent by axis."""
+    """The bytes of a quantity, from the sent bytes by axis."""
     return sum(size for axis, size in sent.items() if name in (COMMUNICATION, f"{COMMUNICATION}_{axis}"))
 
 
@@ -183,8 +182,9 @@ class _RecipeCounts:
     """Arithmetic of a recipe on the tallies of its layer classes.
 
     Args:
-        recipe: whose flags, dtypes and schedule hold.
-        batch: sequences of a step; `micro_batch`: of one forward of a replica.
+        recipe: gives flags, dtypes and the schedule.
+        batch: sequences of a step.
+        micro_batch: sequences of one forward of a replica.
         axes: sizes of "data", "context", "tensor", "expert", "pipeline".
     """
 
@@ -233,11 +233,11 @@ class _RecipeCounts:
         return self.batch / (self.micro_batch * self.axes["data"])
 
     def _sent(self, layer: str, tally: Tally) -> dict[str, Any]:
-        """Bytes that each rank sends, by axis; "data" where several share a group."""
+        """Bytes that each rank sends, by axis; "data" if several axes share a group."""
         if self.recipe.runtime.merged_dispatch and self.recipe.expert > 1:
             raise FormulaError(
-                "What a merged dispatch sends depends on where the experts of a token lie, so it is no formula; for "
-                "what the all-to-alls of experts send set merged_dispatch=False."
+                "The bytes of a merged dispatch depend on the ranks of each token's experts, so no formula gives them. "
+                "Set merged_dispatch=False for the bytes of the experts' all-to-alls."
             )
         forwards = 2 if self.recipe.recompute == "full" and layer not in _ENDS else 1
         sent = {"data": self._exchanged(tally["parameters"], tally["expert_parameters"])}

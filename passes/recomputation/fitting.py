@@ -1,8 +1,8 @@
-"""Search until a choice is found that fits by the count of its lowered program.
+"""Searches until the lowered program of a choice fits.
 
-A search counts memory by tables, about. Where the tables count too little, the search is repeated with as many bytes
-less to spend. Where they count too much, the search may find nothing: the choice that is smallest by their count may
-still fit.
+A search counts memory by tables, approximately. If the tables count too little, the search is repeated with a lower
+limit. If they count too much, the search may find nothing. Then the choice with the smallest peak by the tables is
+tried, since the lowered program may still fit.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ PeakOf = Callable[[PlanningProblem, Sequence[int]], float]
 
 @dataclass(frozen=True, slots=True)
 class JointSolution:
-    """A choice of strategies, whose cost is with what is recomputed and offloaded, and what that is.
+    """A choice of strategies with its recomputed and offloaded values, which are in its cost.
 
     Args:
-        planning: the problem of the program that does so; its variables are those of the one that does not.
+        planning: the problem of the program with recomputation and offload; variables are those of the original
+            problem.
         solution: one option per variable.
-        again: what is recomputed and offloaded.
-        recomputable, offloadable: how many nodes might have been.
-        host_bytes: what the host holds for each rank.
-        counted_bytes: the most bytes in use on each rank as the search counted; infinite where that does not matter.
+        again: the recomputed and offloaded values.
+        recomputable, offloadable: the count of nodes with that option.
+        host_bytes: host memory in use for each rank.
+        counted_bytes: each rank's peak by the search's tables; infinite if there is no limit.
     """
 
     planning: PlanningProblem
@@ -55,16 +56,15 @@ def fitting(
     control: SearchControl,
     peak_of: PeakOf,
 ) -> tuple[JointSolution | None, float | None]:
-    """A choice that a search finds and that fits; where none does, bytes that would do, None if unknown.
+    """A choice that a search finds and that fits; else None, and bytes that would suffice (None if unknown).
 
-    A search within these bytes finds something that fits, if only what is frugal.
+    A search within these bytes finds a choice that fits, at least a frugal one.
 
     Args:
-        attempt: the cheapest choice within so many bytes as the search counts; `DoesNotFitError` if there is
-            none.
-        frugal: choices that take little, the same whenever it is asked.
+        attempt: the cheapest choice within a number of bytes by the tables; raises `DoesNotFitError` if there is none.
+        frugal: choices with a small peak, the same at every call.
         limit: bytes on each rank.
-        control: once it is over nothing more is attempted than the first.
+        control: after its end only the first attempt runs.
         peak_of: counts lowered programs.
     """
     asked, bound = limit, None
@@ -88,10 +88,10 @@ def fitting(
 
 
 _ATTEMPTS = 6
-"""Searches until one fits."""
+"""The number of searches until one fits."""
 
 
 def bounded(found: JointSolution, bound: float) -> JointSolution:
-    """What was found, with another bound."""
+    """The same solution with another bound."""
     bound = min(found.solution.cost, bound)
     return dataclasses.replace(found, solution=dataclasses.replace(found.solution, lower_bound=bound))

@@ -1,4 +1,4 @@
-"""Calls of a program's forward: who reads their values behind it, and what may become of these until then."""
+"""Calls of a program's forward: their later readers, and the policies that their values may have until then."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class ForwardCalls:
         return not self.is_forward(link.head) and not leaves_program(self.space.sites[link.head], link)
 
     def may_be_remade(self, name: str) -> bool:
-        """Whether a value may be computed again: its call is pure, and every reader leaves open where it comes from."""
+        """Whether a value may be recomputed: its call is pure, and every reader can read a recomputed value."""
         return _is_pure(self.space.sites[name]) and all(map(self._leaves_open, self.readers[name]))
 
     def may_move(self, name: str) -> bool:
-        """Whether a value may come back from the host for all that reads it behind the forward, and owns its memory."""
+        """Whether a value may come back from the host for its later readers. It must own its memory."""
         site = self.space.sites[name]
         assert site.node is not None, "calls have nodes"
         is_of_input = any(self.space.sites[link.tail].is_input for link in self.operands[name] if link.operand == 0)
@@ -59,13 +59,13 @@ class ForwardCalls:
         return not is_alias and all(map(self._leaves_open, self.readers[name]))
 
     def _leaves_open(self, link: Link) -> bool:
-        """Whether a reader leaves it open where the value comes from."""
+        """Whether a reader can read a recomputed or fetched value."""
         head = self.space.sites[link.head]
         return not leaves_program(head, link) and head.phase != UPDATE
 
 
 def _is_pure(site: Site) -> bool:
-    """Whether running a call again gives the same value, and does nothing else."""
+    """Whether a second call gives the same value and has no other effect."""
     assert site.node is not None, "calls have nodes"
     target = site.node.target
     writes = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable

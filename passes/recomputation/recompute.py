@@ -1,16 +1,16 @@
-"""Compute values of the forward again in the backward, or fetch them from the host, instead of keeping them.
+"""Recomputes values of the forward in the backward, or fetches them from the host, so that memory is free in between.
 
-Before → after: for each node `y = f(x)` that is to be recomputed, `y_again = f(x)` is inserted in the backward, just
-before the node that the plan names, and all that reads `y` outside the forward reads `y_again`. Operands of a clone are
-clones where these are recomputed too, and else the values that the forward keeps. The forward then keeps `y` no longer:
-phases are cut by who reads what. Clones carry phase "recompute", which runs within the backward.
+Before → after: for each recomputed node `y = f(x)`, `y_again = f(x)` is inserted in the backward, before the node that
+the plan names. All readers of `y` outside the forward then read `y_again`. Operands of a clone are clones if they
+are recomputed too, else saved values. The forward no longer saves `y`, since phases save the values that later phases
+read. Clones have phase "recompute", which runs within the backward.
 
-For each node `y` that is offloaded, `y_host = to_host(y)` is inserted behind it in the forward, and `y_back =
-from_host(y_host)` just before the node that the plan names; all that reads `y` outside the forward, clones among it,
-reads `y_back`. The forward then keeps `y_host`, which takes no memory of the device.
+For each offloaded node `y`, `y_host = to_host(y)` is inserted after it in the forward. `y_back = from_host(y_host)` is
+inserted just before the node that the plan names. All readers of `y` outside the forward, including clones, then read
+`y_back`. The forward saves `y_host`, which takes no device memory.
 
-A clone is equal to its original because nodes are pure and random operators are indexed by a counter, and so is what
-comes back from the host; the verifier (`verify_preparation`) numbers both alike, or refuses.
+A clone equals its original because nodes are pure and random operators are indexed by a counter. A fetched value equals
+its original too. The verifier (`verify_preparation`) gives both one number, or refuses.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ _MOVED = "moves"
 
 
 def original_of(node: fx.Node) -> str | None:
-    """The name of the node that a clone computes again; None for what is no clone."""
+    """The name of the node that a clone recomputes; None for other nodes."""
     return node.meta.get(_ORIGINAL)
 
 
 def moved_by(node: fx.Node) -> str | None:
-    """The name of the node whose value a copy to or from the host moves; None for what is no such copy."""
+    """The name of the node whose value is copied to or from the host; None for other nodes."""
     return node.meta.get(_MOVED)
 
 
 @dataclass(frozen=True, slots=True)
 class InsertRecompute:
-    """See the module's docstring.
+    """Inserts clones and copies; see the module's docstring.
 
     Args:
-        nodes: what to recompute, and where.
-        offloaded: what to offload, and where it comes back.
+        nodes: the nodes to recompute, with their anchors.
+        offloaded: the nodes to offload, with the anchors of their fetches.
     """
 
     nodes: tuple[RecomputedNode, ...]
@@ -61,7 +61,7 @@ class InsertRecompute:
         """The program with clones and copies, over a graph of its own.
 
         Raises:
-            PlanMismatchError: the program does not have such nodes, or something is read before it is there again.
+            PlanMismatchError: the program lacks such nodes, or a reader of a value runs before its clone or fetch.
         """
         if not self.nodes and not self.offloaded:
             return program
@@ -78,15 +78,25 @@ class InsertRecompute:
 def _find(named: Mapping[str, fx.Node], name: str) -> fx.Node:
     if name not in named or named[name].op != "call_function":
         raise PlanMismatchError(
-            f"the plan recomputes or offloads, or does so before, a node {name!r} that this program does not compute: "
-            "it is for another model or other inputs. Plan again, or load this model's plan."
+            f"the plan's recomputation names node {name!r}, which this program does not compute: "
+            "the plan is for another model or other inputs. Plan again, or load this model's plan."
         )
     return named[name]
 
 
 @dataclass(slots=True)
 class _RecomputeInsertion:
-    """`waiting` are the values that are still to be there again, `again` those that are; `copies` lie on the host."""
+    """An insertion in progress.
+
+    Args:
+        graph: the joint graph, which is changed.
+        by_anchor: nodes to recompute or fetch, by the node that they precede.
+        offloaded: the nodes to fetch.
+        order: the place of each node.
+        waiting: values whose clone or fetch is not yet inserted.
+        again: values to their inserted clone or fetch.
+        copies: copies on the host.
+    """
 
     graph: fx.Graph
     by_anchor: Mapping[fx.Node, list[fx.Node]]
@@ -145,7 +155,7 @@ class _RecomputeInsertion:
         self.waiting.remove(original)
 
     def _read_again(self, original: fx.Node, anchor: fx.Node) -> None:
-        """All that reads a value outside the forward reads what is there again."""
+        """Let all readers of a value outside the forward read its clone or fetch."""
         if original not in self.again:
             return
         for reader in list(original.users):
@@ -153,12 +163,12 @@ class _RecomputeInsertion:
                 continue
             if self.order[reader] < self.order[anchor]:
                 raise PlanMismatchError(
-                    f"the plan has {original.name!r} again before {anchor.name!r}, but {reader.name!r} reads it "
-                    "earlier. Plan again."
+                    f"the plan recomputes or fetches {original.name!r} before {anchor.name!r}, but {reader.name!r} "
+                    "reads it earlier. Plan again."
                 )
             reader.replace_input_with(original, self.again[original])
 
 
 def _values_of(node: fx.Node) -> tuple[fx.Node, ...]:
-    """A node, and what selects one of its results."""
+    """A node, and the nodes that select its results."""
     return node, *(user for user in node.users if user.target is operator.getitem)

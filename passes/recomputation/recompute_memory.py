@@ -1,9 +1,9 @@
-"""What lies in memory where values are recomputed or offloaded, as a function of strategies and keepings.
+"""Memory in use with recomputation and offload, as a function of strategies and policies.
 
-That of the program in which each value is followed, behind the forward, by another one that all the rest of the step
-reads (`recompute_split`), and by all that might be recomputed. Of the first kind nothing depends on keepings; a second
-one is there from the end of the first if the value is held, from the recomputation if it is recomputed, and from the
-fetch if it is offloaded; what a recomputation needs beside that is there if it happens.
+The split space (`recompute_split`) has a second site for each value, which the step reads after the forward. It also
+has sites for all possible recomputations. Memory of a first site does not depend on policies. Memory of a
+second site begins at the end of the forward if the value is saved, at its recomputation or at its fetch. Operands of a
+recomputation count if it happens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from passes.memory.memory_tables import MemoryTables, differs
 from passes.memory.memory_usage import UsedBytes
 from passes.memory.repeated_lifetimes import Key, numbered, repeated_intervals
 from passes.planning.build_assignment import PlanningProblem
-from passes.recomputation.recompute_options import AGAIN, OFFLOADED, RECOMPUTED, Keeping, RecomputeOptions
+from passes.recomputation.recompute_options import AGAIN, OFFLOADED, RECOMPUTED, Policy, RecomputeOptions
 from passes.recomputation.recompute_split import SplitSpace, split_space
 from passes.solver.assignment import Floats
 from passes.strategies.enumerate_strategies import Link, leaves_program, needs_of, specs_of
@@ -32,11 +32,11 @@ from passes.strategies.repeated import RepeatedUnits, find_repeated, paths_where
 
 @dataclass
 class RecomputeMemory:
-    """See the module's docstring.
+    """Items in memory with policies; see the module's docstring.
 
     Args:
         planning: the problem without recomputation.
-        options: what may be kept how.
+        options: the policies of each variable.
     """
 
     planning: PlanningProblem
@@ -44,7 +44,7 @@ class RecomputeMemory:
     spread: dict[tuple[object, ...], Floats] = field(default_factory=dict)
     wholes: dict[str, Floats] = field(default_factory=dict)
 
-    def keepings_of(self, name: str) -> tuple[Keeping, ...]:
+    def policies_of(self, name: str) -> tuple[Policy, ...]:
         return self.options.of(self.planning.classes[name])
 
     @cached_property
@@ -68,10 +68,10 @@ class RecomputeMemory:
         return find_repeated(self.split.space, paths_where_run(self.split.space, paths, again))
 
     def items(self) -> Iterator[tuple[str, UsedBytes]]:
-        """Values in memory behind their site, "" for others, with the options under which they lie there.
+        """Values in memory, each after its site ("" for others), with the options under which they are there.
 
         Raises:
-            NotAlikeError: the program leaves blocks out, and those beside them do not hold alike values alike.
+            NotAlikeError: the program leaves blocks out, and the remaining blocks keep different values in memory.
         """
         for name, point in self.liveness.calls.items():
             if name not in self.split.late.values() and self.split.origin(name)[1] not in OFFLOADED:
@@ -87,7 +87,7 @@ class RecomputeMemory:
             yield _site(key), dataclasses.replace(held[key], interval=there[0], number=there[1])
 
     def _held(self) -> Iterator[tuple[Key, UsedBytes]]:
-        """Values that stay in memory behind their call, by the value or link that keeps them there."""
+        """Values that stay in memory after their call, by the value or link that keeps them."""
         for (name, result), interval in self.liveness.values.items():
             if name in self.planning.classes:
                 table = self.memory.of_value(name, result, self._copies(name))
@@ -97,16 +97,16 @@ class RecomputeMemory:
                 yield key, self._on_link(kept)
                 yield from ((("behind", key), item) for item in self._result_behind(kept))
         for name, copy in self.split.late.items():
-            for keeping in self.keepings_of(name):
-                for number, item in enumerate(self._late_items(name, keeping)):
-                    yield (copy, (keeping, number)), item
+            for policy in self.policies_of(name):
+                for number, item in enumerate(self._late_items(name, policy)):
+                    yield (copy, (policy, number)), item
         for name in self._may_stay:
             for item in self._copy_beside(name):
                 yield (name, "beside"), item
 
     @cached_property
     def _may_stay(self) -> frozenset[str]:
-        """Values of the forward of which it depends on keepings when they go: that may be held, and views."""
+        """Values of the forward whose end depends on policies: those that may be saved, and views."""
         sites = self.planning.space.sites
         forward = (name for name, site in sites.items() if site.phase == "forward" and not site.is_input)
         return frozenset(name for name in forward if name in self.split.late or sites[name].is_alias)
@@ -116,7 +116,7 @@ class RecomputeMemory:
         return 1 + ratio if name in self.liveness.parameters else 1.0
 
     def _is_of_view_again(self, kept: OnLink) -> bool:
-        """Whether a link keeps the memory of a view that is recomputed, which is that of its second life."""
+        """Whether a link keeps the memory of a recomputed view, which the view's second site counts."""
         link = self.split.space.links[kept.link]
         is_view = link.operand == 0 and self.split.space.sites[link.head].is_alias
         return is_view and link.head in self.split.sources and kept.held in (Held.EITHER, Held.COPY)
@@ -129,18 +129,18 @@ class RecomputeMemory:
         return self._item(kept.interval, table, (link.head,) if table.ndim == 1 else (link.tail, link.head))
 
     def _value_behind(self, kept: OnLink, link: Link, *, is_held: bool) -> UsedBytes:
-        """A value of the forward from its last use there on, under the keepings that hold it or, else, that free it.
+        """A value of the forward from its last use there on, under the policies that save it or, else, that free it.
 
-        Where it is held, its second life counts it for as long as that lasts.
+        If the value is saved, its second site counts it until that site's end.
         """
-        is_there = tuple(self.options.holds(link.tail, keeping) is is_held for keeping in self.keepings_of(link.tail))
+        is_there = tuple(self.options.holds(link.tail, policy) is is_held for policy in self.policies_of(link.tail))
         origin, want = self.split.origin(link.head)
-        there = tuple(want is None or keeping is want for keeping in self.keepings_of(origin))
+        there = tuple(want is None or policy is want for policy in self.policies_of(origin))
         variables = (self.planning.classes[link.tail], self.planning.classes[origin])
         return self._item_under(kept.interval, self.memory.on_link(kept), variables, (is_there, there))
 
     def _result_behind(self, kept: OnLink) -> Iterator[UsedBytes]:
-        """A result of the program that is held, from the end of its second life on."""
+        """A saved result of the program, from the end of its second site on."""
         link = self.split.space.links[kept.link]
         is_result = kept.held is Held.VALUE and leaves_program(self.split.space.sites[link.head], link)
         if is_result and link.tail in self.split.late:
@@ -150,38 +150,43 @@ class RecomputeMemory:
             if interval.birth <= interval.death:
                 yield self._value_behind(dataclasses.replace(kept, interval=interval), link, is_held=True)
 
-    def _late_items(self, name: str, keeping: Keeping) -> Iterator[UsedBytes]:
-        """A value behind the forward, under a keeping."""
-        if keeping in AGAIN or self.options.holds(name, keeping):
-            is_owner = name not in self.viewed or keeping in OFFLOADED
-            yield from self._owned(name, keeping) if is_owner else self._seen(name, keeping)
+    def _late_items(self, name: str, policy: Policy) -> Iterator[UsedBytes]:
+        """A value after the forward, under a policy."""
+        if policy in AGAIN or self.options.holds(name, policy):
+            is_owner = name not in self.viewed or policy in OFFLOADED
+            yield from self._owned(name, policy) if is_owner else self._seen(name, policy)
 
-    def _owned(self, name: str, keeping: Keeping) -> Iterator[UsedBytes]:
-        """What lies in memory of its own behind the forward; a recomputed call makes what nothing reads, too."""
-        there = tuple(kept is keeping for kept in self.keepings_of(name))
-        start = self._start(name, keeping)
+    def _owned(self, name: str, policy: Policy) -> Iterator[UsedBytes]:
+        """A value with memory of its own after the forward. A recomputed call makes results without readers, too."""
+        there = tuple(kept is policy for kept in self.policies_of(name))
+        start = self._start(name, policy)
         for result in range(len(self.planning.space.sites[name].results)):
             end = self._end(name, result)
-            interval = Interval(start, max(start, end) if keeping in RECOMPUTED else end)
+            interval = Interval(start, max(start, end) if policy in RECOMPUTED else end)
             if interval.birth <= interval.death:
                 table = self.memory.of_value(name, result)
                 yield self._item_under(interval, table, (self.planning.classes[name],), (there,))
 
-    def _seen(self, name: str, keeping: Keeping) -> Iterator[UsedBytes]:
-        """What a view keeps in memory behind the forward: nothing while what it views is there anyway, then that."""
-        start, end = self._start(name, keeping), self.ends[name, 0]
+    def _seen(self, name: str, policy: Policy) -> Iterator[UsedBytes]:
+        """The memory that a view keeps after the forward: none while its operand is in memory anyway, then the
+        operand's memory.
+        """
+        start, end = self._start(name, policy), self.ends[name, 0]
         covered = min(end, self._end_of_viewed(self.viewed[name]))
         if start <= covered:
-            yield self._view_item(Interval(start, covered), name, keeping, is_covered=True)
+            yield self._view_item(Interval(start, covered), name, policy, is_covered=True)
         if max(start, covered + 1) <= end:
-            yield self._view_item(Interval(max(start, covered + 1), end), name, keeping, is_covered=False)
+            yield self._view_item(Interval(max(start, covered + 1), end), name, policy, is_covered=False)
 
     def _copy_beside(self, name: str) -> Iterator[UsedBytes]:
-        """The copy that a view is, at its last use in the forward: it goes meanwhile, unless what it views is held."""
+        """The copy behind a view, at its last use in the forward.
+
+        It is freed until the backward, unless the operand is saved.
+        """
         link = self.viewed.get(name)
         if link is None or self.planning.space.sites[link.tail].is_input:
             return
-        start, end = self._start(name, Keeping.AS_READ), self.deaths[name, 0]
+        start, end = self._start(name, Policy.AS_READ), self.deaths[name, 0]
         if start <= end:
             interval = Interval(start, end)
             table = self.memory.on_link(OnLink(self.planning.space.links.index(link), Held.COPY, interval))
@@ -189,7 +194,7 @@ class RecomputeMemory:
 
     @cached_property
     def viewed(self) -> dict[str, Link]:
-        """The link from what is viewed into each view."""
+        """The link from the operand of each view into the view."""
         sites = self.planning.space.sites
         return {
             link.head: link for link in self.planning.space.links if link.operand == 0 and sites[link.head].is_alias
@@ -217,15 +222,17 @@ class RecomputeMemory:
         return self.liveness.calls[link.head]
 
     def _end(self, name: str, result: int) -> int:
-        """Up to which point a value behind the forward is counted; from then on, its last reader says what is there."""
+        """The last point at which a second site counts its value; from then on, the last reader of the memory counts
+        it.
+        """
         late = self.split.late[name], result
         return self.deaths[late] if name in self.viewed else self.liveness.values[late].death
 
     @cached_property
     def ends(self) -> dict[tuple[str, int], int]:
-        """Up to which point each memory (`_memory_of`) is counted as that behind the forward.
+        """The last point of each memory (`_memory_of`) as the memory of a second site.
 
-        Of several views of it the one that is there last is alone then, and says itself what it keeps.
+        After all other views of the memory, its last view counts the memory itself.
         """
         found: dict[tuple[str, int], int] = {}
         for place, reach in self.reaches.items():
@@ -237,7 +244,7 @@ class RecomputeMemory:
 
     @cached_property
     def reaches(self) -> dict[tuple[str, int], int]:
-        """Up to which point each memory, or what is a view of it, may be there behind the forward; in program order."""
+        """The last point of each memory or any view of it after the forward; in program order."""
         found: dict[tuple[str, int], int] = {}
         for name, site in reversed(list(self.planning.space.sites.items())):
             if name in self.split.late:
@@ -247,7 +254,7 @@ class RecomputeMemory:
 
     @cached_property
     def views(self) -> dict[tuple[str, int], list[str]]:
-        """The views of each memory that are followed behind the forward."""
+        """The views with a second site, by their memory."""
         found: dict[tuple[str, int], list[str]] = defaultdict(list)
         for name, link in self.viewed.items():
             if name in self.split.late:
@@ -255,7 +262,7 @@ class RecomputeMemory:
         return found
 
     def _memory_of(self, link: Link) -> tuple[str, int]:
-        """The memory in which what a link carries lies: a result of a call, or, for all results, what a view is of."""
+        """The memory of a link's value: a result of a call or, for any result of a view, the operand of the view."""
         return link.tail, 0 if self.planning.space.sites[link.tail].is_alias else link.result
 
     def _last_end(self, place: tuple[str, int]) -> int:
@@ -263,10 +270,10 @@ class RecomputeMemory:
         results = range(len(self.planning.space.sites[name].results)) if name in self.viewed else (result,)
         return max(self._end(name, each) for each in results)
 
-    def _start(self, name: str, keeping: Keeping) -> int:
-        """From which point a value behind the forward is counted."""
-        if keeping in AGAIN:
-            return self.liveness.calls[self.split.again[name, keeping]]
+    def _start(self, name: str, policy: Policy) -> int:
+        """The first point at which a second site counts its value."""
+        if policy in AGAIN:
+            return self.liveness.calls[self.split.again[name, policy]]
         return max(self.reshard_points[name], default=self.liveness.calls[name]) + 1
 
     @cached_property
@@ -278,44 +285,48 @@ class RecomputeMemory:
         return found
 
     def _end_of_viewed(self, link: Link) -> int:
-        """Up to which point the memory of what is viewed is there, if it is held or recomputed."""
+        """The last point of the memory of a view's operand, if the operand is saved or recomputed."""
         if self.planning.space.sites[link.tail].is_input:
             return self.liveness.points
         return self.ends.get(self._memory_of(link), -1)
 
-    def _view_item(self, interval: Interval, name: str, keeping: Keeping, *, is_covered: bool) -> UsedBytes:
-        """What a view keeps under a keeping: the copy that it is of, or all of what it is a part of.
+    def _view_item(self, interval: Interval, name: str, policy: Policy, *, is_covered: bool) -> UsedBytes:
+        """Memory that a view keeps under a policy: the copy behind the view, or the whole operand.
 
-        `is_covered`: whether the memory of what it views is counted as that.
+        Args:
+            interval: the points at which the view is in memory.
+            name: the view's site.
+            policy: the view's policy.
+            is_covered: whether the operand's second site counts the operand's memory.
         """
         link = self.viewed[name]
         tail, head = self.planning.space.sites[link.tail], self.planning.space.sites[name]
         moved = differs(specs_of(tail, link.result), needs_of(head, link), self.planning.space.mesh)
         rows = []
-        for kept in self.keepings_of(link.tail):
+        for kept in self.policies_of(link.tail):
             is_of_it = tail.is_input or self.options.holds(link.tail, kept)
-            is_of_it = is_of_it or (kept in AGAIN and keeping in RECOMPUTED)
+            is_of_it = is_of_it or (kept in AGAIN and policy in RECOMPUTED)
             whole = self._own_bytes(link) if kept in OFFLOADED and is_of_it else self._whole_bytes(link)
             rows.append(np.where(moved, self._copy_bytes(name), 0.0 if is_covered and is_of_it else whole[:, None]))
-        there = [other is keeping for other in self.keepings_of(name)]
+        there = [other is policy for other in self.policies_of(name)]
         sizes = np.concatenate([np.concatenate([row * now for now in there], axis=1) for row in rows])
         return UsedBytes(interval, sizes, (self.planning.classes[link.tail], self.planning.classes[name]))
 
     def _copy_bytes(self, name: str) -> Floats:
-        """Bytes of what a view is of as the view needs it, by its option."""
+        """Bytes of a view's operand in the spec that the view needs, by the view's option."""
         link, head = self.viewed[name], self.planning.space.sites[name]
         value = self.planning.space.sites[link.tail].results[link.result]
         return local_bytes_of(value, needs_of(head, link), self.planning.space.mesh)
 
     def _own_bytes(self, link: Link) -> Floats:
-        """Bytes of what a link carries, by the option of its tail."""
+        """Bytes of a link's value, by the option of its tail."""
         tail = self.planning.space.sites[link.tail]
         return local_bytes_of(tail.results[link.result], specs_of(tail, link.result), self.planning.space.mesh)
 
     def _whole_bytes(self, link: Link) -> Floats:
-        """Bytes of the memory in which a link's value lies, by the option of its tail: of a part, the whole.
+        """Bytes of the memory behind a link's value, by the option of its tail: for a view, the whole operand.
 
-        Wherever a reshard on the way decides whether it is still a part, it is.
+        If a reshard decides whether the value is still a view, the value counts as one.
         """
         above = self.viewed.get(link.tail)
         if above is None:
@@ -328,15 +339,15 @@ class RecomputeMemory:
         return self.wholes[link.tail]
 
     def _item(self, interval: Interval, table: Floats, names: tuple[str, ...]) -> UsedBytes:
-        """An item of sites of the split space; what belongs to a recomputation is there if that happens."""
+        """An item of sites of the split space. Operands of a recomputation count under the policies that recompute."""
         origins = [self.split.origin(name) for name in names]
-        there = tuple(tuple(kept is want or want is None for kept in self.keepings_of(name)) for name, want in origins)
+        there = tuple(tuple(kept is want or want is None for kept in self.policies_of(name)) for name, want in origins)
         return self._item_under(interval, table, tuple(self.planning.classes[name] for name, _ in origins), there)
 
     def _item_under(
         self, interval: Interval, table: Floats, variables: tuple[int, ...], there: tuple[tuple[bool, ...], ...]
     ) -> UsedBytes:
-        """An item that is there under some keepings of its variables."""
+        """An item that exists under some policies of its variables."""
         key = (id(table), there)
         if key not in self.spread:
             self.spread[key] = _spread(table, there)
@@ -344,12 +355,12 @@ class RecomputeMemory:
 
 
 def _site(key: Key) -> str:
-    """The site of a value; "" for what a link keeps."""
+    """The site of a value; "" for the value of a link."""
     return key[0] if isinstance(key[0], str) else ""
 
 
 def _spread(table: Floats, there: tuple[tuple[bool, ...], ...]) -> Floats:
-    """A table for each combination of keepings: as it is where it is there under all of them, and else nothing."""
+    """A table for each combination of policies: the given table if every policy has the item, else zeros."""
     if there == ((True,),) * len(there):
         return table
     present = np.ones((), dtype=bool)

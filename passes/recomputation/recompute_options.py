@@ -1,22 +1,22 @@
-"""Which values of the forward might be recomputed in the backward, or offloaded until then, and where.
+"""Finds the values of the forward that may be recomputed in the backward, or offloaded until then.
 
-A site of the forward has a *keeping*: what becomes of its value once the forward has used it.
+A site of the forward has a *policy*, as in torch's selective checkpointing. It says how the backward gets the value:
 
-* AS_READ: it stays for what reads it in the backward, and is freed at once where nothing does: what happens without
-  recomputation;
-* KEPT: though the backward does not read it itself, it stays for the recomputation of what is made of it;
-* EARLY, LATE: it is freed after the forward and recomputed; LATE just before it is first read in the backward, EARLY
-  before the backward first reads anything of its segment that may be recomputed;
-* HOST_EARLY, HOST_LATE: it goes to the host, and is freed after the forward; it comes back just before the backward
-  first reads it, or, EARLY, before any recomputation might.
+* AS_READ: the value stays for its readers in the backward, and is freed at once if there are none. This is the policy
+  without recomputation.
+* KEPT: the backward does not read the value, but it stays for the recomputation of other values.
+* EARLY, LATE: the value is freed after the forward and recomputed. LATE recomputes just before the first read in the
+  backward. EARLY recomputes before the backward first reads any recomputable value of the segment.
+* HOST_EARLY, HOST_LATE: the value goes to the host, and is freed after the forward. HOST_LATE fetches just before the
+  first read in the backward, HOST_EARLY before any recomputation might read the value.
 
-A segment is a repeated block, or a run of sites between blocks. What is made of a value in one segment is thus
-recomputed from values that enter the segment, and no recomputation reaches through several segments.
+A segment is a repeated block, or a run of sites between blocks. Values are recomputed from values that enter their
+segment, so no recomputation reaches through several segments.
 
-What may be recomputed is pure, draws no number from a generator, and neither leaves the program nor is read by an
-optimizer's update. Keepings are given where they can matter: to values that the backward reads and that are not
-negligibly small, and, from there up, to operands that it does not read, which would be kept or recomputed for these.
-What may be offloaded are such values, and such operands as cannot be recomputed: no views, nor what is one of an input.
+Recomputable values are pure and draw no random numbers. They do not leave the program, and no optimizer update reads
+them. Only useful policies are offered: for values that the backward reads and that are not negligibly small, and for
+unread operands that their recomputation needs. Offload is offered for the same values, and for such operands as cannot
+be recomputed. Views and aliases of inputs are never offloaded.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from passes.recomputation.recompute_segments import segments
 from passes.strategies.enumerate_strategies import Link, Site
 
 LEAST_SHARE = 1e-3
-"""Values smaller than this part of all that the backward reads of the forward are not recomputed for their own sake."""
+"""Values smaller than this share of all values that the backward reads are not recomputed for their own sake."""
 
 
-class Keeping(Enum):
-    """See the module's docstring."""
+class Policy(Enum):
+    """How the backward gets a value of the forward; see the module's docstring."""
 
     AS_READ = "as read"
     KEPT = "kept"
@@ -48,46 +48,48 @@ class Keeping(Enum):
     HOST_LATE = "on the host, back late"
 
 
-RECOMPUTED = (Keeping.EARLY, Keeping.LATE)
-OFFLOADED = (Keeping.HOST_EARLY, Keeping.HOST_LATE)
+RECOMPUTED = (Policy.EARLY, Policy.LATE)
+OFFLOADED = (Policy.HOST_EARLY, Policy.HOST_LATE)
 AGAIN = (*RECOMPUTED, *OFFLOADED)
-"""Keepings under which a value is freed after the forward, and there again in the backward."""
+"""Policies that free a value after the forward, and recompute or fetch it in the backward."""
 
-_AS_READ = (Keeping.AS_READ,)
+_AS_READ = (Policy.AS_READ,)
 
 
 @dataclass(frozen=True, slots=True)
 class RecomputeOptions:
-    """What may be kept how.
+    """The policies of each variable.
 
     Args:
-        keepings: variable to what may become of the values of its sites; absent ones are kept as they are read.
-        anchors: site to the site before which it is there again, for each keeping that says so; in program order.
-        late: sites of the forward whose values the backward reads, as they are or by way of its own views.
+        policies: variable to the policies of its sites' values; absent variables have AS_READ alone.
+        anchors: site to the sites before which its value is recomputed or fetched, by policy; in program order.
+        late: sites of the forward whose values the backward reads, perhaps through its own views.
     """
 
-    keepings: Mapping[int, tuple[Keeping, ...]]
-    anchors: Mapping[str, Mapping[Keeping, str]]
+    policies: Mapping[int, tuple[Policy, ...]]
+    anchors: Mapping[str, Mapping[Policy, str]]
     late: frozenset[str]
 
-    def of(self, variable: int) -> tuple[Keeping, ...]:
-        """What may become of the values of a variable."""
-        return self.keepings.get(variable, _AS_READ)
+    def of(self, variable: int) -> tuple[Policy, ...]:
+        """The policies of a variable."""
+        return self.policies.get(variable, _AS_READ)
 
-    def holds(self, name: str, keeping: Keeping) -> bool:
+    def holds(self, name: str, policy: Policy) -> bool:
         """Whether a site's value stays in memory from the forward to the backward."""
-        return keeping is Keeping.KEPT or (keeping is Keeping.AS_READ and name in self.late)
+        return policy is Policy.KEPT or (policy is Policy.AS_READ and name in self.late)
 
-    def candidates(self, keepings: Collection[Keeping], counts: Mapping[str, int]) -> int:
-        """How many sites of the whole program might have one of some keepings; `counts` as `PlanningProblem.counts`."""
-        may = (name for name, found in self.anchors.items() if not found.keys().isdisjoint(keepings))
+    def candidates(self, policies: Collection[Policy], counts: Mapping[str, int]) -> int:
+        """The count of sites of the whole program that may have one of some policies; `counts` is
+        `PlanningProblem.counts`.
+        """
+        may = (name for name, found in self.anchors.items() if not found.keys().isdisjoint(policies))
         return sum(counts.get(name, 1) for name in may)
 
 
 def find_options(
     planning: PlanningProblem, least_share: float = LEAST_SHARE, *, offload: bool = False
 ) -> RecomputeOptions:
-    """The keepings that are worth considering, the same for all sites of a variable.
+    """The useful policies, equal for all sites of a variable.
 
     Args:
         planning: the problem without recomputation.
@@ -110,7 +112,7 @@ class _OptionSearch(ForwardCalls):
 
     @cached_property
     def first_read(self) -> dict[str, int]:
-        """Where the backward first reads the value of a site."""
+        """The first place at which the backward reads each site's value."""
         late = ((name, link) for name in self.forward for link in self.readers[name] if self.is_late(link))
         reads: dict[str, list[int]] = defaultdict(list)
         for name, link in late:
@@ -131,15 +133,15 @@ class _OptionSearch(ForwardCalls):
         anchors = self._anchors([name for number in remade for name in members[number]])
         moved = self._moved(members, held) if self.offload else set[int]()
         anchors = self._with_host_anchors([name for number in moved for name in members[number]], anchors)
-        keepings: dict[int, tuple[Keeping, ...]] = {}
+        policies: dict[int, tuple[Policy, ...]] = {}
         for number in sorted(remade | held | moved):
-            keepings[number] = self._keepings(members[number], anchors)
+            policies[number] = self._policies(members[number], anchors)
         return RecomputeOptions(
-            {number: found for number, found in keepings.items() if len(found) > 1}, anchors, frozenset(self.first_read)
+            {number: found for number, found in policies.items() if len(found) > 1}, anchors, frozenset(self.first_read)
         )
 
     def _needed(self, members: Mapping[int, Sequence[str]], pure: set[int]) -> tuple[set[int], set[int]]:
-        """The variables that are worth recomputing, and those that would be kept for it."""
+        """The variables to recompute, and the variables to keep for them."""
         remade, held = set(self._worthwhile(members, pure)), set[int]()
         waiting = [name for number in remade for name in members[number]]
         while waiting:
@@ -168,7 +170,7 @@ class _OptionSearch(ForwardCalls):
         return set(self._worthwhile(members, movable)) | (held & movable)
 
     def _worthwhile(self, members: Mapping[int, Sequence[str]], pure: set[int]) -> Iterable[int]:
-        """Variables whose values the backward reads, and which are not small."""
+        """Variables whose values the backward reads, without small ones."""
         read = self.first_read
         sizes = {
             number: sum(self.counts.get(name, 1) * _size(self.space.sites[name]) for name in names if name in read)
@@ -177,8 +179,8 @@ class _OptionSearch(ForwardCalls):
         least = self.least_share * sum(sizes.values())
         return (number for number in sorted(pure) if sizes[number] > 0 and sizes[number] >= least)
 
-    def _anchors(self, remade: Iterable[str]) -> dict[str, dict[Keeping, str]]:
-        """Before which sites each site is recomputed; in program order."""
+    def _anchors(self, remade: Iterable[str]) -> dict[str, dict[Policy, str]]:
+        """The sites before which each site is recomputed; in program order."""
         names = list(self.space.sites)
         late = self._late_points(set(remade))
         early: dict[int, int] = {}
@@ -186,16 +188,16 @@ class _OptionSearch(ForwardCalls):
             number = self.segment[name]
             early[number] = min(early.get(number, len(names)), late[name])
         return {
-            name: {Keeping.EARLY: names[early[self.segment[name]]], Keeping.LATE: names[point]}
+            name: {Policy.EARLY: names[early[self.segment[name]]], Policy.LATE: names[point]}
             for name, point in reversed(late.items())
         }
 
     def _with_host_anchors(
-        self, moved: Collection[str], anchors: Mapping[str, Mapping[Keeping, str]]
-    ) -> dict[str, dict[Keeping, str]]:
-        """`anchors`, and where what is offloaded comes back; in program order."""
+        self, moved: Collection[str], anchors: Mapping[str, Mapping[Policy, str]]
+    ) -> dict[str, dict[Policy, str]]:
+        """`anchors`, with the anchors of fetches; in program order."""
         moved = set(moved)
-        found: dict[str, dict[Keeping, str]] = {}
+        found: dict[str, dict[Policy, str]] = {}
         for name in self.forward:
             item = dict(anchors.get(name, {}))
             if name in moved:
@@ -204,21 +206,24 @@ class _OptionSearch(ForwardCalls):
                 found[name] = item
         return found
 
-    def _host_anchors(self, name: str, anchors: Mapping[str, Mapping[Keeping, str]]) -> dict[Keeping, str]:
-        """Before which sites a value comes back: it is first read by the backward itself, or by a recomputation."""
+    def _host_anchors(self, name: str, anchors: Mapping[str, Mapping[Policy, str]]) -> dict[Policy, str]:
+        """The sites before which a value is fetched: its first reader is a call of the backward or a recomputation."""
         direct = [link.head for link in self.readers[name] if self.is_late(link)]
-        clones = [anchors[link.head] for link in self.readers[name] if Keeping.EARLY in anchors.get(link.head, {})]
-        late = direct or [clone[Keeping.LATE] for clone in clones]
-        early = direct + [clone[Keeping.EARLY] for clone in clones]
+        clones = [anchors[link.head] for link in self.readers[name] if Policy.EARLY in anchors.get(link.head, {})]
+        late = direct or [clone[Policy.LATE] for clone in clones]
+        early = direct + [clone[Policy.EARLY] for clone in clones]
         if not early:
             return {}
         return {
-            Keeping.HOST_EARLY: min(early, key=self.order.__getitem__),
-            Keeping.HOST_LATE: min(late, key=self.order.__getitem__),
+            Policy.HOST_EARLY: min(early, key=self.order.__getitem__),
+            Policy.HOST_LATE: min(late, key=self.order.__getitem__),
         }
 
     def _late_points(self, remade: Collection[str]) -> dict[str, int]:
-        """Where the backward first reads values, or else recomputes what is made of them; last sites first."""
+        """The place before which each value is recomputed: its first read by the backward, else by a recomputation.
+        Last
+        sites come first.
+        """
         found: dict[str, int] = {}
         for name in reversed(self.forward):
             if name in remade:
@@ -228,11 +233,11 @@ class _OptionSearch(ForwardCalls):
                     found[name] = self.first_read[name] if name in self.first_read else min(after)
         return found
 
-    def _keepings(self, names: Sequence[str], anchors: Mapping[str, Mapping[Keeping, str]]) -> tuple[Keeping, ...]:
-        """What may become of alike values: only what may become of each of them."""
-        found = [Keeping.AS_READ]
+    def _policies(self, names: Sequence[str], anchors: Mapping[str, Mapping[Policy, str]]) -> tuple[Policy, ...]:
+        """The policies that every one of these values may have."""
+        found = [Policy.AS_READ]
         if any(self._is_unread(name) for name in names):
-            found.append(Keeping.KEPT)
+            found.append(Policy.KEPT)
         for early, late in (RECOMPUTED, OFFLOADED):
             if all(early in anchors.get(name, {}) for name in names):
                 found.append(early)

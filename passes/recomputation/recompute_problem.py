@@ -1,15 +1,15 @@
-r"""The planning problem with recomputation: a variable's option is a strategy together with a keeping of its values.
+r"""The planning problem with recomputation: a variable's option is a strategy together with a policy of its values.
 
-Beside what the problem without recomputation has (`recompute_options` says what keepings are):
+It extends the problem without recomputation (`recompute_options` lists the policies):
 
-* time: a call that is recomputed runs twice, and so do the reshards of its operands (`_Building.costs`, `edges`);
-* what is recomputed needs its operands: each is held from the forward, or recomputed before it, or enters the program.
-  Pairs of keepings for which this is not so cost infinity (`_fits_together`);
-* what is offloaded costs the time of its copies there and back, which nothing hides, and needs nothing to come back;
-* memory: what lies in it depends on keepings as well (`recompute_memory`).
+* Time: a recomputed call runs twice, and so do the reshards of its operands (`_Building.costs`, `edges`).
+* Operands: each operand of a recomputed call is saved by the forward, recomputed before it, or an input. Other pairs of
+  policies cost infinity (`_fits_together`).
+* Offload: an offloaded value costs the time of its two copies, which do not overlap. Its fetch needs no operands.
+* Memory: the items in memory depend on policies too (`recompute_memory`).
 
-So there still is one option per variable, costs join two of them, and memory is linear in items. A last use counts
-every recomputation that might read the value, chosen or not.
+So each variable still has one option, costs join two variables, and memory is linear in items. A value's last use
+includes every recomputation that might read the value, chosen or not.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from passes.memory.memory_rows import row_at
 from passes.memory.memory_usage import MemoryUsage, with_standing
 from passes.planning.build_assignment import PlanningProblem
 from passes.recomputation.recompute_memory import RecomputeMemory
-from passes.recomputation.recompute_options import AGAIN, OFFLOADED, RECOMPUTED, Keeping, RecomputeOptions
+from passes.recomputation.recompute_options import AGAIN, OFFLOADED, RECOMPUTED, Policy, RecomputeOptions
 from passes.solver.assignment import Assignment, Edge, Floats, MemoryRow
 from passes.solver.search_control import SearchControl, SearchStopped
 from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, leaves_program, specs_of
@@ -38,11 +38,11 @@ from passes.strategies.price import local_bytes_of
 
 @dataclass(frozen=True, slots=True)
 class RecomputeProblem:
-    """See the module's docstring.
+    """The planning problem with policies; see the module's docstring.
 
     Args:
-        planning: the problem without recomputation; options of a variable are its options, once for each keeping.
-        options: what may be kept how.
+        planning: the problem without recomputation; options of a variable are its options, once for each policy.
+        options: the policies of each variable.
         assignment: the problem, without memory rows.
         usage: bytes in use at each point under a choice.
     """
@@ -67,16 +67,19 @@ class RecomputeProblem:
         return row_at(self.usage, point, self.planning.edge_between)
 
     def widen(self, allowed: Mapping[int, np.ndarray]) -> dict[int, np.ndarray]:
-        """Masks of options of the problem without recomputation as masks of these: whatever the keeping."""
+        """Masks for this problem from masks of the problem without recomputation: every policy is allowed."""
         return {variable: np.tile(mask, len(self.options.of(variable))) for variable, mask in allowed.items()}
 
-    def without_keepings(self, choice: Sequence[int]) -> tuple[int, ...]:
-        """The choice of strategies: one of the problem without recomputation."""
+    def without_policies(self, choice: Sequence[int]) -> tuple[int, ...]:
+        """The choice of strategies, for the problem without recomputation."""
         sizes = (len(cost) for cost in self.planning.assignment.costs)
         return tuple(option % size for option, size in zip(choice, sizes, strict=True))
 
     def again(self, choice: Sequence[int]) -> Again:
-        """What a choice recomputes and offloads, in program order: where that makes memory, and something reads it."""
+        """The recomputed and offloaded values of a choice, in program order.
+
+        Values without memory or readers are left out.
+        """
         made = self.made_again(choice)
         readers: dict[str, list[Link]] = defaultdict(list)
         for link in self.space.links:
@@ -85,50 +88,53 @@ class RecomputeProblem:
         offloaded: list[OffloadedNode] = []
         for name in reversed(made):
             if any(link.head in recomputed or _is_late(self.space.sites[link.head], link) for link in readers[name]):
-                node, keeping = self.space.sites[name].node, made[name]
+                node, policy = self.space.sites[name].node, made[name]
                 assert node is not None, "calls have nodes"
-                place = (name, self.options.anchors[name][keeping], node.meta.get("module", ""))
-                if keeping in RECOMPUTED:
+                place = (name, self.options.anchors[name][policy], node.meta.get("module", ""))
+                if policy in RECOMPUTED:
                     recomputed[name] = RecomputedNode(*place)
                 else:
                     offloaded.append(OffloadedNode(*place))
         return Again(tuple(reversed(recomputed.values())), tuple(reversed(offloaded)))
 
-    def made_again(self, choice: Sequence[int]) -> dict[str, Keeping]:
-        """What is there again; without views to recompute of what is held as it lies, which are held with it."""
+    def made_again(self, choice: Sequence[int]) -> dict[str, Policy]:
+        """The sites that are recomputed or fetched, and their policy.
+
+        Views of saved values are saved too, not recomputed.
+        """
         viewed = {link.head: link for link in self.space.links if link.operand == 0}
-        found: dict[str, Keeping] = {}
+        found: dict[str, Policy] = {}
         for name in self.options.anchors:
-            keeping = self.keeping(name, choice)
+            policy = self.policy(name, choice)
             is_held = (
-                keeping in RECOMPUTED
+                policy in RECOMPUTED
                 and self.space.sites[name].is_alias
                 and viewed[name].tail not in found
                 and not self._is_moved(viewed[name], choice)
             )
-            if keeping in AGAIN and not is_held:
-                found[name] = keeping
+            if policy in AGAIN and not is_held:
+                found[name] = policy
         return found
 
     def _is_moved(self, link: Link, choice: Sequence[int]) -> bool:
-        """Whether a value is resharded on its way."""
-        base = self.without_keepings(choice)
+        """Whether a value is resharded on a link."""
+        base = self.without_policies(choice)
         source = self.planning.strategy(link.tail, base).outputs[link.result]
         return source != self.planning.strategy(link.head, base).inputs[link.operand]
 
-    def keeping(self, name: str, choice: Sequence[int]) -> Keeping:
-        """What becomes of a site's value under a choice."""
+    def policy(self, name: str, choice: Sequence[int]) -> Policy:
+        """The policy of a site's value under a choice."""
         variable = self.planning.classes[name]
-        return self.keepings(variable)[choice[variable] // len(self.planning.assignment.costs[variable])]
+        return self.policies(variable)[choice[variable] // len(self.planning.assignment.costs[variable])]
 
-    def keepings(self, variable: int) -> tuple[Keeping, ...]:
-        """What may become of the values of a variable."""
+    def policies(self, variable: int) -> tuple[Policy, ...]:
+        """The policies of a variable."""
         return self.options.of(variable)
 
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """What a program has again in the backward instead of keeping it, in program order."""
+    """The values that a program recomputes and fetches in the backward, in program order."""
 
     recomputed: tuple[RecomputedNode, ...] = ()
     offloaded: tuple[OffloadedNode, ...] = ()
@@ -138,7 +144,7 @@ class Again:
 
 
 NOTHING_AGAIN = Again()
-"""All that the backward reads is kept."""
+"""No recomputation and no offload."""
 
 
 def _is_late(head: Site, link: Link) -> bool:
@@ -156,12 +162,12 @@ def build_recompute_problem(
     """The problem with recomputation over the strategies of `planning`.
 
     Args:
-        planning, options: what it is of.
-        with_memory: what lies in memory is listed; a problem that is not searched (a choice is drawn) does without.
-        control: nothing is built once it is over; None: it is built in any case.
+        planning, options: the problem without recomputation, and the policies.
+        with_memory: whether items in memory are listed; a problem that is not searched (a choice is drawn) needs none.
+        control: ends the building in time; None for no limit.
 
     Raises:
-        SearchStopped: it was over before the problem was built.
+        SearchStopped: the time was over before the problem was built.
     """
     memory = RecomputeMemory(planning, options)
     building = _Building(planning, options, memory)
@@ -191,12 +197,12 @@ class _Building:
 
     def costs(self) -> Iterator[Floats]:
         for variable, cost in enumerate(self.planning.assignment.costs):
-            runs = [cost * _runs(keeping) for keeping in self.options.of(variable)]
-            if any(keeping in OFFLOADED for keeping in self.options.of(variable)):
+            runs = [cost * _runs(policy) for policy in self.options.of(variable)]
+            if any(policy in OFFLOADED for policy in self.options.of(variable)):
                 copies = self._copy_times(variable)
                 runs = [
-                    run + copies if keeping in OFFLOADED else run
-                    for run, keeping in zip(runs, self.options.of(variable), strict=True)
+                    run + copies if policy in OFFLOADED else run
+                    for run, policy in zip(runs, self.options.of(variable), strict=True)
                 ]
             fits = np.diagonal(self.allowed.get((variable, variable), np.ones((len(runs), len(runs)), dtype=bool)))
             yield np.concatenate([np.where(fit, run, np.inf) for run, fit in zip(runs, fits, strict=True)])
@@ -217,11 +223,11 @@ class _Building:
 
     @cached_property
     def read_again(self) -> dict[str, set[int]]:
-        """The results of each site that the backward reads, or what it may recompute."""
+        """The results of each site that the backward or its recomputation reads."""
         found: dict[str, set[int]] = defaultdict(set)
         for link in self.planning.space.links:
             head = self.planning.space.sites[link.head]
-            is_recomputed = any(keeping in RECOMPUTED for keeping in self.memory.keepings_of(link.head))
+            is_recomputed = any(policy in RECOMPUTED for policy in self.memory.policies_of(link.head))
             if _is_late(head, link) or is_recomputed:
                 found[link.tail].add(link.result)
         return found
@@ -231,7 +237,7 @@ class _Building:
             yield Edge(edge.tail, edge.head, self._edge_table(edge, self.allowed[edge.tail, edge.head]))
 
     def _edge_table(self, edge: Edge, allowed: np.ndarray) -> Floats:
-        """Costs of an edge for each pair of keepings; edges that share a table share it here."""
+        """Costs of an edge for each pair of policies; edges that share a table share the result."""
         heads = self.options.of(edge.head)
         key = (id(edge.cost), heads, allowed.tobytes(), allowed.shape)
         if key not in self.tables:
@@ -244,16 +250,16 @@ class _Building:
 
     @cached_property
     def allowed(self) -> dict[tuple[int, int], np.ndarray]:
-        """For variables that links join, which keepings of both go together, [tail, head]."""
+        """For variables that links join, the pairs of policies that may be combined, [tail, head]."""
         found: dict[tuple[int, int], np.ndarray] = {}
         for link in self.planning.space.links:
-            tails, heads = self.memory.keepings_of(link.tail), self.memory.keepings_of(link.head)
+            tails, heads = self.memory.policies_of(link.tail), self.memory.policies_of(link.head)
             pairs = np.array([[self._fits_together(link, tail, head) for head in heads] for tail in tails])
             key = (self.planning.classes[link.tail], self.planning.classes[link.head])
             found[key] = found[key] & pairs if key in found else pairs
         return found
 
-    def _fits_together(self, link: Link, tail: Keeping, head: Keeping) -> bool:
+    def _fits_together(self, link: Link, tail: Policy, head: Policy) -> bool:
         if head not in RECOMPUTED or self.planning.space.sites[link.tail].is_input:
             return True
         if tail in AGAIN:
@@ -262,6 +268,6 @@ class _Building:
         return self.options.holds(link.tail, tail)
 
 
-def _runs(keeping: Keeping) -> int:
+def _runs(policy: Policy) -> int:
     """How often a call runs in a step."""
-    return 2 if keeping in RECOMPUTED else 1
+    return 2 if policy in RECOMPUTED else 1

@@ -1,10 +1,8 @@
-"""A search space in which every value has two lives: in the forward, and behind it.
+"""A search space in which every value has two sites: one for the forward, and one for the backward.
 
-What a site of the forward yields is read by the forward alone. Behind the forward stands, for each site that may be
-kept one way or another, one that yields the same value for all that reads it later (`late`); and where a site may be
-recomputed, or come back from the host, stands one that reads what this takes (`again`), which is nothing for what comes
-back. Lifetimes of this space are those of the two lives, and of
-what recomputation needs.
+The forward reads the original site. For each site with several policies, a second site yields the same value for later
+readers (`late`). For each policy that recomputes or fetches, a third site reads the operands of the recomputation
+(`again`). A fetch has no operands. Lifetimes of this space are those of both sites and of the recomputation's operands.
 """
 
 from __future__ import annotations
@@ -18,53 +16,53 @@ import torch
 from torch import fx
 
 from autoshard.ir.recompute import PHASE
-from passes.recomputation.recompute_options import AGAIN, RECOMPUTED, Keeping, RecomputeOptions
+from passes.recomputation.recompute_options import AGAIN, RECOMPUTED, Policy, RecomputeOptions
 from passes.strategies.enumerate_strategies import Link, SearchSpace, Site, leaves_program
 
 
 @dataclass(frozen=True, slots=True)
 class SplitSpace:
-    """See the module's docstring.
+    """The split space; see the module's docstring.
 
     Args:
         space: the sites and links; the first links are those of the original space, in order.
-        late: site to the one that yields its value behind the forward.
-        again: site and keeping to the one that recomputes it, or fetches it from the host.
-        sources: the sites of `late` and `again`, to their originals and how these are kept (None: either way).
+        late: site to the site of its value in the backward.
+        again: site and policy to the site that recomputes the value, or fetches it from the host.
+        sources: the sites of `late` and `again`, to their original and its policy (None for any policy).
     """
 
     space: SearchSpace
     late: Mapping[str, str]
-    again: Mapping[tuple[str, Keeping], str]
-    sources: Mapping[str, tuple[str, Keeping | None]]
+    again: Mapping[tuple[str, Policy], str]
+    sources: Mapping[str, tuple[str, Policy | None]]
 
-    def origin(self, name: str) -> tuple[str, Keeping | None]:
-        """The site of the original space that a site stands for, and the keeping for which it is there."""
+    def origin(self, name: str) -> tuple[str, Policy | None]:
+        """The original site of a site, and the policy under which it exists."""
         return self.sources.get(name, (name, None))
 
 
 def split_space(space: SearchSpace, options: RecomputeOptions, classes: Mapping[str, int]) -> SplitSpace:
     """The split space of `space`."""
-    kept = [name for name in space.sites if classes[name] in options.keepings]
+    kept = [name for name in space.sites if classes[name] in options.policies]
     late = {name: f"{name}, late" for name in kept}
     again = {
-        (name, keeping): f"{name}, {keeping.value} again"
+        (name, policy): f"{name}, {policy.value} again"
         for name in kept
-        for keeping in options.keepings[classes[name]]
-        if keeping in AGAIN
+        for policy in options.policies[classes[name]]
+        if policy in AGAIN
     }
     sources = {copy: (name, None) for name, copy in late.items()}
-    sources |= {copy: (name, keeping) for (name, keeping), copy in again.items()}
+    sources |= {copy: (name, policy) for (name, policy), copy in again.items()}
     sites = dict(_sites(space, options, late, again))
     moved = [
         dataclasses.replace(link, tail=late[link.tail]) if link.tail in late and _is_late(space, link) else link
         for link in space.links
     ]
     added = [
-        dataclasses.replace(link, tail=late.get(link.tail, link.tail), head=again[link.head, keeping])
+        dataclasses.replace(link, tail=late.get(link.tail, link.tail), head=again[link.head, policy])
         for link in space.links
-        for keeping in RECOMPUTED
-        if (link.head, keeping) in again
+        for policy in RECOMPUTED
+        if (link.head, policy) in again
     ]
     whole = dataclasses.replace(space, sites=sites, links=(*moved, *added))
     return SplitSpace(whole, late, again, sources)
@@ -80,12 +78,12 @@ def _sites(
     space: SearchSpace,
     options: RecomputeOptions,
     late: Mapping[str, str],
-    again: Mapping[tuple[str, Keeping], str],
+    again: Mapping[tuple[str, Policy], str],
 ) -> Iterator[tuple[str, Site]]:
     """The sites in the order of the program: the second lives behind the forward, recomputations where they happen."""
     before: dict[str, list[tuple[str, str]]] = defaultdict(list)
-    for (name, keeping), copy in again.items():
-        before[options.anchors[name][keeping]].append((name, copy))
+    for (name, policy), copy in again.items():
+        before[options.anchors[name][policy]].append((name, copy))
     forward = [name for name, site in space.sites.items() if site.node is not None and site.phase == "forward"]
     calls = [name for name in forward if not space.sites[name].is_input]
     for name, site in space.sites.items():
@@ -98,7 +96,7 @@ def _sites(
 
 
 def _second_life(site: Site, name: str) -> Site:
-    """A site that yields what another one does: in memory of its own, or, for a view, in memory that is elsewhere."""
+    """A site of the backward for a value: in memory of its own or, for a view, in the memory of its operand."""
     assert site.node is not None, "calls have nodes"
     node = site.node
     if not site.is_alias:

@@ -1,4 +1,4 @@
-"""What recomputation and offload save, each beside the other, and what they cost."""
+"""Measures the memory that recomputation and offload save, and the time that they cost."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from passes.recomputation.with_again import with_again
 
 
 def savings_of(planning: PlanningProblem, found: JointSolution, peak_of: PeakOf) -> tuple[Recompute, Offload]:
-    """What recomputation and offload do, each beside the other."""
+    """The savings and costs of recomputation and offload, each given the other."""
     choice, again = found.solution.choice, found.again
 
     def without(left: Again) -> tuple[int, float]:
-        """Bytes that the peak has less, and seconds that the step takes more, than with what is left alone."""
+        """Bytes that the peak falls by, and seconds that the step grows by, compared with a program of `left` alone."""
         other = with_again(planning, left)
         peaks = [int(peak_of(item, choice)) for item in (other, found.planning)]
         costs = [item.assignment.cost_of(choice) for item in (other, found.planning)]

@@ -80,7 +80,7 @@ def seen(problem: RecomputeProblem, share: float) -> list[tuple[int, ...]]:
 def peaks(problem: RecomputeProblem, choice: tuple[int, ...]) -> tuple[float, float]:
     """Bytes as tables count them, and as they are in the program that runs."""
     running = with_again(problem.planning, problem.again(choice))
-    return float(problem.usage(choice).max()), peak_of(running, problem.without_keepings(choice))
+    return float(problem.usage(choice).max()), peak_of(running, problem.without_policies(choice))
 
 
 @pytest.mark.parametrize("share", [0.5, 0.7, 0.8, 0.9])

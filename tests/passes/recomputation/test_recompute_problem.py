@@ -26,7 +26,7 @@ from passes.driver.plan_and_lower import planning_problem
 from passes.driver.plan_options import PlanOptions
 from passes.planning.build_assignment import PlanningProblem
 from passes.planning.search import Search
-from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, Keeping, find_options
+from passes.recomputation.recompute_options import OFFLOADED, RECOMPUTED, Policy, find_options
 from passes.recomputation.recompute_problem import NOTHING_AGAIN, Again, RecomputeProblem, build_recompute_problem
 from passes.recomputation.recompute_search import solve_jointly
 from passes.recomputation.with_again import with_again
@@ -67,11 +67,11 @@ def joint(planning: PlanningProblem) -> RecomputeProblem:
 def offloading(planning: PlanningProblem) -> RecomputeProblem:
     """The problem that only offloads."""
     options = find_options(planning, least_share=0.0, offload=True)
-    keepings = {
-        number: tuple(keeping for keeping in found if keeping is Keeping.AS_READ or keeping in OFFLOADED)
-        for number, found in options.keepings.items()
+    policies = {
+        number: tuple(policy for policy in found if policy is Policy.AS_READ or policy in OFFLOADED)
+        for number, found in options.policies.items()
     }
-    return build_recompute_problem(planning, dataclasses.replace(options, keepings=keepings))
+    return build_recompute_problem(planning, dataclasses.replace(options, policies=policies))
 
 
 @cache
@@ -104,7 +104,7 @@ def test_cost_and_memory_are_those_of_the_program_with_clones(name: str) -> None
     recomputed, offloaded, same = 0, 0, 0
     for seed in range(24):
         choice = drawn_choice(problem, seed)
-        again, strategies = problem.again(choice), problem.without_keepings(choice)
+        again, strategies = problem.again(choice), problem.without_policies(choice)
         running = with_again(problem.planning, again)
         cost = running.assignment.cost_of(strategies)
         assert cost <= problem.assignment.cost_of(choice) * (1 + 1e-12)
@@ -121,7 +121,7 @@ def test_the_optimum_is_what_its_program_costs_and_takes() -> None:
     problem = example("blocks")
     free = Search()(problem.planning)
     found = Search(0.75 * float(problem.planning.usage(free.choice).max()))(problem)
-    again, strategies = problem.again(found.choice), problem.without_keepings(found.choice)
+    again, strategies = problem.again(found.choice), problem.without_policies(found.choice)
     running = with_again(problem.planning, again)
     assert len(again.recomputed) >= 4
     assert running.assignment.cost_of(strategies) == pytest.approx(found.cost, rel=1e-12)
@@ -135,7 +135,7 @@ def test_nothing_recomputed_costs_what_it_did() -> None:
     for seed in range(20):
         generator = np.random.default_rng(seed)
         choice = tuple(int(generator.integers(len(cost))) for cost in planning.assignment.costs)
-        assert problem.without_keepings(choice) == choice
+        assert problem.without_policies(choice) == choice
         assert problem.assignment.cost_of(choice) == planning.assignment.cost_of(choice)
         assert problem.usage(choice).max() >= planning.usage(choice).max()
         assert problem.again(choice) == NOTHING_AGAIN
@@ -153,13 +153,13 @@ def test_memory_rows_are_the_usage() -> None:
 
 def with_every_recomputation(problem: RecomputeProblem) -> Iterator[PlanningProblem]:
     """The program with every set of values recomputed and offloaded that is possible, each at every place."""
-    numbers = sorted(problem.options.keepings)
+    numbers = sorted(problem.options.policies)
     sizes = [len(cost) for cost in problem.planning.assignment.costs]
     seen = set()
-    for keepings in product(*(range(len(problem.options.keepings[number])) for number in numbers)):
+    for policies in product(*(range(len(problem.options.policies[number])) for number in numbers)):
         choice = [0] * len(sizes)
-        for number, keeping in zip(numbers, keepings, strict=True):
-            choice[number] = keeping * sizes[number]
+        for number, policy in zip(numbers, policies, strict=True):
+            choice[number] = policy * sizes[number]
         pairs = (edge.cost[choice[edge.tail], choice[edge.head]] for edge in problem.assignment.edges)
         if all(map(np.isfinite, pairs)):
             seen.add(frozenset(_all_again(problem, choice)))
@@ -174,11 +174,11 @@ def _all_again(problem: RecomputeProblem, choice: Sequence[int]) -> Iterator[Rec
     for name, before in problem.options.anchors.items():
         variable = problem.planning.classes[name]
         number = choice[variable] // len(problem.planning.assignment.costs[variable])
-        keeping = problem.options.keepings.get(variable, (Keeping.AS_READ,))[number]
-        if keeping in RECOMPUTED:
-            yield RecomputedNode(name, before[keeping], "")
-        if keeping in OFFLOADED:
-            yield OffloadedNode(name, before[keeping], "")
+        policy = problem.options.policies.get(variable, (Policy.AS_READ,))[number]
+        if policy in RECOMPUTED:
+            yield RecomputedNode(name, before[policy], "")
+        if policy in OFFLOADED:
+            yield OffloadedNode(name, before[policy], "")
 
 
 def assert_optimal(problem: RecomputeProblem, limit: float) -> Again | None:
@@ -305,17 +305,17 @@ def test_stages_of_a_sweep_of_limits() -> None:
     assert costs[-1] < costs[-2]
 
 
-def test_keepings() -> None:
+def test_policies() -> None:
     """A value that the backward reads may be recomputed; a value that only feeds recomputed ones may also be kept.
 
     The first value that a block's backward reads is recomputed there, early and late being the same.
     """
     problem = example("blocks")
-    keepings = {problem.planning.members[number][0]: found for number, found in problem.options.keepings.items()}
-    assert keepings["fan_out_10"] == (Keeping.AS_READ, *RECOMPUTED, *OFFLOADED)
-    assert keepings["mm"] == (Keeping.AS_READ, Keeping.KEPT, Keeping.EARLY, Keeping.LATE)
-    assert keepings["gelu"] == (Keeping.AS_READ, Keeping.KEPT, Keeping.EARLY)
-    assert not set(keepings) & {slot.node for slot in problem.space.program.inputs}
+    policies = {problem.planning.members[number][0]: found for number, found in problem.options.policies.items()}
+    assert policies["fan_out_10"] == (Policy.AS_READ, *RECOMPUTED, *OFFLOADED)
+    assert policies["mm"] == (Policy.AS_READ, Policy.KEPT, Policy.EARLY, Policy.LATE)
+    assert policies["gelu"] == (Policy.AS_READ, Policy.KEPT, Policy.EARLY)
+    assert not set(policies) & {slot.node for slot in problem.space.program.inputs}
 
 
 class HandsOut(nn.Module):
@@ -344,9 +344,9 @@ def test_what_leaves_the_program_is_not_recomputed() -> None:
 def test_small_values_are_left_alone() -> None:
     """With a least share, only what is that large is recomputed for its own sake."""
     planning = example("blocks").planning
-    assert not find_options(planning, least_share=1.0).keepings
-    few = find_options(planning, least_share=0.2).keepings
-    every = find_options(planning, least_share=0.0).keepings
+    assert not find_options(planning, least_share=1.0).policies
+    few = find_options(planning, least_share=0.2).policies
+    every = find_options(planning, least_share=0.0).policies
     assert 0 < len(few) < len(every)
 
 

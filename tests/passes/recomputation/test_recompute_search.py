@@ -329,7 +329,7 @@ def test_tables_count_no_less_than_what_runs(seed: int) -> None:
     problem = joint(problem_of(perceptron_program(64), LINE))
     choice = drawn_choice(problem, seed)
     running = with_again(problem.planning, problem.again(choice))
-    assert problem.usage(choice).max() >= peak_of(running, problem.without_keepings(choice))
+    assert problem.usage(choice).max() >= peak_of(running, problem.without_policies(choice))
 
 
 @settings(max_examples=50)

@@ -53,8 +53,8 @@ def test_the_short_program_recomputes_and_offloads_what_the_whole_one_does(
     programs = step(model, update), short_step(model, update, margin=2)
     whole, short = (_joint(problem_of(program, mesh, micro_batches=micro_batches or 1)) for program in programs)
     assert len(short.space.sites) < len(whole.space.sites)
-    for keepings in (RECOMPUTED, OFFLOADED):
-        counts = (each.options.candidates(keepings, each.planning.counts()) for each in (short, whole))
+    for policies in (RECOMPUTED, OFFLOADED):
+        counts = (each.options.candidates(policies, each.planning.counts()) for each in (short, whole))
         assert len(set(counts)) == 1
     for seed in range(2):
         choice = drawn_choice(short, seed)
@@ -63,9 +63,9 @@ def test_the_short_program_recomputes_and_offloads_what_the_whole_one_does(
         used = short.usage(choice)
         assert used.max() == whole.usage(same).max()
         assert used.max() == short.memory_row(int(used.argmax())).bytes_of(choice, short.assignment.edges)
-        again, strategies = short.again(choice), short.without_keepings(choice)
+        again, strategies = short.again(choice), short.without_policies(choice)
         running, other = with_again(short.planning, again), with_again(whole.planning, whole.again(same))
-        of_other = whole.without_keepings(same)
+        of_other = whole.without_policies(same)
         assert peak_of(running, strategies) == pytest.approx(peak_of(other, of_other), rel=0.01)
         assert host_bytes(running, strategies) == host_bytes(other, of_other)
     plan = _plan(running, strategies, again)
