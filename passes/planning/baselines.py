@@ -1,11 +1,12 @@
 """Known recipes as restrictions of the search space (`restrictions`), priced like any plan.
 
-* data parallel: every axis has the role "data";
-* ZeRO-1, where the plan is of a whole training step with state: every axis has the role "zero-1";
-* fully sharded data parallel: every axis has the role "fsdp";
-* HSDP, on a mesh of several axes: the last axis has the role "fsdp", the others "data";
-* Megatron TP+SP, likewise: the last axis is "model", the others "data"; what lies along the sequence is searched;
-* the plan before, where there is one: each node as in a plan of this mesh or another, where that is possible.
+* Data parallel: every axis has the role "data".
+* ZeRO-1, for plans of a whole training step with state: every axis has the role "zero-1".
+* Fully sharded data parallel: every axis has the role "fsdp".
+* HSDP, on a mesh of several axes: the last axis has the role "fsdp", the others "data".
+* Megatron TP+SP, on such a mesh too: the last axis is "model", the others "data". Splits along the sequence are
+  searched.
+* The earlier plan, if there is one: each node as in a plan of this mesh or another, if possible.
 """
 
 from __future__ import annotations
@@ -34,16 +35,15 @@ def solve_baselines(
     before: Plan | None = None,
     elsewhere: Sequence[Plan] = (),
 ) -> dict[str, Solution | None]:
-    """The best plan of each recipe, None where none fits.
+    """The best plan of each recipe, None if no plan of it fits.
 
-    Recipes that no plan within the user's constraints is, and those not looked at before the search was over, are left
-    out.
+    Recipes that the user's constraints exclude are left out. So are recipes that the search had no time for.
 
     Args:
-        planning, search, allowed: as of the search itself.
+        planning, search, allowed: the same as for the main search.
         before: a plan of the program, on this mesh or another.
-        elsewhere: plans on other meshes of as many devices. A recipe that uses every axis alike and fits on one of
-            those of no more axes is left out: it would be much the same plan, of more collectives.
+        elsewhere: plans on other meshes with as many devices. A recipe that uses every axis alike is left out if it
+            fits on one of these meshes with no more axes. It would be nearly the same plan, with more collectives.
     """
     axes = len(planning.space.mesh.shape)
     others = [plan.baselines for plan in elsewhere if len(plan.mesh.shape) <= axes]
@@ -80,12 +80,13 @@ def _price(planning: PlanningProblem, search: Search, allowed: Mapping[int, np.n
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BaselineSteps(Mapping[str, float | None]):
-    """Predicted step of each known recipe, seconds; None where the recipe does not fit. Pickled as a dict of the known.
+    """Predicted step of each known recipe, seconds; None for a recipe that does not fit. Pickled as a dict of known
+    steps.
 
     Args:
-        names: of the recipes.
+        names: names of the recipes.
         known: the steps that are known already.
-        predict: gives the step of each other recipe, when it is first read.
+        predict: gives the step of each other recipe, at its first read.
     """
 
     names: Sequence[str]
@@ -117,7 +118,7 @@ def may_fit(baselines: Mapping[str, float | None], name: str) -> bool:
 
 
 def least_baselines(baselines: Sequence[Mapping[str, float | None]]) -> Mapping[str, float | None]:
-    """Predicted step of each known recipe on the mesh where it is fastest; None where it fits on none."""
+    """Predicted step of each known recipe on its fastest mesh; None if the recipe fits on no mesh."""
     if len(baselines) == 1:
         return baselines[0]
     names = list(dict.fromkeys(name for each in baselines for name in each))
@@ -157,7 +158,7 @@ def known_recipes(mesh: Mesh) -> dict[str, Roles]:
 
 
 def options_as_in(before: Plan, planning: PlanningProblem) -> dict[int, np.ndarray]:
-    """The options whose results lie as in another plan, and, where there are such, whose operands do too."""
+    """The options whose results have the specs of another plan. If some have the operands' specs too, only these."""
     masks: dict[int, np.ndarray] = {}
     for name, site in planning.space.sites.items():
         node = before.nodes.get(name)

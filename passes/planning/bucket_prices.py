@@ -1,13 +1,13 @@
-"""Prices of parameters and gradients as they travel, in buckets; and the planning problem at these prices.
+"""Prices of parameters and gradients in buckets, and the planning problem at these prices.
 
-The search adds up collectives one by one, each with its latency. What runs gathers parameters, and reduces gradients,
-in buckets (`passes/lowering/bucket_collectives.py`), whose members share a latency, and on GPUs most of that beside
-computation, which activations mostly wait for. A layout that gathers many parameters, where another sends few
-activations, costs less than the search takes it to. A choice at these prices is one more plan of which the lowered
-program says how fast it is.
+The search prices collectives one by one, each with its latency. The lowered program gathers parameters and reduces
+gradients in buckets (`passes/lowering/bucket_collectives.py`). Members of a bucket share a latency, and on GPUs most of
+the bucket overlaps computation. Collectives of activations rarely overlap. So a layout that gathers many parameters
+costs less than its price in the search, compared with one that sends few activations. A choice at bucket prices is one
+more plan, whose time the lowered program gives.
 
-A collective of a link whose tail is computed from parameters alone, or whose head only updates or leaves the program,
-takes its part, by bytes, of what the smallest bucket takes.
+A link counts here if its tail is computed from parameters alone, or if its head only updates or leaves the program. Its
+collective costs its share, by bytes, of the smallest bucket's time.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class BucketPrice:
     """Seconds of one reshard step within a bucket.
 
     Args:
-        alone: prices of steps alone.
+        alone: prices of steps outside buckets.
         piece_bytes: one rank's piece of the bucket.
-        hidden: part of it all that costs nothing, as it runs beside computation.
+        hidden: the share of the time that overlaps computation and costs nothing.
     """
 
     alone: StepPrice
@@ -63,7 +63,7 @@ class BucketPrice:
 
 
 def piece_bytes(step: ReshardStep) -> int:
-    """Bytes of one rank's piece of what a step sends."""
+    """Bytes of one rank's piece of a step's message."""
     return step.bytes_before if step.kind is ReshardKind.ALL_GATHER else step.bytes_before // step.axis_size
 
 
@@ -74,15 +74,15 @@ def solve_in_buckets(
     allowed: Mapping[int, np.ndarray],
     start: Sequence[Solution] = (),
 ) -> Solution | None:
-    """The best choice at prices of buckets, with its cost at those of the problem; None where none fits.
+    """The best choice at bucket prices, with its cost at the problem's own prices; None if no choice fits.
 
-    How the search goes is not shown, as that would be at other prices.
+    The search shows no progress, since its costs would be at other prices.
 
     Args:
         planning: the problem.
-        priced: what `in_buckets` gave for it.
-        search, allowed: how it is searched, and among which options.
-        start: choices that fit, than which the result is not worse at these prices.
+        priced: the result of `in_buckets` for it.
+        search, allowed: the search and its options.
+        start: choices that fit; the result is at least as cheap at these prices.
     """
     if search.control.is_stopped:
         return None
@@ -93,17 +93,19 @@ def solve_in_buckets(
 
 
 _MOST_HIDDEN = 0.8
-"""Part of what is sent of parameters and gradients that a GPU's step hides beside computation. At this share lowered
-programs of 82 choices of six models on 8 to 64 A100s and H100s (ZeRO-3, HSDP, Megatron's, what searches found) are
-predicted at 0.94 to 1.04 of their price, ZeRO-1's at 1.0 to 1.17, as it gathers behind its update; priced alone, with
-nothing hidden, all are at 0.49 to 0.87 (2026-11-28)."""
+"""The share of communication of parameters and gradients that a GPU's step overlaps with computation.
+
+The share was fitted on 82 choices of six models on 8 to 64 A100s and H100s (ZeRO-3, HSDP, Megatron's, searched plans).
+Their lowered programs are predicted at 0.94 to 1.04 of this price. ZeRO-1's are at 1.0 to 1.17, since its gathers
+follow the update. Without overlap and buckets, all are at 0.49 to 0.87 (2026-11-28).
+"""
 
 
 def hidden_part(planning: PlanningProblem, choice: Sequence[int]) -> float:
-    """Part of what is sent of parameters and gradients that a step is likely to hide beside all else that it does.
+    """The share of communication of parameters and gradients that a step is likely to overlap with its other work.
 
-    On CPUs nothing: on one machine communication takes the cores that compute (`cost_models.streams.overlap_of`), and
-    what steps over a network hide was not measured.
+    On CPUs the share is zero: on one machine communication takes the cores that compute
+    (`cost_models.streams.overlap_of`). Overlap over a network of CPU machines was not measured.
     """
     if not planning.prices.cluster.device.dispatch_s:
         return 0.0
@@ -116,11 +118,11 @@ def hidden_part(planning: PlanningProblem, choice: Sequence[int]) -> float:
 
 
 def rough_step_s(planning: PlanningProblem, choice: Sequence[int], piece_bytes: int) -> float:
-    """Seconds of a choice's step, about: parameters and gradients travel in buckets, and are hidden where they may be.
+    """Approximate seconds of a choice's step: parameters and gradients travel in buckets, and overlap if they can.
 
     Args:
         planning, choice: the choice, one option per variable.
-        piece_bytes: one rank's piece of a bucket, where parameters have as many bytes.
+        piece_bytes: one rank's piece of a bucket, at most the bytes of the parameters.
     """
     price = BucketPrice(planning.prices.step_price, min(piece_bytes, _parameter_bytes(planning)))
     runs, alone_s, sent_s, last_s = planning.link_runs(), 0.0, 0.0, 0.0
@@ -129,7 +131,7 @@ def rough_step_s(planning: PlanningProblem, choice: Sequence[int], piece_bytes: 
         tail, head = choice[planning.classes[link.tail]], choice[planning.classes[link.head]]
         alone_s += runs[index] * float(_alone(planning, link)[tail, head])
         seconds = runs[index] * _chosen_s(planning, link, tail, head, price)
-        is_last = planning.space.sites[link.tail].phase == "update"  # behind it nothing is left to compute
+        is_last = planning.space.sites[link.tail].phase == "update"  # # no computation follows
         sent_s, last_s = (sent_s, last_s + seconds) if is_last else (sent_s + seconds, last_s)
     others_s = max(0.0, planning.assignment.cost_of(choice) - alone_s)
     hidden_s = min(_MOST_HIDDEN * sent_s, others_s) if planning.prices.cluster.device.dispatch_s else 0.0
@@ -146,7 +148,7 @@ def _parameter_bytes(planning: PlanningProblem) -> int:
 
 
 def _chosen_s(planning: PlanningProblem, link: Link, tail: int, head: int, price: BucketPrice) -> float:
-    """Seconds of the reshard that two options leave on a link."""
+    """Seconds of the reshard between two options of a link."""
     value, sources, targets = _ends(planning, link)
     key = (_chosen_s, price.piece_bytes, value.shape, value.itemsize, sources[tail], targets[head])
     if key not in planning.prices.derived:
@@ -157,12 +159,12 @@ def _chosen_s(planning: PlanningProblem, link: Link, tail: int, head: int, price
 
 
 def in_buckets(planning: PlanningProblem, piece_bytes: int, hidden: float = 0.0) -> Assignment:
-    """The assignment of a planning problem, what is sent of parameters and gradients priced within buckets.
+    """The assignment of a planning problem, with parameters and gradients at bucket prices.
 
     Args:
-        planning: the problem, with everything priced alone.
+        planning: the problem, at prices outside buckets.
         piece_bytes: one rank's piece of the smallest bucket.
-        hidden: the part of it that costs nothing, see `hidden_part`.
+        hidden: the share of the time that costs nothing, see `hidden_part`.
     """
     price = BucketPrice(planning.prices.step_price, piece_bytes, hidden)
     costs, edges = list(planning.assignment.costs), list(planning.assignment.edges)
@@ -180,7 +182,7 @@ def in_buckets(planning: PlanningProblem, piece_bytes: int, hidden: float = 0.0)
 
 
 def _saved(planning: PlanningProblem, link: Link, price: BucketPrice) -> Floats:
-    """Seconds that each reshard on a link takes less in a bucket."""
+    """Seconds that each reshard on a link saves in a bucket."""
     prices = planning.prices
     value, sources, targets = _ends(planning, link)
     key = (_saved, price.hidden, value.shape, value.itemsize, sources, targets)
@@ -197,15 +199,15 @@ def _alone(planning: PlanningProblem, link: Link) -> Floats:
 
 
 def _ends(planning: PlanningProblem, link: Link) -> tuple[ValueInfo, _Specs, _Specs]:
-    """The value on a link, the specs that it may have, and those in which it may be needed."""
+    """The value on a link, its possible specs, and the specs that its reader may need."""
     tail, head = planning.space.sites[link.tail], planning.space.sites[link.head]
     return tail.results[link.result], specs_of(tail, link.result), needs_of(head, link)
 
 
 def bucketed_links(planning: PlanningProblem) -> frozenset[int]:
-    """Indices of the links whose collectives come into buckets, found once and kept with the problem.
+    """Indices of the links whose collectives are put into buckets, found once and kept with the problem.
 
-    Those of parameters to what is computed from others too, and those of gradients to their update.
+    These are links from parameters to values computed from more than parameters, and links from gradients to updates.
     """
     if "bucketed_links" not in planning.derived:
         planning.derived["bucketed_links"] = frozenset(_bucketed(planning.space))
@@ -222,7 +224,7 @@ def _bucketed(space: SearchSpace) -> Iterator[int]:
 
 
 def _computed_from(parameters: Collection[str], space: SearchSpace) -> set[str]:
-    """The sites of parameters, and of what is computed from them alone."""
+    """The sites of parameters, and of values computed from parameters alone."""
     operands: dict[str, list[str]] = {}
     for link in space.links:
         if link.operand >= 0:
@@ -235,7 +237,7 @@ def _computed_from(parameters: Collection[str], space: SearchSpace) -> set[str]:
 
 
 def _only_updating(space: SearchSpace) -> set[str]:
-    """The sites of the update, and of what nothing but these, and what leaves the program as a gradient, read."""
+    """The sites of the update, and of values that only updates or gradient outputs read."""
     readers: dict[str, list[Link]] = {}
     for link in space.links:
         readers.setdefault(link.tail, []).append(link)

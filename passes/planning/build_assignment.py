@@ -1,9 +1,9 @@
-"""Turns a priced search space into an assignment problem over classes of alike nodes.
+"""Turns a priced search space into an assignment problem over classes of equal nodes.
 
-One variable per class; its options are the strategies of the class. A node's time counts as often as its members run in
-a step (`runs`). The fan-out of a gradient costs the accumulation of the gradient over micro-batches in its spec. Links
-between the same places of two classes become one edge, whose costs count likewise. Links within one class become costs
-of its variable. Memory rows are made for single program points, on demand.
+Each class is one variable; its options are the strategies of the class. A node's time counts once for each run of its
+members in a step (`runs`). The fan-out of a gradient costs the accumulation of the gradient over micro-batches in its
+spec. Links between the same places of two classes become one edge, whose costs count in the same way. Links within one
+class become costs of its variable. Memory rows are made for single program points, on demand.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _Places = tuple[ValueInfo, int, int, int, int, bool, bool]
 
 @dataclass(frozen=True, slots=True)
 class PlanningProblem:
-    """An assignment together with what its variables and edges stand for.
+    """An assignment, and the sites and links behind its variables and edges.
 
     Args:
         space: the sites and links.
@@ -49,9 +49,9 @@ class PlanningProblem:
         members: variable to the names of its sites.
         edge_between: two variables to the index of an edge of `assignment` from the first to the second.
         assignment: the problem, without memory rows.
-        memory: what takes how many bytes.
-        repeated: what the program leaves out.
-        derived: what other passes find out about the problem, whatever the choice, and keep with it.
+        memory: tables of bytes.
+        repeated: the units that the program leaves out.
+        derived: results of other passes about the problem, the same for every choice.
     """
 
     space: SearchSpace
@@ -71,11 +71,11 @@ class PlanningProblem:
         return self.space.sites[name].strategies[choice[self.classes[name]]]
 
     def counts(self) -> Mapping[str, int]:
-        """Site to how many of the whole program it stands for; those that are not there stand for themselves."""
+        """Site to the count of the model's sites that it stands for; absent sites stand for themselves."""
         return self.repeated.site_counts()
 
     def site_runs(self) -> Mapping[str, int]:
-        """Site to how often it runs in a step."""
+        """Site to its count of runs in a step."""
         return site_runs(self.space, self.repeated, self.liveness.micro_batches)
 
     def link_runs(self) -> Sequence[int]:
@@ -83,7 +83,7 @@ class PlanningProblem:
         return link_runs(self.space, self.repeated, self.liveness.micro_batches)
 
     def adding_s(self, choice: Sequence[int]) -> float:
-        """Seconds to add the gradients of one micro-batch to the sums of those before it."""
+        """Seconds of adding the gradients of one micro-batch to the sums of earlier ones."""
         counts = self.counts()
         return sum(
             counts.get(fan_out, 1)
@@ -118,11 +118,11 @@ class PlanningProblem:
                 yield "", UsedBytes(Interval(now, now), workspace, (self.classes[name],))
 
     def _copies(self, name: str) -> float:
-        """How many times a value takes its bytes: a parameter carries optimizer state."""
+        """The bytes of a value with its optimizer state, as a multiple of its own."""
         return 1 + self.liveness.state_bytes_per_parameter_byte if name in self.liveness.parameters else 1.0
 
     def _variables(self, kept: OnLink, table: Floats) -> tuple[int, ...]:
-        """The variables that decide how much a link keeps: of both its ends, or of its head."""
+        """The variables that decide the bytes that a link keeps: both ends, or the head alone."""
         link = self.space.links[kept.link]
         head = self.classes[link.head]
         return (head,) if table.ndim == 1 else (self.classes[link.tail], head)
@@ -139,7 +139,7 @@ def build_problem(
     representatives: Mapping[str, str],
     repeated: RepeatedUnits = NO_REPEATED_UNITS,
 ) -> PlanningProblem:
-    """The assignment problem of a search space whose alike sites are tied."""
+    """The assignment problem of a search space, with one variable for equal sites."""
     representatives = tie(representatives, repeated)
     runs = site_runs(space, repeated, liveness.micro_batches)
     numbers: dict[str, int] = {}
@@ -184,7 +184,7 @@ def _call_times(group: Sequence[str], sites: Mapping[str, Site], runs: Mapping[s
 
 
 def _by_call(group: Sequence[str], sites: Mapping[str, Site]) -> Iterable[list[str]]:
-    """The sites of a variable by what they call: its own, and copies to the host and back.
+    """The sites of a variable by their call: its own calls, and copies to and from the host.
 
     The results of one call differ in size, and so do their copies.
     """
@@ -199,7 +199,7 @@ def _by_call(group: Sequence[str], sites: Mapping[str, Site]) -> Iterable[list[s
 def _alike_links(
     space: SearchSpace, classes: Mapping[str, int], runs: Sequence[int]
 ) -> dict[_EdgeKey, tuple[Link, int]]:
-    """One link for each pair of places that links join, and how often such run."""
+    """One link for each pair of places that links join, and the sum of their runs."""
     found: dict[_EdgeKey, tuple[Link, int]] = {}
     for index, link in enumerate(space.links):
         key = (classes[link.tail], link.result, classes[link.head], link.operand)
@@ -209,7 +209,7 @@ def _alike_links(
 
 
 def _places_of(tail: Site, head: Site, link: Link) -> _Places:
-    """What the costs and copies of a link depend on: links for which this is equal share their tables."""
+    """The inputs of a link's costs and copies: links with an equal key share their tables."""
     value = tail.results[link.result]
     strategies = id(tail.strategies), link.result, id(head.strategies), link.operand
     return value, *strategies, leaves_program(head, link), link.keeps_sums

@@ -21,10 +21,10 @@ from passes.strategies.enumerate_strategies import SearchSpace, Site
 
 
 def allowed_options(planning: PlanningProblem, constraints: Mapping[str, PartitionSpec]) -> dict[int, np.ndarray]:
-    """Variable to the mask of the options that all constraints leave.
+    """Variable to the mask of the options that all constraints allow.
 
     Raises:
-        InvalidSpecError: a pattern matches nothing, or a spec cannot be had by what it matches.
+        InvalidSpecError: a pattern matches no name, or a matched value cannot have the spec.
     """
     names = constrainable(planning.space)
     state = {slot.name for slot in planning.space.program.inputs_of(InputKind.STATE)}
@@ -50,7 +50,7 @@ def allowed_options(planning: PlanningProblem, constraints: Mapping[str, Partiti
 def constraints_on(
     program: Program, constraints: Mapping[str, PartitionSpec], *, without_state: bool
 ) -> dict[str, PartitionSpec]:
-    """The constraints, without those on outputs or state that this program (an evaluation, say) does not have."""
+    """The constraints, without those on outputs or state that this program (an evaluation, say) lacks."""
     outputs = [slot.name for slot in program.outputs_of(OutputKind.OUTPUT)]
     return {
         pattern: spec
@@ -61,9 +61,10 @@ def constraints_on(
 
 
 def whole_outputs(program: Program, constraints: Collection[str], *, gather: bool) -> list[str]:
-    """The names of the outputs that every rank is to have whole.
+    """The names of the outputs that every rank returns whole.
 
-    Those that modules keep in attributes; with `gather`, all. Not those that constraints mean.
+    These are outputs that modules keep in attributes; with `gather`, all outputs. Outputs with a constraint are
+    excluded.
     """
     kept = {f"output:{index}" for index in program.kept}
     names = [slot.name for slot in program.outputs_of(OutputKind.OUTPUT) if gather or slot.name in kept]
@@ -71,16 +72,16 @@ def whole_outputs(program: Program, constraints: Collection[str], *, gather: boo
 
 
 def split_outputs(program: Program, constraints: Collection[str], *, gather: bool) -> frozenset[str]:
-    """The names of the outputs that are handed out as they lie: tensors of a dim or more that need not be whole."""
+    """The names of the outputs that are returned in the plan's spec: tensors with dims that need not be whole."""
     nodes = program.nodes_by_name()
     names = {slot.name for slot in program.outputs_of(OutputKind.OUTPUT) if nodes[slot.node].meta["val"].dim()}
     return frozenset(names.difference(whole_outputs(program, constraints, gather=gather)))
 
 
 def constrainable(space: SearchSpace) -> dict[str, str]:
-    """Qualified name to site, for all that a constraint may name (tied parameters under each of their names).
+    """Qualified name to site, for every value that a constraint may name (tied parameters under each of their names).
 
-    What is in blocks that the program leaves out has the site that stands for it.
+    A value of a left-out block has the site that stands for it.
     """
     names = {
         alike: slot.node
@@ -93,7 +94,7 @@ def constrainable(space: SearchSpace) -> dict[str, str]:
 
 
 def _mask(planning: PlanningProblem, name: str, site_name: str, spec: PartitionSpec) -> np.ndarray:
-    """The options of a site with a spec; `InvalidSpecError` where there are none."""
+    """The options of a site with a spec; raises `InvalidSpecError` if there are none."""
     site = planning.space.sites[site_name]
     try:
         spec.check(planning.space.mesh, _ndim(site))
@@ -111,7 +112,7 @@ def _mask(planning: PlanningProblem, name: str, site_name: str, spec: PartitionS
 
 
 def own_specs(site: Site) -> list[PartitionSpec]:
-    """The spec of a site's value under each of its strategies: of its first result, or of what leaves the program."""
+    """The spec of a site's value under each of its strategies: of its first result, or of the program's output."""
     return [strategy.outputs[0] if strategy.outputs else strategy.inputs[0] for strategy in site.strategies]
 
 

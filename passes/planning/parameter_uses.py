@@ -30,7 +30,7 @@ def uses_of(planning: PlanningProblem, name: str) -> Iterator[Link]:
 
 
 def forward_links(planning: PlanningProblem, name: str) -> Iterator[Link]:
-    """The links of the forward by which a value is read, and those by which fan-outs, views and casts of it are."""
+    """The links of the forward that read a value, including reads through fan-outs, views and casts."""
     readers: dict[str, list[Link]] = planning.derived.setdefault("readers", {})
     if not readers:
         for link in planning.space.links:

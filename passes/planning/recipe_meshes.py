@@ -1,4 +1,4 @@
-"""The meshes on which a recipe may lie, and the recipes that lie on none."""
+"""The meshes for a recipe, and the recipes without a mesh."""
 
 from __future__ import annotations
 
@@ -24,32 +24,33 @@ FIELDS: Mapping[str, Sequence[str]] = {
     CONTEXT: ("context",),
     MODEL: ("tensor", "sequence_parallel", "expert_tensor"),
 }
-"""The fields that say what an axis does; where all of them are free, so is the axis."""
+"""The recipe fields that restrict each axis; if all of them are free, so is the axis."""
 
 
 def restricts(recipe: Recipe, axis: str) -> bool:
-    """Whether a recipe says what an axis does."""
+    """Whether a recipe restricts an axis."""
     return any(getattr(recipe, name) is not None for name in FIELDS.get(axis, ()))
 
 
 def names_axes_of(recipe: Recipe | None, meshes: Iterable[Mesh]) -> bool:
-    """Whether a recipe says what an axis of some meshes does."""
+    """Whether a recipe restricts an axis of some meshes."""
     return recipe is not None and any(restricts(recipe, axis) for mesh in meshes for axis in mesh.axis_names)
 
 
 def pipeline_ranks(mesh: Mesh) -> int:
-    """Ranks along the axis that carries stages; 1 where there is none."""
+    """Ranks along the pipeline axis; 1 without one."""
     return dict(mesh.axes).get(PIPELINE_AXIS, 1)
 
 
 def meshes_of_recipe(recipe: Recipe, devices: int, per_node: int) -> list[Mesh]:
-    """The meshes of so many devices on which a recipe may lie: one, or those of every size of an axis that is free.
+    """The meshes of `devices` devices for a recipe: one, or one for every size of a free axis.
 
-    Where `context` is free, it has an axis only if the other sizes leave no other: any axis that is free may split the
-    sequence. `pipeline` and `expert` have axes where they are given.
+    If `context` is free, it has an axis only if no mesh exists without one, since any free axis may split the sequence.
+    `pipeline` and `expert` have axes if they are given.
 
     Raises:
-        RecipeError: no sizes of the free axes make so many devices, or there is a schedule for no pipeline.
+        RecipeError: no sizes of the free axes give this number of devices, or the recipe has a schedule but no
+            pipeline.
         NotAvailableError: the recipe has no program on any mesh.
     """
     _refuse_without_program(recipe)
@@ -99,7 +100,7 @@ def _mesh(recipe: Recipe, data: int, context: int, tensor: int) -> Mesh:
 
 
 def _refuse_without_program(recipe: Recipe) -> None:
-    """Refuse a recipe that is no restriction of specs on any mesh."""
+    """Refuse a recipe that restricts specs on no mesh."""
     if said := recipe.without_program:
         raise NotAvailableError(
             f"{said} has no program yet that compile runs. Leave the field out, or price the recipe as another "
@@ -108,7 +109,7 @@ def _refuse_without_program(recipe: Recipe) -> None:
 
 
 def _check_stages(recipe: Recipe, ranks: int, way_out: str) -> None:
-    """Refuse what a recipe says of stages where a pipeline has so many ranks."""
+    """Refuse a recipe whose fields about stages do not suit a pipeline of `ranks` ranks."""
     try:
         replace(recipe, pipeline=ranks)
     except RecipeError as error:
@@ -116,10 +117,10 @@ def _check_stages(recipe: Recipe, ranks: int, way_out: str) -> None:
 
 
 def check_mesh(recipe: Recipe, mesh: Mesh) -> None:
-    """Refuse a recipe that is no restriction of specs on a mesh. Axes of other names are free.
+    """Refuse a recipe that cannot restrict specs on a mesh. Axes of other names are free.
 
     Raises:
-        RecipeError: the mesh has other sizes, or nothing is left for an axis of another name.
+        RecipeError: the mesh has other sizes, or the recipe leaves no ranks for an axis of another name.
         NotAvailableError: the recipe has no program on any mesh.
     """
     _refuse_without_program(recipe)
