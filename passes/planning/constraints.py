@@ -104,9 +104,9 @@ def _mask(planning: PlanningProblem, name: str, site_name: str, spec: PartitionS
     if not mask.any():
         raise InvalidSpecError(
             f"constraints: {name!r} cannot be laid out as {spec!r} on {planning.space.mesh}: "
-            f"it has shape {_shape(site)}. A dim may be split unevenly, but into no more pieces than it has elements; "
-            "two axes on one dim keep the mesh's order, and split an uneven dim only where DTensor cuts it into the "
-            "same pieces; parameters and inputs are whole or split, not partial."
+            f"it has shape {_shape(site)}. A dim may be split unevenly, but into no more pieces than it has elements. "
+            "Two axes on one dim keep the mesh's order. They split an uneven dim only if DTensor cuts it into the "
+            "same pieces. Parameters and inputs are whole or split, not partial."
         )
     return mask
 

@@ -1,6 +1,6 @@
-"""Recipes as restrictions of the search: each axis of the mesh has a role, and a role leaves options of values.
+"""Recipes as restrictions of the search: each axis of the mesh has a role, which restricts the options of values.
 
-| role | parameters at rest | where they are used | gradients | optimizer state | inputs | what is computed from them |
+| role | parameters at rest | matrices in use | gradients | optimizer state | inputs | results |
 |---|---|---|---|---|---|---|
 | data | whole | whole | | whole | split | split |
 | zero-1 | whole | whole | | split | split | split |
@@ -8,17 +8,16 @@
 | fsdp | split | whole: they are gathered | | split | split | split |
 | tensor | | split | | | | |
 
-each over the axis in question, as the search likes where nothing is said; other axes are free. What the calls of the
-forward read counts as used, behind views and fan-outs. Inputs are split along the batch; over "context", along the
-sequence. A restriction leaves out what no option of a value can do: a dim that does not divide, a value without such a
-dim.
+Each cell is about the role's axis; an empty cell leaves the choice to the search, and other axes are free. A matrix is
+in use in calls of the forward that read it, perhaps through views and fan-outs. Results are values that the forward
+computes from inputs. Inputs are split along the batch; over "context", along the sequence. A restriction skips a value
+if none of its options meets the restriction, as for a dim that does not divide.
 
-The axes of a recipe are "pipeline" (stages, each with a program of its own), "replica" (copies of groups of ZeRO),
-"data", "expert", "context" and "model", the outermost first. "expert" shares out experts among ranks of data
-parallelism, and is one of its axes for all else. "model" does as Megatron-LM's tensor parallelism: it splits matrices
-where they are used, inputs are whole over it, and what normalisations give lies along the sequence with sequence
-parallelism, and does not without (Korthikanti et al., "Reducing activation recomputation in large transformer models",
-2022).
+The axes of a recipe are, the outermost first, "pipeline", "replica" (copies of ZeRO groups), "data", "expert",
+"context" and "model". Each stage of a pipeline has its own program. "expert" splits experts over ranks of data parallelism; for all
+other values it is a data axis. "model" is Megatron-LM's tensor parallelism: it splits matrices in use, and inputs are
+whole over it. Sequence parallelism decides whether it splits results of normalisations along the sequence (Korthikanti
+et al., "Reducing activation recomputation in large transformer models", 2022).
 """
 
 from __future__ import annotations
@@ -48,19 +47,19 @@ Roles = Mapping[str, "Role"]
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """Use of a mesh axis: whether each kind of value is split over it; None: as the search likes.
+    """Use of a mesh axis: whether each kind of value is split over it; None leaves the choice to the search.
 
     Args:
         parameters: parameters at rest.
-        matrices: of parameters at rest, those of two dims or more.
-        uses: matrices where the forward uses them.
+        matrices: parameters at rest with two dims or more.
+        uses: matrices in the forward.
         state: the optimizer's state.
-        gradients: gradients as soon as they are made.
-        inputs: inputs, along `dim`; those that are not split along another dim either.
-        results: what the forward computes from inputs.
-        between: what the forward computes with vectors alone (norms), along the sequence, its last dim but one.
-        dim: of inputs: 0, the batch, or 1, the sequence.
-        experts: of matrices of experts, which the fields above then do not mean; None: they do.
+        gradients: gradients when they are made.
+        inputs: inputs, along `dim`; unsplit inputs are not split along another dim either.
+        results: values that the forward computes from inputs.
+        between: results of forward calls on vectors alone (norms), along the sequence, their last dim but one.
+        dim: the dim of inputs: 0, the batch, or 1, the sequence.
+        experts: split of expert matrices, which the fields above then exclude; None to include them above.
     """
 
     parameters: bool | None = None
@@ -85,7 +84,7 @@ class Experts(StrEnum):
 
     @property
     def is_split(self) -> bool | None:
-        """Whether a rank has a part of them; None: as the search likes."""
+        """Whether a rank has a part of them; None leaves the choice to the search."""
         return None if self is Experts.FREE else self is not Experts.WHOLE
 
 
@@ -106,11 +105,11 @@ MEGATRON = Role(matrices=True, uses=True, inputs=False, results=None)
 
 
 def roles_of(recipe: Recipe, mesh: Mesh) -> Roles:
-    """Role of each axis of a mesh that a recipe restricts. An axis of whose fields none is given is free.
+    """Role of each axis of a mesh that a recipe restricts. An axis without given fields is free.
 
     Raises:
-        RecipeError: the mesh is not that of the recipe.
-        NotAvailableError: the recipe does what no restriction of specs is.
+        RecipeError: the recipe is for another mesh.
+        NotAvailableError: no restriction of specs executes the recipe.
     """
     check_mesh(recipe, mesh)
     within = {None: Experts.FREE, 1: Experts.WHOLE}.get(recipe.expert_tensor, Experts.SPLIT)
@@ -127,10 +126,11 @@ def roles_of(recipe: Recipe, mesh: Mesh) -> Roles:
 
 
 def restricted(planning: PlanningProblem, recipe: Recipe) -> Masks:
-    """The options that a recipe leaves. A stage of a pipeline may have nothing of what an axis splits.
+    """The options that a recipe allows. A pipeline stage may lack values that an axis splits.
 
     Raises:
-        RecipeError, NotAvailableError: see `roles_of`; or the program has nothing that an axis could split as asked.
+        RecipeError, NotAvailableError: see `roles_of`; or the program has no value that an axis could split as
+            required.
     """
     roles = roles_of(recipe, planning.space.mesh)
     masks: Masks = {}
@@ -150,14 +150,14 @@ def restricted(planning: PlanningProblem, recipe: Recipe) -> Masks:
 
 
 def is_stage(program: Program) -> bool:
-    """Whether a program is that of a stage of a pipeline."""
+    """Whether a program is a stage of a pipeline."""
     return any(crosses_stages(slot.name) for slot in (*program.inputs, *program.outputs))
 
 
 def restrict_all(
     planning: PlanningProblem, roles: Roles, within: Masks | None = None, *, of_stage: bool = False
 ) -> Masks | None:
-    """The options under which each axis has its role; None if there are none. See `restrict`."""
+    """The options under which each axis has its role (`restrict`); None if there are none."""
     masks: Masks | None = dict(within or {})
     for axis, role in roles.items():
         masks = None if masks is None else restrict(planning, role, axis, masks, of_stage=of_stage)
@@ -172,11 +172,14 @@ def restrict(
     *,
     of_stage: bool = False,
 ) -> Masks | None:
-    """The options under which an axis has a role; None if the program has nothing that could be split so.
+    """The options under which an axis has a role; None if the program has no value for the role.
 
     Args:
-        within: the options that other axes leave.
-        of_stage: let the program have none of what is to be split.
+        planning: the problem.
+        role: the axis's role.
+        axis: the axis.
+        within: the options that other axes allow.
+        of_stage: whether the program may lack values for the role.
     """
     masks: Masks = dict(within or {})
     has_state = bool(planning.space.program.inputs_of(InputKind.STATE))
@@ -245,7 +248,7 @@ def _inputs(planning: PlanningProblem, axis: str, dim: int | None) -> _Splits:
 
 
 def _experts(planning: PlanningProblem, axis: str, experts: Experts | None, names: Collection[str]) -> _Splits:
-    """Matrices of experts where they are used, split along experts or not; shared out they are so at rest too."""
+    """Expert matrices in use, split along experts or not. Split over expert ranks, they are split at rest too."""
     for slot in planning.space.program.inputs_of(InputKind.PARAMETER):
         if experts is None or slot.name not in names:
             continue
@@ -280,14 +283,14 @@ _FIRST_MATRIX = 3
 
 
 def _batch_inputs(planning: PlanningProblem) -> list[InputSlot]:
-    """Inputs, and values of them that stages before give."""
+    """Inputs, and activations from earlier stages."""
     return [slot for slot in planning.space.program.inputs_of(InputKind.INPUT) if not is_of_weights(slot.name)]
 
 
 def _results(planning: PlanningProblem, axis: str, dim: int) -> _Splits:
-    """Results of the forward that depend on inputs, split or awaiting sums.
+    """Results of the forward that depend on inputs, split or partial.
 
-    Over an axis of sequences they are not split along the batch.
+    Over a sequence axis they are not split along the batch.
     """
     for name in _from_inputs(planning):
         specs = [strategy.outputs[0] for strategy in planning.space.sites[name].strategies]
@@ -327,7 +330,7 @@ def users(planning: PlanningProblem) -> list[str]:
 
 
 def _keep(planning: PlanningProblem, masks: Masks, site: str, options: Sequence[bool], split: bool) -> bool:
-    """Keep the options of a site that split, or those that do not, if there are any; whether there are."""
+    """Keep the options of a site that split, or the others, if there are any; returns whether there are."""
     mask = np.array(options) == split
     variable = planning.classes[site]
     both = mask & masks.get(variable, mask)
@@ -338,7 +341,7 @@ def _keep(planning: PlanningProblem, masks: Masks, site: str, options: Sequence[
 
 
 def matrices(planning: PlanningProblem) -> list[InputSlot]:
-    """The parameters of two dims or more; of all if there are none."""
+    """The parameters of two dims or more, or all parameters if there are none."""
     slots = planning.space.program.inputs_of(InputKind.PARAMETER)
     return [slot for slot in slots if _ndim(planning, slot) > 1] or list(slots)
 

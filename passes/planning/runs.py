@@ -1,7 +1,7 @@
-"""How often calls and reshards run in a step of the whole program: for each block left out, and for each micro-batch.
+"""The number of runs of calls and reshards in a step: once for each left-out block, and once for each micro-batch.
 
-The update, and reshards of what it reads or gives, run once. Micro-batches run all else, also what depends on
-parameters alone: that it is hoisted where memory allows (`passes.lowering.hoist`) is no part of the price.
+The update and its reshards run once. All other calls run in each micro-batch, even calls on parameters alone. Such
+calls may be hoisted if memory allows (`passes.lowering.hoist`), but their price does not assume that.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from passes.strategies.repeated import RepeatedUnits
 
 
 def site_runs(space: SearchSpace, repeated: RepeatedUnits, micro_batches: int) -> dict[str, int]:
-    """Site to how often it runs."""
+    """Site to its number of runs."""
     counts = repeated.site_counts()
     return {name: counts.get(name, 1) * _runs(site.phase, micro_batches) for name, site in space.sites.items()}
 
@@ -25,7 +25,7 @@ def link_runs(space: SearchSpace, repeated: RepeatedUnits, micro_batches: int) -
 
 
 def _phase_of(space: SearchSpace, link: Link) -> str:
-    """The phase in which a link's reshard runs: that of its reader, or of what leaves the program."""
+    """The phase of a link's reshard: the phase of its reader or, for a result of the program, of its maker."""
     head = space.sites[link.head]
     return space.sites[link.tail].phase if leaves_program(head, link) else head.phase
 

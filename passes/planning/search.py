@@ -1,10 +1,10 @@
-"""Search: the cheapest choice of strategies that fits in memory.
+"""The search for the cheapest choice of strategies that fits in memory.
 
-Small problems are solved exactly as if memory were no object. Where that does not fit, and where problems are large,
-duality searches (`dual_search`), which proves how far off it is.
+Small problems are solved exactly, without the memory limit. If that solution does not fit, and for large problems, a
+dual search runs (`dual_search`), which proves a bound.
 
-A search that is stopped (`SearchControl`) gives the cheapest choice so far, with the bound proven by then; where none
-fits yet, the one that takes least memory.
+A stopped search (`SearchControl`) returns the cheapest choice so far, with the bound proven until then. If no choice
+fits yet, it returns the choice with the smallest peak.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from passes.solver.solve_milp import Effort, solve_milp
 from passes.strategies.enumerate_strategies import SearchSpace
 
 EXACT_PAIRS = 20_000
-"""Pairs of options over all edges up to which a problem counts as small."""
+"""The most pairs of options, over all edges, of a small problem."""
 
 _EXACTLY = Effort(1e-9, 1e6)
-"""What exact search may take, where duality has the rest: 50 nodes of the largest problem that counts as small."""
+"""The limit of exact search before the dual search takes over: 50 nodes of the largest small problem."""
 
 
 class Searchable(Protocol):
-    """What is searched: a `PlanningProblem`, or a `RecomputeProblem`."""
+    """A problem for the search: a `PlanningProblem`, or a `RecomputeProblem`."""
 
     @property
     def space(self) -> SearchSpace:
@@ -69,11 +69,11 @@ class Search:
 
     Args:
         memory_limit_bytes: per rank, or None for no limit.
-        tolerance, max_rounds: of the search of large problems, see `DualSearch`.
-        is_thorough: whether large problems are searched on where something fits, see `DualSearch`.
-        fineness: part of the tolerance up to which the best of all choices seen is taken where memory binds.
-        says_smallest: whether the error says a limit that would do even where it is proven that none fits.
-        control: told how it goes, and may stop it.
+        tolerance, max_rounds: settings for large problems, see `DualSearch`.
+        is_thorough: whether the search of large problems goes on after a choice fits, see `DualSearch`.
+        fineness: share of the tolerance within which the best choice seen so far is taken if memory binds.
+        says_smallest: whether the error names a sufficient limit, even if no choice fits the given one.
+        control: receives progress, and may stop the search.
     """
 
     memory_limit_bytes: float | None = None
@@ -95,10 +95,10 @@ class Search:
         Args:
             planning: the problem.
             allowed: variable to a mask of its options; absent variables are free.
-            start: solutions that fit and are allowed, than which the result is not worse.
+            start: solutions that fit and are allowed; the result is at least as cheap.
 
         Raises:
-            DoesNotFitError: none that fits was found; says a limit that one would fit in, if one is known.
+            DoesNotFitError: the search found no choice that fits; names a sufficient limit, if one is known.
         """
         limit = np.inf if self.memory_limit_bytes is None else float(self.memory_limit_bytes)
         problem = dataclasses.replace(restrict(planning.assignment, allowed or {}), limit=limit)
@@ -112,7 +112,7 @@ class Search:
 
         @cache
         def frugal() -> Sequence[int]:
-            # a few rounds, even of a search that is stopped: it is to give something that fits
+            # # a few rounds, even of a stopped search, which must return a choice that fits
             hopeless = np.inf if self.says_smallest else problem.limit
             return choice_of_smallest_peak(problem, planning.usage, planning.memory_row, problem.limit, hopeless)
 
@@ -126,25 +126,25 @@ class Search:
         return solution
 
     def _at_once(self, planning: Searchable, problem: Assignment, start: Sequence[Sequence[int]]) -> Solution:
-        """The optimum as if memory were no object, if that fits and is soon found; else what duality finds."""
+        """The optimum without the memory limit, if it fits and is found quickly; else the result of the dual search."""
         with suppress(TimeoutError):
             solution = solve_milp(problem, control=self.control, effort=_EXACTLY)
             if solution is None:
-                raise self.does_not_fit(planning)  # nothing is allowed, whatever memory it takes
+                raise self.does_not_fit(planning)  # # no choice is allowed, whatever its memory
             if planning.usage(solution.choice).max() <= problem.limit:
                 return solution
         return self._by_duals(planning, problem, start)
 
     def does_not_fit(self, planning: Searchable, least: float | None = None) -> DoesNotFitError:
-        """The error of a search that found nothing within its limit.
+        """The error of a search that found no choice within its limit.
 
         Args:
             planning: the problem.
-            least: bytes that would do; None where nothing is known that would.
+            least: a sufficient number of bytes; None if unknown.
         """
         limit = self.memory_limit_bytes or 0
         if least is None:
-            would_do = "What would do is not known."
+            would_do = "No sufficient limit is known."
         else:
             would_do = f"{least:.0f} bytes ({format_bytes(least)}) would do; whether fewer would is not known."
         return DoesNotFitError(
@@ -160,7 +160,7 @@ _PASSES = 16
 
 
 def first_bound(planning: Searchable, allowed: Mapping[int, np.ndarray]) -> float:
-    """Seconds that every choice costs, whatever memory it takes: proven by message passes."""
+    """Seconds that every choice costs at least, whatever its memory: proven by message passes."""
     return Messages(restrict(planning.assignment, allowed)).iterate(_PASSES)[0]
 
 
@@ -169,7 +169,7 @@ def _pairs(problem: Assignment) -> int:
 
 
 def restrict(problem: Assignment, allowed: Mapping[int, np.ndarray]) -> Assignment:
-    """The problem with only the options that masks leave; absent variables are free."""
+    """The problem with only the options that masks allow; absent variables are free."""
     costs = list(problem.costs)
     for variable, mask in allowed.items():
         costs[variable] = np.where(mask, costs[variable], np.inf)

@@ -1,12 +1,12 @@
-"""Axes of a mesh that choose alike, where the search over each of them would not end in time.
+"""Ties axes of a mesh, so that they choose alike, if the search over each single axis would take too long.
 
-A call has as many strategies as choices of an axis to the power of the number of axes, and a link as many pairs of them
-as their square: on 2x2x2x2 a transformer of two layers has 202,000 strategies. So on a mesh of three axes and more the
-outermost ones are tied, as few as the time allows: axes of a group split the same factor, or none, in the order of the
-mesh. Two groups stay, of which the inner axis is one: known recipes tell it from the others. Plans of such a problem
-are plans of the mesh, at the same prices.
+The number of a call's strategies is the choices of one axis, to the power of the number of axes. Pairs on a link grow
+as its square. On 2x2x2x2 a transformer of two layers has 202,000 strategies. So on a mesh of at least three axes the
+outermost ones are tied, as few as the time allows. Axes of a group split the same dim, or none, in the order of the
+mesh. Two groups stay, and one of them is the innermost axis, which known recipes treat differently. Plans of a tied
+problem are plans of the mesh, at the same prices.
 
-Axes that constraints, the plan before, or a recipe tell apart are not tied.
+Axes that constraints, the earlier plan, or a recipe treat differently are not tied.
 """
 
 from __future__ import annotations
@@ -25,12 +25,14 @@ from passes.strategies.enumerate_strategies import EnumerateStrategies, SearchSp
 _LOGGER = logging.getLogger(__name__)
 
 _STRATEGY_S, _PAIR_S = 2.5e-4, 1e-6
-"""Seconds of building and searching for each strategy of each site, and for each pair of them over each link, twice
-what an idle core takes: a transformer of two layers took 3 s on 2x2, 6 s on 2x2x2, 16 s on 4x2x2 and over 150 s on
-2x2x2x2."""
+"""Seconds of building and searching for each strategy of each site, and for each pair on each link.
+
+They are twice the time of an idle core. A transformer of two layers took 3 s on 2x2, 6 s on 2x2x2, 16 s on 4x2x2 and
+over 150 s on 2x2x2x2.
+"""
 
 _GROUPS = 2
-"""Groups that stay in any case."""
+"""The least number of groups."""
 
 Group = tuple[str, ...]
 Groups = tuple[Group, ...]
@@ -42,7 +44,7 @@ def space_in_time(
     """The search space of a program whose axes are tied as little as the time allows.
 
     Args:
-        enumerate_strategies: of each axis by itself.
+        enumerate_strategies: of untied axes.
         program: with fan-outs.
         levels: the groups that may be, see `tied_levels`.
         time_budget_s: for all of planning.
@@ -64,7 +66,7 @@ def _warn(mesh: Mesh, groups: Groups, seconds: float, time_budget_s: float) -> N
     tied = " and ".join(", ".join(map(repr, group)) for group in groups if len(group) > 1)
     _LOGGER.warning(
         "a search over each axis of %s would take some %.0f s, and time_budget_s leaves %.0f s: axes %s split the same "
-        "dims of all tensors; give it more time, or constraints that tell them apart",
+        "dims of all tensors. Raise time_budget_s, or give constraints that treat these axes differently",
         *(mesh, seconds, time_budget_s, tied),
     )
 
@@ -72,11 +74,11 @@ def _warn(mesh: Mesh, groups: Groups, seconds: float, time_budget_s: float) -> N
 def tied_levels(
     mesh: Mesh, constraints: Iterable[PartitionSpec] = (), before: Plan | None = None, recipe: Recipe | None = None
 ) -> list[Groups]:
-    """The groups of axes, from each by itself to as few as may be; the outermost are tied first.
+    """The groups of axes, from single axes to the fewest groups; the outermost axes are tied first.
 
     Args:
         mesh: the mesh; two axes are not tied.
-        constraints, before, recipe: what may tell axes apart.
+        constraints, before, recipe: may treat axes differently.
     """
     groups: Groups = tuple((axis,) for axis in mesh.axis_names)
     levels: list[Groups] = [groups]
@@ -91,7 +93,7 @@ def tied_levels(
 
 
 def estimated_s(space: SearchSpace, power: float) -> float:
-    """Seconds of planning with so many times the groups that a space has."""
+    """Seconds of planning with `power` times the groups of a space."""
     counts = {name: len(site.strategies) ** power for name, site in space.sites.items()}
     pairs = sum(counts[link.tail] * counts[link.head] for link in space.links)
     return _STRATEGY_S * sum(counts.values()) + _PAIR_S * pairs
@@ -104,7 +106,7 @@ def _specs_of(plan: Plan) -> Iterator[PartitionSpec]:
 
 
 def _are_alike(group: Group, specs: Sequence[PartitionSpec]) -> bool:
-    """Whether specs do the same with all axes of a group, in their order."""
+    """Whether specs use all axes of a group alike, in their order."""
     for spec in specs:
         uses = {(spec.dim_of(axis), spec.reduction_over(axis)) for axis in group}
         if len(uses) > 1:

@@ -53,6 +53,7 @@ ENFORCED = (
     "passes/lowering",
     "passes/memory",
     "passes/padding",
+    "passes/planning",
     "passes/prediction",
     "passes/preparation",
     "passes/questions",
